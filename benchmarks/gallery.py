@@ -61,12 +61,13 @@ from embedder.machine import core_count
 from embedder.preprocess import preprocess
 from embedder.session import OnnxEmbedder
 from embedder.types import Embeddings
+from indexer.catalog.vectors import ROWS, VECTORS
 from indexer.filters.tree import Range
 from indexer.folder.layout import GalleryFolder
 from indexer.gallery import Gallery
 from indexer.index.kinds import KINDS
 from indexer.index.plan import IndexSettings
-from indexer.index.segment import IDS, INDEX, VECTORS, read_manifest
+from indexer.index.segment import INDEX, read_manifest
 from indexer.ingest.build import build_gallery
 from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.sources import folder_source
@@ -100,6 +101,12 @@ class Setting:
         """The segment that the build made; a compaction replaces it."""
         (folder,) = (GalleryFolder(self.folder).current() / SEGMENTS).iterdir()
         return folder
+
+    @property
+    def rows(self) -> Path:
+        """The file of its vectors, in the order of item numbers; a build leaves no gaps."""
+        (file,) = (GalleryFolder(self.folder).current() / VECTORS).glob(f"*/{ROWS}")
+        return file
 
 
 @dataclass(frozen=True)
@@ -187,9 +194,9 @@ def opened(setting: Setting) -> dict[str, float]:
         gallery.search(queries[row : row + 1], K)
     grown = {name: value - before[name] for name, value in memory_mb().items()}
     files = read_manifest(setting.segment).files
-    codes = files[INDEX if INDEX in files else VECTORS].bytes / 1e6
     # Of a flat index the vectors are the codes.
-    behind = resident_mb(setting.segment / VECTORS) if INDEX in files else 0.0
+    codes = (files[INDEX].bytes if INDEX in files else setting.rows.stat().st_size) / 1e6
+    behind = resident_mb(setting.rows) if INDEX in files else 0.0
     return {
         "open to first answer, s (target 1)": seconds,
         "codes, MB": codes,
@@ -309,7 +316,7 @@ def of_faiss(setting: Setting, queries: Embeddings, truth: Positions) -> Contest
     """FAISS alone, with the gallery's index file in memory and its tuned parameters."""
     manifest = read_manifest(setting.segment)
     index = faiss.IndexFlatIP(manifest.dim)
-    index.add(np.load(setting.segment / VECTORS))
+    index.add(np.fromfile(setting.rows, np.float32).reshape(-1, manifest.dim))
     codes = None
     if INDEX in manifest.files:
         codes = faiss.read_index(str(setting.segment / INDEX))
@@ -317,8 +324,7 @@ def of_faiss(setting: Setting, queries: Embeddings, truth: Positions) -> Contest
     asked = KINDS[manifest.kind].search_parameters(
         getattr(codes, "nlist", 0), manifest.size, manifest.tuned, K
     )
-    positions = np.load(setting.segment / IDS) - 1
-    found = positions[index.search(queries, K, params=asked)[1]]
+    found = index.search(queries, K, params=asked)[1]
     return Contestant(lambda q: index.search(q, K, params=asked), recall(found, truth))
 
 

@@ -63,7 +63,7 @@ from indexer.folder.manifest import (
 from indexer.folder.manifest import (
     GalleryFacts as GalleryFacts,
 )
-from indexer.index.plan import IndexSettings
+from indexer.index.plan import IndexSettings, settings_here
 from indexer.index.segment import HASHED_BELOW
 from indexer.index.segment import read_manifest as read_segment_manifest
 from indexer.live.compaction import (
@@ -753,10 +753,13 @@ class Gallery(Searcher):
         return report
 
     def index_settings(self) -> IndexSettings:
-        """How the index was made; the defaults if there is none, or it does not tell."""
+        """How the index was made, on the CPU if there is no GPU here; the defaults if there is
+        none, or it does not tell.
+        """
         name = self._catalog.state().segment
         try:
-            return read_segment_manifest(self._generation / SEGMENTS / str(name)).settings
+            made = read_segment_manifest(self._generation / SEGMENTS / str(name)).settings
+            return settings_here(made)
         except GalleryCorruptError:
             return IndexSettings()
 

@@ -15,6 +15,7 @@ from indexer.commands.options import (
     EngineOption,
     FallbackOption,
     ImageRootOption,
+    IndexDeviceOption,
     IndexOption,
     JsonOption,
     MemoryOption,
@@ -61,6 +62,7 @@ def build(
     memory_mb: MemoryOption = None,
     target_recall: RecallOption = None,
     device: DeviceOption = "cpu",
+    index_device: IndexDeviceOption = None,
     allow_cpu_fallback: FallbackOption = False,
     precision: PrecisionOption = "fp32",
     engine: EngineOption = "auto",
@@ -78,8 +80,8 @@ def build(
     with errors_shown():
         source = _new_source(images or root, csv, split)
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
-        where = options.index_device(device, embedder, allow_cpu_fallback)
-        plan = IndexSettings(**options.given_settings(index, memory_mb, target_recall, where))
+        given = options.given_settings(index, memory_mb, target_recall, index_device)
+        plan = IndexSettings(**given)
         settings = BuildSettings(name, EmbedSettings(batch_size, workers), plan)
         _print_plan(source, embedder, plan, json)
         report = _built(source, embedder, out, settings)

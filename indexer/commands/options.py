@@ -8,7 +8,7 @@ import typer
 from numpy.lib.format import read_array
 from numpy.typing import NDArray
 
-from embedder.engines.models import PROVIDERS, SessionSettings
+from embedder.engines.models import SessionSettings
 from embedder.errors import ImageError, InvalidParameterError, SourceError
 from embedder.machine import core_count
 from embedder.manifest import AskedEngine, AskedPrecision
@@ -25,7 +25,7 @@ StoreArgument = Annotated[
     typer.Argument(metavar="GALLERY", help="Folder of the gallery, or milvus://HOST:PORT/NAME."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-DeviceOption = Annotated[Device, typer.Option(help="Where model and index run.")]
+DeviceOption = Annotated[Device, typer.Option(help="Where the model runs.")]
 FallbackOption = Annotated[
     bool, typer.Option("--allow-cpu-fallback", help="Use the CPU where CUDA does not work.")
 ]
@@ -55,7 +55,10 @@ RecallOption = Annotated[
         "--target-recall", min=0.01, max=1.0, help="Recall@10 that the index must reach [0.98]."
     ),
 ]
-IndexDeviceOption = Annotated[Device | None, typer.Option(help="Where the index runs [cpu].")]
+IndexDeviceOption = Annotated[
+    Device | None,
+    typer.Option("--index-device", help="Where the index is made and searched [cpu]."),
+]
 NoCompactOption = Annotated[
     bool, typer.Option("--no-compact", help="Leave the index as it is, even if it is due.")
 ]
@@ -86,12 +89,6 @@ def given_settings(
         "device": device,
     }
     return {name: value for name, value in given.items() if value is not None}
-
-
-def index_device(device: Device, embedder: Embedder, allow_cpu_fallback: bool) -> Device:
-    """Where the index runs: beside the model, wherever that had to go."""
-    is_on_cpu = embedder.provider != PROVIDERS["cuda"]
-    return "cpu" if allow_cpu_fallback and is_on_cpu else device
 
 
 def read_vectors(file: Path) -> Embeddings:

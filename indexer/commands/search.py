@@ -22,6 +22,7 @@ from indexer.commands.options import (
     DeviceOption,
     EngineOption,
     FallbackOption,
+    IndexDeviceOption,
     JsonOption,
     PrecisionOption,
     StoreArgument,
@@ -128,6 +129,7 @@ def search(
         ),
     ] = DEFAULT_PRIOR,
     device: DeviceOption = "cpu",
+    index_device: IndexDeviceOption = None,
     allow_cpu_fallback: FallbackOption = False,
     precision: PrecisionOption = "fp32",
     engine: EngineOption = "auto",
@@ -156,7 +158,7 @@ def search(
         grouping = Grouping(group_by, group_size) if group_by else None
         shape = Shape(k, wanted, grouping, facets.split(",") if facets else [])
         expected = None if embedder is None else embedder.bundle_id
-        with stores.opened(gallery, bundle_id=expected, device=device) as store:
+        with stores.opened(gallery, bundle_id=expected, device=index_device or "cpu") as store:
             if like:
                 found = _found_like(store, like, unlike or [], shape)
             elif image and embedder:

@@ -88,8 +88,7 @@ def compact(
                 text = "Nothing has changed since the index was made; --rebuild makes it anew."
                 print_report(done, json, text)
                 return
-            before = IndexSettings() if facts.segment is None else facts.segment.settings
-            settings = replace(before, **chosen) if chosen else None
+            settings = replace(opened.index_settings(), **chosen) if chosen else None
             with progress(facts.size, "Indexing") as advance:
                 report = opened.compact(
                     settings, wait=True, from_scratch=rebuild, on_progress=advance

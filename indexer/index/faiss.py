@@ -1,5 +1,6 @@
 """An immutable FAISS index over unit vectors, searched by inner product."""
 
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from indexer.index.gpu import MAX_K, reason_of
 from indexer.index.kinds import KINDS, TUNED_AT, Effort, IndexKind, Kind, scaled
 from indexer.index.plan import Plan
 from indexer.types import Ids, Progress, Scores
+
+_log = logging.getLogger(__name__)
 
 CHUNK = 65_536
 """Vectors that are compared with at once, or added to codes."""
@@ -63,7 +66,11 @@ class SegmentIndex:
         self._codes = codes
         self._flat = _flat_over(vectors)
         self._top = self._flat if codes is None else self._kind.searched(codes, self._flat)
-        self._gpu = self._kind.on_gpu(vectors, codes) if device == "cuda" else None
+        self._gpu = None
+        if device == "cuda" and device in self._kind.devices:
+            self._gpu = self._kind.on_gpu(vectors, codes)
+        elif device == "cuda":
+            _log.warning("the index %s is searched on the CPU: it is made for that alone", kind)
 
     @classmethod
     def build(

@@ -239,7 +239,7 @@ def build_cagra(vectors: Embeddings, parameters: Mapping[str, int]) -> faiss.Ind
     except RuntimeError as error:
         raise ProviderError(
             f"The GPU could not build CAGRA over {len(vectors):,} vectors: {reason_of(error)}. "
-            "See nvidia-smi for its free memory, or choose --index flat or --device cpu."
+            "See nvidia-smi for its free memory, or choose --index flat or --index-device cpu."
         ) from error
     return graph
 

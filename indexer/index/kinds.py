@@ -142,7 +142,7 @@ class Kind(ABC):
         return found
 
     def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> GpuIndex:
-        """What is searched on the GPU. Raises: ProviderError."""
+        """What is searched on the GPU, of a kind with that device. Raises: ProviderError."""
         raise NotImplementedError
 
     def efforts(self, size: int, nlist: int) -> list[int]:

@@ -5,7 +5,7 @@ many vectors to ever smaller ones (`indexer.index.kinds`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from embedder.errors import PlanError
@@ -129,6 +129,17 @@ def plans_for(n: int, dim: int, settings: IndexSettings) -> list[Plan]:
     return [first, *(plan for plan in plans if _fits(plan, _budget_mb(settings)))]
 
 
+def settings_here(settings: IndexSettings) -> IndexSettings:
+    """The settings of an index as they can be kept on this machine: one of a GPU is made on the
+    CPU where there is none.
+    """
+    if settings.device == "cpu" or not why_no_gpu():
+        return settings
+    names = {kind.name for kind in kinds_on("cpu")}
+    kind = settings.kind if settings.kind in names else "auto"
+    return replace(settings, device="cpu", kind=kind)
+
+
 def check_target(kind: IndexKind, target_recall: float) -> None:
     """Raises: PlanError for a target out of range, or that no index of this kind can promise."""
     if not 0 < target_recall <= 1:
@@ -208,10 +219,10 @@ def _check_numbers(n: int, dim: int, settings: IndexSettings) -> None:
 def _check_device(device: str) -> None:
     if device not in get_args(Device):
         raise PlanError(
-            f"There is no device {device!r}. Choose --device {' or '.join(get_args(Device))}."
+            f"There is no device {device!r}. Choose --index-device {' or '.join(get_args(Device))}."
         )
     if device == "cuda" and (why := why_no_gpu()):
-        raise PlanError(f"{why} Or choose --device cpu.")
+        raise PlanError(f"{why} Or choose --index-device cpu.")
 
 
 def _named(kind: str, device: str) -> Kind:
@@ -222,8 +233,8 @@ def _named(kind: str, device: str) -> Kind:
     if kind in KINDS:
         other = "cpu" if device == "cuda" else "cuda"
         raise PlanError(
-            f"The index {kind} is not made on {device}. Choose --device {other}, or --index auto, "
-            f"{', '.join(names)}."
+            f"The index {kind} is not made on {device}. Choose --index-device {other}, or --index "
+            f"auto, {', '.join(names)}."
         )
     raise PlanError(f"There is no index {kind!r}. Choose --index auto, {', '.join(names)}.")
 
@@ -249,7 +260,7 @@ def _too_big(plan: Plan, budget: float) -> str:
     return (
         f"The index {plan.kind} for {plan.n:,} vectors of length {plan.dim} needs {plan.needs}, "
         f"but there are only {_mb(budget)} of memory. Raise --memory-mb if the machine has "
-        f"more{smaller}, or change --device."
+        f"more{smaller}, or change --index-device."
     )
 
 

@@ -47,7 +47,7 @@ def test_without_gpu_support_every_way_to_the_gpu_is_refused(
     ):
         with pytest.raises(ProviderError, match=r"no GPU support.*make install-gpu"):
             ask()
-    with pytest.raises(PlanError, match=r"no GPU support.*--device cpu"):
+    with pytest.raises(PlanError, match=r"no GPU support.*--index-device cpu"):
         plan_index(100, 16, IndexSettings(device="cuda"))
 
 

@@ -76,8 +76,8 @@ def test_what_does_not_fit_is_refused_with_numbers_and_flags() -> None:
         ({"dim": 0}, "dimension 0"),
         ({"dim": 8193}, "dimension 8,193 .*8,192"),
         ({"kind": "lsh"}, "no index 'lsh'.*--index auto, flat, hnsw"),
-        ({"kind": "cagra"}, "cagra is not made on cpu.*--device cuda"),
-        ({"device": "tpu"}, "no device 'tpu'.*--device cpu or cuda"),
+        ({"kind": "cagra"}, "cagra is not made on cpu.*--index-device cuda"),
+        ({"device": "tpu"}, "no device 'tpu'.*--index-device cpu or cuda"),
         ({"target_recall": 0.0}, "target recall of 0.*--target-recall"),
         ({"target_recall": 1.1}, "target recall of 1.1"),
         ({"memory_mb": 0}, "0 MB of memory.*--memory-mb"),
@@ -93,7 +93,7 @@ def test_what_cannot_be_is_refused(changes: dict[str, object], message: str) -> 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "why_no_gpu", lambda: "No GPU. Buy one.")
-    with pytest.raises(PlanError, match=r"No GPU\. Buy one\. Or choose --device cpu"):
+    with pytest.raises(PlanError, match=r"No GPU\. Buy one\. Or choose --index-device cpu"):
         planned(1000, device="cuda")
 
 
@@ -105,7 +105,7 @@ def test_on_a_gpu_auto_is_flat_and_then_cagra(monkeypatch: pytest.MonkeyPatch) -
     assert planned(10_000_000, device="cuda", target_recall=1).kind == "flat"
     with pytest.raises(PlanError, match=r"cagra.*only 64,000 MB"):
         planned(100_000_000, device="cuda", memory_mb=None)
-    with pytest.raises(PlanError, match=r"hnsw is not made on cuda.*--device cpu"):
+    with pytest.raises(PlanError, match=r"hnsw is not made on cuda.*--index-device cpu"):
         planned(1000, device="cuda", kind="hnsw")
 
 

@@ -461,7 +461,7 @@ class SnapshotKeeper:
         self._collector = _Collector(generation)
         self._refreshing = threading.Lock()
         self._opener: threading.Thread | None = None
-        self._next: tuple[Base, Segment | None] | None = None
+        self._next: Snapshot | None = None
         self._failed: tuple[Base | None, float] = (None, 0.0)
         self._is_closed = False
         self._snapshot: Snapshot | None = None
@@ -534,11 +534,17 @@ class SnapshotKeeper:
         ):
             with self._refreshing:  # another thread may be opening it
                 pass
-            segment = self._taken() if self._is_next(state.base) else self._opened(state)
-            current = Snapshot.load(view, state, segment)
-        elif self._is_next(state.base):
-            current = Snapshot.load(view, state, self._taken())
-        elif current.state != state:
+            if not self._is_next(state.base):
+                self._next = Snapshot.load(view, state, self._opened(state))
+        following = self._next
+        if following is not None and following.base == state.base:
+            if state.is_before(following.state):
+                return None
+            current, self._next = following, None
+        elif following is not None and following.state.is_before(state):
+            self._next = None  # a later compaction has replaced it
+        assert current is not None
+        if current.state != state:
             current = current.advanced(view, state)
         if current.size != state.size:
             raise GalleryCorruptError(
@@ -573,11 +579,15 @@ class SnapshotKeeper:
             return
         base: Base | None = None
         try:
-            state, current = self.catalog.state(), self._snapshot
-            base = state.base
+            current, base = self._snapshot, self.catalog.state().base
             if self._is_closed or current is None or current.base == base or self._has_failed(base):
                 return
-            self._next = base, self._opened(state)
+            with self.catalog.reading() as view:
+                state = view.state()
+                following = Snapshot.load(view, state, self._opened(state))
+                if current.changes is not None:  # searches have filters
+                    following = following.with_changes(view)
+                self._next = following
         except FileNotFoundError:
             return  # a compaction has replaced it meanwhile
         except Exception as error:  # memory for one; searches go on in the segment so far
@@ -595,12 +605,8 @@ class SnapshotKeeper:
         return failed == base and time.monotonic() - when < _RETRY_S
 
     def _is_next(self, base: Base) -> bool:
-        return self._next is not None and self._next[0] == base
-
-    def _taken(self) -> Segment | None:
-        """The segment that was opened in advance."""
-        following, self._next = self._next, None
-        return None if following is None else following[1]
+        """Whether a snapshot with this segment was made in advance."""
+        return self._next is not None and self._next.base == base
 
     def forget(self) -> None:
         """Let go of the segment; what nobody reads any more has been removed afterwards."""

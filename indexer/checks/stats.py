@@ -49,8 +49,26 @@ class GalleryStats(StoreStats):
 
 def store_stats(store: VectorStore) -> StoreStats:
     """Count what is in a gallery, whatever its engine."""
-    if isinstance(store, Gallery):
-        return _counted(store)
+    if isinstance(store, Gallery):  # without a look at each item, of which there may be many
+        formats, distinct = store.counts()
+        attributes = {name: store.distinct(name) for name in store.schema()}
+    else:
+        formats, distinct, attributes = _counted(store)
+    return StoreStats(
+        name=store.name,
+        version=store.version,
+        bundle_id=store.bundle_id,
+        precision=store.precision,
+        dim=store.dim,
+        size=sum(formats.values()),
+        distinct_images=distinct,
+        formats=formats,
+        attributes={name: count for name, count in attributes.items() if count},
+    )
+
+
+def _counted(store: VectorStore) -> tuple[dict[str, int], int, dict[str, int]]:
+    """Items by format, different contents, and different values by attribute."""
     formats: Counter[str] = Counter()
     contents: set[str] = set()
     values: dict[str, set[Scalar]] = {}
@@ -59,33 +77,8 @@ def store_stats(store: VectorStore) -> StoreStats:
         contents.add(item.sha256)
         for name, value in item.attributes.items():
             values.setdefault(name, set()).update(values_in(value))
-    return StoreStats(
-        name=store.name,
-        version=store.version,
-        bundle_id=store.bundle_id,
-        precision=store.precision,
-        dim=store.dim,
-        size=formats.total(),
-        distinct_images=len(contents),
-        formats=dict(sorted(formats.items())),
-        attributes={name: len(found) for name, found in sorted(values.items())},
-    )
-
-
-def _counted(gallery: Gallery) -> StoreStats:
-    """Without a look at each item, of which there may be many."""
-    formats, contents = gallery.counts()
-    return StoreStats(
-        name=gallery.name,
-        version=gallery.version,
-        bundle_id=gallery.bundle_id,
-        precision=gallery.precision,
-        dim=gallery.dim,
-        size=sum(formats.values()),
-        distinct_images=contents,
-        formats=formats,
-        attributes={name: count for name in gallery.schema() if (count := gallery.distinct(name))},
-    )
+    counts = {name: len(found) for name, found in sorted(values.items())}
+    return dict(sorted(formats.items())), len(contents), counts
 
 
 def gallery_stats(path: Path | str) -> GalleryStats:

@@ -14,7 +14,8 @@ the galleries are kept there and used again.
     sustained   --rate adds a second for --minutes with compactions in the background
 
 Each figure is of one run on cores that do nothing else. The last lines fit a power of the number of
-items to each figure where there are three sizes or more.
+items to each figure where there are three sizes or more. With --out FILE.json the figures are added
+to those of the file, and drawn into FILE.svg (needs matplotlib, extra `train`).
 """
 
 import contextlib
@@ -39,6 +40,14 @@ from indexer.live.compaction import KEEP_REMOVED_S
 from indexer.types import Entry, SearchOptions
 
 PARTS = ("build", "write", "search", "catch-up", "sustained")
+PANELS = {
+    "build": ("build, s",),
+    "memory": ("build, peak MB", "memory, MB"),
+    "disk": ("vectors, MB", "catalogue, MB", "columns, MB", "codes, MB"),
+    "search": ("p50, ms", "p50 during it, ms", "longest search during it, ms"),
+    "compaction": ("compaction, s",),
+    "opening": ("open and first search, s",),
+}
 COLOURS = ("red", "green", "blue", "black", "white", "grey", "pink", "brown")
 RECALL_QUERIES = 200
 Figures = dict[str, float]
@@ -47,7 +56,7 @@ Figures = dict[str, float]
 def main() -> None:
     asked = options(
         __doc__, sizes=["10k", "100k"], dims=[128], parts=list(PARTS[:4]), path=".",
-        adds=100_000, rate=1000, minutes=10.0,
+        adds=100_000, rate=1000, minutes=10.0, out="",
     )  # fmt: skip
     found: dict[int, Figures] = {}
     with contextlib.ExitStack() as stack:
@@ -59,12 +68,45 @@ def main() -> None:
                 n = count_of(size)
                 found[n] = measured(root / f"{size}-{dim}", n, dim, asked)
                 print(json.dumps({"items": n, "dim": dim, **found[n]}), flush=True)
+    if asked.out:
+        keep(Path(asked.out), found)
     if len(found) > 2:
         heading("figure", "exponent")
         for name in next(iter(found.values())):
             values = [figures[name] for figures in found.values()]
             if all(value > 0 for value in values):
                 row(name, float(np.polyfit(np.log([*found]), np.log(values), 1)[0]))
+
+
+def keep(path: Path, found: dict[int, Figures]) -> None:
+    """Add figures to those of a file, and draw them all."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    for n, figures in found.items():
+        known[str(n)] = {**known.get(str(n), {}), **figures}
+    path.write_text(json.dumps(known, indent=1) + "\n")
+    draw(path.with_suffix(".svg"), {int(n): figures for n, figures in known.items()})
+
+
+def draw(path: Path, figures: dict[int, Figures]) -> None:
+    """What grows with the number of items, on logarithmic axes, with the fitted exponents."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    from matplotlib import pyplot
+
+    sizes = np.array(sorted(figures))
+    page, axes = pyplot.subplots(2, 3, figsize=(11, 6), layout="constrained")
+    for panel, (title, names) in zip(axes.flat, PANELS.items(), strict=True):
+        for name in names:
+            values = np.array([figures[n].get(name, 0.0) for n in sizes.tolist()])
+            there = values > 0
+            exponent = np.polyfit(np.log(sizes[there]), np.log(values[there]), 1)[0]
+            panel.loglog(sizes[there], values[there], "o-", label=f"{name}: {exponent:.2f}")
+        panel.set(title=title, xlabel="items")
+        panel.legend(fontsize=7)
+        panel.grid(alpha=0.3)
+    page.savefig(path, metadata={"Date": None})
 
 
 def count_of(size: str) -> int:

@@ -743,7 +743,7 @@ class Gallery(Searcher):
             on_progress=on_progress,
         )
         self._snapshots.refresh()
-        with self._catalog.reading():  # which lets go of vectors that were written anew
+        with self._catalog.reading():  # which lets go of vectors that were rewritten
             pass
         collect(self._generation)
         try:

@@ -5,7 +5,7 @@ vectors/<name>/
   numbers.npy    int64 (B + 2,): the item numbers of the first B rows, ascending, then the highest
                  number that had been given when they were written, and the checksum of all these
 
-A row of a removed item stays until the file is written anew, by a compaction. Rows are mapped into
+A row of a removed item stays until the file is rewritten, by a compaction. Rows are mapped into
 memory: searches read them where they are. The checksum of each is in the catalogue.
 """
 
@@ -104,10 +104,10 @@ class VectorFile:
     def create(cls, folder: Path, dim: int) -> "VectorFile":
         """A new, empty file in the new folder. Raises: OSError."""
         folder.mkdir(parents=True)
-        return cls.write_anew(folder, dim, _NO_IDS, 0, ())
+        return cls.rewrite(folder, dim, _NO_IDS, 0, ())
 
     @classmethod
-    def write_anew(
+    def rewrite(
         cls, folder: Path, dim: int, ids: Ids, last: int, batches: Iterable[tuple[Ids, Embeddings]]
     ) -> "VectorFile":
         """A new file in the empty folder with these items (N,), ascending, and no other rows.
@@ -149,14 +149,17 @@ class VectorFile:
 
     def read(self, ids: Ids) -> Embeddings:
         """The vectors (N, D) of these items. Raises: GalleryCorruptError."""
+        rows = self.rows_of(ids)
+        return self.rows(int(rows.max(initial=-1)) + 1)[rows]
+
+    def rows_of(self, ids: Ids) -> Ids:
+        """The row of each of these items. Raises: GalleryCorruptError for one without a row."""
         rows = self.numbers.rows_of(ids)
-        if not len(rows):
-            return np.empty((0, self.dim), np.float32)
-        if rows.min() < 0:
+        if rows.min(initial=0) < 0:
             raise GalleryCorruptError(
                 f"{self.path} has no vector of item {ids[rows < 0][0]}. {_RESTORE}"
             )
-        return self.rows(int(rows.max()) + 1)[rows]
+        return rows
 
     def write(self, ids: Ids, vectors: Embeddings) -> None:
         """Put the vectors (N, D) of items into their rows, unsynced; no item that was committed may

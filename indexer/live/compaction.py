@@ -55,7 +55,7 @@ SEGMENTS = "segments"
 _LOCK = "COMPACT"
 
 MAX_GONE = 1 / 3
-"""Part of the rows of vectors that may be of removed items before they are written anew."""
+"""Part of the rows of vectors that may be of removed items before they are rewritten."""
 
 MAX_DEAD = 0.2
 """Part of a segment that may be removed items before a compaction is due."""
@@ -207,17 +207,17 @@ class _Work:
         self, stage: Path, catalog: Catalog
     ) -> tuple[State, VectorFile | None, SegmentManifest | None]:
         """A segment of one state of the catalogue, None if that is empty; and the vectors, if they
-        were written anew.
+        were rewritten.
         """
         # The transaction ends before the long work: as long as it lasts, the log only grows.
         with catalog.reading() as view:
             state, ids, file = view.state(), view.live_ids(), view.file
-            anew = self._written_anew(view, ids) if self._is_to_write(view, ids) else None
+            rewritten = self._rewritten(view, ids) if self._is_to_write(view, ids) else None
             if not len(ids):
-                return state, anew, None
+                return state, rewritten, None
             _check_space(stage, plan_index(len(ids), view.dim, self._settings), 0)
-            rows = _rows(anew or view.file, ids, view.last_given())
-            before = None if self._from_scratch else self._before(state, file, anew, ids, rows)
+            rows = _rows(rewritten or view.file, ids, view.last_given())
+            before = None if self._from_scratch else self._before(state, file, rewritten, ids, rows)
             builder = ColumnsBuilder(rows.size, view.schema())
             columns, moved = None, None
             if before is None or file is None:
@@ -241,10 +241,10 @@ class _Work:
             self._on_progress,
             before,
         )
-        return state, anew, manifest
+        return state, rewritten, manifest
 
     def _is_to_write(self, view: CatalogView, ids: Ids) -> bool:
-        """Whether the vectors are written anew, without the rows of removed items."""
+        """Whether the vectors are rewritten, without the rows of removed items."""
         if view.file is None:
             return True
         size = view.file.numbers.rows_up_to(view.last_given())
@@ -255,12 +255,12 @@ class _Work:
         )
         return gone > 0 and is_wanted
 
-    def _written_anew(self, view: CatalogView, ids: Ids) -> VectorFile:
+    def _rewritten(self, view: CatalogView, ids: Ids) -> VectorFile:
         folder = self._generation / VECTORS
         make_folder(folder, "vectors")
         _check_space(folder, None, 4 * len(ids) * view.dim)
         with staged(folder) as stage:
-            VectorFile.write_anew(stage, view.dim, ids, view.last_given(), self._batches(view))
+            VectorFile.rewrite(stage, view.dim, ids, view.last_given(), self._batches(view))
             sync_tree(stage, "vectors")
             name = os.urandom(4).hex()
             rename(stage, folder / name, "vectors")
@@ -274,7 +274,12 @@ class _Work:
             yield batch
 
     def _before(
-        self, state: State, file: VectorFile | None, anew: VectorFile | None, ids: Ids, rows: Rows
+        self,
+        state: State,
+        file: VectorFile | None,
+        rewritten: VectorFile | None,
+        ids: Ids,
+        rows: Rows,
     ) -> Before | None:
         """The segment so far, if it is of this version and whole."""
         if state.segment is None or file is None:
@@ -289,7 +294,7 @@ class _Work:
         except GalleryCorruptError:
             return None
         places = np.arange(manifest.size)
-        if anew is not None:
+        if rewritten is not None:
             return Before(folder, manifest, places_of(file.numbers.of(places), ids))
         return Before(folder, manifest, np.where(rows.gone[: manifest.size], -1, places))
 
@@ -298,13 +303,7 @@ def _rows(file: VectorFile | None, ids: Ids, last_given: int) -> Rows:
     """The rows of a file up to the last number, of which those of the items `ids` are live."""
     assert file is not None
     gone = np.ones(file.numbers.rows_up_to(last_given), np.bool_)
-    rows = file.numbers.rows_of(ids)
-    if len(rows) and rows.min() < 0:
-        raise GalleryCorruptError(
-            f"{file.path} has no vector of item {ids[rows < 0][0]}. Restore a backup: "
-            "kinlens-index restore."
-        )
-    gone[rows] = False
+    gone[file.rows_of(ids)] = False
     return Rows(file, len(gone), gone)
 
 

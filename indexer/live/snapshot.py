@@ -568,7 +568,8 @@ class SnapshotKeeper:
         """Whether searches can go on in the segment so far while the new one is opened."""
         if current.state.seq < state.segment_seq:
             return False  # the catalogue has forgotten what was removed before
-        if self._opener is None or not self._opener.is_alive():
+        is_opening = self._opener is not None and self._opener.is_alive()
+        if not is_opening and not self._has_failed(state.base):
             self._opener = threading.Thread(target=self.refresh, name="segment")
             self._opener.start()
         return True

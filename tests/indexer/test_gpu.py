@@ -141,7 +141,7 @@ def test_cagra_is_built_tuned_saved_and_answers_on_both(
     settings = IndexSettings(kind="cagra", device="cuda")
     for name in ("vectors/rows", "segments/one"):
         (tmp_path / name).mkdir(parents=True)
-    file = VectorFile.write_anew(tmp_path / "vectors/rows", DIM, ids, N, [(ids, gallery)])
+    file = VectorFile.rewrite(tmp_path / "vectors/rows", DIM, ids, N, [(ids, gallery)])
     folder = tmp_path / "segments/one"
     manifest = write_segment(folder, 1, Rows(file, N, np.zeros(N, np.bool_)), (), settings)
     assert manifest.recall >= 0.98

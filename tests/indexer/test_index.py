@@ -76,7 +76,7 @@ def stored(folder: Path, vectors: Embeddings) -> VectorFile:
     place = folder.parent.parent / "vectors" / uuid4().hex
     place.mkdir(parents=True)
     ids = ids_for(len(vectors))
-    return VectorFile.write_anew(place, vectors.shape[1], ids, ids[-1], batches(ids, vectors))
+    return VectorFile.rewrite(place, vectors.shape[1], ids, ids[-1], batches(ids, vectors))
 
 
 def built(kind: str, vectors: Embeddings) -> SegmentIndex:
@@ -485,7 +485,7 @@ def test_a_catalogue_whose_vectors_do_not_follow_its_list_is_refused(tmp_path: P
     for name, source in wrong.items():
         (tmp_path / name).mkdir()
         with pytest.raises(GalleryCorruptError, match="kinlens-index restore"):
-            VectorFile.write_anew(tmp_path / name, vectors.shape[1], ids, ids[-1], source)
+            VectorFile.rewrite(tmp_path / name, vectors.shape[1], ids, ids[-1], source)
 
 
 @pytest.mark.parametrize("name", ["gone.bin", "columns.bin", "index.faiss"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import math
 import os
 import platform
@@ -11,7 +12,11 @@ from pathlib import Path
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
-_CGROUP_FILES = ("memory.max", "memory/memory.limit_in_bytes")
+_CGROUP_MEMORY = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+_MEMORY_INFO = Path("/proc/meminfo")
 _MIB = 2**20
 _CPU_INFO = Path("/proc/cpuinfo")
 _CPU_LINES = ("model name", "flags", "Features", "CPU part")
@@ -59,14 +64,28 @@ def _text(path: Path) -> str:
         return ""
 
 
-def memory_mb(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+def memory_mb(cgroup: Path = CONTROL_GROUP) -> float:
     """MiB of main memory that this process may use: a container may leave it less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for name in _CGROUP_FILES:
+    for name, _ in _CGROUP_MEMORY:
         text = _text(cgroup / name)
         if text.isdecimal():
             limits.append(int(text))
     return min(limits) / _MIB
+
+
+def free_memory_mb(cgroup: Path = CONTROL_GROUP) -> float:
+    """MiB of main memory that this process could still take, without swapping."""
+    free = [memory_mb(cgroup)]
+    for line in _text(_MEMORY_INFO).splitlines():
+        name, _, amount = line.partition(":")
+        if name == "MemAvailable":
+            free.append(int(amount.split()[0]) / 1024)
+    for limit, used in _CGROUP_MEMORY:
+        limited, taken = _text(cgroup / limit), _text(cgroup / used)
+        if limited.isdecimal() and taken.isdecimal():
+            free.append((int(limited) - int(taken)) / _MIB)
+    return max(0.0, min(free))
 
 
 def processor() -> str:
@@ -85,6 +104,19 @@ def installed_version() -> str:
         return version("kinlens")
     except PackageNotFoundError:
         return "0"
+
+
+def require_faiss() -> None:
+    """End with one line where FAISS is installed but cannot be loaded, as the package for a GPU
+    without the libraries of CUDA that it needs.
+    """
+    try:
+        importlib.import_module("faiss")
+    except Exception as error:
+        raise SystemExit(
+            f"Error: FAISS cannot be loaded: {' '.join(str(error).split())} Install it again with "
+            "all that it needs: make install-gpu on a machine with a GPU, make install on others."
+        ) from None
 
 
 def print_version(asked: bool) -> None:

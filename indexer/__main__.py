@@ -4,8 +4,11 @@ from typing import Annotated
 
 import typer
 
-from embedder.machine import print_version
-from indexer.commands import (
+from embedder.machine import print_version, require_faiss
+
+require_faiss()
+
+from indexer.commands import (  # noqa: E402 (they import FAISS)
     build,
     change,
     duplicates,

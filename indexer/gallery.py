@@ -63,7 +63,8 @@ from indexer.folder.manifest import (
 from indexer.folder.manifest import (
     GalleryFacts as GalleryFacts,
 )
-from indexer.index.plan import IndexSettings, settings_here
+from indexer.index.gpu import gpu_memory as gpu_memory
+from indexer.index.plan import IndexSettings
 from indexer.index.segment import HASHED_BELOW
 from indexer.index.segment import read_manifest as read_segment_manifest
 from indexer.live.compaction import (
@@ -85,6 +86,7 @@ from indexer.types import (
     Consistency,
     Entry,
     Ids,
+    IndexPlace,
     Item,
     OnCall,
     Page,
@@ -189,10 +191,11 @@ class Gallery(Searcher):
 
         `image_root` replaces the recorded folder of the images. Hashes of the segment are checked
         if `verify_hashes`, never if it is False; by default those of small files, since all others
-        would take longer than to open. A segment that is damaged is made again from the catalogue,
+        would take longer than to open. With the `device` cuda a GPU searches as long as there is
+        one with memory enough. A segment that is damaged is made again from the catalogue,
         if the gallery can be written. Without `load_index` the first search does all that.
 
-        Raises: GalleryNotFoundError, GalleryCorruptError, BundleMismatchError, ProviderError.
+        Raises: GalleryNotFoundError, GalleryCorruptError, BundleMismatchError.
         """
         folder = GalleryFolder(path)
         try:
@@ -293,6 +296,11 @@ class Gallery(Searcher):
                 compaction_due=self._due(reading.view, state),
                 segment=segment,
             )
+
+    def index_place(self) -> IndexPlace | None:
+        """Where the index is searched; None if there is none. Raises: GalleryCorruptError."""
+        segment = self._snapshots.newest().segment
+        return None if segment is None else segment.place
 
     def schema(self) -> Schema:
         """The attributes that items have had so far, and their kinds."""
@@ -753,13 +761,10 @@ class Gallery(Searcher):
         return report
 
     def index_settings(self) -> IndexSettings:
-        """How the index was made, on the CPU if there is no GPU here; the defaults if there is
-        none, or it does not tell.
-        """
+        """How the index was made; the defaults if there is none, or it does not tell."""
         name = self._catalog.state().segment
         try:
-            made = read_segment_manifest(self._generation / SEGMENTS / str(name)).settings
-            return settings_here(made)
+            return read_segment_manifest(self._generation / SEGMENTS / str(name)).settings
         except GalleryCorruptError:
             return IndexSettings()
 

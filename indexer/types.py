@@ -24,6 +24,21 @@ SAME_SCORE = 1e-5
 """Scores this close count as equal: two vectors of one image differ by rounding, on another device
 a little more, and which of two equal items is found does not matter."""
 
+
+@dataclass(frozen=True, slots=True)
+class IndexPlace:
+    """Where an index is searched, and the MiB that it takes of the machine and of the GPU.
+
+    reason: why it is not the GPU that was asked for.
+    """
+
+    kind: str
+    device: Literal["cpu", "cuda"]
+    memory_mb: float
+    gpu_memory_mb: float = 0.0
+    reason: str | None = None
+
+
 Progress = Callable[[int], None]
 """Told how much more is done since the last call: images, items or bytes."""
 

@@ -2,7 +2,11 @@
 
 import typer
 
-from service.commands import check, feedback, keys, serve
+from embedder.machine import require_faiss
+
+require_faiss()
+
+from service.commands import check, feedback, keys, serve  # noqa: E402 (they import FAISS)
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 

@@ -1,14 +1,18 @@
 """Readiness that does what it promises: embeds a known image and searches every gallery."""
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import structlog
 
-from embedder.errors import GalleryNotFoundError
+from embedder.errors import GalleryNotFoundError, KinlensError
 from embedder.types import SHORT
+from indexer.gallery import Gallery as IndexedGallery
+from indexer.gallery import gpu_memory
+from indexer.types import IndexPlace
 from service.concurrency import OwnThreads, Recent
 from service.encoding.model import Model, Models
 from service.galleries.registry import Registry, Served, probe
@@ -21,7 +25,8 @@ _GONE = "gone"
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """The verdict of each check, `ok` or what is wrong, and the versions that were searched.
+    """The verdict of each check, `ok` or what is wrong, and the versions that were searched; where
+    their indexes are, and what the GPU has free for more.
 
     `ready` needs every model, and one gallery if there is any: `checks` names those that fail. A
     new generation that cannot be opened is in `checks` too, while the old one is served.
@@ -30,18 +35,24 @@ class Readiness:
     ready: bool
     checks: dict[str, str]
     versions: dict[str, str]
+    indexes: dict[str, IndexPlace]
+    free_gpu_memory_mb: float | None
     last_error: str | None
 
 
 class Health:
     """Runs the checks on demand, at most once a second, whoever asks: they go first everywhere."""
 
-    def __init__(self, registry: Registry, models: Models, timeout_s: float) -> None:
+    def __init__(
+        self, registry: Registry, models: Models, timeout_s: float, is_on_gpu: bool = False
+    ) -> None:
+        """`is_on_gpu` if galleries are to be searched there."""
         self.passed = True
         self._registry = registry
         self._models = models
         self._threads = OwnThreads("probe")
         self._timeout_s = timeout_s
+        self._is_on_gpu = is_on_gpu
         self._last_error: str | None = None
         self._verdicts: dict[str, bool] = {}
         self._recent = Recent(self._check)
@@ -58,6 +69,7 @@ class Health:
     async def _check(self) -> Readiness:
         checks: dict[str, str] = {}
         versions: dict[str, str] = {}
+        indexes: dict[str, IndexPlace] = {}
         models = self._models.running()
         fit = set()
         for model in models:
@@ -67,9 +79,10 @@ class Health:
         is_fit = all(verdict == _OK for verdict in checks.values())
         names = self._registry.names()
         found = await asyncio.gather(*(self._check_gallery(name, fit) for name in names))
-        for name, (verdict, version) in zip(names, found, strict=True):
+        for name, (verdict, version, place) in zip(names, found, strict=True):
             if verdict != _GONE:
                 checks[f"gallery {name}"], versions[name] = verdict, version
+                indexes |= {} if place is None else {name: place}
         # One bad gallery is bad in every replica: to take this one out would end the others too.
         self._verdicts = {name: checks[f"gallery {name}"] == _OK for name in versions}
         self.passed = is_fit and (not self._verdicts or any(self._verdicts.values()))
@@ -79,7 +92,15 @@ class Health:
         if faults:
             self._last_error = "; ".join(faults)
             structlog.get_logger().error("readiness checks failed", checks=checks)
-        return Readiness(self.passed, checks, versions, self._last_error)
+        free_mb = await self._free_gpu_memory_mb() if self._is_on_gpu else None
+        return Readiness(self.passed, checks, versions, indexes, free_mb, self._last_error)
+
+    async def _free_gpu_memory_mb(self) -> float | None:
+        """None if the GPU does not tell."""
+        with contextlib.suppress(TimeoutError, KinlensError):
+            memory = await self._threads.run(gpu_memory, gpu_memory, self._timeout_s)
+            return round(memory.free_mb)
+        return None
 
     async def _check_model(self, model: Model) -> str:
         try:
@@ -92,22 +113,24 @@ class Health:
         ok = cosine >= _MIN_COSINE
         return _OK if ok else f"the known image gives another vector: {cosine:.4f}"
 
-    async def _check_gallery(self, name: str, fit: Collection[str]) -> tuple[str, str]:
-        """The verdict, and the version that it is about."""
+    async def _check_gallery(
+        self, name: str, fit: Collection[str]
+    ) -> tuple[str, str, IndexPlace | None]:
+        """The verdict, the version that it is about, and where that is searched."""
         try:
             with self._registry.lease(name) as served:
                 if served.model.bundle_id not in fit:
-                    return "not searched, since the model failed", _UNKNOWN
+                    return "not searched, since the model failed", _UNKNOWN, None
                 check = functools.partial(_probe, served)
                 # A probe that an earlier check gave up is not waited for again, so one gallery
                 # cannot delay the answer about the others.
                 limit_s = 0.0 if self._threads.is_running(served) else self._timeout_s
-                version, is_searchable = await self._threads.run(served, check, limit_s)
+                version, is_searchable, place = await self._threads.run(served, check, limit_s)
         except GalleryNotFoundError:
-            return _GONE, _UNKNOWN
+            return _GONE, _UNKNOWN, None
         except Exception as error:
-            return self._verdict(error), _UNKNOWN
-        return _OK if is_searchable else "the search found nothing", version
+            return self._verdict(error), _UNKNOWN, None
+        return _OK if is_searchable else "the search found nothing", version, place
 
     def _verdict(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
@@ -116,6 +139,9 @@ class Health:
         return f"failed with {type(error).__name__}"
 
 
-def _probe(served: Served) -> tuple[str, bool]:
+def _probe(served: Served) -> tuple[str, bool, IndexPlace | None]:
     with served.reading():  # that it ends tells that the gallery answers again
-        return probe(served.gallery, served.model)
+        version, is_searchable = probe(served.gallery, served.model)
+        gallery = served.gallery
+        place = gallery.index_place() if isinstance(gallery, IndexedGallery) else None
+        return version, is_searchable, place

@@ -508,6 +508,18 @@ class Live(BaseModel):
     status: Literal["live"] = "live"
 
 
+class IndexPlace(BaseModel):
+    """Where the index of a gallery is searched, the MiB that it takes of the machine and of the
+    GPU, and why it is not the GPU that was asked for.
+    """
+
+    kind: str
+    device: Literal["cpu", "cuda"]
+    memory_mb: float
+    gpu_memory_mb: float
+    reason: str | None
+
+
 class Ready(BaseModel):
     """What is served, by what, and the verdict of each check: `ok` or what is wrong."""
 
@@ -518,6 +530,13 @@ class Ready(BaseModel):
     precision_reason: str | None = None
     bundle_id: str
     galleries: dict[str, str]
+    indexes: dict[str, IndexPlace] = Field(
+        default={}, description="Of each gallery in a folder that was compacted."
+    )
+    free_memory_mb: float | None = Field(default=None, description="MiB of the machine.")
+    free_gpu_memory_mb: float | None = Field(
+        default=None, description="MiB of the GPU; null where galleries are not searched on one."
+    )
     queue_depth: int
     redis: Literal["off", "up", "down"]
     checks: dict[str, str]

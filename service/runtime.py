@@ -148,7 +148,8 @@ def build_runtime(
     registry, models = open_registry(settings, connect, metrics, embedder, galleries)
     jobs = None if settings.state is None else JobManager(settings)
     count_jobs = dict if jobs is None else jobs.store.counts
-    health = Health(registry, models, settings.ready_timeout_ms / 1e3)
+    is_on_gpu = settings.searched_on() == "cuda"
+    health = Health(registry, models, settings.ready_timeout_ms / 1e3, is_on_gpu)
     observer = Observer(metrics, registry, models, health, count_jobs)
     metrics.add(observer)
     publish(metrics, lanes, cache, health)

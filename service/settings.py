@@ -159,6 +159,7 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     device: Literal["cpu", "cuda"] = "cpu"
+    index_device: Literal["cpu", "cuda"] | None = None
     allow_cpu_fallback: bool = False
     gpu_memory_mb: int = Field(default=0, ge=0)
     threads: int = Field(default=1, ge=0)
@@ -290,6 +291,10 @@ class Settings(BaseSettings):
         On a CPU two already cost as much each as one alone, and more of them leave its caches.
         """
         return self.batch_size or (_GPU_BATCH if self.device == "cuda" else _CPU_BATCH)
+
+    def searched_on(self) -> Literal["cpu", "cuda"]:
+        """Where galleries are searched: where the model runs, without a choice."""
+        return self.index_device or self.device
 
     def alone_threads(self) -> int:
         """How many threads work on a search that is alone; processes know nothing of each other."""

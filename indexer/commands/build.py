@@ -169,7 +169,8 @@ def _print_plan(source: Source, embedder: Embedder, settings: IndexSettings, jso
         return
     out.print(
         f"Found {source.count:,} images in the {source.description}. "
-        f"Dimension {embedder.dim}, model on {embedder.provider} in {embedder.mode.precision}: "
+        f"Dimension {embedder.dim}, model on {embedder.provider} in {embedder.mode.precision} "
+        "(--device, --precision): "
         f"{embedder.precision_reason}."
     )
     for line in plan.lines():

@@ -57,7 +57,7 @@ RecallOption = Annotated[
 ]
 IndexDeviceOption = Annotated[
     Device | None,
-    typer.Option("--index-device", help="Where the index is made and searched [cpu]."),
+    typer.Option("--index-device", help="Where the index is to be searched [cpu]."),
 ]
 NoCompactOption = Annotated[
     bool, typer.Option("--no-compact", help="Leave the index as it is, even if it is due.")

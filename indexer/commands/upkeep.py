@@ -43,6 +43,8 @@ class PlanShown:
     mapped_mb: float | None = None
     disk_mb: float | None = None
     build_memory_mb: float | None = None
+    gpu_memory_mb: float | None = None
+    gpu_free_mb: float | None = None
     build_minutes: float | None = None
     expected_recall: float | None = None
     reason: str | None = None
@@ -89,6 +91,8 @@ def compact(
                 print_report(done, json, text)
                 return
             settings = replace(opened.index_settings(), **chosen) if chosen else None
+            if settings is not None and opened.size:  # what is asked for is refused, not replaced
+                plan_index(opened.size, opened.dim, settings)
             with progress(facts.size, "Indexing") as advance:
                 report = opened.compact(
                     settings, wait=True, from_scratch=rebuild, on_progress=advance

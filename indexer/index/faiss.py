@@ -1,7 +1,6 @@
 """An immutable FAISS index over unit vectors, searched by inner product."""
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,12 +13,10 @@ from embedder.errors import GalleryCorruptError, InvalidParameterError
 from embedder.machine import core_count
 from embedder.types import Embeddings
 from indexer.bits import Bits, count_of, has_bits, packed_bits, positions_in
-from indexer.index.gpu import MAX_K, reason_of
-from indexer.index.kinds import KINDS, TUNED_AT, Effort, IndexKind, Kind, scaled
+from indexer.index.gpu import MAX_K, GpuCopy, reason_of
+from indexer.index.kinds import KINDS, TUNED_AT, Effort, IndexKind, Kind, found_by, scaled
 from indexer.index.plan import Plan
 from indexer.types import Ids, Progress, Scores
-
-_log = logging.getLogger(__name__)
 
 CHUNK = 65_536
 """Vectors that are compared with at once, or added to codes."""
@@ -53,12 +50,12 @@ _CURE = "Make the index again from the catalogue: kinlens-index compact GALLERY 
 class SegmentIndex:
     """Vectors (N, D), usually mapped from a file, and a compressed index that finds candidates.
 
-    Scores are always those of the full-precision vectors. Thread safe.
+    Scores are always those of the full-precision vectors. Thread safe. On a GPU (`use_gpu`) a copy
+    answers as long as it can, without a filter or with one that leaves many; the rest, and all
+    after a fault, comes from the CPU.
     """
 
-    def __init__(
-        self, kind: IndexKind, vectors: Embeddings, codes: faiss.Index | None, device: str = "cpu"
-    ) -> None:
+    def __init__(self, kind: IndexKind, vectors: Embeddings, codes: faiss.Index | None) -> None:
         """`codes` hold the rows of `vectors` that are searched; a kind without codes, all."""
         self.kind = kind
         self._kind = KINDS[kind]
@@ -66,11 +63,7 @@ class SegmentIndex:
         self._codes = codes
         self._flat = _flat_over(vectors)
         self._top = self._flat if codes is None else self._kind.searched(codes, self._flat)
-        self._gpu = None
-        if device == "cuda" and device in self._kind.devices:
-            self._gpu = self._kind.on_gpu(vectors, codes)
-        elif device == "cuda":
-            _log.warning("the index %s is searched on the CPU: it is made for that alone", kind)
+        self._gpu: GpuCopy | None = None
 
     @classmethod
     def build(
@@ -96,7 +89,7 @@ class SegmentIndex:
             _grow(codes, vectors, rows, on_progress)
         elif on_progress is not None:
             on_progress(len(rows))
-        return cls(plan.kind, vectors, codes, plan.device)
+        return cls(plan.kind, vectors, codes)
 
     @classmethod
     def open(
@@ -104,18 +97,17 @@ class SegmentIndex:
         kind: IndexKind,
         vectors: Embeddings,
         path: Path | None,
-        device: str = "cpu",
         count: int | None = None,
     ) -> "SegmentIndex":
         """Map what `save` wrote of `count` rows, None for all; no path for the kind flat. FAISS
         trusts the file.
 
-        Raises: GalleryCorruptError, ProviderError.
+        Raises: GalleryCorruptError.
         """
         if path is None:
-            return cls(kind, vectors, None, device)
+            return cls(kind, vectors, None)
         shape = (len(vectors) if count is None else count, vectors.shape[1])
-        return cls(kind, vectors, _read_codes(path, KINDS[kind], shape), device)
+        return cls(kind, vectors, _read_codes(path, KINDS[kind], shape))
 
     @classmethod
     def followed(
@@ -136,12 +128,26 @@ class SegmentIndex:
                     rows[:] = moved[rows]
         return cls(kind, vectors, codes)
 
-    def extended(
-        self, plan: Plan, rows: Ids, on_progress: Progress | None = None
-    ) -> "SegmentIndex":
+    def extended(self, rows: Ids, on_progress: Progress | None = None) -> "SegmentIndex":
         """The index of these further rows as well, of a kind that `grows`; this one is used up."""
         _grow(self._codes, self._vectors, rows, on_progress)
-        return SegmentIndex(self.kind, self._vectors, self._codes, plan.device)
+        return SegmentIndex(self.kind, self._vectors, self._codes)
+
+    def use_gpu(self, name: str, parameters: Mapping[str, int]) -> None:
+        """Search a copy on the GPU from now on, if that has the memory; `name` is for the log."""
+        count = self.size if self._codes is None else int(self._codes.ntotal)
+        needed = self._kind.gpu_bytes(count, self.dim, parameters)
+        self._gpu = GpuCopy(name, self._kind.on_gpu(self._vectors, self._codes), needed)
+
+    @property
+    def gpu(self) -> GpuCopy | None:
+        """The copy on the GPU, which may be gone again; None if none was asked for."""
+        return self._gpu
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the GPU answers now."""
+        return self._gpu is not None and self._gpu.is_there
 
     def save(self, path: Path) -> FileFacts:
         """Write the compressed index to the new file `path`, without the vectors.
@@ -182,11 +188,11 @@ class SegmentIndex:
         """
         queries, k = self._checked(queries, k)
         if allowed is None:
-            if self._top is self._flat and self._gpu is None:
+            if self._top is self._flat and not self.is_on_gpu:
                 return self._brute_force(queries, k)
             return self._searched(queries, k, effort, None, self.size, (k,))
         count = count_of(allowed, self.size)
-        part = SCAN_EXACT_PART if self._kind.is_scan else EXACT_PART
+        part = SCAN_EXACT_PART if self._kind.is_scan and not self.is_on_gpu else EXACT_PART
         if count <= max(EXACT_BELOW, part * self.size):
             return self._brute_force(queries, k, allowed)
         # Fetch in excess and drop: faster than FAISS with a bitmap, and recall does not suffer
@@ -213,7 +219,7 @@ class SegmentIndex:
         return found
 
     def close(self) -> None:
-        """Free the GPU, if there is one; nothing else may be asked then."""
+        """Free the GPU, if there is one; the CPU answers from then on."""
         if self._gpu is not None:
             self._gpu.close()
 
@@ -253,13 +259,13 @@ class SegmentIndex:
         if not k or not len(queries):
             return nothing(len(queries), k)
         if allowed is None:
-            return ordered(*_found_by(self._flat, queries, k))
+            return ordered(*found_by(self._flat, queries, k))
         left_out = self.size - count_of(allowed, self.size)
         if _MOST * left_out > self.size:
             return compare(queries, k, self._vectors, positions_in(allowed, self.size))
         # To fetch more and drop them takes less than to copy what is allowed.
         wide = k + min(left_out, int(_EXCESS * k * left_out / self.size) + _EXCESS_LEAST)
-        scores, positions = _sifted(*ordered(*_found_by(self._flat, queries, wide)), allowed, k)
+        scores, positions = _sifted(*ordered(*found_by(self._flat, queries, wide)), allowed, k)
         short = np.flatnonzero(positions[:, -1] < 0)
         if len(short):
             rows = positions_in(allowed, self.size)
@@ -273,16 +279,33 @@ class SegmentIndex:
         wide = min(max(wide, TUNED_AT), self.size)
 
         def search(some: Embeddings) -> tuple[Scores, Ids]:
-            if self._gpu is not None and wide <= MAX_K:
-                found = ordered(*self._gpu.search(some, wide, min(effort.value, self.size)))
-            else:
+            found = self._found_on_gpu(some, wide, effort)
+            if found is None:
                 asked = _parameters(self._kind, self.nlist, self.size, effort, wide)
-                found = ordered(*_found_by(self._top, some, wide, asked))
+                found = found_by(self._top, some, wide, asked)
+            found = ordered(*found)
             if allowed is not None:
                 return _sifted(*found, allowed, k)
             return found if wide == k else (found[0][:, :k], found[1][:, :k])
 
         return _chunked(search, queries, wide * effort.k_factor)
+
+    def _found_on_gpu(
+        self, queries: Embeddings, k: int, effort: Effort
+    ) -> tuple[Scores, Ids] | None:
+        """The `k` best by the GPU; None if it does not answer."""
+        if self._gpu is None or k > MAX_K:
+            return None
+        factor = self._kind.gpu_factor
+        wide = min(factor * k, self.size)
+        found = self._gpu.search(queries, wide, scaled(effort.on_gpu, k, self.size))
+        if found is None or factor == 1:
+            return found
+        scores, positions = found
+        pointers = [faiss.swig_ptr(array) for array in (queries, scores, positions)]
+        self._flat.compute_distance_subset(len(queries), pointers[0], wide, *pointers[1:])
+        scores, positions = ordered(scores, positions)
+        return scores[:, :k], positions[:, :k]
 
     def _probe_all_lists(
         self, queries: Embeddings, k: int, effort: Effort, allowed: Bits | None, count: int
@@ -294,7 +317,7 @@ class SegmentIndex:
         asked = self._kind.search_parameters(self.nlist, self.size, hardest, k, allowed)
 
         def search(some: Embeddings) -> tuple[Scores, Ids]:
-            return ordered(*_found_by(self._top, some, k, asked))
+            return ordered(*found_by(self._top, some, k, asked))
 
         return _chunked(search, queries, k * hardest.k_factor)
 
@@ -397,21 +420,6 @@ def _parameters(
 ) -> faiss.SearchParameters:
     """Made once: for a single query in a small index, making them takes as long as to search."""
     return kind.search_parameters(nlist, size, effort, k)
-
-
-def _found_by(
-    index: faiss.Index, queries: Embeddings, k: int, parameters: object = None
-) -> tuple[Scores, Ids]:
-    """The answers (Q, k) of FAISS itself, past its Python layer.
-
-    That is replaced in a process that imports `faiss.contrib.torch_utils`, as libraries for metric
-    learning do, and then takes no parameters.
-    """
-    rows = len(queries)
-    scores, positions = np.empty((rows, k), np.float32), np.empty((rows, k), np.int64)
-    pointers = [faiss.swig_ptr(array) for array in (queries, scores, positions)]
-    index.search_c(rows, pointers[0], k, pointers[1], pointers[2], parameters)
-    return scores, positions
 
 
 def _flat_over(vectors: Embeddings) -> faiss.IndexFlatIP:

@@ -1,13 +1,21 @@
-"""Search on an NVIDIA GPU with faiss-gpu-cuvs: flat, and the graph CAGRA."""
+"""An NVIDIA GPU for the search: whether there is one, its memory, and an index that lies on it.
+
+What lies there is a copy. Whatever happens to the GPU, the index on the CPU can answer instead.
+"""
 
 import ctypes
+import logging
 import queue
+import subprocess
+import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
+from pathlib import Path
 
 import faiss
 import numpy as np
@@ -15,6 +23,8 @@ import numpy as np
 from embedder.errors import EngineUnavailableError, ProviderError
 from embedder.types import Embeddings
 from indexer.types import Ids, Scores
+
+_log = logging.getLogger(__name__)
 
 Answer = tuple[Scores, Ids]
 Search = Callable[[Embeddings, int, int], Answer]
@@ -26,8 +36,98 @@ MAX_ROWS = 4096
 MAX_K = 512
 """More answers than this come from the CPU."""
 
-_WARP = 32  # CAGRA keeps its intermediate results in multiples of it
+SEARCH_S = 5.0
+"""A search that takes longer than this is answered by the CPU, and so are all that follow."""
+
+RETRY_S = 10.0
+"""After so long an index that lacked memory on the GPU is tried there again."""
+
+MEMORY_PART = 0.95
+"""Of the free memory of the GPU; other processes take some while an index is copied."""
+
+TEMP_BYTES = 256 * 2**20
+"""Memory of the GPU that each index keeps for the search itself."""
+
+_LOAD_S, _LOAD_BYTES_PER_S = 120.0, 50e6  # from a cold and slow disk
+TRIAL_S = 60.0
+TRIAL = """
+import sys
+import faiss, numpy
+faiss.get_num_gpus() or sys.exit("faiss finds no NVIDIA GPU, or its driver is too old for CUDA 13")
+ones = numpy.eye(8, dtype="float32")
+index = faiss.GpuIndexFlatIP(faiss.StandardGpuResources(), 8)
+index.add(ones)
+(index.search(ones, 1)[1][:, 0] == numpy.arange(8)).all() or sys.exit("a search answered wrongly")
+"""
 _MIB = 2**20
+
+
+def why_no_gpu() -> str | None:
+    """Why FAISS cannot use a GPU here, and what to do; None if it can."""
+    if not hasattr(faiss, "StandardGpuResources"):
+        return (
+            "The installed faiss has no GPU support. Install the GPU packages (make install-gpu) "
+            "on a machine with an NVIDIA GPU."
+        )
+    if "CUVS" not in faiss.get_compile_options():
+        return "The installed faiss was built without cuVS. Install faiss-gpu-cuvs in its place."
+    if fault := failed_trial():
+        return f"The GPU cannot be used: {fault}. See whether nvidia-smi lists one, and its driver."
+    return None
+
+
+@cache
+def failed_trial() -> str | None:
+    """What goes wrong in a first search on the GPU; None if it is answered.
+
+    In a process of its own: many a fault of a driver ends the process, or never returns.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", TRIAL], capture_output=True, text=True, timeout=TRIAL_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"a first search on it did not end within {TRIAL_S:.0f} s"
+    if not done.returncode:
+        return None
+    said = done.stderr.strip().splitlines()
+    if done.returncode < 0:
+        return f"a first search on it died of signal {-done.returncode}"
+    return reason_of(RuntimeError(said[-1])) if said else "a first search on it failed"
+
+
+def require_gpu() -> None:
+    """Raises: ProviderError where FAISS cannot use a GPU."""
+    if why := why_no_gpu():
+        raise ProviderError(f"{why} Or search on the CPU.")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """MiB of memory of the GPU: what nobody has taken, and all."""
+
+    free_mb: float
+    total_mb: float
+
+
+def gpu_memory() -> GpuMemory:
+    """The memory of the GPU that FAISS uses. Raises: ProviderError."""
+    require_gpu()
+    free, total = cuda_memory()
+    return GpuMemory(free / _MIB, total / _MIB)
+
+
+def cuda_memory() -> tuple[int, int]:
+    """Free and total bytes, from the CUDA runtime that FAISS has loaded. Raises: ProviderError."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    runtime = ctypes.CDLL(str(Path(faiss.__file__).with_name("libfaiss.so")))
+    if code := runtime.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)):
+        runtime.cudaGetErrorString.restype = ctypes.c_char_p
+        raise ProviderError(
+            f"CUDA does not tell the memory of the GPU: {runtime.cudaGetErrorString(code).decode()}"
+            f" (error {code}). See whether nvidia-smi lists it."
+        )
+    return free.value, total.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +139,14 @@ class _Request:
 
 
 class GpuThread:
-    """Makes the engine in its own thread; every search runs there, as many at once as wait."""
+    """Makes an index in a thread of its own; every search runs there, as many at once as wait.
 
-    def __init__(self, make: Callable[[], Search]) -> None:
-        """Raises: whatever `make` raises."""
+    FAISS allows one thread at a time for an index on a GPU.
+    """
+
+    def __init__(self, make: Callable[[], Search], load_s: float = _LOAD_S) -> None:
+        """Raises: ProviderError if `make` takes longer than `load_s`; whatever `make` raises."""
+        self.is_lost = False
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -51,22 +155,34 @@ class GpuThread:
             target=self._run, args=(make, ready), name="gpu", daemon=True
         )
         self._thread.start()
-        ready.result()
+        try:
+            ready.result(load_s)
+        except TimeoutError:
+            self.end()
+            raise ProviderError(f"the GPU did not take it within {load_s:.0f} s") from None
 
     def search(self, queries: Embeddings, k: int, effort: int) -> Answer:
-        """The answer of the engine, possibly computed with those of other threads.
+        """The answer of the index, possibly computed with those of other threads.
 
-        Raises: EngineUnavailableError after `close`; whatever the engine raises.
+        Raises: EngineUnavailableError after `close`; ProviderError if there is no answer within
+            SEARCH_S, and for all that ask later; whatever the index raises.
         """
         request = _Request(queries, k, effort)
         with self._lock:
+            if self.is_lost:
+                raise _too_slow()
             if self._is_closed:
                 raise EngineUnavailableError(
                     "The GPU index was closed while a search came in. Search again: the gallery "
                     "has a newer one."
                 )
             self._requests.put(request)
-        return request.answer.result()
+        try:
+            return request.answer.result(SEARCH_S)
+        except TimeoutError:
+            self.is_lost = True
+            self.end()
+            raise _too_slow() from None
 
     @property
     def waiting(self) -> int:
@@ -74,13 +190,13 @@ class GpuThread:
         return self._requests.qsize()
 
     def close(self) -> None:
-        """Answer what waits, then let the engine go."""
+        """Answer what waits, then let the index go."""
         self.end()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is not self._thread and not self.is_lost:
+            self._thread.join(SEARCH_S)
 
     def end(self) -> None:
-        """As `close`, but without waiting for the engine to be gone."""
+        """As `close`, but without waiting for the index to be gone."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -115,6 +231,10 @@ class GpuThread:
         return batch
 
 
+def _too_slow() -> ProviderError:
+    return ProviderError(f"the GPU did not answer within {SEARCH_S:g} s")
+
+
 def _alike(batch: list[_Request]) -> list[list[_Request]]:
     """Requests with the same parameters together."""
     groups: dict[tuple[int, int], list[_Request]] = {}
@@ -138,136 +258,92 @@ def _answer(search: Search, requests: list[_Request]) -> None:
         row = end
 
 
-def why_no_gpu() -> str | None:
-    """Why FAISS cannot use a GPU here, and what to do; None if it can."""
-    if not hasattr(faiss, "StandardGpuResources"):
-        return (
-            "The installed faiss has no GPU support. Install the GPU packages (make install-gpu) "
-            "on a machine with an NVIDIA GPU."
-        )
-    if "CUVS" not in faiss.get_compile_options():
-        return "The installed faiss was built without cuVS. Install faiss-gpu-cuvs in its place."
-    if not faiss.get_num_gpus():
-        return "faiss finds no NVIDIA GPU. See whether nvidia-smi lists one."
-    return None
+class GpuCopy:
+    """A copy of an index on the GPU, which answers as long as it can; thread safe.
 
-
-def require_gpu() -> None:
-    """Raises: ProviderError where FAISS cannot use a GPU."""
-    if why := why_no_gpu():
-        raise ProviderError(f"{why} Or search on the CPU.")
-
-
-def gpu_memory_mb(device: int = 0) -> float:
-    """MiB of memory of a GPU. Raises: ProviderError."""
-    require_gpu()
-    size, handle = ctypes.c_size_t(), ctypes.c_int()
-    driver = ctypes.CDLL("libcuda.so.1")
-    for call in (
-        partial(driver.cuInit, 0),
-        partial(driver.cuDeviceGet, ctypes.byref(handle), device),
-        partial(driver.cuDeviceTotalMem_v2, ctypes.byref(size), handle),
-    ):
-        if code := call():
-            raise ProviderError(
-                f"The CUDA driver answers with error {code} when asked for the memory of GPU "
-                f"{device}. See whether nvidia-smi lists it."
-            )
-    return size.value / _MIB
-
-
-class GpuIndex:
-    """An index on the GPU; thread safe, since one thread owns it and batches all searches.
-
-    The memory of the GPU is free again soon after the last reference is gone.
+    `reason` says why it does not, None while it does. A copy that lacks memory is made again later,
+    since what takes the memory may be the index that this one replaces. The memory of the GPU is
+    free again soon after the last reference is gone.
     """
 
-    def __init__(self, thread: GpuThread) -> None:
-        self._gpu = thread
-        # Not by joining, since any thread may drop the last reference; and not at exit, when the
-        # thread would meet a CUDA that is going away.
-        weakref.finalize(self, thread.end).atexit = False
+    def __init__(self, name: str, load: Callable[[], Search], gpu_bytes: float) -> None:
+        """`load` copies the index and takes `gpu_bytes`; `name` is for the log."""
+        self.reason: str | None = None
+        self.gpu_mb = gpu_bytes / _MIB
+        self._name = name
+        self._load = load
+        self._thread: GpuThread | None = None
+        self._lock = threading.Lock()
+        self._retry_at: float | None = None
+        self._is_closed = False
+        self._copy()
 
-    @classmethod
-    def flat(cls, vectors: Embeddings) -> "GpuIndex":
-        """Compare with all vectors (N, D). Raises: ProviderError."""
-        require_gpu()
-        return cls(GpuThread(partial(_flat_search, vectors)))
+    @property
+    def is_there(self) -> bool:
+        """Whether it answers now."""
+        return self._thread is not None
 
-    @classmethod
-    def cagra(cls, graph: faiss.IndexHNSWCagra) -> "GpuIndex":
-        """Search the graph that `build_cagra` made, with its vectors. Raises: ProviderError."""
-        require_gpu()
-        return cls(GpuThread(partial(_cagra_search, graph)))
-
-    def search(self, queries: Embeddings, k: int, effort: int) -> tuple[Scores, Ids]:
-        """Up to MAX_K answers for each query (Q, D); `effort` is itopk_size.
-
-        Raises: ProviderError if the GPU fails; EngineUnavailableError after `close`.
-        """
+    def search(self, queries: Embeddings, k: int, effort: int) -> Answer | None:
+        """Up to MAX_K answers for each query (Q, D); None if the CPU has to give them."""
+        thread = self._thread
+        if thread is None:
+            if self._retry_at is not None and time.monotonic() > self._retry_at:
+                self._retry_at = None
+                threading.Thread(target=self._copy, name="gpu-copy", daemon=True).start()
+            return None
         try:
-            return self._gpu.search(queries, k, effort)
-        except RuntimeError as error:
-            raise ProviderError(
-                f"The GPU could not answer: {reason_of(error)}. See nvidia-smi for its memory "
-                "and health, or open the gallery on the CPU."
-            ) from error
+            return thread.search(queries, k, effort)
+        except Exception as error:  # whatever it is, the CPU can answer
+            self._give_up(thread, error)
+            return None
 
     def close(self) -> None:
         """Free the memory of the GPU, once the searches that wait are answered."""
-        self._gpu.close()
+        with self._lock:
+            self._is_closed, self._retry_at = True, None
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close()
 
+    def _copy(self) -> None:
+        try:
+            free_mb = gpu_memory().free_mb
+            if self.gpu_mb > MEMORY_PART * free_mb:
+                raise MemoryError(
+                    f"it takes {self.gpu_mb:,.0f} MB of the memory of the GPU, of which "
+                    f"{free_mb:,.0f} MB are free"
+                )
+            load_s = _LOAD_S + self.gpu_mb * _MIB / _LOAD_BYTES_PER_S
+            thread = GpuThread(self._load, load_s)
+        except Exception as error:  # whatever it is, the CPU can answer
+            self._refused(error)
+            return
+        with self._lock:
+            if self._is_closed:
+                thread.end()
+                return
+            self._thread, self.reason = thread, None
+        # Not by joining, since any thread may drop the last reference; and not at exit, when the
+        # thread would meet a CUDA that is going away.
+        weakref.finalize(self, thread.end).atexit = False
+        _log.info("%s is searched on the GPU, with %s MB of it", self._name, f"{self.gpu_mb:,.0f}")
 
-def build_cagra(vectors: Embeddings, parameters: Mapping[str, int]) -> faiss.IndexHNSWCagra:
-    """Build the graph of vectors (N, D) on the GPU and bring it back. Raises: ProviderError."""
-    require_gpu()
-    config = faiss.GpuIndexCagraConfig()
-    config.graph_degree = min(parameters["graph_degree"], len(vectors) - 1)
-    config.intermediate_graph_degree = min(
-        parameters["intermediate_graph_degree"], len(vectors) - 1
-    )
-    config.guarantee_connectivity = True
-    dim = vectors.shape[1]
-    index = faiss.GpuIndexCagra(
-        faiss.StandardGpuResources(), dim, faiss.METRIC_INNER_PRODUCT, config
-    )
-    graph = faiss.IndexHNSWCagra()
-    graph.base_level_only = True
-    try:
-        index.train(vectors)
-        index.copyTo(graph)
-    except RuntimeError as error:
-        raise ProviderError(
-            f"The GPU could not build CAGRA over {len(vectors):,} vectors: {reason_of(error)}. "
-            "See nvidia-smi for its free memory, or choose --index flat or --index-device cpu."
-        ) from error
-    return graph
+    def _give_up(self, thread: GpuThread, error: Exception) -> None:
+        """Once, although all that wait for the same answer come here."""
+        with self._lock:
+            if self._thread is not thread:
+                return
+            self._thread = None
+        thread.end()
+        self._refused(error)
 
-
-def _flat_search(vectors: Embeddings) -> Search:
-    resources = faiss.StandardGpuResources()
-    index = faiss.GpuIndexFlatIP(resources, vectors.shape[1])
-    index.add(vectors)
-
-    def search(queries: Embeddings, k: int, _: int) -> tuple[Scores, Ids]:
-        found: tuple[Scores, Ids] = index.search(queries, k)
-        return found
-
-    return search
-
-
-def _cagra_search(graph: faiss.IndexHNSWCagra) -> Search:
-    resources = faiss.StandardGpuResources()
-    index = faiss.GpuIndexCagra(resources, graph.d, faiss.METRIC_INNER_PRODUCT)
-    index.copyFrom(graph)
-
-    def search(queries: Embeddings, k: int, effort: int) -> tuple[Scores, Ids]:
-        parameters = faiss.SearchParametersCagra()
-        parameters.itopk_size = -(-max(effort, 2 * k) // _WARP) * _WARP
-        found: tuple[Scores, Ids] = index.search(queries, k, params=parameters)
-        return found
-
-    return search
+    def _refused(self, error: Exception) -> None:
+        reason = reason_of(error)
+        is_new, self.reason = self.reason is None, reason
+        if not (isinstance(error, ProviderError) or self._is_closed):  # those do not pass
+            self._retry_at = time.monotonic() + RETRY_S
+        if is_new:
+            _log.warning("%s is searched on the CPU: %s", self._name, reason)
 
 
 def reason_of(error: BaseException) -> str:

@@ -6,7 +6,7 @@ into memory, are compared with them afterwards. A new kind is a class, and its p
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -14,10 +14,11 @@ import faiss
 import numpy as np
 from faiss.class_wrappers import add_to_referenced_objects
 
+from embedder.errors import ProviderError
 from embedder.types import Embeddings
 from indexer.bits import Bits
-from indexer.index.gpu import GpuIndex, build_cagra
-from indexer.types import Ids
+from indexer.index.gpu import TEMP_BYTES, Search, reason_of, require_gpu
+from indexer.types import Ids, Scores
 
 IndexKind = Literal["flat", "hnsw", "ivf-pq", "cagra"]
 Device = Literal["cpu", "cuda"]
@@ -48,6 +49,9 @@ _COARSE_M, _KMEANS_M = 32, 16
 _KMEANS_ROUNDS = 8
 _SQ_SAMPLE = 65_536
 _MAX_SEARCH = 4096
+_GPU_MAX_LISTS = 2048  # FAISS probes no more of them on a GPU
+_GPU_ADDED = 262_144  # vectors that are copied to a GPU at once
+_WARP = 32  # CAGRA keeps its intermediate results in multiples of it
 _MIB = 2**20
 
 # Seconds of one core, measured on an AMD EPYC of family 26 with AVX-512: CPU time of a build with
@@ -65,20 +69,31 @@ class Effort:
     """How hard an index tries to find 10 answers; for more it tries harder in proportion.
 
     value: efSearch (hnsw, cagra) or nprobe (ivf); 0 for flat. k_factor: so many times k
-    candidates are compared at full precision.
+    candidates are compared at full precision. gpu: itopk_size (cagra) or nprobe (ivf) on the GPU,
+    as `value` if it is 0.
     """
 
     value: int
     k_factor: int = 1
+    gpu: int = 0
+
+    @property
+    def on_gpu(self) -> int:
+        """The value on the GPU."""
+        return self.gpu or self.value
 
 
 class Kind(ABC):
     """What differs from one kind of index to another; n vectors of length dim.
 
-    devices: what it is made on. least_recall: known beforehand. is_scan: looks at all vectors, so
-    it knows no effort. is_graph: walks a graph, whose steps cost more than comparisons. grows: rows
-    can be added to its codes. follows: rows can be taken out of them as well. k_factors: what
-    tuning may choose. faiss_class, read_flags, write_flags: of the file of codes.
+    devices: what it is made for; each is searched on both. least_recall: known beforehand. is_scan:
+    looks at all vectors, so it knows no effort. is_graph: walks a graph, whose steps cost more than
+    comparisons. grows: rows can be added to its codes. follows: rows can be taken out of them as
+    well. k_factors: what tuning may choose. gpu_scans: the GPU compares with all, so that it knows
+    no effort there. gpu_factor: so many times k answers of the GPU, where vectors lie in half
+    precision, are compared at full precision. needs_all_rows: it cannot leave rows without an item
+    out. faiss_class, read_flags, write_flags: of the file of
+    codes.
     """
 
     name: ClassVar[IndexKind]
@@ -89,6 +104,9 @@ class Kind(ABC):
     grows: ClassVar[bool] = True
     follows: ClassVar[bool] = False
     k_factors: ClassVar[tuple[int, ...]] = (2, 4, 8)
+    gpu_scans: ClassVar[bool] = False
+    gpu_factor: ClassVar[int] = 2
+    needs_all_rows: ClassVar[bool] = False
     faiss_class: ClassVar[type | None] = None
     read_flags: ClassVar[int] = faiss.IO_FLAG_MMAP_IFC
     write_flags: ClassVar[int] = 0
@@ -141,9 +159,17 @@ class Kind(ABC):
         flat.ntotal = found.ntotal = size
         return found
 
-    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> GpuIndex:
-        """What is searched on the GPU, of a kind with that device. Raises: ProviderError."""
-        raise NotImplementedError
+    @abstractmethod
+    def gpu_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
+        """Of the GPU, while it searches there."""
+
+    def host_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
+        """Resident beside the GPU, so that the CPU can answer in its place."""
+        return self.code_bytes(n, dim, parameters)
+
+    @abstractmethod
+    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> Callable[[], Search]:
+        """What copies the index to the GPU and searches it there, in one thread."""
 
     def efforts(self, size: int, nlist: int) -> list[int]:
         """What tuning tries: doubling, up to the greatest that makes sense."""
@@ -172,6 +198,7 @@ class Flat(Kind):
     is_scan = True
     grows = False
     k_factors = (1,)
+    gpu_scans = True
 
     def suits(self, n: int, dim: int, device: str) -> bool:
         return 4.0 * n * dim <= (GPU_FLAT_BYTES if device == "cuda" else FLAT_BYTES)
@@ -188,8 +215,11 @@ class Flat(Kind):
     def codes(self, vectors: Embeddings, rows: Ids, parameters: Parameters) -> faiss.Index:
         raise NotImplementedError
 
-    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> GpuIndex:
-        return GpuIndex.flat(vectors)
+    def gpu_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
+        return _flat_gpu_bytes(n, dim)
+
+    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> Callable[[], Search]:
+        return lambda: _flat_search(vectors, None)
 
     def search_parameters(
         self, nlist: int, size: int, effort: Effort, k: int, allowed: Bits | None = None
@@ -202,6 +232,7 @@ class Hnsw(Kind):
 
     name: ClassVar[IndexKind] = "hnsw"
     is_graph = True
+    gpu_scans = True
     faiss_class = faiss.IndexHNSWSQ
 
     def suits(self, n: int, dim: int, device: str) -> bool:
@@ -228,6 +259,15 @@ class Hnsw(Kind):
         codes.train(sample_of(vectors, rows, _SQ_SAMPLE))
         return _by_row(codes)
 
+    def gpu_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
+        return _flat_gpu_bytes(n, dim)
+
+    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> Callable[[], Search]:
+        """Compare with all: a GPU does that sooner than it walks this graph."""
+        assert codes is not None
+        rows: Ids = faiss.vector_to_array(codes.id_map)
+        return lambda: _flat_search(vectors, rows)
+
     def efforts(self, size: int, nlist: int) -> list[int]:
         return list(_doubling(16, min(_MAX_SEARCH, max(16, size))))
 
@@ -243,6 +283,7 @@ class IvfPq(Kind):
     """
 
     name = "ivf-pq"
+    devices = ("cpu", "cuda")
     follows = True
     k_factors = (4, 8, 16, 32, 64)
     faiss_class = faiss.IndexIVFPQFastScan
@@ -302,6 +343,15 @@ class IvfPq(Kind):
         codes.clustering_index = None  # it does not own it
         return codes
 
+    def gpu_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
+        # Lists double as they grow, and are cut to their size at the end.
+        return 1.5 * 2.0 * n * dim + 8.0 * n + 4.0 * parameters["nlist"] * dim + TEMP_BYTES
+
+    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> Callable[[], Search]:
+        """The same lists, of the vectors themselves in half precision."""
+        assert codes is not None
+        return lambda: _lists_search(vectors, codes)
+
     def efforts(self, size: int, nlist: int) -> list[int]:
         return list(_doubling(1, nlist))
 
@@ -322,6 +372,9 @@ class Cagra(Hnsw):
     devices = ("cuda",)
     grows = False
     k_factors = (1,)
+    gpu_scans = False
+    gpu_factor = 1
+    needs_all_rows = True
     faiss_class = faiss.IndexHNSWCagra
     read_flags = faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_SKIP_STORAGE
     write_flags = faiss.IO_FLAG_SKIP_STORAGE
@@ -342,13 +395,23 @@ class Cagra(Hnsw):
         return self.code_bytes(n, dim, parameters) + 4.0 * n * dim
 
     def build_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
-        return self.memory_bytes(n, dim, parameters)
+        """The vectors that are not held out, FAISS' own copy of them, and the graph in 64 bits."""
+        wide = 8.0 * parameters["graph_degree"] * n
+        return self.code_bytes(n, dim, parameters) + 8.0 * n * dim + wide
+
+    def gpu_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
+        return 4.0 * n * dim + 8.0 * parameters["graph_degree"] * n + TEMP_BYTES
+
+    def host_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
+        """The graph, and while it is copied FAISS' own of 32 and of 64 bits."""
+        degree = parameters["graph_degree"]
+        return self.code_bytes(n, dim, parameters) + (4.0 + 8.0) * degree * n
 
     def build_s(self, n: int, dim: int, parameters: Parameters, cores: int) -> float:
         return n * _CAGRA_S
 
     def codes(self, vectors: Embeddings, rows: Ids, parameters: Parameters) -> faiss.Index:
-        return build_cagra(vectors, parameters)
+        return _cagra_graph(vectors, parameters)
 
     def searched(self, codes: faiss.Index, flat: faiss.IndexFlatIP) -> faiss.Index:
         """The graph reads the mapped vectors, in place of its own copy, which is freed."""
@@ -360,8 +423,8 @@ class Cagra(Hnsw):
             own.this.own(True)
         return codes
 
-    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> GpuIndex:
-        return GpuIndex.cagra(codes)
+    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> Callable[[], Search]:
+        return lambda: _cagra_search(codes)
 
     def search_parameters(
         self, nlist: int, size: int, effort: Effort, k: int, allowed: Bits | None = None
@@ -370,13 +433,135 @@ class Cagra(Hnsw):
         return self._parameters(nlist, scaled(effort.value, k, size), selected)
 
 
-KINDS: Mapping[IndexKind, Kind] = {kind.name: kind for kind in (Flat(), Hnsw(), IvfPq(), Cagra())}
+KINDS: Mapping[IndexKind, Kind] = {kind.name: kind for kind in (Flat(), Hnsw(), Cagra(), IvfPq())}
 """Every kind; on each device from the one for few vectors to that for most."""
 
 
 def kinds_on(device: str) -> list[Kind]:
     """The kinds that are made on a device."""
     return [kind for kind in KINDS.values() if device in kind.devices]
+
+
+def found_by(
+    index: faiss.Index, queries: Embeddings, k: int, parameters: object = None
+) -> tuple[Scores, Ids]:
+    """The answers (Q, k) of FAISS itself, past its Python layer.
+
+    That is replaced in a process that imports `faiss.contrib.torch_utils`, as libraries for metric
+    learning do, and then takes no parameters.
+    """
+    rows = len(queries)
+    scores, positions = np.empty((rows, k), np.float32), np.empty((rows, k), np.int64)
+    pointers = [faiss.swig_ptr(array) for array in (queries, scores, positions)]
+    index.search_c(rows, pointers[0], k, pointers[1], pointers[2], parameters)
+    return scores, positions
+
+
+def rows_of(codes: faiss.Index) -> Ids:
+    """The rows that an index of lists holds, ascending."""
+    lists = codes.invlists
+    sizes = [lists.list_size(place) for place in range(codes.nlist)]
+    found = [
+        faiss.rev_swig_ptr(lists.get_ids(place), size).copy()
+        for place, size in enumerate(sizes)
+        if size
+    ]
+    return np.sort(np.concatenate(found)) if found else np.empty(0, np.int64)
+
+
+def _gpu_resources() -> "faiss.StandardGpuResources":
+    resources = faiss.StandardGpuResources()
+    resources.setTempMemory(TEMP_BYTES)
+    return resources
+
+
+def _flat_gpu_bytes(n: int, dim: int) -> float:
+    return 2.0 * n * dim + TEMP_BYTES
+
+
+def _flat_search(vectors: Embeddings, rows: Ids | None) -> Search:
+    """Compare with all vectors (N, D) in half precision; with these rows of them, if given."""
+    if rows is not None and len(rows) < len(vectors):
+        vectors = vectors[rows]
+    else:
+        rows = None
+    resources = _gpu_resources()
+    config = faiss.GpuIndexFlatConfig()
+    config.useFloat16 = True
+    index = faiss.GpuIndexFlatIP(resources, vectors.shape[1], config)
+    # At once: FAISS copies all that it has at each call.
+    index.add_c(len(vectors), faiss.swig_ptr(vectors))
+
+    def search(queries: Embeddings, k: int, _: int) -> tuple[Scores, Ids]:
+        scores, positions = found_by(index, queries, k)
+        if rows is not None:
+            positions = np.where(positions < 0, -1, rows[positions])
+        return scores, positions
+
+    return search
+
+
+def _lists_search(vectors: Embeddings, codes: faiss.Index) -> Search:
+    """Search the lists of an IVF for the vectors themselves, in half precision."""
+    dim, nlist = vectors.shape[1], codes.nlist
+    centroids = faiss.IndexFlatIP(dim)
+    centroids.add(codes.quantizer.reconstruct_n(0, nlist))
+    half = faiss.ScalarQuantizer.QT_fp16
+    empty = faiss.IndexIVFScalarQuantizer(centroids, dim, nlist, half, _IP, False)
+    empty.is_trained = True  # its centroids are there, and half precision learns nothing
+    resources = _gpu_resources()
+    index = faiss.GpuIndexIVFScalarQuantizer(resources, empty)
+    rows = rows_of(codes)
+    index.reserveMemory(len(rows))
+    for start in range(0, len(rows), _GPU_ADDED):
+        some = rows[start : start + _GPU_ADDED]
+        batch = vectors[some]
+        index.add_with_ids_c(len(some), faiss.swig_ptr(batch), faiss.swig_ptr(some))
+    index.reclaimMemory()
+
+    def search(queries: Embeddings, k: int, value: int) -> tuple[Scores, Ids]:
+        probed = max(1, min(value, nlist, _GPU_MAX_LISTS))
+        return found_by(index, queries, k, faiss.SearchParametersIVF(nprobe=probed))
+
+    return search
+
+
+def _cagra_graph(vectors: Embeddings, parameters: Parameters) -> faiss.IndexHNSWCagra:
+    """Build the graph of vectors (N, D) on the GPU and bring it back. Raises: ProviderError."""
+    require_gpu()
+    config = faiss.GpuIndexCagraConfig()
+    config.graph_degree = min(parameters["graph_degree"], len(vectors) - 1)
+    config.intermediate_graph_degree = min(
+        parameters["intermediate_graph_degree"], len(vectors) - 1
+    )
+    config.guarantee_connectivity = True
+    graph = faiss.IndexHNSWCagra()
+    graph.base_level_only = True
+    try:
+        resources = _gpu_resources()
+        index = faiss.GpuIndexCagra(resources, vectors.shape[1], _IP, config)
+        index.train_c(len(vectors), faiss.swig_ptr(vectors))
+        index.copyTo(graph)
+    except RuntimeError as error:
+        raise ProviderError(
+            f"The GPU could not build CAGRA over {len(vectors):,} vectors: {reason_of(error)}. "
+            "See nvidia-smi for its free memory, or choose --index flat or --index-device cpu."
+        ) from error
+    return graph
+
+
+def _cagra_search(graph: faiss.IndexHNSWCagra) -> Search:
+    resources = _gpu_resources()
+    index = faiss.GpuIndexCagra(resources, graph.d, _IP)
+    index.copyFrom(graph)
+    add_to_referenced_objects(index, graph)  # whose vectors it reads
+
+    def search(queries: Embeddings, k: int, value: int) -> tuple[Scores, Ids]:
+        asked = faiss.SearchParametersCagra()
+        asked.itopk_size = -(-max(value, 2 * k) // _WARP) * _WARP
+        return found_by(index, queries, k, asked)
+
+    return search
 
 
 def lists_for(n: int) -> int:

@@ -4,6 +4,7 @@ Nothing is built here. `auto` takes the first kind that fits the memory, from th
 many vectors to ever smaller ones (`indexer.index.kinds`).
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import get_args
@@ -11,8 +12,11 @@ from typing import get_args
 from embedder.errors import PlanError
 from embedder.machine import core_count
 from embedder.machine import memory_mb as machine_memory_mb
-from indexer.index.gpu import gpu_memory_mb, why_no_gpu
+from indexer.index.gpu import MEMORY_PART as GPU_PART
+from indexer.index.gpu import gpu_memory, why_no_gpu
 from indexer.index.kinds import KINDS, Device, IndexKind, Kind, kinds_on
+
+_log = logging.getLogger(__name__)
 
 _MIB = 2**20
 _BASE_BUILD_MB = 100.0  # batches on their way from the catalogue to the file, held-out queries
@@ -29,13 +33,20 @@ MAX_N = 2**31 - 1
 EXACT_TARGET = 0.9995
 """From this target on only an exact index will do."""
 
+_PLACES = {
+    "cpu": "the CPU; on a GPU with --index-device cuda",
+    "cuda": "the GPU, as --index-device says; without one on the CPU",
+}
+
 MEMORY_PART = 0.8
 """Of the machine's memory; the rest is for the process itself and its neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSettings:
-    """What index to make. `memory_mb` None: what the machine or container has."""
+    """What index to make. memory_mb: of the machine; None: what it or the container has. device:
+    cuda for an index that a GPU searches, and one with memory enough is there.
+    """
 
     kind: str = "auto"
     memory_mb: float | None = None
@@ -47,9 +58,9 @@ class IndexSettings:
 class Plan:
     """An index that fits, and what it costs.
 
-    memory_mb: resident while searching (on the GPU for cuda); build_memory_mb: while building.
-    mapped_mb: full-precision vectors, read from the disk through the page cache. code_bytes: of the
-    index alone. disk_mb: of the whole gallery.
+    memory_mb: resident while searching; build_memory_mb: while building. gpu_memory_mb: of the GPU,
+    of which gpu_free_mb are free now; 0 without one. mapped_mb: full-precision vectors, read from
+    the disk through the page cache. code_bytes: of the index alone. disk_mb: of the whole gallery.
     """
 
     kind: IndexKind
@@ -64,15 +75,34 @@ class Plan:
     build_minutes: float
     expected_recall: float
     reason: str
+    gpu_memory_mb: float = 0.0
+    gpu_free_mb: float = 0.0
     parameters: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def needs(self) -> str:
         """Its needs in one line."""
+        on_gpu = f"{_mb(self.gpu_memory_mb)} of the GPU, " if self.gpu_memory_mb else ""
         return (
-            f"{_mb(self.memory_mb)} of memory ({_mb(self.build_memory_mb)} while it is built) "
-            f"and {_mb(self.disk_mb)} of disk"
+            f"{on_gpu}{_mb(self.memory_mb)} of memory ({_mb(self.build_memory_mb)} while it is "
+            f"built) and {_mb(self.disk_mb)} of disk"
         )
+
+    @property
+    def peak_mb(self) -> float:
+        """The memory of the machine that it takes at most."""
+        return max(self.memory_mb, self.build_memory_mb)
+
+    def fits(self, budget_mb: float) -> bool:
+        """Whether so much memory of the machine, and what the GPU has free, will do."""
+        return self.peak_mb <= budget_mb and self.gpu_memory_mb <= GPU_PART * self.gpu_free_mb
+
+    def lacks(self, budget_mb: float) -> str:
+        """What it needs where it does not fit."""
+        if self.peak_mb > budget_mb:
+            return f"{_mb(self.peak_mb)} of memory, but there are only {_mb(budget_mb)}"
+        free = _mb(GPU_PART * self.gpu_free_mb)
+        return f"{_mb(self.gpu_memory_mb)} of the GPU, but there are only {free}"
 
     def lines(self) -> list[str]:
         """The plan for people, a fact a line."""
@@ -80,14 +110,18 @@ class Plan:
         is_known = KINDS[self.kind].is_scan
         facts = {
             "index": f"{self.kind} on {self.device}" + f" ({parameters})" * bool(parameters),
+            "searched on": _PLACES[self.device],
             "vectors": f"{self.n:,} x {self.dim}",
             "memory": f"{_mb(self.memory_mb)} while searching",
+            "GPU memory": f"{_mb(self.gpu_memory_mb)} of {_mb(self.gpu_free_mb)} that are free",
             "mapped": f"{_mb(self.mapped_mb)} of full-precision vectors",
             "disk": f"{_mb(self.disk_mb)}, and as much again while a later build is made",
             "build": f"{_minutes(self.build_minutes)}, {_mb(self.build_memory_mb)} of memory",
             f"recall@10 {'expected' if is_known else 'target'}": f"{self.expected_recall:.3f}",
             "reason": self.reason,
         }
+        if self.device == "cpu":
+            del facts["GPU memory"]
         return [f"{name:<20}{fact}" for name, fact in facts.items()]
 
 
@@ -107,16 +141,27 @@ def plan_index(n: int, dim: int, settings: IndexSettings) -> Plan:
     if problem := chosen.problem(n, dim):
         raise PlanError(problem)
     plan = _plan(chosen, n, dim, settings, "asked for with --index")
-    if not _fits(plan, budget):
+    if not plan.fits(budget):
         raise PlanError(_too_big(plan, budget))
     return plan
 
 
 def plans_for(n: int, dim: int, settings: IndexSettings) -> list[Plan]:
     """The index to make, and with `auto` those to make if it misses the target recall: smaller
-    ones, then larger ones, as far as they fit. Raises: as `plan_index`.
+    ones, then larger ones, as far as they fit. Where no GPU will do for what one was asked for,
+    those of the CPU.
+
+    Raises: as `plan_index`.
     """
-    first = plan_index(n, dim, settings)
+    try:
+        first = plan_index(n, dim, settings)
+    except PlanError as error:
+        if settings.device == "cpu":
+            raise
+        _log.warning("The index is made for the CPU: %s", error)
+        is_known = settings.kind in {kind.name for kind in kinds_on("cpu")}
+        settings = replace(settings, device="cpu", kind=settings.kind if is_known else "auto")
+        first = plan_index(n, dim, settings)
     if settings.kind != "auto":
         return [first]
     kinds = kinds_on(settings.device)
@@ -126,18 +171,7 @@ def plans_for(n: int, dim: int, settings: IndexSettings) -> list[Plan]:
         for kind in (*kinds[place + 1 :], *kinds[:place][::-1])
         if not kind.problem(n, dim)
     ]
-    return [first, *(plan for plan in plans if _fits(plan, _budget_mb(settings)))]
-
-
-def settings_here(settings: IndexSettings) -> IndexSettings:
-    """The settings of an index as they can be kept on this machine: one of a GPU is made on the
-    CPU where there is none.
-    """
-    if settings.device == "cpu" or not why_no_gpu():
-        return settings
-    names = {kind.name for kind in kinds_on("cpu")}
-    kind = settings.kind if settings.kind in names else "auto"
-    return replace(settings, device="cpu", kind=kind)
+    return [first, *(plan for plan in plans if plan.fits(_budget_mb(settings)))]
 
 
 def check_target(kind: IndexKind, target_recall: float) -> None:
@@ -160,13 +194,12 @@ def _first_that_fits(n: int, dim: int, settings: IndexSettings, budget: float) -
         if kind.problem(n, dim):
             continue
         if refused:
-            needs = ", ".join(f"{plan.kind} needs {_mb(_peak(plan))}" for plan in refused)
-            reason = f"{needs}, but there are only {_mb(budget)}"
+            reason = "; ".join(f"{plan.kind} needs {plan.lacks(budget)}" for plan in refused)
         plan = _plan(kind, n, dim, settings, reason)
-        if _fits(plan, budget):
+        if plan.fits(budget):
             return plan
         refused.append(plan)
-    raise PlanError(_too_big(min(refused, key=_peak), budget))
+    raise PlanError(_too_big(min(refused, key=lambda plan: plan.peak_mb), budget))
 
 
 def _preferred(n: int, dim: int, device: str, target_recall: float) -> list[tuple[Kind, str]]:
@@ -181,13 +214,15 @@ def _preferred(n: int, dim: int, device: str, target_recall: float) -> list[tupl
 def _plan(kind: Kind, n: int, dim: int, settings: IndexSettings, reason: str) -> Plan:
     parameters = kind.parameters(n, dim)
     full, codes = 4.0 * n * dim, kind.code_bytes(n, dim, parameters)
+    is_on_gpu = settings.device == "cuda"
+    resident = kind.host_bytes if is_on_gpu else kind.memory_bytes
     written_s = full / _WRITE_BYTES_PER_S
     return Plan(
         kind=kind.name,
         n=n,
         dim=dim,
         device=settings.device,
-        memory_mb=kind.memory_bytes(n, dim, parameters) / _MIB,
+        memory_mb=resident(n, dim, parameters) / _MIB,
         mapped_mb=full / _MIB,
         code_bytes=codes,
         disk_mb=(full + codes + ITEM_DISK_BYTES * n) / _MIB,
@@ -196,6 +231,8 @@ def _plan(kind: Kind, n: int, dim: int, settings: IndexSettings, reason: str) ->
         build_minutes=(written_s + kind.build_s(n, dim, parameters, core_count())) / 60,
         expected_recall=max(kind.least_recall, settings.target_recall),
         reason=reason,
+        gpu_memory_mb=kind.gpu_bytes(n, dim, parameters) / _MIB if is_on_gpu else 0.0,
+        gpu_free_mb=gpu_memory().free_mb if is_on_gpu else 0.0,
         parameters=parameters,
     )
 
@@ -242,15 +279,7 @@ def _named(kind: str, device: str) -> Kind:
 def _budget_mb(settings: IndexSettings) -> float:
     if settings.memory_mb is not None:
         return settings.memory_mb
-    return MEMORY_PART * (gpu_memory_mb() if settings.device == "cuda" else machine_memory_mb())
-
-
-def _peak(plan: Plan) -> float:
-    return max(plan.memory_mb, plan.build_memory_mb)
-
-
-def _fits(plan: Plan, budget: float) -> bool:
-    return _peak(plan) <= budget
+    return MEMORY_PART * machine_memory_mb()
 
 
 def _too_big(plan: Plan, budget: float) -> str:
@@ -258,9 +287,9 @@ def _too_big(plan: Plan, budget: float) -> str:
         "" if plan.kind == kinds_on(plan.device)[-1].name else ", choose a smaller one with --index"
     )
     return (
-        f"The index {plan.kind} for {plan.n:,} vectors of length {plan.dim} needs {plan.needs}, "
-        f"but there are only {_mb(budget)} of memory. Raise --memory-mb if the machine has "
-        f"more{smaller}, or change --index-device."
+        f"The index {plan.kind} for {plan.n:,} vectors of length {plan.dim} needs {plan.needs}: "
+        f"{plan.lacks(budget)}. Raise --memory-mb if the machine has more{smaller}, or change "
+        "--index-device."
     )
 
 

@@ -13,7 +13,7 @@ segment of an earlier version has its own vectors.npy and, in ids.npy, the item 
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,20 +22,20 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_serializer
 
 from embedder.bundle import sha256_of
 from embedder.durable import FileFacts, HashedFile
-from embedder.errors import GalleryCorruptError, RecallError
+from embedder.errors import GalleryCorruptError, ProviderError, RecallError
 from embedder.types import Embeddings
 from indexer.bits import Bits, empty_bits, has_bits, packed_bits, positions_in
 from indexer.catalog.vectors import VECTORS, RowNumbers, VectorFile
 from indexer.columns.columns import Column, Columns, write_columns
 from indexer.index.faiss import SegmentIndex
 from indexer.index.kinds import KINDS, Effort, IndexKind
-from indexer.index.plan import IndexSettings, Plan, plans_for
+from indexer.index.plan import IndexSettings, Plan
 from indexer.index.tune import Measure, Tuned, least_effort, tune
-from indexer.types import Ids, Progress, places_of
+from indexer.types import Ids, IndexPlace, Progress, places_of
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ HASHED_BELOW = 64 * 2**20
 
 _CURE = "Make the index again from the catalogue: kinlens-index compact GALLERY --rebuild."
 _SHORT = 12
+_MIB = 2**20
 _FORMER = ("fp16", "ivf-rabitq")
 
 HELD_OUT = 1000
@@ -72,6 +73,13 @@ OUTGROWN = 2
 """An index that has grown so many times since it was trained is trained again."""
 
 
+class OnGpu(BaseModel, frozen=True, extra="forbid"):
+    """What was measured on a GPU: the effort that reached the target, and the recall."""
+
+    effort: int = Field(ge=1)
+    recall: float = Field(ge=0, le=1)
+
+
 class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     """What a segment holds and how it was made.
 
@@ -79,7 +87,8 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     file that they are rows of; None in an earlier version. recall: at 10, measured with `held_out`
     queries that were not in the index yet; 0 of them if the gallery was too small and its own
     vectors were used. trained_on: how many vectors there were when it was trained; trained_effort:
-    the effort that was found then.
+    the effort that was found then. gpu: None where none was measured; a GPU then searches with the
+    effort of the CPU, which is enough, since it compares with vectors in place of their codes.
     """
 
     schema_version: Literal[1, 2] = 2
@@ -97,6 +106,7 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     held_out: int = Field(ge=0)
     trained_on: int = Field(default=0, ge=0)
     trained_effort: Effort | None = None
+    gpu: OnGpu | None = None
     build_s: float = Field(ge=0)
     created_at: str = Field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -105,10 +115,17 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     files: dict[str, FileFacts]
     digest: str = ""
 
+    @field_serializer("trained_effort")
+    def _without_gpu(self, effort: Effort | None) -> dict[str, int] | None:
+        return None if effort is None else {"value": effort.value, "k_factor": effort.k_factor}
+
     @property
     def computed_digest(self) -> str:
-        """sha256 (hex) of everything else."""
-        return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()
+        """sha256 (hex) of everything else, without `gpu` where it is None: earlier versions had no
+        such field.
+        """
+        without = {"digest"} if self.gpu else {"digest", "gpu"}
+        return hashlib.sha256(self.model_dump_json(exclude=without).encode()).hexdigest()
 
     @property
     def items(self) -> int:
@@ -118,7 +135,7 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     @property
     def tuned(self) -> Effort:
         """The effort that reached the target."""
-        return Effort(self.effort, self.k_factor)
+        return Effort(self.effort, self.k_factor, self.gpu.effort if self.gpu else 0)
 
 
 def write_manifest(folder: Path, manifest: SegmentManifest) -> None:
@@ -267,7 +284,9 @@ class Segment:
         """Map the files of a segment. Sizes are always checked; hashes too with `verify_hashes`,
         and if that is None those of small files.
 
-        Raises: GalleryCorruptError, ProviderError; FileNotFoundError if its vectors are gone.
+        With the device `cuda` a GPU searches as long as there is one with memory enough.
+
+        Raises: GalleryCorruptError; FileNotFoundError if its vectors are gone.
         """
         manifest = read_manifest(folder)
         for name, facts in manifest.files.items():
@@ -288,13 +307,25 @@ class Segment:
         columns = None
         if COLUMNS in manifest.files:
             columns = Columns.open(folder / COLUMNS, manifest.size)
-        index = SegmentIndex.open(manifest.kind, vectors, codes, device, manifest.items)
+        index = SegmentIndex.open(manifest.kind, vectors, codes, manifest.items)
+        if device == "cuda":
+            index.use_gpu(f"The index {manifest.kind} in {folder}", manifest.parameters)
         return cls(manifest, index, numbers, gone, columns, file)
 
     @property
     def unindexed(self) -> int:
         """How many positions without an item the index does not have."""
         return 0 if self.index.kind == "flat" else self.manifest.gone
+
+    @property
+    def place(self) -> IndexPlace:
+        """Where it is searched."""
+        manifest, gpu = self.manifest, self.index.gpu
+        kind, facts = KINDS[manifest.kind], (manifest.items, manifest.dim, manifest.parameters)
+        if gpu is None or not self.index.is_on_gpu:
+            reason = None if gpu is None else gpu.reason
+            return IndexPlace(kind.name, "cpu", kind.memory_bytes(*facts) / _MIB, reason=reason)
+        return IndexPlace(kind.name, "cuda", kind.host_bytes(*facts) / _MIB, gpu.gpu_mb)
 
     def positions_of(self, ids: Ids) -> Ids:
         """The position of each item (N,); -1 where the segment does not have it."""
@@ -341,6 +372,11 @@ class Rows:
     gone: NDArray[np.bool_]
 
     @property
+    def is_full(self) -> bool:
+        """Whether each row has an item."""
+        return not self.gone.any()
+
+    @property
     def live(self) -> Ids:
         """The rows that have an item, ascending."""
         return np.flatnonzero(~self.gone)
@@ -363,19 +399,21 @@ def write_segment(
     rows: Rows,
     columns: Iterable[tuple[str, Column]],
     settings: IndexSettings,
+    plans: Sequence[Plan],
     on_progress: Progress | None = None,
     before: Before | None = None,
 ) -> SegmentManifest:
-    """Index rows, and write a segment of them into the empty `folder`; nothing is synced.
+    """Index rows, and write a segment of them into the empty `folder`; nothing is synced. The first
+    of the `plans` is carried out that reaches the target of the `settings`.
 
     `before` is the segment so far, whose index is brought up to date where that will do.
     `on_progress` is called with how many more vectors are indexed.
 
-    Raises: PlanError, RecallError, ProviderError, OSError.
+    Raises: RecallError, ProviderError, OSError.
     """
     started = perf_counter()
     live = rows.live
-    plans = plans_for(len(live), rows.file.dim, settings)
+    plans = [plan for plan in plans if rows.is_full or not KINDS[plan.kind].needs_all_rows]
     vectors = rows.file.rows(rows.size)
     files = {
         GONE: _write(folder / GONE, packed_bits(rows.gone)),
@@ -383,12 +421,12 @@ def write_segment(
     }
     plan, made = plans[0], None
     if before is not None and _can_follow(before.manifest, plan, settings):
-        made = _updated(before, plan, vectors, live, on_progress)
+        made = _updated(before, vectors, live, on_progress)
     while made is None:
         plan = plans.pop(0)
         try:
             made = _indexed(plan, vectors, live, settings.target_recall, on_progress)
-        except RecallError as error:
+        except (RecallError, ProviderError) as error:
             if not plans:
                 raise
             _log.warning("%s The index %s is made instead.", error, plans[0].kind)
@@ -410,6 +448,7 @@ def write_segment(
         held_out=made.queries,
         trained_on=made.trained_on,
         trained_effort=made.trained_effort,
+        gpu=made.gpu,
         build_s=perf_counter() - started,
         settings=settings,
         files=files,
@@ -426,6 +465,7 @@ class _Made:
     trained_on: int
     trained_effort: Effort
     parameters: dict[str, int]
+    gpu: OnGpu | None = None
 
 
 def _indexed(
@@ -443,18 +483,51 @@ def _indexed(
         flags = np.zeros(len(vectors), np.bool_)
         flags[kept] = True
         index = SegmentIndex.build(plan, vectors, kept, on_progress)
-        tuned = tune(index, queries, target, allowed=packed_bits(flags))
-        index = index.extended(plan, held, on_progress)
+        allowed = packed_bits(flags)
+        tuned = tune(index, queries, target, allowed=allowed)
+        gpu = _tuned_on_gpu(index, queries, plan, target, allowed)
+        index = index.extended(held, on_progress)
     else:  # made twice, since nothing can be added to it
         index = SegmentIndex.build(plan, vectors[kept], None, on_progress)
-        tuned = tune(index, queries, target)
-        index.close()
+        gpu = _tuned_on_gpu(index, queries, plan, target)
+        tuned = _tuned_after(gpu, index, queries, target)
         index = SegmentIndex.build(plan, vectors)
-    return _trained(index, tuned, len(held), plan)
+    return _trained(index, tuned, len(held), plan, gpu)
 
 
-def _trained(index: SegmentIndex, tuned: Tuned, queries: int, plan: Plan) -> _Made:
-    return _Made(index, tuned, queries, plan.n, tuned.effort, dict(plan.parameters))
+def _tuned_on_gpu(
+    index: SegmentIndex, queries: Embeddings, plan: Plan, target: float, allowed: Bits | None = None
+) -> OnGpu | None:
+    """What the GPU needs to reach the target, if it is made for one. Raises: RecallError."""
+    if plan.device == "cpu":
+        return None
+    index.use_gpu(f"The new index {plan.kind}", plan.parameters)
+    try:
+        tuned = tune(index, queries, target, allowed=allowed)
+        # One that was lost meanwhile has measured the CPU.
+        return OnGpu(effort=tuned.effort.value, recall=tuned.recall) if index.is_on_gpu else None
+    finally:
+        index.close()
+
+
+def _tuned_after(
+    gpu: OnGpu | None, index: SegmentIndex, queries: Embeddings, target: float
+) -> Tuned:
+    """What the CPU needs; the best that it can do, where the GPU alone reaches the target."""
+    try:
+        return tune(index, queries, target)
+    except RecallError as error:
+        if gpu is None:
+            raise
+        _log.warning("On the CPU: %s", error)
+        hardest = Effort(KINDS[index.kind].efforts(index.size, index.nlist)[-1])
+        return Measure(index, queries, target)(hardest).tuned
+
+
+def _trained(
+    index: SegmentIndex, tuned: Tuned, queries: int, plan: Plan, gpu: OnGpu | None = None
+) -> _Made:
+    return _Made(index, tuned, queries, plan.n, tuned.effort, dict(plan.parameters), gpu)
 
 
 def _can_follow(before: SegmentManifest, plan: Plan, settings: IndexSettings) -> bool:
@@ -469,7 +542,7 @@ def _can_follow(before: SegmentManifest, plan: Plan, settings: IndexSettings) ->
 
 
 def _updated(
-    before: Before, plan: Plan, vectors: Embeddings, live: Ids, on_progress: Progress | None
+    before: Before, vectors: Embeddings, live: Ids, on_progress: Progress | None
 ) -> _Made | None:
     manifest = before.manifest
     moved = before.moved
@@ -491,7 +564,7 @@ def _updated(
             return None
     if on_progress is not None:
         on_progress(len(kept))
-    index = index.extended(plan, fresh, on_progress)
+    index = index.extended(fresh, on_progress)
     return _Made(
         index,
         tuned,
@@ -499,6 +572,7 @@ def _updated(
         manifest.trained_on,
         trained,
         manifest.parameters,
+        manifest.gpu if _work(tuned.effort) == _work(manifest.tuned) else None,
     )
 
 

@@ -60,7 +60,7 @@ def least_effort(measure: "Measure") -> Tuned:
     kind = KINDS[index.kind]
     best: Tuned | None = None
     fastest = math.inf
-    for k_factor in kind.k_factors:
+    for k_factor in (1,) if index.is_on_gpu else kind.k_factors:
         found = _smallest(measure, k_factor, kind.efforts(index.size, index.nlist))
         if found is None:
             continue

@@ -38,7 +38,8 @@ from indexer.catalog.read import CatalogView, State
 from indexer.catalog.vectors import VECTORS, VectorFile
 from indexer.columns.columns import COLUMN_BYTES, Columns, ColumnsBuilder
 from indexer.folder.layout import disk_errors_explained
-from indexer.index.plan import IndexSettings, Plan, plan_index
+from indexer.index.kinds import KINDS
+from indexer.index.plan import IndexSettings, Plan, plans_for
 from indexer.index.segment import (
     COLUMNS,
     Before,
@@ -212,10 +213,13 @@ class _Work:
         # The transaction ends before the long work: as long as it lasts, the log only grows.
         with catalog.reading() as view:
             state, ids, file = view.state(), view.live_ids(), view.file
-            rewritten = self._rewritten(view, ids) if self._is_to_write(view, ids) else None
+            plans = plans_for(len(ids), view.dim, self._settings) if len(ids) else []
+            is_packed = bool(plans) and KINDS[plans[0].kind].needs_all_rows
+            is_wanted = self._is_to_write(view, ids, is_packed)
+            rewritten = self._rewritten(view, ids) if is_wanted else None
             if not len(ids):
                 return state, rewritten, None
-            _check_space(stage, plan_index(len(ids), view.dim, self._settings), 0)
+            _check_space(stage, plans[0], 0)
             rows = _rows(rewritten or view.file, ids, view.last_given())
             before = None if self._from_scratch else self._before(state, file, rewritten, ids, rows)
             builder = ColumnsBuilder(rows.size, view.schema())
@@ -238,21 +242,21 @@ class _Work:
             rows,
             builder.columns(columns, moved),
             self._settings,
+            plans,
             self._on_progress,
             before,
         )
         return state, rewritten, manifest
 
-    def _is_to_write(self, view: CatalogView, ids: Ids) -> bool:
-        """Whether the vectors are rewritten, without the rows of removed items."""
+    def _is_to_write(self, view: CatalogView, ids: Ids, is_packed: bool) -> bool:
+        """Whether the vectors are rewritten, without the rows of removed items; `is_packed` if the
+        index cannot leave these out.
+        """
         if view.file is None:
             return True
         size = view.file.numbers.rows_up_to(view.last_given())
         gone = size - len(ids)
-        # The graph of a GPU has all rows.
-        is_wanted = (
-            self._keep_removed_s <= 0 or self._settings.device == "cuda" or gone > MAX_GONE * size
-        )
+        is_wanted = self._keep_removed_s <= 0 or is_packed or gone > MAX_GONE * size
         return gone > 0 and is_wanted
 
     def _rewritten(self, view: CatalogView, ids: Ids) -> VectorFile:

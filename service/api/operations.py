@@ -1,11 +1,14 @@
 """What operators ask of the service: is it there, can it answer, and its metrics."""
 
+from dataclasses import asdict
+
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
+from embedder.machine import free_memory_mb
 from service.api.galleries import Service
 from service.http.openapi import problems
-from service.models import Live, Ready
+from service.models import IndexPlace, Live, Ready
 from service.observe.metrics import CONTENT_TYPE
 
 router = APIRouter()
@@ -34,6 +37,9 @@ async def ready(runtime: Service) -> JSONResponse:
         precision_reason=runtime.embedder.precision_reason,
         bundle_id=runtime.registry.model.bundle_id,
         galleries=readiness.versions,
+        indexes={name: IndexPlace(**asdict(place)) for name, place in readiness.indexes.items()},
+        free_memory_mb=round(free_memory_mb()),
+        free_gpu_memory_mb=readiness.free_gpu_memory_mb,
         queue_depth=runtime.lanes.waiting,
         redis=runtime.cache.remote_state,
         checks=readiness.checks,

@@ -19,12 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from embedder.errors import GalleryError, KinlensError
+from indexer.gallery import Gallery as IndexedGallery
 from service.access.keys import open_keys
 from service.commands import options
 from service.encoding.decode_worker import known_image
 from service.encoding.decoders import create_decoder
 from service.encoding.sandbox import absences, holding
-from service.galleries.locations import Bundles, Locations, open_gallery
+from service.galleries.locations import Bundles, Gallery, Locations, open_gallery
 from service.http.server import listen
 from service.runtime import missing_image_roots
 from service.settings import ANY_HOST, Settings
@@ -121,12 +122,23 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
             with contextlib.closing(open_gallery(location, settings)) as gallery:
                 bundles.folder(gallery.bundle_id)
                 items = f"{gallery.size:,} items of bundle {gallery.bundle_id[:12]}"
-                yield Finding(subject, "ok", items)
+                yield Finding(subject, "ok", f"{items}{_place(gallery)}")
                 if not location.managed:  # what the service makes shows pictures of its own
                     for text in missing_image_roots({location.name: gallery}):
                         yield Finding(subject, "warning", text)
         except (KinlensError, OSError) as error:
             yield _failed(subject, error)
+
+
+def _place(gallery: Gallery) -> str:
+    place = gallery.index_place() if isinstance(gallery, IndexedGallery) else None
+    if place is None:
+        return ""
+    on_gpu = f" and {place.gpu_memory_mb:,.0f} MB of the GPU" if place.gpu_memory_mb else ""
+    why = f" ({place.reason})" if place.reason else ""
+    return (
+        f"; index {place.kind} on {place.device}{why}, {place.memory_mb:,.0f} MB of memory{on_gpu}"
+    )
 
 
 def _state(folder: Path) -> str:

@@ -30,7 +30,8 @@ _HELP = {
     "host": "Address to listen on (default 127.0.0.1).",
     "port": "Port; 0 picks a free one (default 8000).",
     "workers": "Processes that answer (default 1).",
-    "device": "cpu or cuda (default cpu).",
+    "device": "Where the model runs and galleries are searched: cpu or cuda (default cpu).",
+    "index_device": "Where galleries are searched, if not with the model: cpu or cuda.",
     "precision": "How the model computes: fp32, bf16, int8, fp16 or auto, the fastest that "
     "holds here (default fp32).",
     "engine": "What runs the model: onnxruntime, openvino or auto, the faster one that the export "
@@ -50,7 +51,10 @@ _SHARED: dict[str, Any] = {
     "state": State,
     "log_level": LogLevel,
     "allow_cpu_fallback": Annotated[
-        bool, typer.Option("--allow-cpu-fallback", help="With cuda: run on the CPU if it must be.")
+        bool,
+        typer.Option(
+            "--allow-cpu-fallback", help="With cuda: run the model on the CPU if it must be."
+        ),
     ],
 }
 

@@ -165,7 +165,9 @@ def open_gallery(
     if location.given is not None:
         return location.given
     if location.path is not None:
-        return IndexedGallery.open(location.path, image_root=location.image_root)
+        return IndexedGallery.open(
+            location.path, image_root=location.image_root, device=settings.searched_on()
+        )
     token = settings.milvus_token
     return open_remote(
         location.address,

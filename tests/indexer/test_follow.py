@@ -4,7 +4,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from embedder.errors import GalleryCorruptError
 from indexer.checks.verify import check_files
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
-from indexer.index.segment import read_manifest, write_manifest
 from indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import faults, flipped, generation_of, rows_of, segment_of, truncated
 from tests.indexer.oracle import BUNDLE, clumped, units
@@ -257,27 +255,3 @@ def test_searches_go_on_where_a_new_segment_cannot_be_opened(
         until(lambda: "a new segment cannot be opened" in caplog.text)
         gallery.remove(["k8"])
         assert reader.search(VECTORS[8:9], 1)[0][0].key != "k8"
-
-
-@pytest.mark.parametrize("kind", ["cagra", "flat"])
-def test_a_gallery_that_was_made_for_a_gpu_is_compacted_without_one(
-    gallery: Gallery, kind: str
-) -> None:
-    """Its index is then one of the CPU."""
-    manifest = read_manifest(segment_of(gallery.path))
-    settings = replace(manifest.settings, kind=kind, device="cuda")
-    write_manifest(segment_of(gallery.path), manifest.model_copy(update={"settings": settings}))
-    change(gallery)
-    made = gallery.compact(keep_removed_s=KEEP).manifest
-    assert made is not None
-    assert made.settings.device == "cpu"
-    assert made.settings.kind == ("auto" if kind == "cagra" else "flat")
-    assert recall(gallery) == 1.0
-
-
-def test_an_index_of_the_cpu_is_searched_there_although_a_gpu_was_asked_for(
-    gallery: Gallery, caplog: pytest.LogCaptureFixture
-) -> None:
-    with closing(Gallery.open(gallery.path, device="cuda")) as opened:
-        assert opened.search(VECTORS[7:8], 1)[0][0].key == "k7"
-    assert "the index ivf-pq is searched on the CPU" in caplog.text

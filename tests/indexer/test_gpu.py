@@ -1,10 +1,17 @@
-"""Search on the GPU: refused by name without one; the answers of the CPU with one."""
+"""Search on a GPU: the same laws on a fake one and, where there is one, on a real one.
+
+The fake refuses what the classes of the wheel would refuse (tests/support/fake_gpu.py).
+"""
 
 import gc
+import json
+import logging
 import threading
-import weakref
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import faiss
@@ -13,146 +20,460 @@ import pytest
 
 from embedder.errors import EngineUnavailableError, PlanError, ProviderError
 from embedder.types import Embeddings
-from indexer.catalog.vectors import VectorFile
+from indexer.gallery import Gallery, gpu_memory
 from indexer.index import gpu
-from indexer.index.gpu import GpuIndex, build_cagra, gpu_memory_mb, why_no_gpu
+from indexer.index.gpu import MAX_K, failed_trial, require_gpu, why_no_gpu
 from indexer.index.plan import IndexSettings
-from indexer.types import Ids, Scores
-from tests.indexer.oracle import bitmap, clumped, units
+from indexer.types import Entry, Ids, Scores, SearchOptions
+from tests.indexer.conftest import Run, segment_of
+from tests.indexer.oracle import BUNDLE, bitmap, clumped, units
+from tests.support.fake_gpu import (
+    METHODS,
+    PROTOTYPES,
+    SETTINGS,
+    Device,
+    fake_gpu,
+    real_arguments,
+    real_prototypes,
+)
 from tests.support.seams import (
     Effort,
     GpuThread,
-    Rows,
-    Segment,
     SegmentIndex,
     plan_index,
     recall_at,
-    write_segment,
 )
+from tests.support.waiting import until
 
-N, DIM = 20_000, 64
+N, DIM = 6000, 32
+VECTORS = clumped(N + 2000, DIM)
+QUERIES = clumped(200, DIM, seed=9)
+TARGET = 0.95
+EFFORT = Effort(64, 16)
+KINDS = {"flat": "cuda", "hnsw": "cpu", "ivf-pq": "cuda", "cagra": "cuda"}
+"""Every kind, and the device that it is made for; all are searched on a GPU."""
 
 
-def test_without_gpu_support_every_way_to_the_gpu_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """A GPU."""
+    if request.param == "fake":
+        yield fake_gpu(monkeypatch)
+    elif why := why_no_gpu():
+        pytest.skip(why)
+    else:
+        yield None
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _filters_that_leave_few_are_not_compared_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("indexer.index.faiss.EXACT_BELOW", 100)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A GPU of which everything is known and to which anything can happen."""
+    return fake_gpu(monkeypatch)
+
+
+def index_of(kind: str, count: int = N) -> SegmentIndex:
+    plan = plan_index(count, DIM, IndexSettings(kind, device=KINDS[kind]))
+    index = SegmentIndex.build(plan, VECTORS[:count])
+    index.use_gpu("The index", plan.parameters)
+    return index
+
+
+def truth_of(index: SegmentIndex, k: int = 10) -> tuple[Scores, Ids]:
+    return index.exact(QUERIES, k)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_answers_on_the_gpu_with_scores_of_full_precision(
+    device: object, kind: str
+) -> None:
+    with closing(index_of(kind)) as index:
+        assert index.is_on_gpu
+        scores, found = index.search(QUERIES, 10, EFFORT)
+        truth = truth_of(index)
+        assert recall_at(found, truth[1]) >= (0.999 if kind in ("flat", "hnsw") else TARGET)
+        products = np.einsum("qd,qkd->qk", QUERIES, index.vectors(found))
+        np.testing.assert_allclose(scores, products, atol=1e-4 if kind == "cagra" else 2e-6)
+        for row in range(3):
+            alone = index.search(QUERIES[row : row + 1], 10, EFFORT)
+            assert recall_at(alone[1], found[row : row + 1]) >= 0.9
+        assert index.search(QUERIES[:0], 10, EFFORT)[1].shape == (0, 10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", [1.0, 0.75, 0.02])
+def test_a_filter_holds_on_the_gpu(device: object, kind: str, part: float) -> None:
+    allowed = bitmap(np.random.default_rng(3).random(N) < part)
+    with closing(index_of(kind)) as index:
+        found = index.search(QUERIES, 10, EFFORT, allowed)[1]
+        truth = index.exact(QUERIES, 10, allowed)[1]
+        assert recall_at(found, truth) >= TARGET
+        assert (allowed[found >> 3] >> (found & 7) & 1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_answers_than_a_gpu_selects_come_from_the_cpu(device: object, kind: str) -> None:
+    with closing(index_of(kind, 3000)) as index:
+        for k in (MAX_K, MAX_K + 1, 3000, 9999):
+            scores, found = index.search(QUERIES[:3], k, Effort(512, 16))
+            assert found.shape == (3, min(k, 3000))
+            assert (np.diff(scores, axis=1) <= 0).all()
+            assert recall_at(found, truth_of(index, k)[1][:3]) >= 0.9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_threads_search_at_once_and_each_gets_its_own_answers(
+    device: object, kind: str
+) -> None:
+    with closing(index_of(kind)) as index:
+        alone = index.search(QUERIES, 10, EFFORT)[1]
+
+        def ask(number: int) -> Ids:
+            row = number % len(QUERIES)
+            return index.search(QUERIES[row : row + 1], 10, EFFORT)[1]
+
+        with ThreadPoolExecutor(16) as pool:
+            for number, found in enumerate(pool.map(ask, range(400))):
+                assert recall_at(found, alone[number % len(QUERIES)][None]) >= 0.9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ends", ["closed", "dropped"])
+def test_the_memory_of_the_gpu_is_free_when_nobody_searches_any_more(
+    device: object, kind: str, ends: str
+) -> None:
+    before = gpu_memory().free_mb
+    index = index_of(kind)
+    index.search(QUERIES, 10, EFFORT)
+    assert gpu_memory().free_mb < before
+    if ends == "closed":
+        index.close()
+        assert recall_at(index.search(QUERIES, 10, EFFORT)[1], truth_of(index)[1]) >= TARGET
+    del index
+    gc.collect()
+    until(lambda: gpu_memory().free_mb >= before - 16)
+
+
+@pytest.fixture(params=["flat", "ivf-pq", "cagra"])
+def gallery(request: pytest.FixtureRequest, device: object, tmp_path: Path) -> Gallery:
+    """A gallery whose index was made for a GPU, opened on it."""
+    with closing(Gallery.create(tmp_path / "shop", name="shop", bundle_id=BUNDLE, dim=DIM)) as made:
+        made.add(item(number) for number in range(3000))
+        made.compact(IndexSettings(request.param, device="cuda", target_recall=TARGET))
+    return Gallery.open(tmp_path / "shop", device="cuda")
+
+
+def seq_of(gallery: Gallery) -> int:
+    segment = gallery.facts().segment
+    return -1 if segment is None else segment.seq
+
+
+def item(number: int) -> Entry:
+    return Entry(f"k{number}", VECTORS[number], f"{number:064x}", {"n": number})
+
+
+def recall_of(gallery: Gallery) -> float:
+    truth = gallery.nearest(QUERIES, 10, SearchOptions(exact=True))[1]
+    return recall_at(gallery.nearest(QUERIES, 10)[1], truth)
+
+
+def test_a_gallery_of_a_gpu_is_changed_compacted_and_served_there(gallery: Gallery) -> None:
+    with closing(gallery):
+        place = gallery.index_place()
+        assert place is not None
+        assert (place.device, place.reason) == ("cuda", None)
+        assert place.gpu_memory_mb > 0
+        assert recall_of(gallery) >= TARGET
+        gallery.remove(f"k{number}" for number in range(0, 3000, 9))
+        gallery.add(item(number) for number in range(3000, 3200))
+        assert recall_of(gallery) >= TARGET
+        report = gallery.compact(keep_removed_s=86_400.0)
+        assert report.manifest is not None
+        assert (report.manifest.kind, report.manifest.settings.device) == (place.kind, "cuda")
+        until(lambda: seq_of(gallery) == report.manifest.seq)
+        now = gallery.index_place()
+        assert now is not None
+        assert now.device == "cuda"
+        assert recall_of(gallery) >= TARGET
+        keys = {hit.key for hits in gallery.search(VECTORS[:50], 10) for hit in hits}
+        assert not keys & {f"k{number}" for number in range(0, 3000, 9)}
+
+
+def test_the_same_gallery_is_served_and_compacted_without_a_gpu_and_goes_back_to_one(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind, path = gallery.index_place(), gallery.path
+    gallery.close()
+    assert kind is not None
+    with monkeypatch.context() as without:
+        without.setattr(gpu, "failed_trial", lambda: "the driver is missing")
+        with closing(Gallery.open(path, device="cuda")) as served:
+            place = served.index_place()
+            assert place is not None
+            assert place.device == "cpu"
+            assert "the driver is missing" in str(place.reason)
+            assert "is searched on the CPU" in caplog.text
+            assert recall_of(served) >= TARGET
+            served.remove(["k4"])
+            made = served.compact(keep_removed_s=0.0).manifest
+            assert made is not None
+            assert made.kind != "cagra"
+            assert made.gpu is None or kind.kind == "ivf-pq"
+            assert "The index is made for the CPU" in caplog.text
+            assert recall_of(served) >= TARGET
+    with closing(Gallery.open(path, device="cuda")) as back:
+        assert recall_of(back) >= TARGET
+        back.remove(["k5"])
+        made = back.compact(keep_removed_s=0.0, from_scratch=True).manifest
+        assert made is not None
+        assert made.kind == kind.kind
+
+
+@pytest.mark.parametrize("kind", ["ivf-pq", "cagra"])
+def test_each_device_has_an_effort_of_its_own(device: object, kind: str, tmp_path: Path) -> None:
+    with closing(Gallery.create(tmp_path / "shop", name="shop", bundle_id=BUNDLE, dim=DIM)) as made:
+        made.add(item(number) for number in range(3000))
+        manifest = made.compact(IndexSettings(kind, device="cuda", target_recall=TARGET)).manifest
+    assert manifest is not None
+    assert manifest.gpu is not None
+    assert min(manifest.recall, manifest.gpu.recall) >= TARGET
+    assert manifest.tuned.on_gpu == manifest.gpu.effort
+    assert manifest.tuned.value == manifest.effort
+    told = json.loads((segment_of(tmp_path / "shop") / "segment.json").read_text())
+    assert told["gpu"] == {"effort": manifest.gpu.effort, "recall": manifest.gpu.recall}
+
+
+def test_the_command_line_builds_for_a_gpu_and_says_where_model_and_index_are(
+    device: object, run: Run, shop: Path, tmp_path: Path
+) -> None:
+    words = ("build", shop, "--bundle", "b", "--out", tmp_path / "g", "--index-device", "cuda")
+    built = run(*words)
+    assert built.exit_code == 0, built.output
+    assert "(--device, --precision)" in built.stdout
+    assert "the GPU, as --index-device says" in built.stdout
+    assert "that are free" in built.stdout
+    planned = run("plan", 10_000_000, 512, "--index-device", "cuda", "--json")
+    plan = json.loads(planned.stdout)["plans"][0]
+    assert 0 < plan["gpu_memory_mb"] < plan["gpu_free_mb"]
+    words = (tmp_path / "g", "--image", shop / "cup/a.png", "--bundle", "b")
+    found = run("search", *words, "--index-device", "cuda")
+    assert "cup/a.png" in found.stdout
+
+
+# What can happen to a GPU. A real one cannot be asked to do so.
+
+
+def test_without_gpu_support_every_way_to_a_gpu_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
-    vectors = units(100)
-    for ask in (
-        lambda: GpuIndex.flat(vectors),
-        lambda: GpuIndex.cagra(faiss.IndexHNSWCagra(16, 8, faiss.METRIC_INNER_PRODUCT)),
-        lambda: build_cagra(vectors, {"graph_degree": 64, "intermediate_graph_degree": 128}),
-        gpu_memory_mb,
-        lambda: SegmentIndex.open("flat", vectors, None, "cuda"),
-    ):
-        with pytest.raises(ProviderError, match=r"no GPU support.*make install-gpu"):
-            ask()
     with pytest.raises(PlanError, match=r"no GPU support.*--index-device cpu"):
         plan_index(100, 16, IndexSettings(device="cuda"))
+    with pytest.raises(ProviderError, match=r"no GPU support.*make install-gpu"):
+        gpu_memory()
+    index = SegmentIndex.open("flat", units(100), None)
+    index.use_gpu("The index", {})
+    assert not index.is_on_gpu
+    assert index.search(units(1), 1, Effort(0))[1].tolist() == [[0]]
 
 
 @pytest.mark.parametrize(
-    ("options", "gpus", "message"),
+    ("options", "fault", "message"),
     [
-        ("OPTIMIZE GPU", 1, "without cuVS.*faiss-gpu-cuvs"),
-        ("OPTIMIZE GPU CUVS", 0, "finds no NVIDIA GPU.*nvidia-smi"),
-        ("OPTIMIZE GPU CUVS", 1, None),
+        ("OPTIMIZE GPU", None, "without cuVS.*faiss-gpu-cuvs"),
+        ("OPTIMIZE GPU CUVS", "no driver", "cannot be used: no driver.*nvidia-smi"),
+        ("OPTIMIZE GPU CUVS", None, None),
     ],
 )
 def test_the_reason_names_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, options: str, gpus: int, message: str | None
+    fake: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
+    fault: str | None,
+    message: str | None,
 ) -> None:
-    monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
     monkeypatch.setattr(faiss, "get_compile_options", lambda: options)
-    monkeypatch.setattr(faiss, "get_num_gpus", lambda: gpus, raising=False)
+    monkeypatch.setattr(gpu, "failed_trial", lambda: fault)
     if message is None:
         assert why_no_gpu() is None
     else:
         with pytest.raises(ProviderError, match=message):
-            gpu.require_gpu()
+            require_gpu()
 
 
-class FakeGpu:
-    """Stands for a GpuIndex; answers with all positions from 0 on."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.asked: list[int] = []
-
-    def search(self, queries: Embeddings, k: int, effort: int) -> tuple[np.ndarray, np.ndarray]:
-        self.asked.append(k)
-        positions = np.tile(np.arange(k), (len(queries), 1))
-        return np.linspace(1, 0, k, dtype=np.float32) + 0 * queries[:, :1], positions
-
-    def close(self) -> None:
-        pass
-
-
-def test_what_a_gpu_cannot_answer_comes_from_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors = units(2000)
-    fake = FakeGpu(2000)
-    monkeypatch.setattr(GpuIndex, "flat", lambda vectors: fake)
-    index = SegmentIndex.open("flat", vectors, None, "cuda")
-    queries = units(3, 1)
-    assert index.search(queries, 5, Effort(0))[1].tolist() == [[0, 1, 2, 3, 4]] * 3
-    assert fake.asked == [10]
-    for allowed, k in ((None, gpu.MAX_K + 1), (bitmap(np.arange(2000) < 50), 5)):
-        found = index.search(queries, k, Effort(0), allowed)[1]
-        assert (found == index.exact(queries, k, allowed)[1]).all()
-    assert index.search(queries[:0], 5, Effort(0))[1].shape == (0, 5)
-    assert fake.asked == [10]
+@pytest.mark.parametrize(
+    ("program", "fault"),
+    [
+        ("pass", None),
+        ("import sys; sys.exit('faiss finds no NVIDIA GPU')", "faiss finds no NVIDIA GPU"),
+        ("raise RuntimeError('Error in f() at a.cu:1: Error: CUDA error 35')", "CUDA error 35"),
+        ("import os; os.abort()", "a first search on it died of signal 6"),
+        ("import time; time.sleep(60)", "a first search on it did not end within 1 s"),
+    ],
+)
+def test_the_first_search_may_fail_die_or_hang_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, program: str, fault: str | None
+) -> None:
+    monkeypatch.setattr(gpu, "TRIAL", program)
+    monkeypatch.setattr(gpu, "TRIAL_S", 1.0 if "sleep" in program else 60.0)
+    failed_trial.cache_clear()
+    try:
+        assert failed_trial() == fault
+    finally:
+        failed_trial.cache_clear()
 
 
-def test_a_gpu_that_fails_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        def search(self, *_: object) -> None:
-            raise RuntimeError("Error in void alloc at x.cu:1: Error: 'err == 0' CUDA error 2")
-
-        def end(self) -> None:
-            pass
-
-    with pytest.raises(ProviderError, match=r"GPU could not answer: 'err == 0'.*nvidia-smi"):
-        GpuIndex(Broken()).search(units(1), 1, 1)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def gallery() -> Embeddings:
-    if why := why_no_gpu():
-        pytest.skip(why)
-    return clumped(N, DIM)
-
-
-@pytest.mark.gpu
-def test_flat_on_the_gpu_answers_as_on_the_cpu(gallery: Embeddings) -> None:
-    queries = clumped(200, DIM, seed=9)
-    assert gpu_memory_mb() > 1000
-    index = SegmentIndex.build(plan_index(N, DIM, IndexSettings("flat", device="cuda")), gallery)
-    found, truth = index.search(queries, 10, Effort(0)), index.exact(queries, 10)
-    assert recall_at(found[1], truth[1]) >= 0.999
-    np.testing.assert_allclose(found[0], truth[0], atol=1e-4)
+def test_an_index_that_lacks_memory_is_on_the_cpu_until_there_is_some(
+    fake: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu, "RETRY_S", 0.0)
+    taken, fake.free = fake.free, 2**20
+    index = index_of("hnsw")
+    assert index.gpu is not None
+    assert not index.is_on_gpu
+    assert "256 MB of the memory of the GPU, of which 1 MB are free" in str(index.gpu.reason)
+    assert caplog.messages == [f"The index is searched on the CPU: {index.gpu.reason}"]
+    for _ in range(3):
+        assert recall_at(index.search(QUERIES, 10, EFFORT)[1], truth_of(index)[1]) >= TARGET
+    fake.free = taken
+    until(lambda: index.search(QUERIES, 10, EFFORT) and index.is_on_gpu)
+    assert index.gpu.reason is None
+    assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
     index.close()
 
 
-@pytest.mark.gpu
-def test_cagra_is_built_tuned_saved_and_answers_on_both(
-    gallery: Embeddings, tmp_path: Path
+def test_memory_that_others_take_at_the_same_moment_is_no_error(
+    fake: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids, queries = np.arange(1, N + 1), clumped(200, DIM, seed=9)
-    settings = IndexSettings(kind="cagra", device="cuda")
-    for name in ("vectors/rows", "segments/one"):
-        (tmp_path / name).mkdir(parents=True)
-    file = VectorFile.rewrite(tmp_path / "vectors/rows", DIM, ids, N, [(ids, gallery)])
-    folder = tmp_path / "segments/one"
-    manifest = write_segment(folder, 1, Rows(file, N, np.zeros(N, np.bool_)), (), settings)
-    assert manifest.recall >= 0.98
-    for device in ("cuda", "cpu"):
-        segment = Segment.open(folder, device=device)
-        truth = segment.index.exact(queries, 10)
-        for allowed in (None, bitmap(np.ones(N, bool))):
-            found = segment.index.search(queries, 10, manifest.tuned, allowed)
-            assert recall_at(found[1], truth[1]) >= 0.95, device
-            np.testing.assert_allclose(found[0][:, 0], truth[0][:, 0], atol=1e-4)
-        segment.close()
+    monkeypatch.setattr(gpu, "cuda_memory", lambda: (fake.total, fake.total))
+    fake.free = 2**20
+    index = index_of("flat")
+    assert index.gpu is not None
+    assert "cudaMalloc error out of memory [2]" in str(index.gpu.reason)
+    assert (index.search(QUERIES, 10, EFFORT)[1] == truth_of(index)[1]).all()
+
+
+def test_a_gpu_that_fails_is_replaced_by_the_cpu_within_the_same_search(
+    fake: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu, "RETRY_S", 0.2)
+    index = index_of("ivf-pq")
+    fake.breaks = True
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(index.search, QUERIES, 10, EFFORT) for _ in range(16)]
+        for answer in answers:
+            assert recall_at(answer.result()[1], truth_of(index)[1]) >= TARGET
+    assert not index.is_on_gpu
+    told = [one for one in caplog.messages if "searched on the CPU" in one]
+    assert told == ["The index is searched on the CPU: CUDA error 719 launch failed"]
+    fake.breaks = False
+    until(lambda: index.search(QUERIES, 10, EFFORT) and index.is_on_gpu)
+    index.close()
+
+
+def test_a_gpu_that_hangs_costs_a_few_seconds_once(
+    fake: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu, "SEARCH_S", 0.3)
+    monkeypatch.setattr(gpu, "RETRY_S", 0.0)
+    index = index_of("flat")
+    fake.gate.clear()
+    started = time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda _: index.search(QUERIES, 10, EFFORT)[1], range(16)):
+            assert (found == truth_of(index)[1]).all()
+    assert time.monotonic() - started < 20
+    searches = fake.searches
+    assert (index.search(QUERIES, 10, EFFORT)[1] == truth_of(index)[1]).all()
+    assert "did not answer within 0.3 s" in caplog.text
+    index.close()
+    assert fake.searches == searches
+    fake.gate.set()
+
+
+def test_an_index_that_the_gpu_does_not_take_is_on_the_cpu(
+    fake: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(fake, "take", lambda *_: gate.wait())
+    with pytest.raises(ProviderError, match=r"did not take it within 0 s"):
+        GpuThread(lambda: fake.take() and None, 0.1)  # type: ignore[call-arg, arg-type, return-value, func-returns-value]
+    gate.set()
+
+
+def test_the_plan_counts_the_memory_of_the_gpu_and_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def planned(n: int, free_gb: int, memory_mb: float = 1e6, **changes: object) -> str:
+        device = fake_gpu(monkeypatch)
+        device.free = free_gb * 2**30
+        settings = IndexSettings(memory_mb=memory_mb, device="cuda")
+        return plan_index(n, 512, replace(settings, **changes)).kind  # type: ignore[arg-type]
+
+    assert planned(500_000, 80) == "flat"
+    assert planned(10_000_000, 80) == "cagra"
+    assert planned(10_000_000, 20) == "ivf-pq"
+    assert planned(10_000_000, 80, memory_mb=20_000) == "ivf-pq"
+    assert planned(10_000_000, 80, target_recall=1.0) == "flat"
+    with pytest.raises(PlanError, match=r"15,\d{3} MB of the GPU, but there are only 9,728 MB"):
+        planned(10_000_000, 10)
+    with pytest.raises(PlanError, match=r"flat .*of the GPU, but there are only 973 MB"):
+        planned(10_000_000, 1, kind="flat")
+    with pytest.raises(PlanError, match=r"hnsw is not made on cuda.*--index-device cpu"):
+        planned(1000, 80, kind="hnsw")
+
+
+def test_a_gallery_of_a_gpu_without_memory_is_compacted_for_the_cpu(
+    fake: Device, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Gallery.create(tmp_path / "shop", name="shop", bundle_id=BUNDLE, dim=DIM)) as shop:
+        shop.add(item(number) for number in range(3000))
+        shop.compact(IndexSettings("cagra", device="cuda", target_recall=TARGET))
+        fake.free = 2**20
+        shop.remove(["k7"])
+        made = shop.compact().manifest
+        assert made is not None
+        assert (made.kind, made.settings.device) == ("flat", "cuda")
+        assert "of the GPU, but there are only" in caplog.text
+        assert recall_of(shop) == 1.0
+
+
+def test_the_fake_takes_what_the_classes_of_the_wheel_take() -> None:
+    if not hasattr(faiss, "GpuIndexFlatIP"):
+        pytest.skip("faiss-gpu-cuvs is not installed (make install-gpu)")
+    for name, prototypes in PROTOTYPES.items():
+        assert set(prototypes) <= set(real_prototypes(name)), name
+    for name, kinds in METHODS.items():
+        with pytest.raises(TypeError, match=rf"argument 2 of type 'faiss::{kinds[0]}"):
+            real_arguments(name)
+    for name, fields in SETTINGS.items():
+        real = getattr(faiss, name)()
+        assert {field: getattr(real, field) for field in fields} == fields
+
+
+def test_the_fake_refuses_what_swig_would_refuse(fake: Device) -> None:
+    resources = faiss.StandardGpuResources()
+    config = faiss.GpuIndexFlatConfig()
+    for make in (
+        lambda: faiss.GpuIndexFlatIP(16),
+        lambda: faiss.GpuIndexFlatIP(resources, 16.0),
+        lambda: faiss.GpuIndexFlatIP(resources, 16, faiss.GpuIndexCagraConfig()),
+        lambda: faiss.GpuIndexCagra(resources, 16, config),
+        lambda: faiss.GpuIndexFlatIP(resources, 16).add_c(1, np.zeros(16, np.float32)),
+        lambda: faiss.GpuIndexCagra(resources, 16, 0).copyTo(faiss.IndexFlatIP(16)),
+    ):
+        with pytest.raises(TypeError, match="Wrong number or type"):
+            make()
+    with pytest.raises(AttributeError, match="useFloat32"):
+        config.useFloat32 = True
+
+
+# One thread has an index on a GPU.
 
 
 class FakeEngine:
@@ -290,26 +611,3 @@ def test_closing_answers_what_waits_and_refuses_what_comes_later(
     with pytest.raises(EngineUnavailableError, match="closed"):
         thread.search(rows(1), 1, 1)
     thread.close()
-
-
-@pytest.mark.parametrize("has_searched", [False, True])
-def test_the_memory_is_free_when_nobody_has_the_index_any_more(
-    monkeypatch: pytest.MonkeyPatch, has_searched: bool
-) -> None:
-    engine = FakeEngine()
-    memory = weakref.ref(engine)
-    thread = GpuThread(engine.make)
-    del engine
-    monkeypatch.setattr(GpuIndex, "flat", lambda vectors: GpuIndex(thread))
-    index = SegmentIndex.open("flat", units(2000), None, "cuda")
-    if has_searched:
-        index.search(units(3, 1), 5, Effort(0))
-    gc.collect()
-    assert memory() is not None
-    del index
-    gc.collect()
-    with pytest.raises(EngineUnavailableError):
-        thread.search(units(1), 1, 0)
-    thread.close()
-    gc.collect()
-    assert memory() is None

@@ -32,6 +32,7 @@ from tests.support.seams import (
     SegmentIndex,
     import_gallery,
     plan_index,
+    plans_for,
     recall_at,
     tune,
     write_segment,
@@ -67,7 +68,8 @@ def written(
 ) -> SegmentManifest:
     file = stored(folder, vectors)
     rows = Rows(file, len(vectors), np.zeros(len(vectors), np.bool_))
-    return write_segment(folder, 7, rows, (), settings, **changes)  # type: ignore[arg-type]
+    plans = plans_for(*vectors.shape, settings)
+    return write_segment(folder, 7, rows, (), settings, plans, **changes)  # type: ignore[arg-type]
 
 
 def stored(folder: Path, vectors: Embeddings) -> VectorFile:
@@ -418,7 +420,7 @@ class StepIndex:
     """Finds the truth from some effort on; before, misses one query in `missed`, by default all."""
 
     def __init__(self, kind: str, enough: int, k_factor: int = 0, missed: int = 1) -> None:
-        self.kind, self.size, self.nlist = kind, 100_000, 64
+        self.kind, self.size, self.nlist, self.is_on_gpu = kind, 100_000, 64, False
         self._enough, self._k_factor, self._missed = enough, k_factor, missed
         self.asked: list[Effort] = []
 

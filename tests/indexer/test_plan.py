@@ -91,24 +91,6 @@ def test_what_cannot_be_is_refused(changes: dict[str, object], message: str) -> 
         planned(**{"n": 1000, **changes})  # type: ignore[arg-type]
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "why_no_gpu", lambda: "No GPU. Buy one.")
-    with pytest.raises(PlanError, match=r"No GPU\. Buy one\. Or choose --index-device cpu"):
-        planned(1000, device="cuda")
-
-
-def test_on_a_gpu_auto_is_flat_and_then_cagra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "why_no_gpu", lambda: None)
-    monkeypatch.setattr(plans, "gpu_memory_mb", lambda: 80_000.0)
-    assert planned(100_000, device="cuda").kind == "flat"
-    assert planned(10_000_000, device="cuda").kind == "cagra"
-    assert planned(10_000_000, device="cuda", target_recall=1).kind == "flat"
-    with pytest.raises(PlanError, match=r"cagra.*only 64,000 MB"):
-        planned(100_000_000, device="cuda", memory_mb=None)
-    with pytest.raises(PlanError, match=r"hnsw is not made on cuda.*--index-device cpu"):
-        planned(1000, device="cuda", kind="hnsw")
-
-
 def test_a_target_that_only_an_exact_index_reaches_gets_one() -> None:
     plan = planned(3_000_000, target_recall=1)
     assert (plan.kind, plan.expected_recall) == ("flat", 1.0)

@@ -18,7 +18,7 @@ from indexer.folder.manifest import GalleryManifest
 from indexer.index.faiss import SegmentIndex
 from indexer.index.gpu import GpuThread
 from indexer.index.kinds import Effort
-from indexer.index.plan import plan_index
+from indexer.index.plan import plan_index, plans_for
 from indexer.index.segment import Rows, Segment, write_segment
 from indexer.index.tune import recall_at, tune
 from indexer.ingest.build import import_gallery

@@ -8,15 +8,20 @@
 What is checked: a training step of each loss and regularizer gives the CPU's figures and waits for
 nothing on the device; a run on drawn products trains, resumes and is exported; evaluation gives the
 CPU's figures; the exported bundle runs on CUDA with the CPU's vectors, for odd batch sizes too; and
-FAISS finds its GPU. What is timed: steps, embedding by batch size, retrieval, and POST /search from
-end to end relative to the model alone (target: 0.75 of its images a second in batches of 32).
+galleries on the GPU keep the laws of tests/indexer/test_gpu.py, for which the extra `dev` must be
+installed as well. What is timed: steps, embedding by batch size, retrieval, POST /search from end
+to end relative to the model alone (target: 0.75 of its images a second in batches of 32), with the
+gallery on the same device; and, with --indexes, every kind of index at 1 and 10 million vectors
+(benchmarks/gallery_gpu.py).
 
 Exit code 1 if any check fails; each failure is one line.
 """
 
 import argparse
 import json
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -93,6 +98,9 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="A tiny network of timm, few rounds, few losses."
     )
+    parser.add_argument(
+        "--indexes", action="store_true", help="Time indexes as well: half an hour, 64 GB of RAM."
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the figures.")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -114,7 +122,9 @@ def main() -> int:
         checks.run("bundle", lambda: bundle(Path(folder) / "bundle", options))
         checks.run("service", lambda: service(Path(folder), options))
     if device.type == "cuda":
-        checks.run("faiss", faiss_memory)
+        checks.run("galleries", galleries)
+        if options.indexes:
+            checks.run("indexes", indexes)
     if options.out is not None:
         page = {"device": name, "torch": torch.__version__, "checks": checks.figures}
         options.out.write_text(json.dumps(page | {"failed": checks.failed}, indent=2) + "\n")
@@ -325,14 +335,36 @@ def service(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     return found | {"ms p50 at 1": one["p50_ms"], "ms p99 at 64": many["p99_ms"]}
 
 
-def faiss_memory() -> dict[str, float]:
-    """What FAISS sees of the GPU; benchmarks/gallery_gpu.py times its indexes."""
-    from indexer.index.gpu import gpu_memory_mb, why_no_gpu
+def galleries() -> dict[str, float]:
+    """The laws of galleries on a GPU, on this one, and its memory."""
+    from indexer.gallery import gpu_memory
 
-    reason = why_no_gpu()
-    if reason is not None:
-        raise AssertionError(reason)
-    return {"MB": float(gpu_memory_mb())}
+    memory = gpu_memory()
+    told = _ran("-m", "pytest", "-q", "-k", "real or wheel", "tests/indexer/test_gpu.py")
+    passed = re.search(r"(\d+) passed", told)
+    if passed is None or "skipped" in told:
+        raise AssertionError(f"not all laws were tried: {told[-300:]}")
+    return {"free MB": memory.free_mb, "MB": memory.total_mb, "laws": float(passed[1])}
+
+
+def indexes() -> dict[str, float]:
+    """The table of docs/benchmarks.md, printed."""
+    started = time.perf_counter()
+    print(_ran("benchmarks/gallery_gpu.py"), flush=True)
+    return {"s": time.perf_counter() - started}
+
+
+def _ran(*words: str) -> str:
+    """What a script of this project has printed. Raises: AssertionError if it failed."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise AssertionError(f"{words[0]} ended with {done.returncode}: {done.stdout[-500:]}")
+    return done.stdout
 
 
 if __name__ == "__main__":

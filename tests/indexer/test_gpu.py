@@ -6,6 +6,8 @@ The fake refuses what the classes of the wheel would refuse (tests/support/fake_
 import gc
 import json
 import logging
+import runpy
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -441,6 +443,20 @@ def test_a_gallery_of_a_gpu_without_memory_is_compacted_for_the_cpu(
         assert (made.kind, made.settings.device) == ("flat", "cuda")
         assert "of the GPU, but there are only" in caplog.text
         assert recall_of(shop) == 1.0
+
+
+def test_the_benchmark_of_indexes_on_a_gpu_runs(
+    fake: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    words = ("--rows", "2000", "--dims", "16", "--seconds", "0.1")
+    monkeypatch.setattr(sys, "argv", ["gallery_gpu.py", *words])
+    runpy.run_path(str(folder / "gallery_gpu.py"), run_name="__main__")
+    told = capsys.readouterr().out
+    for kind in ("flat", "ivf-pq", "cagra"):
+        assert f"| {kind} on the GPU |" in told
+        assert f"| {kind} on the CPU |" in told
 
 
 def test_the_fake_takes_what_the_classes_of_the_wheel_take() -> None:

@@ -320,6 +320,11 @@ def test_the_status_shows_the_index_the_model_and_readiness(page: Page, allowed:
     answer = {
         "status": "not ready",
         "checks": {"model": "no worker is alive"},
+        "indexes": {
+            "shop": {"device": "cuda", "gpu_memory_mb": 2048.4, "reason": None},
+            "hats": {"device": "cpu", "gpu_memory_mb": 0, "reason": "it takes 90,000 MB"},
+            "cups": {"device": "cpu", "gpu_memory_mb": 0, "reason": None},
+        },
         "queue_depth": 3,
         "redis": "down",
         "last_error": None,
@@ -327,7 +332,14 @@ def test_the_status_shows_the_index_the_model_and_readiness(page: Page, allowed:
     page.route("**/ready", lambda route: route.fulfill(status=503, json=answer))
     page.reload()
     expect(page.get_by_test_id("status-ready")).to_contain_text("Not ready")
-    expect(page.get_by_test_id("status-ready")).to_contain_text("no worker is alive")
+    box = page.get_by_test_id("status-ready")
+    for text in (
+        "no worker is alive",
+        "on the GPU, 2,048 MB of it",
+        "on the CPU: it takes 90,000 MB",
+    ):
+        expect(box).to_contain_text(text)
+    expect(box).not_to_contain_text("Index of cups")
 
 
 def test_without_a_state_folder_there_are_no_jobs_and_the_page_says_why(

@@ -127,10 +127,16 @@ function feedbackBox({ clicked, bought, wrong, pairs }) {
   return box("Feedback", "status-feedback", facts(Object.entries(counts).map(([name, value]) => [name, number(value)])));
 }
 
-function readyBox({ status, checks, queue_depth: waiting, redis, last_error: last }) {
+function placeOf({ device, gpu_memory_mb: taken, reason }) {
+  return device === "cuda" ? `on the GPU, ${number(Math.round(taken))} MB of it` : `on the CPU: ${reason}`;
+}
+
+function readyBox({ status, checks, indexes = {}, queue_depth: waiting, redis, last_error: last }) {
   const isReady = status === "ready";
   const verdict = note(isReady ? "Ready to answer" : "Not ready", isReady ? "good" : "attention");
-  const list = Object.entries(checks).map(([name, text]) => [name, text]);
+  const onGpu = Object.entries(indexes).filter(([, { device, reason }]) => device === "cuda" || reason);
+  const places = onGpu.map(([name, place]) => [`Index of ${name}`, placeOf(place)]);
+  const list = [...Object.entries(checks), ...places];
   const more = [["Searches waiting", number(waiting)], ["Shared cache", redis], ...(last ? [["Last error", last]] : [])];
   return box("Service", "status-ready", verdict, facts([...list, ...more]));
 }

@@ -35,7 +35,7 @@ from tests.support.fake_gpu import (
     SETTINGS,
     Device,
     fake_gpu,
-    real_arguments,
+    real_argument,
     real_prototypes,
 )
 from tests.support.seams import (
@@ -465,8 +465,7 @@ def test_the_fake_takes_what_the_classes_of_the_wheel_take() -> None:
     for name, prototypes in PROTOTYPES.items():
         assert set(prototypes) <= set(real_prototypes(name)), name
     for name, kinds in METHODS.items():
-        with pytest.raises(TypeError, match=rf"argument 2 of type 'faiss::{kinds[0]}"):
-            real_arguments(name)
+        assert f"argument 2 of type 'faiss::{kinds[0]}" in real_argument(name)
     for name, fields in SETTINGS.items():
         real = getattr(faiss, name)()
         assert {field: getattr(real, field) for field in fields} == fields

@@ -30,7 +30,7 @@ from PIL import Image
 from embedder.types import Embeddings
 from indexer.index.plan import IndexSettings
 from indexer.ingest.build import import_gallery
-from indexer.types import AttributeValue, Dump, Entry
+from indexer.types import AttributeValue, Dump, Entry, VectorType
 
 BIN = Path(sys.executable).parent
 SKIPPED = 77
@@ -276,6 +276,7 @@ def made_gallery(
     attributes: Callable[[int], dict[str, AttributeValue]] = lambda number: {"n": number},
     bundle_id: str = "b" * 64,
     settings: IndexSettings | None = None,
+    vector_type: VectorType = "fp32",
 ) -> Path:
     """A gallery of so many vectors, published as an import does it; keys count from 0."""
 
@@ -284,7 +285,8 @@ def made_gallery(
             yield Entry(f"{number:09d}", vector, f"{number:064x}", attributes(number))
 
     facts = {"name": "g", "bundle_id": bundle_id}
-    import_gallery(Dump(facts, dim, count, entries), path, settings=settings)
+    dump = Dump(facts, dim, count, entries)
+    import_gallery(dump, path, settings=settings, vector_type=vector_type)
     return path
 
 

@@ -92,6 +92,7 @@ from indexer.types import (
     Page,
     Progress,
     SortBy,
+    VectorType,
     Written,
     milvus_address,
     unobserved,
@@ -152,6 +153,7 @@ class Gallery(Searcher):
         bundle_id: str,
         dim: int,
         precision: str = "fp32",
+        vector_type: VectorType = "fp32",
         source: str = "",
         source_root: Path | str = "",
     ) -> "Gallery":
@@ -164,6 +166,7 @@ class Gallery(Searcher):
             name=name,
             bundle_id=bundle_id,
             precision=precision,
+            vector_type=vector_type,
             dim=dim,
             source=source,
             source_root=str(source_root),
@@ -172,7 +175,7 @@ class Gallery(Searcher):
             (stage / SEGMENTS).mkdir()
             (stage / REPORT).write_text("{}\n", encoding="utf-8")
             write_manifest(stage, manifest)
-            Catalog.create(stage / CATALOG, dim)
+            Catalog.create(stage / CATALOG, dim, vector_type)
             folder.publish(stage, manifest.generation)
         return cls.open(path)
 
@@ -230,6 +233,11 @@ class Gallery(Searcher):
     def bundle_id(self) -> str:
         """The bundle that made the vectors."""
         return self.manifest.bundle_id
+
+    @property
+    def vector_type(self) -> VectorType:
+        """How it keeps its vectors."""
+        return self.manifest.vector_type
 
     @property
     def precision(self) -> str:

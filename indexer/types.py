@@ -39,6 +39,12 @@ class IndexPlace:
     reason: str | None = None
 
 
+VectorType = Literal["fp32", "fp16"]
+"""How a gallery keeps its vectors: whole, or rounded to half precision in half the space."""
+
+StoredRows = NDArray[np.float32] | NDArray[np.float16]
+"""Vectors (N, D) as they are kept."""
+
 Progress = Callable[[int], None]
 """Told how much more is done since the last call: images, items or bytes."""
 

@@ -31,6 +31,7 @@ from indexer.catalog.schema import (
 )
 from indexer.catalog.vectors import VECTORS, VectorFile
 from indexer.catalog.write import CatalogWriter
+from indexer.types import VectorType
 
 _CACHE_KIB = 8192
 _KEEP_LOG_BYTES = 64 * 1024 * 1024
@@ -58,12 +59,12 @@ class Catalog:
         self._log_limit = _KEEP_LOG_BYTES
 
     @classmethod
-    def create(cls, path: Path, dim: int) -> None:
+    def create(cls, path: Path, dim: int, type_: VectorType = "fp32") -> None:
         """Make the new, empty file for vectors of length `dim`, and that for the vectors.
 
         Raises: GalleryWriteError, OSError.
         """
-        file = VectorFile.create(path.parent / VECTORS / os.urandom(4).hex(), dim)
+        file = VectorFile.create(path.parent / VECTORS / os.urandom(4).hex(), dim, type_)
         try:
             connection = sqlite3.connect(path, isolation_level=None)
             with contextlib.closing(connection):

@@ -2,6 +2,7 @@
 
 vectors/<name>/
   rows.f32       float32 (D,) a row; a row is written once, and synced before its item is committed
+  rows.f16       float16 in its place, where the gallery was made so
   numbers.npy    int64 (B + 2,): the item numbers of the first B rows, ascending, then the highest
                  number that had been given when they were written, and the checksum of all these
 
@@ -26,16 +27,19 @@ from numpy.lib import format as npy
 from embedder.durable import hold, sync
 from embedder.errors import GalleryCorruptError
 from embedder.types import Embeddings
-from indexer.types import Ids, Progress, places_of
+from indexer.types import Ids, Progress, StoredRows, VectorType, places_of
 
 VECTORS = "vectors"
 """The folder of a generation in which they are."""
 
-ROWS = "rows.f32"
+ROWS: dict[VectorType, str] = {"fp32": "rows.f32", "fp16": "rows.f16"}
+"""The name of the file of rows, by their type."""
+
 NUMBERS = "numbers.npy"
 _RESTORE = "Restore a backup: kinlens-index restore."
 _COPIED = 4096  # rows at a time
 _NO_IDS: Ids = np.empty(0, np.int64)
+_DTYPES = {"fp32": np.float32, "fp16": np.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class VectorFile:
     """The open vectors of a generation, which stay on the disk meanwhile. Thread safe; `write` and
     `sync` are for the one process that changes the gallery.
 
-    `last` is the highest number that had been given when it was written.
+    `last` is the highest number that had been given when it was written; `dtype` that of its rows.
     """
 
     def __init__(self, folder: Path, dim: int) -> None:
@@ -81,10 +85,12 @@ class VectorFile:
             self.folder = folder
             self.dim = dim
             self.numbers, self.last = _numbers(folder / NUMBERS)
-            self.path = folder / ROWS
+            self.type: VectorType = "fp16" if (folder / ROWS["fp16"]).is_file() else "fp32"
+            self.dtype = np.dtype(_DTYPES[self.type])
+            self.path = folder / ROWS[self.type]
             self._descriptor = os.open(self.path, os.O_RDONLY)
             held.callback(os.close, self._descriptor)
-            self._mapped: Embeddings = np.empty((0, dim), np.float32)
+            self._mapped: StoredRows = np.empty((0, dim), self.dtype)
             self._mapping = threading.Lock()
             weakref.finalize(self, held.pop_all().close)
 
@@ -101,14 +107,20 @@ class VectorFile:
             return file
 
     @classmethod
-    def create(cls, folder: Path, dim: int) -> "VectorFile":
+    def create(cls, folder: Path, dim: int, type_: VectorType = "fp32") -> "VectorFile":
         """A new, empty file in the new folder. Raises: OSError."""
         folder.mkdir(parents=True)
-        return cls.rewrite(folder, dim, _NO_IDS, 0, ())
+        return cls.rewrite(folder, dim, _NO_IDS, 0, (), type_)
 
     @classmethod
     def rewrite(
-        cls, folder: Path, dim: int, ids: Ids, last: int, batches: Iterable[tuple[Ids, Embeddings]]
+        cls,
+        folder: Path,
+        dim: int,
+        ids: Ids,
+        last: int,
+        batches: Iterable[tuple[Ids, Embeddings]],
+        type_: VectorType = "fp32",
     ) -> "VectorFile":
         """A new file in the empty folder with these items (N,), ascending, and no other rows.
 
@@ -118,11 +130,11 @@ class VectorFile:
         Raises: GalleryCorruptError if the batches have other items; OSError.
         """
         start = 0
-        with (folder / ROWS).open("xb") as file:
+        with (folder / ROWS[type_]).open("xb") as file:
             for found, vectors in batches:
                 if not np.array_equal(ids[start : start + len(found)], found):
                     break
-                file.write(np.ascontiguousarray(vectors, np.float32).data)
+                file.write(np.ascontiguousarray(vectors, _DTYPES[type_]).data)
                 start += len(found)
         if start < len(ids):
             raise GalleryCorruptError(
@@ -139,7 +151,7 @@ class VectorFile:
         """Under which the catalogue knows it."""
         return self.folder.name
 
-    def rows(self, count: int) -> Embeddings:
+    def rows(self, count: int) -> StoredRows:
         """The first `count` rows (count, D), mapped. Raises: GalleryCorruptError."""
         mapped = self._mapped
         if count > len(mapped):
@@ -150,7 +162,11 @@ class VectorFile:
     def read(self, ids: Ids) -> Embeddings:
         """The vectors (N, D) of these items. Raises: GalleryCorruptError."""
         rows = self.rows_of(ids)
-        return self.rows(int(rows.max(initial=-1)) + 1)[rows]
+        return np.asarray(self.rows(int(rows.max(initial=-1)) + 1)[rows], np.float32)
+
+    def rounded(self, vectors: Embeddings) -> Embeddings:
+        """Vectors (N, D) as they will be read."""
+        return np.asarray(vectors.astype(self.dtype), np.float32)
 
     def rows_of(self, ids: Ids) -> Ids:
         """The row of each of these items. Raises: GalleryCorruptError for one without a row."""
@@ -166,7 +182,7 @@ class VectorFile:
         have one of these rows. Raises: OSError.
         """
         rows = self.numbers.rows_of(ids)
-        data = np.ascontiguousarray(vectors, np.float32)
+        data = np.ascontiguousarray(vectors, self.dtype)
         ends = np.append(np.flatnonzero(np.diff(rows) != 1) + 1, len(rows)).tolist()
         start = 0
         with self.path.open("r+b", buffering=0) as file:
@@ -195,7 +211,7 @@ class VectorFile:
         shutil.copyfile(self.folder / NUMBERS, folder / NUMBERS)
         on_progress((folder / NUMBERS).stat().st_size)
         rows = self.rows(self.numbers.rows_up_to(last_given))
-        with (folder / ROWS).open("xb") as file:
+        with (folder / ROWS[self.type]).open("xb") as file:
             for start in range(0, len(rows), _COPIED):
                 on_progress(file.write(rows[start : start + _COPIED].data))
 
@@ -205,9 +221,9 @@ class VectorFile:
 
     @property
     def _row_bytes(self) -> int:
-        return 4 * self.dim
+        return self.dtype.itemsize * self.dim
 
-    def _map(self, count: int) -> Embeddings:
+    def _map(self, count: int) -> StoredRows:
         # To map more than there is would kill the process with SIGBUS.
         found = os.fstat(self._descriptor).st_size // self._row_bytes
         if found < count:
@@ -216,7 +232,7 @@ class VectorFile:
                 f"truncated. {_RESTORE}"
             )
         data = mmap.mmap(self._descriptor, found * self._row_bytes, access=mmap.ACCESS_READ)
-        return np.frombuffer(data, np.float32).reshape(found, self.dim)
+        return np.frombuffer(data, self.dtype).reshape(found, self.dim)
 
 
 _shared: "weakref.WeakValueDictionary[Path, VectorFile]" = weakref.WeakValueDictionary()

@@ -227,6 +227,8 @@ class CatalogWriter(CatalogView):
         seq = self._next_seq()
         first = self.last_given() + 1
         numbered = [*enumerate(entries, first)]
+        if self.file is not None:
+            vectors = self.file.rounded(vectors)  # checksums are of what will be read
         self._many(_INSERT_ITEM, [_item_row(number, e, seq) for number, e in numbered])
         rows = _vector_rows(first, vectors)
         if self.file is not None and rows:

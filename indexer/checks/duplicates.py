@@ -42,7 +42,9 @@ of 7,680 items one pair in 1,000 still is 7 wrong neighbours for each item."""
 
 _EXAMPLES = 6
 _SAMPLED_ITEMS = 2000  # 2 million pairs: exact for small galleries, 0.2 s for large ones
-_COPIES = 1 - 1e-5  # equal vectors have this cosine, however their products are rounded
+_COPIES = {"fp32": 1 - 1e-5, "fp16": 1 - 2**-10}
+"""Equal vectors have this product, however they and their products are rounded."""
+
 _ABOVE = 1e-6  # what lies above a cosine, however it is rounded
 _REMEMBERED_PART = 0.1
 _BATCH = 4096
@@ -76,11 +78,13 @@ class Floor:
     pairs: of items that are taken to be of different products; one in 1,000 of them reaches
         `score`, unless that is `LEAST_SCORE`, which may be more.
     attribute: the one that names the products; None if the gallery has none of `PRODUCTS`.
+    copies: two items with this score have the same picture.
     """
 
     score: float
     pairs: int
     attribute: str | None
+    copies: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,9 @@ class NearDuplicates:
         """Why no item may be removed because of these groups; None if it may."""
         if self.min_score >= self.floor.score:
             # Of copies nobody can be in doubt, so many of them are no reason.
-            alike = sum(score < _COPIES for group in self.groups for _, score in group[1:])
+            alike = sum(
+                score < self.floor.copies for group in self.groups for _, score in group[1:]
+            )
             if alike <= max(CROWD_ITEMS, ALIKE_PART * self.size):
                 return None
             return (
@@ -189,7 +195,7 @@ def _without_crowds(
         places = {item.id: place for place, item in enumerate(items)}
         for group in some:
             place = places.get(group[0][0])
-            are_copies = group[-1][1] >= _COPIES and len(group) <= most
+            are_copies = group[-1][1] >= _COPIES[gallery.vector_type] and len(group) <= most
             is_alone = place is None or are_copies or max(len(group), near[place]) <= most
             if is_alone or not is_crowd(group, vectors[place]):
                 groups.append(group)
@@ -262,7 +268,8 @@ def floor_of(gallery: Gallery) -> Floor:
         rare = float(np.partition(scores, place)[place])
         if len(scores) < 1 / RARE:
             rare += _ABOVE
-    return Floor(max(LEAST_SCORE, min(rare, _COPIES)), len(scores), attribute)
+    copies = _COPIES[gallery.vector_type]
+    return Floor(max(LEAST_SCORE, min(rare, copies)), len(scores), attribute, copies)
 
 
 _remembered: weakref.WeakKeyDictionary[Gallery, tuple[int, float]] = weakref.WeakKeyDictionary()

@@ -23,6 +23,7 @@ from indexer.commands.options import (
     PrecisionOption,
     RecallOption,
     StoreArgument,
+    VectorTypeOption,
     WorkersOption,
 )
 from indexer.folder.layout import GalleryFolder
@@ -63,6 +64,7 @@ def build(
     target_recall: RecallOption = None,
     device: DeviceOption = "cpu",
     index_device: IndexDeviceOption = None,
+    vector_type: VectorTypeOption = "fp32",
     allow_cpu_fallback: FallbackOption = False,
     precision: PrecisionOption = "fp32",
     engine: EngineOption = "auto",
@@ -82,8 +84,8 @@ def build(
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
         given = options.given_settings(index, memory_mb, target_recall, index_device)
         plan = IndexSettings(**given)
-        settings = BuildSettings(name, EmbedSettings(batch_size, workers), plan)
-        _print_plan(source, embedder, plan, json)
+        settings = BuildSettings(name, EmbedSettings(batch_size, workers), plan, vector_type)
+        _print_plan(source, embedder, settings, json)
         report = _built(source, embedder, out, settings)
         _print_build(report, out, json)
 
@@ -163,8 +165,8 @@ def _refuse_both(csv: Path | None, split: Path | None) -> None:
         raise typer.BadParameter("Give --csv or --split, not both.")
 
 
-def _print_plan(source: Source, embedder: Embedder, settings: IndexSettings, json: bool) -> None:
-    plan = plan_index(source.count, embedder.dim, settings)
+def _print_plan(source: Source, embedder: Embedder, settings: BuildSettings, json: bool) -> None:
+    plan = plan_index(source.count, embedder.dim, settings.index, settings.vector_type)
     if json:
         return
     out.print(

@@ -16,6 +16,7 @@ from embedder.session import Embedder, OnnxEmbedder
 from embedder.types import Embeddings
 from indexer.index.kinds import Device, IndexKind
 from indexer.pictures import ANY_SIZE, read_image
+from indexer.types import VectorType
 
 Index = Literal["auto", IndexKind]
 
@@ -58,6 +59,10 @@ RecallOption = Annotated[
 IndexDeviceOption = Annotated[
     Device | None,
     typer.Option("--index-device", help="Where the index is to be searched [cpu]."),
+]
+VectorTypeOption = Annotated[
+    VectorType,
+    typer.Option(help="fp16: vectors take half the disk and cache, rounded to half precision."),
 ]
 NoCompactOption = Annotated[
     bool, typer.Option("--no-compact", help="Leave the index as it is, even if it is due.")

@@ -17,6 +17,7 @@ from indexer.commands.options import (
     MemoryOption,
     RecallOption,
     StoreArgument,
+    VectorTypeOption,
     given_settings,
 )
 from indexer.exchange.parquet import export_gallery
@@ -76,6 +77,7 @@ def import_(
     memory_mb: MemoryOption = None,
     target_recall: RecallOption = None,
     device: IndexDeviceOption = None,
+    vector_type: VectorTypeOption = "fp32",
     json: JsonOption = False,
 ) -> None:
     """Make a gallery of an exported file, or of a gallery in another engine.
@@ -88,7 +90,7 @@ def import_(
             report = _imported_into(gallery, dump)
         else:
             with progress(2 * dump.count, "Importing") as advance:
-                report = import_gallery(dump, gallery, name, settings, advance)
+                report = import_gallery(dump, gallery, name, settings, advance, vector_type)
         text = f"Gallery {gallery} ({report.name}): {report.items:,} items imported."
         print_report(report, json, text)
 

@@ -20,13 +20,14 @@ from indexer.commands.options import (
     MemoryOption,
     RecallOption,
     StoreArgument,
+    VectorTypeOption,
     given_settings,
 )
 from indexer.gallery import Gallery
 from indexer.index.kinds import IndexKind
 from indexer.index.plan import IndexSettings, Plan, plan_index
 from indexer.live.compaction import CompactReport
-from indexer.types import MILVUS
+from indexer.types import MILVUS, VectorType
 
 app = typer.Typer()
 
@@ -92,7 +93,7 @@ def compact(
                 return
             settings = replace(opened.index_settings(), **chosen) if chosen else None
             if settings is not None and opened.size:  # what is asked for is refused, not replaced
-                plan_index(opened.size, opened.dim, settings)
+                plan_index(opened.size, opened.dim, settings, opened.vector_type)
             with progress(facts.size, "Indexing") as advance:
                 report = opened.compact(
                     settings, wait=True, from_scratch=rebuild, on_progress=advance
@@ -144,6 +145,7 @@ def plan(
     memory_mb: MemoryOption = None,
     target_recall: RecallOption = None,
     device: IndexDeviceOption = None,
+    vector_type: VectorTypeOption = "fp32",
     everything: Annotated[bool, typer.Option("--all", help="Compare all kinds of index.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -151,10 +153,11 @@ def plan(
     with errors_shown():
         settings = IndexSettings(**given_settings(index, memory_mb, target_recall, device))
         if everything:
-            rows = tuple(_row(n, dim, kind, settings) for kind in get_args(IndexKind))
+            kinds = get_args(IndexKind)
+            rows = tuple(_row(n, dim, kind, settings, vector_type) for kind in kinds)
             lines = [*_table(rows)]
         else:
-            chosen = plan_index(n, dim, settings)
+            chosen = plan_index(n, dim, settings, vector_type)
             rows, lines = (_shown_plan(chosen),), chosen.lines()
         print_report(Plans(n=n, dim=dim, device=settings.device, plans=rows), json, *lines)
 
@@ -198,9 +201,11 @@ def _table(rows: Sequence[PlanShown]) -> Iterator[str]:
         )
 
 
-def _row(n: int, dim: int, kind: str, settings: IndexSettings) -> PlanShown:
+def _row(
+    n: int, dim: int, kind: str, settings: IndexSettings, vector_type: VectorType
+) -> PlanShown:
     try:
-        return _shown_plan(plan_index(n, dim, replace(settings, kind=kind)))
+        return _shown_plan(plan_index(n, dim, replace(settings, kind=kind), vector_type))
     except PlanError as error:
         return PlanShown(kind=kind, refused=str(error))
 

@@ -14,7 +14,7 @@ from embedder.durable import rename, sync
 from embedder.errors import GalleryCorruptError
 from embedder.types import SHORT
 from indexer.index.segment import SegmentManifest, brief
-from indexer.types import GALLERY_NAME
+from indexer.types import GALLERY_NAME, VectorType
 
 MANIFEST = "manifest.json"
 """The file that makes a folder a generation."""
@@ -52,7 +52,8 @@ class GalleryFacts(BaseModel, frozen=True):
 class GalleryManifest(BaseModel, frozen=True, extra="forbid"):
     """What stays as it is while the items of a generation change.
 
-    `precision` is that of the model that made it. It is left out for fp32, as earlier versions did.
+    `precision` is that of the model that made it, `vector_type` how vectors are kept. Each is left
+    out for fp32, as earlier versions did.
     """
 
     schema_version: Literal[2] = 2
@@ -60,6 +61,7 @@ class GalleryManifest(BaseModel, frozen=True, extra="forbid"):
     name: str = Field(pattern=f"^{GALLERY_NAME}$")
     bundle_id: str = Field(min_length=1)
     precision: str = Field(default="fp32", exclude_if=lambda value: value == "fp32")
+    vector_type: VectorType = Field(default="fp32", exclude_if=lambda value: value == "fp32")
     dim: int = Field(ge=1)
     created_at: str = Field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")

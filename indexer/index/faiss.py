@@ -14,9 +14,9 @@ from embedder.machine import core_count
 from embedder.types import Embeddings
 from indexer.bits import Bits, count_of, has_bits, packed_bits, positions_in
 from indexer.index.gpu import MAX_K, GpuCopy, reason_of
-from indexer.index.kinds import KINDS, TUNED_AT, Effort, IndexKind, Kind, found_by, scaled
+from indexer.index.kinds import KINDS, TUNED_AT, Effort, IndexKind, Kind, found_by, full, scaled
 from indexer.index.plan import Plan
-from indexer.types import Ids, Progress, Scores
+from indexer.types import Ids, Progress, Scores, StoredRows
 
 CHUNK = 65_536
 """Vectors that are compared with at once, or added to codes."""
@@ -42,6 +42,7 @@ _MOST = 4  # where at most one vector in so many is left out, all are compared w
 _WIDER = 8  # a second try where a filter leaves nothing near a query
 _HARDER = 4  # k_factor where neighbours are far away: codes tell them apart less well
 _NODE = 8  # comparisons that a step of a graph costs
+_FEW = 8  # queries from which on vectors in half precision are compared with in blocks
 _LARGE = 20_000  # vectors from which on a build takes all cores
 _BLOCK = 65_536  # bytes; FAISS hands over 1 MiB by default, which is half as fast
 _CURE = "Make the index again from the catalogue: kinlens-index compact GALLERY --rebuild."
@@ -50,17 +51,18 @@ _CURE = "Make the index again from the catalogue: kinlens-index compact GALLERY 
 class SegmentIndex:
     """Vectors (N, D), usually mapped from a file, and a compressed index that finds candidates.
 
-    Scores are always those of the full-precision vectors. Thread safe. On a GPU (`use_gpu`) a copy
-    answers as long as it can, without a filter or with one that leaves many; the rest, and all
-    after a fault, comes from the CPU.
+    Scores are always those of the vectors, in the precision in which they are kept. Thread safe.
+    On a GPU (`use_gpu`) a copy answers as long as it can, without a filter or with one that leaves
+    many; the rest, and all after a fault, comes from the CPU.
     """
 
-    def __init__(self, kind: IndexKind, vectors: Embeddings, codes: faiss.Index | None) -> None:
+    def __init__(self, kind: IndexKind, vectors: StoredRows, codes: faiss.Index | None) -> None:
         """`codes` hold the rows of `vectors` that are searched; a kind without codes, all."""
         self.kind = kind
         self._kind = KINDS[kind]
         self._vectors = vectors
         self._codes = codes
+        self._is_half = vectors.dtype == np.float16
         self._flat = _flat_over(vectors)
         self._top = self._flat if codes is None else self._kind.searched(codes, self._flat)
         self._gpu: GpuCopy | None = None
@@ -69,7 +71,7 @@ class SegmentIndex:
     def build(
         cls,
         plan: Plan,
-        vectors: Embeddings,
+        vectors: StoredRows,
         rows: Ids | None = None,
         on_progress: Progress | None = None,
     ) -> "SegmentIndex":
@@ -95,7 +97,7 @@ class SegmentIndex:
     def open(
         cls,
         kind: IndexKind,
-        vectors: Embeddings,
+        vectors: StoredRows,
         path: Path | None,
         count: int | None = None,
     ) -> "SegmentIndex":
@@ -111,7 +113,7 @@ class SegmentIndex:
 
     @classmethod
     def followed(
-        cls, kind: IndexKind, path: Path, vectors: Embeddings, count: int, moved: Ids
+        cls, kind: IndexKind, path: Path, vectors: StoredRows, count: int, moved: Ids
     ) -> "SegmentIndex":
         """What `save` wrote of `count` rows, over other `vectors`: `moved` has the new row of each
         of those rows, -1 for one that has gone. Of a kind that `follows`.
@@ -215,8 +217,7 @@ class SegmentIndex:
 
     def vectors(self, positions: Ids) -> Embeddings:
         """The full-precision vectors (N, D) at known positions (N,)."""
-        found: Embeddings = np.asarray(self._vectors[positions])
-        return found
+        return full(self._vectors[positions])
 
     def close(self) -> None:
         """Free the GPU, if there is one; the CPU answers from then on."""
@@ -258,10 +259,12 @@ class SegmentIndex:
     ) -> tuple[Scores, Ids]:
         if not k or not len(queries):
             return nothing(len(queries), k)
+        if allowed is None and self._is_half and len(queries) > _FEW:
+            return compare(queries, k, self._vectors, np.arange(self.size))  # faster in blocks
         if allowed is None:
             return ordered(*found_by(self._flat, queries, k))
         left_out = self.size - count_of(allowed, self.size)
-        if _MOST * left_out > self.size:
+        if _MOST * left_out > self.size or (self._is_half and len(queries) > _FEW):
             return compare(queries, k, self._vectors, positions_in(allowed, self.size))
         # To fetch more and drop them takes less than to copy what is allowed.
         wide = k + min(left_out, int(_EXCESS * k * left_out / self.size) + _EXCESS_LEAST)
@@ -302,10 +305,21 @@ class SegmentIndex:
         if found is None or factor == 1:
             return found
         scores, positions = found
-        pointers = [faiss.swig_ptr(array) for array in (queries, scores, positions)]
-        self._flat.compute_distance_subset(len(queries), pointers[0], wide, *pointers[1:])
+        if self._is_half:
+            self._compare_each(queries, scores, positions)
+        else:
+            pointers = [faiss.swig_ptr(array) for array in (queries, scores, positions)]
+            self._flat.compute_distance_subset(len(queries), pointers[0], wide, *pointers[1:])
         scores, positions = ordered(scores, positions)
         return scores[:, :k], positions[:, :k]
+
+    def _compare_each(self, queries: Embeddings, scores: Scores, positions: Ids) -> None:
+        """Put the scores of these positions (Q, K) into `scores`."""
+        at_once = max(1, CHUNK // positions.shape[1])
+        for start in range(0, len(queries), at_once):
+            part = slice(start, start + at_once)
+            own = full(self._vectors[np.maximum(positions[part], 0)])
+            scores[part] = np.einsum("qd,qkd->qk", queries[part], own)
 
     def _probe_all_lists(
         self, queries: Embeddings, k: int, effort: Effort, allowed: Bits | None, count: int
@@ -332,7 +346,7 @@ class SegmentIndex:
 
 
 def reaching(
-    vectors: Embeddings, query: Embeddings, least: float, allowed: Bits | None = None
+    vectors: StoredRows, query: Embeddings, least: float, allowed: Bits | None = None
 ) -> Ids:
     """The positions of all vectors (N, D) whose score for the query (1, D) is at least `least`,
     of those that the bitmap `allowed` leaves. Compares with each of them.
@@ -356,13 +370,13 @@ def reaching(
     return positions
 
 
-def compare(queries: Embeddings, k: int, vectors: Embeddings, positions: Ids) -> tuple[Scores, Ids]:
+def compare(queries: Embeddings, k: int, vectors: StoredRows, positions: Ids) -> tuple[Scores, Ids]:
     """The best `k` (Q, k) of the vectors at `positions`; -1 where there are fewer."""
     scores, found = nothing(len(queries), 0)
     for start in range(0, len(positions), CHUNK):
         chunk = positions[start : start + CHUNK]
         some, rows = faiss.knn(
-            queries, vectors[chunk], min(k, len(chunk)), metric=faiss.METRIC_INNER_PRODUCT
+            queries, full(vectors[chunk]), min(k, len(chunk)), metric=faiss.METRIC_INNER_PRODUCT
         )
         scores = np.concatenate([scores, some], axis=1)
         found = np.concatenate([found, chunk[rows]], axis=1)
@@ -422,9 +436,15 @@ def _parameters(
     return kind.search_parameters(nlist, size, effort, k)
 
 
-def _flat_over(vectors: Embeddings) -> faiss.IndexFlatIP:
+def _flat_over(vectors: StoredRows) -> faiss.IndexFlatCodes:
     """A flat index that reads `vectors` (N, D) in place; it lives no longer than they do."""
-    index = faiss.IndexFlatIP(vectors.shape[1])
+    dim = vectors.shape[1]
+    if vectors.dtype == np.float16:
+        half = faiss.ScalarQuantizer.QT_fp16
+        index = faiss.IndexScalarQuantizer(dim, half, faiss.METRIC_INNER_PRODUCT)
+        index.is_trained = True  # there is nothing to learn
+    else:
+        index = faiss.IndexFlatIP(dim)
     if len(vectors):
         nobody = faiss.MaybeOwnedVectorUInt8().owner
         pointer = faiss.swig_ptr(vectors.reshape(-1).view(np.uint8))
@@ -434,12 +454,12 @@ def _flat_over(vectors: Embeddings) -> faiss.IndexFlatIP:
     return index
 
 
-def _grow(codes: faiss.Index, vectors: Embeddings, rows: Ids, on_progress: Progress | None) -> None:
+def _grow(codes: faiss.Index, vectors: StoredRows, rows: Ids, on_progress: Progress | None) -> None:
     """Add these rows of `vectors` to codes that do not have them yet."""
     _set_threads(core_count() if len(rows) >= _LARGE else 1)
     for start in range(0, len(rows), CHUNK):
         batch = rows[start : start + CHUNK]
-        codes.add_with_ids(vectors[batch], batch)
+        codes.add_with_ids(full(vectors[batch]), batch)
         if on_progress is not None:
             on_progress(len(batch))
 
@@ -468,7 +488,7 @@ def _set_threads(count: int) -> None:
     faiss.omp_set_num_threads(max(1, count))
 
 
-def _check(vectors: Embeddings, dim: int) -> None:
+def _check(vectors: StoredRows, dim: int) -> None:
     if vectors.ndim != 2 or vectors.shape[1] != dim:
         raise InvalidParameterError(
             f"Vectors of shape {vectors.shape} do not fit an index of dimension {dim}. "

@@ -18,7 +18,7 @@ from embedder.errors import ProviderError
 from embedder.types import Embeddings
 from indexer.bits import Bits
 from indexer.index.gpu import TEMP_BYTES, Search, reason_of, require_gpu
-from indexer.types import Ids, Scores
+from indexer.types import Ids, Scores, StoredRows, VectorType
 
 IndexKind = Literal["flat", "hnsw", "ivf-pq", "cagra"]
 Device = Literal["cpu", "cuda"]
@@ -119,7 +119,7 @@ class Kind(ABC):
     def reason(self, n: int, dim: int) -> str:
         """Why it is chosen where it suits."""
 
-    def problem(self, n: int, dim: int) -> str | None:
+    def problem(self, n: int, dim: int, vector_type: VectorType) -> str | None:
         """Why these vectors cannot have this kind, whatever the memory."""
         return None
 
@@ -144,14 +144,14 @@ class Kind(ABC):
         return 0.0
 
     @abstractmethod
-    def codes(self, vectors: Embeddings, rows: Ids, parameters: Parameters) -> faiss.Index:
+    def codes(self, vectors: StoredRows, rows: Ids, parameters: Parameters) -> faiss.Index:
         """The index of codes, trained for these rows of `vectors` (N, D), empty if it `grows`. Its
         answers are rows.
 
         Raises: ProviderError.
         """
 
-    def searched(self, codes: faiss.Index, flat: faiss.IndexFlatIP) -> faiss.Index:
+    def searched(self, codes: faiss.Index, flat: faiss.IndexFlatCodes) -> faiss.Index:
         """What is searched: codes whose candidates are compared at full precision."""
         # FAISS wants as many codes as vectors, but some vectors have none.
         size, flat.ntotal = flat.ntotal, codes.ntotal
@@ -168,7 +168,7 @@ class Kind(ABC):
         return self.code_bytes(n, dim, parameters)
 
     @abstractmethod
-    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> Callable[[], Search]:
+    def on_gpu(self, vectors: StoredRows, codes: faiss.Index | None) -> Callable[[], Search]:
         """What copies the index to the GPU and searches it there, in one thread."""
 
     def efforts(self, size: int, nlist: int) -> list[int]:
@@ -212,13 +212,13 @@ class Flat(Kind):
     def memory_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
         return 4.0 * n * dim
 
-    def codes(self, vectors: Embeddings, rows: Ids, parameters: Parameters) -> faiss.Index:
+    def codes(self, vectors: StoredRows, rows: Ids, parameters: Parameters) -> faiss.Index:
         raise NotImplementedError
 
     def gpu_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
         return _flat_gpu_bytes(n, dim)
 
-    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> Callable[[], Search]:
+    def on_gpu(self, vectors: StoredRows, codes: faiss.Index | None) -> Callable[[], Search]:
         return lambda: _flat_search(vectors, None)
 
     def search_parameters(
@@ -252,7 +252,7 @@ class Hnsw(Kind):
         inserted = n * _HNSW_S * math.log2(n + 1) * _wider(dim) * effort
         return (_truth_s(n, dim) + inserted) / cores
 
-    def codes(self, vectors: Embeddings, rows: Ids, parameters: Parameters) -> faiss.Index:
+    def codes(self, vectors: StoredRows, rows: Ids, parameters: Parameters) -> faiss.Index:
         dim, m = vectors.shape[1], parameters["m"]
         codes = faiss.IndexHNSWSQ(dim, faiss.ScalarQuantizer.QT_8bit, m, _IP)
         codes.hnsw.efConstruction = parameters["ef_construction"]
@@ -262,7 +262,7 @@ class Hnsw(Kind):
     def gpu_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
         return _flat_gpu_bytes(n, dim)
 
-    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> Callable[[], Search]:
+    def on_gpu(self, vectors: StoredRows, codes: faiss.Index | None) -> Callable[[], Search]:
         """Compare with all: a GPU does that sooner than it walks this graph."""
         assert codes is not None
         rows: Ids = faiss.vector_to_array(codes.id_map)
@@ -296,7 +296,7 @@ class IvfPq(Kind):
     def reason(self, n: int, dim: int) -> str:
         return f"{n:,} vectors are too many for a graph"
 
-    def problem(self, n: int, dim: int) -> str | None:
+    def problem(self, n: int, dim: int, vector_type: VectorType) -> str | None:
         if n >= PQ_MIN:
             return None
         return (
@@ -326,7 +326,7 @@ class IvfPq(Kind):
         train = min(n, TRAIN_PER_LIST * nlist) * assign * _KMEANS_ROUNDS
         return (_truth_s(n, dim) + train + n * (assign + _ENCODE_S)) / cores
 
-    def codes(self, vectors: Embeddings, rows: Ids, parameters: Parameters) -> faiss.Index:
+    def codes(self, vectors: StoredRows, rows: Ids, parameters: Parameters) -> faiss.Index:
         """From many lists on, each round of k-means finds the nearest one through a graph."""
         dim, nlist = vectors.shape[1], parameters["nlist"]
         has_graph = nlist >= COARSE_HNSW_FROM
@@ -347,7 +347,7 @@ class IvfPq(Kind):
         # Lists double as they grow, and are cut to their size at the end.
         return 1.5 * 2.0 * n * dim + 8.0 * n + 4.0 * parameters["nlist"] * dim + TEMP_BYTES
 
-    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> Callable[[], Search]:
+    def on_gpu(self, vectors: StoredRows, codes: faiss.Index | None) -> Callable[[], Search]:
         """The same lists, of the vectors themselves in half precision."""
         assert codes is not None
         return lambda: _lists_search(vectors, codes)
@@ -375,6 +375,15 @@ class Cagra(Hnsw):
     gpu_scans = False
     gpu_factor = 1
     needs_all_rows = True
+
+    def problem(self, n: int, dim: int, vector_type: VectorType) -> str | None:
+        if vector_type == "fp32":
+            return None
+        return (
+            "The index cagra needs vectors in fp32, and this gallery keeps them in fp16. Choose "
+            "--index flat or ivf-pq."
+        )
+
     faiss_class = faiss.IndexHNSWCagra
     read_flags = faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_SKIP_STORAGE
     write_flags = faiss.IO_FLAG_SKIP_STORAGE
@@ -410,8 +419,8 @@ class Cagra(Hnsw):
     def build_s(self, n: int, dim: int, parameters: Parameters, cores: int) -> float:
         return n * _CAGRA_S
 
-    def codes(self, vectors: Embeddings, rows: Ids, parameters: Parameters) -> faiss.Index:
-        return _cagra_graph(vectors, parameters)
+    def codes(self, vectors: StoredRows, rows: Ids, parameters: Parameters) -> faiss.Index:
+        return _cagra_graph(full(vectors), parameters)
 
     def searched(self, codes: faiss.Index, flat: faiss.IndexFlatIP) -> faiss.Index:
         """The graph reads the mapped vectors, in place of its own copy, which is freed."""
@@ -423,7 +432,7 @@ class Cagra(Hnsw):
             own.this.own(True)
         return codes
 
-    def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> Callable[[], Search]:
+    def on_gpu(self, vectors: StoredRows, codes: faiss.Index | None) -> Callable[[], Search]:
         return lambda: _cagra_search(codes)
 
     def search_parameters(
@@ -479,12 +488,10 @@ def _flat_gpu_bytes(n: int, dim: int) -> float:
     return 2.0 * n * dim + TEMP_BYTES
 
 
-def _flat_search(vectors: Embeddings, rows: Ids | None) -> Search:
+def _flat_search(stored: StoredRows, rows: Ids | None) -> Search:
     """Compare with all vectors (N, D) in half precision; with these rows of them, if given."""
-    if rows is not None and len(rows) < len(vectors):
-        vectors = vectors[rows]
-    else:
-        rows = None
+    rows = None if rows is None or len(rows) == len(stored) else rows
+    vectors = full(stored if rows is None else stored[rows])
     resources = _gpu_resources()
     config = faiss.GpuIndexFlatConfig()
     config.useFloat16 = True
@@ -501,7 +508,7 @@ def _flat_search(vectors: Embeddings, rows: Ids | None) -> Search:
     return search
 
 
-def _lists_search(vectors: Embeddings, codes: faiss.Index) -> Search:
+def _lists_search(vectors: StoredRows, codes: faiss.Index) -> Search:
     """Search the lists of an IVF for the vectors themselves, in half precision."""
     dim, nlist = vectors.shape[1], codes.nlist
     centroids = faiss.IndexFlatIP(dim)
@@ -515,7 +522,7 @@ def _lists_search(vectors: Embeddings, codes: faiss.Index) -> Search:
     index.reserveMemory(len(rows))
     for start in range(0, len(rows), _GPU_ADDED):
         some = rows[start : start + _GPU_ADDED]
-        batch = vectors[some]
+        batch = full(vectors[some])
         index.add_with_ids_c(len(some), faiss.swig_ptr(batch), faiss.swig_ptr(some))
     index.reclaimMemory()
 
@@ -582,13 +589,18 @@ def scaled(value: int, k: int, size: int) -> int:
     return min(value + min(value, 2 * TUNED_AT) * max(0, k - TUNED_AT) // TUNED_AT, size)
 
 
-def sample_of(vectors: Embeddings, rows: Ids, count: int) -> Embeddings:
+def full(vectors: StoredRows) -> Embeddings:
+    """Vectors (N, D) in single precision: the same array, or a copy of one in half precision."""
+    return np.asarray(vectors, np.float32)
+
+
+def sample_of(vectors: StoredRows, rows: Ids, count: int) -> Embeddings:
     """Up to `count` of these rows, drawn evenly; always the same ones."""
     if count < len(rows):
         drawn = np.random.default_rng(0).choice(len(rows), count, replace=False, shuffle=False)
         rows = rows[np.sort(drawn)]
     # All of them are read where they are mapped.
-    return np.ascontiguousarray(vectors) if len(rows) == len(vectors) else vectors[rows]
+    return np.ascontiguousarray(full(vectors if len(rows) == len(vectors) else vectors[rows]))
 
 
 def _by_row(codes: faiss.Index) -> faiss.Index:

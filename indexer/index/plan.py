@@ -15,6 +15,7 @@ from embedder.machine import memory_mb as machine_memory_mb
 from indexer.index.gpu import MEMORY_PART as GPU_PART
 from indexer.index.gpu import gpu_memory, why_no_gpu
 from indexer.index.kinds import KINDS, Device, IndexKind, Kind, kinds_on
+from indexer.types import VectorType
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class Plan:
             "vectors": f"{self.n:,} x {self.dim}",
             "memory": f"{_mb(self.memory_mb)} while searching",
             "GPU memory": f"{_mb(self.gpu_memory_mb)} of {_mb(self.gpu_free_mb)} that are free",
-            "mapped": f"{_mb(self.mapped_mb)} of full-precision vectors",
+            "mapped": f"{_mb(self.mapped_mb)} of vectors",
             "disk": f"{_mb(self.disk_mb)}, and as much again while a later build is made",
             "build": f"{_minutes(self.build_minutes)}, {_mb(self.build_memory_mb)} of memory",
             f"recall@10 {'expected' if is_known else 'target'}": f"{self.expected_recall:.3f}",
@@ -125,7 +126,7 @@ class Plan:
         return [f"{name:<20}{fact}" for name, fact in facts.items()]
 
 
-def plan_index(n: int, dim: int, settings: IndexSettings) -> Plan:
+def plan_index(n: int, dim: int, settings: IndexSettings, vector_type: VectorType = "fp32") -> Plan:
     """The index for `n` vectors of length `dim`, of the kind asked for or of the first that fits.
 
     Raises: PlanError for numbers out of range, a kind or device that is not there, or too little
@@ -135,18 +136,20 @@ def plan_index(n: int, dim: int, settings: IndexSettings) -> Plan:
     _check_device(settings.device)
     budget = _budget_mb(settings)
     if settings.kind == "auto":
-        return _first_that_fits(n, dim, settings, budget)
+        return _first_that_fits(n, dim, settings, budget, vector_type)
     chosen = _named(settings.kind, settings.device)
     check_target(chosen.name, settings.target_recall)
-    if problem := chosen.problem(n, dim):
+    if problem := chosen.problem(n, dim, vector_type):
         raise PlanError(problem)
-    plan = _plan(chosen, n, dim, settings, "asked for with --index")
+    plan = _plan(chosen, n, dim, settings, "asked for with --index", vector_type)
     if not plan.fits(budget):
         raise PlanError(_too_big(plan, budget))
     return plan
 
 
-def plans_for(n: int, dim: int, settings: IndexSettings) -> list[Plan]:
+def plans_for(
+    n: int, dim: int, settings: IndexSettings, vector_type: VectorType = "fp32"
+) -> list[Plan]:
     """The index to make, and with `auto` those to make if it misses the target recall: smaller
     ones, then larger ones, as far as they fit. Where no GPU will do for what one was asked for,
     those of the CPU.
@@ -154,22 +157,22 @@ def plans_for(n: int, dim: int, settings: IndexSettings) -> list[Plan]:
     Raises: as `plan_index`.
     """
     try:
-        first = plan_index(n, dim, settings)
+        first = plan_index(n, dim, settings, vector_type)
     except PlanError as error:
         if settings.device == "cpu":
             raise
         _log.warning("The index is made for the CPU: %s", error)
         is_known = settings.kind in {kind.name for kind in kinds_on("cpu")}
         settings = replace(settings, device="cpu", kind=settings.kind if is_known else "auto")
-        first = plan_index(n, dim, settings)
+        first = plan_index(n, dim, settings, vector_type)
     if settings.kind != "auto":
         return [first]
     kinds = kinds_on(settings.device)
     place = kinds.index(KINDS[first.kind])
     plans = [
-        _plan(kind, n, dim, settings, f"{first.kind} misses the target recall")
+        _plan(kind, n, dim, settings, f"{first.kind} misses the target recall", vector_type)
         for kind in (*kinds[place + 1 :], *kinds[:place][::-1])
-        if not kind.problem(n, dim)
+        if not kind.problem(n, dim, vector_type)
     ]
     return [first, *(plan for plan in plans if plan.fits(_budget_mb(settings)))]
 
@@ -188,14 +191,16 @@ def check_target(kind: IndexKind, target_recall: float) -> None:
         )
 
 
-def _first_that_fits(n: int, dim: int, settings: IndexSettings, budget: float) -> Plan:
+def _first_that_fits(
+    n: int, dim: int, settings: IndexSettings, budget: float, vector_type: VectorType
+) -> Plan:
     refused: list[Plan] = []
     for kind, reason in _preferred(n, dim, settings.device, settings.target_recall):
-        if kind.problem(n, dim):
+        if kind.problem(n, dim, vector_type):
             continue
         if refused:
             reason = "; ".join(f"{plan.kind} needs {plan.lacks(budget)}" for plan in refused)
-        plan = _plan(kind, n, dim, settings, reason)
+        plan = _plan(kind, n, dim, settings, reason, vector_type)
         if plan.fits(budget):
             return plan
         refused.append(plan)
@@ -211,18 +216,29 @@ def _preferred(n: int, dim: int, device: str, target_recall: float) -> list[tupl
     return [(kind, kind.reason(n, dim)) for kind in kinds[first:]]
 
 
-def _plan(kind: Kind, n: int, dim: int, settings: IndexSettings, reason: str) -> Plan:
+def _plan(
+    kind: Kind,
+    n: int,
+    dim: int,
+    settings: IndexSettings,
+    reason: str,
+    vector_type: VectorType,
+) -> Plan:
     parameters = kind.parameters(n, dim)
-    full, codes = 4.0 * n * dim, kind.code_bytes(n, dim, parameters)
+    full = (2.0 if vector_type == "fp16" else 4.0) * n * dim
+    codes = kind.code_bytes(n, dim, parameters)
     is_on_gpu = settings.device == "cuda"
-    resident = kind.host_bytes if is_on_gpu else kind.memory_bytes
+    if is_on_gpu:
+        resident = kind.host_bytes(n, dim, parameters)
+    else:
+        resident = full if kind.is_scan else kind.memory_bytes(n, dim, parameters)
     written_s = full / _WRITE_BYTES_PER_S
     return Plan(
         kind=kind.name,
         n=n,
         dim=dim,
         device=settings.device,
-        memory_mb=resident(n, dim, parameters) / _MIB,
+        memory_mb=resident / _MIB,
         mapped_mb=full / _MIB,
         code_bytes=codes,
         disk_mb=(full + codes + ITEM_DISK_BYTES * n) / _MIB,

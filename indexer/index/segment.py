@@ -32,10 +32,10 @@ from indexer.bits import Bits, empty_bits, has_bits, packed_bits, positions_in
 from indexer.catalog.vectors import VECTORS, RowNumbers, VectorFile
 from indexer.columns.columns import Column, Columns, write_columns
 from indexer.index.faiss import SegmentIndex
-from indexer.index.kinds import KINDS, Effort, IndexKind
+from indexer.index.kinds import KINDS, Effort, IndexKind, full
 from indexer.index.plan import IndexSettings, Plan
 from indexer.index.tune import Measure, Tuned, least_effort, tune
-from indexer.types import Ids, IndexPlace, Progress, places_of
+from indexer.types import Ids, IndexPlace, Progress, StoredRows, places_of
 
 _log = logging.getLogger(__name__)
 
@@ -294,7 +294,7 @@ class Segment:
         numbers: Numbers
         if manifest.vectors is None:
             shape = (manifest.size, manifest.dim)
-            vectors: Embeddings = mapped(folder / _OWN_VECTORS, np.float32, shape)
+            vectors: StoredRows = mapped(folder / _OWN_VECTORS, np.float32, shape)
             numbers = _OwnNumbers(mapped(folder / _OWN_IDS, np.int64, shape[:1]))
             gone, file = empty_bits(manifest.size), None
         else:
@@ -469,16 +469,16 @@ class _Made:
 
 
 def _indexed(
-    plan: Plan, vectors: Embeddings, live: Ids, target: float, on_progress: Progress | None
+    plan: Plan, vectors: StoredRows, live: Ids, target: float, on_progress: Progress | None
 ) -> _Made:
     """Held-out queries are left out of the index while it is tuned, then added."""
     kind = KINDS[plan.kind]
     if kind.is_scan:  # which finds what is asked for
         index = SegmentIndex.build(plan, vectors, live, on_progress)
-        return _trained(index, tune(index, vectors[live[:SMALL]], target), 0, plan)
+        return _trained(index, tune(index, full(vectors[live[:SMALL]]), target), 0, plan)
     is_held = _held_out(len(live))
     kept, held = live[~is_held], live[is_held]
-    queries = vectors[held] if len(held) else vectors[live]
+    queries = full(vectors[held if len(held) else live])
     if kind.grows:
         flags = np.zeros(len(vectors), np.bool_)
         flags[kept] = True
@@ -542,7 +542,7 @@ def _can_follow(before: SegmentManifest, plan: Plan, settings: IndexSettings) ->
 
 
 def _updated(
-    before: Before, vectors: Embeddings, live: Ids, on_progress: Progress | None
+    before: Before, vectors: StoredRows, live: Ids, on_progress: Progress | None
 ) -> _Made | None:
     manifest = before.manifest
     moved = before.moved
@@ -557,7 +557,9 @@ def _updated(
     trained = trained or manifest.tuned
     if len(fresh) >= SMALL and len(kept):
         try:
-            tuned = _tested(index, vectors[fresh[_drawn(len(fresh), TESTED)]], manifest, trained)
+            tuned = _tested(
+                index, full(vectors[fresh[_drawn(len(fresh), TESTED)]]), manifest, trained
+            )
         except RecallError:
             return None
         if _work(tuned.effort) > HARDER * _work(trained):

@@ -36,10 +36,10 @@ from indexer.index.plan import ITEM_DISK_BYTES, IndexSettings, Plan, plan_index
 from indexer.ingest.add import Ingest, Rest
 from indexer.ingest.embed import EmbedSettings, Failure, refuse_unreadable
 from indexer.ingest.sources import Source, check_attributes
-from indexer.types import Dump, Progress, checked_name
+from indexer.types import Dump, Progress, VectorType, checked_name
 
 _CHUNK = 4096
-_SAME_VECTOR = 1e-6
+_SAME_VECTOR = {"fp32": 1e-6, "fp16": 2.0**-11}
 
 
 class BuildReport(BaseModel, frozen=True):
@@ -63,11 +63,14 @@ class BuildReport(BaseModel, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BuildSettings:
-    """What a build is called and how it uses the machine; no name: that of the folder."""
+    """What a build is called and how it uses the machine; no name: that of the folder. vector_type:
+    how the gallery keeps its vectors.
+    """
 
     name: str | None = None
     embed: EmbedSettings = field(default_factory=EmbedSettings)
     index: IndexSettings = field(default_factory=IndexSettings)
+    vector_type: VectorType = "fp32"
 
 
 def build_gallery(
@@ -92,11 +95,12 @@ def build_gallery(
     folder = GalleryFolder(out)
     name = checked_name(settings.name or name_of(folder.path))
     check_attributes(source, {})
-    plan = plan_index(source.count, embedder.dim, settings.index)
+    plan = plan_index(source.count, embedder.dim, settings.index, settings.vector_type)
     manifest = GalleryManifest(
         name=name,
         bundle_id=embedder.bundle_id,
         precision=embedder.mode.precision,
+        vector_type=settings.vector_type,
         dim=embedder.dim,
         source=source.description,
         source_root=str(source.root),
@@ -134,6 +138,7 @@ def import_gallery(
     name: str | None = None,
     settings: IndexSettings | None = None,
     on_progress: Progress | None = None,
+    vector_type: VectorType = "fp32",
 ) -> ImportReport:
     """Make the content of `dump` the gallery in folder `out`, under `name` or its own.
 
@@ -146,12 +151,13 @@ def import_gallery(
     """
     settings = settings or IndexSettings()
     if dump.count:
-        plan_index(dump.count, dump.dim, settings)
+        plan_index(dump.count, dump.dim, settings, vector_type)
     facts = dump.facts
     manifest = GalleryManifest(
         name=checked_name(name or facts["name"]),
         bundle_id=facts["bundle_id"],
         precision=facts.get("precision", "fp32"),
+        vector_type=vector_type,
         dim=dump.dim,
         source=facts.get("source", ""),
         source_root=facts.get("source_root", ""),
@@ -179,7 +185,7 @@ def import_gallery(
 
 
 def _filled(gallery: Gallery, dump: Dump, on_progress: Progress | None) -> Rest:
-    rest, entries = Rest(gallery), dump.entries()
+    rest, entries, same = Rest(gallery), dump.entries(), _SAME_VECTOR[gallery.vector_type]
     while part := list(islice(entries, _CHUNK)):
         stored = gallery.stored([entry.key for entry in part])
         rest.keep(stored.values())
@@ -190,7 +196,7 @@ def _filled(gallery: Gallery, dump: Dump, on_progress: Progress | None) -> Rest:
                 entry.key
                 for entry, old in zip(begun, before, strict=True)
                 if np.shape(entry.vector) == old.vector.shape
-                and not np.allclose(entry.vector, old.vector, atol=_SAME_VECTOR)
+                and not np.allclose(entry.vector, old.vector, atol=same)
             )
         gallery.add(part)
         if on_progress is not None:
@@ -233,7 +239,7 @@ class _Draft:
 @contextlib.contextmanager
 def _draft(folder: GalleryFolder, manifest: GalleryManifest, way_in: str) -> Iterator[_Draft]:
     """The gallery that was begun with this bundle by the same way in, or a new one."""
-    key = f"{way_in} {manifest.bundle_id} {manifest.precision}"
+    key = f"{way_in} {manifest.bundle_id} {manifest.precision} {manifest.vector_type}"
     with disk_errors_explained(folder.path):
         held = contextlib.ExitStack()
         place = held.enter_context(folder.draft(key))
@@ -252,7 +258,7 @@ def _draft(folder: GalleryFolder, manifest: GalleryManifest, way_in: str) -> Ite
 def _opened(place: GalleryFolder, manifest: GalleryManifest) -> Gallery:
     try:
         gallery = Gallery.open(place.path, load_index=False)
-        same = ("bundle_id", "precision", "dim")
+        same = ("bundle_id", "precision", "vector_type", "dim")
         if all(getattr(gallery, name) == getattr(manifest, name) for name in same):
             return gallery
         gallery.close()
@@ -266,6 +272,7 @@ def _opened(place: GalleryFolder, manifest: GalleryManifest) -> Gallery:
         name=manifest.name,
         bundle_id=manifest.bundle_id,
         precision=manifest.precision,
+        vector_type=manifest.vector_type,
         dim=manifest.dim,
     )
 

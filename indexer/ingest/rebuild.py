@@ -278,6 +278,7 @@ def _candidate(path: Path, old: Gallery, embedder: Embedder) -> Gallery:
         name=old.name,
         bundle_id=embedder.bundle_id,
         precision=embedder.mode.precision,
+        vector_type=old.vector_type,
         dim=embedder.dim,
         source=old.manifest.source,
         source_root=old.manifest.source_root,

@@ -49,7 +49,7 @@ from indexer.index.segment import (
     read_manifest,
     write_segment,
 )
-from indexer.types import Ids, Progress, places_of
+from indexer.types import Ids, Progress, VectorType, places_of
 
 CATALOG = "catalog.sqlite"
 SEGMENTS = "segments"
@@ -213,7 +213,8 @@ class _Work:
         # The transaction ends before the long work: as long as it lasts, the log only grows.
         with catalog.reading() as view:
             state, ids, file = view.state(), view.live_ids(), view.file
-            plans = plans_for(len(ids), view.dim, self._settings) if len(ids) else []
+            type_: VectorType = "fp32" if file is None else file.type
+            plans = plans_for(len(ids), view.dim, self._settings, type_) if len(ids) else []
             is_packed = bool(plans) and KINDS[plans[0].kind].needs_all_rows
             is_wanted = self._is_to_write(view, ids, is_packed)
             rewritten = self._rewritten(view, ids) if is_wanted else None
@@ -264,7 +265,9 @@ class _Work:
         make_folder(folder, "vectors")
         _check_space(folder, None, 4 * len(ids) * view.dim)
         with staged(folder) as stage:
-            VectorFile.rewrite(stage, view.dim, ids, view.last_given(), self._batches(view))
+            type_: VectorType = "fp32" if view.file is None else view.file.type
+            batches = self._batches(view)
+            VectorFile.rewrite(stage, view.dim, ids, view.last_given(), batches, type_)
             sync_tree(stage, "vectors")
             name = os.urandom(4).hex()
             rename(stage, folder / name, "vectors")

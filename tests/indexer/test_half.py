@@ -1,0 +1,159 @@
+"""Galleries that keep their vectors in half precision: half the disk, the same answers."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedder.errors import GalleryCorruptError, PlanError
+from indexer.checks.verify import check_files
+from indexer.filters.tree import Equals
+from indexer.gallery import Gallery
+from indexer.index.plan import IndexSettings
+from indexer.live.backup import restore
+from indexer.types import Entry, SearchOptions
+from tests.indexer.conftest import Run, flipped, generation_of, printed
+from tests.indexer.oracle import BUNDLE, clumped
+from tests.support.fake_gpu import fake_gpu
+from tests.support.seams import backup, plan_index, recall_at
+
+N, DIM = 3000, 64
+VECTORS = clumped(N + 600, DIM)
+QUERIES = clumped(200, DIM, seed=9)
+
+
+def item(number: int) -> Entry:
+    return Entry(f"k{number}", VECTORS[number], f"{number:064x}", {"even": not number % 2})
+
+
+@pytest.fixture
+def gallery(tmp_path: Path) -> Iterator[Gallery]:
+    named = {"name": "shop", "bundle_id": BUNDLE, "dim": DIM}
+    made = Gallery.create(tmp_path / "shop", vector_type="fp16", **named)  # type: ignore[arg-type]
+    with closing(made):
+        made.add(item(number) for number in range(N))
+        yield made
+
+
+def truth_of(gallery: Gallery) -> list[list[str]]:
+    """The keys that the vectors themselves, not rounded, find among the items of the gallery."""
+    numbers = np.array(sorted(int(one.key[1:]) for one in gallery.items()))
+    best = np.argsort(-(QUERIES @ VECTORS[numbers].T), axis=1)[:, :10]
+    return [[f"k{numbers[place]}" for place in row] for row in best]
+
+
+def recall_of(gallery: Gallery, **options: object) -> float:
+    hits = gallery.search(QUERIES, 10, SearchOptions(**options))  # type: ignore[arg-type]
+    found = [[hit.key for hit in row] for row in hits]
+    pairs = zip(found, truth_of(gallery), strict=True)
+    return sum(len({*mine} & {*theirs}) for mine, theirs in pairs) / (10 * len(QUERIES))
+
+
+def rows_file(gallery: Gallery) -> Path:
+    [file] = generation_of(gallery.path).glob("vectors/*/rows.*")
+    return file
+
+
+@pytest.mark.parametrize("kind", ["flat", "hnsw", "ivf-pq"])
+def test_every_kind_reaches_its_target_with_vectors_that_were_not_rounded(
+    gallery: Gallery, kind: str
+) -> None:
+    assert recall_of(gallery) >= 0.99  # before there is an index
+    gallery.compact(IndexSettings(kind, target_recall=0.98))
+    assert recall_of(gallery) >= 0.975
+    assert recall_of(gallery, exact=True) >= 0.99
+    assert rows_file(gallery).name == "rows.f16"
+    assert rows_file(gallery).stat().st_size == 2 * N * DIM
+
+
+@pytest.mark.parametrize("keep_removed_s", [86_400.0, 0.0])
+def test_it_is_changed_compacted_verified_and_restored_as_any_other(
+    gallery: Gallery, keep_removed_s: float, tmp_path: Path
+) -> None:
+    gallery.compact(IndexSettings("ivf-pq", target_recall=0.98))
+    gallery.remove(f"k{number}" for number in range(0, N, 7))
+    gallery.add(item(number) for number in range(N, N + 500))
+    gallery.add([Entry("k1", VECTORS[N + 500], f"{N + 500:064x}", {})])
+    gallery.restore(["k7"])
+    gallery.compact(keep_removed_s=keep_removed_s)
+    assert rows_file(gallery).name == "rows.f16"
+    [[hit]] = gallery.search(VECTORS[N + 500 : N + 501], 1)
+    assert (hit.key, round(hit.score, 3)) == ("k1", 1.0)
+    check_files(gallery.path)
+    backup(gallery.path, tmp_path / "backup")
+    restore(tmp_path / "backup", tmp_path / "again")
+    with closing(Gallery.open(tmp_path / "again", verify_hashes=True)) as again:
+        assert again.vector_type == "fp16"
+        options = SearchOptions(where=Equals("even", True))
+        mine, theirs = (one.nearest(QUERIES, 10, options) for one in (again, gallery))
+        assert recall_at(mine[1], theirs[1]) == 1.0
+
+
+def test_a_vector_is_read_as_it_is_kept_and_a_damaged_one_is_named(gallery: Gallery) -> None:
+    gallery.compact(IndexSettings("flat"))
+    found = gallery.vectors([1])
+    np.testing.assert_array_equal(found[0], VECTORS[0].astype(np.float16).astype(np.float32))
+    path = gallery.path
+    gallery.close()
+    flipped(rows_file(gallery))
+    with pytest.raises(GalleryCorruptError, match=r"rows\.f16 is damaged"):
+        Gallery.open(path, verify_hashes=True)
+
+
+def test_the_command_line_makes_one_and_an_import_turns_one_into_the_other(
+    run: Run, shop: Path, tmp_path: Path
+) -> None:
+    words = ("--bundle", "b", "--vector-type", "fp16", "--json")
+    printed(run("build", shop, "--out", tmp_path / "half", *words))
+    printed(run("import", tmp_path / "half", "--out", tmp_path / "whole", "--json"))
+    words = ("--out", tmp_path / "again", "--vector-type", "fp16", "--json")
+    printed(run("import", tmp_path / "whole", *words))
+    sizes = []
+    for name in ("half", "whole", "again"):
+        with closing(Gallery.open(tmp_path / name)) as made:
+            sizes.append(rows_file(made).stat().st_size)
+    assert sizes == [sizes[0], 2 * sizes[0], sizes[0]]
+    for words in ((), ("--vector-type", "fp16")):
+        [plan] = printed(run("plan", 10**6, 512, "--json", *words))["plans"]
+        assert round(plan["mapped_mb"]) == (977 if words else 1953)
+
+
+def test_a_build_of_another_type_does_not_go_on_with_the_draft_of_the_first(
+    run: Run, shop: Path, tmp_path: Path
+) -> None:
+    printed(run("build", shop, "--bundle", "b", "--out", tmp_path / "g", "--json"))
+    words = ("--bundle", "b", "--out", tmp_path / "g", "--vector-type", "fp16", "--json")
+    assert printed(run("build", shop, *words))["embedded"] == 6
+    with closing(Gallery.open(tmp_path / "g")) as made:
+        assert made.vector_type == "fp16"
+
+
+def test_cagra_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch)
+    with pytest.raises(PlanError, match=r"cagra needs vectors in fp32.*flat or ivf-pq"):
+        plan_index(1000, 64, IndexSettings("cagra", device="cuda"), "fp16")
+    chosen = plan_index(10_000_000, 512, IndexSettings(memory_mb=1e6, device="cuda"), "fp16")
+    assert chosen.kind == "ivf-pq"
+
+
+def test_a_gallery_in_half_precision_is_searched_on_a_gpu(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in ("flat", "hnsw", "ivf-pq"):
+        gallery.compact(IndexSettings(kind, target_recall=0.98))
+        with monkeypatch.context() as patch:
+            device = fake_gpu(patch)
+            with closing(Gallery.open(gallery.path, device="cuda")) as opened:
+                assert recall_of(opened) >= 0.975
+                assert device.searches
+
+
+def test_a_copy_of_the_folder_opens(gallery: Gallery, tmp_path: Path) -> None:
+    gallery.compact(IndexSettings("flat"))
+    gallery.close()
+    shutil.copytree(gallery.path, tmp_path / "copy")
+    with closing(Gallery.open(tmp_path / "copy")) as copied:
+        assert recall_of(copied) >= 0.99

@@ -49,14 +49,12 @@ _CURRENT = "CURRENT"
 _LOCK = "LOCK"
 _WRITE = "WRITE"
 _TURN = "TURN"
-_WORK = "work.sqlite"  # of a build by an earlier version; the next one removes it
 _VERSIONS = "versions"
 PICTURES = "pictures"
 _DRAFT = ".draft-"
 _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _OWN_NAMES = {
     *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, PICTURES),
-    *(f"{_WORK}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
     *(f"{GOLDEN}{suffix}" for suffix in ("", "-journal")),
 }
 
@@ -189,8 +187,6 @@ class GalleryFolder:
         finally:
             os.close(descriptor)
         self._drop_published(draft)
-        for file in self.path.glob(f"{_WORK}*"):
-            file.unlink()
 
     def _drop_published(self, draft: "GalleryFolder") -> None:
         if draft.path.exists() and draft.current_name() == self.current_name() is not None:

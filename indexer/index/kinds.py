@@ -89,11 +89,9 @@ class Kind(ABC):
     devices: what it is made for; each is searched on both. least_recall: known beforehand. is_scan:
     looks at all vectors, so it knows no effort. is_graph: walks a graph, whose steps cost more than
     comparisons. grows: rows can be added to its codes. follows: rows can be taken out of them as
-    well. k_factors: what tuning may choose. gpu_scans: the GPU compares with all, so that it knows
-    no effort there. gpu_factor: so many times k answers of the GPU, where vectors lie in half
-    precision, are compared at full precision. needs_all_rows: it cannot leave rows without an item
-    out. faiss_class, read_flags, write_flags: of the file of
-    codes.
+    well. needs_all_rows: it cannot leave out rows without an item. k_factors: what tuning may
+    choose. gpu_factor: so many times k answers of the GPU, where vectors lie in half precision, are
+    compared once more. faiss_class, read_flags, write_flags: of the file of codes.
     """
 
     name: ClassVar[IndexKind]
@@ -104,7 +102,6 @@ class Kind(ABC):
     grows: ClassVar[bool] = True
     follows: ClassVar[bool] = False
     k_factors: ClassVar[tuple[int, ...]] = (2, 4, 8)
-    gpu_scans: ClassVar[bool] = False
     gpu_factor: ClassVar[int] = 2
     needs_all_rows: ClassVar[bool] = False
     faiss_class: ClassVar[type | None] = None
@@ -198,7 +195,6 @@ class Flat(Kind):
     is_scan = True
     grows = False
     k_factors = (1,)
-    gpu_scans = True
 
     def suits(self, n: int, dim: int, device: str) -> bool:
         return 4.0 * n * dim <= (GPU_FLAT_BYTES if device == "cuda" else FLAT_BYTES)
@@ -232,7 +228,6 @@ class Hnsw(Kind):
 
     name: ClassVar[IndexKind] = "hnsw"
     is_graph = True
-    gpu_scans = True
     faiss_class = faiss.IndexHNSWSQ
 
     def suits(self, n: int, dim: int, device: str) -> bool:
@@ -372,7 +367,6 @@ class Cagra(Hnsw):
     devices = ("cuda",)
     grows = False
     k_factors = (1,)
-    gpu_scans = False
     gpu_factor = 1
     needs_all_rows = True
 

@@ -104,7 +104,7 @@ def test_a_folder_that_may_not_be_written_is_refused_with_the_reason() -> None:
         ("notes.txt", "versions/2024-final/src/thesis.tex"),
         ("versions/0123456789ab/manifest.json", "versions/2024-final/thesis.tex"),
         ("versions/0123456789ABC/thesis.tex",),
-        ("CURRENT", "LOCK", "work.sqlite", "work.sqlite.bak"),
+        ("CURRENT", "LOCK", "work.sqlite"),
     ],
 )
 def test_a_familiar_name_does_not_make_a_folder_ours(
@@ -149,7 +149,7 @@ def test_a_removal_that_was_cut_short_is_ended_by_the_next_build(
 
 def test_a_folder_that_an_interrupted_build_left_is_still_ours(out: Path) -> None:
     (out / "versions" / ".stage-a1b2_c3d").mkdir(parents=True)
-    for name in ("LOCK", ".CURRENT.tmp", "work.sqlite", "work.sqlite-wal", "work.sqlite-shm"):
+    for name in ("LOCK", ".CURRENT.tmp"):
         (out / name).touch()
     last = publish(out)
     assert names(out) == {last}

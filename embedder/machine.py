@@ -84,8 +84,19 @@ def free_memory_mb(cgroup: Path = CONTROL_GROUP) -> float:
     for limit, used in _CGROUP_MEMORY:
         limited, taken = _text(cgroup / limit), _text(cgroup / used)
         if limited.isdecimal() and taken.isdecimal():
-            free.append((int(limited) - int(taken)) / _MIB)
+            cached = _file_cache((cgroup / limit).with_name("memory.stat"))
+            free.append((int(limited) - int(taken) + cached) / _MIB)
     return max(0.0, min(free))
+
+
+def _file_cache(statistics: Path) -> int:
+    """Bytes that count as taken by a control group, and that the kernel would take back."""
+    found = 0
+    for line in _text(statistics).splitlines():
+        name, _, amount = line.partition(" ")
+        if name in ("active_file", "inactive_file"):
+            found += int(amount)
+    return found
 
 
 def processor() -> str:

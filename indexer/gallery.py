@@ -859,7 +859,7 @@ class Gallery(Searcher):
                     from_scratch=True,
                     unless=unless,
                 )
-            except GalleryError as failure:
+            except KinlensError as failure:
                 damage.add_note(f"It could not be made again by itself: {failure}")
                 self.close()
                 raise damage from failure

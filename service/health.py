@@ -98,7 +98,8 @@ class Health:
     async def _free_gpu_memory_mb(self) -> float | None:
         """None if the GPU does not tell."""
         with contextlib.suppress(TimeoutError, KinlensError):
-            memory = await self._threads.run(gpu_memory, gpu_memory, self._timeout_s)
+            limit_s = 0.0 if self._threads.is_running(gpu_memory) else self._timeout_s
+            memory = await self._threads.run(gpu_memory, gpu_memory, limit_s)
             return round(memory.free_mb)
         return None
 

@@ -92,7 +92,7 @@ def compact(
                 print_report(done, json, text)
                 return
             settings = replace(opened.index_settings(), **chosen) if chosen else None
-            if settings is not None and opened.size:  # what is asked for is refused, not replaced
+            if settings is not None and device and opened.size:  # refused, and not replaced
                 plan_index(opened.size, opened.dim, settings, opened.vector_type)
             with progress(facts.size, "Indexing") as advance:
                 report = opened.compact(

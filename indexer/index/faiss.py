@@ -13,7 +13,7 @@ from embedder.errors import GalleryCorruptError, InvalidParameterError
 from embedder.machine import core_count
 from embedder.types import Embeddings
 from indexer.bits import Bits, count_of, has_bits, packed_bits, positions_in
-from indexer.index.gpu import MAX_K, GpuCopy, reason_of
+from indexer.index.gpu import LEAST_BYTES, MAX_K, GpuCopy, reason_of
 from indexer.index.kinds import KINDS, TUNED_AT, Effort, IndexKind, Kind, found_by, full, scaled
 from indexer.index.plan import Plan
 from indexer.types import Ids, Progress, Scores, StoredRows
@@ -136,10 +136,15 @@ class SegmentIndex:
         return SegmentIndex(self.kind, self._vectors, self._codes)
 
     def use_gpu(self, name: str, parameters: Mapping[str, int]) -> None:
-        """Search a copy on the GPU from now on, if that has the memory; `name` is for the log."""
+        """Search a copy on the GPU as soon as it is there, if that has the memory, and the vectors
+        are not so few that the CPU is quick enough; `name` is for the log.
+        """
         count = self.size if self._codes is None else int(self._codes.ntotal)
+        if 4 * count * self.dim < LEAST_BYTES:
+            return
         needed = self._kind.gpu_bytes(count, self.dim, parameters)
-        self._gpu = GpuCopy(name, self._kind.on_gpu(self._vectors, self._codes), needed)
+        load = self._kind.on_gpu(self._vectors, self._codes)
+        self._gpu = GpuCopy(name, load, needed, self.dim)
 
     @property
     def gpu(self) -> GpuCopy | None:
@@ -194,12 +199,13 @@ class SegmentIndex:
                 return self._brute_force(queries, k)
             return self._searched(queries, k, effort, None, self.size, (k,))
         count = count_of(allowed, self.size)
-        part = SCAN_EXACT_PART if self._kind.is_scan and not self.is_on_gpu else EXACT_PART
-        if count <= max(EXACT_BELOW, part * self.size):
-            return self._brute_force(queries, k, allowed)
         # Fetch in excess and drop: faster than FAISS with a bitmap, and recall does not suffer
         # where the filter leaves out just what is near the query; then too few are left.
-        wide = int(_EXCESS * k * self.size / count) + _EXCESS_LEAST
+        wide = int(_EXCESS * k * self.size / max(1, count)) + _EXCESS_LEAST
+        is_scan = self._kind.is_scan and not (wide <= MAX_K and self.is_on_gpu)
+        part = SCAN_EXACT_PART if is_scan else EXACT_PART
+        if count <= max(EXACT_BELOW, part * self.size):
+            return self._brute_force(queries, k, allowed)
         return self._searched(queries, k, effort, allowed, count, (wide, _WIDER * wide))
 
     def exact(self, queries: Embeddings, k: int, allowed: Bits | None = None) -> tuple[Scores, Ids]:
@@ -297,11 +303,13 @@ class SegmentIndex:
         self, queries: Embeddings, k: int, effort: Effort
     ) -> tuple[Scores, Ids] | None:
         """The `k` best by the GPU; None if it does not answer."""
-        if self._gpu is None or k > MAX_K:
+        value = scaled(effort.on_gpu, k, self.size)
+        if k > MAX_K or value > self._kind.gpu_most or not self.is_on_gpu:
             return None
+        assert self._gpu is not None
         factor = self._kind.gpu_factor
         wide = min(factor * k, self.size)
-        found = self._gpu.search(queries, wide, scaled(effort.on_gpu, k, self.size))
+        found = self._gpu.search(queries, wide, value)
         if found is None or factor == 1:
             return found
         scores, positions = found

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import faiss
@@ -30,35 +30,43 @@ Answer = tuple[Scores, Ids]
 Search = Callable[[Embeddings, int, int], Answer]
 """queries (Q, D), k, effort -> scores (Q, k), positions (Q, k)."""
 
-MAX_ROWS = 4096
-"""Queries in a batch, unless a single request has more."""
+MAX_ROWS = 64
+"""Queries that FAISS gets at once: more of them would need more than TEMP_BYTES."""
 
 MAX_K = 512
 """More answers than this come from the CPU."""
 
-SEARCH_S = 5.0
-"""A search that takes longer than this is answered by the CPU, and so are all that follow."""
+SEARCH_S = 3.0
+"""A GPU that works longer than this on MAX_ROWS queries has hung: the CPU answers from then on."""
 
-RETRY_S = 10.0
-"""After so long an index that lacked memory on the GPU is tried there again."""
+RETRY_S, LONGEST_RETRY_S = 10.0, 600.0
+"""After so long an index that lacked memory is copied to the GPU again; each time twice as long."""
 
-MEMORY_PART = 0.95
-"""Of the free memory of the GPU; other processes take some while an index is copied."""
+RESERVE_MB = 2048.0
+"""Of the memory of the GPU, which no index takes: for the model, and what CUDA itself needs."""
 
 TEMP_BYTES = 256 * 2**20
 """Memory of the GPU that each index keeps for the search itself."""
 
+LEAST_BYTES = 16 * 2**20
+"""Vectors of less than this are searched on the CPU, in a millisecond or two."""
+
 _LOAD_S, _LOAD_BYTES_PER_S = 120.0, 50e6  # from a cold and slow disk
+_WARM_K, _WARM_EFFORT = 20, 64
 TRIAL_S = 60.0
 TRIAL = """
 import sys
 import faiss, numpy
 faiss.get_num_gpus() or sys.exit("faiss finds no NVIDIA GPU, or its driver is too old for CUDA 13")
+resources = faiss.StandardGpuResources()
+resources.setTempMemory(2**20)
+resources.setPinnedMemory(0)
 ones = numpy.eye(8, dtype="float32")
-index = faiss.GpuIndexFlatIP(faiss.StandardGpuResources(), 8)
+index = faiss.GpuIndexFlatIP(resources, 8)
 index.add(ones)
 (index.search(ones, 1)[1][:, 0] == numpy.arange(8)).all() or sys.exit("a search answered wrongly")
 """
+_OUT_OF_MEMORY = "out of memory"
 _MIB = 2**20
 
 
@@ -91,6 +99,8 @@ def failed_trial() -> str | None:
     if not done.returncode:
         return None
     said = done.stderr.strip().splitlines()
+    if _OUT_OF_MEMORY in done.stderr:
+        return None  # it is there, and full
     if done.returncode < 0:
         return f"a first search on it died of signal {-done.returncode}"
     return reason_of(RuntimeError(said[-1])) if said else "a first search on it failed"
@@ -150,6 +160,7 @@ class GpuThread:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
+        self._began: float | None = None  # when FAISS was last called, None while it is not
         ready: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(make, ready), name="gpu", daemon=True
@@ -164,25 +175,25 @@ class GpuThread:
     def search(self, queries: Embeddings, k: int, effort: int) -> Answer:
         """The answer of the index, possibly computed with those of other threads.
 
-        Raises: EngineUnavailableError after `close`; ProviderError if there is no answer within
-            SEARCH_S, and for all that ask later; whatever the index raises.
+        Raises: EngineUnavailableError after `close`; ProviderError if the GPU hangs, and for all
+            that ask later; whatever the index raises.
         """
         request = _Request(queries, k, effort)
         with self._lock:
             if self.is_lost:
-                raise _too_slow()
+                raise _hung()
             if self._is_closed:
-                raise EngineUnavailableError(
-                    "The GPU index was closed while a search came in. Search again: the gallery "
-                    "has a newer one."
-                )
+                raise EngineUnavailableError("The index on the GPU was closed.")
             self._requests.put(request)
-        try:
-            return request.answer.result(SEARCH_S)
-        except TimeoutError:
-            self.is_lost = True
-            self.end()
-            raise _too_slow() from None
+        while True:
+            try:
+                return request.answer.result(SEARCH_S)
+            except TimeoutError:
+                began = self._began
+                if began is not None and time.monotonic() - began > SEARCH_S:
+                    self.is_lost = True
+                    self.end()
+                    raise _hung() from None
 
     @property
     def waiting(self) -> int:
@@ -206,12 +217,13 @@ class GpuThread:
         try:
             search = make()
         except BaseException as error:
-            ready.set_exception(error)
+            # Its traceback would keep what was copied so far on the GPU.
+            ready.set_exception(error.with_traceback(None))
             return
         ready.set_result(None)
         while batch := self._next_batch():
             for alike in _alike(batch):
-                _answer(search, alike)
+                self._answer(search, alike)
 
     def _next_batch(self) -> list[_Request]:
         """Everything that waits now; empty after `close`."""
@@ -230,9 +242,30 @@ class GpuThread:
             batch.append(request)
         return batch
 
+    def _answer(self, search: Search, requests: list[_Request]) -> None:
+        queries = np.concatenate([request.queries for request in requests])
+        found = []
+        try:
+            for start in range(0, max(1, len(queries)), MAX_ROWS):
+                self._began = time.monotonic()
+                part = queries[start : start + MAX_ROWS]
+                found.append(search(part, requests[0].k, requests[0].effort))
+        except BaseException as error:
+            for request in requests:
+                request.answer.set_exception(error.with_traceback(None))
+            return
+        finally:
+            self._began = None
+        scores, positions = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        row = 0
+        for request in requests:
+            end = row + len(request.queries)
+            request.answer.set_result((scores[row:end], positions[row:end]))
+            row = end
 
-def _too_slow() -> ProviderError:
-    return ProviderError(f"the GPU did not answer within {SEARCH_S:g} s")
+
+def _hung() -> ProviderError:
+    return ProviderError(f"the GPU has worked on one search for more than {SEARCH_S:g} s")
 
 
 def _alike(batch: list[_Request]) -> list[list[_Request]]:
@@ -243,53 +276,50 @@ def _alike(batch: list[_Request]) -> list[list[_Request]]:
     return list(groups.values())
 
 
-def _answer(search: Search, requests: list[_Request]) -> None:
-    queries = np.concatenate([request.queries for request in requests])
-    try:
-        scores, positions = search(queries, requests[0].k, requests[0].effort)
-    except BaseException as error:
-        for request in requests:
-            request.answer.set_exception(error)
-        return
-    row = 0
-    for request in requests:
-        end = row + len(request.queries)
-        request.answer.set_result((scores[row:end], positions[row:end]))
-        row = end
-
-
 class GpuCopy:
-    """A copy of an index on the GPU, which answers as long as it can; thread safe.
+    """A copy of an index on the GPU, made by a thread, which answers as long as it can.
 
     `reason` says why it does not, None while it does. A copy that lacks memory is made again later,
     since what takes the memory may be the index that this one replaces. The memory of the GPU is
-    free again soon after the last reference is gone.
+    free again soon after the last reference is gone. Thread safe.
     """
 
-    def __init__(self, name: str, load: Callable[[], Search], gpu_bytes: float) -> None:
+    def __init__(self, name: str, load: Callable[[], Search], gpu_bytes: float, dim: int) -> None:
         """`load` copies the index and takes `gpu_bytes`; `name` is for the log."""
-        self.reason: str | None = None
+        self.reason: str | None = "it is being copied to the GPU"
         self.gpu_mb = gpu_bytes / _MIB
         self._name = name
-        self._load = load
+        self._make = partial(_warmed, load, dim)
         self._thread: GpuThread | None = None
         self._lock = threading.Lock()
+        self._is_tried = threading.Event()
+        self._is_told = False
         self._retry_at: float | None = None
+        self._pause_s = RETRY_S
         self._is_closed = False
-        self._copy()
+        self._start()
+
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Whether the first copy was made, or failed, within so many seconds."""
+        return self._is_tried.wait(limit_s)
 
     @property
     def is_there(self) -> bool:
-        """Whether it answers now."""
-        return self._thread is not None
+        """Whether it answers now; it is made again where that is due."""
+        if self._thread is not None:
+            return True
+        with self._lock:
+            is_due = self._retry_at is not None and time.monotonic() > self._retry_at
+            if is_due:
+                self._retry_at = None
+        if is_due:
+            self._start()
+        return False
 
     def search(self, queries: Embeddings, k: int, effort: int) -> Answer | None:
         """Up to MAX_K answers for each query (Q, D); None if the CPU has to give them."""
         thread = self._thread
         if thread is None:
-            if self._retry_at is not None and time.monotonic() > self._retry_at:
-                self._retry_at = None
-                threading.Thread(target=self._copy, name="gpu-copy", daemon=True).start()
             return None
         try:
             return thread.search(queries, k, effort)
@@ -305,24 +335,30 @@ class GpuCopy:
         if thread is not None:
             thread.close()
 
+    def _start(self) -> None:
+        threading.Thread(target=self._copy, name="gpu-copy", daemon=True).start()
+
     def _copy(self) -> None:
         try:
             free_mb = gpu_memory().free_mb
-            if self.gpu_mb > MEMORY_PART * free_mb:
+            if self.gpu_mb + RESERVE_MB > free_mb:
                 raise MemoryError(
                     f"it takes {self.gpu_mb:,.0f} MB of the memory of the GPU, of which "
-                    f"{free_mb:,.0f} MB are free"
+                    f"{free_mb:,.0f} MB are free and {RESERVE_MB:,.0f} MB are kept for the model"
                 )
-            load_s = _LOAD_S + self.gpu_mb * _MIB / _LOAD_BYTES_PER_S
-            thread = GpuThread(self._load, load_s)
+            thread = GpuThread(self._make, _LOAD_S + self.gpu_mb * _MIB / _LOAD_BYTES_PER_S)
         except Exception as error:  # whatever it is, the CPU can answer
             self._refused(error)
-            return
+        else:
+            self._take(thread)
+        self._is_tried.set()
+
+    def _take(self, thread: GpuThread) -> None:
         with self._lock:
             if self._is_closed:
                 thread.end()
                 return
-            self._thread, self.reason = thread, None
+            self._thread, self.reason, self._is_told = thread, None, False
         # Not by joining, since any thread may drop the last reference; and not at exit, when the
         # thread would meet a CUDA that is going away.
         weakref.finalize(self, thread.end).atexit = False
@@ -338,12 +374,24 @@ class GpuCopy:
         self._refused(error)
 
     def _refused(self, error: Exception) -> None:
-        reason = reason_of(error)
-        is_new, self.reason = self.reason is None, reason
-        if not (isinstance(error, ProviderError) or self._is_closed):  # those do not pass
-            self._retry_at = time.monotonic() + RETRY_S
+        with self._lock:
+            self.reason = reason_of(error)
+            is_new, self._is_told = not self._is_told, True
+            # A GPU that is missing or hangs does not come back by itself.
+            if not (isinstance(error, ProviderError) or self._is_closed):
+                self._retry_at = time.monotonic() + self._pause_s
+                self._pause_s = min(2 * self._pause_s, LONGEST_RETRY_S)
         if is_new:
-            _log.warning("%s is searched on the CPU: %s", self._name, reason)
+            _log.warning("%s is searched on the CPU: %s", self._name, self.reason)
+
+
+def _warmed(load: Callable[[], Search], dim: int) -> Search:
+    """What `load` makes, after the first searches, for which CUDA compiles and loads kernels."""
+    search = load()
+    queries = np.full((MAX_ROWS, dim), dim**-0.5, np.float32)
+    for rows in (1, MAX_ROWS):
+        search(queries[:rows], _WARM_K, _WARM_EFFORT)
+    return search
 
 
 def reason_of(error: BaseException) -> str:

@@ -49,7 +49,6 @@ _COARSE_M, _KMEANS_M = 32, 16
 _KMEANS_ROUNDS = 8
 _SQ_SAMPLE = 65_536
 _MAX_SEARCH = 4096
-_GPU_MAX_LISTS = 2048  # FAISS probes no more of them on a GPU
 _GPU_ADDED = 262_144  # vectors that are copied to a GPU at once
 _WARP = 32  # CAGRA keeps its intermediate results in multiples of it
 _MIB = 2**20
@@ -84,29 +83,47 @@ class Effort:
 
 
 class Kind(ABC):
-    """What differs from one kind of index to another; n vectors of length dim.
-
-    devices: what it is made for; each is searched on both. least_recall: known beforehand. is_scan:
-    looks at all vectors, so it knows no effort. is_graph: walks a graph, whose steps cost more than
-    comparisons. grows: rows can be added to its codes. follows: rows can be taken out of them as
-    well. needs_all_rows: it cannot leave out rows without an item. k_factors: what tuning may
-    choose. gpu_factor: so many times k answers of the GPU, where vectors lie in half precision, are
-    compared once more. faiss_class, read_flags, write_flags: of the file of codes.
-    """
+    """What differs from one kind of index to another; n vectors of length dim."""
 
     name: ClassVar[IndexKind]
+
     devices: ClassVar[tuple[Device, ...]] = ("cpu",)
+    """For which it is made; every kind can be searched on both."""
+
     least_recall: ClassVar[float] = 0.0
+    """Known beforehand."""
+
     is_scan: ClassVar[bool] = False
+    """It looks at all vectors, so it knows no effort."""
+
     is_graph: ClassVar[bool] = False
+    """It walks a graph, whose steps cost more than comparisons."""
+
     grows: ClassVar[bool] = True
+    """Rows can be added to its codes."""
+
     follows: ClassVar[bool] = False
-    k_factors: ClassVar[tuple[int, ...]] = (2, 4, 8)
-    gpu_factor: ClassVar[int] = 2
+    """Rows can be taken out of them as well."""
+
     needs_all_rows: ClassVar[bool] = False
+    """It cannot leave out rows without an item."""
+
+    k_factors: ClassVar[tuple[int, ...]] = (2, 4, 8)
+    """What tuning may choose."""
+
+    gpu_factor: ClassVar[int] = 2
+    """So many times k answers of the GPU, which has half precision, are compared once more."""
+
+    gpu_most: ClassVar[float] = math.inf
+    """The greatest effort on the GPU; beyond it the CPU answers."""
+
+    gpu_builds: ClassVar[bool] = False
+    """It is made on the GPU, beside the index that it replaces."""
+
     faiss_class: ClassVar[type | None] = None
     read_flags: ClassVar[int] = faiss.IO_FLAG_MMAP_IFC
     write_flags: ClassVar[int] = 0
+    """Of the file of codes."""
 
     @abstractmethod
     def suits(self, n: int, dim: int, device: str) -> bool:
@@ -280,6 +297,7 @@ class IvfPq(Kind):
     name = "ivf-pq"
     devices = ("cpu", "cuda")
     follows = True
+    gpu_most = 2048  # lists that FAISS probes on a GPU
     k_factors = (4, 8, 16, 32, 64)
     faiss_class = faiss.IndexIVFPQFastScan
     # FAISS copies the lists of an IVF into memory of its own; mapped, they would be there twice.
@@ -368,6 +386,7 @@ class Cagra(Hnsw):
     grows = False
     k_factors = (1,)
     gpu_factor = 1
+    gpu_builds = True
     needs_all_rows = True
 
     def problem(self, n: int, dim: int, vector_type: VectorType) -> str | None:
@@ -475,6 +494,7 @@ def rows_of(codes: faiss.Index) -> Ids:
 def _gpu_resources() -> "faiss.StandardGpuResources":
     resources = faiss.StandardGpuResources()
     resources.setTempMemory(TEMP_BYTES)
+    resources.setPinnedMemory(0)  # for batches of more than a quarter of a gigabyte
     return resources
 
 
@@ -521,7 +541,7 @@ def _lists_search(vectors: StoredRows, codes: faiss.Index) -> Search:
     index.reclaimMemory()
 
     def search(queries: Embeddings, k: int, value: int) -> tuple[Scores, Ids]:
-        probed = max(1, min(value, nlist, _GPU_MAX_LISTS))
+        probed = max(1, min(value, nlist))
         return found_by(index, queries, k, faiss.SearchParametersIVF(nprobe=probed))
 
     return search
@@ -543,7 +563,7 @@ def _cagra_graph(vectors: Embeddings, parameters: Parameters) -> faiss.IndexHNSW
         index = faiss.GpuIndexCagra(resources, vectors.shape[1], _IP, config)
         index.train_c(len(vectors), faiss.swig_ptr(vectors))
         index.copyTo(graph)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         raise ProviderError(
             f"The GPU could not build CAGRA over {len(vectors):,} vectors: {reason_of(error)}. "
             "See nvidia-smi for its free memory, or choose --index flat or --index-device cpu."

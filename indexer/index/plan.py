@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from embedder.errors import PlanError
-from embedder.machine import core_count
+from embedder.errors import PlanError, ProviderError
+from embedder.machine import core_count, free_memory_mb
 from embedder.machine import memory_mb as machine_memory_mb
-from indexer.index.gpu import MEMORY_PART as GPU_PART
-from indexer.index.gpu import gpu_memory, why_no_gpu
+from indexer.index.gpu import RESERVE_MB, gpu_memory, why_no_gpu
 from indexer.index.kinds import KINDS, Device, IndexKind, Kind, kinds_on
 from indexer.types import VectorType
 
@@ -46,7 +45,7 @@ MEMORY_PART = 0.8
 @dataclass(frozen=True, slots=True)
 class IndexSettings:
     """What index to make. memory_mb: of the machine; None: what it or the container has. device:
-    cuda for an index that a GPU searches, and one with memory enough is there.
+    what is to search it.
     """
 
     kind: str = "auto"
@@ -60,7 +59,7 @@ class Plan:
     """An index that fits, and what it costs.
 
     memory_mb: resident while searching; build_memory_mb: while building. gpu_memory_mb: of the GPU,
-    of which gpu_free_mb are free now; 0 without one. mapped_mb: full-precision vectors, read from
+    while searching; gpu_free_mb: what there is for it; 0 without one. mapped_mb: vectors, read from
     the disk through the page cache. code_bytes: of the index alone. disk_mb: of the whole gallery.
     """
 
@@ -90,20 +89,30 @@ class Plan:
         )
 
     @property
+    def gpu_peak_mb(self) -> float:
+        """The memory of the GPU while a compaction makes the next index there."""
+        return self.gpu_memory_mb * (2 if KINDS[self.kind].gpu_builds else 1)
+
+    @property
     def peak_mb(self) -> float:
         """The memory of the machine that it takes at most."""
         return max(self.memory_mb, self.build_memory_mb)
 
-    def fits(self, budget_mb: float) -> bool:
-        """Whether so much memory of the machine, and what the GPU has free, will do."""
-        return self.peak_mb <= budget_mb and self.gpu_memory_mb <= GPU_PART * self.gpu_free_mb
+    def fits(self, budget_mb: float, gpu_mb: float | None = None) -> bool:
+        """Whether so much memory of the machine will do, and what the GPU has for `gpu_mb`, by
+        default while searching.
+        """
+        needed_mb = self.gpu_memory_mb if gpu_mb is None else gpu_mb
+        return self.peak_mb <= budget_mb and needed_mb <= self.gpu_free_mb
 
     def lacks(self, budget_mb: float) -> str:
         """What it needs where it does not fit."""
         if self.peak_mb > budget_mb:
             return f"{_mb(self.peak_mb)} of memory, but there are only {_mb(budget_mb)}"
-        free = _mb(GPU_PART * self.gpu_free_mb)
-        return f"{_mb(self.gpu_memory_mb)} of the GPU, but there are only {free}"
+        needed = _mb(
+            self.gpu_memory_mb if self.gpu_memory_mb > self.gpu_free_mb else self.gpu_peak_mb
+        )
+        return f"{needed} of the GPU, but there are only {_mb(self.gpu_free_mb)}"
 
     def lines(self) -> list[str]:
         """The plan for people, a fact a line."""
@@ -113,7 +122,7 @@ class Plan:
             "index": f"{self.kind} on {self.device}" + f" ({parameters})" * bool(parameters),
             "searched on": _PLACES[self.device],
             "vectors": f"{self.n:,} x {self.dim}",
-            "memory": f"{_mb(self.memory_mb)} while searching",
+            "memory": f"{_mb(self.memory_mb)} while searching; {_mb(free_memory_mb())} are free",
             "GPU memory": f"{_mb(self.gpu_memory_mb)} of {_mb(self.gpu_free_mb)} that are free",
             "mapped": f"{_mb(self.mapped_mb)} of vectors",
             "disk": f"{_mb(self.disk_mb)}, and as much again while a later build is made",
@@ -126,22 +135,30 @@ class Plan:
         return [f"{name:<20}{fact}" for name, fact in facts.items()]
 
 
-def plan_index(n: int, dim: int, settings: IndexSettings, vector_type: VectorType = "fp32") -> Plan:
+def plan_index(
+    n: int,
+    dim: int,
+    settings: IndexSettings,
+    vector_type: VectorType = "fp32",
+    *,
+    replaces: bool = False,
+) -> Plan:
     """The index for `n` vectors of length `dim`, of the kind asked for or of the first that fits.
+    One that `replaces` another may count on all memory of the GPU, since that other one has some.
 
     Raises: PlanError for numbers out of range, a kind or device that is not there, or too little
         memory; it names the flag to change. ProviderError.
     """
     _check_numbers(n, dim, settings)
     _check_device(settings.device)
-    budget = _budget_mb(settings)
+    budget, gpu_mb = _budget_mb(settings), _gpu_mb(settings, replaces)
     if settings.kind == "auto":
-        return _first_that_fits(n, dim, settings, budget, vector_type)
+        return _first_that_fits(n, dim, settings, budget, gpu_mb, vector_type)
     chosen = _named(settings.kind, settings.device)
     check_target(chosen.name, settings.target_recall)
     if problem := chosen.problem(n, dim, vector_type):
         raise PlanError(problem)
-    plan = _plan(chosen, n, dim, settings, "asked for with --index", vector_type)
+    plan = _plan(chosen, n, dim, settings, "asked for with --index", gpu_mb, vector_type)
     if not plan.fits(budget):
         raise PlanError(_too_big(plan, budget))
     return plan
@@ -150,31 +167,36 @@ def plan_index(n: int, dim: int, settings: IndexSettings, vector_type: VectorTyp
 def plans_for(
     n: int, dim: int, settings: IndexSettings, vector_type: VectorType = "fp32"
 ) -> list[Plan]:
-    """The index to make, and with `auto` those to make if it misses the target recall: smaller
-    ones, then larger ones, as far as they fit. Where no GPU will do for what one was asked for,
-    those of the CPU.
+    """The index to make in place of the one so far, and those to make where that fails: with `auto`
+    smaller ones, then larger ones, as far as they fit; for a GPU at last those of the CPU.
 
     Raises: as `plan_index`.
     """
+    if settings.device == "cpu":
+        return _plans_on(n, dim, settings, vector_type)
+    is_known = settings.kind in {kind.name for kind in kinds_on("cpu")}
+    on_cpu = replace(settings, device="cpu", kind=settings.kind if is_known else "auto")
+    others = _plans_on(n, dim, on_cpu, vector_type)
     try:
-        first = plan_index(n, dim, settings, vector_type)
-    except PlanError as error:
-        if settings.device == "cpu":
-            raise
+        return [*_plans_on(n, dim, settings, vector_type), *others]
+    except (PlanError, ProviderError) as error:
         _log.warning("The index is made for the CPU: %s", error)
-        is_known = settings.kind in {kind.name for kind in kinds_on("cpu")}
-        settings = replace(settings, device="cpu", kind=settings.kind if is_known else "auto")
-        first = plan_index(n, dim, settings, vector_type)
+        return others
+
+
+def _plans_on(n: int, dim: int, settings: IndexSettings, vector_type: VectorType) -> list[Plan]:
+    first = plan_index(n, dim, settings, vector_type, replaces=True)
     if settings.kind != "auto":
         return [first]
     kinds = kinds_on(settings.device)
     place = kinds.index(KINDS[first.kind])
     plans = [
-        _plan(kind, n, dim, settings, f"{first.kind} misses the target recall", vector_type)
+        _plan(kind, n, dim, settings, "another one missed", first.gpu_free_mb, vector_type)
         for kind in (*kinds[place + 1 :], *kinds[:place][::-1])
         if not kind.problem(n, dim, vector_type)
     ]
-    return [first, *(plan for plan in plans if plan.fits(_budget_mb(settings)))]
+    budget = _budget_mb(settings)
+    return [first, *(plan for plan in plans if plan.fits(budget, plan.gpu_peak_mb))]
 
 
 def check_target(kind: IndexKind, target_recall: float) -> None:
@@ -192,7 +214,12 @@ def check_target(kind: IndexKind, target_recall: float) -> None:
 
 
 def _first_that_fits(
-    n: int, dim: int, settings: IndexSettings, budget: float, vector_type: VectorType
+    n: int,
+    dim: int,
+    settings: IndexSettings,
+    budget: float,
+    gpu_mb: float,
+    vector_type: VectorType,
 ) -> Plan:
     refused: list[Plan] = []
     for kind, reason in _preferred(n, dim, settings.device, settings.target_recall):
@@ -200,8 +227,8 @@ def _first_that_fits(
             continue
         if refused:
             reason = "; ".join(f"{plan.kind} needs {plan.lacks(budget)}" for plan in refused)
-        plan = _plan(kind, n, dim, settings, reason, vector_type)
-        if plan.fits(budget):
+        plan = _plan(kind, n, dim, settings, reason, gpu_mb, vector_type)
+        if plan.fits(budget, plan.gpu_peak_mb):
             return plan
         refused.append(plan)
     raise PlanError(_too_big(min(refused, key=lambda plan: plan.peak_mb), budget))
@@ -222,6 +249,7 @@ def _plan(
     dim: int,
     settings: IndexSettings,
     reason: str,
+    gpu_mb: float,
     vector_type: VectorType,
 ) -> Plan:
     parameters = kind.parameters(n, dim)
@@ -248,7 +276,7 @@ def _plan(
         expected_recall=max(kind.least_recall, settings.target_recall),
         reason=reason,
         gpu_memory_mb=kind.gpu_bytes(n, dim, parameters) / _MIB if is_on_gpu else 0.0,
-        gpu_free_mb=gpu_memory().free_mb if is_on_gpu else 0.0,
+        gpu_free_mb=gpu_mb,
         parameters=parameters,
     )
 
@@ -296,6 +324,14 @@ def _budget_mb(settings: IndexSettings) -> float:
     if settings.memory_mb is not None:
         return settings.memory_mb
     return MEMORY_PART * machine_memory_mb()
+
+
+def _gpu_mb(settings: IndexSettings, replaces: bool) -> float:
+    """What an index may have of the GPU. Raises: ProviderError."""
+    if settings.device == "cpu":
+        return 0.0
+    memory = gpu_memory()
+    return max(0.0, (memory.total_mb if replaces else memory.free_mb) - RESERVE_MB)
 
 
 def _too_big(plan: Plan, budget: float) -> str:

@@ -427,7 +427,8 @@ def write_segment(
         try:
             made = _indexed(plan, vectors, live, settings.target_recall, on_progress)
         except (RecallError, ProviderError) as error:
-            if not plans:
+            is_open = isinstance(error, ProviderError) or settings.kind == "auto"
+            if not plans or not is_open:  # who asks for a kind is told that it does not do
                 raise
             _log.warning("%s The index %s is made instead.", error, plans[0].kind)
     if KINDS[plan.kind].faiss_class:
@@ -502,10 +503,14 @@ def _tuned_on_gpu(
     if plan.device == "cpu":
         return None
     index.use_gpu(f"The new index {plan.kind}", plan.parameters)
+    if index.gpu is None or not (index.gpu.wait() and index.is_on_gpu):
+        index.close()
+        return None
     try:
         tuned = tune(index, queries, target, allowed=allowed)
         # One that was lost meanwhile has measured the CPU.
-        return OnGpu(effort=tuned.effort.value, recall=tuned.recall) if index.is_on_gpu else None
+        is_whole = index.gpu.reason is None
+        return OnGpu(effort=tuned.effort.value, recall=tuned.recall) if is_whole else None
     finally:
         index.close()
 

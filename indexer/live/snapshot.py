@@ -38,6 +38,7 @@ _SPARE = 2  # how many times the expected number of removed items a search fetch
 _COLLECT_S = 0.1
 _RETRY_S = 60.0  # after which a segment that could not be opened is tried again
 _ROUNDED = np.float32(2e-6)  # by which scores of one pair of vectors may differ
+_GPU_STEP_S = 0.2  # between looks whether a gallery is closed while its index is copied
 _PATIENCE = 8  # a segment that is gone when it is to be opened is looked up anew that often
 
 
@@ -535,7 +536,10 @@ class SnapshotKeeper:
             with self._refreshing:  # another thread may be opening it
                 pass
             if not self._is_next(state.base):
-                self._next = Snapshot.load(view, state, self._opened(state))
+                segment = self._opened(state)
+                if current is None:
+                    self._wait_for_gpu(segment)
+                self._next = Snapshot.load(view, state, segment)
         following = self._next
         if following is not None and following.base == state.base:
             if state.is_before(following.state):
@@ -564,6 +568,12 @@ class SnapshotKeeper:
             self._collector,
         )
 
+    def _wait_for_gpu(self, segment: Segment | None) -> None:
+        """Until the segment is on the GPU, if it is to be there and this is not closed."""
+        copy = None if segment is None else segment.index.gpu
+        while copy is not None and not self._is_closed and not copy.wait(_GPU_STEP_S):
+            pass
+
     def _can_wait(self, current: Snapshot, state: State) -> bool:
         """Whether searches can go on in the segment so far while the new one is opened."""
         if current.state.seq < state.segment_seq:
@@ -580,12 +590,17 @@ class SnapshotKeeper:
             return
         base: Base | None = None
         try:
-            current, base = self._snapshot, self.catalog.state().base
+            current, before = self._snapshot, self.catalog.state()
+            base = before.base
             if self._is_closed or current is None or current.base == base or self._has_failed(base):
                 return
+            segment = self._opened(before)
+            self._wait_for_gpu(segment)
             with self.catalog.reading() as view:
                 state = view.state()
-                following = Snapshot.load(view, state, self._opened(state))
+                if state.base != base:
+                    return  # a compaction has replaced it meanwhile
+                following = Snapshot.load(view, state, segment)
                 if current.changes is not None:  # searches have filters
                     following = following.with_changes(view)
                 self._next = following

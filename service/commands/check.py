@@ -20,6 +20,7 @@ from rich.text import Text
 
 from embedder.errors import GalleryError, KinlensError
 from indexer.gallery import Gallery as IndexedGallery
+from indexer.gallery import gpu_memory
 from service.access.keys import open_keys
 from service.commands import options
 from service.encoding.decode_worker import known_image
@@ -74,6 +75,8 @@ def _look(settings: Settings) -> Iterator[Finding]:
     bundles = Bundles(settings)
     yield _tried("bundle", _bundle, bundles)
     yield from _galleries(settings, bundles)
+    if settings.searched_on() == "cuda":
+        yield _gpu()
     if settings.state is None:
         text = "There is no folder for keys, galleries and jobs, so nothing can be changed. "
         yield Finding("state", "warning", f"{text}Give --state DIR if it should be.")
@@ -119,7 +122,8 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
     for location in locations:
         subject = f"gallery {location.name}"
         try:
-            with contextlib.closing(open_gallery(location, settings)) as gallery:
+            on_cpu = settings.model_copy(update={"index_device": "cpu"})  # a GPU may be in use
+            with contextlib.closing(open_gallery(location, on_cpu)) as gallery:
                 bundles.folder(gallery.bundle_id)
                 items = f"{gallery.size:,} items of bundle {gallery.bundle_id[:12]}"
                 yield Finding(subject, "ok", f"{items}{_place(gallery)}")
@@ -132,13 +136,17 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
 
 def _place(gallery: Gallery) -> str:
     place = gallery.index_place() if isinstance(gallery, IndexedGallery) else None
-    if place is None:
-        return ""
-    on_gpu = f" and {place.gpu_memory_mb:,.0f} MB of the GPU" if place.gpu_memory_mb else ""
-    why = f" ({place.reason})" if place.reason else ""
-    return (
-        f"; index {place.kind} on {place.device}{why}, {place.memory_mb:,.0f} MB of memory{on_gpu}"
-    )
+    return "" if place is None else f"; index {place.kind}, {place.memory_mb:,.0f} MB of memory"
+
+
+def _gpu() -> Finding:
+    """Where galleries are to be searched."""
+    try:
+        memory = gpu_memory()
+    except KinlensError as error:
+        return Finding("gpu", "warning", f"Galleries are searched on the CPU: {error}")
+    text = f"{memory.free_mb:,.0f} of {memory.total_mb:,.0f} MB are free for galleries and model"
+    return Finding("gpu", "ok", text)
 
 
 def _state(folder: Path) -> str:

@@ -143,6 +143,7 @@ class Device:
         self.gate = threading.Event()  # closed, it never answers
         self.gate.set()
         self.searches = 0
+        self.rows: list[int] = []  # queries in each search
 
     def take(self, owner: object, size: int) -> None:
         """Allocate memory that is free again when its owner is gone."""
@@ -159,7 +160,7 @@ class Device:
     def give_back(self, size: int) -> None:
         self.free += size
 
-    def search(self) -> None:
+    def search(self, rows: int) -> None:
         """What each search meets."""
         self.gate.wait()
         if self.breaks:
@@ -167,6 +168,7 @@ class Device:
                 "Error in search at GpuIndex.cu:1: Error: CUDA error 719 launch failed"
             )
         self.searches += 1
+        self.rows.append(rows)
 
 
 def floats(pointer: object, rows: int, dim: int) -> Embeddings:
@@ -189,6 +191,9 @@ def classes_of(device: Device) -> dict[str, Any]:
         def setTempMemory(self, size: int) -> None:
             check("setTempMemory", (size,), [("size_t",)])
             device.take(self, size)
+
+        def setPinnedMemory(self, size: int) -> None:
+            check("setPinnedMemory", (size,), [("size_t",)])
 
     class OneThread:
         """FAISS: an index on a GPU belongs to one thread at a time."""
@@ -215,7 +220,7 @@ def classes_of(device: Device) -> dict[str, Any]:
             try:
                 if self._users > 1:
                     raise AssertionError("two threads search an index on the GPU at once")
-                device.search()
+                device.search(rows)
                 vectors = floats(queries, rows, self.d)
                 vectors = halved(vectors) if is_half else vectors
                 pointer = faiss.swig_ptr(vectors)
@@ -281,7 +286,10 @@ def classes_of(device: Device) -> dict[str, Any]:
 
         def train_c(self, rows: int, pointer: object) -> None:
             self.called("train_c", rows, pointer)
-            device.take(self, rows * (4 * self.d + 8 * self._degree))
+            try:
+                device.take(self, rows * (4 * self.d + 8 * self._degree))
+            except RuntimeError as error:  # what cuVS throws, FAISS makes another one of
+                raise MemoryError("std::bad_alloc: out_of_memory: CUDA error") from error
             self._graph = faiss.IndexHNSWCagra(
                 self.d, max(2, self._degree // 2), faiss.METRIC_INNER_PRODUCT
             )
@@ -323,6 +331,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, total: int = 80 * 2**30) -> Device
     for name, one in classes_of(device).items():
         monkeypatch.setattr(faiss, name, one, raising=False)
     monkeypatch.setattr(faiss, "get_compile_options", lambda: "OPTIMIZE DD AVX2 GPU NVIDIA_CUVS ")
+    monkeypatch.setattr("indexer.index.faiss.LEAST_BYTES", 0)
     monkeypatch.setattr(gpu, "failed_trial", lambda: None)
     monkeypatch.setattr(gpu, "cuda_memory", lambda: (device.free, device.total))
     return device

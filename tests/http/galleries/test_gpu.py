@@ -98,7 +98,7 @@ def test_a_compaction_frees_the_memory_of_the_index_that_it_replaces(
         shop.close()
 
 
-def test_the_check_says_where_each_gallery_would_be_searched(
+def test_the_check_says_what_the_gpu_has_free_and_takes_nothing_of_it(
     device: Device, tmp_path: Path, tiny_bundle: Bundle
 ) -> None:
     make_gallery(tmp_path / "g", "a", bundle_id=tiny_bundle.bundle_id, dim=TINY_DIM)
@@ -107,4 +107,5 @@ def test_the_check_says_where_each_gallery_would_be_searched(
     words = ["check", "--bundle", str(tiny_bundle.path), "--gallery", f"shop={tmp_path / 'g'}"]
     found = CliRunner().invoke(app, [*words, "--index-device", "cuda", "--port", "0", "--json"])
     told = {one["subject"]: one["text"] for one in json.loads(found.stdout)["findings"]}
-    assert "index flat on cuda, 0 MB of memory and 256 MB of the GPU" in told["gallery shop"]
+    assert "; index flat, 0 MB of memory" in told["gallery shop"]
+    assert told["gpu"] == "81,920 of 81,920 MB are free for galleries and model"

@@ -26,7 +26,7 @@ $(VENV)/.training: $(VENV)/.uv pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
-	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,openvino,parquet,heif,milvus-server]'
+	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,openvino,parquet,heif,ray,milvus-server]'
 	@touch $(VENV)/.training $@
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv

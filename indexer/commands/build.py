@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
+from embedder.bundle import Bundle
+from embedder.errors import BundleMismatchError
 from embedder.session import Embedder
+from embedder.types import SHORT
 from indexer.attributes import Schema
 from indexer.commands import options, stores
 from indexer.commands.console import errors_shown, failure_lines, out, print_report, progress
@@ -27,11 +30,14 @@ from indexer.commands.options import (
     WorkersOption,
 )
 from indexer.folder.layout import GalleryFolder
+from indexer.folder.manifest import name_of
 from indexer.index.plan import IndexSettings, plan_index
 from indexer.ingest.add import AddReport, add_source, check_image_root
-from indexer.ingest.build import BuildReport, BuildSettings, build_gallery
+from indexer.ingest.build import BuildReport, BuildSettings, build_gallery, import_gallery
 from indexer.ingest.embed import EmbedSettings
+from indexer.ingest.shards import VectorShards
 from indexer.ingest.sources import Source, csv_source, folder_source, split_source
+from indexer.types import VectorType
 
 app = typer.Typer()
 
@@ -52,9 +58,14 @@ SplitOption = Annotated[
     epilog="Example: kinlens-index build shop/images --bundle bundles/shop --out galleries/shop"
 )
 def build(
-    bundle: Annotated[Path, typer.Option(help="Model bundle that embeds the images.")],
     out: Annotated[Path, typer.Option(help="Folder of the gallery; a new one replaces it.")],
+    bundle: Annotated[
+        Path | None, typer.Option(help="Model bundle that embeds the images.")
+    ] = None,
     images: ImagesArgument = None,
+    vectors: Annotated[
+        str | None, typer.Option(help="Vectors of `embed`, a folder or address: no image is read.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name in addresses; that of the folder.")] = None,
     csv: CsvOption = None,
     split: SplitOption = None,
@@ -72,13 +83,21 @@ def build(
     workers: WorkersOption = 0,
     json: JsonOption = False,
 ) -> None:
-    """Build a gallery from a folder, a CSV list or a data set split.
+    """Build a gallery from a folder, a CSV list, a data set split, or vectors of `embed`.
 
     A build that was stopped continues with the same command. Unreadable images are left out and
     listed in report.json.
     """
     if images and root:
         raise typer.BadParameter("Give IMAGES or --root, not both: they mean the same.")
+    if vectors is not None:
+        if images or root or csv or split:
+            raise typer.BadParameter("Give --vectors or images, not both.")
+        given = options.given_settings(index, memory_mb, target_recall, index_device)
+        _build_of_vectors(vectors, bundle, out, name, IndexSettings(**given), vector_type, json)
+        return
+    if bundle is None:
+        raise typer.BadParameter("Name the model with --bundle, or give --vectors.")
     with errors_shown():
         source = _new_source(images or root, csv, split)
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
@@ -125,6 +144,29 @@ def add(
                 report = add_source(store, source, embedder, settings, advance)
             _print_add(report, store.size, gallery, json)
             stores.compact_if_due(store, no_compact)
+
+
+def _build_of_vectors(
+    vectors: str,
+    bundle: Path | None,
+    out: Path,
+    name: str | None,
+    settings: IndexSettings,
+    vector_type: VectorType,
+    json: bool,
+) -> None:
+    """Take in what `embed` has made; the bundle, if it is named, must be the one that made it."""
+    with errors_shown():
+        dump = VectorShards(vectors).dump(name or name_of(out))
+        made_with = dump.facts["bundle_id"]
+        if bundle is not None and Bundle.open(bundle).bundle_id != made_with:
+            raise BundleMismatchError(
+                f"{vectors} was made with bundle {made_with[:SHORT]}, not with the one in {bundle}."
+            )
+        with progress(2 * dump.count, "Building") as advance:
+            report = import_gallery(dump, out, name, settings, advance, vector_type)
+        text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
+        print_report(report, json, text)
 
 
 def _new_source(images: Path | None, csv: Path | None, split: Path | None) -> Source:

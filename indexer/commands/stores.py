@@ -9,7 +9,10 @@ from pathlib import Path
 from indexer.commands.console import err, progress
 from indexer.exchange.milvus import MilvusStore
 from indexer.exchange.parquet import read_dump
+from indexer.folder.manifest import name_of
 from indexer.gallery import Gallery
+from indexer.ingest.shards import MANIFEST as SHARDS
+from indexer.ingest.shards import REMOTE, VectorShards
 from indexer.live.compaction import KEEP_REMOVED_S
 from indexer.types import MILVUS, Dump, Progress, milvus_address
 
@@ -64,13 +67,18 @@ def facts_of(store: Store) -> dict[str, str]:
 
 @contextlib.contextmanager
 def content_of(text: str) -> Iterator[Dump]:
-    """What `import` reads: a file of `export`, or a gallery of any engine.
+    """What `import` reads: a file of `export`, vectors of `embed`, or a gallery of any engine.
 
     Raises: SourceError, GalleryError; EngineUnavailableError without pyarrow.
     """
-    if not text.startswith(MILVUS) and not Path(text).is_dir():
-        yield read_dump(text)
-        return
+    if not text.startswith(MILVUS):
+        is_remote = REMOTE in text
+        if is_remote or Path(text, SHARDS).is_file():
+            yield VectorShards(text).dump(name_of(Path(text)))
+            return
+        if not Path(text).is_dir():
+            yield read_dump(text)
+            return
     with opened(text) as store:
         entries = itertools.chain.from_iterable
         yield Dump(facts_of(store), store.dim, store.size, lambda: entries(store.scan()))

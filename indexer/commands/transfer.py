@@ -66,7 +66,11 @@ def export(
 )
 def import_(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="File of `export`, or a gallery of any kind.")
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="File of `export`, vectors of `embed`, or a gallery of any kind.",
+        ),
     ],
     gallery: Annotated[
         str,
@@ -80,7 +84,7 @@ def import_(
     vector_type: VectorTypeOption = "fp32",
     json: JsonOption = False,
 ) -> None:
-    """Make a gallery of an exported file, or of a gallery in another engine.
+    """Make a gallery of an exported file, of vectors, or of a gallery in another engine.
 
     It replaces the one that is there.
     """

@@ -72,6 +72,18 @@ def export_gallery(
     return count
 
 
+def write_entries(out: Path, entries: Sequence[Entry], dim: int, facts: Mapping[str, str]) -> None:
+    """Write these entries to the new file `out`, as an export has them. Raises: OSError;
+    EngineUnavailableError without pyarrow.
+    """
+    _pyarrow()
+    types: dict[str, set[str]] = {}
+    _learn(types, (entry.attributes for entry in entries))
+    with _writer(out, _schema(types, dim, facts)) as writer:
+        if entries:
+            writer.write_table(_table(entries, writer.schema))
+
+
 def read_dump(path: Path | str) -> Dump:
     """What `export_gallery` wrote. Its columns and facts are checked now, rows when they are read.
 

@@ -21,11 +21,12 @@ from indexer.ingest.embed import (
     Outcome,
     embedded,
     embedded_batches,
+    entry_of,
     failure_of,
     refuse_unreadable,
 )
 from indexer.ingest.sources import Source, check_attributes
-from indexer.types import Entry, Ids, Item, Progress, VectorStore, Written
+from indexer.types import Ids, Item, Progress, VectorStore, Written
 
 _STAYS = "The gallery keeps what it has under this key."
 _CHANGED = "The file was changed while it was read. Run the same command again."
@@ -146,7 +147,7 @@ class Ingest:
         changed = [o for o in usable if not self._is_stored(o, stored.get(o.record.key))]
         self.written += Written(unchanged=len(usable) - len(changed))
         vectors = self._vectors(changed, batch.vectors)
-        entries = [_entry(o, vectors[o.sha256]) for o in changed if o.sha256 in vectors]
+        entries = [entry_of(o, vectors[o.sha256]) for o in changed if o.sha256 in vectors]
         if entries:
             self.written += self.gallery.add(entries, self.owned)
 
@@ -219,11 +220,6 @@ def remove_in_parts(gallery: Gallery, ids: Ids) -> None:
     """Remove items by number, some at a time. Raises: GalleryWriteError."""
     for start in range(0, len(ids), _REMOVED_AT_ONCE):
         gallery.remove_items(ids[start : start + _REMOVED_AT_ONCE].tolist())
-
-
-def _entry(outcome: Outcome, vector: NDArray[np.float32]) -> Entry:
-    record = outcome.record
-    return Entry(record.key, vector, outcome.sha256, record.attributes, record.path, outcome.format)
 
 
 def _check_bundle(gallery: VectorStore, embedder: Embedder) -> None:

@@ -18,6 +18,7 @@ from embedder.preprocess import ImageLimits, read_header
 from embedder.session import Embedder
 from indexer.ingest.sources import Record, Source, check_names
 from indexer.pictures import ANY_SIZE
+from indexer.types import Entry
 
 Known = Callable[[Sequence[str]], Collection[str]]
 """Of contents, by sha256, those whose vectors are kept already; called from many threads."""
@@ -171,6 +172,12 @@ def failure_of(outcome: Outcome) -> Failure:
     record = outcome.record
     path = record.path.encode("utf-8", "backslashreplace").decode()
     return Failure(key=record.key, path=path, reason=outcome.failure or "")
+
+
+def entry_of(outcome: Outcome, vector: NDArray[np.float32]) -> Entry:
+    """The item of a record that can be used."""
+    record = outcome.record
+    return Entry(record.key, vector, outcome.sha256, record.attributes, record.path, outcome.format)
 
 
 def refuse_unreadable(source: Source, found: int, failures: Sequence[Failure]) -> None:

@@ -245,7 +245,8 @@ class Source:
     holds them all. Their paths start from the absolute folder `root`.
 
     names: attributes that the source decides on, also where a record has no value for one.
-    read: the bytes of a record, at most `max_bytes`, if they are not those of the file.
+    read: the bytes of a record, at most `max_bytes`, if they are not those of the file. remote: the
+    address of fsspec that the paths start from, if it is no folder.
     """
 
     root: Path
@@ -254,6 +255,12 @@ class Source:
     description: str
     names: frozenset[str] = frozenset()
     read: Callable[[Record, int], bytes] | None = field(default=None, repr=False)
+    remote: str = ""
+
+    @property
+    def address(self) -> str:
+        """Where the paths start from."""
+        return self.remote or str(self.root)
 
     def read_image(self, record: Record, max_bytes: int) -> bytes:
         """The bytes of a record. Raises: SourceError, ImageError, OSError."""
@@ -281,7 +288,7 @@ def folder_source(folder: Path | str, root: Path | str | None = None) -> Source:
 
     def records() -> Iterator[Record]:
         for path in _walk(folder):
-            yield _folder_record(path.relative_to(root).as_posix())
+            yield folder_record(path.relative_to(root).as_posix())
 
     count = sum(1 for _ in _walk(folder))
     if not count:
@@ -345,7 +352,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     return entry.is_dir(follow_symlinks=False)
 
 
-def _folder_record(path: str) -> Record:
+def folder_record(path: str) -> Record:
+    """That of an image in a folder, whose sub-folder is its class."""
     key = printable(path)
     subfolder = key.rpartition("/")[0]
     return Record(key, path, {"class": subfolder} if subfolder else {})

@@ -1,0 +1,86 @@
+"""Embed a large source on a cluster, before there is a gallery."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embedder.engines.models import SessionSettings
+from embedder.manifest import Precision
+from indexer.commands.console import errors_shown, failure_lines, print_report, progress
+from indexer.commands.options import BatchOption, DeviceOption, EngineOption, JsonOption
+from indexer.ingest.cluster import SHARD_SIZE, embed_on_cluster, remote_source
+from indexer.ingest.shards import REMOTE
+from indexer.ingest.sources import Source, csv_source, folder_source
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: kinlens-index embed s3://shop/photographs --bundle bundles/shop --out "
+    "s3://shop/vectors --ray auto"
+)
+def embed(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="Folder, CSV list, or address of fsspec such as s3://shop/a."
+        ),
+    ],
+    bundle: Annotated[Path, typer.Option(help="Model bundle that embeds the images.")],
+    out: Annotated[str, typer.Option(help="Folder or address of fsspec for the vectors.")],
+    root: Annotated[
+        str | None,
+        typer.Option(help="Folder or address that the paths of a list start from; its own folder."),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="A Ray cluster, or auto; without, this machine."),
+    ] = None,
+    device: DeviceOption = "cpu",
+    precision: Annotated[Precision, typer.Option(help="How the model computes.")] = "fp32",
+    engine: EngineOption = "onnxruntime",
+    batch_size: BatchOption = 32,
+    shard_size: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Images in a file of vectors.")
+    ] = SHARD_SIZE,
+    json: JsonOption = False,
+) -> None:
+    """Embed images into Parquet files, on all cores of this machine or on a Ray cluster.
+
+    What was stopped goes on with the same command: files that are there are not made again. Then
+    build a gallery of them: kinlens-index build --vectors OUT.
+    """
+    with errors_shown():
+        given = _source(source, root)
+        # One thread, since there is an actor for each core.
+        session = SessionSettings(device, 1, precision=precision, engine=engine)
+        with progress(given.count, "Embedding", "images") as advance:
+            report = embed_on_cluster(
+                given,
+                bundle,
+                session,
+                out,
+                ray_address=ray,
+                batch_size=batch_size,
+                shard_size=shard_size,
+                on_progress=advance,
+            )
+        text = (
+            f"{out}: {report.items:,} vectors of {report.images:,} images in {report.shards:,} "
+            f"files ({report.embedded:,} images now). Build a gallery of them: kinlens-index build "
+            f"--vectors {out} --out GALLERY"
+        )
+        failures = failure_lines(report.failures, report.images, "(--json lists all of them)")
+        print_report(report, json, text, *failures)
+
+
+def _source(text: str, root: str | None) -> Source:
+    csv = Path(text) if text.lower().endswith(".csv") else None
+    if csv is None and root is not None:
+        raise typer.BadParameter("--root is for a CSV list; SOURCE itself is the root of a folder.")
+    if csv is not None and root is not None and REMOTE in root:
+        return remote_source(root, csv)
+    if csv is not None:
+        return csv_source(csv, root)
+    return remote_source(text) if REMOTE in text else folder_source(text)

@@ -1,0 +1,263 @@
+"""Embed on a cluster: Ray Data hands a shard at a time to actors, one for each core or GPU."""
+
+import contextlib
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from embedder.bundle import Bundle
+from embedder.engines.models import SessionSettings
+from embedder.errors import (
+    EngineUnavailableError,
+    InvalidParameterError,
+    KinlensError,
+    SourceError,
+)
+from embedder.formats import SUFFIXES
+from embedder.machine import core_count
+from embedder.session import OnnxEmbedder
+from indexer.ingest.embed import EmbedSettings, Failure, embedded, entry_of, failure_of
+from indexer.ingest.shards import (
+    REMOTE,
+    ShardsManifest,
+    VectorShards,
+    image_paths,
+    reader_at,
+)
+from indexer.ingest.sources import Record, Source, csv_source, folder_record
+from indexer.types import Entry, Progress
+
+SHARD_SIZE = 2048
+"""Images of a shard: what a worker that is killed costs, a minute or two of one core."""
+
+_SPARE_CPUS = 2  # logical ones for the readers of Ray Data, which else wait for actors for ever
+
+
+class ShardsReport(BaseModel, frozen=True):
+    """What there is in the shards now; `embedded` of the `images` were looked at by this call."""
+
+    images: int
+    embedded: int
+    items: int
+    shards: int
+    failures: tuple[Failure, ...]
+    bundle_id: str
+
+
+def embed_on_cluster(
+    source: Source,
+    bundle: Path,
+    session: SessionSettings,
+    out: str,
+    *,
+    ray_address: str | None = None,
+    batch_size: int = EmbedSettings().batch_size,
+    shard_size: int = SHARD_SIZE,
+    on_progress: Progress | None = None,
+) -> ShardsReport:
+    """Embed a source into Parquet shards at `out`, a folder or any address of fsspec.
+
+    Shards that are there stay, so the same call goes on where one has ended. Without `ray_address`
+    Ray runs on the cores of this machine, or its GPUs. Each worker gets the bundle from here; it
+    reads images and writes shards itself, so both must be reachable from each.
+
+    Raises: EngineUnavailableError without Ray; InvalidParameterError for an `out` of another
+        source; SourceError, BundleError, OSError.
+    """
+    shards, made = VectorShards(out), Bundle.open(bundle)
+    if not shards.has_begun:
+        manifest = ShardsManifest(
+            bundle_id=made.bundle_id,
+            precision=session.precision,
+            dim=made.manifest.dim,
+            source=source.description,
+            source_root=source.address,
+            images=source.count,
+            shard_size=shard_size,
+        )
+        shards.begin(manifest, source.records())
+    manifest = shards.manifest
+    begun = (manifest.bundle_id, manifest.precision, manifest.source, manifest.source_root)
+    if begun != (made.bundle_id, session.precision, source.description, source.address):
+        raise InvalidParameterError(
+            f"{out} holds vectors in {manifest.precision} of the {manifest.source}, made with "
+            f"bundle {manifest.bundle_id[:12]}. Name the same source, bundle and precision to go "
+            "on, or another --out."
+        )
+    missing, done = shards.missing(), 0
+    if on_progress is not None:
+        on_progress(manifest.images - manifest.images_in(missing))
+    for count in _run(shards, missing, bundle, session, ray_address, batch_size):
+        done += count
+        if on_progress is not None:
+            on_progress(count)
+    failures = tuple(shards.failures())
+    return ShardsReport(
+        images=manifest.images,
+        embedded=done,
+        items=manifest.images - len(failures),
+        shards=manifest.shards,
+        failures=failures,
+        bundle_id=manifest.bundle_id,
+    )
+
+
+def remote_source(address: str, csv: Path | None = None) -> Source:
+    """Every image below an address of fsspec, in the order of their paths; or the rows of a CSV
+    list, whose paths start there.
+
+    Raises: SourceError for an address without images, or a list that is wrong.
+    """
+    read = reader_at(address)
+    if csv is not None:
+        return replace(csv_source(csv), root=Path(address), remote=address, read=read)
+    paths = image_paths(address)
+    if not paths:
+        raise SourceError(
+            f"There are no images at {address}. Images end with one of: {', '.join(SUFFIXES)}."
+        )
+    records = partial(map, folder_record, paths)
+    return Source(Path(address), records, len(paths), "address", read=read, remote=address)
+
+
+class ShardEmbedder:
+    """An actor: a bundle in a session of its own, which embeds the shards that it is given."""
+
+    def __init__(self, files: Any, session: SessionSettings, address: str, batch_size: int) -> None:
+        """`files` refers to the content of the bundle, by name."""
+        import ray
+
+        with tempfile.TemporaryDirectory() as folder:
+            for name, data in ray.get(files).items():
+                place = Path(folder, name)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(data)
+            self._embedder = OnnxEmbedder.open(Path(folder), session)
+        self._shards = VectorShards(address)
+        self._batch_size = batch_size
+        manifest = self._shards.manifest
+        root = manifest.source_root
+        self._source = Source(Path(root), lambda: iter(()), 0, manifest.source)
+        if REMOTE in root:
+            self._source = replace(self._source, read=reader_at(root))
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the shards in a batch how many images each has."""
+        return {"images": np.array([self._embedded(int(shard)) for shard in batch["shard"]])}
+
+    def _embedded(self, shard: int) -> int:
+        records = self._shards.records(shard)
+        entries: list[Entry] = []
+        failures: list[Failure] = []
+        for start in range(0, len(records), self._batch_size):
+            part = records[start : start + self._batch_size]
+            found, left_out = self._batch(part)
+            entries += found
+            failures += left_out
+        self._shards.write(shard, entries, failures)
+        return len(records)
+
+    def _batch(self, records: Sequence[Record]) -> tuple[list[Entry], list[Failure]]:
+        made = embedded(self._source, records, self._embedder, lambda _: ())
+        entries = [
+            entry_of(one, made.vectors[one.sha256]) for one in made.outcomes if one.failure is None
+        ]
+        return entries, [failure_of(one) for one in made.outcomes if one.failure is not None]
+
+
+def _run(
+    shards: VectorShards,
+    missing: Sequence[int],
+    bundle: Path,
+    session: SessionSettings,
+    address: str | None,
+    batch_size: int,
+) -> Iterator[int]:
+    """How many images each missing shard had, as they are done."""
+    if not missing:
+        return
+    ray, is_gpu = _ray(), session.device == "cuda"
+    with _connected(ray, address):
+        has = ray.cluster_resources()
+        actors = int(has.get("GPU", 0)) if is_gpu else int(has.get("CPU", 0)) - _SPARE_CPUS
+        if is_gpu and not actors:
+            raise EngineUnavailableError("Ray sees no GPU in its cluster. Leave --device out.")
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        files = ray.put(_files_of(bundle))  # kept until the end, for actors that start again
+        work = ray.data.from_items(
+            [{"shard": n} for n in missing], override_num_blocks=len(missing)
+        )
+        done = work.map_batches(
+            ShardEmbedder,
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(size=max(1, min(actors, len(missing)))),
+            fn_constructor_kwargs={
+                "files": files,
+                "session": session,
+                "address": shards.address,
+                "batch_size": batch_size,
+            },
+            **{"num_gpus" if is_gpu else "num_cpus": 1},
+        )
+        for row in done.iter_rows():
+            yield int(row["images"])
+
+
+@contextlib.contextmanager
+def _connected(ray: Any, address: str | None) -> Iterator[None]:
+    """With a cluster; `local` is one of this process alone, whatever else runs here."""
+    mine = {"num_cpus": core_count() + _SPARE_CPUS, "include_dashboard": False}
+    try:
+        ray.init(
+            address=address or "local",
+            log_to_driver=False,
+            logging_level="error",
+            **({} if address else mine),
+        )
+    except Exception as error:  # of many kinds: no answer, another version, a wrong address
+        raise EngineUnavailableError(
+            f"There is no Ray cluster at {address or 'this machine'}: {str(error).splitlines()[0]} "
+            "Check the address and that its version of Ray is the one here, or leave --ray out."
+        ) from error
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints what befalls its workers
+            yield
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, KinlensError):
+            raise cause from None
+        raise EngineUnavailableError(
+            f"A worker failed: {str(cause or error).strip().splitlines()[-1]} What it has done is "
+            "kept: run the same command again."
+        ) from error
+    finally:
+        ray.shutdown()
+
+
+def _files_of(bundle: Path) -> dict[str, bytes]:
+    return {
+        file.relative_to(bundle).as_posix(): file.read_bytes()
+        for file in bundle.rglob("*")
+        if file.is_file()
+    }
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise EngineUnavailableError(
+            "Embedding on a cluster needs Ray, which is not installed. Install it with "
+            "`pip install 'kinlens[ray]'`."
+        ) from error
+    return ray

@@ -1,0 +1,226 @@
+"""Vectors on their way from a cluster: a folder of Parquet files, anywhere that fsspec reaches.
+
+VECTORS/
+  manifest.json          ShardsManifest; written once the whole list is there
+  list/000000.json       the records of a shard
+  parts/000000.json      which of them were left out, and why; written before
+  parts/000000.parquet   the items of the shard with their vectors, as `export` writes them
+
+A part is there whole or not at all, so whoever goes on makes those that are missing.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from embedder.durable import write_whole
+from embedder.errors import EngineUnavailableError, SourceError
+from embedder.formats import SUFFIXES
+from indexer.exchange.parquet import read_dump, write_entries
+from indexer.ingest.embed import Failure
+from indexer.ingest.sources import Record
+from indexer.types import Dump, Entry
+
+MANIFEST = "manifest.json"
+REMOTE = "://"
+"""What tells an address of fsspec from a folder."""
+
+_LIST, _PARTS = "list", "parts"
+_AGAIN = "Run kinlens-index embed again with the same source and the same --out: it goes on."
+
+
+class ShardsManifest(BaseModel, frozen=True, extra="forbid"):
+    """What the vectors are of: `images` of a source, in shards of `shard_size`."""
+
+    schema_version: Literal[1] = 1
+    bundle_id: str = Field(min_length=1)
+    precision: str
+    dim: int = Field(ge=1)
+    source: str
+    source_root: str
+    images: int = Field(ge=1)
+    shard_size: int = Field(ge=1)
+
+    @property
+    def shards(self) -> int:
+        """How many there are."""
+        return -(-self.images // self.shard_size)
+
+    def images_in(self, shards: Sequence[int]) -> int:
+        """How many images these shards have; the last one may have fewer than the others."""
+        empty = self.shards * self.shard_size - self.images
+        return len(shards) * self.shard_size - empty * (self.shards - 1 in shards)
+
+
+class VectorShards:
+    """The folder at an address: of this machine, or of any file system of fsspec."""
+
+    def __init__(self, address: str) -> None:
+        """Raises: EngineUnavailableError without fsspec, or without the package of a protocol."""
+        self.address = address
+        self._files, self._root = files_at(address)
+        self._known: ShardsManifest | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the list is complete."""
+        return bool(self._files.exists(self._at(MANIFEST)))
+
+    @property
+    def manifest(self) -> ShardsManifest:
+        """What stands in manifest.json. Raises: SourceError."""
+        if self._known is None:
+            try:
+                data = self._files.cat_file(self._at(MANIFEST))
+                self._known = ShardsManifest.model_validate_json(data)
+            except FileNotFoundError as error:
+                raise SourceError(
+                    f"{self.address} has no {MANIFEST}: no vectors of `kinlens-index embed` are "
+                    "there, or its list was not finished. Check the address."
+                ) from error
+            except (OSError, ValidationError) as error:
+                raise SourceError(
+                    f"{self.address}/{MANIFEST} cannot be read: {str(error).splitlines()[0]}"
+                ) from error
+        return self._known
+
+    def begin(self, manifest: ShardsManifest, records: Iterable[Record]) -> None:
+        """Write the list, and the manifest last. Raises: SourceError if the source has changed
+        since its images were counted; OSError.
+        """
+        count, rest = 0, iter(records)
+        for shard in range(manifest.shards):
+            some = list(islice(rest, manifest.shard_size))
+            lines = [[one.key, one.path, _plain(one.attributes)] for one in some]
+            self._put(f"{_LIST}/{shard:06}.json", json.dumps(lines).encode())
+            count += len(some)
+        if count != manifest.images or next(rest, None) is not None:
+            raise SourceError(
+                f"The {manifest.source} had {manifest.images:,} images and has another number now. "
+                "Start again when nobody changes it."
+            )
+        self._put(MANIFEST, manifest.model_dump_json(indent=2).encode())
+
+    def missing(self) -> list[int]:
+        """The shards whose vectors are not there yet."""
+        there: set[str] = set()
+        with suppress(FileNotFoundError):
+            there = {Path(name).name for name in self._files.ls(self._at(_PARTS), detail=False)}
+        shards = range(self.manifest.shards)
+        return [shard for shard in shards if f"{shard:06}.parquet" not in there]
+
+    def records(self, shard: int) -> list[Record]:
+        """Those of one shard."""
+        lines = json.loads(self._files.cat_file(self._at(f"{_LIST}/{shard:06}.json")))
+        return [
+            Record(key, path, {n: tuple(v) if isinstance(v, list) else v for n, v in own.items()})
+            for key, path, own in lines
+        ]
+
+    def write(self, shard: int, entries: Sequence[Entry], failures: Sequence[Failure]) -> None:
+        """Keep the vectors of a shard, and what was left out. Raises: OSError."""
+        told = [failure.model_dump() for failure in failures]
+        self._put(f"{_PARTS}/{shard:06}.json", json.dumps(told).encode())
+        facts = {"name": "vectors", "bundle_id": self.manifest.bundle_id}
+        with tempfile.TemporaryDirectory() as folder:
+            part = Path(folder, "part")
+            write_entries(part, entries, self.manifest.dim, facts)
+            self._put(f"{_PARTS}/{shard:06}.parquet", part.read_bytes())
+
+    def failures(self) -> Iterator[Failure]:
+        """What was left out, of all shards that are there."""
+        for shard in sorted({*range(self.manifest.shards)} - {*self.missing()}):
+            data = self._files.cat_file(self._at(f"{_PARTS}/{shard:06}.json"))
+            yield from map(Failure.model_validate, json.loads(data))
+
+    def dump(self, name: str) -> Dump:
+        """All of it, for a gallery of this name. Raises: SourceError if shards are missing."""
+        manifest = self.manifest
+        if missing := self.missing():
+            raise SourceError(
+                f"{self.address} lacks {len(missing):,} of {manifest.shards:,} shards. {_AGAIN}"
+            )
+        left_out = sum(1 for _ in self.failures())
+        facts = {
+            "name": name,
+            "bundle_id": manifest.bundle_id,
+            "precision": manifest.precision,
+            "source": manifest.source,
+            "source_root": manifest.source_root,
+        }
+        return Dump(facts, manifest.dim, manifest.images - left_out, self._entries)
+
+    def _entries(self) -> Iterator[Entry]:
+        with tempfile.TemporaryDirectory() as folder:
+            part = Path(folder, "part.parquet")
+            for shard in range(self.manifest.shards):
+                self._files.get_file(self._at(f"{_PARTS}/{shard:06}.parquet"), str(part))
+                yield from read_dump(part).entries()
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _put(self, name: str, data: bytes) -> None:
+        place = self._at(name)
+        if not _is_local(self._files):
+            self._files.pipe_file(place, data)  # object stores write in one step
+            return
+        Path(place).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(Path(place), data, "vectors")
+
+
+def files_at(address: str) -> tuple[Any, str]:
+    """The file system of fsspec at an address, and the path in it.
+
+    Raises: EngineUnavailableError without fsspec, or without the package of a protocol.
+    """
+    try:
+        import fsspec
+
+        files, root = fsspec.url_to_fs(address, use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        raise EngineUnavailableError(
+            f"{address} cannot be reached: {error}. Install the package of its protocol; a cluster "
+            "needs `pip install 'kinlens[ray]'`."
+        ) from error
+    return files, str(root).rstrip("/")
+
+
+def reader_at(root: str) -> Any:
+    """What reads the bytes of a record below an address, at most so many."""
+    return partial(_read, *files_at(root))
+
+
+def image_paths(address: str) -> list[str]:
+    """The images below an address, relative to it, in order; without hidden files and folders."""
+    files, root = files_at(address)
+    found = (str(path)[len(root) :].lstrip("/") for path in files.find(root))
+    return sorted(
+        path
+        for path in found
+        if path.lower().endswith(SUFFIXES) and not any(p.startswith(".") for p in path.split("/"))
+    )
+
+
+def _read(files: Any, root: str, record: Record, max_bytes: int) -> bytes:
+    data: bytes = files.cat_file(f"{root}/{record.path}", end=max_bytes + 1)
+    if len(data) > max_bytes:
+        raise SourceError(
+            f"The file has more than {max_bytes:,} bytes, the limit. Make it smaller, or leave it."
+        )
+    return data
+
+
+def _is_local(files: Any) -> bool:
+    return "file" in ((files.protocol,) if isinstance(files.protocol, str) else files.protocol)
+
+
+def _plain(attributes: Any) -> dict[str, Any]:
+    return {n: list(v) if isinstance(v, tuple) else v for n, v in attributes.items()}

@@ -1,0 +1,262 @@
+"""Embedding on a Ray cluster of this machine, and galleries of what it has made."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embedder.bundle import Bundle
+from embedder.errors import SourceError
+from indexer.gallery import Gallery
+from indexer.ingest.shards import ShardsManifest, VectorShards
+from indexer.ingest.sources import Record
+from indexer.types import Entry
+from tests.indexer.conftest import Run, printed
+from tests.support.waiting import until
+from tests.tiny import encoded, picture
+
+COMMAND = Path(sys.executable).with_name("kinlens-index")
+COUNT, SHARD = 260, 64
+OPEN = {"RAY_AUTH_MODE": "disabled"}
+"""Nobody else reaches a cluster on the loopback address."""
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of pictures, some of them copies, one that is none, and a list of some."""
+    folder = tmp_path_factory.mktemp("shop")
+    for number in range(COUNT):
+        file = folder / f"class-{number % 3}" / f"{number:04}.png"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(encoded(picture(number % 250)))
+    (folder / "class-0" / "none.png").write_bytes(b"no picture")
+    rows = [f"sku-{n},class-{n % 3}/{n:04}.png,{n / 2},S|M" for n in range(100)]
+    (folder / "list.csv").write_text("\n".join(["key,path,price:number,sizes:text[]", *rows]))
+    return folder
+
+
+def command(*words: object) -> subprocess.Popen[str]:
+    """`kinlens-index` in a process group of its own."""
+    return subprocess.Popen(
+        [str(COMMAND), *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | OPEN,
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster(vectors: object) -> Iterator[str]:
+    """The address of a Ray cluster of two nodes on this machine, with four logical CPUs."""
+    script = Path(__file__).parents[1] / "support" / "ray_cluster.py"
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | OPEN,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.stdin.close()
+        process.wait(60)
+
+
+def embedded(*words: object) -> Any:
+    """What `embed --json` has printed."""
+    process = command("embed", *words, "--json")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def vectors(
+    shop: Path, tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
+    """The vectors of the shop, and what the command said."""
+    pytest.importorskip("ray", reason="Ray is not installed (pip install 'kinlens[ray]')")
+    out = tmp_path_factory.mktemp("embedded") / "vectors"
+    words = (shop, "--bundle", tiny_bundle.path, "--out", out, "--shard-size", SHARD)
+    return out, embedded(*words)
+
+
+def items_of(path: Path) -> dict[str, tuple[object, ...]]:
+    """Every item of a gallery with its vector."""
+    with closing(Gallery.open(path)) as gallery:
+        items = list(gallery.items())
+        rows = gallery.vectors([item.id for item in items])
+        return {
+            item.key: (item.path, item.sha256, item.format, item.attributes, row.tobytes())
+            for item, row in zip(items, rows, strict=True)
+        }
+
+
+def test_a_gallery_of_shards_is_that_of_a_build_bit_for_bit(
+    vectors: tuple[Path, Any], shop: Path, tiny_bundle: Bundle, run: Run, tmp_path: Path
+) -> None:
+    folder, report = vectors
+    assert (report["images"], report["items"], report["shards"]) == (COUNT + 1, COUNT, 5)
+    assert [one["key"] for one in report["failures"]] == ["class-0/none.png"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["bundle_id"] == tiny_bundle.bundle_id
+    printed(run("build", "--vectors", folder, "--out", tmp_path / "a", "--json"))
+    process = command("build", shop, "--bundle", tiny_bundle.path, "--out", tmp_path / "b")
+    process.communicate(timeout=200)
+    assert process.returncode == 0
+    assert items_of(tmp_path / "a") == items_of(tmp_path / "b")
+    printed(run("import", folder, "--out", tmp_path / "c", "--vector-type", "fp16", "--json"))
+    with closing(Gallery.open(tmp_path / "c")) as made:
+        assert (made.size, made.bundle_id) == (COUNT, tiny_bundle.bundle_id)
+
+
+def test_what_is_there_is_not_embedded_again_and_another_source_is_refused(
+    vectors: tuple[Path, Any], shop: Path, tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    folder, _ = vectors
+    words = ("--bundle", tiny_bundle.path, "--out", folder)
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*.parquet")}
+    assert embedded(shop, *words)["embedded"] == 0
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*.parquet")} == before
+    for source, more in ((shop / "class-0", ()), (shop, ("--precision", "bf16"))):
+        process = command("embed", source, *words, *more)
+        _, err = process.communicate(timeout=100)
+        assert process.returncode == 1
+        assert "or another --out" in " ".join(err.split())
+
+
+def test_a_worker_that_is_killed_costs_its_shard_alone(
+    shop: Path, tiny_bundle: Bundle, vectors: tuple[Path, Any], cluster: str, tmp_path: Path
+) -> None:
+    words = (shop, "--bundle", tiny_bundle.path, "--out", tmp_path / "v", "--shard-size", 8)
+    words = (*words, "--ray", cluster)
+    process = command("embed", *words, "--json")
+    until(lambda: any(tmp_path.glob("v/parts/*.parquet")) or process.poll() is not None)
+    victims = actors_of()
+    assert victims
+    os.kill(victims[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert json.loads(out)["items"] == COUNT
+    whole, parts = VectorShards(str(vectors[0])), VectorShards(str(tmp_path / "v"))
+    mine, theirs = (
+        {e.key: e.vector.tobytes() for e in v.dump("v").entries()} for v in (whole, parts)
+    )
+    assert mine == theirs
+
+
+def actors_of() -> list[int]:
+    """The actors that run on a cluster of this machine."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            title = (entry / "cmdline").read_bytes()
+            found += [int(entry.name)] * title.startswith(b"ray::MapWorker")
+    return found
+
+
+def test_a_call_that_is_ended_goes_on_with_what_it_has(
+    shop: Path, tiny_bundle: Bundle, vectors: tuple[Path, Any], cluster: str, tmp_path: Path
+) -> None:
+    words = (shop, "--bundle", tiny_bundle.path, "--out", tmp_path / "v", "--shard-size", 8)
+    words = (*words, "--ray", cluster)
+    process = command("embed", *words)
+    until(lambda: any(tmp_path.glob("v/parts/*.parquet")) or process.poll() is not None)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    shards = VectorShards(str(tmp_path / "v"))
+    left = shards.missing()
+    assert 0 < len(left) < shards.manifest.shards
+    with pytest.raises(SourceError, match=r"lacks \d+ of 33 shards.*it goes on"):
+        shards.dump("v")
+    report = embedded(*words)
+    assert report["embedded"] == shards.manifest.images_in(left)
+    assert report["items"] == COUNT
+
+
+def test_an_address_and_a_list_are_sources_too(
+    shop: Path,
+    tiny_bundle: Bundle,
+    run: Run,
+    vectors: tuple[Path, Any],
+    cluster: str,
+    tmp_path: Path,
+) -> None:
+    words = ("--bundle", tiny_bundle.path, "--shard-size", 50, "--ray", cluster)
+    report = embedded(f"file://{shop}", *words, "--out", f"file://{tmp_path}/remote")
+    assert report["items"] == COUNT
+    one, other = (VectorShards(str(place)) for place in (vectors[0], tmp_path / "remote"))
+    assert [e.key for e in one.dump("v").entries()] == [e.key for e in other.dump("v").entries()]
+    report = embedded(
+        shop / "list.csv", *words, "--out", tmp_path / "list", "--root", f"file://{shop}"
+    )
+    assert report["items"] == 100
+    printed(run("build", "--vectors", tmp_path / "list", "--out", tmp_path / "g", "--json"))
+    place, _, _, attributes, _ = items_of(tmp_path / "g")["sku-3"]
+    assert (place, attributes) == ("class-0/0003.png", {"price": 1.5, "sizes": ("S", "M")})
+
+
+# What needs no Ray.
+
+
+def test_shards_are_begun_whole_or_not_at_all(tmp_path: Path) -> None:
+    shards = VectorShards(str(tmp_path / "v"))
+    manifest = ShardsManifest(
+        bundle_id="b" * 64,
+        precision="fp32",
+        dim=4,
+        source="folder",
+        source_root="/shop",
+        images=5,
+        shard_size=2,
+    )
+    assert not shards.has_begun
+    with pytest.raises(SourceError, match=r"no manifest\.json.*Check the address"):
+        _ = shards.manifest
+    with pytest.raises(SourceError, match="had 5 images and has another number now"):
+        shards.begin(manifest, [Record(f"k{n}", f"{n}.png") for n in range(6)])
+    assert not shards.has_begun
+    records = [Record(f"k{n}", f"{n}.png", {"sizes": ("S", "M"), "n": n}) for n in range(5)]
+    shards.begin(manifest, records)
+    assert [one for shard in range(3) for one in shards.records(shard)] == records
+    assert (shards.missing(), manifest.images_in([0, 2])) == ([0, 1, 2], 3)
+    for shard in range(3):
+        entries = [
+            Entry(
+                one.key, np.eye(4, dtype=np.float32)[0], "0" * 64, one.attributes, one.path, "PNG"
+            )
+            for one in shards.records(shard)
+        ]
+        shards.write(shard, entries, [])
+    assert [entry.key for entry in shards.dump("v").entries()] == [one.key for one in records]
+    (tmp_path / "v/manifest.json").write_text("{")
+    with pytest.raises(SourceError, match=r"manifest\.json cannot be read"):
+        _ = VectorShards(str(tmp_path / "v")).manifest
+
+
+def test_wrong_usage_is_named(run: Run, tmp_path: Path) -> None:
+    for words, message in (
+        (("build", "--out", "g"), "--bundle, or give --vectors"),
+        (("build", "shop", "--out", "g", "--vectors", "v"), "--vectors or images, not both"),
+        (("embed", "shop", "--bundle", "b", "--out", "v", "--root", "r"), "--root is for a CSV"),
+    ):
+        result = run(*words)
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.replace("│", " ").split())
+    result = run("build", "--vectors", tmp_path, "--out", tmp_path / "g")
+    assert "no manifest.json" in " ".join(result.stderr.split())
+    result = run("embed", "xyz://nowhere/a", "--bundle", "b", "--out", tmp_path / "v")
+    assert "xyz://nowhere/a cannot be reached" in " ".join(result.stderr.split())

@@ -26,6 +26,7 @@ LONGEST_FIRST = (
     "load/test_scale.py",
     "jobs/test_manager.py",
     "indexer/test_crash.py",
+    "indexer/test_cluster.py",
     "tests/test_demos.py",
     "training/test_jobs.py",
     "training/test_trainer.py",

@@ -216,31 +216,32 @@ def _run(
 def _connected(ray: Any, address: str | None) -> Iterator[None]:
     """With a cluster; `local` is one of this process alone, whatever else runs here."""
     mine = {"num_cpus": core_count() + _SPARE_CPUS, "include_dashboard": False}
-    try:
-        ray.init(
-            address=address or "local",
-            log_to_driver=False,
-            logging_level="error",
-            **({} if address else mine),
-        )
-    except Exception as error:  # of many kinds: no answer, another version, a wrong address
-        raise EngineUnavailableError(
-            f"There is no Ray cluster at {address or 'this machine'}: {str(error).splitlines()[0]} "
-            "Check the address and that its version of Ray is the one here, or leave --ray out."
-        ) from error
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # Ray prints what befalls its workers
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints what befalls its workers
+        try:
+            ray.init(
+                address=address or "local",
+                log_to_driver=False,
+                logging_level="error",
+                **({} if address else mine),
+            )
+        except Exception as error:  # of many kinds: no answer, another version, a wrong address
+            raise EngineUnavailableError(
+                f"There is no Ray cluster at {address or 'this machine'}: "
+                f"{str(error).splitlines()[0]} Check the address and that its version of Ray is "
+                "the one here, or leave --ray out."
+            ) from error
+        try:
             yield
-    except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, KinlensError):
-            raise cause from None
-        raise EngineUnavailableError(
-            f"A worker failed: {str(cause or error).strip().splitlines()[-1]} What it has done is "
-            "kept: run the same command again."
-        ) from error
-    finally:
-        ray.shutdown()
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, KinlensError):
+                raise cause from None
+            raise EngineUnavailableError(
+                f"A worker failed: {str(cause or error).strip().splitlines()[-1]} What is done "
+                "is kept: run the same command again."
+            ) from error
+        finally:
+            ray.shutdown()
 
 
 def _files_of(bundle: Path) -> dict[str, bytes]:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -21,6 +21,7 @@ _MIN_COSINE = 0.999
 _UNKNOWN = "unknown"
 _OK = "ok"
 _GONE = "gone"
+_SERVICE = "service"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,15 @@ class Readiness:
     free_gpu_memory_mb: float | None
     last_error: str | None
 
+    def of_gallery(self, name: str) -> bool:
+        """Whether searches of one gallery are answered. Raises: GalleryNotFoundError."""
+        if name not in self.versions and f"reload {name}" not in self.checks:
+            raise GalleryNotFoundError(
+                f"gallery = {name[:SHORT]!r} is unknown. Known are: "
+                f"{', '.join(self.versions) or 'none'}."
+            )
+        return self.checks.get(f"gallery {name}") == _OK and _SERVICE not in self.checks
+
 
 class Health:
     """Runs the checks on demand, at most once a second, whoever asks: they go first everywhere."""
@@ -48,6 +58,8 @@ class Health:
     ) -> None:
         """`is_on_gpu` if galleries are to be searched there."""
         self.passed = True
+        self.has_started = False
+        self.is_ending = False
         self._registry = registry
         self._models = models
         self._threads = OwnThreads("probe")
@@ -63,8 +75,19 @@ class Health:
         return self._verdicts | dict.fromkeys(closed, False)
 
     async def check(self) -> Readiness:
-        """Embed the known image, compare, and search everywhere, ahead of all that waits."""
-        return await self._recent.get()
+        """Embed the known image, compare, and search everywhere, ahead of all that waits; not
+        ready, whatever that says, once the end has begun.
+        """
+        found = await self._recent.get()
+        self.has_started = self.has_started or found.ready
+        if not self.is_ending:
+            return found
+        return replace(found, ready=False, checks=found.checks | {_SERVICE: "it is ending"})
+
+    def end(self) -> None:
+        """From now on it is not ready, so that load balancers send their requests elsewhere."""
+        self.is_ending = True
+        structlog.get_logger().info("the end has begun")
 
     async def _check(self) -> Readiness:
         checks: dict[str, str] = {}

@@ -508,6 +508,12 @@ class Live(BaseModel):
     status: Literal["live"] = "live"
 
 
+class Startup(BaseModel):
+    """Whether the service was ready once."""
+
+    status: Literal["started", "starting"]
+
+
 class IndexPlace(BaseModel):
     """Where the index of a gallery is searched, the MiB that it takes of the machine and of the
     GPU, and why it is not the GPU that was asked for.

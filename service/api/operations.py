@@ -1,15 +1,18 @@
 """What operators ask of the service: is it there, can it answer, and its metrics."""
 
 from dataclasses import asdict
+from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 from fastapi.responses import JSONResponse
 
+from embedder.errors import GalleryNotFoundError, InvalidParameterError
 from embedder.machine import free_memory_mb
 from service.api.galleries import Service
 from service.http.openapi import problems
-from service.models import IndexPlace, Live, Ready
+from service.models import IndexPlace, Live, Ready, Startup
 from service.observe.metrics import CONTENT_TYPE
+from service.problems import KINDS
 
 router = APIRouter()
 
@@ -23,14 +26,23 @@ async def live() -> Live:
 @router.get(
     "/ready",
     response_model=Ready,
-    responses={**problems(), 503: {"model": Ready, "description": "A check failed."}},
+    responses={
+        **problems(KINDS[GalleryNotFoundError], KINDS[InvalidParameterError]),
+        503: {"model": Ready, "description": "A check failed."},
+    },
     summary="Can it answer searches",
 )
-async def ready(runtime: Service) -> JSONResponse:
+async def ready(
+    runtime: Service,
+    gallery: Annotated[
+        str | None, Query(description="Whether searches of this gallery are answered.")
+    ] = None,
+) -> JSONResponse:
     """Embeds a known image and searches every gallery with it."""
     readiness = await runtime.health.check()
+    is_ready = readiness.ready if gallery is None else readiness.of_gallery(gallery)
     content = Ready(
-        status="ready" if readiness.ready else "not ready",
+        status="ready" if is_ready else "not ready",
         provider=runtime.registry.model.provider,
         engine=runtime.embedder.mode.engine,
         precision=runtime.embedder.mode.precision,
@@ -45,7 +57,22 @@ async def ready(runtime: Service) -> JSONResponse:
         checks=readiness.checks,
         last_error=readiness.last_error,
     )
-    return JSONResponse(content.model_dump(), 200 if readiness.ready else 503)
+    return JSONResponse(content.model_dump(), 200 if is_ready else 503)
+
+
+@router.get(
+    "/startup",
+    response_model=Startup,
+    responses={**problems(), 503: {"model": Startup, "description": "It was not ready yet."}},
+    summary="Has it been ready once",
+)
+async def startup(runtime: Service) -> JSONResponse:
+    """For a probe that waits for slow starts: 200 for ever once it was ready."""
+    if not runtime.health.has_started:
+        await runtime.health.check()
+    has_started = runtime.health.has_started
+    content = Startup(status="started" if has_started else "starting")
+    return JSONResponse(content.model_dump(), 200 if has_started else 503)
 
 
 @router.get(

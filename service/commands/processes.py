@@ -27,7 +27,14 @@ import typer
 
 from embedder.errors import KinlensError
 from service.app import create_app
-from service.http.server import Server, address_of, config_of, listen, share_the_interpreter
+from service.http.server import (
+    Server,
+    address_of,
+    config_of,
+    listen,
+    prepared,
+    share_the_interpreter,
+)
 from service.observe.logs import configure_logs
 from service.observe.metrics_shared import forget, restarts_counter, shared_folder
 from service.settings import Settings
@@ -214,7 +221,7 @@ class _Parent:
         self._reserved.close()
         for child in self._children():
             child.terminate()
-        deadline = time.monotonic() + self._settings.shutdown_timeout_s + GRACE_S
+        deadline = time.monotonic() + _limit_s(self._settings)
         for child in self._children():
             child.join(max(0.0, deadline - time.monotonic()))
             child.kill()
@@ -235,7 +242,8 @@ class _Child(Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Ctrl-C also reaches the parent, which says SIGTERM."""
-        self.should_exit = self.should_exit or sig == signal.SIGTERM
+        if not self.drains(sig):
+            self.should_exit = self.should_exit or sig == signal.SIGTERM
 
 
 def serve_child(settings: Settings, port: int, parent: Connection, metrics: Path) -> None:
@@ -256,16 +264,21 @@ def serve_child(settings: Settings, port: int, parent: Connection, metrics: Path
     except (KinlensError, OSError) as error:
         tell(" ".join(str(error).split()) or type(error).__name__)
         raise SystemExit(1) from None
-    server = _Child(config_of(app, settings))
+    server = prepared(_Child(config_of(app, settings)), app, settings)
     server.report = lambda: tell("")
     signal.signal(signal.SIGTERM, server.handle_exit)
-    limit_s = settings.shutdown_timeout_s + GRACE_S
+    limit_s = _limit_s(settings)
     watcher = threading.Thread(
         target=_end_with_parent, args=(parent, server, limit_s, metrics), daemon=True
     )
     watcher.start()
     share_the_interpreter()
     server.run([listener])
+
+
+def _limit_s(settings: Settings) -> float:
+    """What a child has from the signal to its end."""
+    return settings.drain_s + settings.shutdown_timeout_s + GRACE_S
 
 
 def _end_with_parent(parent: Connection, server: _Child, limit_s: float, metrics: Path) -> None:

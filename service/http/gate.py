@@ -67,7 +67,7 @@ class Rule:
 
 
 RULES = (
-    Rule(_READ, r"/(live|ready|metrics|docs|openapi\.json|admin)?", None),
+    Rule(_READ, r"/(live|ready|startup|metrics|docs|openapi\.json|admin)?", None),
     Rule(_READ, r"/ui/", None),
     Rule(frozenset({"POST"}), r"/search", "search", "image"),
     Rule(frozenset({"POST"}), r"/search/batch", "search", "batch"),
@@ -159,7 +159,7 @@ _IDS = random.Random()  # names, not secrets: no system call for each request
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(:\d+)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_PROBES = frozenset({"/live", "/ready", "/metrics"})
+_PROBES = frozenset({"/live", "/ready", "/startup", "/metrics"})
 SECURITY_HEADERS = {
     # No inline script or style, no other host; the page shows pictures that it made itself.
     "Content-Security-Policy": (

@@ -9,13 +9,15 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
+from fastapi import FastAPI
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -38,12 +40,21 @@ _STATUS_LINE = b"HTTP/1.1 "
 _CONTINUE = b"HTTP/1.1 100 "
 
 
+ServerType = TypeVar("ServerType", bound="Server")
+
+
 class Server(uvicorn.Server):
     """Calls `on_start` when it answers. From then on the first SIGINT or SIGTERM ends it with code
     0, and the second at once.
+
+    With `drain_s` SIGTERM calls `on_drain` and ends it so many seconds later: until then it answers
+    as ever, while load balancers see that it is not ready any more. A second signal ends that.
     """
 
     on_start: Callable[[], None] = staticmethod(lambda: None)
+    on_drain: Callable[[], None] = staticmethod(lambda: None)
+    drain_s: float = 0.0
+    _ends_at: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the application and answer on `sockets`."""
@@ -59,8 +70,24 @@ class Server(uvicorn.Server):
             finally:
                 self._captured_signals.clear()
 
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn every 0.1 s; whether to end."""
+        if self._ends_at is not None and time.monotonic() >= self._ends_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def drains(self, sig: int) -> bool:
+        """Whether the signal begins the time in which requests still come."""
+        if sig != signal.SIGTERM or not self.drain_s or self._ends_at is not None:
+            return False
+        self._ends_at = time.monotonic() + self.drain_s
+        self.on_drain()
+        return True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Finish what was accepted; at the second signal, leave."""
+        if self.drains(sig):
+            return
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)  # a third one does not wait for the log
             logging.shutdown()  # `os._exit` would lose the lines that wait to be written
@@ -324,14 +351,21 @@ def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     )
 
 
+def prepared(server: ServerType, app: FastAPI, settings: Settings) -> ServerType:
+    """A server that tells the application when its end begins."""
+    server.drain_s = settings.drain_s
+    server.on_drain = app.state.runtime.health.end
+    return server
+
+
 def serve_on(
-    app: ASGIApp,
+    app: FastAPI,
     listener: socket.socket,
     settings: Settings,
     on_start: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer on `listener` until a signal comes; call `on_start` once it answers."""
-    server = Server(config_of(app, settings))
+    server = prepared(Server(config_of(app, settings)), app, settings)
     server.on_start = on_start
     share_the_interpreter()
     server.run(sockets=[listener])

@@ -25,7 +25,7 @@ from embedder.errors import KinlensError
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-_PROBES = frozenset({"/live", "/ready", "/metrics"})
+_PROBES = frozenset({"/live", "/ready", "/startup", "/metrics"})
 _EXPORT_S = 5.0
 _NOTHING = contextlib.nullcontext()
 _tracer = get_tracer("kinlens")  # of the one provider of the process, once there is one

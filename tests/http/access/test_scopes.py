@@ -22,6 +22,7 @@ SCOPES: dict[str | None, str] = {
     FREE: """
         GET /               HEAD /              GET /admin          HEAD /admin
         GET /ui/            HEAD /ui/           GET /live           GET /ready
+        GET /startup
         GET /metrics        GET /docs           HEAD /docs          GET /openapi.json
         HEAD /openapi.json
     """,

@@ -1,0 +1,113 @@
+"""Embedding on a Ray cluster beside a bare loop on the same cores.
+
+    python benchmarks/cluster.py [--images 20000] [--backbone mobilenet_v2] [--shard-size 256]
+
+Ceiling: as many threads as cores read, decode, preprocess and embed the same files with the same
+bundle in batches of 32, and keep nothing. `embed` is timed from its first finished shard to its
+last, without the start of Ray, which is told beside it. Target: 0.9 of the ceiling. Memory is the
+resident set of all actors, when a tenth is done and at the end: it must not grow.
+"""
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
+from pathlib import Path
+
+import numpy as np
+from harness import BIN, heading, options, photographs, row, verdict
+from search import small_bundle
+
+from embedder.bundle import Bundle
+from embedder.engines.models import SessionSettings
+from embedder.machine import core_count
+from embedder.session import OnnxEmbedder
+from indexer.ingest.shards import VectorShards
+
+BATCH, FILES = 32, 500
+
+
+def main() -> None:
+    asked = options(__doc__, images=20_000, backbone="mobilenet_v2", shard_size=256)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        bundle = small_bundle(folder, asked.backbone)
+        files = sorted(photographs(folder / "photographs", FILES).iterdir())
+        lines = (f"k{n},{file.name}" for n, file in enumerate(islice(cycle(files), asked.images)))
+        listed = folder / "photographs" / "list.csv"
+        listed.write_text("\n".join(["key,path", *lines]) + "\n")
+        bare = bare_loop(bundle, [*islice(cycle(files), min(asked.images, 4000))])
+        rate, start_s, memory = embedded(listed, bundle, folder / "vectors", asked.shard_size)
+        again = bare_loop(bundle, [*islice(cycle(files), min(asked.images, 4000))])
+        size = VectorShards(str(folder / "vectors")).manifest.images
+    heading("", "images/s", "")
+    row("bare loop, before and after", bare, again)
+    row("embed on Ray", rate, f"{size:,} images, {start_s:.0f} s to the first shard")
+    row("actors, MB at a tenth and at the end", memory[0], memory[1])
+    verdict("embed / bare loop", rate / ((bare + again) / 2), 0.9)
+
+
+def bare_loop(bundle: Path, files: list[Path]) -> float:
+    """Images a second."""
+    embedder = OnnxEmbedder.open(Bundle.open(bundle), SessionSettings(threads=1))
+
+    def work(some: list[Path]) -> None:
+        embedder.embed(np.stack([embedder.preprocess(file.read_bytes()) for file in some]))
+
+    parts = [files[start : start + BATCH] for start in range(0, len(files), BATCH)]
+    work(parts[0])
+    started = time.perf_counter()
+    with ThreadPoolExecutor(core_count()) as cores:
+        list(cores.map(work, parts))
+    return len(files) / (time.perf_counter() - started)
+
+
+def embedded(
+    listed: Path, bundle: Path, out: Path, shard_size: int
+) -> tuple[float, float, tuple[float, float]]:
+    """Images a second between the first and the last shard, seconds to the first, and memory."""
+    words = ("--bundle", bundle, "--out", out, "--shard-size", shard_size)
+    seen: list[tuple[float, int, float]] = []  # when, shards, MB of all actors
+    is_done = threading.Event()
+
+    def watch() -> None:
+        while not is_done.wait(0.5):
+            there = len(list(out.glob("parts/*.parquet")))
+            seen.append((time.perf_counter(), there, actors_mb()))
+
+    watcher = threading.Thread(target=watch)
+    started = time.perf_counter()
+    watcher.start()
+    subprocess.run(
+        [str(BIN / "kinlens-index"), "embed", str(listed), *map(str, words)],
+        check=True,
+        stdout=sys.stderr,
+    )
+    is_done.set()
+    watcher.join()
+    first = next(one for one in seen if one[1])
+    last = max(seen, key=lambda one: (one[1], -one[0]))
+    rate = (last[1] - first[1]) * shard_size / (last[0] - first[0])
+    tenth = next(one for one in seen if one[1] >= last[1] / 10)
+    end = next(one for one in reversed(seen) if one[2])
+    return rate, first[0] - started, (tenth[2], end[2])
+
+
+def actors_mb() -> float:
+    """The resident set of all actors of this machine."""
+    total = 0.0
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "cmdline").read_bytes().startswith(b"ray::MapWorker"):
+                lines = (entry / "status").read_text().splitlines()
+                total += sum(float(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+        except OSError:
+            continue
+    return total / 1024
+
+
+if __name__ == "__main__":
+    main()

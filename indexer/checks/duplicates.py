@@ -42,7 +42,7 @@ of 7,680 items one pair in 1,000 still is 7 wrong neighbours for each item."""
 
 _EXAMPLES = 6
 _SAMPLED_ITEMS = 2000  # 2 million pairs: exact for small galleries, 0.2 s for large ones
-_COPIES = {"fp32": 1 - 1e-5, "fp16": 1 - 2**-10}
+_COPIES = {"fp32": 1 - 1e-5, "fp16": 1 - 2**-11}
 """Equal vectors have this product, however they and their products are rounded."""
 
 _ABOVE = 1e-6  # what lies above a cosine, however it is rounded

@@ -13,6 +13,7 @@ from embedder.errors import GalleryCorruptError, ImageError, SourceError
 from embedder.session import Embedder, check_precision
 from embedder.types import Embeddings, values_in
 from indexer.catalog.database import Catalog, catalog_view
+from indexer.catalog.entries import normalised, norms_of
 from indexer.catalog.read import CatalogView
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import read_manifest
@@ -256,6 +257,7 @@ def _self_search(
     gallery: Gallery, items: Sequence[Item], vectors: Embeddings, queries: Embeddings
 ) -> list[Problem]:
     """Faults of items (N) with stored `vectors` (N, D), each searched for with its query (N, D)."""
+    queries = normalised(queries, norms_of(queries))  # as a search does
     own_scores = (queries * vectors).sum(axis=1)
     faults = {
         row: f"Its stored vector has cosine {own_scores[row]:.4f} to its image, expected 1."
@@ -292,7 +294,7 @@ def _not_first(
         elif hits[0].id in stored:  # else removed or replaced meanwhile
             score, own_score = hits[0].score, float(own_scores[row])
             found, vector = stored[hits[0].id]
-            expected = float(queries[row] @ vector)
+            expected = min(1.0, float(queries[row] @ vector))
             if abs(score - expected) > SAME_SCORE:
                 faults[row] = (
                     f"The index compares it with {found.key!r} as {score:.6f}, but the stored "

@@ -157,7 +157,8 @@ def _build_of_vectors(
 ) -> None:
     """Take in what `embed` has made; the bundle, if it is named, must be the one that made it."""
     with errors_shown():
-        dump = VectorShards(vectors).dump(name or name_of(out))
+        shards = VectorShards(vectors)
+        dump = shards.dump(name or name_of(out))
         made_with = dump.facts["bundle_id"]
         if bundle is not None and Bundle.open(bundle).bundle_id != made_with:
             raise BundleMismatchError(
@@ -166,7 +167,9 @@ def _build_of_vectors(
         with progress(2 * dump.count, "Building") as advance:
             report = import_gallery(dump, out, name, settings, advance, vector_type)
         text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
-        print_report(report, json, text)
+        left_out = tuple(shards.failures())
+        found = shards.manifest.images
+        print_report(report, json, text, *failure_lines(left_out, found, f"in {vectors}/parts"))
 
 
 def _new_source(images: Path | None, csv: Path | None, split: Path | None) -> Source:

@@ -39,6 +39,12 @@ def errors_shown() -> Iterator[None]:
     except KinlensError as error:
         err.print(f"Error: {' '.join(str(error).split())}", soft_wrap=True)
         raise typer.Exit(1) from error
+    except OSError as error:
+        place = f" {error.filename}" if error.filename else ""
+        err.print(
+            f"Error: {error.strerror or error}{place}. Check it and try again.", soft_wrap=True
+        )
+        raise typer.Exit(1) from error
     except MemoryError as error:
         err.print(
             "Error: Not enough memory. Take a lower --batch-size or --workers, or a smaller index "

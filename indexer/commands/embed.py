@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from embedder.engines.models import SessionSettings
-from embedder.manifest import Precision
+from embedder.manifest import Engine, Precision
 from indexer.commands.console import errors_shown, failure_lines, print_report, progress
-from indexer.commands.options import BatchOption, DeviceOption, EngineOption, JsonOption
+from indexer.commands.options import BatchOption, DeviceOption, JsonOption
 from indexer.ingest.cluster import SHARD_SIZE, embed_on_cluster, remote_source
 from indexer.ingest.shards import REMOTE
 from indexer.ingest.sources import Source, csv_source, folder_source
@@ -39,10 +39,10 @@ def embed(
     ] = None,
     device: DeviceOption = "cpu",
     precision: Annotated[Precision, typer.Option(help="How the model computes.")] = "fp32",
-    engine: EngineOption = "onnxruntime",
+    engine: Annotated[Engine, typer.Option(help="What runs the model.")] = "onnxruntime",
     batch_size: BatchOption = 32,
     shard_size: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Images in a file of vectors.")
+        int, typer.Option(min=1, max=100_000, help="Images in a file of vectors.")
     ] = SHARD_SIZE,
     json: JsonOption = False,
 ) -> None:

@@ -389,6 +389,10 @@ class Cagra(Hnsw):
     gpu_builds = True
     needs_all_rows = True
 
+    faiss_class = faiss.IndexHNSWCagra
+    read_flags = faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_SKIP_STORAGE
+    write_flags = faiss.IO_FLAG_SKIP_STORAGE
+
     def problem(self, n: int, dim: int, vector_type: VectorType) -> str | None:
         if vector_type == "fp32":
             return None
@@ -396,10 +400,6 @@ class Cagra(Hnsw):
             "The index cagra needs vectors in fp32, and this gallery keeps them in fp16. Choose "
             "--index flat or ivf-pq."
         )
-
-    faiss_class = faiss.IndexHNSWCagra
-    read_flags = faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_SKIP_STORAGE
-    write_flags = faiss.IO_FLAG_SKIP_STORAGE
 
     def suits(self, n: int, dim: int, device: str) -> bool:
         return True

@@ -4,6 +4,7 @@ Nothing is built here. `auto` takes the first kind that fits the memory, from th
 many vectors to ever smaller ones (`indexer.index.kinds`).
 """
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -144,7 +145,7 @@ def plan_index(
     replaces: bool = False,
 ) -> Plan:
     """The index for `n` vectors of length `dim`, of the kind asked for or of the first that fits.
-    One that `replaces` another may count on all memory of the GPU, since that other one has some.
+    One that `replaces` another may have all memory of the GPU: the other one gives its part back.
 
     Raises: PlanError for numbers out of range, a kind or device that is not there, or too little
         memory; it names the flag to change. ProviderError.
@@ -167,21 +168,23 @@ def plan_index(
 def plans_for(
     n: int, dim: int, settings: IndexSettings, vector_type: VectorType = "fp32"
 ) -> list[Plan]:
-    """The index to make in place of the one so far, and those to make where that fails: with `auto`
-    smaller ones, then larger ones, as far as they fit; for a GPU at last those of the CPU.
+    """The index to make in place of the one so far, then others to make if that one fails: with
+    `auto` smaller and larger ones that fit, and at the end of those for a GPU those for the CPU.
 
-    Raises: as `plan_index`.
+    Raises: as `plan_index`, if there is none.
     """
     if settings.device == "cpu":
         return _plans_on(n, dim, settings, vector_type)
     is_known = settings.kind in {kind.name for kind in kinds_on("cpu")}
     on_cpu = replace(settings, device="cpu", kind=settings.kind if is_known else "auto")
-    others = _plans_on(n, dim, on_cpu, vector_type)
     try:
-        return [*_plans_on(n, dim, settings, vector_type), *others]
+        found = _plans_on(n, dim, settings, vector_type)
     except (PlanError, ProviderError) as error:
         _log.warning("The index is made for the CPU: %s", error)
-        return others
+        return _plans_on(n, dim, on_cpu, vector_type)
+    with contextlib.suppress(PlanError):
+        found += _plans_on(n, dim, on_cpu, vector_type)
+    return found
 
 
 def _plans_on(n: int, dim: int, settings: IndexSettings, vector_type: VectorType) -> list[Plan]:

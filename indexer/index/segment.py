@@ -66,6 +66,9 @@ TESTED = 300
 REFERENCE = 8
 """So many times the lists and candidates give the answers that it is compared with."""
 
+COPY_S = 900.0
+"""A GPU that has not taken an index by then has hung."""
+
 HARDER = 2
 """An index that needs so many times the effort of its training is trained again."""
 
@@ -503,7 +506,7 @@ def _tuned_on_gpu(
     if plan.device == "cpu":
         return None
     index.use_gpu(f"The new index {plan.kind}", plan.parameters)
-    if index.gpu is None or not (index.gpu.wait() and index.is_on_gpu):
+    if index.gpu is None or not (index.gpu.wait(COPY_S) and index.is_on_gpu):
         index.close()
         return None
     try:

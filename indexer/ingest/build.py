@@ -287,7 +287,8 @@ def _without_attributes(gallery: Gallery) -> None:
 
 def needed_mb(plan: Plan, written: int = 0) -> float:
     """Space that a build takes, in MiB, but for that of the items that are `written`."""
-    return plan.disk_mb - min(plan.n, written) * (4 * plan.dim + ITEM_DISK_BYTES) / 2**20
+    part = min(plan.n, written) / plan.n
+    return plan.disk_mb - part * (plan.mapped_mb + plan.n * ITEM_DISK_BYTES / 2**20)
 
 
 def _report(work: Ingest, elapsed_s: float) -> BuildReport:

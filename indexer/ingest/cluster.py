@@ -4,6 +4,7 @@ import contextlib
 import logging
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,14 @@ from embedder.errors import (
 from embedder.formats import SUFFIXES
 from embedder.machine import core_count
 from embedder.session import OnnxEmbedder
-from indexer.ingest.embed import EmbedSettings, Failure, embedded, entry_of, failure_of
+from indexer.ingest.embed import (
+    EmbedSettings,
+    Failure,
+    embedded_batches,
+    entry_of,
+    failure_of,
+    refuse_unreadable,
+)
 from indexer.ingest.shards import (
     REMOTE,
     ShardsManifest,
@@ -32,13 +40,21 @@ from indexer.ingest.shards import (
     image_paths,
     reader_at,
 )
-from indexer.ingest.sources import Record, Source, csv_source, folder_record
+from indexer.ingest.sources import (
+    Record,
+    Source,
+    check_attributes,
+    csv_source,
+    folder_record,
+)
 from indexer.types import Entry, Progress
 
 SHARD_SIZE = 2048
 """Images of a shard: what a worker that is killed costs, a minute or two of one core."""
 
-_SPARE_CPUS = 2  # logical ones for the readers of Ray Data, which else wait for actors for ever
+_SPARE_CPUS = 2  # logical ones: without CPUs for Ray Data's readers, they and actors wait for ever
+_DEATHS = 3  # of an actor over one shard, of which each may have been another one's fault
+READS, PAUSE_S = 3, 1.0  # of an image, before the source counts as unreachable
 
 
 class ShardsReport(BaseModel, frozen=True):
@@ -74,9 +90,11 @@ def embed_on_cluster(
     """
     shards, made = VectorShards(out), Bundle.open(bundle)
     if not shards.has_begun:
+        check_attributes(source, {})
         manifest = ShardsManifest(
             bundle_id=made.bundle_id,
             precision=session.precision,
+            engine=session.engine,
             dim=made.manifest.dim,
             source=source.description,
             source_root=source.address,
@@ -85,12 +103,17 @@ def embed_on_cluster(
         )
         shards.begin(manifest, source.records())
     manifest = shards.manifest
-    begun = (manifest.bundle_id, manifest.precision, manifest.source, manifest.source_root)
-    if begun != (made.bundle_id, session.precision, source.description, source.address):
+    begun = (manifest.bundle_id, manifest.precision, manifest.engine)
+    begun_with = (manifest.source_root, manifest.source, manifest.images)
+    if begun != (made.bundle_id, session.precision, session.engine) or begun_with != (
+        source.address,
+        source.description,
+        source.count,
+    ):
         raise InvalidParameterError(
-            f"{out} holds vectors in {manifest.precision} of the {manifest.source}, made with "
-            f"bundle {manifest.bundle_id[:12]}. Name the same source, bundle and precision to go "
-            "on, or another --out."
+            f"{out} was begun with {manifest.images:,} images of {manifest.source_root}, bundle "
+            f"{manifest.bundle_id[:12]}, {manifest.precision} and {manifest.engine}. Name the same "
+            "to go on, or another --out."
         )
     missing, done = shards.missing(), 0
     if on_progress is not None:
@@ -100,6 +123,7 @@ def embed_on_cluster(
         if on_progress is not None:
             on_progress(count)
     failures = tuple(shards.failures())
+    refuse_unreadable(source, manifest.images, failures)
     return ShardsReport(
         images=manifest.images,
         embedded=done,
@@ -128,10 +152,16 @@ def remote_source(address: str, csv: Path | None = None) -> Source:
     return Source(Path(address), records, len(paths), "address", read=read, remote=address)
 
 
+class UnreachableError(Exception):
+    """The source does not answer; no record is at fault."""
+
+
 class ShardEmbedder:
     """An actor: a bundle in a session of its own, which embeds the shards that it is given."""
 
-    def __init__(self, files: Any, session: SessionSettings, address: str, batch_size: int) -> None:
+    def __init__(
+        self, files: Any, session: SessionSettings, address: str, batch_size: int, workers: int
+    ) -> None:
         """`files` refers to the content of the bundle, by name."""
         import ray
 
@@ -142,12 +172,16 @@ class ShardEmbedder:
                 place.write_bytes(data)
             self._embedder = OnnxEmbedder.open(Path(folder), session)
         self._shards = VectorShards(address)
-        self._batch_size = batch_size
         manifest = self._shards.manifest
         root = manifest.source_root
-        self._source = Source(Path(root), lambda: iter(()), 0, manifest.source)
-        if REMOTE in root:
-            self._source = replace(self._source, read=reader_at(root))
+        if REMOTE not in root and not Path(root).is_dir():
+            raise SourceError(f"A worker does not see the folder {root}. Mount it on each.")
+        self._read = reader_at(root)
+        remote = root if REMOTE in root else ""
+        self._source = Source(
+            Path(root), lambda: iter(()), 0, manifest.source, read=self._image, remote=remote
+        )
+        self._settings = EmbedSettings(batch_size, workers)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Of the shards in a batch how many images each has."""
@@ -155,22 +189,36 @@ class ShardEmbedder:
 
     def _embedded(self, shard: int) -> int:
         records = self._shards.records(shard)
+        source = replace(self._source, records=lambda: iter(records))
         entries: list[Entry] = []
         failures: list[Failure] = []
-        for start in range(0, len(records), self._batch_size):
-            part = records[start : start + self._batch_size]
-            found, left_out = self._batch(part)
-            entries += found
-            failures += left_out
+        with embedded_batches(source, self._embedder, lambda _: (), self._settings) as batches:
+            for batch in batches:
+                for one in batch.outcomes:
+                    if one.failure is None:
+                        entries.append(entry_of(one, batch.vectors[one.sha256]))
+                    else:
+                        failures.append(failure_of(one))
         self._shards.write(shard, entries, failures)
         return len(records)
 
-    def _batch(self, records: Sequence[Record]) -> tuple[list[Entry], list[Failure]]:
-        made = embedded(self._source, records, self._embedder, lambda _: ())
-        entries = [
-            entry_of(one, made.vectors[one.sha256]) for one in made.outcomes if one.failure is None
-        ]
-        return entries, [failure_of(one) for one in made.outcomes if one.failure is not None]
+    def _image(self, record: Record, max_bytes: int) -> bytes:
+        """The bytes of an image. A file that is missing or no image is left out; where the disk or
+        the network fails the shard fails, since its images are not at fault.
+        """
+        for last in range(READS):
+            try:
+                data: bytes = self._read(record, max_bytes)
+                return data
+            except (KinlensError, FileNotFoundError, IsADirectoryError):
+                raise
+            except Exception as error:
+                if isinstance(error, PermissionError) and not self._source.remote:
+                    raise  # far away it is rather a token that has expired
+                if last == READS - 1:
+                    raise UnreachableError(f"{record.path} cannot be read: {error}") from error
+                time.sleep(PAUSE_S)
+        raise AssertionError
 
 
 def _run(
@@ -187,10 +235,14 @@ def _run(
     ray, is_gpu = _ray(), session.device == "cuda"
     with _connected(ray, address):
         has = ray.cluster_resources()
-        actors = int(has.get("GPU", 0)) if is_gpu else int(has.get("CPU", 0)) - _SPARE_CPUS
+        cpus, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
+        actors = gpus if is_gpu else cpus - _SPARE_CPUS
         if is_gpu and not actors:
             raise EngineUnavailableError("Ray sees no GPU in its cluster. Leave --device out.")
-        ray.data.DataContext.get_current().enable_progress_bars = False
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.execution_no_progress_timeout_s = -1  # a shard may take hours
+        context.raise_original_map_exception = True
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         files = ray.put(_files_of(bundle))  # kept until the end, for actors that start again
         work = ray.data.from_items(
@@ -205,7 +257,10 @@ def _run(
                 "session": session,
                 "address": shards.address,
                 "batch_size": batch_size,
+                # A GPU wants images from all cores; a core waits for images from far away.
+                "workers": cpus // gpus if is_gpu else 1 + (REMOTE in shards.manifest.source_root),
             },
+            max_task_retries=_DEATHS,
             **{"num_gpus" if is_gpu else "num_cpus": 1},
         )
         for row in done.iter_rows():
@@ -227,21 +282,27 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
         except Exception as error:  # of many kinds: no answer, another version, a wrong address
             raise EngineUnavailableError(
                 f"There is no Ray cluster at {address or 'this machine'}: "
-                f"{str(error).splitlines()[0]} Check the address and that its version of Ray is "
-                "the one here, or leave --ray out."
+                f"{_first_line(error)} Check the address, that its version of Ray is the one "
+                "here, and its token (RAY_AUTH_MODE=token), or leave --ray out."
             ) from error
         try:
             yield
-        except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
+        except (KinlensError, GeneratorExit):
+            raise
+        except Exception as error:  # of a worker, or of Ray
+            cause = getattr(error, "cause", None) or error
             if isinstance(cause, KinlensError):
                 raise cause from None
             raise EngineUnavailableError(
-                f"A worker failed: {str(cause or error).strip().splitlines()[-1]} What is done "
-                "is kept: run the same command again."
+                f"A worker failed: {_first_line(cause)} What is done is kept: run the same "
+                "command again when that is mended."
             ) from error
         finally:
             ray.shutdown()
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _files_of(bundle: Path) -> dict[str, bytes]:

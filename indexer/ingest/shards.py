@@ -3,8 +3,8 @@
 VECTORS/
   manifest.json          ShardsManifest; written once the whole list is there
   list/000000.json       the records of a shard
-  parts/000000.json      which of them were left out, and why; written before
-  parts/000000.parquet   the items of the shard with their vectors, as `export` writes them
+  parts/000000.json      which of them were left out, and why
+  parts/000000.parquet   the others with their vectors, as `export` writes them; written last
 
 A part is there whole or not at all, so whoever goes on makes those that are missing.
 """
@@ -25,7 +25,8 @@ from embedder.errors import EngineUnavailableError, SourceError
 from embedder.formats import SUFFIXES
 from indexer.exchange.parquet import read_dump, write_entries
 from indexer.ingest.embed import Failure
-from indexer.ingest.sources import Record
+from indexer.ingest.sources import Record, walk
+from indexer.pictures import read_image
 from indexer.types import Dump, Entry
 
 MANIFEST = "manifest.json"
@@ -33,6 +34,7 @@ REMOTE = "://"
 """What tells an address of fsspec from a folder."""
 
 _LIST, _PARTS = "list", "parts"
+_IN_ONE_STEP = {"s3", "s3a", "gs", "gcs", "az", "abfs", "memory"}  # a file is there whole, or not
 _AGAIN = "Run kinlens-index embed again with the same source and the same --out: it goes on."
 
 
@@ -42,6 +44,7 @@ class ShardsManifest(BaseModel, frozen=True, extra="forbid"):
     schema_version: Literal[1] = 1
     bundle_id: str = Field(min_length=1)
     precision: str
+    engine: str
     dim: int = Field(ge=1)
     source: str
     source_root: str
@@ -64,13 +67,16 @@ class VectorShards:
 
     def __init__(self, address: str) -> None:
         """Raises: EngineUnavailableError without fsspec, or without the package of a protocol."""
-        self.address = address
+        # Each worker has a current folder of its own.
+        self.address = address if REMOTE in address else str(Path(address).resolve())
+        address = self.address
         self._files, self._root = files_at(address)
         self._known: ShardsManifest | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether the list is complete."""
+        self._files.invalidate_cache()
         return bool(self._files.exists(self._at(MANIFEST)))
 
     @property
@@ -111,6 +117,7 @@ class VectorShards:
     def missing(self) -> list[int]:
         """The shards whose vectors are not there yet."""
         there: set[str] = set()
+        self._files.invalidate_cache()
         with suppress(FileNotFoundError):
             there = {Path(name).name for name in self._files.ls(self._at(_PARTS), detail=False)}
         shards = range(self.manifest.shards)
@@ -148,6 +155,8 @@ class VectorShards:
                 f"{self.address} lacks {len(missing):,} of {manifest.shards:,} shards. {_AGAIN}"
             )
         left_out = sum(1 for _ in self.failures())
+        if left_out == manifest.images:
+            raise SourceError(f"None of the {left_out:,} images of {self.address} could be used.")
         facts = {
             "name": name,
             "bundle_id": manifest.bundle_id,
@@ -161,19 +170,30 @@ class VectorShards:
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder, "part.parquet")
             for shard in range(self.manifest.shards):
-                self._files.get_file(self._at(f"{_PARTS}/{shard:06}.parquet"), str(part))
-                yield from read_dump(part).entries()
+                place = self._at(f"{_PARTS}/{shard:06}.parquet")
+                self._files.get_file(place, str(part))
+                try:
+                    yield from read_dump(part).entries()
+                except SourceError as error:
+                    raise SourceError(
+                        f"{place} is damaged: {error} Remove it and run kinlens-index embed again."
+                    ) from error
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     def _put(self, name: str, data: bytes) -> None:
         place = self._at(name)
-        if not _is_local(self._files):
-            self._files.pipe_file(place, data)  # object stores write in one step
-            return
-        Path(place).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(Path(place), data, "vectors")
+        if _is_local(self._files):
+            Path(place).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(Path(place), data, "vectors")
+            Path(place).chmod(0o644)  # workers may be other users
+        elif _protocols(self._files) & _IN_ONE_STEP:
+            self._files.pipe_file(place, data)
+        else:
+            self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(f"{place}.part", data)
+            self._files.mv(f"{place}.part", place)
 
 
 def files_at(address: str) -> tuple[Any, str]:
@@ -184,7 +204,7 @@ def files_at(address: str) -> tuple[Any, str]:
     try:
         import fsspec
 
-        files, root = fsspec.url_to_fs(address, use_listings_cache=False)
+        files, root = fsspec.url_to_fs(address)
     except (ImportError, ValueError) as error:
         raise EngineUnavailableError(
             f"{address} cannot be reached: {error}. Install the package of its protocol; a cluster "
@@ -195,12 +215,18 @@ def files_at(address: str) -> tuple[Any, str]:
 
 def reader_at(root: str) -> Any:
     """What reads the bytes of a record below an address, at most so many."""
-    return partial(_read, *files_at(root))
+    files, path = files_at(root)
+    if _is_local(files):
+        return lambda record, max_bytes: read_image(Path(path), record.path, max_bytes)
+    return partial(_read, files, path)
 
 
 def image_paths(address: str) -> list[str]:
     """The images below an address, relative to it, in order; without hidden files and folders."""
     files, root = files_at(address)
+    if _is_local(files):
+        return [path.relative_to(root).as_posix() for path in walk(Path(root))]
+    files.invalidate_cache()
     found = (str(path)[len(root) :].lstrip("/") for path in files.find(root))
     return sorted(
         path
@@ -218,8 +244,12 @@ def _read(files: Any, root: str, record: Record, max_bytes: int) -> bytes:
     return data
 
 
+def _protocols(files: Any) -> set[str]:
+    return {files.protocol} if isinstance(files.protocol, str) else {*files.protocol}
+
+
 def _is_local(files: Any) -> bool:
-    return "file" in ((files.protocol,) if isinstance(files.protocol, str) else files.protocol)
+    return "file" in _protocols(files)
 
 
 def _plain(attributes: Any) -> dict[str, Any]:

@@ -287,10 +287,10 @@ def folder_source(folder: Path | str, root: Path | str | None = None) -> Source:
         )
 
     def records() -> Iterator[Record]:
-        for path in _walk(folder):
+        for path in walk(folder):
             yield folder_record(path.relative_to(root).as_posix())
 
-    count = sum(1 for _ in _walk(folder))
+    count = sum(1 for _ in walk(folder))
     if not count:
         raise SourceError(
             f"{folder} holds no images: looked for names ending in {', '.join(SUFFIXES)} in it and "
@@ -329,7 +329,7 @@ def existing_folder(path: Path | str) -> Path:
     return path.resolve()
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def walk(folder: Path) -> Iterator[Path]:
     """Image files in the order of their paths."""
     try:
         with os.scandir(folder) as found:
@@ -343,7 +343,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         if entry.name.startswith("."):
             continue
         if _is_folder(entry):
-            yield from _walk(folder / entry.name)
+            yield from walk(folder / entry.name)
         elif entry.name.lower().endswith(SUFFIXES) and not entry.is_dir():
             yield folder / entry.name
 

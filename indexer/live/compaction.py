@@ -263,9 +263,9 @@ class _Work:
     def _rewritten(self, view: CatalogView, ids: Ids) -> VectorFile:
         folder = self._generation / VECTORS
         make_folder(folder, "vectors")
-        _check_space(folder, None, 4 * len(ids) * view.dim)
+        type_: VectorType = "fp32" if view.file is None else view.file.type
+        _check_space(folder, None, (2 if type_ == "fp16" else 4) * len(ids) * view.dim)
         with staged(folder) as stage:
-            type_: VectorType = "fp32" if view.file is None else view.file.type
             batches = self._batches(view)
             VectorFile.rewrite(stage, view.dim, ids, view.last_given(), batches, type_)
             sync_tree(stage, "vectors")

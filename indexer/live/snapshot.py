@@ -38,6 +38,7 @@ _SPARE = 2  # how many times the expected number of removed items a search fetch
 _COLLECT_S = 0.1
 _RETRY_S = 60.0  # after which a segment that could not be opened is tried again
 _ROUNDED = np.float32(2e-6)  # by which scores of one pair of vectors may differ
+_GPU_LIMIT_S = 900.0  # a GPU that has not taken an index by then has hung
 _GPU_STEP_S = 0.2  # between looks whether a gallery is closed while its index is copied
 _PATIENCE = 8  # a segment that is gone when it is to be opened is looked up anew that often
 
@@ -571,8 +572,10 @@ class SnapshotKeeper:
     def _wait_for_gpu(self, segment: Segment | None) -> None:
         """Until the segment is on the GPU, if it is to be there and this is not closed."""
         copy = None if segment is None else segment.index.gpu
-        while copy is not None and not self._is_closed and not copy.wait(_GPU_STEP_S):
-            pass
+        end = time.monotonic() + _GPU_LIMIT_S
+        while copy is not None and not self._is_closed and time.monotonic() < end:
+            if copy.wait(_GPU_STEP_S):
+                return
 
     def _can_wait(self, current: Snapshot, state: State) -> bool:
         """Whether searches can go on in the segment so far while the new one is opened."""
@@ -595,7 +598,8 @@ class SnapshotKeeper:
             if self._is_closed or current is None or current.base == base or self._has_failed(base):
                 return
             segment = self._opened(before)
-            self._wait_for_gpu(segment)
+            if current.state.seq >= before.segment_seq:  # else a search may wait for this
+                self._wait_for_gpu(segment)
             with self.catalog.reading() as view:
                 state = view.state()
                 if state.base != base:

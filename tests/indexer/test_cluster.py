@@ -6,23 +6,28 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from embedder.bundle import Bundle
+from embedder.engines.models import SessionSettings
 from embedder.errors import SourceError
 from indexer.gallery import Gallery
-from indexer.ingest.shards import ShardsManifest, VectorShards
-from indexer.ingest.sources import Record
+from indexer.ingest import cluster as cluster_module
+from indexer.ingest.cluster import ShardEmbedder, UnreachableError, remote_source
+from indexer.ingest.shards import ShardsManifest, VectorShards, files_at, reader_at
+from indexer.ingest.sources import Record, Source, folder_source
 from indexer.types import Entry
 from tests.indexer.conftest import Run, printed
-from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import TINY_DIM, encoded, picture
 
 COMMAND = Path(sys.executable).with_name("kinlens-index")
 COUNT, SHARD = 260, 64
@@ -73,6 +78,15 @@ def cluster(vectors: object) -> Iterator[str]:
         yield process.stdout.readline().strip()
         process.stdin.close()
         process.wait(60)
+
+
+def wait_for_a_part(process: subprocess.Popen[str], out: Path) -> None:
+    """Until the first shard is there; Ray starts slowly where tests run beside this one."""
+    end = time.monotonic() + 200
+    while not any(out.glob("parts/*.parquet")):
+        assert process.poll() is None
+        assert time.monotonic() < end, "no shard was made"
+        time.sleep(0.05)
 
 
 def embedded(*words: object) -> Any:
@@ -144,7 +158,7 @@ def test_a_worker_that_is_killed_costs_its_shard_alone(
     words = (shop, "--bundle", tiny_bundle.path, "--out", tmp_path / "v", "--shard-size", 8)
     words = (*words, "--ray", cluster)
     process = command("embed", *words, "--json")
-    until(lambda: any(tmp_path.glob("v/parts/*.parquet")) or process.poll() is not None)
+    wait_for_a_part(process, tmp_path / "v")
     victims = actors_of()
     assert victims
     os.kill(victims[0], signal.SIGKILL)
@@ -174,7 +188,7 @@ def test_a_call_that_is_ended_goes_on_with_what_it_has(
     words = (shop, "--bundle", tiny_bundle.path, "--out", tmp_path / "v", "--shard-size", 8)
     words = (*words, "--ray", cluster)
     process = command("embed", *words)
-    until(lambda: any(tmp_path.glob("v/parts/*.parquet")) or process.poll() is not None)
+    wait_for_a_part(process, tmp_path / "v")
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     shards = VectorShards(str(tmp_path / "v"))
@@ -212,11 +226,95 @@ def test_an_address_and_a_list_are_sources_too(
 # What needs no Ray.
 
 
+@pytest.fixture
+def actor(
+    shop: Path, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., ShardEmbedder]:
+    """A function that begins shards at an address, and makes an actor for them."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda found: found))
+    monkeypatch.setattr(cluster_module, "PAUSE_S", 0.0)
+
+    def make(source: Source, out: str) -> ShardEmbedder:
+        manifest = ShardsManifest(
+            bundle_id=tiny_bundle.bundle_id,
+            precision="fp32",
+            engine="onnxruntime",
+            dim=TINY_DIM,
+            source=source.description,
+            source_root=source.address,
+            images=source.count,
+            shard_size=1000,
+        )
+        VectorShards(out).begin(manifest, source.records())
+        files = {
+            str(file.relative_to(tiny_bundle.path)): file.read_bytes()
+            for file in tiny_bundle.path.rglob("*")
+            if file.is_file()
+        }
+        return ShardEmbedder(files, SessionSettings(threads=1), out, 32, 1)
+
+    return make
+
+
+def test_an_object_store_is_read_and_written(
+    shop: Path, actor: Callable[..., ShardEmbedder], vectors: tuple[Path, Any]
+) -> None:
+    files, _ = files_at("memory://shop")
+    for file in shop.rglob("*.png"):
+        files.pipe_file(f"/shop/{file.relative_to(shop)}", file.read_bytes())
+    files.pipe_file("/shop/.hidden/a.png", b"hidden")
+    source = remote_source("memory://shop")
+    assert source.count == COUNT + 1
+    assert actor(source, "memory://out")({"shard": [0]})["images"].tolist() == [COUNT + 1]
+    mine, theirs = VectorShards("memory://out"), VectorShards(str(vectors[0]))
+    assert mine.missing() == []
+    assert [(e.key, e.vector.tobytes()) for e in mine.dump("v").entries()] == [
+        (e.key, e.vector.tobytes()) for e in theirs.dump("v").entries()
+    ]
+    assert [one.key for one in mine.failures()] == ["class-0/none.png"]
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ConnectionError("no route")])
+def test_a_disk_or_network_that_fails_leaves_the_shard_to_be_made(
+    shop: Path,
+    actor: Callable[..., ShardEmbedder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    def fail(record: Record, max_bytes: int) -> bytes:
+        raise error
+
+    made = actor(folder_source(shop), str(tmp_path / "v"))
+    monkeypatch.setattr(made, "_read", fail)
+    with pytest.raises(UnreachableError, match=r"0000\.png cannot be read"):
+        made({"shard": [0]})
+    assert VectorShards(str(tmp_path / "v")).missing() == [0]
+
+
+def test_a_root_that_a_worker_does_not_see_is_named(
+    shop: Path, actor: Callable[..., ShardEmbedder], tmp_path: Path
+) -> None:
+    source = replace(folder_source(shop), root=Path("/nowhere"))
+    with pytest.raises(SourceError, match="worker does not see the folder /nowhere"):
+        actor(source, str(tmp_path / "v"))
+
+
+def test_a_link_that_leads_out_of_a_local_address_is_left_out(shop: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(encoded(picture(1)))
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.png").symlink_to(tmp_path / "secret.png")
+    read = reader_at(f"file://{tmp_path}/in")
+    with pytest.raises(SourceError):
+        read(Record("x.png", "x.png"), 10**6)
+
+
 def test_shards_are_begun_whole_or_not_at_all(tmp_path: Path) -> None:
     shards = VectorShards(str(tmp_path / "v"))
     manifest = ShardsManifest(
         bundle_id="b" * 64,
         precision="fp32",
+        engine="onnxruntime",
         dim=4,
         source="folder",
         source_root="/shop",
@@ -242,6 +340,10 @@ def test_shards_are_begun_whole_or_not_at_all(tmp_path: Path) -> None:
         ]
         shards.write(shard, entries, [])
     assert [entry.key for entry in shards.dump("v").entries()] == [one.key for one in records]
+    part = tmp_path / "v/parts/000001.parquet"
+    part.write_bytes(part.read_bytes()[:-20])
+    with pytest.raises(SourceError, match=r"000001\.parquet is damaged.*Remove it and run"):
+        list(shards.dump("v").entries())
     (tmp_path / "v/manifest.json").write_text("{")
     with pytest.raises(SourceError, match=r"manifest\.json cannot be read"):
         _ = VectorShards(str(tmp_path / "v")).manifest

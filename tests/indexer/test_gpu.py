@@ -507,6 +507,14 @@ def test_the_kind_stays_while_the_index_that_is_replaced_is_on_the_gpu(fake: Dev
             fake.free = fake.total
 
 
+def test_a_gallery_that_only_the_gpu_can_hold_is_compacted(fake: Device) -> None:
+    settings = IndexSettings("flat", memory_mb=8000, device="cuda")
+    [plan] = plans_for(10_000_000, 512, settings)
+    assert (plan.kind, plan.device) == ("flat", "cuda")
+    with pytest.raises(PlanError, match="flat"):
+        plans_for(10_000_000, 512, replace(settings, device="cpu"))
+
+
 def test_a_request_of_many_queries_reaches_the_gpu_in_parts(fake: Device) -> None:
     index = index_of("flat")
     many = np.tile(QUERIES, (10, 1))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embedder.errors import GalleryCorruptError, PlanError
-from indexer.checks.verify import check_files
+from indexer.checks.verify import check_files, verify_gallery
 from indexer.filters.tree import Equals
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
@@ -83,6 +83,7 @@ def test_it_is_changed_compacted_verified_and_restored_as_any_other(
     [[hit]] = gallery.search(VECTORS[N + 500 : N + 501], 1)
     assert (hit.key, round(hit.score, 3)) == ("k1", 1.0)
     check_files(gallery.path)
+    assert verify_gallery(gallery.path).problems == ()
     backup(gallery.path, tmp_path / "backup")
     restore(tmp_path / "backup", tmp_path / "again")
     with closing(Gallery.open(tmp_path / "again", verify_hashes=True)) as again:

@@ -20,9 +20,10 @@ MANIFEST = "manifest.json"
 """The file that makes a folder a generation."""
 
 REPORT = "report.json"
+"""How a generation was built, in a file beside its manifest."""
+
 PRECISIONS = "precisions.json"
 """The precisions of items that were added after the build; absent if there are no others."""
-"""How a generation was built, in a file beside its manifest."""
 
 SCHEMA_VERSION = 2
 

@@ -211,7 +211,7 @@ class Settings(BaseSettings):
     body_timeout_ms: int = Field(default=30_000, ge=1)
     ready_timeout_ms: int = Field(default=5_000, ge=1)
     shutdown_timeout_s: int = Field(default=5, ge=1)
-    drain_s: float = Field(default=0.0, ge=0, le=3600, allow_inf_nan=False)
+    drain_s: float = Field(default=0, ge=0, le=3600, allow_inf_nan=False)
 
     cache_max_bytes: int = Field(default=64 * 2**20, ge=0)
     cache_max_entries: int = Field(default=10_000, ge=0)

@@ -187,6 +187,7 @@ def test_a_call_that_is_ended_goes_on_with_what_it_has(
 ) -> None:
     words = (shop, "--bundle", tiny_bundle.path, "--out", tmp_path / "v", "--shard-size", 8)
     words = (*words, "--ray", cluster)
+    words = (*words, "--ray", cluster)
     process = command("embed", *words)
     wait_for_a_part(process, tmp_path / "v")
     os.killpg(process.pid, signal.SIGKILL)
@@ -199,28 +200,6 @@ def test_a_call_that_is_ended_goes_on_with_what_it_has(
     report = embedded(*words)
     assert report["embedded"] == shards.manifest.images_in(left)
     assert report["items"] == COUNT
-
-
-def test_an_address_and_a_list_are_sources_too(
-    shop: Path,
-    tiny_bundle: Bundle,
-    run: Run,
-    vectors: tuple[Path, Any],
-    cluster: str,
-    tmp_path: Path,
-) -> None:
-    words = ("--bundle", tiny_bundle.path, "--shard-size", 50, "--ray", cluster)
-    report = embedded(f"file://{shop}", *words, "--out", f"file://{tmp_path}/remote")
-    assert report["items"] == COUNT
-    one, other = (VectorShards(str(place)) for place in (vectors[0], tmp_path / "remote"))
-    assert [e.key for e in one.dump("v").entries()] == [e.key for e in other.dump("v").entries()]
-    report = embedded(
-        shop / "list.csv", *words, "--out", tmp_path / "list", "--root", f"file://{shop}"
-    )
-    assert report["items"] == 100
-    printed(run("build", "--vectors", tmp_path / "list", "--out", tmp_path / "g", "--json"))
-    place, _, _, attributes, _ = items_of(tmp_path / "g")["sku-3"]
-    assert (place, attributes) == ("class-0/0003.png", {"price": 1.5, "sizes": ("S", "M")})
 
 
 # What needs no Ray.
@@ -272,6 +251,18 @@ def test_an_object_store_is_read_and_written(
         (e.key, e.vector.tobytes()) for e in theirs.dump("v").entries()
     ]
     assert [one.key for one in mine.failures()] == ["class-0/none.png"]
+
+
+def test_the_paths_of_a_list_may_start_from_an_address(
+    shop: Path, actor: Callable[..., ShardEmbedder], run: Run, tmp_path: Path
+) -> None:
+    source = remote_source(f"file://{shop}", shop / "list.csv")
+    actor(source, str(tmp_path / "v"))({"shard": [0]})
+    printed(run("build", "--vectors", tmp_path / "v", "--out", tmp_path / "g", "--json"))
+    items = items_of(tmp_path / "g")
+    place, _, _, attributes, _ = items["sku-3"]
+    assert (place, attributes) == ("class-0/0003.png", {"price": 1.5, "sizes": ("S", "M")})
+    assert len(items) == 100
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ConnectionError("no route")])

@@ -229,9 +229,16 @@ class AsyncKinlens(_Client):
         """Whether the process answers."""
         return await self._send(api.Live, "GET", "live")
 
-    async def ready(self) -> api.Ready:
-        """What is served and the verdict of each check, also when it is not ready."""
-        return await self._send(api.Ready, "GET", "ready", accepted=[503])
+    async def startup(self) -> api.Startup:
+        """Whether the service was ready once."""
+        return await self._send(api.Startup, "GET", "startup", accepted=[503])
+
+    async def ready(self, gallery: str | None = None) -> api.Ready:
+        """What is served and the verdict of each check, also when it is not ready; with `gallery`
+        the status is that of this one.
+        """
+        query = None if gallery is None else {"gallery": gallery}
+        return await self._send(api.Ready, "GET", "ready", query=query, accepted=[503])
 
     async def metrics(self) -> str:
         """The metrics in the text format of Prometheus."""
@@ -617,6 +624,7 @@ class Kinlens(_Client):
     """
 
     live = _blocking(AsyncKinlens.live)
+    startup = _blocking(AsyncKinlens.startup)
     ready = _blocking(AsyncKinlens.ready)
     metrics = _blocking(AsyncKinlens.metrics)
     search = _blocking(AsyncKinlens.search)

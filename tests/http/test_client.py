@@ -63,6 +63,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "POST /jobs/{job_id}/swap": lambda c: c.swap_job(JOB),
     "POST /jobs/{job_id}/resume": lambda c: c.resume_job(JOB),
     "GET /live": lambda c: c.live(),
+    "GET /startup": lambda c: c.startup(),
     "GET /ready": lambda c: c.ready(),
     "GET /metrics": lambda c: c.metrics(),
 }

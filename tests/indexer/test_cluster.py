@@ -80,11 +80,11 @@ def cluster(vectors: object) -> Iterator[str]:
         process.wait(60)
 
 
-def wait_for_a_part(process: subprocess.Popen[str], out: Path) -> None:
-    """Until the first shard is there; Ray starts slowly where tests run beside this one."""
+def wait_for_parts(process: subprocess.Popen[str], out: Path, count: int) -> None:
+    """Until so many shards are there; Ray starts slowly where tests run beside this one."""
     end = time.monotonic() + 200
-    while not any(out.glob("parts/*.parquet")):
-        assert process.poll() is None
+    while len(list(out.glob("parts/*.parquet"))) < count:
+        assert process.poll() is None, "it has ended"
         assert time.monotonic() < end, "no shard was made"
         time.sleep(0.05)
 
@@ -152,26 +152,6 @@ def test_what_is_there_is_not_embedded_again_and_another_source_is_refused(
         assert "or another --out" in " ".join(err.split())
 
 
-def test_a_worker_that_is_killed_costs_its_shard_alone(
-    shop: Path, tiny_bundle: Bundle, vectors: tuple[Path, Any], cluster: str, tmp_path: Path
-) -> None:
-    words = (shop, "--bundle", tiny_bundle.path, "--out", tmp_path / "v", "--shard-size", 8)
-    words = (*words, "--ray", cluster)
-    process = command("embed", *words, "--json")
-    wait_for_a_part(process, tmp_path / "v")
-    victims = actors_of()
-    assert victims
-    os.kill(victims[0], signal.SIGKILL)
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    assert json.loads(out)["items"] == COUNT
-    whole, parts = VectorShards(str(vectors[0])), VectorShards(str(tmp_path / "v"))
-    mine, theirs = (
-        {e.key: e.vector.tobytes() for e in v.dump("v").entries()} for v in (whole, parts)
-    )
-    assert mine == theirs
-
-
 def actors_of() -> list[int]:
     """The actors that run on a cluster of this machine."""
     found = []
@@ -182,14 +162,16 @@ def actors_of() -> list[int]:
     return found
 
 
-def test_a_call_that_is_ended_goes_on_with_what_it_has(
+def test_a_worker_and_then_the_call_are_killed_and_the_same_call_makes_what_is_missing(
     shop: Path, tiny_bundle: Bundle, vectors: tuple[Path, Any], cluster: str, tmp_path: Path
 ) -> None:
+    """A worker that is killed costs the shard that it was making, and the call goes on."""
     words = (shop, "--bundle", tiny_bundle.path, "--out", tmp_path / "v", "--shard-size", 8)
     words = (*words, "--ray", cluster)
-    words = (*words, "--ray", cluster)
     process = command("embed", *words)
-    wait_for_a_part(process, tmp_path / "v")
+    wait_for_parts(process, tmp_path / "v", 1)
+    os.kill(actors_of()[0], signal.SIGKILL)
+    wait_for_parts(process, tmp_path / "v", 6)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     shards = VectorShards(str(tmp_path / "v"))
@@ -197,9 +179,19 @@ def test_a_call_that_is_ended_goes_on_with_what_it_has(
     assert 0 < len(left) < shards.manifest.shards
     with pytest.raises(SourceError, match=r"lacks \d+ of 33 shards.*it goes on"):
         shards.dump("v")
-    report = embedded(*words)
+    process = command("embed", *words, "--json")
+    wait_for_parts(process, tmp_path / "v", shards.manifest.shards - len(left) + 1)
+    os.kill(actors_of()[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    report = json.loads(out)
     assert report["embedded"] == shards.manifest.images_in(left)
     assert report["items"] == COUNT
+    whole = VectorShards(str(vectors[0]))
+    mine, theirs = (
+        {e.key: e.vector.tobytes() for e in each.dump("v").entries()} for each in (whole, shards)
+    )
+    assert mine == theirs
 
 
 # What needs no Ray.

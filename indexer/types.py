@@ -42,6 +42,9 @@ class IndexPlace:
 VectorType = Literal["fp32", "fp16"]
 """How a gallery keeps its vectors: whole, or rounded to half precision in half the space."""
 
+NUMBER_BYTES: dict[VectorType, int] = {"fp32": 4, "fp16": 2}
+"""Of one number of a vector that is kept so."""
+
 StoredRows = NDArray[np.float32] | NDArray[np.float16]
 """Vectors (N, D) as they are kept."""
 

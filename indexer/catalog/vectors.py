@@ -166,7 +166,7 @@ class VectorFile:
 
     def rounded(self, vectors: Embeddings) -> Embeddings:
         """Vectors (N, D) as they will be read."""
-        return np.asarray(vectors.astype(self.dtype), np.float32)
+        return np.asarray(np.asarray(vectors, self.dtype), np.float32)
 
     def rows_of(self, ids: Ids) -> Ids:
         """The row of each of these items. Raises: GalleryCorruptError for one without a row."""

@@ -265,12 +265,13 @@ class SegmentIndex:
     ) -> tuple[Scores, Ids]:
         if not k or not len(queries):
             return nothing(len(queries), k)
-        if allowed is None and self._is_half and len(queries) > _FEW:
-            return compare(queries, k, self._vectors, np.arange(self.size))  # faster in blocks
+        in_blocks = self._is_half and len(queries) > _FEW  # which is faster
+        if allowed is None and in_blocks:
+            return compare(queries, k, self._vectors, np.arange(self.size))
         if allowed is None:
             return ordered(*found_by(self._flat, queries, k))
         left_out = self.size - count_of(allowed, self.size)
-        if _MOST * left_out > self.size or (self._is_half and len(queries) > _FEW):
+        if in_blocks or _MOST * left_out > self.size:
             return compare(queries, k, self._vectors, positions_in(allowed, self.size))
         # To fetch more and drop them takes less than to copy what is allowed.
         wide = k + min(left_out, int(_EXCESS * k * left_out / self.size) + _EXCESS_LEAST)

@@ -293,7 +293,7 @@ class GpuCopy:
         self._thread: GpuThread | None = None
         self._lock = threading.Lock()
         self._is_tried = threading.Event()
-        self._is_told = False
+        self._is_logged = False
         self._retry_at: float | None = None
         self._pause_s = RETRY_S
         self._is_closed = False
@@ -358,7 +358,7 @@ class GpuCopy:
             if self._is_closed:
                 thread.end()
                 return
-            self._thread, self.reason, self._is_told = thread, None, False
+            self._thread, self.reason, self._is_logged = thread, None, False
         # Not by joining, since any thread may drop the last reference; and not at exit, when the
         # thread would meet a CUDA that is going away.
         weakref.finalize(self, thread.end).atexit = False
@@ -376,7 +376,7 @@ class GpuCopy:
     def _refused(self, error: Exception) -> None:
         with self._lock:
             self.reason = reason_of(error)
-            is_new, self._is_told = not self._is_told, True
+            is_new, self._is_logged = not self._is_logged, True
             # A GPU that is missing or hangs does not come back by itself.
             if not (isinstance(error, ProviderError) or self._is_closed):
                 self._retry_at = time.monotonic() + self._pause_s

@@ -68,8 +68,8 @@ class Effort:
     """How hard an index tries to find 10 answers; for more it tries harder in proportion.
 
     value: efSearch (hnsw, cagra) or nprobe (ivf); 0 for flat. k_factor: so many times k
-    candidates are compared at full precision. gpu: itopk_size (cagra) or nprobe (ivf) on the GPU,
-    as `value` if it is 0.
+    candidates are compared at full precision. gpu: itopk_size (cagra) or nprobe (ivf) on the GPU;
+    0 means the same as `value`.
     """
 
     value: int
@@ -479,7 +479,7 @@ def found_by(
     return scores, positions
 
 
-def rows_of(codes: faiss.Index) -> Ids:
+def _rows_in(codes: faiss.Index) -> Ids:
     """The rows that an index of lists holds, ascending."""
     lists = codes.invlists
     sizes = [lists.list_size(place) for place in range(codes.nlist)]
@@ -532,7 +532,7 @@ def _lists_search(vectors: StoredRows, codes: faiss.Index) -> Search:
     empty.is_trained = True  # its centroids are there, and half precision learns nothing
     resources = _gpu_resources()
     index = faiss.GpuIndexIVFScalarQuantizer(resources, empty)
-    rows = rows_of(codes)
+    rows = _rows_in(codes)
     index.reserveMemory(len(rows))
     for start in range(0, len(rows), _GPU_ADDED):
         some = rows[start : start + _GPU_ADDED]

@@ -15,7 +15,7 @@ from embedder.machine import core_count, free_memory_mb
 from embedder.machine import memory_mb as machine_memory_mb
 from indexer.index.gpu import RESERVE_MB, gpu_memory, why_no_gpu
 from indexer.index.kinds import KINDS, Device, IndexKind, Kind, kinds_on
-from indexer.types import VectorType
+from indexer.types import NUMBER_BYTES, VectorType
 
 _log = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ def _plan(
     vector_type: VectorType,
 ) -> Plan:
     parameters = kind.parameters(n, dim)
-    full = (2.0 if vector_type == "fp16" else 4.0) * n * dim
+    full = float(NUMBER_BYTES[vector_type]) * n * dim
     codes = kind.code_bytes(n, dim, parameters)
     is_on_gpu = settings.device == "cuda"
     if is_on_gpu:

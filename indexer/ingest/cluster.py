@@ -89,27 +89,21 @@ def embed_on_cluster(
         source; SourceError, BundleError, OSError.
     """
     shards, made = VectorShards(out), Bundle.open(bundle)
+    asked = ShardsManifest(
+        bundle_id=made.bundle_id,
+        precision=session.precision,
+        engine=session.engine,
+        dim=made.manifest.dim,
+        source=source.description,
+        source_root=source.address,
+        images=source.count,
+        shard_size=shard_size,
+    )
     if not shards.has_begun:
         check_attributes(source, {})
-        manifest = ShardsManifest(
-            bundle_id=made.bundle_id,
-            precision=session.precision,
-            engine=session.engine,
-            dim=made.manifest.dim,
-            source=source.description,
-            source_root=source.address,
-            images=source.count,
-            shard_size=shard_size,
-        )
-        shards.begin(manifest, source.records())
+        shards.begin(asked, source.records())
     manifest = shards.manifest
-    begun = (manifest.bundle_id, manifest.precision, manifest.engine)
-    begun_with = (manifest.source_root, manifest.source, manifest.images)
-    if begun != (made.bundle_id, session.precision, session.engine) or begun_with != (
-        source.address,
-        source.description,
-        source.count,
-    ):
+    if manifest != asked.model_copy(update={"shard_size": manifest.shard_size}):
         raise InvalidParameterError(
             f"{out} was begun with {manifest.images:,} images of {manifest.source_root}, bundle "
             f"{manifest.bundle_id[:12]}, {manifest.precision} and {manifest.engine}. Name the same "
@@ -295,7 +289,7 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
                 raise cause from None
             raise EngineUnavailableError(
                 f"A worker failed: {_first_line(cause)} What is done is kept: run the same "
-                "command again when that is mended."
+                "command again once that is fixed."
             ) from error
         finally:
             ray.shutdown()

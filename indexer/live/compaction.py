@@ -49,7 +49,7 @@ from indexer.index.segment import (
     read_manifest,
     write_segment,
 )
-from indexer.types import Ids, Progress, VectorType, places_of
+from indexer.types import NUMBER_BYTES, Ids, Progress, VectorType, places_of
 
 CATALOG = "catalog.sqlite"
 SEGMENTS = "segments"
@@ -264,7 +264,7 @@ class _Work:
         folder = self._generation / VECTORS
         make_folder(folder, "vectors")
         type_: VectorType = "fp32" if view.file is None else view.file.type
-        _check_space(folder, None, (2 if type_ == "fp16" else 4) * len(ids) * view.dim)
+        _check_space(folder, None, NUMBER_BYTES[type_] * len(ids) * view.dim)
         with staged(folder) as stage:
             batches = self._batches(view)
             VectorFile.rewrite(stage, view.dim, ids, view.last_given(), batches, type_)

@@ -29,7 +29,7 @@ from indexer.catalog.database import Catalog
 from indexer.catalog.read import Attributes, Base, CatalogView, State
 from indexer.index.faiss import reaching
 from indexer.index.kinds import Effort
-from indexer.index.segment import Segment
+from indexer.index.segment import COPY_S, Segment
 from indexer.live.compaction import SEGMENTS, collect
 from indexer.types import Ids, Scores, places_of
 
@@ -38,7 +38,6 @@ _SPARE = 2  # how many times the expected number of removed items a search fetch
 _COLLECT_S = 0.1
 _RETRY_S = 60.0  # after which a segment that could not be opened is tried again
 _ROUNDED = np.float32(2e-6)  # by which scores of one pair of vectors may differ
-_GPU_LIMIT_S = 900.0  # a GPU that has not taken an index by then has hung
 _GPU_STEP_S = 0.2  # between looks whether a gallery is closed while its index is copied
 _PATIENCE = 8  # a segment that is gone when it is to be opened is looked up anew that often
 
@@ -572,7 +571,7 @@ class SnapshotKeeper:
     def _wait_for_gpu(self, segment: Segment | None) -> None:
         """Until the segment is on the GPU, if it is to be there and this is not closed."""
         copy = None if segment is None else segment.index.gpu
-        end = time.monotonic() + _GPU_LIMIT_S
+        end = time.monotonic() + COPY_S
         while copy is not None and not self._is_closed and time.monotonic() < end:
             if copy.wait(_GPU_STEP_S):
                 return

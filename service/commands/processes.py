@@ -242,7 +242,7 @@ class _Child(Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Ctrl-C also reaches the parent, which says SIGTERM."""
-        if not self.drains(sig):
+        if not self.begin_drain(sig):
             self.should_exit = self.should_exit or sig == signal.SIGTERM
 
 

@@ -76,8 +76,8 @@ class Server(uvicorn.Server):
             self.should_exit = True
         return await super().on_tick(counter)
 
-    def drains(self, sig: int) -> bool:
-        """Whether the signal begins the time in which requests still come."""
+    def begin_drain(self, sig: int) -> bool:
+        """Begin the time in which requests still come; whether the signal does so."""
         if sig != signal.SIGTERM or not self.drain_s or self._ends_at is not None:
             return False
         self._ends_at = time.monotonic() + self.drain_s
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Finish what was accepted; at the second signal, leave."""
-        if self.drains(sig):
+        if self.begin_drain(sig):
             return
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)  # a third one does not wait for the log

@@ -225,6 +225,11 @@ class Gallery(Searcher):
         return self._folder.path
 
     @property
+    def copy_of(self) -> str | None:
+        """The address that this is a copy of, which nobody changes here; None for others."""
+        return self._folder.copy_of
+
+    @property
     def version(self) -> str:
         """sha256 (hex) that changes with every change."""
         return self._version_at(self._catalog.state().seq)
@@ -510,8 +515,10 @@ class Gallery(Searcher):
         `product` names the attribute that says which items show one product; by default the one
         of the last calibration. The curve of a golden set stays until the set is run again.
 
-        Raises: InvalidParameterError for an attribute that no item has; GalleryWriteError.
+        Raises: InvalidParameterError for an attribute that no item has; GalleryWriteError;
+            GalleryConflictError for a copy, which has that of its original.
         """
+        self._folder.refuse_copy()
         before = self.calibration()
         if product is not None and product not in self.schema():
             raise InvalidParameterError(
@@ -749,7 +756,9 @@ class Gallery(Searcher):
 
         Raises: GalleryBusyError if another process compacts, unless this is to `wait`; PlanError,
             RecallError, GalleryWriteError, and then the old segment stays.
+            GalleryConflictError for a copy.
         """
+        self._folder.refuse_copy()
         report = compact(
             self._generation,
             settings or self.index_settings(),
@@ -777,7 +786,11 @@ class Gallery(Searcher):
             return IndexSettings()
 
     def needs_compaction(self) -> str | None:
-        """Why a compaction is due: 20 % of the segment removed, many items after it; or None."""
+        """Why a compaction is due: 20 % of the segment removed, many items after it; or None, also
+        for a copy, whose original is compacted.
+        """
+        if self.copy_of is not None:
+            return None
         with self._catalog.reading() as view:
             return self._due(view, view.state())
 
@@ -786,7 +799,7 @@ class Gallery(Searcher):
         got an attribute that names their product.
         """
         known, state = self.calibration(), self._catalog.state()
-        if known is not None and known.seq == state.seq:
+        if (known is not None and known.seq == state.seq) or self.copy_of is not None:
             return
         is_due = known is None or (
             self._is_outdated(known)
@@ -849,6 +862,10 @@ class Gallery(Searcher):
                 return
         except GalleryCorruptError as damage:
             logging.getLogger(__name__).warning("the index is made again: %s", damage)
+            if self.copy_of is not None:
+                damage.add_note(f"It is a copy: delete {self.path} and start again.")
+                self.close()
+                raise
             try:
                 unless = functools.partial(_is_readable, self._snapshots)
                 compact(

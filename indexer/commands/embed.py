@@ -9,8 +9,8 @@ from embedder.engines.models import SessionSettings
 from embedder.manifest import Engine, Precision
 from indexer.commands.console import errors_shown, failure_lines, print_report, progress
 from indexer.commands.options import BatchOption, DeviceOption, JsonOption
+from indexer.exchange.objects import REMOTE
 from indexer.ingest.cluster import SHARD_SIZE, embed_on_cluster, remote_source
-from indexer.ingest.shards import REMOTE
 from indexer.ingest.sources import Source, csv_source, folder_source
 
 app = typer.Typer()

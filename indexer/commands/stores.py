@@ -8,11 +8,12 @@ from pathlib import Path
 
 from indexer.commands.console import err, progress
 from indexer.exchange.milvus import MilvusStore
+from indexer.exchange.objects import REMOTE
 from indexer.exchange.parquet import read_dump
 from indexer.folder.manifest import name_of
 from indexer.gallery import Gallery
 from indexer.ingest.shards import MANIFEST as SHARDS
-from indexer.ingest.shards import REMOTE, VectorShards
+from indexer.ingest.shards import VectorShards
 from indexer.live.compaction import KEEP_REMOVED_S
 from indexer.types import MILVUS, Dump, Progress, milvus_address
 

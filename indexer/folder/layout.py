@@ -6,6 +6,9 @@ gallery/
   WRITE                shared by writes, held alone while a build replaces the gallery
   TURN                 passed by a write on its way to WRITE, held by a build that waits for it
   pictures/            what was uploaded, kept by whoever serves the gallery; no build touches it
+  PUBLISH              held while a snapshot of the gallery is published
+  COPY_OF              the address that this is a copy of; nobody changes a copy
+  downloads/           what a copy has downloaded and not taken over yet
   golden.sqlite        queries that the owner labelled, and reports; no build touches it either
   versions/<name>/     a generation: what one build made, and every change since
   versions/.draft-<...>/     a gallery in itself: what a build has made so far, kept after a kill
@@ -33,9 +36,11 @@ from embedder.durable import (
     sweep,
     sync,
     sync_tree,
+    write_whole,
 )
 from embedder.errors import (
     GalleryBusyError,
+    GalleryConflictError,
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
@@ -51,10 +56,14 @@ _WRITE = "WRITE"
 _TURN = "TURN"
 _VERSIONS = "versions"
 PICTURES = "pictures"
+COPY_OF = "COPY_OF"
+DOWNLOADS = "downloads"
+PUBLISH = "PUBLISH"
 _DRAFT = ".draft-"
 _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _OWN_NAMES = {
     *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, PICTURES),
+    *(COPY_OF, DOWNLOADS, PUBLISH),
     *(f"{GOLDEN}{suffix}" for suffix in ("", "-journal")),
 }
 
@@ -89,6 +98,31 @@ class GalleryFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    @property
+    def copy_of(self) -> str | None:
+        """The address that this is a copy of; None for a gallery of its own."""
+        try:
+            return (self.path / COPY_OF).read_text(encoding="utf-8").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def mark_as_copy(self, address: str) -> None:
+        """Note the address that this is a copy of. Raises: OSError."""
+        make_folder(self._versions, "gallery")
+        if self.copy_of != address:
+            write_whole(self.path / COPY_OF, f"{address}\n".encode(), "copy")
+            (self.path / COPY_OF).chmod(0o644)  # others may serve the gallery
+
+    def refuse_copy(self) -> None:
+        """Refuse to change a copy. Raises: GalleryConflictError."""
+        address = self.copy_of
+        if address is not None:
+            raise GalleryConflictError(
+                f"{self.path} is a copy of {address} and follows it. Change the gallery where it "
+                "is published from. To make this one a gallery of its own, stop following it and "
+                f"delete the file {COPY_OF} in its folder."
+            )
+
     def generations(self) -> set[str]:
         """The names of the generations that lie here: the current one, and older ones."""
         return {folder.name for folder in self._entries() if _is_generation(folder)}
@@ -98,8 +132,9 @@ class GalleryFolder:
         """Create the folder if needed; keep other builds and all writes out of it.
 
         Raises: GalleryBusyError if another build runs; GalleryError if the folder holds something
-            else; GalleryWriteError if it cannot be written.
+            else; GalleryConflictError for a copy; GalleryWriteError if it cannot be written.
         """
+        self.refuse_copy()
         lock = self.path / _LOCK
         with contextlib.ExitStack() as held:
             with disk_errors_explained(self.path):
@@ -121,8 +156,10 @@ class GalleryFolder:
     def writing(self, generation: str) -> Iterator[None]:
         """Hold off a build for the moment of one write into `generation`.
 
-        Raises: GalleryBusyError if a build runs, or has replaced the generation.
+        Raises: GalleryBusyError if a build runs, or has replaced the generation;
+            GalleryConflictError for a copy.
         """
+        self.refuse_copy()
         with contextlib.ExitStack() as held:
             try:
                 with shared(self.path / _TURN) as is_free:

@@ -25,6 +25,7 @@ from embedder.errors import (
 from embedder.formats import SUFFIXES
 from embedder.machine import core_count
 from embedder.session import OnnxEmbedder
+from indexer.exchange.objects import REMOTE
 from indexer.ingest.embed import (
     EmbedSettings,
     Failure,
@@ -34,7 +35,6 @@ from indexer.ingest.embed import (
     refuse_unreadable,
 )
 from indexer.ingest.shards import (
-    REMOTE,
     ShardsManifest,
     VectorShards,
     image_paths,

@@ -12,7 +12,6 @@ A part is there whole or not at all, so whoever goes on makes those that are mis
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,9 +19,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from embedder.durable import write_whole
-from embedder.errors import EngineUnavailableError, SourceError
+from embedder.errors import SourceError
 from embedder.formats import SUFFIXES
+from indexer.exchange.objects import ObjectFolder, files_at, is_local
 from indexer.exchange.parquet import read_dump, write_entries
 from indexer.ingest.embed import Failure
 from indexer.ingest.sources import Record, walk
@@ -30,11 +29,7 @@ from indexer.pictures import read_image
 from indexer.types import Dump, Entry
 
 MANIFEST = "manifest.json"
-REMOTE = "://"
-"""What tells an address of fsspec from a folder."""
-
 _LIST, _PARTS = "list", "parts"
-_IN_ONE_STEP = {"s3", "s3a", "gs", "gcs", "az", "abfs", "memory"}  # a file is there whole, or not
 _AGAIN = "Run kinlens-index embed again with the same source and the same --out: it goes on."
 
 
@@ -67,24 +62,21 @@ class VectorShards:
 
     def __init__(self, address: str) -> None:
         """Raises: EngineUnavailableError without fsspec, or without the package of a protocol."""
-        # Each worker has a current folder of its own.
-        self.address = address if REMOTE in address else str(Path(address).resolve())
-        address = self.address
-        self._files, self._root = files_at(address)
+        self._files = ObjectFolder(address)
+        self.address = self._files.address
         self._known: ShardsManifest | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether the list is complete."""
-        self._files.invalidate_cache()
-        return bool(self._files.exists(self._at(MANIFEST)))
+        return self._files.exists(MANIFEST)
 
     @property
     def manifest(self) -> ShardsManifest:
         """What stands in manifest.json. Raises: SourceError."""
         if self._known is None:
             try:
-                data = self._files.cat_file(self._at(MANIFEST))
+                data = self._files.read(MANIFEST)
                 self._known = ShardsManifest.model_validate_json(data)
             except FileNotFoundError as error:
                 raise SourceError(
@@ -105,27 +97,24 @@ class VectorShards:
         for shard in range(manifest.shards):
             some = list(islice(rest, manifest.shard_size))
             lines = [[one.key, one.path, _plain(one.attributes)] for one in some]
-            self._put(f"{_LIST}/{shard:06}.json", json.dumps(lines).encode())
+            self._files.write(f"{_LIST}/{shard:06}.json", json.dumps(lines).encode())
             count += len(some)
         if count != manifest.images or next(rest, None) is not None:
             raise SourceError(
                 f"The {manifest.source} had {manifest.images:,} images and has another number now. "
                 "Start again when nobody changes it."
             )
-        self._put(MANIFEST, manifest.model_dump_json(indent=2).encode())
+        self._files.write(MANIFEST, manifest.model_dump_json(indent=2).encode())
 
     def missing(self) -> list[int]:
         """The shards whose vectors are not there yet."""
-        there: set[str] = set()
-        self._files.invalidate_cache()
-        with suppress(FileNotFoundError):
-            there = {Path(name).name for name in self._files.ls(self._at(_PARTS), detail=False)}
+        there = self._files.names(_PARTS)
         shards = range(self.manifest.shards)
         return [shard for shard in shards if f"{shard:06}.parquet" not in there]
 
     def records(self, shard: int) -> list[Record]:
         """Those of one shard."""
-        lines = json.loads(self._files.cat_file(self._at(f"{_LIST}/{shard:06}.json")))
+        lines = json.loads(self._files.read(f"{_LIST}/{shard:06}.json"))
         return [
             Record(key, path, {n: tuple(v) if isinstance(v, list) else v for n, v in own.items()})
             for key, path, own in lines
@@ -134,17 +123,17 @@ class VectorShards:
     def write(self, shard: int, entries: Sequence[Entry], failures: Sequence[Failure]) -> None:
         """Keep the vectors of a shard, and what was left out. Raises: OSError."""
         told = [failure.model_dump() for failure in failures]
-        self._put(f"{_PARTS}/{shard:06}.json", json.dumps(told).encode())
+        self._files.write(f"{_PARTS}/{shard:06}.json", json.dumps(told).encode())
         facts = {"name": "vectors", "bundle_id": self.manifest.bundle_id}
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder, "part")
             write_entries(part, entries, self.manifest.dim, facts)
-            self._put(f"{_PARTS}/{shard:06}.parquet", part.read_bytes())
+            self._files.write(f"{_PARTS}/{shard:06}.parquet", part.read_bytes())
 
     def failures(self) -> Iterator[Failure]:
         """What was left out, of all shards that are there."""
         for shard in sorted({*range(self.manifest.shards)} - {*self.missing()}):
-            data = self._files.cat_file(self._at(f"{_PARTS}/{shard:06}.json"))
+            data = self._files.read(f"{_PARTS}/{shard:06}.json")
             yield from map(Failure.model_validate, json.loads(data))
 
     def dump(self, name: str) -> Dump:
@@ -170,53 +159,21 @@ class VectorShards:
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder, "part.parquet")
             for shard in range(self.manifest.shards):
-                place = self._at(f"{_PARTS}/{shard:06}.parquet")
-                self._files.get_file(place, str(part))
+                place = f"{_PARTS}/{shard:06}.parquet"
+                self._files.download(place, part)
                 try:
                     yield from read_dump(part).entries()
                 except SourceError as error:
                     raise SourceError(
-                        f"{place} is damaged: {error} Remove it and run kinlens-index embed again."
+                        f"{self.address}/{place} is damaged: {error} Remove it and run "
+                        "kinlens-index embed again."
                     ) from error
-
-    def _at(self, name: str) -> str:
-        return f"{self._root}/{name}"
-
-    def _put(self, name: str, data: bytes) -> None:
-        place = self._at(name)
-        if _is_local(self._files):
-            Path(place).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(Path(place), data, "vectors")
-            Path(place).chmod(0o644)  # workers may be other users
-        elif _protocols(self._files) & _IN_ONE_STEP:
-            self._files.pipe_file(place, data)
-        else:
-            self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
-            self._files.pipe_file(f"{place}.part", data)
-            self._files.mv(f"{place}.part", place)
-
-
-def files_at(address: str) -> tuple[Any, str]:
-    """The file system of fsspec at an address, and the path in it.
-
-    Raises: EngineUnavailableError without fsspec, or without the package of a protocol.
-    """
-    try:
-        import fsspec
-
-        files, root = fsspec.url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise EngineUnavailableError(
-            f"{address} cannot be reached: {error}. Install the package of its protocol; a cluster "
-            "needs `pip install 'kinlens[ray]'`."
-        ) from error
-    return files, str(root).rstrip("/")
 
 
 def reader_at(root: str) -> Any:
     """What reads the bytes of a record below an address, at most so many."""
     files, path = files_at(root)
-    if _is_local(files):
+    if is_local(files):
         return lambda record, max_bytes: read_image(Path(path), record.path, max_bytes)
     return partial(_read, files, path)
 
@@ -224,7 +181,7 @@ def reader_at(root: str) -> Any:
 def image_paths(address: str) -> list[str]:
     """The images below an address, relative to it, in order; without hidden files and folders."""
     files, root = files_at(address)
-    if _is_local(files):
+    if is_local(files):
         return [path.relative_to(root).as_posix() for path in walk(Path(root))]
     files.invalidate_cache()
     found = (str(path)[len(root) :].lstrip("/") for path in files.find(root))
@@ -242,14 +199,6 @@ def _read(files: Any, root: str, record: Record, max_bytes: int) -> bytes:
             f"The file has more than {max_bytes:,} bytes, the limit. Make it smaller, or leave it."
         )
     return data
-
-
-def _protocols(files: Any) -> set[str]:
-    return {files.protocol} if isinstance(files.protocol, str) else {*files.protocol}
-
-
-def _is_local(files: Any) -> bool:
-    return "file" in _protocols(files)
 
 
 def _plain(attributes: Any) -> dict[str, Any]:

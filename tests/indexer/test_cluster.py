@@ -20,10 +20,11 @@ import pytest
 from embedder.bundle import Bundle
 from embedder.engines.models import SessionSettings
 from embedder.errors import SourceError
+from indexer.exchange.objects import files_at
 from indexer.gallery import Gallery
 from indexer.ingest import cluster as cluster_module
 from indexer.ingest.cluster import ShardEmbedder, UnreachableError, remote_source
-from indexer.ingest.shards import ShardsManifest, VectorShards, files_at, reader_at
+from indexer.ingest.shards import ShardsManifest, VectorShards, reader_at
 from indexer.ingest.sources import Record, Source, folder_source
 from indexer.types import Entry
 from tests.indexer.conftest import Run, printed

@@ -1,0 +1,288 @@
+"""A copy of a published gallery that follows its snapshots, while it is searched.
+
+The copy is an ordinary gallery in a folder, marked as a copy, so nobody changes it. A follower
+repeats what the writer did, in two transactions of the catalogue:
+
+    1. rows and tombstones up to the write of the snapshot, with the segment so far
+    2. the new segment and file of vectors, if the writer made one; the items stay the same
+
+Each search sees one snapshot, and none waits for a segment that is being opened. What was
+downloaded before an interruption is not downloaded again.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from embedder.bundle import sha256_of
+from embedder.durable import (
+    FileFacts,
+    discard,
+    exclusive,
+    make_folder,
+    reach,
+    rename,
+    staged,
+    sync_tree,
+    write_whole,
+)
+from embedder.errors import GalleryCorruptError, GalleryError, KinlensError
+from indexer.catalog.database import Catalog
+from indexer.catalog.replay import apply_part, finish, remove_buried, remove_dead
+from indexer.catalog.vectors import NUMBERS, ROWS, VECTORS, VectorFile
+from indexer.exchange.objects import ObjectFolder
+from indexer.exchange.publish import FILES, OBJECTS, Delta, Snapshot, latest
+from indexer.folder.layout import DOWNLOADS, GalleryFolder, disk_errors_explained
+from indexer.folder.manifest import write_manifest
+from indexer.live.compaction import CATALOG, SEGMENTS, collect
+from indexer.types import Progress
+
+_LOCK = "LOCK"
+_PATIENCE = 3  # snapshots that were replaced while they were downloaded
+
+
+class Follower:
+    """Keeps the gallery in `folder` at the newest snapshot of an address."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        """Raises: EngineUnavailableError for an address that no file system takes."""
+        self.address = address
+        self.folder = folder
+        self._store = ObjectFolder(address)
+        self._gallery = GalleryFolder(folder)
+        self._downloads = folder / DOWNLOADS
+        self._on_progress: Progress = lambda _: None
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether an earlier snapshot can be searched."""
+        return self._gallery.current_name() is not None
+
+    def update(self, *, wait: bool = False, on_progress: Progress | None = None) -> bool:
+        """Take over the newest snapshot; whether there was a newer one.
+
+        Of several processes one does so. The others return False, or `wait` until it has ended.
+        `on_progress` is called with the bytes of each download.
+
+        Raises: GalleryNotFoundError if nothing was published; GalleryCorruptError; GalleryError if
+            the folder holds a gallery of its own, or the address does not answer;
+            GalleryWriteError. The copy stays as it was.
+        """
+        if self.has_copy and self._gallery.copy_of is None:
+            raise GalleryError(
+                f"{self.folder} holds a gallery of its own, which a copy of {self.address} would "
+                "replace. Name another folder for copies."
+            )
+        self._on_progress = on_progress or (lambda _: None)
+        with disk_errors_explained(self.folder), contextlib.ExitStack() as held:
+            make_folder(self._downloads, "follow")
+            is_alone = held.enter_context(exclusive(self._downloads / _LOCK, wait=wait))
+            return is_alone and self._update()
+
+    def _update(self) -> bool:
+        for _ in range(_PATIENCE):
+            with self._store_errors_explained():
+                snapshot = latest(self._store)
+            try:
+                return self._take_over(snapshot)
+            except _ObjectMissingError:
+                continue  # a newer snapshot has replaced this one long ago
+        raise GalleryCorruptError(
+            f"The snapshot at {self.address} names a file that is not there. Delete that folder "
+            "and publish the gallery again."
+        )
+
+    def _take_over(self, snapshot: Snapshot) -> bool:
+        self._gallery.mark_as_copy(self.address)
+        name = snapshot.gallery.generation
+        if self._gallery.current_name() != name:
+            self._begin(snapshot)
+        elif not self._advance(snapshot, self._gallery.current()):
+            return False
+        for file in self._downloads.iterdir():
+            if file.name != _LOCK:
+                file.unlink()
+        return True
+
+    def _begin(self, snapshot: Snapshot) -> None:
+        """Copy a generation that was not followed before."""
+        with self._gallery.stage() as stage:
+            manifest = snapshot.gallery
+            write_manifest(stage, manifest)
+            (stage / SEGMENTS).mkdir()
+            Catalog.create(stage / CATALOG, manifest.dim, manifest.vector_type)
+            with (
+                contextlib.closing(Catalog.open(stage / CATALOG, writable=True)) as catalog,
+                self._vectors(catalog, stage, snapshot) as file,
+                catalog.writing() as writer,
+            ):
+                writer.adopt_segment(None, 0, file=file)
+            self._advance(snapshot, stage)
+            self._gallery.publish(stage, manifest.generation)
+
+    def _advance(self, snapshot: Snapshot, generation: Path) -> bool:
+        """Bring a generation to the state of the snapshot; False if it is there already."""
+        with contextlib.closing(Catalog.open(generation / CATALOG, writable=True)) as catalog:
+            with catalog.reading() as view:
+                now, vectors = view.state(), view.file_name
+            if now.seq > snapshot.seq:
+                raise GalleryError(
+                    f"The snapshot at {self.address} is older than the copy in {self.folder}. "
+                    "Publish the gallery again, or delete that folder to go back."
+                )
+            has_changed = self._copy_files(snapshot, generation)
+            if now.seq < snapshot.seq:
+                self._apply(catalog, snapshot, now.seq)
+            if (*now.base, vectors) != snapshot.base:
+                self._adopt(catalog, snapshot, generation)
+            elif now.seq == snapshot.seq:
+                return has_changed
+        collect(generation)
+        return True
+
+    def _apply(self, catalog: Catalog, snapshot: Snapshot, seq: int) -> None:
+        """Write the rows and tombstones of the snapshot, under the segment so far."""
+        deltas = [delta for delta in snapshot.deltas if delta.until > seq]
+        for facts in [facts for delta in deltas for facts in _objects(delta)]:
+            self._download(facts)
+        with catalog.writing() as writer:
+            for delta in deltas:
+                parts = [self._downloads / facts.sha256 for facts in delta.parts]
+                # First what was removed: another item may have its key by now.
+                for part in parts:
+                    remove_buried(writer, part)
+                if delta.live is not None:
+                    bits = (self._downloads / delta.live.sha256).read_bytes()
+                    remove_dead(writer, bits, delta.until)
+                for part in parts:
+                    apply_part(writer, part)
+            finish(
+                writer,
+                snapshot.seq,
+                snapshot.size,
+                snapshot.numbers,
+                snapshot.last_given,
+                snapshot.names,
+            )
+            reach("follow: before commit")
+        reach("follow: after commit")
+
+    def _adopt(self, catalog: Catalog, snapshot: Snapshot, generation: Path) -> None:
+        """Switch to the segment, and the file of vectors, of the snapshot."""
+        with contextlib.ExitStack() as held:
+            with catalog.reading() as view:
+                has_vectors = view.file_name == snapshot.vectors
+            file = None
+            if not has_vectors:
+                file = held.enter_context(self._vectors(catalog, generation, snapshot))
+            if snapshot.segment is not None:
+                held.enter_context(self._segment(generation, snapshot))
+            with catalog.writing() as writer:
+                writer.adopt_segment(snapshot.segment, snapshot.segment_seq, file=file)
+                reach("follow: before adoption")
+            reach("follow: after adoption")
+
+    @contextlib.contextmanager
+    def _segment(self, generation: Path, snapshot: Snapshot) -> Iterator[None]:
+        """The segment of the snapshot, marked as in use until the catalogue names it."""
+        folder = generation / SEGMENTS
+        with staged(folder) as stage:
+            for name, facts in snapshot.segment_files.items():
+                shutil.move(self._download(facts), stage / name)
+            sync_tree(stage, "segment")
+            _place(stage, folder / str(snapshot.segment))
+            yield
+
+    @contextlib.contextmanager
+    def _vectors(
+        self, catalog: Catalog, generation: Path, snapshot: Snapshot
+    ) -> Iterator[VectorFile]:
+        """A file with the rows of the snapshot's file, marked as in use until the catalogue names
+        it. Rows of items that are not alive are zero: nothing reads them.
+        """
+        manifest = snapshot.gallery
+        folder = generation / VECTORS
+        make_folder(folder, "vectors")
+        with staged(folder) as stage:
+            shutil.copyfile(self._download(snapshot.row_numbers), stage / NUMBERS)
+            (stage / ROWS[manifest.vector_type]).touch()
+            file = VectorFile(stage, manifest.dim)
+            file.lengthen(file.last)
+            with catalog.reading() as view:
+                for ids, vectors in view.iter_vectors():
+                    is_before = ids <= file.last
+                    file.write(ids[is_before], vectors[is_before])
+            sync_tree(stage, "vectors")
+            _place(stage, folder / snapshot.vectors)
+            yield VectorFile.open(folder / snapshot.vectors, manifest.dim)
+
+    def _copy_files(self, snapshot: Snapshot, generation: Path) -> bool:
+        """Copy what else lies in a generation; whether something had changed."""
+        has_changed = False
+        for name in FILES:
+            path, facts = generation / name, snapshot.files.get(name)
+            if facts is None:
+                has_changed |= path.exists()
+                path.unlink(missing_ok=True)
+            elif not _has(path, facts):
+                write_whole(path, self._download(facts).read_bytes(), "follow")
+                path.chmod(0o644)  # others may serve the gallery
+                has_changed = True
+        return has_changed
+
+    def _download(self, facts: FileFacts) -> Path:
+        """An object on this disk. Raises: _ObjectMissingError, GalleryError."""
+        path = self._downloads / facts.sha256
+        if _has(path, facts):
+            return path
+        reach("follow: before download")
+        part = path.with_name(f"{path.name}.part")
+        with self._store_errors_explained():
+            try:
+                self._store.download(f"{OBJECTS}/{facts.sha256}", part)
+            except FileNotFoundError as error:
+                raise _ObjectMissingError from error
+        if not _has(part, facts):
+            part.unlink(missing_ok=True)
+            raise GalleryCorruptError(
+                f"{self.address}/{OBJECTS}/{facts.sha256} is damaged: its content does not fit its "
+                "name. Delete it and publish the gallery again."
+            )
+        part.replace(path)
+        self._on_progress(facts.bytes)
+        return path
+
+    @contextlib.contextmanager
+    def _store_errors_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (KinlensError, _ObjectMissingError):
+            raise
+        except Exception as error:  # each client of a store has errors of its own
+            raise GalleryError(
+                f"The snapshot at {self.address} cannot be read: {type(error).__name__}: {error}. "
+                "Check the address, the permissions there and the network."
+            ) from error
+
+
+class _ObjectMissingError(Exception):
+    """A snapshot names an object that is not there."""
+
+
+def _objects(delta: Delta) -> list[FileFacts]:
+    return [*delta.parts, *([] if delta.live is None else [delta.live])]
+
+
+def _has(path: Path, facts: FileFacts) -> bool:
+    """Whether a file is there with this content."""
+    try:
+        return path.stat().st_size == facts.bytes and sha256_of(path) == facts.sha256
+    except FileNotFoundError:
+        return False
+
+
+def _place(stage: Path, target: Path) -> None:
+    if target.exists():  # of an update that was interrupted before the catalogue named it
+        discard(target)
+    rename(stage, target, "follow")

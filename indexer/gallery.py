@@ -50,6 +50,8 @@ from indexer.catalog.entries import check_key, checked_keys, learn_kinds
 from indexer.catalog.read import CatalogView, State
 from indexer.catalog.vectors import NUMBERS, VECTORS
 from indexer.catalog.write import CatalogWriter
+from indexer.exchange.follow import Follower as Follower
+from indexer.exchange.follow import checked_s as checked_s
 from indexer.exchange.milvus import MilvusStore as MilvusStore
 from indexer.filters.tree import Filter, check_attribute
 from indexer.folder.layout import PICTURES, GalleryFolder, disk_errors_explained
@@ -586,6 +588,7 @@ class Gallery(Searcher):
         self, change: Callable[[GalleryCalibration | None], GalleryCalibration]
     ) -> GalleryCalibration:
         """Change what is kept now: another fit may have ended since this one began."""
+        self._folder.refuse_copy()
         kept = change(self.calibration())
         self._calibration = (None, kept)
         with disk_errors_explained(self._generation):

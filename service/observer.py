@@ -1,6 +1,8 @@
 """What the metrics tell about models, galleries and jobs, read when they are asked for."""
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -10,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from embedder.errors import GalleryNotFoundError, KinlensError
+from indexer.gallery import checked_s
 from service.concurrency import OwnThreads, Recent
 from service.encoding.cache import Cache
 from service.encoding.lanes import Lanes
@@ -61,7 +64,7 @@ class Observer(Collector):
         return await asyncio.to_thread(self._metrics.render, galleries)
 
     async def _read(self) -> Sequence[GaugeMetricFamily]:
-        provider, jobs, items, age, ready = families = _families()
+        provider, jobs, items, age, ready, replicas = families = _families()
         for model in self._models.running():
             precision = model.embedder.mode.precision
             provider.add_metric([model.provider, precision, model.bundle_id], 1)
@@ -79,6 +82,11 @@ class Observer(Collector):
                 items.add_metric([name], count)
                 made_at = datetime.fromisoformat(gallery.created_at)
                 age.add_metric([name], (datetime.now(UTC) - made_at).total_seconds())
+                if own.follows is not None and own.path is not None:
+                    checked = checked_s(own.path)
+                    replicas.add_metric(
+                        [name], math.inf if checked is None else time.time() - checked
+                    )
 
         names = self._registry.names()
         looks = [self._try(f"gallery {name}", look(name)) for name in names]
@@ -119,6 +127,11 @@ def _families() -> Sequence[GaugeMetricFamily]:
             ("kinlens_gallery_items", "Items in a gallery.", ["gallery"]),
             ("kinlens_gallery_age_seconds", "Time since a gallery was built.", ["gallery"]),
             ("kinlens_gallery_ready", "1 while its last check of readiness passed.", ["gallery"]),
+            (
+                "kinlens_replica_checked_seconds",
+                "Time since a copy was known to be at the newest snapshot.",
+                ["gallery"],
+            ),
         ]
     ]
 

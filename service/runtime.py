@@ -13,6 +13,7 @@ import structlog
 
 from embedder.errors import GalleryNotFoundError
 from embedder.session import Embedder, OnnxEmbedder
+from indexer.gallery import Gallery as IndexedGallery
 from service.access.keys import KeyStore, open_keys
 from service.concurrency import BoundedPool, within
 from service.encoding.cache import Cache, LruCache
@@ -23,6 +24,7 @@ from service.encoding.redis_cache import RedisStore
 from service.encoding.sandbox import Layer, absences, holding
 from service.encoding.workers import Workers
 from service.galleries.feedback import FeedbackStore, open_feedback
+from service.galleries.following import Following
 from service.galleries.items import Items
 from service.galleries.locations import Bundles, Gallery, Locations, open_gallery
 from service.galleries.managed import ManagedGalleries
@@ -64,6 +66,7 @@ class Runtime:
     managed: ManagedGalleries
     jobs: JobManager | None
     feedback: FeedbackStore | None
+    following: Following
 
     @property
     def galleries(self) -> Mapping[str, Gallery]:
@@ -85,6 +88,7 @@ class Runtime:
             self.sweeper.start()
         if self.jobs is not None:
             self.jobs.open()
+        self.following.start()
         structlog.get_logger().info(
             "serving",
             bundle_id=self.registry.model.bundle_id,
@@ -122,6 +126,7 @@ class Runtime:
             ending.push_async_callback(self.lanes.close)
             ending.push_async_callback(asyncio.to_thread, self.sampler.close)
             ending.push_async_callback(self.registry.stop)
+            ending.push_async_callback(asyncio.to_thread, self.following.stop)
             if self.sweeper is not None:
                 ending.callback(self.sweeper.stop)
             if self.jobs is not None:
@@ -145,6 +150,8 @@ def build_runtime(
     pools = _create_pools(settings)
     lanes = _create_lanes(settings)
     connect = _connector(settings, cache, lanes, metrics)
+    following = Following(settings)
+    following.load()
     registry, models = open_registry(settings, connect, metrics, embedder, galleries)
     jobs = None if settings.state is None else JobManager(settings)
     count_jobs = dict if jobs is None else jobs.store.counts
@@ -184,6 +191,7 @@ def build_runtime(
             limit_s,
         ),
         jobs=jobs,
+        following=following,
     )
 
 
@@ -291,8 +299,13 @@ def missing_image_roots(galleries: Mapping[str, Gallery]) -> list[str]:
         f"The images of gallery {name!r} are not shown: {gallery.image_root} is no folder. Name "
         f"the folder that holds them with --image-root {name}=DIR or KINLENS_IMAGE_ROOTS."
         for name, gallery in galleries.items()
-        if not _is_folder(gallery.image_root)
+        if not _is_copy(gallery) and not _is_folder(gallery.image_root)
     ]
+
+
+def _is_copy(gallery: Gallery) -> bool:
+    """Whether its pictures are where it was published."""
+    return isinstance(gallery, IndexedGallery) and gallery.copy_of is not None
 
 
 def _is_folder(path: Path) -> bool:

@@ -64,6 +64,22 @@ def _check_name(name: str) -> None:
         )
 
 
+def is_followed(text: str) -> bool:
+    """Whether the place of a gallery is the address of a snapshot that is followed."""
+    return "://" in text and not text.startswith(MILVUS)
+
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
+_UNITS_S = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _duration(value: object) -> object:
+    """Seconds of a text such as 5s or 2m; other values as they are."""
+    if isinstance(value, str) and (found := _DURATION.fullmatch(value.strip())):
+        return float(found[1]) * _UNITS_S[found[2]]
+    return value
+
+
 def _check_gallery(entry: str) -> None:
     name, text = split_named(entry)
     if name is not None:
@@ -129,6 +145,7 @@ _Split = BeforeValidator(_split)
 _EmptyIsNone = BeforeValidator(lambda value: value or None)
 Words = Annotated[tuple[str, ...], NoDecode, _Split]
 Places = Annotated[Words, AfterValidator(_named_once)]
+Duration = Annotated[float, BeforeValidator(_duration)]
 Rate = Annotated[str, _checked(parse_rates)]
 HttpAddress = Annotated[str, Field(pattern="^https?://")]
 RedisUrl = Annotated[SecretStr, _checked(lambda url: check_url(url.get_secret_value()))]
@@ -152,6 +169,8 @@ class Settings(BaseSettings):
     galleries: Annotated[Words, _each(_check_gallery)] = ()
     image_roots: Places = ()
     pictures: Places = ()
+    follow: Duration = Field(default=5.0, ge=0.1, le=86_400, allow_inf_nan=False)
+    replica_folder: Path | None = None
     state: Path | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
@@ -272,6 +291,22 @@ class Settings(BaseSettings):
                 "DIR or KINLENS_STATE, or leave KINLENS_FEEDBACK off"
             )
         return self
+
+    @model_validator(mode="after")
+    def _copies_have_a_folder(self) -> Self:
+        entries = [entry for entry in self.galleries if is_followed(split_named(entry)[1])]
+        if entries and self.copies_in() is None:
+            raise ValueError(
+                f"gallery {entries[0]!r} is followed, and there is no folder for its copy; name "
+                "one with --replica-folder DIR or KINLENS_REPLICA_FOLDER, or with --state"
+            )
+        return self
+
+    def copies_in(self) -> Path | None:
+        """The folder for copies of galleries that are followed."""
+        if self.replica_folder is None and self.state is not None:
+            return self.state / "replicas"
+        return self.replica_folder
 
     def is_local(self) -> bool:
         """Whether only this machine can connect."""

@@ -39,6 +39,7 @@ from indexer.live.compaction import CATALOG, SEGMENTS, collect
 from indexer.types import Progress
 
 _LOCK = "LOCK"
+_CHECKED = "CHECKED"  # touched whenever the copy is known to be at the newest snapshot
 _PATIENCE = 3  # snapshots that were replaced while they were downloaded
 
 
@@ -78,7 +79,11 @@ class Follower:
         with disk_errors_explained(self.folder), contextlib.ExitStack() as held:
             make_folder(self._downloads, "follow")
             is_alone = held.enter_context(exclusive(self._downloads / _LOCK, wait=wait))
-            return is_alone and self._update()
+            if not is_alone:
+                return False
+            has_changed = self._update()
+            (self._downloads / _CHECKED).touch()
+            return has_changed
 
     def _update(self) -> bool:
         for _ in range(_PATIENCE):
@@ -101,7 +106,7 @@ class Follower:
         elif not self._advance(snapshot, self._gallery.current()):
             return False
         for file in self._downloads.iterdir():
-            if file.name != _LOCK:
+            if file.name not in (_LOCK, _CHECKED):
                 file.unlink()
         return True
 
@@ -264,6 +269,16 @@ class Follower:
                 f"The snapshot at {self.address} cannot be read: {type(error).__name__}: {error}. "
                 "Check the address, the permissions there and the network."
             ) from error
+
+
+def checked_s(folder: Path) -> float | None:
+    """When the copy in a folder was last known to be at the newest snapshot, in seconds since 1970;
+    None before the first look.
+    """
+    try:
+        return (folder / DOWNLOADS / _CHECKED).stat().st_mtime
+    except OSError:
+        return None
 
 
 class _ObjectMissingError(Exception):

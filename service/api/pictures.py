@@ -1,5 +1,6 @@
 """Pictures of items over HTTP."""
 
+import contextlib
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -103,7 +104,13 @@ async def _picture(
 
 
 def original(served: Served, item: Item) -> bytes:
-    """The file as uploaded, or as indexed. Raises: ItemNotFoundError, GalleryError."""
+    """The file as published, as uploaded, or as indexed.
+
+    Raises: ItemNotFoundError, GalleryError.
+    """
+    if served.follows is not None and served.pictures is not None:
+        with contextlib.suppress(errors.ItemNotFoundError):  # it was published without pictures
+            return served.pictures.read(item.sha256)
     if item.path or served.pictures is None:
         return item_bytes(served.gallery.image_root, item)
     return served.pictures.read(item.sha256)

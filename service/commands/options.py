@@ -22,11 +22,13 @@ LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or erro
 
 _HELP = {
     "bundle": "Folder of the model bundle.",
-    "gallery": "Gallery as NAME=PATH or PATH, or NAME=milvus://HOST:PORT/GALLERY; repeat for more, "
-    "the first is default.",
+    "gallery": "Gallery as NAME=PATH or PATH, NAME=milvus://HOST:PORT/GALLERY, or the address of a "
+    "published one such as NAME=s3://bucket/shop; repeat for more, the first is default.",
     "image_root": "NAME=DIR, where the images of a gallery are now; repeat for more.",
     "pictures": "NAME=ADDRESS, a folder or an address of fsspec such as s3://bucket/shop for the "
     "uploaded pictures of a gallery on Milvus; repeat for more.",
+    "follow": "How often the addresses of followed galleries are looked at: 5s, 2m (default 5s).",
+    "replica_folder": "Folder for the copies of followed galleries (default STATE/replicas).",
     "host": "Address to listen on (default 127.0.0.1).",
     "port": "Port; 0 picks a free one (default 8000).",
     "workers": "Processes that answer (default 1).",

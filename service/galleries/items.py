@@ -169,6 +169,7 @@ class Items:
         Raises: ItemNotFoundError, also if the gallery was replaced meanwhile.
         """
         async with self._registry.find(gallery) as served:
+            served.refuse_if_followed()
             served.check_generation(generation)
             return await self._pool.run(lambda: _remove_item(served, item_id))
 
@@ -179,6 +180,7 @@ class Items:
         """Do it in the gallery as it is now; once more if that was replaced meanwhile."""
         try:
             async with self._registry.find(gallery) as served:
+                served.refuse_if_followed()
                 return await work(served)
         except (GalleryBusyError, BundleMismatchError):
             await self._registry.read_from_disk(name=gallery)

@@ -21,7 +21,7 @@ from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import MilvusStore, current_generation, current_manifest, open_remote
 from indexer.types import MILVUS, OnCall, checked_name, milvus_address, unobserved
 from service.galleries.pictures import SharedPictures
-from service.settings import Settings, split_gallery, split_named
+from service.settings import Settings, is_followed, split_gallery, split_named
 
 VERSION_DIGITS = 12
 """Hex digits of a generation in links."""
@@ -44,7 +44,8 @@ class GalleryLocation:
 
     A `managed` one was made by the service and lies in its state folder. One on Milvus has no
     `path` but an `address`, and perhaps a place for `pictures`; its server is not asked here, so
-    its `generation` is None. One that was `given` open is never opened or closed.
+    its `generation` is None. One that was `given` open is never opened or closed. One that
+    `follows` an address lies in `path` as a copy, and its `pictures` are at that address.
     """
 
     name: str
@@ -54,6 +55,7 @@ class GalleryLocation:
     image_root: Path | None = None
     address: str = ""
     pictures: SharedPictures | None = None
+    follows: str | None = None
     given: Gallery | None = None
 
     @property
@@ -92,6 +94,8 @@ class Locations:
                     f"--gallery NAME={text}."
                 )
             self._named[name] = text
+        self._followed = followed(settings)
+        self._picture_limit_s = limit_s
         self._check()
 
     def list_galleries(self) -> list[GalleryLocation]:
@@ -128,6 +132,12 @@ class Locations:
 
     def _named_place(self, name: str, text: str) -> GalleryLocation:
         root = self._roots.get(name)
+        if name in self._followed:
+            address, path = self._followed[name]
+            pictures = SharedPictures(f"{address.rstrip('/')}/pictures", self._picture_limit_s)
+            return GalleryLocation(
+                name, path, False, None, root, pictures=pictures, follows=address
+            )
         if not text.startswith(MILVUS):
             return GalleryLocation(name, Path(text), False, None, root)
         return GalleryLocation(name, None, False, None, root, text, self._pictures.get(name))
@@ -179,12 +189,36 @@ def open_gallery(
     )
 
 
+def followed(settings: Settings) -> dict[str, tuple[str, Path]]:
+    """By name the address of each gallery that is followed, and the folder of its copy."""
+    folder = settings.copies_in()
+    named = ((name or name_of(text), text) for name, text in map(split_named, settings.galleries))
+    return {
+        name: (text, folder / name)
+        for name, text in named
+        if folder is not None and is_followed(text)
+    }
+
+
+def name_of(address: str) -> str:
+    """The name of a gallery by its address: its last part. Raises: GalleryNotFoundError."""
+    name = address.rstrip("/").rpartition("/")[2]
+    if not is_name(name):
+        raise GalleryNotFoundError(
+            f"The address {address} does not end with a name for its gallery. Write "
+            f"--gallery NAME={address}."
+        )
+    return name
+
+
 def _path_of(gallery: Gallery) -> Path | None:
     return gallery.path if isinstance(gallery, IndexedGallery) else None
 
 
 def _own_name(text: str) -> str:
     """The name that a gallery has at its place. Raises: GalleryError."""
+    if is_followed(text):
+        return name_of(text)
     return milvus_address(text)[1] if text.startswith(MILVUS) else current_manifest(text).name
 
 

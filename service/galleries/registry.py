@@ -22,6 +22,7 @@ from embedder.errors import (
     BundleMismatchError,
     BundleNotFoundError,
     DeadlineExceededError,
+    GalleryConflictError,
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
@@ -75,6 +76,7 @@ class Served:
         self.name = location.name
         self.path = location.path
         self.managed = location.managed
+        self.follows = location.follows
         self.is_remote = isinstance(gallery, MilvusStore)
         self.calibrated: Calibrated | str = "Nothing was searched for yet"  # what a search found
         self._shared = location.pictures
@@ -86,11 +88,25 @@ class Served:
 
     @property
     def pictures(self) -> PictureFolder | SharedPictures | None:
-        """The pictures that were uploaded for it; None if there is no place for them."""
-        return self._shared if self.path is None else PictureFolder(self.path)
+        """The pictures that were uploaded for it, or published with the gallery that it follows;
+        None if there is no place for them.
+        """
+        if self.path is None or self.follows is not None:
+            return self._shared
+        return PictureFolder(self.path)
+
+    def refuse_if_followed(self) -> None:
+        """Refuse changes of a copy. Raises: GalleryConflictError."""
+        if self.follows is not None:
+            raise GalleryConflictError(
+                f"Gallery {self.name} is a copy that follows {self.follows}. Change it at the "
+                "service that publishes it."
+            )
 
     def discard_pictures(self, sha256s: Sequence[str]) -> None:
         """Remove those that were uploaded with these contents and that no item shows any more."""
+        if self.follows is not None:
+            return
         if self.path is not None:
             PictureFolder(self.path).discard(sha256s)
         elif self._shared is not None:
@@ -242,8 +258,9 @@ class Registry:
         return served | {location.name: gallery for location, gallery in self._opened}
 
     def folders(self) -> list[Path]:
-        """The folders of the galleries that lie in one."""
-        return [one.path for one in self._served.values() if one.path is not None]
+        """The folders of the galleries that lie in one and belong to this service."""
+        owned = (one for one in self._served.values() if one.follows is None)
+        return [one.path for one in owned if one.path is not None]
 
     @contextlib.contextmanager
     def lease(self, name: str | None = None) -> Iterator[Served]:

@@ -14,7 +14,6 @@ from indexer.commands import (  # noqa: E402 (they import FAISS)
     duplicates,
     embed,
     golden,
-    publish,
     search,
     transfer,
     upkeep,
@@ -22,7 +21,7 @@ from indexer.commands import (  # noqa: E402 (they import FAISS)
 )
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-for commands in (build, embed, change, search, verify, duplicates, upkeep, transfer, publish):
+for commands in (build, embed, change, search, verify, duplicates, upkeep, transfer):
     app.add_typer(commands.app)
 app.add_typer(golden.app, name="golden", help="Labelled queries, and how many are answered right.")
 

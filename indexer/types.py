@@ -64,6 +64,16 @@ Consistency = Literal["Strong", "Session", "Bounded", "Eventually"]
 OnCall = Callable[[str, float, bool], None]
 """Told of a request to a server: its method, its seconds, and whether it was answered."""
 
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
+_UNITS_S = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds_of(text: str) -> float | None:
+    """The seconds of a text such as 5s, 250ms or 2m; None for another text."""
+    found = _DURATION.fullmatch(text.strip())
+    return float(found[1]) * _UNITS_S[found[2]] if found else None
+
+
 MILVUS = "milvus://"
 """What the address of a gallery on Milvus begins with."""
 

@@ -15,7 +15,7 @@ from embedder.machine import core_count
 from embedder.manifest import AskedEngine, AskedPrecision
 from embedder.preprocess import ImageLimits
 from indexer.calibration import DEFAULT_PRIOR
-from indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address
+from indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address, seconds_of
 from service.access.keys import Scope
 from service.access.rates import parse_network, parse_rates
 from service.models import FeedbackMode
@@ -69,15 +69,10 @@ def is_followed(text: str) -> bool:
     return "://" in text and not text.startswith(MILVUS)
 
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
-_UNITS_S = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
-
-
 def _duration(value: object) -> object:
     """Seconds of a text such as 5s or 2m; other values as they are."""
-    if isinstance(value, str) and (found := _DURATION.fullmatch(value.strip())):
-        return float(found[1]) * _UNITS_S[found[2]]
-    return value
+    seconds = seconds_of(value) if isinstance(value, str) else None
+    return value if seconds is None else seconds
 
 
 def _check_gallery(entry: str) -> None:
@@ -169,7 +164,9 @@ class Settings(BaseSettings):
     galleries: Annotated[Words, _each(_check_gallery)] = ()
     image_roots: Places = ()
     pictures: Places = ()
-    follow: Duration = Field(default=5.0, ge=0.1, le=86_400, allow_inf_nan=False)
+    follow: Duration = Field(
+        default="5s", validate_default=True, ge=0.1, le=86_400, allow_inf_nan=False
+    )
     replica_folder: Path | None = None
     state: Path | None = None
     host: str = "127.0.0.1"

@@ -21,6 +21,8 @@ import numpy as np
 from embedder.durable import set_fault_hook
 from embedder.errors import GalleryBusyError
 from embedder.types import AttributeValue, Embeddings
+from indexer.exchange.follow import Follower
+from indexer.exchange.publish import publish
 from indexer.filters.tree import Range
 from indexer.gallery import Gallery
 from indexer.ingest.build import import_gallery
@@ -201,6 +203,18 @@ def stored(gallery: Gallery) -> Contents:
     return found
 
 
+def publish_shop(path: Path, address: str, _: Path, point: str) -> None:
+    """Publish a gallery until this process dies at a point."""
+    set_fault_hook(Dies(point, 0))
+    publish(path, address)
+
+
+def follow_shop(_: Path, address: str, copy: Path, point: str) -> None:
+    """Follow a published gallery until this process dies at a point."""
+    set_fault_hook(Dies(point, 0))
+    Follower(address, copy).update()
+
+
 class Dies:
     """Kills its process where the point of this name comes after so many of that name."""
 
@@ -216,7 +230,9 @@ class Dies:
 
 def named(point: str) -> str:
     """A point without what differs from run to run: names of stages, segments, generations."""
-    return re.sub(r"\.stage-\w+|[0-9a-f]{12}(-[0-9a-f]{8})?", "*", point)
+    return re.sub(
+        r"\.stage-\w+|[0-9a-f]{64}|[0-9a-f]{12}(-[0-9a-f]{8})?|\b[0-9a-f]{8}\b", "*", point
+    )
 
 
 def possible(model: Model, log: Path, seed: int) -> list[Model]:

@@ -13,6 +13,8 @@ from indexer.catalog.read import CatalogView, State
 from indexer.checks.compare import compare
 from indexer.commands import options
 from indexer.exchange.milvus import MilvusStore
+from indexer.exchange.objects import ObjectFolder
+from indexer.exchange.publish import publish
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import GalleryManifest
 from indexer.index.faiss import SegmentIndex

@@ -21,6 +21,7 @@ SMALLEST = {
     "gallery.py": "--sizes 2k --dims 32 --rounds 2 --images 8",
     "gallery_gpu.py": "--rows 20000 --dims 32",
     "cluster.py": "--images 128 --shard-size 32",
+    "followers.py": "--items 2000 --dim 32 --followers 1 --rounds 2",
     "half.py": "--rows 2000 --dims 32 --rounds 1",
     "attributes.py": "--items 5000 --rounds 1",
     "duplicates.py": "--items 2000 --dims 32 --rounds 1",

@@ -98,6 +98,9 @@ def test_offline_is_said_and_the_answer_stays(results: Page, allowed: list[str])
     expect(results.get_by_test_id("error-title")).to_have_text("You are offline")
     expect(results.get_by_test_id("card")).to_have_count(20)
     expect(results.get_by_test_id("k")).to_have_value("20")  # what is shown is what was asked
+    with results.expect_event("requestfailed"):  # an image that fails as well hides no way on
+        results.locator("#grid img").first.evaluate("image => { image.src += '&again' }")
+    expect(results.get_by_test_id("error-title")).to_have_text("You are offline")
     results.context.set_offline(False)
     expect(results.get_by_test_id("offline")).to_be_hidden()
     results.get_by_test_id("error-retry").click()

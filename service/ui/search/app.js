@@ -222,7 +222,9 @@ async function explainPicture({ target }) {
   try {
     await fetchImage(target.dataset.link);
   } catch (error) {
-    if (running === null && entry === trail.current()) showProblem(error, null);
+    // A message that is shown may offer another try, which this one would take away.
+    const isFirst = running === null && ui.error.hidden;
+    if (isFirst && entry === trail.current()) showProblem(error, null);
   }
 }
 

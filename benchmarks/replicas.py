@@ -66,10 +66,12 @@ def main() -> None:
                 row(count, share, len(found) / asked.seconds, model, mean, error)
 
 
-async def offered(urls: list[str], files: list[bytes], rate: float, seconds: float) -> list[float]:
+async def offered(
+    urls: list[str], files: list[bytes], rate: float, seconds: float, kind: type[Load] = Load
+) -> list[float]:
     """Seconds of each search of those that come at random, `rate` a second, whatever is waiting."""
     starts = (random.randrange(10**12) for _ in urls)
-    loads = [Load(url.removeprefix("http://"), files, start=start)
+    loads = [kind(url.removeprefix("http://"), files, start=start)
              for url, start in zip(urls, starts, strict=False)]  # fmt: skip
     free: list[list[Connection]] = [[] for _ in loads]
 

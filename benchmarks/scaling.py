@@ -57,6 +57,9 @@ from indexer.exchange.milvus import MilvusStore
 from indexer.exchange.publish import publish
 from indexer.gallery import Gallery
 
+VARIED = (0.5, 1.5)
+"""Times the interval after which a follower looks again, as the service does."""
+
 EXPONENT, ASKED, ENTRIES = 1.0, 2_000, 200
 """Of Zipf's law; images that are asked for; entries of the cache of a replica, two a search."""
 
@@ -110,7 +113,8 @@ def answer_s(work: Work, busy: float, replicas: int, cores: int = 1) -> float:
 
 def copy_age_s(every: float, follow: float, publish_s: float, update_s: float) -> float:
     """Mean seconds from a change to its appearance in a copy."""
-    return (every + follow) / 2 + publish_s + update_s
+    varied = 1 + (VARIED[1] - VARIED[0]) ** 2 / 12  # a long interval catches more changes
+    return (every + publish_s + varied * follow) / 2 + publish_s + update_s
 
 
 def line(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
@@ -269,7 +273,7 @@ def copying(address: str, folder: Path, pace: float, orders: Connection) -> None
     seen, updates = [], []
     with contextlib.closing(Gallery.open(folder)) as opened:
         orders.send(None)
-        while not orders.poll(pace):
+        while not orders.poll(random.uniform(*VARIED) * pace):
             started = time.perf_counter()
             if follower.update():
                 updates.append(1e3 * (time.perf_counter() - started))

@@ -1,5 +1,6 @@
 """Galleries that this service follows: copies of snapshots that another host publishes."""
 
+import random
 import threading
 from collections.abc import Mapping
 
@@ -12,6 +13,7 @@ from service.observe.logs import Repeats
 from service.settings import Settings
 
 _STOP_S = 2.0
+_VARIED = (0.5, 1.5)  # times the interval, so that many hosts do not ask at the same moment
 
 
 class Following:
@@ -63,7 +65,7 @@ class Following:
     def _run(self, name: str, follower: Follower) -> None:
         log = structlog.get_logger().bind(gallery=name)
         failures, is_failing = Repeats(), False
-        while not self._stopped.wait(self._interval_s):
+        while not self._stopped.wait(random.uniform(*_VARIED) * self._interval_s):
             try:
                 if follower.update():
                     log.info("snapshot followed")

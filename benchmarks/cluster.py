@@ -1,13 +1,19 @@
-"""Embedding on a Ray cluster beside a bare loop on the same cores.
+"""Embedding on a Ray cluster compared with a bare loop on the same cores.
 
     python benchmarks/cluster.py [--images 20000] [--backbone mobilenet_v2] [--shard-size 256]
+                                 [--kill]
 
 Ceiling: as many threads as cores read, decode, preprocess and embed the same files with the same
 bundle in batches of 32, and keep nothing. `embed` is timed from its first finished shard to its
-last, without the start of Ray, which is told beside it. Target: 0.9 of the ceiling. Memory is the
+last, without the start of Ray, which is printed as well. Target: 0.9 of the ceiling. Memory is the
 resident set of all actors, when a fifth is done and the most of it later: it must not grow.
+With `--kill` an actor is killed (SIGKILL) at half of the shards, and every vector is compared with
+that of `kinlens-index build`.
 """
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,20 +24,21 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
-from harness import BIN, heading, options, photographs, row, verdict
+from harness import BIN, heading, kinlens, options, photographs, row, verdict
 from search import small_bundle
 
 from embedder.bundle import Bundle
 from embedder.engines.models import SessionSettings
 from embedder.machine import core_count
 from embedder.session import OnnxEmbedder
+from indexer.gallery import Gallery
 from indexer.ingest.shards import VectorShards
 
 BATCH, FILES = 32, 500
 
 
 def main() -> None:
-    asked = options(__doc__, images=20_000, backbone="mobilenet_v2", shard_size=256)
+    asked = options(__doc__, images=20_000, backbone="mobilenet_v2", shard_size=256, kill=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         bundle = small_bundle(folder, asked.backbone)
@@ -40,13 +47,17 @@ def main() -> None:
         listed = folder / "photographs" / "list.csv"
         listed.write_text("\n".join(["key,path", *lines]) + "\n")
         bare = bare_loop(bundle, [*islice(cycle(files), min(asked.images, 4000))])
-        rate, start_s, memory = embedded(listed, bundle, folder / "vectors", asked.shard_size)
+        half = asked.images // asked.shard_size // 2 if asked.kill else 0
+        rate, start_s, memory = embedded(listed, bundle, folder / "vectors", asked.shard_size, half)
+        different = compared(folder, listed, bundle) if asked.kill else None
         again = bare_loop(bundle, [*islice(cycle(files), min(asked.images, 4000))])
         size = VectorShards(str(folder / "vectors")).manifest.images
     heading("", "images/s", "")
     row("bare loop, before and after", bare, again)
     row("embed on Ray", rate, f"{size:,} images, {start_s:.0f} s to the first shard")
     row("actors, MB at a fifth and at most", memory[0], memory[1])
+    if different is not None:
+        row("vectors unlike those of build, after a kill", different, f"of {size:,}")
     verdict("embed / bare loop", rate / ((bare + again) / 2), 0.9)
 
 
@@ -65,18 +76,34 @@ def bare_loop(bundle: Path, files: list[Path]) -> float:
     return len(files) / (time.perf_counter() - started)
 
 
+def compared(folder: Path, listed: Path, bundle: Path) -> int:
+    """How many vectors differ in any bit from those of a build without Ray."""
+    flat = "--index", "flat"
+    kinlens("index", "build", "--csv", listed, "--bundle", bundle, "--out", folder / "built", *flat)
+    kinlens("index", "import", folder / "vectors", "--out", folder / "imported", *flat)
+    built, imported = (Gallery.open(folder / name) for name in ("built", "imported"))
+    with contextlib.closing(built), contextlib.closing(imported):
+        known = {e.key: e.vector.tobytes() for batch in built.scan() for e in batch}
+        found = {e.key: e.vector.tobytes() for batch in imported.scan() for e in batch}
+    return sum(known.get(key) != vector for key, vector in found.items()) + len(known) - len(found)
+
+
 def embedded(
-    listed: Path, bundle: Path, out: Path, shard_size: int
+    listed: Path, bundle: Path, out: Path, shard_size: int, kill_at: int
 ) -> tuple[float, float, tuple[float, float]]:
     """Images a second between the first and the last shard, seconds to the first, and memory."""
     words = ("--bundle", bundle, "--out", out, "--shard-size", shard_size)
     seen: list[tuple[float, int, float]] = []  # when, shards, MB of all actors
+    killed: list[int] = []
     is_done = threading.Event()
 
     def watch() -> None:
         while not is_done.wait(0.5):
             there = len(list(out.glob("parts/*.parquet")))
             seen.append((time.perf_counter(), there, actors_mb()))
+            if kill_at and there >= kill_at and not killed:
+                killed.append(actors()[0])
+                os.kill(killed[0], signal.SIGKILL)
 
     watcher = threading.Thread(target=watch)
     started = time.perf_counter()
@@ -95,16 +122,23 @@ def embedded(
     return rate, first[0] - started, (later[0], max(later))
 
 
-def actors_mb() -> float:
-    """The resident set of all actors of this machine."""
-    total = 0.0
+def actors() -> list[int]:
+    """The process ids of the actors of this machine."""
+    found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):
             if (entry / "cmdline").read_bytes().startswith(b"ray::MapWorker"):
-                lines = (entry / "status").read_text().splitlines()
-                total += sum(float(line.split()[1]) for line in lines if line.startswith("VmRSS"))
-        except OSError:
-            continue
+                found.append(int(entry.name))
+    return found
+
+
+def actors_mb() -> float:
+    """The resident set of all actors."""
+    total = 0.0
+    for pid in actors():
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            total += sum(float(line.split()[1]) for line in lines if line.startswith("VmRSS"))
     return total / 1024
 
 

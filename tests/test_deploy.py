@@ -3,26 +3,42 @@
 Compose, Prometheus and Grafana are in tests/test_containers.py, the proxies in tests/http/load.
 """
 
+import contextlib
 import json
+import math
 import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import kubernetes_validate
 import pytest
 import yaml
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
+import indexer.__main__
 import service.__main__
 from embedder.bundle import Bundle
+from embedder.errors import GalleryCorruptError
+from embedder.manifest import BundleManifest
+from indexer.catalog.schema import SCHEMA_VERSION, check_schema
+from indexer.exchange.milvus_collection import MilvusFacts
+from indexer.exchange.parquet import SCHEMA
+from indexer.exchange.publish import Snapshot
+from indexer.folder.manifest import GalleryManifest
+from indexer.index.segment import SegmentManifest
+from indexer.ingest.shards import ShardsManifest
+from indexer.live.backup import BackupReport
+from service.access.keys import KeyStore
 from service.commands.processes import GRACE_S
 from service.encoding.sandbox import ALLOWED_CALLS
 from service.http.gate import bounds_of
@@ -41,6 +57,7 @@ LEAST_KUSTOMIZE = 4  # that of kubectl 1.20, in Debian 12, knows no components
 MOST_EXPOSED = 2.5  # of 10, by systemd-analyze; a unit without any limit has 9.6
 OPERATORS = ("/metrics", "/ready", "/startup", "/admin", "/jobs")
 
+PAGE = ROOT / "docs/production.md"
 FILES = [
     path for path in sorted(DEPLOY.rglob("*")) if path.is_file() and "secrets" not in path.parts
 ]
@@ -67,27 +84,95 @@ def test_every_setting_that_a_file_names_is_one_of_the_service(path: Path) -> No
     assert {name.lower() for name in named} <= set(Settings.model_fields)
 
 
+APPS = {"serve": service.__main__.app, "index": indexer.__main__.app}
 COMMANDS = sorted(
     {
-        match[1].strip()
-        for path in FILES
-        for match in re.finditer(r"kinlens-serve((?: +(?:--?)?[a-zA-Z%/]+)+)", path.read_text())
+        (match[1], match[2].strip())
+        for path in (*FILES, PAGE)
+        for match in re.finditer(
+            r"kinlens-(serve|index)((?: +(?!kinlens)(?:--?)?[a-zA-Z%/]+)+)",
+            path.read_text().replace("\\\n", " "),
+        )
     }
 )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_that_a_file_names_has_the_options_it_uses(command: str) -> None:
+@pytest.mark.parametrize(("app", "command"), COMMANDS)
+def test_every_command_that_a_file_names_has_the_options_it_uses(app: str, command: str) -> None:
     words = command.split()
-    names = [word for word in words[: [*map(is_option, words), True].index(True)] if word.islower()]
-    shown = CliRunner(env={"COLUMNS": "200"}).invoke(service.__main__.app, [*names, "--help"])
-    assert shown.exit_code == 0, f"kinlens-serve {command}: {shown.output}"
+    count = [*map(is_option, words), True].index(True)
+    names = [word for word in words[:count] if word.islower() and "/" not in word]
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(APPS[app], [*names, "--help"])
+    assert shown.exit_code == 0, f"kinlens-{app} {command}: {shown.output}"
     for option in filter(is_option, words):
-        assert option in shown.output, f"{option} of kinlens-serve {command}"
+        assert option in shown.output, f"{option} of kinlens-{app} {command}"
 
 
 def is_option(word: str) -> bool:
     return word.startswith("-")
+
+
+def test_every_file_that_the_page_installs_is_there() -> None:
+    named = set(re.findall(r"\bdeploy/[\w./@*-]+\w", PAGE.read_text()))
+    assert len(named) > 8
+    for name in named:
+        assert list(ROOT.glob(name)), name
+
+
+def versions_on_the_page() -> dict[str, tuple[set[int], int]]:
+    """Of each artefact with a schema: the numbers that are read, and the one that is written."""
+    row = re.compile(r"^\| ([^|]+) \| [^|]+ \| (\d)(?: to (\d))? \| (\d) \|", re.MULTILINE)
+    return {
+        name: (set(range(int(first), int(last or first) + 1)), int(written))
+        for name, first, last, written in row.findall(PAGE.read_text())
+    }
+
+
+def test_the_page_says_which_schemas_are_read_and_written(tmp_path: Path) -> None:
+    def schemas(model: type[BaseModel]) -> tuple[set[int], int]:
+        field = model.model_fields["schema_version"]
+        return set(get_args(field.annotation)), field.default
+
+    def is_read(version: int) -> bool:
+        with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+            connection.execute(f"PRAGMA user_version = {version}")
+            with contextlib.suppress(GalleryCorruptError):
+                check_schema(tmp_path, connection)
+                return True
+        return False
+
+    KeyStore(tmp_path / "keys.json").create("office", ["admin"])
+    keys = json.loads((tmp_path / "keys.json").read_text())["schema_version"]
+    assert versions_on_the_page() == {
+        "model bundle": schemas(BundleManifest),
+        "gallery": schemas(GalleryManifest),
+        "catalogue": ({version for version in range(20) if is_read(version)}, SCHEMA_VERSION),
+        "segment": schemas(SegmentManifest),
+        "backup of a gallery": schemas(BackupReport),
+        "export as Parquet": ({int(SCHEMA)}, int(SCHEMA)),
+        "vectors of `kinlens-index embed`": schemas(ShardsManifest),
+        "snapshot of `kinlens-index publish`": schemas(Snapshot),
+        "collection on Milvus": schemas(MilvusFacts),
+        "keys": ({keys}, keys),
+    }
+
+
+def test_the_sizes_on_the_page_follow_from_their_formula_and_the_plan() -> None:
+    """Cores from what a search costs, and of what is not measured disk and cache as planned."""
+    gallery_ms = {"10,000": (0.5, 0.5), "100,000": (2.9, 0.5), "1,000,000": (2.4, 6.9)}
+    gallery_ms |= {"10,000,000": (0.9, 7)}
+    rows = re.findall(r"^\| ([\d,]+) \| (128|512) \| (.*) \| \d+ GB \|$", PAGE.read_text(), re.M)
+    assert len(rows) == 7
+    for items, dim, rest in rows:
+        rate, cores, _, cache, disk = (int(cell.replace(",", "")) for cell in rest.split(" | "))
+        search_ms = 12 + gallery_ms[items][dim == "512"]
+        assert cores == max(2, math.ceil(rate * search_ms / 1e3 / 0.7)), items
+        words = ["plan", items.replace(",", ""), dim, "--memory-mb", "100000", "--json"]
+        [planned] = json.loads(CliRunner().invoke(indexer.__main__.app, words).stdout)["plans"]
+        if dim == "512":
+            assert (cache, disk) == (round(planned["mapped_mb"]), round(planned["disk_mb"]))
+        else:
+            assert disk == pytest.approx(planned["disk_mb"], rel=0.1), "measured"
 
 
 class Unit:
@@ -360,3 +445,12 @@ def test_the_ingress_takes_the_largest_body_and_leaves_out_what_is_for_operators
             assert is_whole or path["path"] != "/", "this passes everything on"
             assert path["path"] not in OPERATORS
         assert {"/", "/search", "/galleries", "/feedback", "/ui"} <= {p["path"] for p in paths}
+
+
+def test_prometheus_of_a_host_and_of_containers_scrape_the_same_jobs() -> None:
+    """The alerts name the job."""
+    files = [DEPLOY / "prometheus" / name for name in ("host.yml", "prometheus.yml")]
+    host, containers = (yaml.safe_load(path.read_text()) for path in files)
+    assert host["rule_files"] == containers["rule_files"]
+    jobs = [[job["job_name"] for job in each["scrape_configs"]] for each in (host, containers)]
+    assert jobs[0] == jobs[1]

@@ -119,6 +119,12 @@ def test_every_file_that_the_page_installs_is_there() -> None:
         assert list(ROOT.glob(name)), name
 
 
+def test_every_alert_that_the_page_names_is_one_of_the_rules() -> None:
+    rules = (DEPLOY / "prometheus/alerts.yml").read_text()
+    named = set(re.findall(r"`(Kinlens\w+)`", PAGE.read_text()))
+    assert named <= set(re.findall(r"alert: (\w+)", rules))
+
+
 def versions_on_the_page() -> dict[str, tuple[set[int], int]]:
     """Of each artefact with a schema: the numbers that are read, and the one that is written."""
     row = re.compile(r"^\| ([^|]+) \| [^|]+ \| (\d)(?: to (\d))? \| (\d) \|", re.MULTILINE)

@@ -11,7 +11,7 @@ import structlog
 
 from service.app import create_app
 from service.settings import Settings
-from tests.support.balancer import haproxy
+from tests.support.proxies import started
 from tests.support.servers import (
     DEFAULTS,
     WAIT_S,
@@ -42,8 +42,8 @@ def replicas(pictures: list[bytes]) -> Iterator[list[tuple[Running, FakeGallery]
 
 @pytest.fixture
 def balancer(replicas: list[tuple[Running, FakeGallery]], tmp_path: Path) -> Iterator[str]:
-    with haproxy([replica.url for replica, _ in replicas], tmp_path) as url:
-        yield url
+    with started("haproxy", [replica.url for replica, _ in replicas], tmp_path) as proxy:
+        yield proxy.url
 
 
 def search(url: str, data: bytes) -> httpx.Response:

@@ -1,15 +1,11 @@
 """nginx and Caddy with the files of deploy/, for real, with TLS, before a service."""
 
 import re
-import shutil
-import ssl
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 import structlog
 
@@ -17,160 +13,41 @@ from service.app import create_app
 from service.http.gate import RULES, bounds_of
 from service.http.server import config_of
 from service.settings import Settings
-from tests.support.own_process import ROOT
-from tests.support.servers import DEFAULTS, WAIT_S, FakeGallery, GatedEmbedder, free_port, run
+from tests.support.proxies import CADDY, HOST, NGINX, Proxy, started
+from tests.support.servers import DEFAULTS, FakeGallery, GatedEmbedder, Running, run
 from tests.support.waiting import until
 
-HOST = "search.example.com"
 OPERATOR, CUSTOMER = "127.0.0.1", "127.0.0.9"
 PRIVATE = ("/metrics", "/ready", "/startup", "/admin", "/jobs", "/jobs/1", "/jobs/1/log")
-NGINX = ROOT / "deploy/nginx/kinlens.conf"
-CADDY = ROOT / "deploy/caddy/Caddyfile"
-
-
-def replaced(text: str, *changes: tuple[str, str]) -> str:
-    """`text` with each change made; each must be there."""
-    for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new)
-    return text
-
-
-def nginx_options(folder: Path, service: str, port: int) -> list[str]:
-    """The options of an nginx without root, whose http block is the shipped file."""
-    temporary = "".join(
-        f"{name}_temp_path {folder}/{name};\n"
-        for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
-    shipped = replaced(
-        NGINX.read_text(),
-        ("listen 80;", f"listen 127.0.0.1:{free_port()};"),
-        ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
-        (f"/etc/letsencrypt/live/{HOST}/fullchain.pem", f"{folder}/certificate.pem"),
-        (f"/etc/letsencrypt/live/{HOST}/privkey.pem", f"{folder}/key.pem"),
-        ("127.0.0.1:8000", service),
-    )
-    (folder / "nginx.conf").write_text(
-        f"daemon off; pid {folder}/pid; error_log stderr; events {{}}\n"
-        f"http {{ access_log off;\n{temporary}{shipped}}}\n"
-    )
-    return ["-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
-
-
-def caddy_options(folder: Path, service: str, port: int) -> list[str]:
-    """The options of a Caddy without root, with our certificate in place of one of an authority."""
-    text = replaced(
-        CADDY.read_text(),
-        ("{\n\tservers {", "{\n\tadmin off\n\tauto_https disable_redirects\n\tservers {"),
-        (
-            f"{HOST} {{\n",
-            f"https://{HOST}:{port} {{\n\tbind 127.0.0.1\n"
-            f"\ttls {folder}/certificate.pem {folder}/key.pem\n",
-        ),
-        ("reverse_proxy 127.0.0.1:8000", f"reverse_proxy {service}"),
-        ("health_interval 5s", "health_interval 100ms"),
-        ("lb_try_duration 5s", "lb_try_duration 500ms"),
-    )
-    (folder / "Caddyfile").write_text(text)
-    return ["run", "--adapter", "caddyfile", "--config", str(folder / "Caddyfile")]
-
-
-OPTIONS: dict[str, Callable[[Path, str, int], list[str]]] = {
-    "nginx": nginx_options,
-    "caddy": caddy_options,
-}
 
 
 @dataclass
-class Proxy:
-    """A proxy that runs, and how to end the service behind it."""
+class Setup:
+    """A proxy, and the service behind it."""
 
-    port: int
-    certificate: Path
-    end_service: Callable[[], None]
-
-    @contextmanager
-    def client(self, address: str) -> Iterator[httpx.Client]:
-        """A client at this address, which trusts the certificate of the proxy."""
-        context = ssl.create_default_context(cafile=self.certificate)
-        transport = httpx.HTTPTransport(verify=context, local_address=address)
-        with httpx.Client(
-            base_url=f"https://127.0.0.1:{self.port}",
-            headers={"Host": HOST},
-            timeout=WAIT_S,
-            transport=transport,
-        ) as client:
-            client.event_hooks["request"].append(
-                lambda request: request.extensions.update(sni_hostname=HOST)
-            )
-            yield client
+    proxy: Proxy
+    service: Running
 
 
-def program(name: str) -> str:
-    """Where it is; without it the test is skipped."""
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"{name} is not installed; install it to test the proxies of deploy/")
-    return path
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a certificate of the host, signed by itself."""
-    folder = tmp_path_factory.mktemp("certificate")
-    command = [
-        program("openssl"),
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-    ]
-    command += ["-nodes", "-days", "2", "-subj", f"/CN={HOST}"]
-    command += ["-addext", f"subjectAltName=DNS:{HOST}"]
-    command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
-
-
-@pytest.fixture(scope="module", params=OPTIONS)
-def proxy(
-    request: pytest.FixtureRequest, certificate: Path, pictures: list[bytes], tmp_path_factory
-) -> Iterator[Proxy]:
-    name = request.param
-    path, folder = program(name), tmp_path_factory.mktemp(name)
-    for file in certificate.iterdir():
-        shutil.copy(file, folder)
-    embedder, port = GatedEmbedder(), free_port()
+@pytest.fixture(scope="module", params=["nginx", "caddy"])
+def setup(
+    request: pytest.FixtureRequest,
+    pictures: list[bytes],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Setup]:
+    embedder = GatedEmbedder()
     settings = Settings(**DEFAULTS, trusted_proxies=(OPERATOR,), allowed_hosts=(HOST,))
-    service = run(create_app(settings, embedder, {"shop": FakeGallery(embedder, pictures)}))
     with ExitStack() as stack:
+        service = run(create_app(settings, embedder, {"shop": FakeGallery(embedder, pictures)}))
         stack.callback(service.close)
-        options = OPTIONS[name](folder, service.url.removeprefix("http://"), port)
-        log = stack.enter_context((folder / "log").open("w"))
-        variables = {"HOME": str(folder)}
-        process = subprocess.Popen([path, *options], stdout=log, stderr=log, env=variables)
-        stack.callback(process.wait, WAIT_S)
-        stack.callback(process.terminate)
-        found = Proxy(port, folder / "certificate.pem", service.close)
-        with found.client(OPERATOR) as client:
-            until(lambda: answers(client, process))
-        yield found
-
-
-def answers(client: httpx.Client, process: "subprocess.Popen[bytes]") -> bool:
-    assert process.poll() is None, "the proxy has ended; its log says why"
-    try:
-        return client.get("/ready").status_code == 200
-    except httpx.TransportError:
-        return False
+        folder = tmp_path_factory.mktemp(request.param)
+        yield Setup(stack.enter_context(started(request.param, [service.url], folder)), service)
 
 
 def test_customers_search_over_tls_and_cannot_choose_their_address(
-    proxy: Proxy, pictures: list[bytes]
+    setup: Setup, pictures: list[bytes]
 ) -> None:
-    with proxy.client(CUSTOMER) as client, structlog.testing.capture_logs() as events:
+    with setup.proxy.client(CUSTOMER) as client, structlog.testing.capture_logs() as events:
         for header in ({}, {"X-Forwarded-For": "6.6.6.6"}):
             files = {"image": ("q.png", pictures[0])}
             answer = client.post("/search", files=files, headers=header)
@@ -181,15 +58,15 @@ def test_customers_search_over_tls_and_cannot_choose_their_address(
     assert [e["client"] for e in events if e.get("route") == "/search"] == [CUSTOMER] * 2
 
 
-def test_what_is_for_operators_is_closed_to_customers(proxy: Proxy) -> None:
-    with proxy.client(CUSTOMER) as client:
+def test_what_is_for_operators_is_closed_to_customers(setup: Setup) -> None:
+    with setup.proxy.client(CUSTOMER) as client:
         for path in (*PRIVATE, "/%6Detrics", "/%2Fmetrics", "/ui/%2e%2e/metrics", "/metrics;x"):
             answer = client.get(path)
             assert answer.status_code in {403, 404}, path
             assert "kinlens_" not in answer.text, path
         for path in PRIVATE:
             assert client.get(path).status_code == 403, path
-    with proxy.client(OPERATOR) as client:
+    with setup.proxy.client(OPERATOR) as client:
         assert "kinlens_ready" in client.get("/metrics").text
         assert client.get("/admin").status_code == 200
         assert client.get("/jobs").headers["content-type"] == "application/problem+json"
@@ -202,9 +79,9 @@ def test_every_open_route_is_of_customers_or_closed_by_name() -> None:
     assert words - set(PRIVATE) == {"/live", "/docs", "/openapi.json"}
 
 
-def test_without_a_process_the_answer_says_when_to_try_again(proxy: Proxy) -> None:
-    proxy.end_service()
-    with proxy.client(CUSTOMER) as client:
+def test_without_a_process_the_answer_says_when_to_try_again(setup: Setup) -> None:
+    setup.service.close()
+    with setup.proxy.client(CUSTOMER) as client:
         until(lambda: client.get("/galleries").status_code == 503)
         answer = client.get("/galleries")
     assert answer.headers["content-type"] == "application/problem+json"

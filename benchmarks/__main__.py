@@ -32,6 +32,7 @@ SMALLEST = {
     "search.py": "--backbone mobilenet_v2 --items 500 --start-items 500 --seconds 0.5 --rounds 1 "
     "--connections 1",
     "replicas.py": "--seconds 1 --loads 0.3",
+    "sizing.py": "--backbones mobilenet_v2 --seconds 0.5",
     "rerank.py": "--rounds 5 --cache {folder}/cache",
     "calibration.py": "--repeats 1 --cache {folder}/cache",
     "training_step.py": "--rounds 1 --batch 10 --size-px 64",

@@ -38,6 +38,7 @@ LONGEST_FIRST = (
     "promises/test_documents.py",
     "tests/test_golden.py",
     "cli/test_soak.py",
+    "load/test_rolling_restart.py",
 )
 """Files that take long, most of it in other processes; begun last, one would keep all waiting."""
 

@@ -1,9 +1,6 @@
 """The load balancer of `docker compose --profile scale`, with its own settings, before replicas."""
 
-import re
-import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,14 +11,13 @@ import structlog
 
 from service.app import create_app
 from service.settings import Settings
-from tests.support.own_process import ROOT
+from tests.support.proxies import started
 from tests.support.servers import (
     DEFAULTS,
     WAIT_S,
     FakeGallery,
     GatedEmbedder,
     Running,
-    free_port,
     run,
 )
 from tests.support.trailers import with_trailers
@@ -46,32 +42,8 @@ def replicas(pictures: list[bytes]) -> Iterator[list[tuple[Running, FakeGallery]
 
 @pytest.fixture
 def balancer(replicas: list[tuple[Running, FakeGallery]], tmp_path: Path) -> Iterator[str]:
-    """Its URL: the settings of deploy/, with these replicas in place of those of Docker's names."""
-    if shutil.which("haproxy") is None:
-        pytest.skip("haproxy is not installed; install it to test the load balancer")
-    text, port = (ROOT / "deploy/haproxy/haproxy.cfg").read_text(), free_port()
-    servers = "\n".join(
-        f"  server replica{n} {replica.url.removeprefix('http://')} check inter 100ms fall 2 rise 1"
-        for n, (replica, _) in enumerate(replicas)
-    )
-    text, names = re.subn(r"^  server-template .*$", servers, text, flags=re.MULTILINE)
-    text, binds = re.subn(r"bind :8080", f"bind 127.0.0.1:{port}", text)
-    assert (names, binds) == (1, 1)
-    (tmp_path / "haproxy.cfg").write_text(text)
-    process = subprocess.Popen(["haproxy", "-dW", "-db", "-f", tmp_path / "haproxy.cfg"])
-    try:
-        until(lambda: answer(f"http://127.0.0.1:{port}/ready") == 200)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(WAIT_S)
-
-
-def answer(url: str) -> int | None:
-    try:
-        return httpx.get(url, timeout=WAIT_S).status_code
-    except httpx.TransportError:
-        return None
+    with started("haproxy", [replica.url for replica, _ in replicas], tmp_path) as proxy:
+        yield proxy.url
 
 
 def search(url: str, data: bytes) -> httpx.Response:

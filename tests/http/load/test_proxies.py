@@ -1,0 +1,114 @@
+"""nginx and Caddy with the files of deploy/, for real, with TLS, before a service."""
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import structlog
+
+from service.app import create_app
+from service.http.gate import RULES, bounds_of
+from service.http.server import config_of
+from service.settings import Settings
+from tests.support.proxies import CADDY, HOST, NGINX, Proxy, started
+from tests.support.servers import DEFAULTS, FakeGallery, GatedEmbedder, Running, run
+from tests.support.waiting import until
+
+OPERATOR, CUSTOMER = "127.0.0.1", "127.0.0.9"
+PRIVATE = ("/metrics", "/ready", "/startup", "/admin", "/jobs", "/jobs/1", "/jobs/1/log")
+
+
+@dataclass
+class Setup:
+    """A proxy, and the service behind it."""
+
+    proxy: Proxy
+    service: Running
+
+
+@pytest.fixture(scope="module", params=["nginx", "caddy"])
+def setup(
+    request: pytest.FixtureRequest,
+    pictures: list[bytes],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Setup]:
+    embedder = GatedEmbedder()
+    settings = Settings(**DEFAULTS, trusted_proxies=(OPERATOR,), allowed_hosts=(HOST,))
+    with ExitStack() as stack:
+        service = run(create_app(settings, embedder, {"shop": FakeGallery(embedder, pictures)}))
+        stack.callback(service.close)
+        folder = tmp_path_factory.mktemp(request.param)
+        yield Setup(stack.enter_context(started(request.param, [service.url], folder)), service)
+
+
+def test_customers_search_over_tls_and_cannot_choose_their_address(
+    setup: Setup, pictures: list[bytes]
+) -> None:
+    with setup.proxy.client(CUSTOMER) as client, structlog.testing.capture_logs() as events:
+        for header in ({}, {"X-Forwarded-For": "6.6.6.6"}):
+            files = {"image": ("q.png", pictures[0])}
+            answer = client.post("/search", files=files, headers=header)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["strict-transport-security"] == "max-age=31536000"
+        assert client.get("/").status_code == 200
+        assert client.get("/galleries").status_code == 200
+    assert [e["client"] for e in events if e.get("route") == "/search"] == [CUSTOMER] * 2
+
+
+def test_what_is_for_operators_is_closed_to_customers(setup: Setup) -> None:
+    with setup.proxy.client(CUSTOMER) as client:
+        for path in (*PRIVATE, "/%6Detrics", "/%2Fmetrics", "/ui/%2e%2e/metrics", "/metrics;x"):
+            answer = client.get(path)
+            assert answer.status_code in {403, 404}, path
+            assert "kinlens_" not in answer.text, path
+        for path in PRIVATE:
+            assert client.get(path).status_code == 403, path
+    with setup.proxy.client(OPERATOR) as client:
+        assert "kinlens_ready" in client.get("/metrics").text
+        assert client.get("/admin").status_code == 200
+        assert client.get("/jobs").headers["content-type"] == "application/problem+json"
+
+
+def test_every_open_route_is_of_customers_or_closed_by_name() -> None:
+    """A route without a key that is new must be thought of here."""
+    [opened] = [rule.path for rule in RULES if rule.scope is None and "live" in rule.path]
+    words = {f"/{word}".replace("\\", "") for word in opened.strip("/()?").split("|")}
+    assert words - set(PRIVATE) == {"/live", "/docs", "/openapi.json"}
+
+
+def test_without_a_process_the_answer_says_when_to_try_again(setup: Setup) -> None:
+    setup.service.close()
+    with setup.proxy.client(CUSTOMER) as client:
+        until(lambda: client.get("/galleries").status_code == 503)
+        answer = client.get("/galleries")
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["type"] == "urn:kinlens:problem:overloaded"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "idle", "answer"),
+    [
+        (
+            NGINX,
+            r"client_max_body_size (\d+)k;",
+            r"\n    keepalive_timeout (\d+)s;",
+            r"_read_timeout (\d+)s",
+        ),
+        (CADDY, r"max_size (\d+)KiB", r"\bkeepalive (\d+)s", r"response_header_timeout (\d+)s"),
+    ],
+    ids=["nginx", "caddy"],
+)
+def test_the_limits_of_a_proxy_fit_those_of_the_service(
+    path: Path, body: str, idle: str, answer: str
+) -> None:
+    settings, text = Settings(), path.read_text()
+    [size] = re.findall(body, text)
+    assert int(size) * 1024 == bounds_of(settings).largest
+    [kept_s] = re.findall(idle, text)
+    assert int(kept_s) < config_of(create_app, settings).timeout_keep_alive
+    [waited_s] = re.findall(answer, text)
+    assert int(waited_s) > 2 * settings.request_timeout_ms / 1e3

@@ -1,0 +1,465 @@
+"""The files of deploy/ for systemd and Kubernetes: linted, with real commands and settings alone.
+
+Compose, Prometheus and Grafana are in tests/test_containers.py, the proxies in tests/http/load.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx
+import kubernetes_validate
+import pytest
+import yaml
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+import indexer.__main__
+import service.__main__
+from embedder.bundle import Bundle
+from embedder.errors import GalleryCorruptError
+from embedder.manifest import BundleManifest
+from indexer.catalog.schema import SCHEMA_VERSION, check_schema
+from indexer.exchange.milvus_collection import MilvusFacts
+from indexer.exchange.parquet import SCHEMA
+from indexer.exchange.publish import Snapshot
+from indexer.folder.manifest import GalleryManifest
+from indexer.index.segment import SegmentManifest
+from indexer.ingest.shards import ShardsManifest
+from indexer.live.backup import BackupReport
+from service.access.keys import KeyStore
+from service.commands.processes import GRACE_S
+from service.encoding.sandbox import ALLOWED_CALLS
+from service.http.gate import bounds_of
+from service.settings import Settings
+from tests.support.dockerfiles import ROOT
+from tests.support.servers import free_port
+
+DEPLOY = ROOT / "deploy"
+SYSTEMD = DEPLOY / "systemd"
+OVERLAYS = DEPLOY / "kubernetes/overlays"
+BIN = Path(sys.executable).parent
+SERVING = ("kinlens-serve", "kinlens-serve@")
+VERSIONS = ("1.30", "1.37")
+"""Of Kubernetes: the oldest and the newest that the manifests are for."""
+LEAST_KUSTOMIZE = 4  # that of kubectl 1.20, in Debian 12, knows no components
+MOST_EXPOSED = 2.5  # of 10, by systemd-analyze; a unit without any limit has 9.6
+OPERATORS = ("/metrics", "/ready", "/startup", "/admin", "/jobs")
+
+PAGE = ROOT / "docs/production.md"
+FILES = [
+    path for path in sorted(DEPLOY.rglob("*")) if path.is_file() and "secrets" not in path.parts
+]
+
+
+def program(name: str) -> str:
+    """Where it is; without it the test is skipped."""
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed; install it to check the files of deploy/")
+    return path
+
+
+def run(*command: str | Path) -> str:
+    """What a command prints; it must succeed."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(DEPLOY)))
+def test_every_setting_that_a_file_names_is_one_of_the_service(path: Path) -> None:
+    named = re.findall(r"\bKINLENS_([A-Z_]*[A-Z])\b", path.read_text())
+    assert {name.lower() for name in named} <= set(Settings.model_fields)
+
+
+APPS = {"serve": service.__main__.app, "index": indexer.__main__.app}
+COMMANDS = sorted(
+    {
+        (match[1], match[2].strip())
+        for path in (*FILES, PAGE)
+        for match in re.finditer(
+            r"kinlens-(serve|index)((?: +(?!kinlens)[^\s'\"`#$&|;:()\]]+(?::\S+)?)+)",
+            path.read_text().replace("\\\n", " ").replace(", ", " "),  # lists of YAML are words too
+        )
+    }
+)
+
+
+@pytest.mark.parametrize(("app", "command"), COMMANDS)
+def test_every_command_that_a_file_names_has_the_options_it_uses(app: str, command: str) -> None:
+    words = command.split()
+    count = [*map(is_option, words), True].index(True)
+    names = [word for word in words[:count] if word.islower() and "/" not in word]
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(APPS[app], [*names, "--help"])
+    assert shown.exit_code == 0, f"kinlens-{app} {command}: {shown.output}"
+    for option in filter(is_option, words):
+        assert option in shown.output, f"{option} of kinlens-{app} {command}"
+
+
+def is_option(word: str) -> bool:
+    return word.startswith("-")
+
+
+def test_every_file_that_the_page_installs_is_there() -> None:
+    named = set(re.findall(r"\bdeploy/[\w./@*-]+\w", PAGE.read_text()))
+    assert len(named) > 8
+    for name in named:
+        assert list(ROOT.glob(name)), name
+
+
+def test_every_alert_that_the_page_names_is_one_of_the_rules() -> None:
+    rules = (DEPLOY / "prometheus/alerts.yml").read_text()
+    named = set(re.findall(r"`(Kinlens\w+)`", PAGE.read_text()))
+    assert named <= set(re.findall(r"alert: (\w+)", rules))
+
+
+def versions_on_the_page() -> dict[str, tuple[set[int], int]]:
+    """Of each artefact with a schema: the numbers that are read, and the one that is written."""
+    row = re.compile(r"^\| ([^|]+) \| [^|]+ \| (\d)(?: to (\d))? \| (\d) \|", re.MULTILINE)
+    return {
+        name: (set(range(int(first), int(last or first) + 1)), int(written))
+        for name, first, last, written in row.findall(PAGE.read_text())
+    }
+
+
+def test_the_page_says_which_schemas_are_read_and_written(tmp_path: Path) -> None:
+    def schemas(model: type[BaseModel]) -> tuple[set[int], int]:
+        field = model.model_fields["schema_version"]
+        return set(get_args(field.annotation)), field.default
+
+    def is_read(version: int) -> bool:
+        with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+            connection.execute(f"PRAGMA user_version = {version}")
+            with contextlib.suppress(GalleryCorruptError):
+                check_schema(tmp_path, connection)
+                return True
+        return False
+
+    KeyStore(tmp_path / "keys.json").create("office", ["admin"])
+    keys = json.loads((tmp_path / "keys.json").read_text())["schema_version"]
+    assert versions_on_the_page() == {
+        "model bundle": schemas(BundleManifest),
+        "gallery": schemas(GalleryManifest),
+        "catalogue": ({version for version in range(20) if is_read(version)}, SCHEMA_VERSION),
+        "segment": schemas(SegmentManifest),
+        "backup of a gallery": schemas(BackupReport),
+        "export as Parquet": ({int(SCHEMA)}, int(SCHEMA)),
+        "vectors of `kinlens-index embed`": schemas(ShardsManifest),
+        "snapshot of `kinlens-index publish`": schemas(Snapshot),
+        "collection on Milvus": schemas(MilvusFacts),
+        "keys": ({keys}, keys),
+    }
+
+
+def test_the_sizes_on_the_page_follow_from_their_formula_and_the_plan() -> None:
+    """Cores from what a search costs, and of what is not measured disk and cache as planned."""
+    gallery_ms = {"10,000": (0.5, 0.5), "100,000": (2.9, 0.5), "1,000,000": (2.4, 6.9)}
+    gallery_ms |= {"10,000,000": (0.9, 7)}
+    rows = re.findall(r"^\| ([\d,]+) \| (128|512) \| (.*) \| \d+ GB \|$", PAGE.read_text(), re.M)
+    assert len(rows) == 7
+    for items, dim, rest in rows:
+        rate, cores, _, cache, disk = (int(cell.replace(",", "")) for cell in rest.split(" | "))
+        search_ms = 12 + gallery_ms[items][dim == "512"]
+        assert cores == max(2, math.ceil(rate * search_ms / 1e3 / 0.7)), items
+        words = ["plan", items.replace(",", ""), dim, "--memory-mb", "100000", "--json"]
+        [planned] = json.loads(CliRunner().invoke(indexer.__main__.app, words).stdout)["plans"]
+        if dim == "512":
+            assert (cache, disk) == (round(planned["mapped_mb"]), round(planned["disk_mb"]))
+        else:
+            assert disk == pytest.approx(planned["disk_mb"], rel=0.1), "measured"
+
+
+class Unit:
+    """A unit of systemd, started by hand: what stands in its lines, in other places."""
+
+    def __init__(self, name: str, places: dict[str, str]) -> None:
+        text = (SYSTEMD / f"{name}.service").read_text()
+        self._lines = [line for line in text.splitlines() if line and line[0] not in "#["]
+        self._places = places
+        self.variables = {"PATH": os.environ["PATH"]}
+        for line in self._lines:
+            key, value = line.split("=", 1)
+            if key == "Environment":
+                self.variables |= dict([self._placed(value).split("=", 1)])
+            elif key == "EnvironmentFile":
+                self.variables |= environment(self._placed((SYSTEMD / "kinlens.env").read_text()))
+
+    def _placed(self, text: str) -> str:
+        for printed, here in self._places.items():
+            text = text.replace(printed, here)
+        return text
+
+    def seconds(self, key: str) -> int:
+        return int(self._value(key))
+
+    def command(self, key: str) -> list[str]:
+        """The words of a command; systemd writes %% for % and $$ for $."""
+        value = self._placed(self._value(key)).replace("%%", "%").replace("$$", "$")
+        shell, quoted, script = value.partition(" '")
+        return [*shell.split(), script.rstrip("'")] if quoted else value.split()
+
+    def _value(self, key: str) -> str:
+        [value] = [line.split("=", 1)[1] for line in self._lines if line.startswith(f"{key}=")]
+        return value
+
+
+def environment(text: str) -> dict[str, str]:
+    """What a file of variables sets."""
+    return dict(
+        line.split("=", 1) for line in text.splitlines() if line and not line.startswith("#")
+    )
+
+
+@pytest.fixture
+def places(tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path) -> dict[str, str]:
+    """Where the things of the units are in a test."""
+    port = str(free_port())
+    return {
+        "/opt/kinlens/bin": str(BIN),
+        "/srv/kinlens/bundles/shop": str(tiny_bundle.path),
+        "/srv/kinlens/galleries/shop": str(tiny_gallery),
+        "/srv/kinlens/photos": str(tiny_gallery.parent),
+        "/var/lib/kinlens": str(tmp_path / "state"),
+        "/var/cache/kinlens": str(tmp_path / "cache"),
+        "/var/backups/kinlens": str(tmp_path / "backups"),
+        "%i": port,
+        "KINLENS_PORT=8000": f"KINLENS_PORT={port}",
+        "KINLENS_DRAIN_S=15": "KINLENS_DRAIN_S=1",  # a test does not wait for so long
+    }
+
+
+@contextmanager
+def started(unit: Unit) -> Iterator["subprocess.Popen[bytes]"]:
+    command = unit.command("ExecStart")
+    process = subprocess.Popen(command, env=unit.variables, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_a_unit_starts_says_when_and_ends_in_its_time(name: str, places: dict[str, str]) -> None:
+    unit = Unit(name, places)
+    with started(unit) as process:
+        waiting = unit.variables | {"MAINPID": str(process.pid)}
+        limit_s = unit.seconds("TimeoutStartSec")
+        done = subprocess.run(unit.command("ExecStartPost"), env=waiting, timeout=limit_s)
+        assert done.returncode == 0
+        ready = httpx.get(f"http://127.0.0.1:{places['%i']}/ready").json()
+        assert ready["status"] == "ready", ready
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(unit.seconds("TimeoutStopSec")) == 0
+    done = subprocess.run(unit.command("ExecStartPost"), env=waiting)
+    assert done.returncode == 1, "it must not wait for a process that has ended"
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_a_unit_waits_for_requests_and_drain_before_it_kills(name: str) -> None:
+    unit = Unit(name, {})
+    given = {key.removeprefix("KINLENS_").lower(): text for key, text in unit.variables.items()}
+    settings = Settings(**{key: given[key] for key in Settings.model_fields if key in given})
+    limit_s = settings.drain_s + settings.shutdown_timeout_s + GRACE_S
+    assert unit.seconds("TimeoutStopSec") > limit_s
+    assert (settings.drain_s > 0) == (name == "kinlens-serve@"), "one process has no other"
+
+
+def test_a_drain_is_longer_than_proxies_need_to_see_it() -> None:
+    drain_s = float(Unit("kinlens-serve@", {}).variables["KINLENS_DRAIN_S"])
+    haproxy = (DEPLOY / "haproxy/haproxy.cfg").read_text()
+    for every_s, times in re.findall(r"\binter (\d+)s fall (\d+)", haproxy):
+        assert drain_s > int(every_s) * int(times)
+    [every_s] = re.findall(r"health_interval (\d+)s", (DEPLOY / "caddy/Caddyfile").read_text())
+    assert drain_s > int(every_s)
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """The units as docs/production.md installs them, with programs that are here."""
+    folder = tmp_path / "units"
+    shutil.copytree(SYSTEMD, folder)
+    for path in folder.glob("*.service"):
+        path.write_text(path.read_text().replace("/opt/kinlens/bin", str(BIN)))
+    shutil.copy(folder / "kinlens-serve@.service", folder / "kinlens-serve@8001.service")
+    return folder
+
+
+def test_units_have_no_finding_of_systemd(installed: Path) -> None:
+    units = sorted([*installed.glob("*.service"), *installed.glob("*.timer")])
+    command = [program("systemd-analyze"), "verify", "--man=no", *units]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "bus" in done.stderr:
+        pytest.skip(f"systemd-analyze cannot verify units here: {done.stderr.strip()}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_unit_has_the_limits_of_all(installed: Path) -> None:
+    for unit in sorted(installed.glob("*.service")):
+        said = run(program("systemd-analyze"), "security", "--offline=yes", "--no-pager", unit)
+        [level] = re.findall(r"exposure level for .*: ([\d.]+)", said)
+        assert float(level) < MOST_EXPOSED, said
+
+
+def test_the_calls_that_units_allow_hold_those_of_the_decoder_sandbox() -> None:
+    text = (SYSTEMD / "kinlens-.service.d/sandbox.conf").read_text()
+    [line] = re.findall(r"^SystemCallFilter=(.*)$", text, re.MULTILINE)
+    known = {}
+    for part in run(program("systemd-analyze"), "syscall-filter").split("\n@"):
+        name, *words = re.sub("#.*", "", part).split()
+        known[f"@{name.removeprefix('@')}"] = words
+
+    def calls(words: list[str]) -> Iterator[str]:
+        for word in words:
+            yield from calls(known[word]) if word.startswith("@") else [word]
+
+    entering = {"prctl", "seccomp", "landlock_create_ruleset", "landlock_restrict_self"}
+    assert entering | set(ALLOWED_CALLS.split()[::3]) <= set(calls(line.split()))
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, list[dict[str, Any]]]:
+    """The objects of each overlay."""
+    kubectl = program("kubectl")
+    about = json.loads(run(kubectl, "version", "--client", "--output", "json"))
+    version = re.match(r"v(\d+)", about.get("kustomizeVersion", ""))
+    if version is None or int(version[1]) < LEAST_KUSTOMIZE:
+        pytest.skip(
+            f"kubectl has a kustomize below {LEAST_KUSTOMIZE}; install kubectl 1.25 or newer"
+        )
+    names = sorted(path.name for path in OVERLAYS.iterdir())
+    assert names == ["folder", "follow", "milvus", "writer"]
+    texts = {name: run(kubectl, "kustomize", OVERLAYS / name) for name in names}
+    return {name: list(yaml.safe_load_all(text)) for name, text in texts.items()}
+
+
+def kinds(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [each for each in objects if each["kind"] == kind]
+
+
+def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """The pod of the service."""
+    [found] = [d for d in kinds(objects, "Deployment") if d["metadata"]["name"] == "kinlens"]
+    pod: dict[str, Any] = found["spec"]["template"]["spec"]
+    return pod
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_fits_the_schema_of_kubernetes(built: dict[str, Any], version: str) -> None:
+    for objects in built.values():
+        for each in objects:
+            kubernetes_validate.validate(each, version, strict=True)
+        assert len({each["metadata"]["namespace"] for each in objects}) == 1
+
+
+def test_names_within_an_overlay_lead_somewhere(built: dict[str, Any]) -> None:
+    for name, objects in built.items():
+        templates = [d["spec"]["template"] for d in kinds(objects, "Deployment")]
+        labels = [template["metadata"]["labels"] for template in templates]
+        ports = set()
+        for template in templates:
+            volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+            for container in template["spec"]["containers"]:
+                assert {mount["name"] for mount in container["volumeMounts"]} == volumes, name
+                assert ":" in container["image"], "the overlay names it without a tag"
+                ports |= {port["name"] for port in container.get("ports", [])}
+        for service_ in kinds(objects, "Service"):
+            assert service_["spec"]["selector"] in labels
+            assert {port["targetPort"] for port in service_["spec"]["ports"]} <= ports
+        for budget in kinds(objects, "PodDisruptionBudget"):
+            assert budget["spec"]["selector"]["matchLabels"] in labels
+        claims = [c["metadata"]["name"] for c in kinds(objects, "PersistentVolumeClaim")]
+        used = [
+            v["persistentVolumeClaim"]
+            for v in pod_of(objects)["volumes"]
+            if "persistentVolumeClaim" in v
+        ]
+        assert [claim["claimName"] for claim in used] == claims
+        scaled = [
+            a["spec"]["scaleTargetRef"]["name"] for a in kinds(objects, "HorizontalPodAutoscaler")
+        ]
+        has_one_writer = name in ("folder", "writer")
+        assert scaled == ([] if has_one_writer else ["kinlens"])
+
+
+def test_a_pod_has_time_to_end_no_rights_and_probes_that_exist(built: dict[str, Any]) -> None:
+    for objects in built.values():
+        pod = pod_of(objects)
+        container = pod["containers"][0]
+        # Kubernetes gives each pod KINLENS_PORT=tcp://... where a Service is called kinlens.
+        assert pod["enableServiceLinks"] is False
+        given = {
+            name.removeprefix("KINLENS_").lower(): text
+            for each in kinds(objects, "ConfigMap")
+            for name, text in each["data"].items()
+        }
+        settings = Settings(
+            **{name: given[name] for name in Settings.model_fields if name in given}
+        )
+        limit_s = settings.drain_s + settings.shutdown_timeout_s + GRACE_S
+        assert pod["terminationGracePeriodSeconds"] > limit_s
+        probes = {
+            key: probe["httpGet"]["path"] for key, probe in container.items() if "Probe" in key
+        }
+        assert probes == {
+            "startupProbe": "/startup",
+            "readinessProbe": "/ready",
+            "livenessProbe": "/live",
+        }
+        ready = container["readinessProbe"]
+        assert ready["timeoutSeconds"] > settings.ready_timeout_ms / 1e3
+        if settings.drain_s:
+            assert settings.drain_s > ready["periodSeconds"] * ready["failureThreshold"]
+        for each in kinds(objects, "Deployment"):
+            inside = each["spec"]["template"]["spec"]
+            assert inside["securityContext"]["runAsNonRoot"] is True
+            assert inside["automountServiceAccountToken"] is False
+            for one in inside["containers"]:
+                assert one["securityContext"] == {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                }
+                assert set(one["resources"]) == {"requests", "limits"}
+        image = (ROOT / "docker/service.Dockerfile").read_text()
+        user = pod["securityContext"]
+        assert f"USER {user['runAsUser']}:{user['runAsGroup']}\n" in image
+        [written] = re.findall(r'^VOLUME \["(.*)"\]$', image, re.MULTILINE)
+        assert written in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_the_ingress_takes_the_largest_body_and_leaves_out_what_is_for_operators(
+    built: dict[str, Any],
+) -> None:
+    assert not kinds(built["writer"], "Ingress")
+    for objects in (objects for name, objects in built.items() if name != "writer"):
+        [ingress] = kinds(objects, "Ingress")
+        size = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]
+        assert int(size.removesuffix("k")) * 1024 == bounds_of(Settings()).largest
+        paths = ingress["spec"]["rules"][0]["http"]["paths"]
+        for path in paths:
+            is_whole = path["pathType"] == "Exact"
+            assert is_whole or path["path"] != "/", "this passes everything on"
+            assert path["path"] not in OPERATORS
+        assert {"/", "/search", "/galleries", "/feedback", "/ui"} <= {p["path"] for p in paths}
+
+
+def test_prometheus_of_a_host_and_of_containers_scrape_the_same_jobs() -> None:
+    """The alerts name the job."""
+    files = [DEPLOY / "prometheus" / name for name in ("host.yml", "prometheus.yml")]
+    host, containers = (yaml.safe_load(path.read_text()) for path in files)
+    assert host["rule_files"] == containers["rule_files"]
+    jobs = [[job["job_name"] for job in each["scrape_configs"]] for each in (host, containers)]
+    assert jobs[0] == jobs[1]

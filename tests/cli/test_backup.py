@@ -196,7 +196,7 @@ def test_a_service_comes_back_on_an_empty_host_with_all_that_was_acknowledged(
             assert shown.content
         for key, data in known.items():
             files = {"image": ("q.png", data, "image/png")}
-            assert client.post("/search", files=files).json()["results"][0]["key"] == key
+            assert client.post("/search", files=files).json()["hits"][0]["key"] == key
 
 
 def test_all_parts_come_back_and_jobs_that_were_under_way_have_failed(

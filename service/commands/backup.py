@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from embedder.errors import InvalidParameterError, StateMissingError
 from indexer.types import MILVUS
 from indexer.types import Progress as OnProgress
-from service import backup as backups
+from service.backups import folder as backups
 from service.commands import options
 from service.settings import split_named
 

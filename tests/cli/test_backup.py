@@ -22,8 +22,8 @@ from embedder.bundle import Bundle
 from embedder.durable import set_fault_hook
 from embedder.errors import KinlensError
 from indexer.gallery import Gallery, current_generation
-from service import backup as backups
 from service.__main__ import app
+from service.backups import folder as backups
 from service.settings import Settings
 from tests.support.own_process import own_process
 from tests.support.seams import FeedbackStore, JobStore, KeyStore

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -281,7 +282,7 @@ def test_what_is_there_is_replaced_only_when_that_is_said(host: Path, tmp_path: 
 def test_a_full_disk_is_refused_before_anything_is_written(
     host: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    usage = SimpleNamespace(free=1_000_000)
     monkeypatch.setattr(backups.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(KinlensError, match=r"need \d+ MB.* has 1 MB free"):
         save(host, "other")

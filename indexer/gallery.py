@@ -69,6 +69,10 @@ from indexer.index.gpu import gpu_memory as gpu_memory
 from indexer.index.plan import IndexSettings
 from indexer.index.segment import HASHED_BELOW
 from indexer.index.segment import read_manifest as read_segment_manifest
+from indexer.live.backup import BackupReport as BackupReport
+from indexer.live.backup import backup as backup
+from indexer.live.backup import check_backup as check_backup
+from indexer.live.backup import restore as restore
 from indexer.live.compaction import (
     CATALOG,
     KEEP_REMOVED_S,
@@ -104,6 +108,7 @@ _PAGE = 1000
 _AT_ONCE = 10_000  # items that one step of a change by filter takes
 _SPARSE = 10
 _MANY = 10_000  # items, whose attributes take a tenth of a second to read
+
 MAX_SORTED = 10_000
 """The end of a list of items that is sorted by an attribute."""
 

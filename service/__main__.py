@@ -1,4 +1,4 @@
-"""kinlens-serve: serve galleries over HTTP; check a set-up, make keys, run jobs."""
+"""kinlens-serve: serve galleries over HTTP; check a set-up, make keys, run jobs, back up."""
 
 import typer
 
@@ -6,7 +6,7 @@ from embedder.machine import require_faiss
 
 require_faiss()
 
-from service.commands import check, feedback, keys, serve  # noqa: E402 (they import FAISS)
+from service.commands import backup, check, feedback, keys, serve  # noqa: E402 (they import FAISS)
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
@@ -15,6 +15,8 @@ _EXAMPLE = "Example: [bold]kinlens-serve --bundle bundles/shop --gallery shop=ga
 app.callback(invoke_without_command=True, epilog=_EXAMPLE)(serve.serve)
 app.command()(check.check)
 app.command()(serve.work)
+app.command(epilog=backup.BACKUP_EXAMPLE)(backup.backup)
+app.command(epilog=backup.RESTORE_EXAMPLE)(backup.restore)
 app.add_typer(feedback.app, name="feedback")
 app.add_typer(keys.app, name="keys")
 

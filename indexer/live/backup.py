@@ -130,6 +130,24 @@ def restore(
     return manifest
 
 
+def check_backup(backup: Path | str) -> BackupReport:
+    """Read the whole backup of a gallery, as `restore` does before it replaces anything.
+
+    Raises: GalleryNotFoundError if there is none; GalleryCorruptError if it is damaged.
+    """
+    folder = GalleryFolder(backup).current()
+    try:
+        report = BackupReport.model_validate_json((Path(backup) / REPORT).read_bytes())
+    except (OSError, ValueError) as error:
+        raise GalleryCorruptError(f"{Path(backup) / REPORT} cannot be read: {error}") from error
+    read_manifest(folder)
+    with catalog_view(folder / CATALOG) as view:
+        state = view.state()
+    _check(folder, state)
+    GoldenSet(backup).check()
+    return report
+
+
 def _write(source: Path, stage: Path, on_progress: Progress | None) -> BackupReport:
     manifest = _renewed(source)
     folder = stage / "versions" / manifest.generation

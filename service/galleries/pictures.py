@@ -90,6 +90,29 @@ class PictureFolder:
                     held.enter_context(other._locked(_COPIED, fcntl.LOCK_SH))
             yield
 
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """No picture is removed until the block ends: what shows them is being copied.
+
+        Raises: GalleryWriteError.
+        """
+        with self._locked(_COPIED, fcntl.LOCK_SH):
+            yield
+
+    def files(self) -> Iterator[Path]:
+        """Every picture, and nothing that a write has not finished."""
+        for shard in _shards(self.root):
+            yield from (shard / name for name in sorted(_contents(shard)))
+
+    def write(self, sha256: str, data: bytes) -> None:
+        """Put a picture in place of one that is missing or damaged. Raises: GalleryWriteError."""
+        with self._disk_errors_explained():
+            try:
+                self.read(sha256)
+            except KinlensError:
+                make_folder(self._path(sha256).parent, "picture")
+                write_whole(self._path(sha256), data, "picture")
+
     def take_in(self, root: Path) -> None:
         """Link the pictures below `root`, a folder as this one; on another disk they are copied.
 

@@ -193,6 +193,14 @@ class JobStore:
         )
         return self._change(sql, error, _now(), job_id)
 
+    def fail_active(self, error: str) -> None:
+        """All jobs that wait or run have failed for this reason."""
+        sql = (
+            "UPDATE jobs SET state = 'failed', error = ?, ended_at = ?"
+            " WHERE state IN ('queued', 'running')"
+        )
+        self._change(sql, error, _now())
+
     def cancel(self, job_id: str) -> bool:
         """End a job that waits; of a running one, that it is to end, and it commits no more.
 

@@ -1,0 +1,108 @@
+"""`kinlens-serve backup` and `restore`: all that a service keeps, as one folder; and back."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from embedder.errors import InvalidParameterError, StateMissingError
+from indexer.types import MILVUS
+from indexer.types import Progress as OnProgress
+from service.backups import folder as backups
+from service.commands import options
+from service.settings import split_named
+
+BACKUP_EXAMPLE = (
+    "Example: [bold]kinlens-serve backup --out /mnt/backups/2026-01-31 --state /var/lib/kinlens "
+    "--bundle bundles/shop[/bold]"
+)
+RESTORE_EXAMPLE = (
+    "Example: [bold]kinlens-serve restore /mnt/backups/2026-01-31 --state /var/lib/kinlens "
+    "--bundle bundles/shop[/bold]"
+)
+
+
+@options.refusals()
+@options.with_shared
+def backup(
+    out: Annotated[Path, typer.Option(help="New folder for the backup.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    **given: Any,
+) -> None:
+    """Copy galleries, uploaded pictures, bundles, keys, feedback and jobs while they are in use.
+
+    Give the options, or the environment, of the service. What is not contained is listed.
+    """
+    settings = options.read_settings(**given)
+    with _progress(backups.expected_bytes(settings), "Copying") as advance:
+        report = backups.back_up(settings, out, advance)
+    _show(report, as_json, f"Backup {out}")
+
+
+@options.refusals()
+def restore(
+    source: Annotated[Path, typer.Argument(metavar="BACKUP", help="Folder of the backup.")],
+    state: options.State = None,
+    gallery: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=DIR, where to put a gallery; repeat for more."),
+    ] = None,
+    bundle: Annotated[Path | None, typer.Option(help="Folder for the model bundle.")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Give up what is there.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read the whole backup and change nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Put a backup back, after every file of it was checked; the service must be stopped."""
+    size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
+    if check:
+        with _progress(size, "Checking") as advance:
+            report = backups.check(source, advance)
+        _show(report, as_json, f"Backup {source} is whole")
+        return
+    settings = options.read_settings(state=state, gallery=gallery, bundle=bundle)
+    if settings.state is None:
+        raise StateMissingError("A restore needs a folder. Name it with --state DIR.")
+    galleries = {}
+    for name, text in map(split_named, settings.galleries):
+        if name is None:
+            raise InvalidParameterError(f"gallery = {text!r} has no name. Write NAME={text}.")
+        if not text.startswith(MILVUS):
+            galleries[name] = Path(text)
+    with _progress(2 * size, "Restoring") as advance:
+        report = backups.restore(
+            source,
+            settings.state,
+            galleries,
+            settings.bundle,
+            replace=replace,
+            on_progress=advance,
+        )
+    _show(report, as_json, f"Restored {source}")
+
+
+@contextlib.contextmanager
+def _progress(total: int, label: str) -> Iterator[OnProgress]:
+    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def _show(report: backups.Backup, as_json: bool, title: str) -> None:
+    if as_json:
+        typer.echo(report.model_dump_json(indent=2))
+        return
+    typer.echo(f"{title}: of {report.created_at}, {len(report.bundles)} bundles")
+    for gallery in report.galleries:
+        pictures = f"{gallery.items:,} items, {gallery.pictures:,} uploaded pictures"
+        typer.echo(f"  gallery {gallery.name}: {pictures}")
+    for text in report.damaged:
+        typer.echo(f"  damaged before the backup: {text}")
+    for text in report.not_contained:
+        typer.echo(f"  not contained: {text}")

@@ -1,0 +1,370 @@
+"""Backups of a whole service: all that was acknowledged comes back, or nothing is changed."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner, Result
+
+from embedder.bundle import Bundle
+from embedder.durable import set_fault_hook
+from embedder.errors import KinlensError
+from indexer.gallery import Gallery, current_generation
+from service.__main__ import app
+from service.backups import folder as backups
+from service.settings import Settings
+from tests.support.own_process import own_process
+from tests.support.seams import FeedbackStore, JobStore, KeyStore
+from tests.support.servers import render
+from tests.support.shops import sha256, start_shop
+from tests.tiny import encoded
+
+forks = multiprocessing.get_context("forkserver")
+
+
+def call(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == code, f"{result.output}{result.exception!r}"
+    assert isinstance(result.exception, SystemExit | None)
+    return result
+
+
+@pytest.fixture(scope="module")
+def made(
+    tiny_bundle: Bundle, tiny_gallery: Path, pictures: list[bytes], tmp_path_factory: Any
+) -> Path:
+    """HOST/state and HOST/shelf of a service that has ended, and its backup; not to be changed."""
+    host = Path(tmp_path_factory.mktemp("host"))
+    shutil.copytree(tiny_gallery, host / "shelf")
+    shutil.copytree(tiny_bundle.path, host / "model")
+    shop = start_shop(host / "state", feedback="pictures", jobs="elsewhere")
+    shop.put({f"{n}.png": pictures[n] for n in range(3)})
+    named = shop.search(pictures[5]).json()["answer_id"]
+    sent = {"answer_id": named, "item": "1.png", "action": "clicked"}
+    files = {"image": pictures[5]}
+    shop.client.post("/feedback", data=sent, files=files).raise_for_status()
+    golden = {"image": ("q.png", pictures[6], "image/png")}
+    label = {"label": json.dumps({"keys": ["2.png"]})}
+    shop.client.post("/galleries/shop/golden", files=golden, data=label).raise_for_status()
+    shop.close()
+    KeyStore(host / "state" / "keys.json").create("till", ["admin"])
+    JobStore(host / "state" / "service.sqlite").create("compact", "shop", {}, "anonymous")
+    (host / "state" / "audit.jsonl").write_text('{"what": "a line of another part"}\n')
+    save(host)
+    return host
+
+
+@pytest.fixture
+def host(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "host"))
+
+
+def save(host: Path, name: str = "saved") -> backups.Backup:
+    settings = Settings(
+        state=host / "state", galleries=(f"shelf={host / 'shelf'}",), bundle=host / "model"
+    )
+    return backups.back_up(settings, host / name, lambda _: None)
+
+
+def put_back(saved: Path, to: Path, *, replace: bool = False) -> backups.Backup:
+    return backups.restore(
+        saved,
+        to / "state",
+        {"shelf": to / "shelf"},
+        to / "model",
+        replace=replace,
+        on_progress=lambda _: None,
+    )
+
+
+def content(host: Path) -> dict[str, Any]:
+    """What a service on this host answers from, each part by itself; None for one that is away."""
+    state = host / "state"
+    found: dict[str, Any] = {"keys": None, "jobs": None, "feedback": None, "model": None}
+    for name, path in {"shop": state / "galleries" / "shop", "shelf": host / "shelf"}.items():
+        found[name] = None
+        if current_generation(path) is not None:
+            with closing(Gallery.open(path)) as gallery:
+                found[name] = [(item.key, item.sha256) for item in gallery.items()]
+                for key, digest in found[name] if name == "shop" else ():
+                    file = path / "pictures" / digest[:2] / digest
+                    assert sha256(file.read_bytes()) == digest, key
+    if (state / "keys.json").is_file():
+        found["keys"] = KeyStore(state / "keys.json").list()
+    if (state / "service.sqlite").is_file() and (state / "service.sqlite").stat().st_size:
+        found["jobs"] = [(job.id, job.kind) for job in JobStore(state / "service.sqlite").newest()]
+    if (state / "feedback.sqlite").is_file() and (state / "feedback.sqlite").stat().st_size:
+        with closing(FeedbackStore(state)) as store:
+            found["feedback"] = [*store.pairs("shop")]
+    if (host / "model").is_dir():
+        found["model"] = Bundle.open(host / "model").bundle_id
+    return found
+
+
+def put(client: httpx.Client, number: int, acknowledged: dict[str, bytes]) -> None:
+    data = encoded(render(number, 40))
+    parts: list[Any] = [("image", ("x.png", data, "image/png")), ("key", (None, f"{number}"))]
+    client.put("/galleries/shop/items", files=parts).raise_for_status()
+    acknowledged[f"{number}"] = data
+
+
+@contextlib.contextmanager
+def putting(url: str, headers: dict[str, str], acknowledged: dict[str, bytes]) -> Iterator[None]:
+    """Items are put one after the other until the block ends."""
+    stopped = threading.Event()
+
+    def go_on() -> None:
+        with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
+            while not stopped.is_set():
+                put(client, len(acknowledged), acknowledged)
+
+    writer = threading.Thread(target=go_on)
+    writer.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        writer.join()
+
+
+def answers(client: httpx.Client) -> dict[str, Any]:
+    run = client.post("/galleries/shop/golden/run").raise_for_status().json()
+    return {
+        "feedback": client.get("/galleries/shop/feedback").raise_for_status().text,
+        "queries": client.get("/galleries/shop/golden").raise_for_status().json()["queries"],
+        "recall@1": run["recall_at_1"],
+    }
+
+
+def test_a_service_comes_back_on_an_empty_host_with_all_that_was_acknowledged(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    """The drill: puts go on during the backup; then the whole host is wiped."""
+    old, new, saved = tmp_path / "old", tmp_path / "new", tmp_path / "saved"
+    shutil.copytree(tiny_bundle.path, old / "model")
+    key = call("keys", "create", "till", "--scope", "admin", "--state", old / "state").stdout
+    headers = {"X-API-Key": key.strip()}
+    common = {"anonymous_scopes": "", "feedback": "pictures"}
+    acknowledged: dict[str, bytes] = {}
+
+    with (
+        own_process(tmp_path / "log", bundle=old / "model", state=old / "state", **common) as one,
+        httpx.Client(base_url=one.url, headers=headers, timeout=30) as client,
+    ):
+        client.post("/galleries", json={"name": "shop"}).raise_for_status()
+        for number in range(5):
+            put(client, number, acknowledged)
+        image = {"image": ("q.png", acknowledged["3"], "image/png")}
+        label = {"label": json.dumps({"keys": ["3"]})}
+        client.post("/galleries/shop/golden", files=image, data=label).raise_for_status()
+        named = client.post("/search", files=image).json()["answer_id"]
+        sent = {"answer_id": named, "item": "3", "action": "clicked"}
+        client.post("/feedback", data=sent, files=image).raise_for_status()
+        before = answers(client)
+
+        options = ("--bundle", old / "model", "--state", old / "state")
+        with putting(one.url, headers, acknowledged):
+            known = dict(acknowledged)
+            call("backup", "--out", saved, *options)
+        refusal = call("restore", saved, *options, "--replace", code=1).stderr
+        assert "runs on" in refusal
+        assert "Stop it" in refusal
+    assert len(acknowledged) > len(known)
+    shutil.rmtree(old)
+    call("restore", saved, "--bundle", new / "model", "--state", new / "state")
+    with (
+        own_process(tmp_path / "log", bundle=new / "model", state=new / "state", **common) as two,
+        httpx.Client(base_url=two.url, headers=headers, timeout=30) as client,
+    ):
+        assert httpx.post(f"{two.url}/search", files=image).status_code == 401
+        assert answers(client) == before
+        items = client.get("/galleries/shop/items", params={"limit": 100}).json()["items"]
+        for item in items:
+            shown = client.get(f"/galleries/shop/items/{item['id']}/image").raise_for_status()
+            assert shown.content
+        for key, data in known.items():
+            files = {"image": ("q.png", data, "image/png")}
+            assert client.post("/search", files=files).json()["hits"][0]["key"] == key
+
+
+def test_all_parts_come_back_and_jobs_that_were_under_way_have_failed(
+    made: Path, tmp_path: Path
+) -> None:
+    report = put_back(made / "saved", tmp_path)
+    assert content(tmp_path) == content(made)
+    assert None not in content(tmp_path).values()
+    [job] = JobStore(tmp_path / "state" / "service.sqlite").newest()
+    assert (job.state, "Start it again" in str(job.error)) == ("failed", True)
+    assert (tmp_path / "state" / "audit.jsonl").read_text() == (
+        made / "state" / "audit.jsonl"
+    ).read_text()
+    assert {gallery.name: gallery.items for gallery in report.galleries} == {"shop": 3, "shelf": 8}
+    assert stat.S_IMODE((made / "saved").stat().st_mode) == 0o700
+    assert any("images of gallery shelf" in text for text in report.not_contained)
+
+
+def test_what_lies_on_milvus_is_named_with_the_command_that_saves_it(host: Path) -> None:
+    settings = Settings(
+        state=host / "state",
+        galleries=("far=milvus://127.0.0.1:1/far",),
+        pictures=(f"far={host / 'shared'}",),
+    )
+    found = backups.back_up(settings, host / "other", lambda _: None).not_contained
+    assert any("kinlens-index export milvus://127.0.0.1:1/far" in text for text in found)
+    assert any(f"shared pictures far={host}" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("backup.json", "SHA256SUMS", "galleries/shop/backup.json", "galleries/shop/CURRENT"),
+        *("galleries/shop/golden.sqlite", "galleries/shop/pictures/*/*"),
+        *("galleries/shelf/versions/*/catalog.sqlite", "galleries/shelf/versions/*/manifest.json"),
+        *("galleries/shelf/versions/*/segments/*/*.bin", "bundles/*/*.onnx"),
+        *("state/keys.json", "state/feedback.sqlite", "state/feedback/pictures/*"),
+        *("state/service.sqlite", "state/audit.jsonl"),
+    ],
+)
+def test_a_damaged_byte_is_named_and_nothing_is_changed(host: Path, pattern: str) -> None:
+    file = sorted((host / "saved").glob(pattern))[0]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    before = content(host)
+    expected = "" if pattern == "SHA256SUMS" else file.name
+    for arguments in (("--check",), ("--state", host / "state", "--replace")):
+        refusal = call("restore", host / "saved", *arguments, code=1).stderr
+        assert expected in refusal
+        assert "Use another backup" in refusal
+    assert content(host) == before
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda file: file.rename(f"{file}.other")])
+def test_a_file_too_few_or_too_many_is_named(host: Path, change: Callable[[Path], Any]) -> None:
+    change(host / "saved" / "state" / "keys.json")
+    assert "keys.json" in call("restore", host / "saved", "--check", code=1).stderr
+
+
+def test_what_is_there_is_replaced_only_when_that_is_said(host: Path, tmp_path: Path) -> None:
+    KeyStore(host / "state" / "keys.json").create("later", ["search"])
+    before = content(host)
+    with pytest.raises(KinlensError, match="--replace"):
+        put_back(host / "saved", host)
+    assert content(host) == before
+    put_back(host / "saved", host, replace=True)
+    assert [key.name for key in content(host)["keys"]] == ["till"]
+    with pytest.raises(KinlensError, match="is there already"):
+        save(host)
+    arguments = ("--state", tmp_path / "other")
+    assert "--gallery shelf=" in call("restore", host / "saved", *arguments, code=1).stderr
+    assert "No backup at" in call("restore", tmp_path / "none", *arguments, code=1).stderr
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("mine")
+    shelf = ("--gallery", f"shelf={tmp_path / 'shelf'}", "--bundle", tmp_path / "mine")
+    refusal = call("restore", host / "saved", *arguments, *shelf, "--replace", code=1).stderr
+    assert "no model bundle" in refusal
+    assert (tmp_path / "mine" / "letter.txt").is_file()
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(
+    host: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usage = SimpleNamespace(free=1_000_000)
+    monkeypatch.setattr(backups.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(KinlensError, match=r"need \d+ MB.* has 1 MB free"):
+        save(host, "other")
+    assert not (host / "other").exists()
+    with pytest.raises(KinlensError, match=r"need \d+ MB.* has 1 MB free"):
+        put_back(host / "saved", tmp_path / "new")
+    assert not (tmp_path / "new" / "shelf").exists()
+
+
+class DiesAt:
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __call__(self, _: str) -> None:
+        self._left -= 1
+        if self._left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(number: int, work: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    set_fault_hook(DiesAt(number))
+    work(*arguments, **options)
+
+
+def killed(number: int, work: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
+    """Whether the process was killed at its fault point `number`, before the work was done."""
+    process = forks.Process(target=dying, args=(number, work, *arguments), kwargs=options)
+    process.start()
+    process.join(60)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+def states(folder: Path, work: Callable[[], Any]) -> list[Path]:
+    """Copies of `folder` as a kill at some fault points of the work would leave it: the first, the
+    last, and seven between.
+    """
+    seen: list[Path] = []
+
+    def copy(_: str) -> None:
+        seen.append(folder.with_name(f"killed at {len(seen)}"))
+        # By another process, since SQLite loses its locks where its own one closes the file.
+        subprocess.run(["cp", "-a", "--reflink=auto", folder, seen[-1]], check=True)
+
+    set_fault_hook(copy)
+    try:
+        work()
+    finally:
+        set_fault_hook(None)
+    return [seen[place * (len(seen) - 1) // 8] for place in range(9)]
+
+
+def test_a_backup_that_is_killed_leaves_nothing_that_looks_like_one(host: Path) -> None:
+    assert killed(60, save, host, "half")
+    assert not (host / "half").exists()
+    assert list(host.glob(".kinlens-backup-*"))
+    save(host, "next")
+    assert not list(host.glob(".kinlens-backup-*"))
+    backups.check(host / "next", lambda _: None)
+    for number, left in enumerate(states(host, lambda: save(host, "half"))):
+        assert (left / "half").exists() is (number == 8)
+        if number == 8:  # renamed, so that it is whole
+            backups.check(left / "half", lambda _: None)
+
+
+def test_a_restore_that_is_killed_leaves_each_part_old_or_new_and_can_be_run_again(
+    host: Path, pictures: list[bytes]
+) -> None:
+    new = content(host)
+    shop = start_shop(host / "state", feedback="pictures", jobs="elsewhere")
+    shop.put({"other.png": pictures[9]})
+    shop.close()
+    KeyStore(host / "state" / "keys.json").create("later", ["search"])
+    JobStore(host / "state" / "service.sqlite").create("compact", "other", {}, "anonymous")
+    old = content(host)
+    assert old["shop"] != new["shop"]
+    assert old["keys"] != new["keys"]
+    dead = Path(shutil.copytree(host, host.with_name("dead")))
+    assert killed(40, put_back, dead / "saved", dead, replace=True)
+    for copy in [dead, *states(host, lambda: put_back(host / "saved", host, replace=True))]:
+        found = content(copy)
+        assert all(found[part] in (old[part], new[part]) for part in old), copy
+        put_back(copy / "saved", copy, replace=True)
+        assert content(copy) == new
+    assert content(host) == new

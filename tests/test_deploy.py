@@ -267,6 +267,17 @@ def test_a_unit_starts_says_when_and_ends_in_its_time(name: str, places: dict[st
     assert done.returncode == 1, "it must not wait for a process that has ended"
 
 
+def test_the_backup_unit_makes_one_backup_and_deletes_old_ones(places: dict[str, str]) -> None:
+    unit, folder = Unit("kinlens-backup", places), Path(places["/var/backups/kinlens"])
+    (folder / "2026-01-01-0330/part").mkdir(parents=True)
+    os.utime(folder / "2026-01-01-0330", (0, 0))
+    for key in ("ExecStart", "ExecStartPost"):
+        done = subprocess.run(unit.command(key), env=unit.variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    [made] = folder.iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d{4}", made.name)
+
+
 @pytest.mark.parametrize("name", SERVING)
 def test_a_unit_waits_for_requests_and_drain_before_it_kills(name: str) -> None:
     unit = Unit(name, {})

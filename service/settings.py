@@ -22,6 +22,9 @@ from service.models import FeedbackMode
 from service.redis import check_url
 
 ANY_HOST = "*"
+REPLICAS = "replicas"
+"""The folder of the state with copies of galleries that are followed."""
+
 MAX_HITS = 100_000
 """Hits that one request may ask for, in all its queries."""
 
@@ -302,7 +305,7 @@ class Settings(BaseSettings):
     def copies_in(self) -> Path | None:
         """The folder for copies of galleries that are followed."""
         if self.replica_folder is None and self.state is not None:
-            return self.state / "replicas"
+            return self.state / REPLICAS
         return self.replica_folder
 
     def is_local(self) -> bool:

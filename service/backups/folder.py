@@ -52,7 +52,7 @@ from service.galleries.locations import (
 )
 from service.galleries.pictures import PictureFolder
 from service.jobs.store import JobFolders, JobStore
-from service.settings import Settings
+from service.settings import REPLICAS, Settings
 
 REPORT = "backup.json"
 SUMS = "SHA256SUMS"
@@ -225,7 +225,7 @@ def restore(
 
 
 def _in_folders(settings: Settings) -> list[GalleryLocation]:
-    found = Locations(settings).list_galleries()
+    found = [place for place in Locations(settings).list_galleries() if place.follows is None]
     for place in found:
         if place.path is not None and not place.exists:
             raise GalleryError(
@@ -299,7 +299,9 @@ def _state_files(state: Path) -> Iterator[Path]:
 
 def _not_contained(settings: Settings) -> Iterator[str]:
     for place in Locations(settings).list_galleries():
-        if place.path is None:
+        if place.follows is not None:
+            yield f"gallery {place.name}, a copy of {place.follows}: back up what publishes it"
+        elif place.path is None:
             yield (
                 f"gallery {place.name} at {place.address}: kinlens-index export {place.address} "
                 f"--out {place.name}.parquet, or the backup tools of Milvus"
@@ -310,7 +312,7 @@ def _not_contained(settings: Settings) -> Iterator[str]:
         yield f"shared pictures {text}: use the tools of that store"
     if settings.state is not None and settings.state.is_dir():
         for entry in sorted(settings.state.iterdir()):
-            is_left = entry.is_dir() and entry.name not in (*_FOLDERS, *_APART)
+            is_left = entry.is_dir() and entry.name not in (*_FOLDERS, *_APART, REPLICAS)
             if is_left and not entry.name.startswith(".") and any(entry.iterdir()):
                 yield f"{entry}: work of jobs, which can be made again"
 

@@ -219,13 +219,13 @@ def test_all_parts_come_back_and_jobs_that_were_under_way_have_failed(
 def test_what_lies_elsewhere_is_named_with_the_way_to_save_it(host: Path) -> None:
     settings = Settings(
         state=host / "state",
-        galleries=("far=milvus://127.0.0.1:1/far", "copy=s3://bucket/shop"),
+        galleries=("far=milvus://127.0.0.1:1/far", "copy=file:///elsewhere/shop"),
         pictures=(f"far={host / 'shared'}",),
     )
     found = backups.back_up(settings, host / "other", lambda _: None).not_contained
     assert any("kinlens-index export milvus://127.0.0.1:1/far" in text for text in found)
     assert any(f"shared pictures far={host}" in text for text in found)
-    assert any("copy, a copy of s3://bucket/shop" in text for text in found)
+    assert any("copy, a copy of file:///elsewhere/shop" in text for text in found)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""kinlens-serve: serve galleries over HTTP; check a set-up, make keys, run jobs."""
+"""kinlens-serve: serve galleries over HTTP; check a set-up, make keys, run jobs, read changes."""
 
 import typer
 
@@ -15,6 +15,7 @@ _EXAMPLE = "Example: [bold]kinlens-serve --bundle bundles/shop --gallery shop=ga
 app.callback(invoke_without_command=True, epilog=_EXAMPLE)(serve.serve)
 app.command()(check.check)
 app.command()(serve.work)
+app.command()(keys.audit)
 app.add_typer(feedback.app, name="feedback")
 app.add_typer(keys.app, name="keys")
 

@@ -13,6 +13,7 @@ import structlog
 
 from embedder.errors import GalleryNotFoundError
 from embedder.session import Embedder, OnnxEmbedder
+from service.access.audit import AuditLog
 from service.access.keys import KeyStore, open_keys
 from service.concurrency import BoundedPool, within
 from service.encoding.cache import Cache, LruCache
@@ -24,7 +25,7 @@ from service.encoding.sandbox import Layer, absences, holding
 from service.encoding.workers import Workers
 from service.galleries.feedback import FeedbackStore, open_feedback
 from service.galleries.items import Items
-from service.galleries.locations import Bundles, Gallery, Locations, open_gallery
+from service.galleries.locations import Bundles, Locations, Opened, open_gallery
 from service.galleries.managed import ManagedGalleries
 from service.galleries.pictures import Sweeper
 from service.galleries.registry import Registry, Served
@@ -59,6 +60,7 @@ class Runtime:
     health: Health
     observer: Observer
     keys: KeyStore | None
+    audit: AuditLog | None
     items: Items
     sweeper: Sweeper | None
     managed: ManagedGalleries
@@ -66,7 +68,7 @@ class Runtime:
     feedback: FeedbackStore | None
 
     @property
-    def galleries(self) -> Mapping[str, Gallery]:
+    def galleries(self) -> Mapping[str, Opened]:
         """The galleries by name; a request takes a lease of the registry instead."""
         return self.registry.galleries()
 
@@ -131,7 +133,7 @@ class Runtime:
 def build_runtime(
     settings: Settings,
     embedder: Embedder | None = None,
-    galleries: Mapping[str, Gallery] | None = None,
+    galleries: Mapping[str, Opened] | None = None,
     cache: Cache | None = None,
 ) -> Runtime:
     """Open what is not given, check that it fits together, and connect the parts.
@@ -172,6 +174,7 @@ def build_runtime(
         health=health,
         observer=observer,
         keys=open_keys(settings.state),
+        audit=None if settings.state is None else AuditLog(settings.state),
         items=Items(registry, pools["write"], limit_s, puts=settings.state is not None),
         sweeper=None if settings.state is None else Sweeper(settings.state, registry.folders, tidy),
         feedback=feedback,
@@ -258,7 +261,7 @@ def open_registry(
     connect: Callable[[Embedder], Encoder],
     metrics: Metrics,
     embedder: Embedder | None,
-    galleries: Mapping[str, Gallery] | None,
+    galleries: Mapping[str, Opened] | None,
 ) -> tuple[Registry, Models]:
     """The models and galleries of the settings, or those that are given, opened and checked.
 
@@ -285,7 +288,7 @@ def open_registry(
     return registry, models
 
 
-def missing_image_roots(galleries: Mapping[str, Gallery]) -> list[str]:
+def missing_image_roots(galleries: Mapping[str, Opened]) -> list[str]:
     """What to say about each gallery whose pictures are not where they should be."""
     return [
         f"The images of gallery {name!r} are not shown: {gallery.image_root} is no folder. Name "

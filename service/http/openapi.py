@@ -53,8 +53,8 @@ _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "S
 _TEXTS = {
     400: "The image is empty, the form is malformed, or the host is not one of this service.",
     401: "The address needs an API key, or the one that was sent is not known.",
-    403: "The API key lacks the scope that this needs.",
-    404: "The gallery, item or job is unknown, or the link comes from another gallery version.",
+    403: "The API key lacks the scope that this needs, or is bound to less than this is about.",
+    404: "The gallery, item, job or key is unknown, or the link is of another gallery version.",
     408: "The body did not arrive in time.",
     409: "What is there now does not allow this.",
     413: "The body, or the image, is larger than the limit.",

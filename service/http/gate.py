@@ -382,9 +382,11 @@ class Gate:
     async def _recognize(self, scope: Scope, rule: Rule) -> None:
         """What is open to all shows a bound key what it is bound to, and no more."""
         text = _sent_key(scope)
+        if text is None or self._keys is None:
+            return
         key = None
-        with contextlib.suppress(StateError):  # what is open stays open
-            key = None if text is None or self._keys is None else await self._keys.known(text)
+        with contextlib.suppress(StateError, AccessError):  # what is open stays open
+            key = await self._keys.known(text) or await self._created(scope, text)
         if key is not None:
             _refuse_beyond(key, rule.reach)
             scope["state"]["principal"] = key.name

@@ -86,7 +86,7 @@ class Limits(BaseModel):
         try:
             return names and tuple(dict.fromkeys(map(checked_name, names)))
         except InvalidParameterError as error:
-            raise ValueError(str(error)) from error
+            raise ValueError(str(error).rstrip(".")) from error
 
     @field_validator("filter")
     @classmethod
@@ -95,7 +95,7 @@ class Limits(BaseModel):
             if text is not None:
                 _parsed(text)
         except FilterError as error:
-            raise ValueError(str(error)) from error
+            raise ValueError(str(error).rstrip(".")) from error
         return text
 
     @field_validator("rate")
@@ -109,7 +109,7 @@ class Limits(BaseModel):
     def _has_galleries(self) -> "Limits":
         if self.filter is not None and self.galleries is None:
             raise ValueError(
-                "A filter is about the items of certain galleries. Name each of them as well."
+                "A filter is about the items of certain galleries; name each of them as well"
             )
         return self
 

@@ -451,6 +451,12 @@ def test_an_admin_of_one_shop_makes_deletes_and_compacts_its_galleries_alone(
     for name in (THEIRS, NOWHERE):  # whether it exists or not
         refused = market.client.post("/galleries", json={"name": name}, headers=admin)
         assert "not bound" in assert_problem(refused, 403, "not-allowed")["detail"]
+    swaps = [
+        market.client.post(f"/galleries/{MINE}/swap", json={"with": name}, headers=admin)
+        for name in (THEIRS, NOWHERE)
+    ]
+    assert told(swaps[0], THEIRS) == told(swaps[1], NOWHERE)
+    assert_problem(swaps[0], 404, "unknown-gallery")
     made = market.client.post("/galleries", json={"name": "shop-7b"}, headers=admin)
     assert made.status_code == 201
     job = market.client.post("/galleries/shop-7b/compact", headers=admin).json()["id"]
@@ -504,7 +510,12 @@ def test_keys_are_made_listed_rotated_and_revoked_over_http(tmp_path: Path) -> N
     addresses = itertools.count(1)  # wrong keys are limited by address
     with contextlib.closing(shop):
         client, store = shop.client, KeyStore(tmp_path / "keys.json")
-        wanted = {"name": "till", "scopes": ["search"], "galleries": ["shop"], "rate": "9000/second"}
+        wanted = {
+            "name": "till",
+            "scopes": ["search"],
+            "galleries": ["shop"],
+            "rate": "9000/second",
+        }
         made = client.post("/keys", json=wanted | {"filter": "tenant = 7", "expires_days": 3})
         assert made.status_code == 201
         assert made.headers["cache-control"] == "no-store"

@@ -169,7 +169,9 @@ def _folder(state: object) -> Path:
 
 
 def _store(folder: Path) -> KeyStore:
-    return KeyStore(folder / KEYS_FILE)
+    store = KeyStore(folder / KEYS_FILE)
+    store.list()  # an error that names the folder, before anything is made there
+    return store
 
 
 def _row(key: Key, now: datetime) -> tuple[str, ...]:

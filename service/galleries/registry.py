@@ -268,14 +268,13 @@ class Registry:
     @property
     def model(self) -> Model:
         """The model of the caller's first gallery, or one that runs while there is none."""
-        for name in self.names():
-            return self._served[name].model
+        for served in self._permitted().values():
+            return served.model
         return self._models.running()[0]
 
     def names(self) -> list[str]:
         """The names of the caller's galleries; the first is the default."""
-        binding = of_caller()
-        return [name for name in self._served if binding.permits(name)]
+        return list(self._permitted())
 
     def closed(self) -> dict[str, str]:
         """What is wrong with each of the caller's galleries that cannot be opened."""
@@ -402,20 +401,24 @@ class Registry:
         await self._drop_models()
 
     def _get(self, name: str | None) -> Served:
-        known, binding = self._served, of_caller()
-        names = [each for each in known if binding.permits(each)]
-        if name is None and not names:
+        known = self._permitted()
+        if name is None and not known:
             raise GalleryNotFoundError(
                 "This service has no gallery yet. Make one with POST /galleries, or start the "
                 "service with --gallery."
             )
-        name = names[0] if name is None else name
-        if name not in names:
+        name = next(iter(known)) if name is None else name
+        if name not in known:
             raise GalleryNotFoundError(
                 f"gallery = {name[:_SHOWN_NAME]!r} is unknown. Known are: "
-                f"{', '.join(names) or 'none'}."
+                f"{', '.join(known) or 'none'}."
             )
         return known[name]
+
+    def _permitted(self) -> dict[str, Served]:
+        """What is served of the galleries that the key of the caller is bound to."""
+        binding = of_caller()
+        return {name: served for name, served in self._served.items() if binding.permits(name)}
 
     def _open_first(self, location: GalleryLocation) -> None:
         """With its model, before the event loop runs."""

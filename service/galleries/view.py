@@ -2,9 +2,9 @@
 
 Every read adds the filter to what was asked, and every count is of what it leaves. Every change is
 limited to items that fit and still fit afterwards, in the transaction of the change. What tells
-about other items is left out: the index, the calibration. Three things are shared by all items of
-a gallery and stay so: keys are unique, an attribute has one kind, and each change makes another
-version.
+about other items is left out: the index, the calibration. Four things are shared by all items of a
+gallery and stay so: keys are unique, ids are counted over all, an attribute has one kind, and each
+change makes another version.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -17,7 +17,7 @@ from service.access import keys
 from service.concurrency import Recent
 from service.http.bodies import JSON
 from service.http.docs_page import render_docs
-from service.http.gate import rule_of
+from service.http.gate import Reach, rule_of
 from service.models import Fault, Problem
 from service.problems import (
     INTERNAL,
@@ -41,6 +41,10 @@ _SCHEMES = {
         "name": "X-API-Key",
         "description": "The same key in a header of its own.",
     },
+}
+_REFUSED: dict[Reach, str] = {
+    "galleries": " Refused to keys with a filter.",
+    "service": " Refused to keys that are bound to galleries.",
 }
 _REFUSALS = (
     KINDS[errors.AccessError],
@@ -154,14 +158,16 @@ def _add_security(document: dict[str, Any], anonymous: Iterable[keys.Scope]) -> 
     free, refusals = keys.allowed(anonymous), problems(*_REFUSALS)
     for path, item in document["paths"].items():
         for method in _METHODS & item.keys():
-            operation, scope = item[method], rule_of(method.upper(), path).scope
+            operation, rule = item[method], rule_of(method.upper(), path)
+            scope = rule.scope
             operation["security"] = []
             if scope is None:
                 continue
             operation["security"] += [{name: [scope]} for name in _SCHEMES]
             operation["security"] += [{}] if scope in free else []
             text = operation.get("description", "")
-            operation["description"] = f"{text}\n\nNeeds the scope `{scope}`.".strip()
+            needs = f"Needs the scope `{scope}`.{_REFUSED.get(rule.reach, '')}"
+            operation["description"] = f"{text}\n\n{needs}".strip()
             for status, response in refusals.items():
                 operation["responses"].setdefault(str(status), response)
 

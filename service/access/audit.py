@@ -67,9 +67,9 @@ def note(
     target: str | None = None,
 ) -> None:
     """Say for the audit log what the request with this state changes; the last values count."""
-    told = {"affected": affected, "gallery": gallery, "target": target}
+    fields = {"affected": affected, "gallery": gallery, "target": target}
     known = state.get("change", {})
-    state["change"] = known | {name: value for name, value in told.items() if value is not None}
+    state["change"] = known | {name: value for name, value in fields.items() if value is not None}
 
 
 class AuditLog:
@@ -104,13 +104,13 @@ class AuditLog:
                     return found
         return found
 
-    def _append(self, told: dict[str, Any]) -> None:
+    def _append(self, fields: dict[str, Any]) -> None:
         make_folder(self.path.parent, _STEP)
         with exclusive(self.path.with_name(f".{AUDIT_FILE}.lock"), wait=True):
             last, size = self._last_number()
             if size >= self._file_bytes:
                 self._rotate()
-            line = {"number": last + 1, "time": _now(), **told}
+            line = {"number": last + 1, "time": _now(), **fields}
             text = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode()
             self._write(text + b"\n")
 
@@ -186,9 +186,9 @@ def _parsed(content: bytes) -> Iterator[AuditEntry]:
 
 
 def warn(change: Change, reason: str) -> None:
-    """The change has happened, so its line goes to the log of the service instead."""
-    told = {f"change_{name}": value for name, value in _cut(change).items()}
-    structlog.get_logger().warning("audit log not written", reason=reason, **told)
+    """The change has happened, so the log of the service gets its line instead."""
+    fields = {f"change_{name}": value for name, value in _cut(change).items()}
+    structlog.get_logger().warning("audit log not written", reason=reason, **fields)
 
 
 def _now() -> str:

@@ -1,8 +1,8 @@
 """A gallery as a caller sees it whose key has a filter: only items that fit exist in it.
 
 Every read adds the filter to what was asked, and every count is of what it leaves. Every change is
-limited to items that fit and still fit afterwards, in the transaction of the change. What tells
-about other items is left out: the index, the calibration. Four things are shared by all items of a
+limited to items that fit and still fit afterwards, in the transaction of the change. What depends
+on other items is omitted: the index, the calibration. Four things are shared by all items of a
 gallery and stay so: keys are unique, ids are counted over all, an attribute has one kind, and each
 change makes another version.
 """

@@ -137,13 +137,13 @@ def test_keys_are_bound_listed_and_rotated_and_the_audit_log_says_so(tmp_path: P
     assert "active, two secrets" in listed
     call("keys", "revoke", "shop7", *state)
     audit = call("audit", "--json", *state).stdout
-    told = [json.loads(line) for line in audit.splitlines()]
-    assert [(one["action"], one["target"]) for one in told] == [
+    entries = [json.loads(line) for line in audit.splitlines()]
+    assert [(one["action"], one["target"]) for one in entries] == [
         ("keys revoke", "shop7"),
         ("keys rotate", "shop7"),
         ("keys create", "shop7"),
     ]
-    assert {one["by"] for one in told} == {"command line"}
+    assert {one["by"] for one in entries} == {"command line"}
     table = call("audit", "--limit", "1", *state).stdout
     assert "keys revoke" in table
     assert "keys rotate" not in table

@@ -275,7 +275,7 @@ def filtered(market: Market) -> dict[str, str]:
     return market.key("filtered", galleries=(MINE,), filter="tenant = 7")
 
 
-def told(answer: httpx.Response, *names: str) -> Any:
+def comparable(answer: httpx.Response, *names: str) -> Any:
     """An answer without what differs between any two, and without what was asked for."""
     text = answer.text
     for name in sorted(names, key=len, reverse=True):
@@ -305,7 +305,7 @@ def test_a_foreign_gallery_is_answered_as_one_that_does_not_exist(
         other = market.ask(route, body, absent, bound)
         names = (THEIRS, NOWHERE, market.foreign.job, NO_JOB)
         if route != "POST /feedback":  # the answer id names the foreign gallery itself
-            assert told(answer, *names) == told(other, *names)
+            assert comparable(answer, *names) == comparable(other, *names)
         if "{name}" in route and route not in OF_THE_SERVICE:
             assert_problem(answer, 404, "unknown-gallery")
             assert f"Known are: {MINE}." in answer.json()["detail"]
@@ -343,7 +343,7 @@ def test_an_item_outside_the_filter_is_answered_as_one_that_does_not_exist(
         other = market.ask(route, body, absent, filtered)
         names = (HIDDEN, NO_KEY, f"item {market.hidden.item};", f"item {NO_ID};")
         names += (f"items/{market.hidden.item}", f"items/{NO_ID}", "rival%2Fhidden")
-        assert told(answer, *names) == told(other, *names)
+        assert comparable(answer, *names) == comparable(other, *names)
         assert not [mark for mark in MARKS if mark in answer.text + str(answer.headers)]
         if route in OF_THE_SERVICE | OF_GALLERIES:
             assert_problem(answer, 403, "not-allowed")
@@ -479,7 +479,7 @@ def test_an_admin_of_one_shop_makes_deletes_and_compacts_its_galleries_alone(
         market.client.post(f"/galleries/{MINE}/swap", json={"with": name}, headers=admin)
         for name in (THEIRS, NOWHERE)
     ]
-    assert told(swaps[0], THEIRS) == told(swaps[1], NOWHERE)
+    assert comparable(swaps[0], THEIRS) == comparable(swaps[1], NOWHERE)
     assert_problem(swaps[0], 404, "unknown-gallery")
     made = market.client.post("/galleries", json={"name": "shop-7b"}, headers=admin)
     assert made.status_code == 201

@@ -119,7 +119,7 @@ def test_values_that_were_swapped_between_keys_are_ignored(
 def test_the_units_of_a_day_are_counted_for_all_processes_together(
     start_shared, redis_server, pictures, tmp_path
 ) -> None:
-    """Its units outlive a restart, and an outage of Redis stops nobody."""
+    """Its units outlive a restart, and an outage of Redis refuses no caller."""
     store = KeyStore(tmp_path / "keys.json")
     sent = {"X-API-Key": store.create("shop7", ["search"], limits=Limits(daily_units=4))}
     services = [start_shared(state=tmp_path), start_shared(state=tmp_path)]

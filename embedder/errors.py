@@ -32,6 +32,7 @@
     │   └── DeadlineExceededError       waited longer than the limit
     ├── AccessError                     a caller who may not do this
     │   ├── KeyMissingError             no API key, or one that is not known
+    │   ├── KeyNotFoundError            no key of this name
     │   ├── ScopeError                  a key without the scope that this needs
     │   ├── KeysUnreadableError         a damaged file of API keys, so that none is accepted
     │   └── RateLimitedError            more requests than the rate allows
@@ -150,6 +151,9 @@ class AccessError(KinlensError): ...
 
 
 class KeyMissingError(AccessError): ...
+
+
+class KeyNotFoundError(AccessError): ...
 
 
 class ScopeError(AccessError): ...

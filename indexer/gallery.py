@@ -101,6 +101,7 @@ from indexer.types import (
     VectorType,
     Written,
     milvus_address,
+    no_item,
     unobserved,
 )
 
@@ -332,10 +333,7 @@ class Gallery(Searcher):
         with self._catalog.reading() as view:
             found = view.get([item_id]) if 0 <= item_id < 2**63 else {}
         if item_id not in found:
-            raise ItemNotFoundError(
-                f"Gallery {self.manifest.name} has no item {item_id}; it may have been removed. "
-                "Take the number from the answer of a search."
-            )
+            raise ItemNotFoundError(no_item(self.manifest.name, item_id))
         return found[item_id]
 
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
@@ -398,9 +396,16 @@ class Gallery(Searcher):
             _, last = attributes.ids(among, limit=0)
             return Page(attributes.count(among), now.view.known(ids), last)
 
-    def attribute_facts(self) -> tuple[AttributeFacts, ...]:
-        """The values of each attribute, counted; remembered until the gallery changes."""
+    def attribute_facts(self, where: Filter | None = None) -> tuple[AttributeFacts, ...]:
+        """The values of each attribute, counted; remembered until the gallery changes. With
+        `where`, those of the items that fit, which are counted each time. Raises: FilterError.
+        """
         with self._snapshots.reading() as now:
+            if where is not None:
+                attributes = self._attributes_of(now)
+                fitting = attributes.selected(self._among(now, where))
+                kinds = now.view.schema().items()
+                return tuple(facts_of(name, kind, attributes, fitting) for name, kind in kinds)
             seq, facts = self._facts
             state = now.snapshot.state
             if seq != state.seq:
@@ -622,33 +627,47 @@ class Gallery(Searcher):
         """
         return item_image(self.image_root, self.item(item_id))
 
-    def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
+    def add(
+        self,
+        entries: Iterable[Entry],
+        owned: frozenset[str] | None = None,
+        within: Filter | None = None,
+    ) -> Written:
         """Store entries, all or none.
 
         Equal key and content: nothing, or new attributes alone. Other content under an old key
         replaces the item, which gets a new number. With `owned`, stored attributes that an entry
-        does not give are taken away only if they have one of these names.
+        does not give are taken away only if they have one of these names. With `within`, a filter,
+        the key of an item that does not fit it is taken, and each entry must fit it.
 
         Raises: InvalidParameterError for a wrong dimension, a vector that is not finite or not of
-            unit norm, a key twice, an attribute of another kind than before; GalleryWriteError;
-            GalleryBusyError.
+            unit norm, a key twice, an attribute of another kind than before, an entry that is not
+            `within`; GalleryWriteError; GalleryBusyError.
         """
         entries = list(entries)
         with self._writing() as writer:
-            return writer.add(entries, owned)
+            return writer.add(entries, owned, within)
 
-    def update(self, changes: Mapping[str, Mapping[str, AttributeValue | None]]) -> int:
-        """Change attributes by key; None takes an attribute away. How many items differ now.
+    def update(
+        self,
+        changes: Mapping[str, Mapping[str, AttributeValue | None]],
+        within: Filter | None = None,
+    ) -> int:
+        """Change attributes by key; None takes an attribute away. How many items differ now. With
+        `within`, items that do not fit this filter are unknown, and each fits it afterwards.
 
         Raises: ItemNotFoundError for an unknown key, and then nothing was changed;
             InvalidParameterError for a value of another kind than the attribute has;
             GalleryWriteError; GalleryBusyError.
         """
         with self._writing() as writer:
-            return writer.update(changes)
+            return writer.update(changes, within)
 
-    def remove(self, keys: Iterable[str], *, keep: Iterable[str] = ()) -> int:
-        """Remove items by key; unknown keys are left out of the count.
+    def remove(
+        self, keys: Iterable[str], *, keep: Iterable[str] = (), within: Filter | None = None
+    ) -> int:
+        """Remove items by key; unknown keys are left out of the count, and with `within` also those
+        of items that do not fit this filter.
 
         With `keep`, only while one of these other keys is there: so the last copy of a product
         stays, whoever removes another one meanwhile.
@@ -662,43 +681,49 @@ class Gallery(Searcher):
                 f"The key {min(both)!r:.200} is to be removed and in keep. Omit it from one."
             )
         with self._writing() as writer:
-            if keep and not writer.find(keep):
+            if keep and not _found(writer, keep, within):
                 raise GalleryConflictError(
                     f"Nothing was removed: none of the {len(keep):,} items to keep, such as "
                     f"{keep[0]!r:.200}, is in the gallery any more. Look for duplicates again."
                 )
-            return writer.remove(list(writer.find(keys).values()))
+            return writer.remove_items(_found(writer, keys, within))
 
-    def restore(self, keys: Iterable[str]) -> list[Item]:
+    def restore(self, keys: Iterable[str], within: Filter | None = None) -> list[Item]:
         """Undo the removal of the items with these keys: they come back as they were, under new
         numbers; all that can, in one step.
 
-        Omits keys that another item has by now, and items that `compact` has erased. Of a key that
-        was removed more than once the last item comes back.
+        Omits keys that another item has by now, items that `compact` has erased, and those that do
+        not fit `within`. Of a key that was removed more than once the last item comes back.
 
         Raises: InvalidParameterError for what is not a list of texts; GalleryWriteError;
             GalleryBusyError.
         """
         keys = checked_keys(keys)
         with self._writing() as writer:
-            return writer.restore(keys)
+            return writer.restore(keys, within)
 
     def has_removed(self) -> bool:
         """Whether `restore` can bring something back."""
         with self._catalog.reading() as view:
             return view.has_removed()
 
-    def remove_items(self, ids: Iterable[ItemId]) -> int:
+    def remove_items(self, ids: Iterable[ItemId], within: Filter | None = None) -> int:
         """Remove items by number; unknown numbers are left out of the count, also those of items
-        that have been replaced. Raises: GalleryWriteError, GalleryBusyError.
+        that have been replaced or do not fit `within`. Raises: GalleryWriteError, GalleryBusyError.
         """
         ids = [number for number in ids if 0 <= number < 2**63]
         with self._writing() as writer:
-            return writer.remove(ids)
+            return writer.remove_items(_fitting(writer.get(ids).values(), within))
 
-    def update_where(self, where: Filter, change: Mapping[str, AttributeValue | None]) -> int:
+    def update_where(
+        self,
+        where: Filter,
+        change: Mapping[str, AttributeValue | None],
+        within: Filter | None = None,
+    ) -> int:
         """Make one change of attributes in every item that fits, 10,000 in one step; None takes an
         attribute away. How many items differ now. If it is cut short, the same call does the rest.
+        With `within`, an item that the change would take out of this filter is refused.
 
         Raises: FilterError; InvalidParameterError for a value of another kind than the attribute
             has; GalleryWriteError; GalleryBusyError.
@@ -706,7 +731,9 @@ class Gallery(Searcher):
         return self._in_steps(
             where,
             "changed",
-            lambda writer, items: writer.update(dict.fromkeys([i.key for i in items], change)),
+            lambda writer, items: writer.update(
+                dict.fromkeys([item.key for item in items], change), within
+            ),
         )
 
     def remove_where(self, where: Filter) -> int:
@@ -933,6 +960,15 @@ class Gallery(Searcher):
         """For generators: they may be left half way, or run while their thread searches."""
         with catalog_view(self._generation / CATALOG) as view:
             yield view
+
+
+def _fitting(items: Iterable[Item], within: Filter | None) -> list[Item]:
+    return [item for item in items if within is None or within.matches(item.attributes)]
+
+
+def _found(writer: CatalogWriter, keys: Sequence[str], within: Filter | None) -> list[Item]:
+    """The items with these keys, of those that fit."""
+    return _fitting(writer.get([*writer.find(keys).values()]).values(), within)
 
 
 def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:

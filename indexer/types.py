@@ -387,7 +387,7 @@ class VectorStore(Protocol):
     def schema(self) -> Schema:
         """The attributes that items have had so far, and their kinds."""
 
-    def attribute_facts(self) -> Sequence[AttributeFacts]:
+    def attribute_facts(self, where: Filter | None = None) -> Sequence[AttributeFacts]:
         """The values of each attribute, counted."""
 
     def item(self, item_id: ItemId) -> Item:
@@ -482,6 +482,22 @@ def places_of(ids: Ids, known: Ids) -> Ids:
         return np.full(ids.shape, -1, np.int64)
     places = np.minimum(np.searchsorted(known, ids), len(known) - 1)
     return np.where(known[places] == ids, places, -1)
+
+
+def no_item(gallery: str, item_id: ItemId) -> str:
+    """What to say about an item that a gallery does not have."""
+    return (
+        f"Gallery {gallery} has no item {item_id}; it may have been removed. Take the number from "
+        "the answer of a search."
+    )
+
+
+def no_key(key: str) -> str:
+    """What to say about a key that no item of a gallery has."""
+    return (
+        f"The gallery has no item with the key {key!r}. Keys are compared letter by letter; "
+        "`kinlens-index show` prints an item."
+    )
 
 
 def unobserved(method: str, seconds: float, is_answered: bool) -> None:

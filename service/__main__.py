@@ -1,4 +1,4 @@
-"""kinlens-serve: serve galleries over HTTP; check a set-up, make keys, run jobs, back up."""
+"""kinlens-serve: serve galleries over HTTP; check a set-up, keys, jobs, changes, backups."""
 
 import typer
 
@@ -17,6 +17,7 @@ app.command()(check.check)
 app.command()(serve.work)
 app.command(epilog=backup.BACKUP_EXAMPLE)(backup.backup)
 app.command(epilog=backup.RESTORE_EXAMPLE)(backup.restore)
+app.command()(keys.audit)
 app.add_typer(feedback.app, name="feedback")
 app.add_typer(keys.app, name="keys")
 

@@ -18,6 +18,7 @@ from embedder.machine import installed_version
 from embedder.session import Embedder
 from service.access.rates import RateLimits
 from service.api import (
+    access,
     by_key,
     duplicates,
     feedback,
@@ -30,7 +31,7 @@ from service.api import (
 )
 from service.api import galleries as gallery_routes
 from service.encoding.cache import Cache
-from service.galleries.locations import Gallery
+from service.galleries.locations import Opened
 from service.http.bodies import BodyLimit, ClientGoneError
 from service.http.gate import Gate, bounds_of, open_rates
 from service.http.openapi import install_openapi
@@ -47,7 +48,7 @@ _ADMIN_LINK = 'id="admin-link"'
 def create_app(
     settings: Settings | None = None,
     embedder: Embedder | None = None,
-    galleries: Mapping[str, Gallery] | None = None,
+    galleries: Mapping[str, Opened] | None = None,
     cache: Cache | None = None,
 ) -> FastAPI:
     """The service as an ASGI app. What is not given is opened as the settings say, and closed.
@@ -88,6 +89,7 @@ def create_app(
         duplicates.router,
         pictures.build_router(runtime),
         jobs.router,
+        access.router,
         operations.router,
     ):
         # Not included: FastAPI compares each route of an included router several times a request.
@@ -104,7 +106,12 @@ def _middleware(runtime: Runtime, rates: RateLimits) -> list[Middleware]:
     settings = runtime.settings
     return [
         Middleware(
-            Gate, settings=settings, metrics=runtime.metrics, store=runtime.keys, rates=rates
+            Gate,
+            settings=settings,
+            metrics=runtime.metrics,
+            store=runtime.keys,
+            rates=rates,
+            audit=runtime.audit,
         ),
         Middleware(
             BodyLimit,

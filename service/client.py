@@ -542,6 +542,42 @@ class AsyncKinlens(_Client):
         body = {"job": job, "gallery": gallery, **options}
         return await self._start("jobs", "train", json=body)
 
+    async def keys(self) -> api.Keys:
+        """Every API key without its secret."""
+        return await self._send(api.Keys, "GET", "keys")
+
+    async def create_key(
+        self,
+        name: str,
+        scopes: Sequence[Literal["search", "write", "admin"]],
+        *,
+        galleries: Sequence[str] | None = None,
+        filter: str | None = None,
+        rate: str | None = None,
+        daily_units: int | None = None,
+        expires_days: int | None = None,
+    ) -> api.NewKey:
+        """Make a key; its `text` is in this answer alone. With `galleries` no other one exists for
+        it, with `filter` only items that fit.
+        """
+        body: dict[str, Any] = {"name": name, "scopes": [*scopes], "filter": filter, "rate": rate}
+        body |= {"galleries": None if galleries is None else list(galleries)}
+        body |= {"daily_units": daily_units, "expires_days": expires_days}
+        return await self._send(api.NewKey, "POST", "keys", json=body, once=True)
+
+    async def revoke_key(self, name: str) -> api.KeyModel:
+        """End a key with all its secrets."""
+        return await self._send(api.KeyModel, "DELETE", "keys", name, once=True)
+
+    async def rotate_key(self, name: str, overlap_hours: float = 24) -> api.NewKey:
+        """Give a key a new secret; the last one stays valid for `overlap_hours`."""
+        body = {"overlap_hours": overlap_hours}
+        return await self._send(api.NewKey, "POST", "keys", name, "rotate", json=body, once=True)
+
+    async def audit(self, *, limit: int = 100, before: int | None = None) -> api.Audit:
+        """Who changed what, newest first, of the entries with numbers below `before`."""
+        return await self._send(api.Audit, "GET", "audit", query={"limit": limit, "before": before})
+
     async def jobs(
         self,
         *,
@@ -661,6 +697,11 @@ class Kinlens(_Client):
     swap = _blocking(AsyncKinlens.swap)
     rebuild = _blocking(AsyncKinlens.rebuild)
     train = _blocking(AsyncKinlens.train)
+    keys = _blocking(AsyncKinlens.keys)
+    create_key = _blocking(AsyncKinlens.create_key)
+    revoke_key = _blocking(AsyncKinlens.revoke_key)
+    rotate_key = _blocking(AsyncKinlens.rotate_key)
+    audit = _blocking(AsyncKinlens.audit)
     jobs = _blocking(AsyncKinlens.jobs)
     job_options = _blocking(AsyncKinlens.job_options)
     job = _blocking(AsyncKinlens.job)

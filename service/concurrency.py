@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from embedder.errors import DeadlineExceededError, OverloadedError
+from service.access.binding import EVERYTHING, calling
 
 T = TypeVar("T")
 _CLOSE_S = 1.0
@@ -260,7 +261,8 @@ class SingleFlight(Generic[T]):
         """The result of `start()`, or of the call for `key` that is under way."""
         flight = self._flights.get(key)
         if flight is None:
-            flight = _Flight(asyncio.create_task(start()))
+            with calling(EVERYTHING):  # the work is for all who wait, not for the first of them
+                flight = _Flight(asyncio.create_task(start()))
             self._flights[key] = flight
         flight.waiters += 1
         try:

@@ -13,6 +13,7 @@ from embedder.types import SHORT
 from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import gpu_memory
 from indexer.types import IndexPlace
+from service.access.binding import Binding
 from service.concurrency import OwnThreads, Recent
 from service.encoding.model import Model, Models
 from service.galleries.registry import Registry, Served, probe
@@ -22,6 +23,7 @@ _UNKNOWN = "unknown"
 _OK = "ok"
 _GONE = "gone"
 _SERVICE = "service"
+_OF_GALLERIES = ("gallery ", "reload ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,24 @@ class Readiness:
     indexes: dict[str, IndexPlace]
     free_gpu_memory_mb: float | None
     last_error: str | None
+
+    def seen_by(self, binding: Binding) -> "Readiness":
+        """What a caller with this binding may know of it."""
+        if not binding.is_bound:
+            return self
+        hidden = {
+            check
+            for check in self.checks
+            if check.startswith(_OF_GALLERIES) and not binding.permits(check.partition(" ")[2])
+        }
+        of_index = {} if binding.where is not None else self.indexes
+        return replace(
+            self,
+            checks={name: what for name, what in self.checks.items() if name not in hidden},
+            versions={name: own for name, own in self.versions.items() if binding.permits(name)},
+            indexes={name: place for name, place in of_index.items() if binding.permits(name)},
+            last_error=None,
+        )
 
     def of_gallery(self, name: str) -> bool:
         """Whether searches of one gallery are answered. Raises: GalleryNotFoundError."""
@@ -165,7 +185,7 @@ class Health:
 
 def _probe(served: Served) -> tuple[str, bool, IndexPlace | None]:
     with served.reading():  # that it ends tells that the gallery answers again
-        version, is_searchable = probe(served.gallery, served.model)
-        gallery = served.gallery
+        version, is_searchable = probe(served.opened, served.model)
+        gallery = served.opened
         place = gallery.index_place() if isinstance(gallery, IndexedGallery) else None
         return version, is_searchable, place

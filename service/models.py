@@ -1,5 +1,6 @@
 """What the service answers, as JSON. The client reads these too, so nothing else is imported."""
 
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -547,3 +548,64 @@ class Ready(BaseModel):
     redis: Literal["off", "up", "down"]
     checks: dict[str, str]
     last_error: str | None
+
+
+class KeyModel(BaseModel):
+    """An API key without its secret. `id` is the part of its text that may be shown; `old_until`
+    is when the secret before the last rotation ends, if it is still valid.
+    """
+
+    id: str
+    name: str
+    scopes: list[Literal["search", "write", "admin"]]
+    state: Literal["active", "expired", "revoked"]
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    rotated_at: datetime | None
+    old_until: datetime | None
+    galleries: Annotated[
+        list[str] | None, Field(description="The only ones it sees; null for all.")
+    ]
+    filter: Annotated[str | None, Field(description="Of these, the items that it sees.")]
+    rate: Annotated[str | None, Field(description="In place of KINLENS_RATE_LIMIT_PER_KEY.")]
+    daily_units: Annotated[int | None, Field(description="Units of work that fit into a day.")]
+
+
+class Keys(BaseModel):
+    """Every key, also those that were revoked or have expired; oldest first."""
+
+    keys: list[KeyModel]
+
+
+class NewKey(BaseModel):
+    """A key with its text, which is shown this once."""
+
+    text: Annotated[str, Field(description="Send it as Authorization: Bearer TEXT.")]
+    key: KeyModel
+
+
+class AuditEntry(BaseModel):
+    """One change, or an attempt at one that was refused with 403."""
+
+    number: int
+    time: datetime
+    action: Annotated[str, Field(description="Method and template of the address, or a command.")]
+    by: Annotated[str, Field(description="Name of the key, `anonymous` or `command line`.")]
+    status: Annotated[int, Field(description="Of the answer; 0 if none was sent.")]
+    key_id: str | None = None
+    client: str | None = None
+    gallery: str | None = None
+    target: Annotated[
+        str | None, Field(description="What was changed: the name of a key, the id of a job.")
+    ] = None
+    affected: Annotated[
+        int | None, Field(description="How many items, queries or keys were changed.")
+    ] = None
+    request_id: str | None = None
+
+
+class Audit(BaseModel):
+    """Changes, newest first. Send the last `number` as `before` for the next page."""
+
+    entries: list[AuditEntry]

@@ -113,6 +113,7 @@ KINDS: dict[type[KinlensError], Kind] = {  # a class without a row is shown as i
     errors.DeadlineExceededError: Kind(503, "Took too long", "deadline-exceeded"),
     errors.AccessError: Kind(403, "Not allowed", "not-allowed"),
     errors.KeyMissingError: Kind(401, "API key needed", "key-needed"),
+    errors.KeyNotFoundError: Kind(404, "Unknown key", "unknown-key"),
     errors.ScopeError: Kind(403, "Scope needed", "scope-needed"),
     errors.KeysUnreadableError: Kind(503, "Keys cannot be read", "keys-unreadable"),
     errors.RateLimitedError: Kind(429, "Too many requests", "rate-limited"),

@@ -14,6 +14,7 @@ import structlog
 from embedder.errors import GalleryNotFoundError
 from embedder.session import Embedder, OnnxEmbedder
 from indexer.gallery import Gallery as IndexedGallery
+from service.access.audit import AuditLog
 from service.access.keys import KeyStore, open_keys
 from service.concurrency import BoundedPool, within
 from service.encoding.cache import Cache, LruCache
@@ -26,7 +27,7 @@ from service.encoding.workers import Workers
 from service.galleries.feedback import FeedbackStore, open_feedback
 from service.galleries.following import Following
 from service.galleries.items import Items
-from service.galleries.locations import Bundles, Gallery, Locations, open_gallery
+from service.galleries.locations import Bundles, Locations, Opened, open_gallery
 from service.galleries.managed import ManagedGalleries
 from service.galleries.pictures import Sweeper
 from service.galleries.registry import Registry, Served
@@ -61,6 +62,7 @@ class Runtime:
     health: Health
     observer: Observer
     keys: KeyStore | None
+    audit: AuditLog | None
     items: Items
     sweeper: Sweeper | None
     managed: ManagedGalleries
@@ -69,7 +71,7 @@ class Runtime:
     following: Following
 
     @property
-    def galleries(self) -> Mapping[str, Gallery]:
+    def galleries(self) -> Mapping[str, Opened]:
         """The galleries by name; a request takes a lease of the registry instead."""
         return self.registry.galleries()
 
@@ -136,7 +138,7 @@ class Runtime:
 def build_runtime(
     settings: Settings,
     embedder: Embedder | None = None,
-    galleries: Mapping[str, Gallery] | None = None,
+    galleries: Mapping[str, Opened] | None = None,
     cache: Cache | None = None,
 ) -> Runtime:
     """Open what is not given, check that it fits together, and connect the parts.
@@ -179,6 +181,7 @@ def build_runtime(
         health=health,
         observer=observer,
         keys=open_keys(settings.state),
+        audit=None if settings.state is None else AuditLog(settings.state),
         items=Items(registry, pools["write"], limit_s, puts=settings.state is not None),
         sweeper=None if settings.state is None else Sweeper(settings.state, registry.folders, tidy),
         feedback=feedback,
@@ -266,7 +269,7 @@ def open_registry(
     connect: Callable[[Embedder], Encoder],
     metrics: Metrics,
     embedder: Embedder | None,
-    galleries: Mapping[str, Gallery] | None,
+    galleries: Mapping[str, Opened] | None,
 ) -> tuple[Registry, Models]:
     """The models and galleries of the settings, or those that are given, opened and checked.
 
@@ -293,7 +296,7 @@ def open_registry(
     return registry, models
 
 
-def missing_image_roots(galleries: Mapping[str, Gallery]) -> list[str]:
+def missing_image_roots(galleries: Mapping[str, Opened]) -> list[str]:
     """What to say about each gallery whose pictures are not where they should be."""
     return [
         f"The images of gallery {name!r} are not shown: {gallery.image_root} is no folder. Name "
@@ -303,7 +306,7 @@ def missing_image_roots(galleries: Mapping[str, Gallery]) -> list[str]:
     ]
 
 
-def _is_copy(gallery: Gallery) -> bool:
+def _is_copy(gallery: Opened) -> bool:
     """Whether its pictures are where it was published."""
     return isinstance(gallery, IndexedGallery) and gallery.copy_of is not None
 

@@ -23,6 +23,7 @@ from indexer.catalog.schema import (
     vector_checksum,
 )
 from indexer.catalog.vectors import VectorFile
+from indexer.filters.tree import Filter
 from indexer.types import Entry, Ids, Item, Written
 
 Attributes = Mapping[str, AttributeValue]
@@ -63,17 +64,30 @@ class CatalogWriter(CatalogView):
         self._seq: int | None = None
         self._kinds: dict[str, AttributeKind] = {**self.schema()}
 
-    def add(self, entries: Sequence[Entry], owned: frozenset[str] | None = None) -> Written:
+    def add(
+        self,
+        entries: Sequence[Entry],
+        owned: frozenset[str] | None = None,
+        within: Filter | None = None,
+    ) -> Written:
         """Store entries. Equal key and content: nothing, or new attributes, path and format alone;
         other content under an old key replaces the item, which gets a new number. With `owned`,
-        stored attributes that an entry does not give go only if they have one of these names.
+        stored attributes that an entry does not give go only if they have one of these names. With
+        `within`, an item that does not fit it keeps its key, and each entry fits it afterwards.
 
         Raises: InvalidParameterError naming the key at fault, and then nothing was written.
         """
         vectors = checked_vectors(entries, self.dim)
         old = self.get([*self.find([entry.key for entry in entries]).values()])
         known = {item.key: item for item in old.values()}
+        for item in known.values():
+            if within is not None and not within.matches(item.attributes):
+                raise InvalidParameterError(
+                    f"The key {item.key!r:.200} cannot be used here. Choose another one."
+                )
         entries = with_stored(entries, known, owned)
+        for entry in entries:
+            _check_within(entry.key, entry.attributes, within)
         kinds = dict(self._kinds)
         for entry in entries:
             learn_kinds(kinds, entry.key, entry.attributes)
@@ -98,14 +112,18 @@ class CatalogWriter(CatalogView):
             unchanged=len(entries) - len(new) - len(updated),
         )
 
-    def update(self, changes: Changes) -> int:
-        """Change attributes by key; None takes one away. How many items differ now.
+    def update(self, changes: Changes, within: Filter | None = None) -> int:
+        """Change attributes by key; None takes one away. How many items differ now. With `within`,
+        items that do not fit it are unknown, and each item fits it afterwards.
 
         Raises: ItemNotFoundError for an unknown key; InvalidParameterError for a value of another
-            kind; and then nothing was changed.
+            kind, or an item that would not fit; and then nothing was changed.
         """
         changes = {key: _change(change) for key, change in changes.items()}
         found = self.find([*changes])
+        items = self.get([*found.values()])
+        if within is not None:
+            found = {k: n for k, n in found.items() if within.matches(items[n].attributes)}
         missing = [key for key in changes if key not in found]
         if missing:
             raise ItemNotFoundError(
@@ -114,12 +132,12 @@ class CatalogWriter(CatalogView):
         kinds = dict(self._kinds)
         for key, change in changes.items():
             learn_kinds(kinds, key, {n: v for n, v in change.items() if v is not None})
-        items = self.get([*found.values()])
         differ = 0
         for key, change in changes.items():
             item = items[found[key]]
             merged = {**item.attributes, **change}
             attributes = {name: value for name, value in merged.items() if value is not None}
+            _check_within(key, attributes, within)
             if attributes != item.attributes:
                 self._learn(kinds)
                 self._set(item, attributes, item.path, item.format)
@@ -147,12 +165,16 @@ class CatalogWriter(CatalogView):
         self._take_out(items)
         return len(items)
 
-    def restore(self, keys: Sequence[str]) -> list[Item]:
+    def restore(self, keys: Sequence[str], within: Filter | None = None) -> list[Item]:
         """Bring back what was removed under these keys, as new items: of a key the last one.
 
-        Omits keys that another item has, and those of which nothing is kept.
+        Omits keys that another item has, those of which nothing is kept, and items that do not fit
+        `within`.
         """
         items, vectors = self.restorable(keys)
+        if within is not None:
+            fit = [n for n, item in enumerate(items) if within.matches(item.attributes)]
+            items, vectors = [items[n] for n in fit], vectors[fit]
         if items:
             kinds = dict(self._kinds)
             entries = [
@@ -291,6 +313,16 @@ class CatalogWriter(CatalogView):
 def _change(change: Mapping[str, Any]) -> Mapping[str, Any]:
     """An empty list takes an attribute away, as None does."""
     return {**dict.fromkeys(change), **as_stored(change)}
+
+
+def _check_within(
+    key: str, attributes: Mapping[str, AttributeValue], within: Filter | None
+) -> None:
+    if within is not None and not within.matches(attributes):
+        raise InvalidParameterError(
+            f"Item {key!r:.200} with these attributes is outside the filter that you are limited "
+            "to. Give it attributes that fit the filter."
+        )
 
 
 def _item_row(number: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:

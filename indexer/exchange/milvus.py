@@ -80,6 +80,7 @@ from indexer.types import (
     SortBy,
     Written,
     combined_query,
+    no_item,
     unobserved,
 )
 
@@ -268,10 +269,10 @@ class MilvusStore:
     def schema(self) -> Schema:
         return self._now().kinds
 
-    def attribute_facts(self) -> tuple[AttributeFacts, ...]:
+    def attribute_facts(self, where: Filter | None = None) -> tuple[AttributeFacts, ...]:
         """The values of each attribute, counted in a random sample of some 10,000 items."""
         now = self._now()
-        sample = next(now.pages("", ["number", "attributes"], rows=_SAMPLE), [])
+        sample = next(now.pages(now.condition(where), ["number", "attributes"], rows=_SAMPLE), [])
         given = [row["attributes"] for row in sample]
         return tuple(
             _attribute_facts(name, kind, [each[name] for each in given if name in each])
@@ -339,10 +340,7 @@ class MilvusStore:
     def item(self, item_id: ItemId) -> Item:
         found = list(self._now().lookup("number", _possible([item_id]), ITEM))
         if not found:
-            raise ItemNotFoundError(
-                f"Gallery {self.name} has no item {item_id}; it may have been removed. Take the "
-                "number from the answer of a search."
-            )
+            raise ItemNotFoundError(no_item(self.name, item_id))
         return item_of(found[0])
 
     def image(self, item_id: ItemId) -> ItemImage:

@@ -33,6 +33,7 @@ from indexer.types import (
     SearchOptions,
     combined_query,
     go_on,
+    no_key,
 )
 
 _DEFAULTS = SearchOptions()
@@ -308,10 +309,7 @@ def numbers_of(view: CatalogView, keys: Sequence[str]) -> list[ItemId]:
     found = view.find(keys)
     for key in keys:
         if key not in found:
-            raise ItemNotFoundError(
-                f"The gallery has no item with the key {key!r}. Keys are compared letter by "
-                "letter; `kinlens-index show` prints an item."
-            )
+            raise ItemNotFoundError(no_key(key))
     return [found[key] for key in keys]
 
 

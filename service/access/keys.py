@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import math
@@ -11,14 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from embedder.durable import exclusive, make_folder, write_whole
-from embedder.errors import InvalidParameterError, StateError
+from embedder.errors import FilterError, InvalidParameterError, KeyNotFoundError, StateError
+from indexer.filters.text import parse_filter
+from indexer.filters.tree import Filter
+from indexer.types import checked_name
+from service.access.binding import EVERYTHING, Binding
+from service.access.rates import DAY_S, Rate, parse_rates
 from service.problems import fault_text, path_of
 
 T = TypeVar("T")
@@ -36,13 +42,97 @@ _TEXT = re.compile(rf"kl_([0-9a-f]{{{2 * _ID_BYTES}}})_([0-9a-f]{{{2 * _SECRET_B
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NO_DIGEST = "0" * 64
 _STEP = "keys"
-_FILE = "keys.json"
+KEYS_FILE = "keys.json"
+_SHOWN = 80
+_PARSED_FILTERS = 1_024
+_MAX_GALLERIES = 1_000
+MAX_FILTER = 2_000
+"""Characters of the filter of a key."""
+
+MAX_DAILY_UNITS = 999_999_999
+OVERLAP = timedelta(hours=24)
+"""How long the old secret of a rotated key stays valid."""
+
+MAX_OVERLAP = timedelta(days=30)
+
+
+class Limits(BaseModel):
+    """What a key is bound to and how much it may ask for; without values it has no limits of its
+    own.
+
+    galleries: the only ones that exist for the key. filter: of these only items that fit.
+    rate: in place of KINLENS_RATE_LIMIT_PER_KEY; an empty text is no rate. daily_units: units of
+    work that fit into a day, in addition to the rate.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    galleries: tuple[str, ...] | None = Field(
+        default=None, min_length=1, max_length=_MAX_GALLERIES, description="The only ones it sees."
+    )
+    filter: str | None = Field(
+        default=None, max_length=MAX_FILTER, description="Of these galleries, the items it sees."
+    )
+    rate: str | None = Field(
+        default=None, max_length=200, description="In place of KINLENS_RATE_LIMIT_PER_KEY."
+    )
+    daily_units: int | None = Field(
+        default=None, ge=1, le=MAX_DAILY_UNITS, description="Units of work that fit into a day."
+    )
+
+    @field_validator("galleries")
+    @classmethod
+    def _are_names(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        try:
+            return names and tuple(dict.fromkeys(map(checked_name, names)))
+        except InvalidParameterError as error:
+            raise ValueError(str(error).rstrip(".")) from error
+
+    @field_validator("filter")
+    @classmethod
+    def _is_filter(cls, text: str | None) -> str | None:
+        try:
+            if text is not None:
+                _parsed(text)
+        except FilterError as error:
+            raise ValueError(str(error).rstrip(".")) from error
+        return text
+
+    @field_validator("rate")
+    @classmethod
+    def _is_rate(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_rates(text)
+        return text
+
+    @model_validator(mode="after")
+    def _has_galleries(self) -> "Limits":
+        if self.filter is not None and self.galleries is None:
+            raise ValueError(
+                "A filter is about the items of certain galleries; name each of them as well"
+            )
+        return self
+
+
+NO_LIMITS = Limits()
+
+
+class OldSecret(BaseModel):
+    """The secret that a rotated key had before; it opens the same until then."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
+    until: datetime
 
 
 class Key(BaseModel):
-    """One key: who it is and what it may do. `digest` is the sha256 of its secret, in hex."""
+    """One key: who it is and what it may do. `digest` is the sha256 of its secret, in hex.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    A rotated key keeps its id, so that its rate, its log lines and its metrics go on.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     id: str = Field(pattern=r"^[0-9a-f]{8}$")
     name: str = Field(pattern=rf"^{_NAME.pattern}$")
@@ -51,12 +141,38 @@ class Key(BaseModel):
     created_at: datetime
     expires_at: datetime | None = None
     revoked_at: datetime | None = None
+    own_limits: Limits | None = Field(default=None, alias="limits")
+    rotated_at: datetime | None = None
+    old: OldSecret | None = None
 
-    def state(self, now: datetime) -> str:
+    @property
+    def limits(self) -> Limits:
+        """Its limits; without values if it has none."""
+        return self.own_limits or NO_LIMITS
+
+    def state(self, now: datetime) -> Literal["active", "expired", "revoked"]:
         """`active`, `expired` or `revoked`."""
         if self.revoked_at is not None:
             return "revoked"
         return "expired" if self.expires_at is not None and now >= self.expires_at else "active"
+
+    def old_valid_until(self, now: datetime) -> datetime | None:
+        """Until when the secret before the last rotation opens something; None if it does not."""
+        return self.old.until if self.old is not None and now < self.old.until else None
+
+    def binding(self) -> Binding:
+        """What it may see."""
+        given = self.limits
+        if given.galleries is None:
+            return EVERYTHING
+        where = None if given.filter is None else _parsed(given.filter)
+        return Binding(self.name, given.galleries, where, given.filter or "")
+
+    def rates(self, default: str) -> tuple[Rate, ...]:
+        """Its rates, `default` in place of one of its own; then the units of a day."""
+        given = self.limits
+        rates = parse_rates(default if given.rate is None else given.rate)
+        return rates if given.daily_units is None else (*rates, Rate(given.daily_units, DAY_S))
 
 
 class _KeyFile(BaseModel):
@@ -75,7 +191,13 @@ class KeyStore:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def create(self, name: str, scopes: Iterable[Scope], expires_at: datetime | None = None) -> str:
+    def create(
+        self,
+        name: str,
+        scopes: Iterable[Scope],
+        expires_at: datetime | None = None,
+        limits: Limits = NO_LIMITS,
+    ) -> str:
         """Add a key and return its text, which is shown this once and kept nowhere.
 
         Raises: InvalidParameterError, StateError.
@@ -96,6 +218,7 @@ class KeyStore:
             digest=_digest(secret),
             created_at=_now(),
             expires_at=expires_at,
+            own_limits=None if limits == NO_LIMITS else limits,
         )
         with self._changing() as known:
             if any(k.name == name and k.revoked_at is None for k in known):
@@ -108,18 +231,39 @@ class KeyStore:
     def revoke(self, name: str) -> Key:
         """End the key `name`; its line stays, so that old log entries can be read.
 
-        Raises: InvalidParameterError, StateError.
+        Raises: KeyNotFoundError, StateError.
         """
         with self._changing() as known:
-            names = {k.name: k for k in known if k.revoked_at is None}
-            if name not in names:
-                raise InvalidParameterError(
-                    f"There is no key {name!r} to revoke. Known are: "
-                    f"{', '.join(sorted(names)) or 'none'}."
-                )
-            revoked = names[name].model_copy(update={"revoked_at": _now()})
+            revoked = _named(known, name, "revoke")
+            # No secret opens it any more, so none of them is kept.
+            revoked = revoked.model_copy(update={"revoked_at": _now(), "old": None})
             self._write([revoked if k.id == revoked.id else k for k in known])
         return revoked
+
+    def rotate(self, name: str, overlap: timedelta = OVERLAP) -> str:
+        """Give the key `name` a new secret and return its text, which is shown this once. The last
+        secret opens the same for `overlap`; one before that ends now.
+
+        Raises: InvalidParameterError, KeyNotFoundError, StateError.
+        """
+        if not timedelta() <= overlap <= MAX_OVERLAP:
+            hours, most = overlap / timedelta(hours=1), MAX_OVERLAP // timedelta(hours=1)
+            raise InvalidParameterError(
+                f"overlap = {hours:g} hours is outside its range. Use 0 to {most}."
+            )
+        now, secret = _now(), secrets.token_hex(_SECRET_BYTES)
+        with self._changing() as known:
+            key = _named(known, name, "rotate")
+            if key.state(now) == "expired":
+                raise InvalidParameterError(
+                    f"The key {name!r} has expired, so a new secret would open nothing. Revoke it, "
+                    "and create another one."
+                )
+            old = OldSecret(digest=key.digest, until=now + overlap) if overlap else None
+            made = {"digest": _digest(secret), "old": old, "rotated_at": now}
+            rotated = key.model_copy(update=made)
+            self._write([rotated if k.id == key.id else k for k in known])
+        return f"kl_{key.id}_{secret}"
 
     def list(self) -> tuple[Key, ...]:
         """Every key, the revoked and expired ones as well, oldest first. Raises: StateError."""
@@ -162,7 +306,11 @@ class KeyStore:
         )
 
     def _write(self, keys: Iterable[Key]) -> None:
-        content = _KeyFile(keys=tuple(keys)).model_dump_json(indent=2)
+        # Without what a key does not have, so that a release before limits reads it too. One with
+        # limits must not be read there: it would open everything.
+        content = _KeyFile(keys=tuple(keys)).model_dump_json(
+            indent=2, exclude_none=True, by_alias=True
+        )
         try:
             write_whole(self.path, content.encode(), _STEP)
         except OSError as error:
@@ -224,7 +372,7 @@ def open_keys(state: Path | None) -> KeyStore | None:
     """The keys of the folder `state`, read once; None without a folder. Raises: StateError."""
     if state is None:
         return None
-    store = KeyStore(state / _FILE)
+    store = KeyStore(state / KEYS_FILE)
     store.list()
     return store
 
@@ -235,12 +383,31 @@ def allowed(scopes: Iterable[Scope]) -> frozenset[Scope]:
 
 
 def _matching(keys: Iterable[Key], text: str) -> Key | None:
-    match = _TEXT.fullmatch(text)
+    match, now = _TEXT.fullmatch(text), _now()
     key = next((key for key in keys if match and key.id == match[1]), None)
-    # Unknown and malformed keys cost one comparison as well.
-    expected = key.digest if key else _NO_DIGEST
-    same = hmac.compare_digest(_digest(match[2] if match else ""), expected)
-    return key if key and same and key.state(_now()) == "active" else None
+    # Unknown and malformed keys, and those that were not rotated, cost as many comparisons.
+    digest = _digest(match[2] if match else "")
+    is_new = hmac.compare_digest(digest, key.digest if key else _NO_DIGEST)
+    old = key.old if key and key.old_valid_until(now) else None
+    is_old = hmac.compare_digest(digest, old.digest if old else _NO_DIGEST)
+    return key if key and is_new | is_old and key.state(now) == "active" else None
+
+
+def _named(keys: Iterable[Key], name: str, what: str) -> Key:
+    """The key with this name that was not revoked. Raises: KeyNotFoundError."""
+    names = {key.name: key for key in keys if key.revoked_at is None}
+    if name not in names:
+        raise KeyNotFoundError(
+            f"There is no key {name[:_SHOWN]!r} to {what}. Known are: "
+            f"{', '.join(sorted(names)) or 'none'}."
+        )
+    return names[name]
+
+
+@functools.lru_cache(_PARSED_FILTERS)
+def _parsed(text: str) -> Filter:
+    """The filter of a key. Raises: FilterError."""
+    return parse_filter(text)
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:

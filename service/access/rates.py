@@ -120,7 +120,8 @@ def _shown(address: Address) -> str:
     return str(address)
 
 
-_PERIODS_S = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
+DAY_S = 86_400
+_PERIODS_S = {"second": 1, "minute": 60, "hour": 3_600, "day": DAY_S}
 _RATE = re.compile(r"(\d{1,9}) ?/ ?(second|minute|hour|day)")
 _US = 1_000_000  # whole microseconds, which Lua and Python add up alike
 _PREFIX = "kinlens:2:rate"
@@ -301,9 +302,17 @@ class RateLimits:
         self._shared = shared
         self._local = LocalCounts() if local is None else local
 
-    async def hit(self, kind: str, caller: str, charge: Charge = FIRST) -> RateVerdict:
-        """Count a charge of `caller`, and say whether it still fits."""
-        rates = self._rates.get(kind, ())
+    async def hit(
+        self,
+        kind: str,
+        caller: str,
+        charge: Charge = FIRST,
+        rates: Sequence[Rate] | None = None,
+    ) -> RateVerdict:
+        """Count a charge of `caller`, and say whether it still fits; by its own `rates` where it
+        has some, else by those of its kind.
+        """
+        rates = self._rates.get(kind, ()) if rates is None else rates
         if not rates:
             return RateVerdict()
         said = None if self._shared is None else await self._shared.hit(rates, kind, caller, charge)
@@ -319,10 +328,16 @@ class RateLimits:
 
 
 class Account:
-    """What one caller is charged for one request; `verdict` is that of the last charge."""
+    """What one caller is charged for one request, by rates of its own or those of its kind;
+    `verdict` is that of the last charge, `units` is how much was charged in all.
+    """
 
-    def __init__(self, limits: RateLimits, kind: str, caller: str) -> None:
+    def __init__(
+        self, limits: RateLimits, kind: str, caller: str, rates: Sequence[Rate] | None = None
+    ) -> None:
         self.verdict = RateVerdict()
+        self.units = 0
+        self._rates = rates
         self._limits = limits
         self._kind = kind
         self._caller = caller
@@ -340,13 +355,16 @@ class Account:
             await self._charge(Charge(units - 1, room=0), f" This one counts as {units:,}.")
 
     async def _charge(self, charge: Charge, units_text: str) -> None:
-        self.verdict = verdict = await self._limits.hit(self._kind, self._caller, charge)
+        self.verdict = verdict = await self._limits.hit(
+            self._kind, self._caller, charge, self._rates
+        )
         if not verdict.allowed:
             raise RateLimitedError(
                 f"More requests came from this {self._kind} than its limit of {verdict.amount:,} "
                 f"allows.{units_text} Try again in {verdict.retry_after_s} s.",
                 verdict.retry_after_s,
             )
+        self.units += charge.units
 
 
 def account_of(scope: Scope) -> Account:

@@ -12,6 +12,7 @@ from starlette.convertors import Convertor, register_url_convertor
 
 from embedder.errors import ItemNotFoundError
 from indexer.types import Item
+from service.access.audit import note
 from service.api.galleries import FAILURES, Version
 from service.api.items import UNKNOWN_ITEM, WRITES, Changes, item_model
 from service.api.pictures import PICTURE_ANSWERS, PictureSize, picture_of
@@ -121,16 +122,18 @@ def build_router(runtime: Runtime) -> APIRouter:
         """Change attributes of one item: {"price": 49.9, "sale": null}."""
         sent = await read_model(request, KeyChanges)
         changed = await runtime.items.patch(name, {key: sent.root})
+        note(request.scope["state"], affected=changed.count)
         return PatchAnswer(changed=changed.count, version=changed.version)
 
     @router.delete(
         _ITEM, responses=problems(*WRITES, UNKNOWN_ITEM), summary="Remove an item by key"
     )
-    async def remove(name: str, key: Key) -> RemoveAnswer:
+    async def remove(request: Request, name: str, key: Key) -> RemoveAnswer:
         """Remove one item."""
         removed = await runtime.items.remove(name, [key])
         if not removed.count:
             raise _unknown(name, key)
+        note(request.scope["state"], affected=removed.count)
         return RemoveAnswer(removed=removed.count, version=removed.version)
 
     return router

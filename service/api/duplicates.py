@@ -105,7 +105,7 @@ def _alone(served: Served, read: Callable[[], DuplicatesAnswer]) -> DuplicatesAn
 
 def _comparable(served: Served) -> Gallery:
     """Its gallery. Raises: InvalidParameterError if it cannot be compared with itself here."""
-    gallery = served.gallery
+    gallery = served.whole()
     if not isinstance(gallery, Gallery):
         raise InvalidParameterError(
             f"Gallery {served.name} is on Milvus; near-duplicates are looked for in a folder. Copy "

@@ -13,6 +13,7 @@ from embedder import errors
 from indexer.calibration import Calibrated
 from indexer.gallery import GalleryFacts
 from indexer.types import AttributeFacts
+from service.access.audit import note
 from service.galleries.locations import VERSION_PATTERN, VERSION_TEXT, Gallery
 from service.galleries.registry import Served
 from service.http.openapi import problems
@@ -109,8 +110,11 @@ async def gallery(runtime: Service, name: str) -> GalleryDetail:
     responses=problems(*CHANGE_FAILURES),
     summary="Create a gallery",
 )
-async def create(runtime: Service, new: NewGallery, response: Response) -> GalleryModel:
+async def create(
+    runtime: Service, new: NewGallery, request: Request, response: Response
+) -> GalleryModel:
     """An empty gallery, searchable at once, to which items can be added."""
+    note(request.scope["state"], gallery=new.name)
     await runtime.managed.create(new.name, new.bundle_id)
     response.headers["Location"] = f"/galleries/{new.name}"
     with runtime.registry.lease(new.name) as served:
@@ -123,11 +127,12 @@ async def create(runtime: Service, new: NewGallery, response: Response) -> Galle
     responses=problems(*CHANGE_FAILURES),
     summary="Delete a gallery",
 )
-async def delete(runtime: Service, name: str) -> None:
+async def delete(runtime: Service, request: Request, name: str) -> None:
     """The gallery with its items and their uploaded pictures; only one created here."""
     await runtime.managed.delete(name)
     if (feedback := runtime.feedback) is not None:  # another gallery may get the name
-        await runtime.read("the feedback", lambda: feedback.clear(name), "feedback")
+        forgotten = await runtime.read("the feedback", lambda: feedback.clear(name), "feedback")
+        note(request.scope["state"], target=f"{forgotten} feedbacks")
 
 
 def _described(served: Served, state: FilePath | None) -> GalleryModel:

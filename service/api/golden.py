@@ -29,6 +29,7 @@ from indexer.golden import (
     labelled,
     threshold_of,
 )
+from service.access.audit import note
 from service.api.galleries import (
     BODY_FAILURES,
     CHANGE_FAILURES,
@@ -93,7 +94,8 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
         new = await _new_query(request, runtime)
         async with within(runtime.settings.request_timeout_ms / 1e3, "Looking at the picture"):
             await served.model.encoder.encode(new.data, hashlib.sha256(new.data).hexdigest())
-        [made] = await runtime.pools["write"].run(lambda: golden.add([new], served.gallery))
+        [made] = await runtime.pools["write"].run(lambda: golden.add([new], served.whole()))
+    note(request.scope["state"], affected=1)
     return made
 
 
@@ -103,7 +105,7 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
     responses=problems(*CHANGE_FAILURES, _UNKNOWN),
     summary="Remove a golden query",
 )
-async def remove(runtime: Service, name: str, sha256: Sha256) -> None:
+async def remove(runtime: Service, request: Request, name: str, sha256: Sha256) -> None:
     """Remove a query with its picture; reports stay."""
     async with runtime.registry.find(name) as served:
         golden = GoldenSet(_folder(served))
@@ -113,6 +115,7 @@ async def remove(runtime: Service, name: str, sha256: Sha256) -> None:
                 golden.image(sha256)  # an error that says so
 
         await runtime.pools["write"].run(work)
+    note(request.scope["state"], affected=1)
 
 
 @router.get(
@@ -174,6 +177,7 @@ async def runs(
 
 
 def _folder(served: Served) -> FilePath:
+    served.whole()
     if served.path is None:
         raise errors.GalleryConflictError(
             f"Gallery {served.name} lies on Milvus and has no folder to keep a golden set in. Keep "
@@ -185,7 +189,7 @@ def _folder(served: Served) -> FilePath:
 async def _run(
     runtime: Runtime, served: Served, golden: GoldenSet, min_score: float | None
 ) -> GoldenRun:
-    gallery, model, pool = served.gallery, served.model, runtime.pools["file"]
+    gallery, model, pool = served.whole(), served.model, runtime.pools["file"]
     queries = await pool.run(golden.queries)
     if not queries:
         raise InvalidParameterError(

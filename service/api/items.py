@@ -22,6 +22,7 @@ from embedder import errors
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue
 from indexer.types import Item, SearchOptions, sort_by_of
+from service.access.audit import note
 from service.access.rates import account_of
 from service.api.galleries import (
     BODY_FAILURES,
@@ -74,6 +75,7 @@ _MAX_LISTED = 200
 _MAX_OFFSET = 10**9
 _MAX_PREFIX = 1024
 _SHOWN = 80
+_CHANGED: tuple[Status, ...] = ("added", "replaced", "updated")
 _FILTER = KINDS[errors.FilterError]
 UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
 WRITES = (*CHANGE_FAILURES, *BODY_FAILURES)
@@ -286,6 +288,7 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     if len(done.outcomes) == 1 and done.outcomes[0].error is not None:
         raise done.outcomes[0].error
     counts = Counter(outcome.status for outcome in done.outcomes)
+    note(request.scope["state"], affected=sum(counts[status] for status in _CHANGED))
     return PutAnswer(
         **{status: counts[status] for status in get_args(Status)},
         items=[_result(outcome, request) for outcome in done.outcomes],
@@ -311,17 +314,20 @@ async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
         if where is None:
             raise errors.FilterError("The filter is empty. To change single items, send changes.")
         changed = await runtime.items.patch_where(name, where, sent.set or {})
+    note(request.scope["state"], affected=changed.count)
     return PatchAnswer(changed=changed.count, version=changed.version)
 
 
 @router.delete("", responses=problems(*WRITES), summary="Remove items by key")
 async def remove(
     runtime: Service,
+    request: Request,
     name: str,
     key: Annotated[list[str], Query(min_length=1, max_length=MAX_KEYS)],
 ) -> RemoveAnswer:
     """Remove items; unknown keys are not counted."""
     removed = await runtime.items.remove(name, key)
+    note(request.scope["state"], affected=removed.count)
     return RemoveAnswer(removed=removed.count, version=removed.version)
 
 
@@ -348,6 +354,7 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
         if where is None:
             raise errors.FilterError("The filter is empty. To remove all items, send keys.")
         removed = await runtime.items.remove_where(name, where)
+    note(request.scope["state"], affected=removed.count)
     return RemoveAnswer(removed=removed.count, version=removed.version)
 
 
@@ -366,15 +373,17 @@ async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswe
     done = await runtime.items.restore(name, sent.keys)
     async with runtime.registry.find(name) as served:
         items = [item_model(name, served.gallery, item) for item in done.items]
+    note(request.scope["state"], affected=len(items))
     return RestoreAnswer(restored=len(items), items=items, version=done.version)
 
 
 @router.delete("/{item_id}", responses=problems(*WRITES, UNKNOWN_ITEM), summary="Remove an item")
 async def remove_item(
-    runtime: Service, name: str, item_id: ItemId, version: Version = None
+    runtime: Service, request: Request, name: str, item_id: ItemId, version: Version = None
 ) -> RemoveAnswer:
     """Remove one item by its number; in another generation that is the number of another."""
     removed = await runtime.items.remove_item(name, item_id, version)
+    note(request.scope["state"], affected=removed.count)
     return RemoveAnswer(removed=removed.count, version=removed.version)
 
 

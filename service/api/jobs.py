@@ -3,12 +3,14 @@
 The work of these routes is on the disk, so they run in threads.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import ConfigDict, Field
 
 from embedder import errors
+from service.access.audit import note
 from service.http.openapi import problems
 from service.jobs.manager import JobManager
 from service.jobs.params import NAME, CompactParams, Params, RebuildParams, SwapParams, TrainParams
@@ -50,12 +52,24 @@ async def _manager_of(request: Request) -> JobManager:
     return manager
 
 
+async def _accept_of(request: Request, response: Response) -> Callable[[Job], Job]:
+    def accept(job: Job) -> Job:
+        note(request.scope["state"], gallery=job.gallery, target=job.id)
+        response.headers["Location"] = f"/jobs/{job.id}"
+        return job
+
+    return accept
+
+
 async def _principal_of(request: Request) -> str:
     return str(getattr(request.state, "principal", "anonymous"))
 
 
 Manager = Annotated[JobManager, Depends(_manager_of)]
 Principal = Annotated[str, Depends(_principal_of)]
+Accept = Annotated[Callable[[Job], Job], Depends(_accept_of)]
+"""What to do with a job that was taken or changed."""
+
 router = APIRouter(tags=["jobs"])
 
 
@@ -74,32 +88,32 @@ class TrainRequest(TrainParams):
 
 
 @router.post("/jobs/train", **_START, summary="Train a model")
-def train(manager: Manager, body: TrainRequest, by: Principal, response: Response) -> Job:
+def train(manager: Manager, body: TrainRequest, by: Principal, accept: Accept) -> Job:
     """Train, export, rebuild the gallery beside the old one, compare, and swap if it passes."""
     params = TrainParams.model_validate(body.model_dump(exclude={"gallery"}))
-    return _accepted(manager.start(body.gallery, params, by), response)
+    return accept(manager.start(body.gallery, params, by))
 
 
 @router.post("/galleries/{name}/rebuild", **_START, summary="Change the model")
 def rebuild(
-    manager: Manager, name: GalleryName, body: RebuildParams, by: Principal, response: Response
+    manager: Manager, name: GalleryName, body: RebuildParams, by: Principal, accept: Accept
 ) -> Job:
     """Make the gallery again with another bundle, compare, and swap if it passes."""
-    return _accepted(manager.start(name, body, by), response)
+    return accept(manager.start(name, body, by))
 
 
 @router.post("/galleries/{name}/swap", **_START, summary="Swap in a gallery")
 def swap(
-    manager: Manager, name: GalleryName, body: SwapRequest, by: Principal, response: Response
+    manager: Manager, name: GalleryName, body: SwapRequest, by: Principal, accept: Accept
 ) -> Job:
     """The state of another gallery becomes the next generation of this one."""
-    return _accepted(manager.start(name, SwapParams(other=body.other), by), response)
+    return accept(manager.start(name, SwapParams(other=body.other), by))
 
 
 @router.post("/galleries/{name}/compact", **_START, summary="Compact the index")
-def compact(manager: Manager, name: GalleryName, by: Principal, response: Response) -> Job:
+def compact(manager: Manager, name: GalleryName, by: Principal, accept: Accept) -> Job:
     """Make the index anew, without what was removed."""
-    return _accepted(manager.start(name, CompactParams(), by), response)
+    return accept(manager.start(name, CompactParams(), by))
 
 
 @router.get("/jobs", responses=problems(*_STATE), summary="List jobs")
@@ -133,23 +147,18 @@ def log(
 
 
 @router.post("/jobs/{job_id}/cancel", **_CHANGE, summary="Cancel a job")
-def cancel(manager: Manager, job_id: JobId, response: Response) -> Job:
+def cancel(manager: Manager, job_id: JobId, accept: Accept) -> Job:
     """End a job and all its processes; the gallery stays as it was."""
-    return _accepted(manager.cancel(job_id), response)
+    return accept(manager.cancel(job_id))
 
 
 @router.post("/jobs/{job_id}/swap", name="swap", **_CHANGE, summary="Swap in a candidate")
-def swap_candidate(manager: Manager, job_id: JobId, by: Principal, response: Response) -> Job:
+def swap_candidate(manager: Manager, job_id: JobId, by: Principal, accept: Accept) -> Job:
     """Put the gallery that a job made in place, whatever its gate said."""
-    return _accepted(manager.swap(job_id, by), response)
+    return accept(manager.swap(job_id, by))
 
 
 @router.post("/jobs/{job_id}/resume", **_CHANGE, summary="Resume a job")
-def resume(manager: Manager, job_id: JobId, response: Response) -> Job:
+def resume(manager: Manager, job_id: JobId, accept: Accept) -> Job:
     """Let a rebuild or training that failed or was cancelled go on with what it has."""
-    return _accepted(manager.resume(job_id), response)
-
-
-def _accepted(job: Job, response: Response) -> Job:
-    response.headers["Location"] = f"/jobs/{job.id}"
-    return job
+    return accept(manager.resume(job_id))

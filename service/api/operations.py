@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 
 from embedder.errors import GalleryNotFoundError, InvalidParameterError
 from embedder.machine import free_memory_mb
+from service.access.binding import of_caller
 from service.api.galleries import Service
 from service.http.openapi import problems
 from service.models import IndexPlace, Live, Ready, Startup
@@ -39,7 +40,7 @@ async def ready(
     ] = None,
 ) -> JSONResponse:
     """Embeds a known image and searches every gallery with it."""
-    readiness = await runtime.health.check()
+    readiness = (await runtime.health.check()).seen_by(of_caller())
     is_ready = readiness.ready if gallery is None else readiness.of_gallery(gallery)
     content = Ready(
         status="ready" if is_ready else "not ready",

@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec
 
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from embedder.errors import GalleryError, KinlensError
+from embedder.errors import GalleryError, KinlensError, StateError
 from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import gpu_memory
 from service.access.keys import open_keys
@@ -229,12 +230,27 @@ def exposures(settings: Settings) -> list[str]:
             "Requests may name any host, so that a foreign web page can point its own name here. "
             "Name the hosts of this service in KINLENS_ALLOWED_HOSTS."
         )
+    if settings.anonymous_scopes and (bound := _bound_keys(settings)):
+        found.append(
+            f"{bound} keys are bound to galleries, but who sends no key may "
+            f"{' and '.join(settings.anonymous_scopes)} in all of them. Set "
+            "KINLENS_ANONYMOUS_SCOPES to nothing."
+        )
     if settings.state is not None and _others_may_write(settings.state):
         found.append(
             f"Other users of this machine may write to {settings.state}, and so make keys. Take "
             f"that from them: chmod go-w {settings.state}."
         )
     return found
+
+
+def _bound_keys(settings: Settings) -> int:
+    """How many active keys are bound to galleries; 0 if they cannot be read, which `_keys` says."""
+    with contextlib.suppress(StateError):
+        store, now = open_keys(settings.state), datetime.now(UTC)
+        known = () if store is None else store.list()
+        return sum(key.binding().is_bound and key.state(now) == "active" for key in known)
+    return 0
 
 
 def _others_may_write(folder: Path) -> bool:

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from embedder.errors import InvalidParameterError
+from service.access.audit import Change
 from service.commands import options
+from service.commands.keys import BY_COMMAND, noted
 from service.galleries.feedback import ACTIONS, FeedbackStore, open_feedback
 
 app = typer.Typer(no_args_is_help=True, help="What users made of answers: export, show, clear.")
@@ -51,8 +53,13 @@ def show(state: options.State = None) -> None:
 @options.refusals()
 def clear(gallery: Named = None, state: options.State = None) -> None:
     """Forget the feedback on a gallery, or on all of them, and its pictures."""
-    with _store(state) as store:
-        typer.echo(f"{store.clear(gallery):,} feedbacks are forgotten.")
+    settings = options.read_settings(state=state)
+    with contextlib.closing(open_feedback(settings)) as store:
+        forgotten = store.clear(gallery)
+    assert settings.state is not None
+    change = Change("feedback clear", BY_COMMAND, 200, gallery=gallery, affected=forgotten)
+    noted(settings.state, change)
+    typer.echo(f"{forgotten:,} feedbacks are forgotten.")
 
 
 def _store(state: object) -> contextlib.closing[FeedbackStore]:

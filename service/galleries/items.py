@@ -34,6 +34,7 @@ from service.encoding.model import Model
 from service.galleries.locations import Gallery
 from service.galleries.pictures import PictureFolder, SharedPictures
 from service.galleries.registry import Registry, Served
+from service.galleries.view import GalleryView
 
 T = TypeVar("T")
 Status = Literal["added", "replaced", "updated", "unchanged", "failed"]
@@ -373,8 +374,10 @@ def _restore(gallery: Gallery, keys: Sequence[str]) -> Restored:
     return Restored(items, gallery.version)
 
 
-def _local(gallery: Gallery, what: str) -> IndexedGallery:
+def _local(gallery: Gallery, what: str) -> IndexedGallery | GalleryView:
     if isinstance(gallery, IndexedGallery):
+        return gallery
+    if isinstance(gallery, GalleryView) and isinstance(gallery.whole, IndexedGallery):
         return gallery
     raise InvalidParameterError(
         f"{what} is for galleries in a folder. {gallery.name} is on Milvus, which keeps nothing of "

@@ -21,6 +21,7 @@ from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import MilvusStore, current_generation, current_manifest, open_remote
 from indexer.types import MILVUS, OnCall, checked_name, milvus_address, unobserved
 from service.galleries.pictures import SharedPictures
+from service.galleries.view import GalleryView
 from service.settings import Settings, is_followed, split_gallery, split_named
 
 VERSION_DIGITS = 12
@@ -31,9 +32,13 @@ VERSION_TEXT = "The gallery generation that the number is from; default: the one
 
 _NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": (), "pictures": ()}
 
-Gallery = IndexedGallery | MilvusStore
-"""A gallery that is served. To read its `version` or `size` may block, since they are looked up.
-Each change raises GalleryBusyError while a build replaces the gallery, and GalleryWriteError.
+Opened = IndexedGallery | MilvusStore
+"""A gallery with all its items."""
+
+Gallery = Opened | GalleryView
+"""A gallery that is served, whole or as the filter of a key leaves it. To read its `version` or
+`size` may block, since they are looked up. Each change raises GalleryBusyError while a
+build replaces the gallery, and GalleryWriteError.
 """
 
 
@@ -56,7 +61,7 @@ class GalleryLocation:
     address: str = ""
     pictures: SharedPictures | None = None
     follows: str | None = None
-    given: Gallery | None = None
+    given: Opened | None = None
 
     @property
     def exists(self) -> bool:
@@ -67,7 +72,7 @@ class GalleryLocation:
 class Locations:
     """Finds galleries on the disk; every call may block."""
 
-    def __init__(self, settings: Settings, given: Mapping[str, Gallery] | None = None) -> None:
+    def __init__(self, settings: Settings, given: Mapping[str, Opened] | None = None) -> None:
         """Galleries that are `given` open stand for those of the settings.
 
         Raises: GalleryNotFoundError if two galleries have one name, or an image root has none;
@@ -167,7 +172,7 @@ class Locations:
 
 def open_gallery(
     location: GalleryLocation, settings: Settings, on_call: OnCall = unobserved
-) -> Gallery:
+) -> Opened:
     """The generation that a gallery is at now; `on_call` is told of each request to Milvus.
 
     Raises: GalleryError.
@@ -211,7 +216,7 @@ def name_of(address: str) -> str:
     return name
 
 
-def _path_of(gallery: Gallery) -> Path | None:
+def _path_of(gallery: Opened) -> Path | None:
     return gallery.path if isinstance(gallery, IndexedGallery) else None
 
 

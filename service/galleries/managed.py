@@ -7,6 +7,7 @@ from pathlib import Path
 
 from embedder.durable import discard, exclusive, is_stage, make_folder
 from embedder.errors import (
+    AccessError,
     BundleNotFoundError,
     GalleryConflictError,
     GalleryNotFoundError,
@@ -16,6 +17,7 @@ from embedder.errors import (
 )
 from indexer.gallery import Gallery, current_generation, delete_gallery
 from indexer.types import checked_name
+from service.access.binding import of_caller
 from service.concurrency import BoundedPool
 from service.encoding.model import Model, Models
 from service.galleries.locations import managed_folder
@@ -60,6 +62,12 @@ class ManagedGalleries:
             )
         folder = managed_folder(self._state)
         checked_name(name)
+        binding = of_caller()
+        if not binding.permits(name):  # whether it exists or not
+            raise AccessError(
+                f"The key {binding.key} is not bound to a gallery {name!r}, so it cannot make one. "
+                f"Make {' or '.join(binding.galleries or ())}, or send a key that is bound to it."
+            )
         if name in self._registry.names():
             raise _taken(name)
         model = await self._model(bundle_id)

@@ -6,6 +6,7 @@ read the disk ─► open what is new ─► its model, warm ─► self-check �
 
 import asyncio
 import contextlib
+import copy
 import functools
 import math
 import threading
@@ -19,6 +20,7 @@ import numpy as np
 import structlog
 
 from embedder.errors import (
+    AccessError,
     BundleMismatchError,
     BundleNotFoundError,
     DeadlineExceededError,
@@ -34,6 +36,7 @@ from embedder.session import check_precision
 from indexer.calibration import Calibrated
 from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import MilvusStore
+from service.access.binding import Binding, of_caller
 from service.concurrency import OwnThreads, too_late, within
 from service.encoding.model import Model, Models
 from service.galleries.locations import (
@@ -41,9 +44,11 @@ from service.galleries.locations import (
     Gallery,
     GalleryLocation,
     Locations,
+    Opened,
     is_name,
 )
 from service.galleries.pictures import PictureFolder, SharedPictures
+from service.galleries.view import GalleryView
 from service.observe.logs import Repeats
 
 T = TypeVar("T")
@@ -59,19 +64,33 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
 
+class _Use:
+    """Who uses a gallery now; `close` is called once, when the last user has gone. Thread safe."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self.close = close
+        self.users = 1  # whoever serves it
+        self.calls: dict[object, float] = {}  # that read it now, each since when
+        self.read_at = time.monotonic()  # when one ended
+        self.lock = threading.Lock()
+
+
 class Served:
     """A gallery and the model that made its vectors. Counts its users; `close` is called once, when
     it has been replaced and the last one has gone. Thread safe.
+
+    For a caller whose key has a filter, `gallery` is a view of the `opened` one.
     """
 
     def __init__(
         self,
-        gallery: Gallery,
+        gallery: Opened,
         model: Model,
         location: GalleryLocation,
         close: Callable[[], None],
     ) -> None:
-        self.gallery = gallery
+        self.gallery: Gallery = gallery
+        self.opened = gallery
         self.model = model
         self.name = location.name
         self.path = location.path
@@ -80,11 +99,29 @@ class Served:
         self.is_remote = isinstance(gallery, MilvusStore)
         self.calibrated: Calibrated | str = "Nothing was searched for yet"  # what a search found
         self._shared = location.pictures
-        self._close = close
-        self._users = 1  # whoever serves it
-        self._calls: dict[object, float] = {}  # that read it now, each since when
-        self._read_at = time.monotonic()  # when one ended
-        self._lock = threading.Lock()
+        self._use = _Use(close)
+
+    def seen_by(self, binding: Binding) -> "Served":
+        """The same with the items alone that this binding leaves; users are counted together."""
+        if binding.where is None:
+            return self
+        seen = copy.copy(self)
+        seen.gallery = GalleryView(self.opened, binding.where)
+        return seen
+
+    def whole(self) -> Opened:
+        """The gallery with all its items. Raises: AccessError for who sees a part of them."""
+        if isinstance(self.gallery, GalleryView):
+            raise AccessError(
+                f"This is about all items of gallery {self.name}, and the key has a filter. Send a "
+                "key that was made without --filter."
+            )
+        return self.opened
+
+    @property
+    def scope(self) -> str:
+        """Names the filter through which this is seen, for caches; empty without one."""
+        return repr(self.gallery.where) if isinstance(self.gallery, GalleryView) else ""
 
     @property
     def pictures(self) -> PictureFolder | SharedPictures | None:
@@ -131,19 +168,19 @@ class Served:
     def reading(self) -> Iterator[None]:
         """Around work that reads the gallery; `refuse_if_hanging` knows how long that takes."""
         call = object()
-        self._calls[call] = time.monotonic()
+        self._use.calls[call] = time.monotonic()
         try:
             yield
         finally:
-            del self._calls[call]
-            self._read_at = time.monotonic()
+            del self._use.calls[call]
+            self._use.read_at = time.monotonic()
 
     def refuse_if_hanging(self, limit_s: float) -> None:
         """Refuse new reads while one has run longer than `limit_s` and none has ended since it
         began: the disk is away, and each would lose a thread. Raises: OverloadedError.
         """
-        oldest = min(list(self._calls.values()), default=math.inf)
-        longest = time.monotonic() - max(oldest, self._read_at)
+        oldest = min(list(self._use.calls.values()), default=math.inf)
+        longest = time.monotonic() - max(oldest, self._use.read_at)
         if longest > limit_s:
             raise OverloadedError(
                 f"Gallery {self.name} does not answer: reads have been under way for "
@@ -152,22 +189,25 @@ class Served:
 
     def take(self) -> bool:
         """Be a user; False after the end."""
-        with self._lock:
-            self._users += bool(self._users)
-            return bool(self._users)
+        with self._use.lock:
+            self._use.users += bool(self._use.users)
+            return bool(self._use.users)
 
     def give_back(self) -> None:
         """Be a user no longer."""
-        with self._lock:
-            self._users -= 1
-            is_over = not self._users
+        with self._use.lock:
+            self._use.users -= 1
+            is_over = not self._use.users
         if is_over:
-            self._close()
+            self._use.close()
 
 
 class Registry:
-    """Gives out galleries by name. Leases may be taken, and names and folders be read, in any
-    thread; all else belongs to the thread of the event loop.
+    """Gives out galleries by name, to each caller those that its key is bound to and as the filter
+    of the key leaves them (`service.access.binding`). Any other gallery is unknown to it.
+
+    Leases may be taken, and names and folders be read, in any thread; all else belongs to the
+    thread of the event loop.
     """
 
     def __init__(
@@ -176,7 +216,7 @@ class Registry:
         models: Models,
         primary: str,
         *,
-        open_gallery: Callable[[GalleryLocation], Gallery],
+        open_gallery: Callable[[GalleryLocation], Opened],
         on_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Open everything with its embedder; what does not fit is refused. A managed gallery that
@@ -203,7 +243,7 @@ class Registry:
         self._asked = asyncio.Event()
         self._next: asyncio.Future[None]
         self._reading: asyncio.Task[None] | None = None
-        self._opened: list[tuple[GalleryLocation, Gallery]] = []
+        self._opened: list[tuple[GalleryLocation, Opened]] = []
         try:
             for location in locations.list_galleries():
                 self._open_first(location)
@@ -243,18 +283,25 @@ class Registry:
 
     @property
     def model(self) -> Model:
-        """The model of the first gallery, or the one that runs while there is none."""
-        for served in self._served.values():
+        """The model of the caller's first gallery, or one that runs while there is none."""
+        for served in self._permitted().values():
             return served.model
         return self._models.running()[0]
 
     def names(self) -> list[str]:
-        """The names of all galleries; the first is the default."""
-        return list(self._served)
+        """The names of the caller's galleries; the first is the default."""
+        return list(self._permitted())
 
-    def galleries(self) -> dict[str, Gallery]:
-        """The galleries by name, also before the start; a request takes a lease instead."""
-        served = {name: served.gallery for name, served in self._served.items()}
+    def closed(self) -> dict[str, str]:
+        """What is wrong with each of the caller's galleries that cannot be opened."""
+        binding = of_caller()
+        return {
+            name: why for name, why in self.failures.verdicts().items() if binding.permits(name)
+        }
+
+    def galleries(self) -> dict[str, Opened]:
+        """All galleries by name, also before the start; a request takes a lease instead."""
+        served = {name: served.opened for name, served in self._served.items()}
         return served | {location.name: gallery for location, gallery in self._opened}
 
     def folders(self) -> list[Path]:
@@ -270,6 +317,7 @@ class Registry:
         served = self._get(name)
         while not served.take():  # replaced at this moment
             served = self._get(name)
+        served = served.seen_by(of_caller())
         try:
             yield served
         finally:
@@ -286,13 +334,14 @@ class Registry:
         """What `describe` returns for each gallery, and the names of those that gave no answer
         within the limit of a location, failed, or have not been opened.
         """
-        silent = set(self.failures.verdicts()) - set(self._served)
+        silent = set(self.closed()) - set(self._served)
 
         async def ask(name: str) -> list[T]:
             try:
                 with self.lease(name) as served:
                     work = functools.partial(describe, served)
-                    return [await self._descriptions.run(served, work, _LOCATION_S)]
+                    key = served.opened, served.scope  # shared by callers who see the same
+                    return [await self._descriptions.run(key, work, _LOCATION_S)]
             except GalleryNotFoundError:
                 pass  # deleted at this moment
             except (KinlensError, TimeoutError) as error:
@@ -304,8 +353,13 @@ class Registry:
         return [one for part in found for one in part], sorted(silent)
 
     async def refresh_if_unknown(self, name: str | None) -> None:
-        """Read the disk if this name is unknown: another process may have just made it."""
+        """Read the disk if this name is unknown: another process may have just made it. What the
+        caller is not bound to stays unknown, and is not looked for: that would take another time
+        for a gallery that exists.
+        """
         if name is None or name in self._served or not is_name(name):
+            return
+        if not of_caller().permits(name):
             return
         try:
             await self.read_from_disk(_UNKNOWN_S, name)
@@ -364,18 +418,24 @@ class Registry:
         await self._drop_models()
 
     def _get(self, name: str | None) -> Served:
-        if name is None and not self._served:
+        known = self._permitted()
+        if name is None and not known:
             raise GalleryNotFoundError(
                 "This service has no gallery yet. Make one with POST /galleries, or start the "
                 "service with --gallery."
             )
-        name = next(iter(self._served)) if name is None else name
-        if name not in self._served:
+        name = next(iter(known)) if name is None else name
+        if name not in known:
             raise GalleryNotFoundError(
                 f"gallery = {name[:_SHOWN_NAME]!r} is unknown. Known are: "
-                f"{', '.join(self._served) or 'none'}."
+                f"{', '.join(known) or 'none'}."
             )
-        return self._served[name]
+        return known[name]
+
+    def _permitted(self) -> dict[str, Served]:
+        """What is served of the galleries that the key of the caller is bound to."""
+        binding = of_caller()
+        return {name: served for name, served in self._served.items() if binding.permits(name)}
 
     def _open_first(self, location: GalleryLocation) -> None:
         """With its model, before the event loop runs."""
@@ -424,7 +484,7 @@ class Registry:
     def _look(self, place: GalleryLocation) -> GalleryLocation:
         """With its generation; on Milvus with that of the last look while there is no answer."""
         served = self._served.get(place.name)
-        if served is None or not isinstance(gallery := served.gallery, MilvusStore):
+        if served is None or not isinstance(gallery := served.opened, MilvusStore):
             return self._locations.look(place)
         try:
             current = gallery.look()
@@ -472,7 +532,7 @@ class Registry:
             bundle_id=model.bundle_id,
         )
 
-    def _serve(self, location: GalleryLocation, gallery: Gallery, model: Model) -> None:
+    def _serve(self, location: GalleryLocation, gallery: Opened, model: Model) -> None:
         """From the next lease on."""
         served = Served(gallery, model, location, lambda: self._close(location, gallery))
         old = self._served.get(location.name)
@@ -490,14 +550,14 @@ class Registry:
         if gone is not None:
             gone.give_back()
 
-    def _close(self, location: GalleryLocation, gallery: Gallery) -> None:
+    def _close(self, location: GalleryLocation, gallery: Opened) -> None:
         """In a thread of its own: it may take as long as a compaction."""
         if location.given is None:
             closing = threading.Thread(target=self._end, args=(gallery,), daemon=True)
             self._closings.add(closing)
             closing.start()
 
-    def _end(self, gallery: Gallery) -> None:
+    def _end(self, gallery: Opened) -> None:
         try:
             gallery.close()
         finally:
@@ -593,7 +653,7 @@ class Failures:
         self._failures.pop(name, None)
 
 
-def probe(gallery: Gallery, model: Model) -> tuple[str, bool]:
+def probe(gallery: Opened, model: Model) -> tuple[str, bool]:
     """Search a gallery with the known image of its model: its version, and whether there are hits
     where there are items, all of them finite. Others may change it meanwhile. Raises: GalleryError.
     """
@@ -603,7 +663,7 @@ def probe(gallery: Gallery, model: Model) -> tuple[str, bool]:
     return version, is_found and all(math.isfinite(hit.score) for hit in hits)
 
 
-def _check_searches(gallery: Gallery, model: Model) -> None:
+def _check_searches(gallery: Opened, model: Model) -> None:
     """What a gallery must pass before it is served. Raises: GalleryError, InvalidParameterError."""
     _, is_searchable = probe(gallery, model)
     if not is_searchable:

@@ -4,15 +4,20 @@
          every answer      400              CORS            401, 403        429       (404, 405)
 
 The route of a request is found once, here, in the table of what is served with the scope that it
-needs and the body that it takes; what is not found never reaches the router.
+needs, what of the service it is about and the body that it takes; what is not found never reaches
+the router. The binding of the key goes with the request: the registry of galleries enforces it.
 """
 
+import asyncio
+import contextlib
 import random
 import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
+from typing import Literal
 from urllib.parse import urlsplit
 
 import structlog
@@ -30,13 +35,17 @@ from embedder.errors import (
     KeyMissingError,
     KeysUnreadableError,
     KinlensError,
+    OverloadedError,
     RateLimitedError,
     ScopeError,
     StateError,
 )
 from service.access import keys
+from service.access.audit import AuditLog, Change, warn
+from service.access.binding import calling
 from service.access.keys import FreshKeys, KeyStore
 from service.access.rates import Account, Addresses, RateLimits, SharedCounts, address_of
+from service.concurrency import BoundedPool
 from service.http.bodies import BodyKind, Bounds, refuse
 from service.observe.metrics import Metrics
 from service.observe.tracing import trace_fields
@@ -52,6 +61,13 @@ from service.settings import ANY_HOST, Settings
 
 _READ = frozenset({"GET", "HEAD"})
 _CHANGE = frozenset({"PUT", "PATCH", "DELETE"})
+_POST = frozenset({"POST"})
+
+Reach = Literal["nothing", "items", "galleries", "service"]
+"""What of a service a route is about: nothing that a key can be bound to; items that a filter can
+leave out; whole galleries, so that a key with a filter is refused; or more than some galleries, so
+that every bound key is refused.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +77,44 @@ class Rule:
     methods: frozenset[str]
     path: str
     scope: keys.Scope | None
+    reach: Reach
     body: BodyKind = "plain"
     stores: bool = False
     """Whether it stores something although a search key is enough."""
 
 
+_G = r"/galleries/[^/]+"
 RULES = (
-    Rule(_READ, r"/(live|ready|startup|metrics|docs|openapi\.json|admin)?", None),
-    Rule(_READ, r"/ui/", None),
-    Rule(frozenset({"POST"}), r"/search", "search", "image"),
-    Rule(frozenset({"POST"}), r"/search/batch", "search", "batch"),
-    Rule(frozenset({"POST"}), r"/galleries/[^/]+/golden", "write", "image"),
-    Rule(_READ | _CHANGE | {"POST"}, r"/galleries/[^/]+/golden(/.*)?", "write"),
-    Rule(frozenset({"POST"}), r"/feedback", "search", "picture", stores=True),
-    Rule(_READ, r"/galleries/[^/]+/feedback", "admin"),
-    Rule(_READ, r"/galleries/[^/]+/duplicates", "admin"),
-    Rule(frozenset({"POST"}), r"/galleries/[^/]+/items/(.+)/explain", "search", "image"),
-    Rule(_READ, r"/galleries(/.*)?", "search"),
-    Rule(frozenset({"PUT"}), r"/galleries/[^/]+/items", "write", "batch"),
-    Rule(_CHANGE, r"/galleries/[^/]+/items", "write", "keys"),
-    Rule(frozenset({"POST"}), r"/galleries/[^/]+/items/(delete|restore)", "write", "keys"),
-    Rule(_CHANGE, r"/galleries/[^/]+/items/by-key/.*", "write", "keys"),
-    Rule(_CHANGE, r"/galleries/[^/]+/items/.*", "write"),
+    Rule(_READ, r"/(live|startup|docs|openapi\.json|admin)?", None, "nothing"),
+    Rule(_READ, r"/ui/", None, "nothing"),
+    Rule(_READ, r"/ready", None, "items"),
+    Rule(_READ, r"/metrics", None, "service"),
+    Rule(_POST, r"/search", "search", "items", "image"),
+    Rule(_POST, r"/search/batch", "search", "items", "batch"),
+    Rule(_POST, rf"{_G}/golden", "write", "galleries", "image"),
+    Rule(_READ | _CHANGE | {"POST"}, rf"{_G}/golden(/.*)?", "write", "galleries"),
+    Rule(_POST, r"/feedback", "search", "items", "picture", stores=True),
+    Rule(_READ, rf"{_G}/feedback", "admin", "galleries"),
+    Rule(_READ, rf"{_G}/duplicates", "admin", "galleries"),
+    Rule(_POST, rf"{_G}/items/(.+)/explain", "search", "items", "image"),
+    Rule(_READ, r"/galleries", "search", "items"),
+    Rule(_READ, _G, "search", "items"),
+    Rule(_READ, rf"{_G}/items(/.*)?", "search", "items"),
+    Rule(frozenset({"PUT"}), rf"{_G}/items", "write", "items", "batch"),
+    Rule(_CHANGE, rf"{_G}/items", "write", "items", "keys"),
+    Rule(_POST, rf"{_G}/items/(delete|restore)", "write", "items", "keys"),
+    Rule(_CHANGE, rf"{_G}/items/by-key/.*", "write", "items", "keys"),
+    Rule(_CHANGE, rf"{_G}/items/.*", "write", "items"),
+    Rule(_POST, r"/galleries", "admin", "galleries"),
+    Rule(frozenset({"DELETE"}), _G, "admin", "galleries"),
+    Rule(_POST, rf"{_G}/(compact|swap)", "admin", "galleries"),
+    Rule(_READ, r"/jobs", "admin", "galleries"),
+    Rule(_READ, r"/jobs/\{job_id\}", "admin", "galleries"),
+    Rule(_POST, r"/jobs/[^/]+/cancel", "admin", "galleries"),
 )
-"""The first rule that fits counts; a route without one needs `admin` and takes a plain body."""
+"""The first rule that fits counts. A route without one needs `admin`, is refused to every bound key
+and takes a plain body.
+"""
 
 
 def rule_of(method: str, template: str) -> Rule:
@@ -92,7 +122,7 @@ def rule_of(method: str, template: str) -> Rule:
     for rule in RULES:
         if method in rule.methods and re.fullmatch(rule.path, template):
             return rule
-    return Rule(frozenset({method}), template, "admin")
+    return Rule(frozenset({method}), template, "admin", "service")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +180,12 @@ ANONYMOUS = "anonymous"
 KEY_HEADER = "X-API-Key"
 
 _FAILURES = "30/minute"
+# In the audit log, of all callers: at this rate it takes months to push the changes out of it. Keys
+# of shop fronts are public, so that anybody can be refused as often as they like.
+_REFUSALS = "120/hour"
+_EVERYBODY = "everybody"
+_AUDIT_S = 2.0
+_UNWRITTEN = 1_000
 _UNREADABLE_TEXT = (
     "The file of API keys cannot be read, so no key is accepted. The log of the service says why."
 )
@@ -196,9 +232,9 @@ class Gate:
     """Lets a request in if its host, its address, the scope of its caller and its rate allow it.
 
     Without a key a caller has the anonymous scopes of the settings. What is not served is told so,
-    and a route without a rule needs `admin`. `scope["state"]` gets the `request_id`, the `route`
-    and the `principal`; every answer gets the id and the headers that browsers obey, is counted
-    and is one line of the log.
+    and a route without a rule needs `admin`. `scope["state"]` gets the `request_id`, the `route`,
+    the `principal` and, if one was sent, the `key`; every answer gets the id and the headers that
+    browsers obey, is counted and is one line of the log. A change is one of the audit log too.
     """
 
     def __init__(
@@ -209,9 +245,13 @@ class Gate:
         metrics: Metrics,
         store: KeyStore | None,
         rates: RateLimits,
+        audit: AuditLog | None,
     ) -> None:
         self.app = app
         self._metrics = metrics
+        self._audit = audit
+        self._writers = BoundedPool("audit", 1, _UNWRITTEN)
+        self._per_key = settings.rate_limit_per_key
         self._keys = None if store is None else FreshKeys(store)
         self._rates = rates
         self._table: RouteTable | None = None
@@ -244,45 +284,63 @@ class Gate:
         state["route"] = route = self._routes(scope).match(scope["method"], scope["path"])
         state["template"] = "unmatched" if route is None else route.template
         state["address"] = self._addresses.of(scope)
-        started, status, sent, is_reported = time.perf_counter(), 0, 0, False
-
-        def report() -> None:
-            nonlocal is_reported
-            if not is_reported:
-                is_reported = True
-                self._report(scope, status, sent, time.perf_counter() - started)
-
-        async def send_on(message: Message) -> None:
-            nonlocal status, sent
-            sent += len(message.get("body", b"")) if scope["method"] != "HEAD" else 0
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                self._add_headers(scope, message)
-            elif not message.get("more_body", False):
-                report()  # before the client has the whole answer and looks at the metrics
-            await send(message)
-
+        answering = _Answering(self, scope, send)
         with structlog.contextvars.bound_contextvars(request_id=request_id, **trace_fields()):
             try:
                 odd = self._odd(scope)
                 if odd is None:
-                    await self._inside(scope, receive, send_on)
+                    await self._inside(scope, receive, answering.send)
                 else:
-                    await refuse(odd, scope, receive, send_on, drain_bytes=self._drain_bytes)
+                    await refuse(odd, scope, receive, answering.send, drain_bytes=self._drain_bytes)
             except Exception as error:
-                if status:
+                if answering.status:
                     raise
                 answer = await from_error(Request(scope), error)
-                await answer(scope, receive, send_on)
+                await answer(scope, receive, answering.send)
             finally:
-                report()
+                await answering.end()
+
+    async def note(self, scope: Scope, status: int) -> None:
+        """Write a change into the audit log; not one that was refused because of what was sent."""
+        state = scope["state"]
+        has_key = "key" in state
+        if self._audit is None or not _is_change(scope):
+            return
+        if 400 <= status < 500 and status != HTTPStatus.FORBIDDEN:
+            return
+        if status == HTTPStatus.FORBIDDEN:
+            verdict = await self._rates.hit("refusal", _EVERYBODY)
+            if not verdict.allowed:
+                return
+        route = state["route"]
+        path = route.pattern.match(scope["path"])
+        named = {"gallery": path.groupdict().get("name")} if path and _is_of_gallery(route) else {}
+        change = Change(
+            action=f"{route.method} {route.template}",
+            by=state["principal"],
+            status=status,
+            key_id=state["key"].id if has_key else None,
+            client=address_of(scope),
+            request_id=state["request_id"],
+            **named | state.get("change", {}),
+        )
+        writing = asyncio.ensure_future(self._writers.run(partial(self._audit.add, change)))
+        try:
+            async with asyncio.timeout(_AUDIT_S):
+                await asyncio.shield(writing)
+        except OverloadedError:
+            warn(change, f"{_UNWRITTEN:,} changes wait to be written")
+        except TimeoutError:  # the thread continues
+            structlog.get_logger().warning("audit log is slow", limit_s=_AUDIT_S)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = await self._refusal(scope)
         if answer is None:
             # A scope of its own: the server leaves the body out by the method of the first.
             method = scope["state"]["route"].method
-            await self.app({**scope, "method": method}, receive, send)
+            key: keys.Key | None = scope["state"].get("key")
+            with contextlib.nullcontext() if key is None else calling(key.binding()):
+                await self.app({**scope, "method": method}, receive, send)
         else:
             await refuse(answer, scope, receive, send, drain_bytes=self._drain_bytes)
 
@@ -291,6 +349,8 @@ class Gate:
         try:
             if route is not None and route.rule.scope is not None:
                 await self._authorize(scope, route.rule, route.rule.scope)
+            elif route is not None and route.rule.reach != "nothing":
+                await self._recognize(scope, route.rule)
             if route is None or route.rule.scope is not None:
                 await self._count(scope)
         except StateError as error:
@@ -314,12 +374,26 @@ class Gate:
         if key is None:
             key = await self._created(scope, text)
         scope["state"]["principal"] = key.name
-        scope["state"]["key_id"] = key.id
+        scope["state"]["key"] = key
         if needed not in keys.allowed(key.scopes):
             raise ScopeError(
                 f"The key {key.name} has the scopes {', '.join(key.scopes)}; this needs {needed}. "
                 f"Make another with kinlens-serve keys create NAME --scope {needed}."
             )
+        _refuse_beyond(key, rule.reach)
+
+    async def _recognize(self, scope: Scope, rule: Rule) -> None:
+        """What is open to all shows a bound key what it is bound to, and no more."""
+        text = _sent_key(scope)
+        if text is None or self._keys is None:
+            return
+        key = None
+        with contextlib.suppress(StateError, AccessError):  # what is open stays open
+            key = await self._keys.known(text) or await self._created(scope, text)
+        if key is not None:
+            _refuse_beyond(key, rule.reach)
+            scope["state"]["principal"] = key.name
+            scope["state"]["key"] = key
 
     async def _created(self, scope: Scope, text: str) -> keys.Key:
         """The key, if it was created since the file was read.
@@ -359,9 +433,12 @@ class Gate:
 
     async def _count(self, scope: Scope) -> None:
         """Count a request by its key, or by address if it has none."""
-        key_id = scope["state"].get("key_id")
-        kind, caller = ("address", address_of(scope)) if key_id is None else ("key", str(key_id))
-        scope["state"]["account"] = account = Account(self._rates, kind, caller)
+        key: keys.Key | None = scope["state"].get("key")
+        if key is None:
+            account = Account(self._rates, "address", address_of(scope))
+        else:
+            account = Account(self._rates, "key", key.id, key.rates(self._per_key))
+        scope["state"]["account"] = account
         await account.open()
 
     async def _not_served(self, scope: Scope) -> Response:
@@ -416,7 +493,7 @@ class Gate:
             return None
         return problem(kind, text, request_id=request_id_of(scope), instance=scope["path"])
 
-    def _add_headers(self, scope: Scope, message: Message) -> None:
+    def add_headers(self, scope: Scope, message: Message) -> None:
         set_already = {name for name, _ in message.get("headers", ())}
         message["headers"] = [
             *message.get("headers", ()),
@@ -430,11 +507,13 @@ class Gate:
             headers["RateLimit-Remaining"] = str(verdict.remaining)
             headers["RateLimit-Reset"] = str(verdict.retry_after_s)
 
-    def _report(self, scope: Scope, status: int, sent: int, seconds: float) -> None:
+    def report(self, scope: Scope, status: int, sent: int, seconds: float) -> None:
         state = scope["state"]
         self._metrics.observe_request(state["template"], scope["method"], status, seconds)
         if status == HTTPStatus.TOO_MANY_REQUESTS:
-            self._metrics.rate_limited.labels("key" if "key_id" in state else "address").inc()
+            self._metrics.rate_limited.labels("key" if "key" in state else "address").inc()
+        if "key" in state and "account" in state:
+            self._metrics.observe_key(state["key"].name, state["account"].units)
         structlog.get_logger().info(
             "request",
             route=state["template"],
@@ -445,6 +524,47 @@ class Gate:
             bytes=sent,
             ms=round(seconds * 1e3, 1),
         )
+
+
+class _Answering:
+    """One answer on its way to the client; `status` is 0 until it has begun."""
+
+    def __init__(self, gate: Gate, scope: Scope, send: Send) -> None:
+        self.status = 0
+        self._gate = gate
+        self._scope = scope
+        self._send = send
+        self._sent = 0
+        self._started = time.perf_counter()
+        self._is_noted = False
+        self._is_reported = False
+
+    async def send(self, message: Message) -> None:
+        """Pass a part of the answer on."""
+        self._sent += len(message.get("body", b"")) if self._scope["method"] != "HEAD" else 0
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            await self._note()  # before the client knows that something has changed
+            self._gate.add_headers(self._scope, message)
+        elif not message.get("more_body", False):
+            self._report()  # before the client has the whole answer and looks at the metrics
+        await self._send(message)
+
+    async def end(self) -> None:
+        """Also of an answer that was never sent: what the client wanted may have been done."""
+        await self._note()
+        self._report()
+
+    async def _note(self) -> None:
+        if not self._is_noted:
+            self._is_noted = True
+            await self._gate.note(self._scope, self.status)
+
+    def _report(self) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            seconds = time.perf_counter() - self._started
+            self._gate.report(self._scope, self.status, self._sent, seconds)
 
 
 def bounds_of(settings: Settings) -> Bounds:
@@ -458,6 +578,7 @@ def open_rates(settings: Settings) -> RateLimits:
         "key": settings.rate_limit_per_key,
         "address": settings.rate_limit_per_address,
         "failure": _FAILURES,
+        "refusal": _REFUSALS,
     }
     if settings.redis_url is None:
         return RateLimits(rates)
@@ -468,6 +589,33 @@ def open_rates(settings: Settings) -> RateLimits:
         connections=settings.redis_connections,
     )
     return RateLimits(rates, shared)
+
+
+def _refuse_beyond(key: keys.Key, reach: Reach) -> None:
+    """Raises: AccessError where a key is bound to less than a route is about."""
+    binding = key.binding()
+    if reach == "service" and binding.is_bound:
+        raise AccessError(
+            f"The key {key.name} is bound to some galleries, and this is about the whole service. "
+            "Send a key that was made without --gallery."
+        )
+    if reach == "galleries" and binding.where is not None:
+        raise AccessError(
+            f"The key {key.name} has a filter, and this is about all items of a gallery. Send a "
+            "key that was made without --filter."
+        )
+
+
+def _is_change(scope: Scope) -> bool:
+    """Whether a request belongs into the audit log."""
+    route: ServedRoute | None = scope["state"]["route"]
+    return (
+        route is not None and route.method not in _READ and route.rule.scope in ("write", "admin")
+    )
+
+
+def _is_of_gallery(route: ServedRoute) -> bool:
+    return route.template.startswith("/galleries/{name}")
 
 
 def _is_probe(scope: Scope) -> bool:

@@ -17,7 +17,7 @@ from service.access import keys
 from service.concurrency import Recent
 from service.http.bodies import JSON
 from service.http.docs_page import render_docs
-from service.http.gate import rule_of
+from service.http.gate import Reach, rule_of
 from service.models import Fault, Problem
 from service.problems import (
     INTERNAL,
@@ -42,6 +42,10 @@ _SCHEMES = {
         "description": "The same key in a header of its own.",
     },
 }
+_REFUSED: dict[Reach, str] = {
+    "galleries": " Refused to keys with a filter.",
+    "service": " Refused to keys that are bound to galleries.",
+}
 _REFUSALS = (
     KINDS[errors.AccessError],
     KINDS[errors.KeyMissingError],
@@ -53,8 +57,8 @@ _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "S
 _TEXTS = {
     400: "The image is empty, the form is malformed, or the host is not one of this service.",
     401: "The address needs an API key, or the one that was sent is not known.",
-    403: "The API key lacks the scope that this needs.",
-    404: "The gallery, item or job is unknown, or the link comes from another gallery version.",
+    403: "The API key lacks the scope that this needs, or is bound to less than this is about.",
+    404: "The gallery, item, job or key is unknown, or the link is of another gallery version.",
     408: "The body did not arrive in time.",
     409: "What is there now does not allow this.",
     413: "The body, or the image, is larger than the limit.",
@@ -154,14 +158,16 @@ def _add_security(document: dict[str, Any], anonymous: Iterable[keys.Scope]) -> 
     free, refusals = keys.allowed(anonymous), problems(*_REFUSALS)
     for path, item in document["paths"].items():
         for method in _METHODS & item.keys():
-            operation, scope = item[method], rule_of(method.upper(), path).scope
+            operation, rule = item[method], rule_of(method.upper(), path)
+            scope = rule.scope
             operation["security"] = []
             if scope is None:
                 continue
             operation["security"] += [{name: [scope]} for name in _SCHEMES]
             operation["security"] += [{}] if scope in free else []
             text = operation.get("description", "")
-            operation["description"] = f"{text}\n\nNeeds the scope `{scope}`.".strip()
+            needs = f"Needs the scope `{scope}`.{_REFUSED.get(rule.reach, '')}"
+            operation["description"] = f"{text}\n\n{needs}".strip()
             for status, response in refusals.items():
                 operation["responses"].setdefault(str(status), response)
 

@@ -128,6 +128,7 @@ class JobManager:
 
         Raises: JobNotFoundError; JobConflictError if it has ended, or is changing the gallery now.
         """
+        self.store.get(job_id)  # unknown to a caller whose key is bound to other galleries
         is_cancelled = self.store.cancel(job_id)
         self._wake.set()
         job = self.store.get(job_id)

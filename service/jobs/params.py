@@ -22,6 +22,7 @@ from embedder.errors import (
 )
 from embedder.types import SHORT
 from indexer.gallery import current_manifest
+from service.access.binding import of_caller
 from service.galleries.locations import GalleryLocation, Locations, known_bundles
 from service.jobs.store import JobFolders
 from service.models import BundleModel, JobKind, JobOptions
@@ -266,7 +267,12 @@ def data_kind(job: str) -> str:
 
 
 def _location_of(name: str, settings: Settings) -> GalleryLocation:
-    known = {location.name: location for location in Locations(settings).list_galleries()}
+    binding = of_caller()
+    known = {
+        location.name: location
+        for location in Locations(settings).list_galleries()
+        if binding.permits(location.name)
+    }
     if name not in known or not known[name].exists:
         raise GalleryNotFoundError(
             f"gallery = {name[:80]!r} is unknown. Known are: {', '.join(known) or 'none'}."

@@ -5,6 +5,7 @@ import fcntl
 import json
 import shutil
 import sqlite3
+import sys
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from typing import Any
 
 from embedder.durable import make_folder
 from embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateError
+from service.access.binding import of_caller
 from service.models import JobKind, JobModel, JobState
 
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
@@ -98,6 +100,9 @@ class JobFolders:
 class JobStore:
     """The table of jobs in the SQLite file `path`; each call is a transaction of its own.
 
+    For a caller whose key is bound to galleries, `get` and `newest` know the jobs alone that read
+    and write no other one.
+
     Raises, from every call: StateError if the file cannot be read or written.
     """
 
@@ -123,14 +128,18 @@ class JobStore:
         """One job. Raises: JobNotFoundError."""
         with self._transaction() as connection:
             for job in _read(connection, "WHERE id = ?", job_id):
-                return job
+                if of_caller().permits(*job.galleries):
+                    return job
         raise JobNotFoundError(f"There is no job {job_id[:40]!r}. GET /jobs lists them.")
 
     def newest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
         """The newest jobs, newest first."""
         where = "WHERE state = coalesce(?, state) ORDER BY number DESC LIMIT ?"
+        binding = of_caller()
+        read = sys.maxsize if binding.is_bound else limit
         with self._transaction() as connection:
-            return _read(connection, where, state, limit)
+            found = _read(connection, where, state, read)
+        return [job for job in found if binding.permits(*job.galleries)][:limit]
 
     def active(self) -> list[Job]:
         """The jobs that wait or run, oldest first."""

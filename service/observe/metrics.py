@@ -51,6 +51,12 @@ class Metrics:
         self.rate_limited = self._counter(
             "kinlens_rate_limited", "Requests refused by a rate.", "by"
         )
+        self.key_requests = self._counter(
+            "kinlens_key_requests", "Requests with an API key.", "key"
+        )
+        self.key_units = self._counter(
+            "kinlens_key_units", "Units of work that an API key was charged for.", "key"
+        )
         self.feedback = self._counter("kinlens_feedback", "Feedback that was kept.", "action")
         self.reload_failures = self._counter(
             "kinlens_reload_failures", "Generations that could not be opened.", "gallery"
@@ -87,6 +93,11 @@ class Metrics:
         known = method if method in _METHODS else "other"
         self.requests.labels(route, known, str(status)).inc()
         self.request_seconds.labels(route).observe(seconds)
+
+    def observe_key(self, name: str, units: int) -> None:
+        """Count a request with the key `name`, one of the file of keys, and its units of work."""
+        self.key_requests.labels(name).inc()
+        self.key_units.labels(name).inc(units)
 
     def gauge(
         self, name: str, text: str, read: Callable[[], float], mode: GaugeMode = "livesum"

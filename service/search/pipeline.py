@@ -7,6 +7,7 @@ One search in so many is run again exactly, in the background: how good are the 
 """
 
 import asyncio
+import hashlib
 import threading
 import time
 from collections import Counter
@@ -37,6 +38,7 @@ from service.encoding.lanes import Lanes
 from service.encoding.model import Stages, View
 from service.galleries.locations import Gallery
 from service.galleries.registry import Registry, Served
+from service.galleries.view import GalleryView
 from service.observe.metrics import Metrics
 from service.observe.tracing import record_wait, span
 from service.search.query import (
@@ -231,6 +233,8 @@ class Pipeline:
 
     def _key(self, served: Served, query: Query, calibrated: Calibrated | str) -> str:
         model, gallery, digest = served.model, served.gallery, query.digest
+        if served.scope:  # a caller with a filter gets no answer of another one
+            digest += f":{hashlib.sha256(served.scope.encode()).hexdigest()}"
         if not isinstance(calibrated, str):  # another curve gives other probabilities
             digest += f":{calibrated.product}:{hash(calibrated.curve):x}:{self._prior}"
         mode = model.embedder.mode
@@ -471,6 +475,8 @@ def calibrated_by(served: Served) -> Calibrated | str:
     gallery, model = served.gallery, served.model
     if isinstance(gallery, MilvusStore):
         return "Galleries on Milvus are not calibrated"
+    if isinstance(gallery, GalleryView):
+        return "The key has a filter, and probabilities are calibrated for all items"
     return choose(gallery.calibration(), model.calibration, model.no_calibration)
 
 

@@ -22,6 +22,7 @@ from indexer.filters.tree import Filter
 from indexer.gallery import Gallery
 from indexer.types import Boost, Facet, Group, Grouping, SortBy, VectorStore
 from service.encoding.model import Stages, View
+from service.galleries.view import GalleryView
 
 _HITS_OF_A_UNIT = 1_000
 
@@ -225,11 +226,12 @@ def _named(view: View) -> dict[str, Any]:
     return {"image": view.number, "crop": view.box}
 
 
-def nearness(distinct: Distinct, gallery: VectorStore) -> float | None:
+def nearness(distinct: Distinct, gallery: VectorStore | GalleryView) -> float | None:
     """The cosine from which on `distinct` omits items; None unless it is "near"."""
     if distinct != "near":
         return None
-    # A gallery on Milvus refuses the search itself, with the reason.
+    # A gallery on Milvus refuses the search itself, with the reason. The score of a gallery is one
+    # of all its items, so a caller who sees a part of them gets the least one.
     return near_score(gallery) if isinstance(gallery, Gallery) else LEAST_SCORE
 
 

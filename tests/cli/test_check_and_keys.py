@@ -115,9 +115,65 @@ def test_a_key_is_printed_once_alone_on_standard_output_and_listed_until_it_is_r
     assert key.digest not in listed
 
 
+def test_keys_are_bound_listed_and_rotated_and_the_audit_log_says_so(tmp_path: Path) -> None:
+    state = ["--state", str(tmp_path)]
+    bound = ["--gallery", "shop-7", "--gallery", "shop-8", "--filter", "tenant in (7, 8)"]
+    limits = ["--rate", "600/minute", "--daily-units", "100000"]
+    made = call("keys", "create", "shop7", "--scope", "search", *bound, *limits, *state)
+    assert made.exit_code == 0, made.output
+    store = KeyStore(tmp_path / "keys.json")
+    key = asyncio.run(FreshKeys(store).known(made.stdout.strip()))
+    assert key is not None
+    assert key.limits.galleries == ("shop-7", "shop-8")
+    assert key.binding().where is not None
+    rotated = call("keys", "rotate", "shop7", "--overlap-hours", "2", *state)
+    assert rotated.exit_code == 0, rotated.output
+    assert "2 more hours" in rotated.stderr
+    for text in (made.stdout, rotated.stdout):
+        assert asyncio.run(FreshKeys(store).known(text.strip())) is not None
+    listed = call("keys", "list", *state).stdout
+    for shown in ("shop-7,shop-8", "tenant in (7, 8)", "600/minute; 100,000 units/day"):
+        assert shown in listed
+    assert "active, two secrets" in listed
+    call("keys", "revoke", "shop7", *state)
+    audit = call("audit", "--json", *state).stdout
+    entries = [json.loads(line) for line in audit.splitlines()]
+    assert [(one["action"], one["target"]) for one in entries] == [
+        ("keys revoke", "shop7"),
+        ("keys rotate", "shop7"),
+        ("keys create", "shop7"),
+    ]
+    assert {one["by"] for one in entries} == {"command line"}
+    table = call("audit", "--limit", "1", *state).stdout
+    assert "keys revoke" in table
+    assert "keys rotate" not in table
+    for secret in (made.stdout, rotated.stdout):
+        assert secret.strip().split("_")[2] not in audit + listed
+
+
+def test_check_warns_where_callers_without_a_key_see_more_than_a_bound_key(
+    paths: list[str], tmp_path: Path
+) -> None:
+    state = ["--state", str(tmp_path)]
+    call("keys", "create", "shop7", "--scope", "search", "--gallery", "shop-7", *state)
+    found = findings(*paths, *state, code=0)
+    assert found["exposure"]["verdict"] == "warning"
+    assert "KINLENS_ANONYMOUS_SCOPES" in str(found["exposure"])
+    call("keys", "revoke", "shop7", *state)
+    assert "exposure" not in findings(*paths, *state, code=0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["create", "k", "--scope", "search", "--filter", "a = 1"], "name each of them"),
+        (["create", "k", "--scope", "search", "--gallery", "a/b"], "a/b"),
+        (
+            ["create", "k", "--scope", "search", "--gallery", "a", "--filter", "a ="],
+            "cannot be read",
+        ),
+        (["create", "k", "--scope", "search", "--rate", "often"], "600/minute"),
+        (["rotate", "nobody"], "There is no key 'nobody'"),
         (["create", "till", "--scope", "owner"], "'owner' is unknown; write search"),
         (["create", "no name", "--scope", "search"], "name = 'no name'"),
         (["revoke", "nobody"], "There is no key 'nobody'"),

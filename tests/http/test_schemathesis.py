@@ -49,7 +49,9 @@ def target(
     tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Bundle, tiny_gallery: Path
 ) -> Iterator[Target]:
     folder = tmp_path_factory.mktemp("fuzzed")
-    key = KeyStore(folder / "state" / "keys.json").create("fuzz", ["admin"])
+    keys = KeyStore(folder / "state" / "keys.json")
+    key = keys.create("fuzz", ["admin"])
+    keys.create("spare", ["search"])
     items = [
         {"key": f"{n}.png", "data": text_of(encoded(picture(n))), "attributes": attributes_of(n)}
         for n in range(6)

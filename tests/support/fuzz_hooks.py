@@ -43,6 +43,13 @@ def map_path_parameters(_context: Any, path_parameters: Any) -> Any:
 
 
 @schemathesis.hook
+def before_call(_context: Any, case: Any, _sent: Any) -> None:
+    """Not the key that all of this is sent with, whose name GET /keys has shown."""
+    if (case.path_parameters or {}).get("name") == "fuzz":
+        case.path_parameters["name"] = "spare"
+
+
+@schemathesis.hook
 def filter_failure(_context: Any, failure: Any, case: Any, response: Any) -> bool:
     """A batch is answered although a query of it is wrong; 503 is documented."""
     if isinstance(failure, ServerError):

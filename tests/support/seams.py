@@ -28,7 +28,8 @@ from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.rebuild import adopt
 from indexer.live.backup import backup
 from indexer.types import Dump, Entry
-from service.access.keys import FreshKeys, KeyStore, open_keys
+from service.access.audit import AuditLog, Change
+from service.access.keys import FreshKeys, KeyStore, Limits, open_keys
 from service.access.rates import (
     FIRST,
     Account,

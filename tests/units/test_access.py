@@ -1,18 +1,20 @@
 """Keys in one file, kept as hashes; the address that a request comes from."""
 
 import asyncio
+import hashlib
 import hmac
+import json
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from embedder.errors import InvalidParameterError, StateError
-from tests.support.seams import Addresses, FreshKeys, KeyStore, open_keys
+from embedder.errors import InvalidParameterError, KeyNotFoundError, StateError
+from tests.support.seams import Addresses, FreshKeys, KeyStore, Limits, open_keys
 from tests.support.waiting import WAIT_S
 
 
@@ -61,10 +63,12 @@ def test_secrets_are_compared_in_constant_time_also_for_keys_that_do_not_exist(
     real = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", compare)
     assert find(store, text) is not None
-    for wrong in (text[:-8] + "0" * 8, "kl_ffffffff_" + "0" * 64, "garbage"):
+    store.create("rotated", ["search"])
+    old = store.rotate("rotated")
+    for wrong in (text[:-8] + "0" * 8, old[:-8] + "0" * 8, "kl_ffffffff_" + "0" * 64, "garbage"):
         compared.clear()
         assert find(store, wrong) is None
-        assert len(compared) == 1
+        assert len(compared) == 2, "the secret, and the one before a rotation"
         assert all(len(a) == len(b) == 64 for a, b in compared)
 
 
@@ -145,8 +149,65 @@ def test_a_name_that_does_not_fit_or_is_taken_and_no_scope_are_refused(
     store.create("till", ["search"])
     with pytest.raises(InvalidParameterError, match=says):
         store.create(name, scopes)
-    with pytest.raises(InvalidParameterError, match="Known are: till"):
+    with pytest.raises(KeyNotFoundError, match="Known are: till"):
         store.revoke("nobody")
+
+
+def test_files_of_releases_before_limits_are_read_and_keys_without_them_are_written_so(
+    store: KeyStore,
+) -> None:
+    """Such a release must not read a key with limits: it would open everything with it."""
+    known = {"id", "name", "scopes", "digest", "created_at", "expires_at", "revoked_at"}
+    old = {
+        "id": "0123abcd",
+        "name": "old",
+        "scopes": ["search"],
+        "digest": hashlib.sha256(b"f" * 64).hexdigest(),
+        "created_at": "2026-01-01T00:00:00Z",
+        "expires_at": None,
+        "revoked_at": None,
+    }
+    store.path.parent.mkdir()
+    store.path.write_text(json.dumps({"schema_version": 1, "keys": [old]}))
+    assert find(store, f"kl_0123abcd_{'f' * 64}").name == "old"
+    store.create("plain", ["search"])
+    written = json.loads(store.path.read_text())["keys"]
+    assert [one["name"] for one in written] == ["old", "plain"]
+    assert all(one.keys() <= known for one in written)
+    store.create("bound", ["search"], limits=Limits(galleries=("shop",)))
+    assert "limits" in json.loads(store.path.read_text())["keys"][2]
+
+
+def test_a_rotated_key_has_two_secrets_until_the_old_one_ends(store: KeyStore) -> None:
+    first = store.create("till", ["search"], limits=Limits(galleries=("shop",), rate="9/second"))
+    second = store.rotate("till", timedelta(hours=2))
+    keys = [find(store, first), find(store, second)]
+    assert keys[0] == keys[1]
+    assert keys[0].limits.galleries == ("shop",)
+    until = keys[0].old_valid_until(datetime.now(UTC))
+    assert timedelta(hours=1.9) < until - datetime.now(UTC) <= timedelta(hours=2)
+    assert keys[0].old_valid_until(until) is None
+    third = store.rotate("till", timedelta())
+    assert [find(store, text) is not None for text in (first, second, third)] == [
+        False,
+        False,
+        True,
+    ]
+    store.rotate("till")
+    store.revoke("till")
+    assert find(store, third) is None
+    assert "old" not in json.loads(store.path.read_text())["keys"][0]
+    with pytest.raises(KeyNotFoundError, match="nobody"):
+        store.rotate("nobody")
+    for overlap in (timedelta(seconds=-1), timedelta(days=31)):
+        with pytest.raises(InvalidParameterError, match=r"overlap = .* hours"):
+            store.rotate("till", overlap)
+
+
+def test_an_expired_key_gets_no_new_secret(store: KeyStore) -> None:
+    store.create("till", ["search"], datetime.now(UTC) - timedelta(days=1))
+    with pytest.raises(InvalidParameterError, match="has expired"):
+        store.rotate("till")
 
 
 @pytest.mark.parametrize(

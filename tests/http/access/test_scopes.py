@@ -53,6 +53,8 @@ SCOPES: dict[str | None, str] = {
         POST /jobs/train    GET /jobs           GET /jobs/{}        GET /jobs/{}/log
         GET /galleries/{}/duplicates            GET /jobs/options
         POST /jobs/{}/cancel                    POST /jobs/{}/swap  POST /jobs/{}/resume
+        GET /keys           POST /keys          DELETE /keys/{}     POST /keys/{}/rotate
+        GET /audit
     """,
 }
 EXPECTED: dict[tuple[str, str], str | None] = {

@@ -16,7 +16,7 @@ from service.__main__ import app as command
 from service.app import create_app
 from service.settings import Settings
 from tests.support.milvus_server import MilvusServer, started_server
-from tests.support.seams import MilvusStore
+from tests.support.seams import KeyStore, Limits, MilvusStore
 from tests.support.servers import DEFAULTS, Running, run
 from tests.support.shops import Shop, assert_problem
 
@@ -69,6 +69,32 @@ def start(server: MilvusServer, tmp_path: Path) -> Iterator[Callable[..., Shop]]
 def keys(answer: httpx.Response) -> list[str]:
     assert answer.status_code == 200, answer.text
     return [hit["key"] for hit in answer.json()["hits"]]
+
+
+def test_a_key_with_a_filter_sees_its_items_on_milvus_and_changes_none(
+    server: MilvusServer, start: Callable[..., Shop], pictures: list[bytes], tmp_path: Path
+) -> None:
+    publish(server, "tenants", FakeEmbedder())
+    shop = start("tenants", state=tmp_path / "state")
+    shop.put({"own": pictures[0], "own/2": pictures[1]}, tenant=7)
+    shop.put({"rival": pictures[2]}, tenant=8, secret="yes")
+    limits = Limits(galleries=("shop",), filter="tenant = 7")
+    text = KeyStore(tmp_path / "state" / "keys.json").create("seven", ["write"], limits=limits)
+    headers, client = {"authorization": f"Bearer {text}"}, shop.client
+    image = [("image", ("x.png", pictures[2], "image/png"))]
+    found = client.post("/search", files=image, headers=headers)
+    assert sorted(keys(found)) == ["own", "own/2"]
+    detail = client.get(shop.url, headers=headers).json()
+    assert detail["size"] == 2
+    assert [one["name"] for one in detail["attributes"]] == ["tenant"]
+    assert client.get(f"{shop.url}/items", headers=headers).json()["total"] == 2
+    hidden = client.get(f"{shop.url}/items/by-key/rival", headers=headers)
+    assert_problem(hidden, 404, "unknown-item")
+    change = {"changes": {"own": {"price": 1}}}
+    refused = client.patch(f"{shop.url}/items", json=change, headers=headers)
+    assert "no transactions" in assert_problem(refused, 403, "not-allowed")["detail"]
+    refused = client.delete(f"{shop.url}/items/by-key/own", headers=headers)
+    assert_problem(refused, 403, "not-allowed")
 
 
 def test_items_are_put_found_changed_and_removed_by_every_replica(

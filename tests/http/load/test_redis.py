@@ -7,6 +7,7 @@ import pytest
 import redis
 
 from embedder.fake import FakeEmbedder
+from tests.support.seams import KeyStore, Limits
 
 pytestmark = pytest.mark.redis
 CALM_MS = 5_000  # for tests of everything but the timeout, on a busy machine
@@ -113,3 +114,22 @@ def test_values_that_were_swapped_between_keys_are_ignored(
     service = start_shared()
     assert service.search(pictures[0]).json()["hits"][0]["id"] == 0
     assert hits_by_level(service, "invalid") == 2
+
+
+def test_the_units_of_a_day_are_counted_for_all_processes_together(
+    start_shared, redis_server, pictures, tmp_path
+) -> None:
+    """Its units outlive a restart, and an outage of Redis refuses no caller."""
+    store = KeyStore(tmp_path / "keys.json")
+    sent = {"X-API-Key": store.create("shop7", ["search"], limits=Limits(daily_units=4))}
+    services = [start_shared(state=tmp_path), start_shared(state=tmp_path)]
+
+    def ask(service: Any) -> int:
+        files = {"image": pictures[0]}
+        return int(service.client.post("/search", headers=sent, files=files).status_code)
+
+    assert [ask(services[n % 2]) for n in range(5)] == [200, 200, 200, 200, 429]
+    later = start_shared(state=tmp_path)
+    assert ask(later) == 429
+    redis_server.kill()
+    assert [ask(later) for _ in range(5)] == [200, 200, 200, 200, 429], "by its own count"

@@ -1,0 +1,195 @@
+"""Who changed what: one line of JSON for each change, in STATE/audit.jsonl.
+
+    route: note(...) ─► gate, before the answer ─► thread ─► lock, append ─► audit.jsonl
+                                                                │ full
+                                                                ▼
+                                         audit.jsonl.1 … .7, the oldest is removed
+
+A line names the key and the gallery and counts the items. It has no secret, no key or attribute of
+an item, and no picture. Any number of processes may write.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, MutableMapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import structlog
+from pydantic import ValidationError
+
+from embedder.durable import exclusive, make_folder
+from embedder.errors import StateError
+from service.models import AuditEntry
+
+AUDIT_FILE = "audit.jsonl"
+KEPT_FILES = 8
+"""Files of the log, the one that is written included."""
+
+FILE_BYTES = 8 * 2**20
+"""From this size on a file is full."""
+
+_STEP = "audit"
+_SHOWN = 80
+_TAIL_BYTES = 4_096  # a line is shorter: every text in it is cut
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change, or an attempt at one that was refused.
+
+    by: the name of the key, `anonymous` or `command line`; key_id: its public digits. client: the
+    address, as in the log of requests. action: method and template of the address, or the command.
+    target: what was changed, such as the name of a key or the id of a job. affected: items, keys or
+    queries that were changed; None where that is not known.
+    """
+
+    action: str
+    by: str
+    status: int
+    key_id: str | None = None
+    client: str | None = None
+    gallery: str | None = None
+    target: str | None = None
+    affected: int | None = None
+    request_id: str | None = None
+
+
+def note(
+    state: MutableMapping[str, Any],
+    *,
+    affected: int | None = None,
+    gallery: str | None = None,
+    target: str | None = None,
+) -> None:
+    """Say for the audit log what the request with this state changes; the last values count."""
+    fields = {"affected": affected, "gallery": gallery, "target": target}
+    known = state.get("change", {})
+    state["change"] = known | {name: value for name, value in fields.items() if value is not None}
+
+
+class AuditLog:
+    """The log in the folder `state`. Thread safe."""
+
+    def __init__(
+        self, state: Path, *, file_bytes: int = FILE_BYTES, kept_files: int = KEPT_FILES
+    ) -> None:
+        self.path = state / AUDIT_FILE
+        self._file_bytes = file_bytes
+        self._kept_files = kept_files
+
+    def add(self, change: Change) -> None:
+        """Append a change. If the disk does not take it, it is a warning in the log instead."""
+        try:
+            self._append(_cut(change))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            warn(change, reason)
+
+    def newest(self, limit: int, before: int | None = None) -> list[AuditEntry]:
+        """Up to `limit` lines, newest first, of those with numbers below `before`; damaged lines
+        are left out. Raises: StateError.
+        """
+        found: list[AuditEntry] = []
+        for path in self._files():
+            for line in _lines(path):
+                if before is None or line.number < before:
+                    found.append(line)
+                    before = line.number  # files may be renamed while this reads
+                if len(found) == limit:
+                    return found
+        return found
+
+    def _append(self, fields: dict[str, Any]) -> None:
+        make_folder(self.path.parent, _STEP)
+        with exclusive(self.path.with_name(f".{AUDIT_FILE}.lock"), wait=True):
+            last, size = self._last_number()
+            if size >= self._file_bytes:
+                self._rotate()
+            line = {"number": last + 1, "time": _now(), **fields}
+            text = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode()
+            self._write(text + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        """All of it, or nothing if the disk is full in the middle."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        descriptor = os.open(self.path, flags, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line  # a power loss has cut the last line short
+            try:
+                written = os.write(descriptor, line)
+                if written < len(line):
+                    raise OSError(None, "the disk is full")
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+
+    def _last_number(self) -> tuple[int, int]:
+        """The number of the last line, and how large the file is that it is in."""
+        for path in self._files():
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _TAIL_BYTES))
+                for line in _parsed(file.read()):
+                    return line.number, size if path == self.path else 0
+        return 0, 0
+
+    def _rotate(self) -> None:
+        names = [self.path, *(self._old(number) for number in range(1, self._kept_files))]
+        for newer, older in reversed([*pairwise(names)]):
+            with contextlib.suppress(FileNotFoundError):
+                newer.replace(older)
+
+    def _old(self, number: int) -> Path:
+        return self.path.with_name(f"{AUDIT_FILE}.{number}")
+
+    def _files(self) -> list[Path]:
+        """Those that exist, newest first."""
+        paths = [self.path, *(self._old(number) for number in range(1, self._kept_files))]
+        return [path for path in paths if path.is_file()]
+
+
+def _cut(change: Change) -> dict[str, Any]:
+    """As it is written: no text is long, whoever sent it."""
+    return {
+        name: value[:_SHOWN] if isinstance(value, str) else value
+        for name, value in asdict(change).items()
+        if value is not None
+    }
+
+
+def _lines(path: Path) -> Iterator[AuditEntry]:
+    """The lines of a file, newest first. Raises: StateError."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:  # rotated at this moment
+        return
+    except OSError as error:
+        raise StateError(
+            f"The audit log {path} cannot be read ({error.strerror}). Let this user read it."
+        ) from error
+    yield from _parsed(content)
+
+
+def _parsed(content: bytes) -> Iterator[AuditEntry]:
+    for text in reversed(content.splitlines()):
+        with contextlib.suppress(ValidationError):
+            yield AuditEntry.model_validate_json(text)
+
+
+def warn(change: Change, reason: str) -> None:
+    """The change has happened, so the log of the service gets its line instead."""
+    fields = {f"change_{name}": value for name, value in _cut(change).items()}
+    structlog.get_logger().warning("audit log not written", reason=reason, **fields)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

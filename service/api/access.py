@@ -1,0 +1,175 @@
+"""API keys and the audit log over HTTP, for keys that are bound to nothing."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, TypeVar
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from pydantic import BaseModel, Field, field_validator
+
+from embedder import errors
+from service.access import keys
+from service.access.audit import AuditLog, note
+from service.access.keys import MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
+from service.api.galleries import Service
+from service.http.openapi import problems
+from service.models import Audit, KeyModel, Keys, NewKey
+from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
+from service.runtime import Runtime
+
+T = TypeVar("T")
+_MAX_DAYS = 3_650
+_MAX_ENTRIES = 1_000
+_HOUR = timedelta(hours=1)
+_STATE = (
+    KINDS[errors.StateMissingError],
+    KINDS[errors.StateError],
+    KINDS[errors.InvalidParameterError],
+    KINDS[errors.DeadlineExceededError],
+    KINDS[errors.OverloadedError],
+)
+_CHANGES = (*_STATE, BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW)
+_UNKNOWN = KINDS[errors.KeyNotFoundError]
+_NO_STORE = {"Cache-Control": "no-store"}
+
+Name = Annotated[str, Path(max_length=64, description="The name of a key.")]
+router = APIRouter()
+
+
+class KeyRequest(Limits):
+    """A key to be made."""
+
+    name: Annotated[str, Field(max_length=64, description="What the key is for.")]
+    scopes: Annotated[list[keys.Scope], Field(min_length=1)]
+    expires_days: Annotated[
+        int | None, Field(ge=1, le=_MAX_DAYS, description="Days until it ends; null: never.")
+    ] = None
+
+
+class RotateRequest(BaseModel):
+    """How a key gets its new secret."""
+
+    model_config = {"extra": "forbid"}
+
+    overlap_hours: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=MAX_OVERLAP / _HOUR,
+            allow_inf_nan=False,
+            description="How long the last secret stays valid.",
+        ),
+    ] = OVERLAP / _HOUR
+
+    @field_validator("overlap_hours", mode="before")
+    @classmethod
+    def _is_number(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError("overlap_hours must be a number; use digits.")
+        return value
+
+
+@router.get("/keys", responses=problems(*_STATE), summary="List API keys")
+async def list_keys(runtime: Service) -> Keys:
+    """Every key without its secret, also the revoked and expired ones, oldest first."""
+    found = await _changed(runtime, lambda store: store.list())
+    return Keys(keys=[_model(key) for key in found])
+
+
+@router.post("/keys", status_code=201, responses=problems(*_CHANGES), summary="Create an API key")
+async def create_key(
+    runtime: Service, new: KeyRequest, request: Request, response: Response
+) -> NewKey:
+    """Make a key; its text is in this answer alone."""
+    note(request.scope["state"], target=new.name)
+    ends = new.expires_days
+    expires_at = None if ends is None else datetime.now(UTC) + timedelta(days=ends)
+    limits = Limits(**new.model_dump(include=set(Limits.model_fields)))
+
+    def create(store: KeyStore) -> NewKey:
+        return _with_text(store, store.create(new.name, new.scopes, expires_at, limits))
+
+    made = await _changed(runtime, create)
+    note(request.scope["state"], affected=1)
+    response.headers.update(_NO_STORE)
+    return made
+
+
+@router.delete("/keys/{name}", responses=problems(*_STATE, _UNKNOWN), summary="Revoke an API key")
+async def revoke_key(runtime: Service, name: Name, request: Request) -> KeyModel:
+    """End a key with all its secrets, in every process within a second."""
+    note(request.scope["state"], target=name)
+    revoked = await _changed(runtime, lambda store: store.revoke(name))
+    note(request.scope["state"], affected=1)
+    return _model(revoked)
+
+
+@router.post(
+    "/keys/{name}/rotate",
+    responses=problems(*_CHANGES, _UNKNOWN),
+    summary="Give an API key a new secret",
+)
+async def rotate_key(
+    runtime: Service,
+    name: Name,
+    request: Request,
+    response: Response,
+    how: RotateRequest | None = None,
+) -> NewKey:
+    """The new text is in this answer alone. The last one stays valid for `overlap_hours`, one
+    before that ends now. Name, scopes, limits and counters stay.
+    """
+    note(request.scope["state"], target=name)
+    overlap = (how or RotateRequest()).overlap_hours * _HOUR
+    made = await _changed(runtime, lambda store: _with_text(store, store.rotate(name, overlap)))
+    note(request.scope["state"], affected=1)
+    response.headers.update(_NO_STORE)
+    return made
+
+
+@router.get("/audit", responses=problems(*_STATE), summary="Who changed what")
+async def audit(
+    runtime: Service,
+    limit: Annotated[int, Query(ge=1, le=_MAX_ENTRIES)] = 100,
+    before: Annotated[
+        int | None, Query(ge=0, le=2**63 - 1, description="Only entries with lower numbers.")
+    ] = None,
+) -> Audit:
+    """The changes of this service, newest first, and attempts that were refused with 403."""
+    log = _log_of(runtime)
+    found = await runtime.read("the audit log", lambda: log.newest(limit, before))
+    return Audit(entries=found)
+
+
+async def _changed(runtime: Runtime, work: Callable[[KeyStore], T]) -> T:
+    """What `work` does with the file of keys, which has a lock that may be waited for."""
+    store = runtime.keys
+    if store is None:
+        raise errors.StateMissingError(
+            "The service has no folder to keep keys in. Start it with --state DIR."
+        )
+    return await runtime.read("or writing the keys", lambda: work(store), "feedback")
+
+
+def _log_of(runtime: Runtime) -> AuditLog:
+    if runtime.audit is None:
+        raise errors.StateMissingError(
+            "The service has no folder to keep an audit log in. Start it with --state DIR."
+        )
+    return runtime.audit
+
+
+def _with_text(store: KeyStore, text: str) -> NewKey:
+    [key] = [key for key in store.list() if key.id == text.split("_")[1]]
+    return NewKey(text=text, key=_model(key))
+
+
+def _model(key: Key) -> KeyModel:
+    now = datetime.now(UTC)
+    shown = ("id", "name", "scopes", "created_at", "expires_at", "revoked_at", "rotated_at")
+    return KeyModel(
+        **{name: getattr(key, name) for name in shown},
+        **key.limits.model_dump(),
+        state=key.state(now),
+        old_until=key.old_valid_until(now),
+    )

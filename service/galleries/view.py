@@ -1,0 +1,279 @@
+"""A gallery as a caller sees it whose key has a filter: only items that fit exist in it.
+
+Every read adds the filter to what was asked, and every count is of what it leaves. Every change is
+limited to items that fit and still fit afterwards, in the transaction of the change. What depends
+on other items is omitted: the index, the calibration. Four things are shared by all items of a
+gallery and stay so: keys are unique, ids are counted over all, an attribute has one kind, and each
+change makes another version.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.errors import AccessError, FilterError, InvalidParameterError, ItemNotFoundError
+from embedder.types import AttributeKind, AttributeValue, Embeddings, Hit, ItemId
+from indexer.filters.tree import (
+    And,
+    Exists,
+    Filter,
+    check_attribute,
+    check_boosted,
+    check_grouped,
+)
+from indexer.gallery import Gallery, GalleryFacts, MilvusStore
+from indexer.types import (
+    AttributeFacts,
+    Entry,
+    Facet,
+    Group,
+    Grouping,
+    Item,
+    Page,
+    SearchOptions,
+    SortBy,
+    Written,
+    no_item,
+    no_key,
+)
+
+Schema = Mapping[str, AttributeKind]
+
+
+class GalleryView:
+    """The items of `whole` that fit `where`. It has the methods of a gallery that a service calls.
+
+    While no item of the gallery ever had an attribute of the filter, nothing fits it.
+    """
+
+    def __init__(self, whole: Gallery | MilvusStore, where: Filter) -> None:
+        self.whole = whole
+        self.where = where
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    @property
+    def dim(self) -> int:
+        return self.whole.dim
+
+    @property
+    def bundle_id(self) -> str:
+        return self.whole.bundle_id
+
+    @property
+    def precision(self) -> str:
+        return self.whole.precision
+
+    @property
+    def generation(self) -> str:
+        return self.whole.generation
+
+    @property
+    def version(self) -> str:
+        return self.whole.version
+
+    @property
+    def created_at(self) -> str:
+        return self.whole.created_at
+
+    @property
+    def image_root(self) -> Path:
+        return self.whole.image_root
+
+    @property
+    def size(self) -> int:
+        return self.page(0, 0).total
+
+    def admit(self, precision: str) -> None:
+        self.whole.admit(precision)
+
+    def schema(self) -> Schema:
+        return self.whole.schema()
+
+    def calibration(self) -> None:
+        """None: the curve is fitted to all items."""
+
+    def facts(self) -> GalleryFacts:
+        """Without the index, whose sizes count all items."""
+        left = {"size": self.size, "delta": 0, "tombstones": 0}
+        hidden = {"compaction_due": None, "segment": None}
+        return self.whole.facts().model_copy(update=left | hidden)
+
+    def attribute_facts(self) -> tuple[AttributeFacts, ...]:
+        """Of the attributes that an item of the view has."""
+        if not self._is_known():
+            return ()
+        return tuple(
+            facts
+            for facts in self.whole.attribute_facts(self.where)
+            if facts.values or facts.minimum is not None or self._has(facts.name)
+        )
+
+    def held(self, sha256s: Sequence[str]) -> set[str]:
+        """Which of these contents some item has, of all: pictures are kept once for all."""
+        return self.whole.held(sha256s)
+
+    def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        """As of the whole gallery: the vector of a picture is the same for everybody."""
+        return self.whole.vectors_of_contents(sha256s)
+
+    def item(self, item_id: ItemId) -> Item:
+        found = self.whole.item(item_id)
+        if not self.where.matches(found.attributes):
+            raise ItemNotFoundError(no_item(self.name, item_id))
+        return found
+
+    def stored(self, keys: Sequence[str]) -> dict[str, Item]:
+        found = self.whole.stored(keys)
+        return {key: item for key, item in found.items() if self.where.matches(item.attributes)}
+
+    def entries(self, keys: Sequence[str]) -> list[Entry]:
+        known = self.stored(keys)
+        for key in keys:
+            if key not in known:
+                raise ItemNotFoundError(no_key(key))
+        found = self.whole.entries(keys)
+        for entry in found:
+            if not self.where.matches(entry.attributes):  # changed since it was looked up
+                raise ItemNotFoundError(no_key(entry.key))
+        return found
+
+    def page(
+        self,
+        offset: int,
+        limit: int,
+        where: Filter | None = None,
+        prefix: str = "",
+        after: ItemId = -1,
+        sort_by: SortBy | None = None,
+    ) -> Page:
+        if where is not None:
+            self._check(where.check)
+        if sort_by is not None:
+            self._check_name(sort_by.attribute, "sort by")
+        if not self._is_known():
+            return Page(0, [], None)
+        return self.whole.page(offset, limit, self._with(where), prefix, after, sort_by)
+
+    def search(
+        self, queries: Embeddings, k: int, options: SearchOptions | None = None
+    ) -> list[list[Hit]]:
+        limited = self._limited(options)
+        if limited is None:
+            return [[] for _ in queries]
+        return self.whole.search(queries, k, limited)
+
+    def search_groups(
+        self,
+        queries: Embeddings,
+        k: int,
+        grouping: Grouping,
+        options: SearchOptions | None = None,
+    ) -> list[list[Group]]:
+        limited = self._limited(options)
+        if limited is None:
+            return [[] for _ in queries]
+        self._check(lambda schema: check_grouped(grouping.by, schema))
+        return self.whole.search_groups(queries, k, grouping, limited)
+
+    def facets(
+        self,
+        names: Sequence[str],
+        query: Embeddings | None = None,
+        options: SearchOptions | None = None,
+        prefix: str = "",
+    ) -> dict[str, Facet]:
+        limited = self._limited(options)
+        if limited is None:
+            return {name: Facet() for name in names}
+        for name in names:
+            self._check_name(name, "count")
+        return self.whole.facets(names, query, limited, prefix)
+
+    def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
+        return self._changeable().add(entries, owned, self.where)
+
+    def update(self, changes: Mapping[str, Mapping[str, AttributeValue | None]]) -> int:
+        return self._changeable().update(changes, self.where)
+
+    def update_where(self, where: Filter, change: Mapping[str, AttributeValue | None]) -> int:
+        whole = self._changeable()
+        self._check(where.check)
+        if not self._is_known():
+            return 0
+        return whole.update_where(self._with(where), change, self.where)
+
+    def remove(self, keys: Iterable[str], *, keep: Iterable[str] = ()) -> int:
+        return self._changeable().remove(keys, keep=keep, within=self.where)
+
+    def remove_items(self, ids: Iterable[ItemId]) -> int:
+        return self._changeable().remove_items(ids, self.where)
+
+    def remove_where(self, where: Filter) -> int:
+        whole = self._changeable()
+        self._check(where.check)
+        return whole.remove_where(self._with(where)) if self._is_known() else 0
+
+    def restore(self, keys: Iterable[str]) -> list[Item]:
+        return self._changeable().restore(keys, self.where)
+
+    def _changeable(self) -> Gallery:
+        if isinstance(self.whole, Gallery):
+            return self.whole
+        raise AccessError(
+            f"Gallery {self.name} is on Milvus, which has no transactions in which the filter of a "
+            "key could be checked. Change it with a key that was made without --filter."
+        )
+
+    def _with(self, where: Filter | None) -> Filter:
+        return self.where if where is None else And((self.where, where))
+
+    def _limited(self, options: SearchOptions | None) -> SearchOptions | None:
+        """The options with the filter; None if nothing fits it. Raises: FilterError,
+        InvalidParameterError.
+        """
+        options = options or SearchOptions()
+        where, boost, sort_by = options.where, options.boost, options.sort_by
+        if where is not None:
+            self._check(where.check)
+        if boost is not None:
+            self._check(lambda schema: check_boosted(boost.attribute, schema))
+            if boost.low is None:
+                raise InvalidParameterError(
+                    f"boost = {boost.attribute}:{boost.weight:g} scales by the range in the whole "
+                    "gallery, of which this key sees a part. Send NAME:WEIGHT:FROM:TO."
+                )
+        if sort_by is not None:
+            self._check_name(sort_by.attribute, "sort by")
+        return replace(options, where=self._with(where)) if self._is_known() else None
+
+    def _is_known(self) -> bool:
+        """Whether the gallery has ever had the attributes of the filter, in these kinds."""
+        try:
+            self.where.check(self.whole.schema())
+        except FilterError:
+            return False
+        return True
+
+    def _check(self, check: Callable[[Schema], None]) -> None:
+        """Do `check` with the schema. Raises: FilterError naming only what the view has."""
+        schema = self.whole.schema()
+        if not schema:
+            return
+        try:
+            check(schema)
+        except FilterError:
+            seen = {facts.name: facts.kind for facts in self.attribute_facts()}
+            check(seen)
+            raise
+
+    def _check_name(self, name: str, purpose: str) -> None:
+        self._check(lambda schema: check_attribute(name, schema, purpose))
+
+    def _has(self, name: str) -> bool:
+        return self.page(0, 0, Exists(name)).total > 0

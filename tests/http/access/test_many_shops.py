@@ -1,0 +1,603 @@
+"""Many shops in one service: a bound key meets nothing of the others, whatever it asks for."""
+
+import contextlib
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.seams import KeyStore, Limits, RouteTable
+from tests.support.shops import Shop, assert_problem, base64_of, sha256, start_shop
+from tests.support.waiting import until
+from tests.tiny import encoded, picture
+
+MINE, THEIRS, NOWHERE = "shop-7", "zz-rival", "zz-nought"
+OWN, HIDDEN, NO_KEY = "own/0", "rival/hidden", "rival/nought"
+NO_ID, NO_SHA, NO_JOB = 987_654, "f" * 64, "0123456789ab"
+MARKS = ("rivalvalue", "rivalattribute", "rivalkey", "rivallabel")
+"""In everything that others have; no request has any of them."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a request is about."""
+
+    gallery: str
+    item: int
+    key: str
+    sha256: str
+    job: str
+    answer_id: str
+
+    def path(self, template: str) -> str:
+        parts = {"name": self.gallery, "item_id": self.item, "key": self.key}
+        parts |= {"key:item_key": self.key, "key:path": self.key, "sha256": self.sha256}
+        parts |= {"job_id": self.job}
+        return re.sub(r"\{([^}]+)\}", lambda found: str(parts[found[1]]), template)
+
+
+Body = Callable[[Aim], dict[str, Any]]
+IMAGE = encoded(picture(90))
+
+
+def form(**fields: str) -> dict[str, Any]:
+    parts: list[Any] = [("image", ("x.png", IMAGE, "image/png"))]
+    return {"files": parts + [(name, (None, text)) for name, text in fields.items()]}
+
+
+def nothing(_: Aim) -> dict[str, Any]:
+    return {}
+
+
+def every(routes: tuple[str, ...], bodies: list[Body]) -> dict[str, list[Body]]:
+    return {route: [*bodies] for route in routes}
+
+
+ASKED: dict[str, list[Body]] = {
+    **every(("GET /", "GET /admin", "GET /docs", "GET /openapi.json"), [nothing]),
+    **every(("GET /live", "GET /startup", "GET /metrics", "GET /ui/"), [nothing]),
+    "GET /ready": [nothing, lambda aim: {"params": {"gallery": aim.gallery}}],
+    "POST /search": [
+        lambda aim: form(gallery=aim.gallery),
+        lambda aim: form(k="50"),
+        lambda aim: form(filter='rivalname = "x"'),
+        lambda aim: form(filter="tenant = 8"),
+        lambda aim: form(sort_by="rivalname"),
+        lambda aim: form(facets="tenant"),
+        lambda aim: form(group_by="tenant", k="50"),
+        lambda aim: form(distinct="near", k="50"),
+        lambda aim: {"json": {"positives": [aim.key], "k": 50}},
+        lambda aim: {"json": {"positives": [OWN], "negatives": [aim.key]}},
+    ],
+    "POST /search/batch": [
+        lambda aim: {
+            "json": {
+                "queries": [
+                    {"images": [{"data": base64_of(IMAGE)}], "gallery": aim.gallery},
+                    {"positives": [aim.key]},
+                    {"images": [{"data": base64_of(IMAGE)}], "k": 50},
+                ]
+            }
+        }
+    ],
+    "POST /feedback": [
+        lambda aim: {
+            "json": {"answer_id": aim.answer_id, "item": aim.key, "action": "clicked"},
+        }
+    ],
+    "GET /galleries": [nothing],
+    "POST /galleries": [lambda aim: {"json": {"name": aim.gallery}}],
+    "GET /galleries/{name}": [nothing],
+    "DELETE /galleries/{name}": [nothing],
+    "GET /galleries/{name}/feedback": [nothing, lambda _: {"params": {"format": "json"}}],
+    "GET /galleries/{name}/duplicates": [nothing],
+    "GET /galleries/{name}/items": [
+        nothing,
+        lambda _: {"params": {"filter": "tenant = 8"}},
+        lambda _: {"params": {"filter": 'rivalname = "x"'}},
+        lambda _: {"params": {"sort_by": "tenant", "facets": "tenant"}},
+        lambda _: {"params": {"key_prefix": "rival"}},
+    ],
+    "PUT /galleries/{name}/items": [
+        lambda aim: {"json": {"items": [{"key": "new", "data": base64_of(IMAGE)}]}},
+        lambda aim: form(key="new", attributes='{"tenant": 8}'),
+    ],
+    "PATCH /galleries/{name}/items": [
+        lambda aim: {"json": {"changes": {aim.key: {"price": 1}}}},
+        lambda aim: {"json": {"filter": "tenant = 8", "set": {"price": 1}}},
+    ],
+    "DELETE /galleries/{name}/items": [lambda aim: {"params": {"key": [aim.key]}}],
+    "POST /galleries/{name}/items/delete": [
+        lambda aim: {"json": {"keys": [aim.key]}},
+        lambda aim: {"json": {"filter": "tenant = 8"}},
+        lambda aim: {"json": {"keys": ["no-such-key"], "keep": [aim.key]}},
+    ],
+    "POST /galleries/{name}/items/restore": [
+        lambda aim: {"json": {"keys": [aim.key, "rival/gone"]}}
+    ],
+    **every(
+        (
+            "GET /galleries/{name}/items/{item_id}",
+            "DELETE /galleries/{name}/items/{item_id}",
+            "GET /galleries/{name}/items/{item_id}/similar",
+            "GET /galleries/{name}/items/by-key/{key:item_key}",
+            "DELETE /galleries/{name}/items/by-key/{key:item_key}",
+            "GET /galleries/{name}/items/by-key/{key:path}/similar",
+        ),
+        [nothing],
+    ),
+    "PATCH /galleries/{name}/items/by-key/{key:item_key}": [lambda _: {"json": {"price": 1}}],
+    **every(
+        (
+            "GET /galleries/{name}/items/{item_id}/image",
+            "GET /galleries/{name}/items/by-key/{key:path}/image",
+        ),
+        [nothing, lambda _: {"params": {"size": 160}}],
+    ),
+    **every(
+        (
+            "POST /galleries/{name}/items/{item_id}/explain",
+            "POST /galleries/{name}/items/by-key/{key:path}/explain",
+        ),
+        [lambda _: form()],
+    ),
+    "GET /galleries/{name}/golden": [nothing],
+    "POST /galleries/{name}/golden": [lambda _: form(label='{"no_match": true}')],
+    "DELETE /galleries/{name}/golden/{sha256}": [nothing],
+    "GET /galleries/{name}/golden/{sha256}/image": [nothing],
+    "POST /galleries/{name}/golden/run": [nothing],
+    "GET /galleries/{name}/golden/runs": [nothing],
+    "POST /galleries/{name}/compact": [nothing],
+    "POST /galleries/{name}/swap": [
+        lambda aim: {"json": {"with": MINE}},
+        lambda aim: {"json": {"with": aim.gallery}},
+    ],
+    "POST /galleries/{name}/rebuild": [lambda _: {"json": {"bundle_id": "f" * 64}}],
+    "POST /jobs/train": [lambda aim: {"json": {"job": "shop", "gallery": aim.gallery}}],
+    **every(("GET /jobs", "GET /jobs/options", "GET /jobs/{job_id}"), [nothing]),
+    **every(("GET /jobs/{job_id}/log", "POST /jobs/{job_id}/cancel"), [nothing]),
+    **every(("POST /jobs/{job_id}/swap", "POST /jobs/{job_id}/resume"), [nothing]),
+    "GET /keys": [nothing],
+    "POST /keys": [lambda aim: {"json": {"name": "mole", "scopes": ["admin"]}}],
+    "DELETE /keys/{name}": [nothing],
+    "POST /keys/{name}/rotate": [nothing],
+    "GET /audit": [nothing],
+}
+"""What is asked at each route. A new route needs a row: what does a bound key meet there?"""
+
+OF_THE_SERVICE = {
+    *("GET /metrics", "GET /jobs/options", "GET /jobs/{job_id}/log", "POST /jobs/train"),
+    *("POST /galleries/{name}/rebuild", "POST /jobs/{job_id}/swap", "POST /jobs/{job_id}/resume"),
+    *("GET /keys", "POST /keys", "DELETE /keys/{name}", "POST /keys/{name}/rotate", "GET /audit"),
+}
+"""Refused to every bound key."""
+
+OF_GALLERIES = {
+    *("POST /galleries", "DELETE /galleries/{name}", "POST /galleries/{name}/compact"),
+    *("POST /galleries/{name}/swap", "GET /galleries/{name}/feedback", "GET /jobs"),
+    *("GET /galleries/{name}/duplicates", "GET /jobs/{job_id}", "POST /jobs/{job_id}/cancel"),
+    *("GET /galleries/{name}/golden", "POST /galleries/{name}/golden"),
+    *("DELETE /galleries/{name}/golden/{sha256}", "GET /galleries/{name}/golden/{sha256}/image"),
+    *("POST /galleries/{name}/golden/run", "GET /galleries/{name}/golden/runs"),
+}
+"""Refused to a key with a filter: they are about all items."""
+
+
+class Market:
+    """A service with two shops, of which one shares its gallery with another tenant."""
+
+    def __init__(self, shop: Shop, store: KeyStore) -> None:
+        self.shop, self.client, self.store = shop, shop.client, store
+        secret = {"rivalattribute": "rivalvalue", "price": 777}
+        for name in (MINE, THEIRS):
+            shop.create(name)
+        shop.put({OWN: encoded(picture(1)), "own/1": encoded(picture(2))}, MINE, tenant=7, price=5)
+        shop.put({"own/2": encoded(picture(3))}, MINE, tenant=7, colour="red")
+        hidden = {HIDDEN: encoded(picture(4)), "rivalkey/1": encoded(picture(5))}
+        shop.put(hidden, MINE, tenant=8, **secret)
+        theirs = {HIDDEN: encoded(picture(6)), "rivalkey/2": encoded(picture(7))}
+        shop.put(theirs, THEIRS, tenant=8, **secret)
+        shop.put({"rival/gone": encoded(picture(8))}, MINE, tenant=8, **secret)
+        self.client.delete(f"/galleries/{MINE}/items", params={"key": "rival/gone"})
+        for name in (MINE, THEIRS):
+            label = {"label": (None, '{"no_match": true}'), "name": (None, "rivallabel")}
+            image = {"image": ("x.png", encoded(picture(9)), "image/png")}
+            answer = self.client.post(f"/galleries/{name}/golden", files=label | image)
+            answer.raise_for_status()
+        job = self.client.post(f"/galleries/{THEIRS}/compact").json()["id"]
+        answer = shop.running.search(IMAGE, gallery=THEIRS).json()
+        self.answers = {
+            name: shop.running.search(IMAGE, gallery=name).json()["answer_id"]
+            for name in (MINE, THEIRS)
+        }
+        said = {"answer_id": answer["answer_id"], "item": "rivalkey/2", "action": "bought"}
+        self.client.post("/feedback", json=said).raise_for_status()
+        sha = sha256(encoded(picture(9)))
+        self.foreign = Aim(THEIRS, self.number(THEIRS), HIDDEN, sha, job, self.answers[THEIRS])
+        self.hidden = replace(
+            self.foreign, gallery=MINE, item=self.number(MINE), answer_id=self.answers[MINE]
+        )
+
+        self.given = self.content()
+
+    def number(self, gallery: str) -> int:
+        found = self.client.get(f"/galleries/{gallery}/items/by-key/{HIDDEN}").json()
+        return int(found["id"])
+
+    def key(self, name: str, scope: Any = "admin", **limits: Any) -> dict[str, str]:
+        """The headers of a new key."""
+        text = self.store.create(name, [scope], limits=Limits(**limits))
+        return {"authorization": f"Bearer {text}"}
+
+    def ask(self, route: str, body: Body, aim: Aim, headers: Mapping[str, str]) -> httpx.Response:
+        method, template = route.split(" ")
+        path = aim.path(template if template != "/ui/" else "/ui/shared/api.js")
+        return self.client.request(method, path, headers=dict(headers), **body(aim))
+
+    def content(self) -> Any:
+        """All that the others have, as the operator sees it."""
+        pages = [self.client.get(f"/galleries/{THEIRS}/items").json()]
+        pages += [self.client.get(f"/galleries/{MINE}/items?filter=tenant%3D8").json()]
+        golden = self.client.get(f"/galleries/{THEIRS}/golden").json()
+        feedback = self.client.get(f"/galleries/{THEIRS}/feedback").text
+        return (
+            pages,
+            golden,
+            feedback,
+            [key.name for key in self.store.list() if key.name == "mole"],
+        )
+
+
+@pytest.fixture(scope="module")
+def market(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Market]:
+    state = tmp_path_factory.mktemp("state")
+    shop = start_shop(state, create=False, feedback="pairs")
+    with contextlib.closing(shop):
+        yield Market(shop, KeyStore(state / "keys.json"))
+
+
+@pytest.fixture(scope="module")
+def bound(market: Market) -> dict[str, str]:
+    """Bound to one gallery, which it sees whole."""
+    return market.key("bound", galleries=(MINE,))
+
+
+@pytest.fixture(scope="module")
+def filtered(market: Market) -> dict[str, str]:
+    """Bound to some items of one gallery."""
+    return market.key("filtered", galleries=(MINE,), filter="tenant = 7")
+
+
+def comparable(answer: httpx.Response, *names: str) -> Any:
+    """An answer without what differs between any two, and without what was asked for."""
+    text = answer.text
+    for name in sorted(names, key=len, reverse=True):
+        text = text.replace(name, "NAME")
+    text = re.sub(r'"timings_ms":{[^}]*}', "", text)
+    varied = "request_id|cached|answer_id|version|gallery_version|free_memory_mb|queue_depth"
+    text = re.sub(rf'"({varied})":[^,}}]*', "", text)
+    headers = {name for name in answer.headers if name not in ("date", "content-length")}
+    return answer.status_code, text, headers
+
+
+def test_each_route_has_a_row_that_says_what_a_bound_key_meets(market: Market) -> None:
+    served = RouteTable(market.shop.running.app.routes).served
+    assert {f"{one.method} {one.template}" for one in served if one.method != "HEAD"} == {*ASKED}
+    of = {f"{one.method} {one.template}": one.rule.reach for one in served if one.method != "HEAD"}
+    assert {route for route, reach in of.items() if reach == "service"} == OF_THE_SERVICE
+    assert {route for route, reach in of.items() if reach == "galleries"} == OF_GALLERIES
+
+
+@pytest.mark.parametrize("route", ASKED)
+def test_a_foreign_gallery_is_answered_as_one_that_does_not_exist(
+    market: Market, bound: dict[str, str], route: str
+) -> None:
+    absent = replace(market.foreign, gallery=NOWHERE, job=NO_JOB)
+    for body in ASKED[route]:
+        answer = market.ask(route, body, market.foreign, bound)
+        other = market.ask(route, body, absent, bound)
+        names = (THEIRS, NOWHERE, market.foreign.job, NO_JOB)
+        if route != "POST /feedback":  # the answer id names the foreign gallery itself
+            assert comparable(answer, *names) == comparable(other, *names)
+        if "{name}" in route and route not in OF_THE_SERVICE:
+            assert_problem(answer, 404, "unknown-gallery")
+            assert f"Known are: {MINE}." in answer.json()["detail"]
+        if route in OF_THE_SERVICE:
+            assert_problem(answer, 403, "not-allowed")
+    assert market.content() == market.given
+
+
+def test_no_name_outside_the_binding_is_looked_for_on_the_disk(
+    market: Market, bound: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes longer for a name that is not served, so it would tell which names are."""
+    registry = market.shop.running.runtime.registry
+    looked: list[str | None] = []
+    look = registry.read_from_disk
+
+    async def seen(limit_s: float = 2.0, name: str | None = None) -> None:
+        looked.append(name)
+        await look(limit_s, name)
+
+    monkeypatch.setattr(registry, "read_from_disk", seen)
+    for headers in (bound, {}):
+        for name in (THEIRS, NOWHERE):
+            market.client.get(f"/galleries/{name}/items", headers=headers)
+    assert looked == [NOWHERE], "by the caller who is not bound"
+
+
+@pytest.mark.parametrize("route", ASKED)
+def test_an_item_outside_the_filter_is_answered_as_one_that_does_not_exist(
+    market: Market, filtered: dict[str, str], route: str
+) -> None:
+    absent = replace(market.hidden, item=NO_ID, key=NO_KEY)
+    for body in ASKED[route]:
+        answer = market.ask(route, body, market.hidden, filtered)
+        other = market.ask(route, body, absent, filtered)
+        names = (HIDDEN, NO_KEY, f"item {market.hidden.item};", f"item {NO_ID};")
+        names += (f"items/{market.hidden.item}", f"items/{NO_ID}", "rival%2Fhidden")
+        assert comparable(answer, *names) == comparable(other, *names)
+        assert not [mark for mark in MARKS if mark in answer.text + str(answer.headers)]
+        if route in OF_THE_SERVICE | OF_GALLERIES:
+            assert_problem(answer, 403, "not-allowed")
+    assert market.content() == market.given
+
+
+def test_what_a_bound_key_sees_is_counted_without_the_others(
+    market: Market, bound: dict[str, str], filtered: dict[str, str]
+) -> None:
+    get = market.client.get
+    for headers, size in ((bound, 5), (filtered, 3), ({}, 5)):
+        listed = {
+            one["name"]: one["size"]
+            for one in get("/galleries", headers=headers).json()["galleries"]
+        }
+        assert listed == {MINE: size} | ({} if headers else {THEIRS: 2})
+        detail = get(f"/galleries/{MINE}", headers=headers).json()
+        assert detail["size"] == size
+        assert (
+            market.client.get(f"/galleries/{MINE}/items", headers=headers).json()["total"] == size
+        )
+    attributes = {one["name"]: one for one in detail["attributes"]}
+    assert attributes["price"]["maximum"] == 777
+    seen = get(f"/galleries/{MINE}", headers=filtered).json()
+    attributes = {one["name"]: one for one in seen["attributes"]}
+    assert attributes.keys() == {"tenant", "price", "colour"}
+    assert attributes["tenant"]["values"] == [{"value": 7, "count": 3}]
+    assert attributes["price"]["maximum"] == 5
+    assert (seen["index"]["delta"], seen["index"]["segment_items"]) == (0, 0)
+    page = get(f"/galleries/{MINE}/items", headers=filtered, params={"facets": "tenant"}).json()
+    assert page["facets"]["tenant"]["values"] == [{"value": 7, "count": 3}]
+    ready = get("/ready", headers=bound).json()
+    assert ready["galleries"].keys() == {MINE}
+    assert {check for check in ready["checks"] if "gallery" in check} == {f"gallery {MINE}"}
+
+
+def test_the_default_gallery_is_the_first_that_the_key_is_bound_to(market: Market) -> None:
+    second = market.key("second", "search", galleries=("not-yet", THEIRS))
+    answer = market.client.post("/search", headers=second, **form()).json()
+    assert answer["gallery"] == THEIRS
+    nowhere = market.key("nowhere", "search", galleries=("not-yet",))
+    problem = assert_problem(
+        market.client.post("/search", headers=nowhere, **form()), 404, "unknown-gallery"
+    )
+    assert "no gallery yet" in problem["detail"]
+
+
+def test_answers_from_the_cache_are_of_the_same_filter(market: Market) -> None:
+    """Each asks first and second: the whole gallery, one tenant, the other one."""
+    eight = market.key("eight", "search", galleries=(MINE,), filter="tenant = 8")
+    seven = market.key("seven", "search", galleries=(MINE,), filter="tenant = 7")
+    for own in (lambda: form(k="41"), lambda: {"json": {"positives": [OWN], "k": 41}}):
+        for headers, tenants in ((eight, {8}), (seven, {7}), ({}, {7, 8})) * 2:
+            answer = market.client.post("/search", headers=headers, **own())
+            if tenants == {8} and "json" in own():
+                assert_problem(answer, 404, "unknown-item")
+                continue
+            hits = answer.json()["hits"]
+            assert {hit["attributes"]["tenant"] for hit in hits} == tenants
+
+
+def test_changes_of_a_key_with_a_filter_stay_within_it(tmp_path: Path) -> None:
+    shop = start_shop(tmp_path)
+    with contextlib.closing(shop):
+        store, client = KeyStore(tmp_path / "keys.json"), shop.client
+        text = store.create(
+            "seven", ["write"], limits=Limits(galleries=("shop",), filter="tenant = 7")
+        )
+        seven = {"authorization": f"Bearer {text}"}
+
+        def put(key: str, number: int, attributes: Any) -> httpx.Response:
+            item = {"key": key, "data": base64_of(encoded(picture(number)))}
+            items = {"items": [item | {"attributes": attributes}]}
+            return client.put(f"{shop.url}/items", json=items, headers=seven)
+
+        def keys(**query: Any) -> list[str]:
+            return [item["key"] for item in shop.items(**query)["items"]]
+
+        # Nothing has the attribute yet: the gallery is empty, and takes what fits.
+        assert client.get(f"{shop.url}/items", headers=seven).json()["total"] == 0
+        assert client.post("/search", headers=seven, **form()).json()["hits"] == []
+        for attributes in (None, {}, {"tenant": 8}, {"tenant": "7"}):
+            problem = assert_problem(put("a", 1, attributes), 422, "invalid-parameter")
+            assert "outside the filter" in problem["detail"]
+        assert put("a", 1, {"tenant": 7}).json()["added"] == 1
+        shop.put({"theirs": encoded(picture(2))}, tenant=8, price=1)
+        before = shop.items(filter="tenant = 8")["items"]
+
+        # The key of another tenant is taken, and says nothing of what has it.
+        problem = assert_problem(put("theirs", 3, {"tenant": 7}), 422, "invalid-parameter")
+        assert "Choose another one" in problem["detail"]
+        assert put("b", 3, {"tenant": 7, "price": 5}).json()["added"] == 1
+        assert put("b", 3, None).json()["unchanged"] == 1, "what was stored still fits"
+
+        # No change takes an item out, and no filter takes one in.
+        patch = f"{shop.url}/items"
+        for change in ({"tenant": 8}, {"tenant": None}):
+            for body in ({"changes": {"a": change}}, {"filter": "price = 5", "set": change}):
+                answer = client.patch(patch, json=body, headers=seven)
+                assert_problem(answer, 422, "invalid-parameter")
+        body = {"filter": "tenant = 8 or price > 0", "set": {"price": 9}}
+        assert client.patch(patch, json=body, headers=seven).json()["changed"] == 1
+        body = {"filter": "not tenant = 7"}
+        answer = client.post(f"{shop.url}/items/delete", json=body, headers=seven)
+        assert answer.json()["removed"] == 0
+        body = {"keys": ["a", "theirs"]}
+        answer = client.post(f"{shop.url}/items/delete", json=body, headers=seven)
+        assert answer.json()["removed"] == 1
+        shop.remove("theirs")
+        body = {"keys": ["a", "theirs"]}
+        answer = client.post(f"{shop.url}/items/restore", json=body, headers=seven)
+        assert [item["key"] for item in answer.json()["items"]] == ["a"]
+        client.post(f"{shop.url}/items/restore", json={"keys": ["theirs"]}).raise_for_status()
+        after = shop.items(filter="tenant = 8")["items"]
+        assert [item["attributes"] for item in after] == [item["attributes"] for item in before]
+        assert sorted(keys()) == ["a", "b", "theirs"]
+
+        # What scales by all items needs limits of its own.
+        boosted = client.post("/search", headers=seven, **form(boost="price:0.1"))
+        assert "FROM:TO" in assert_problem(boosted, 422, "invalid-parameter")["detail"]
+        boosted = client.post("/search", headers=seven, **form(boost="price:0.1:0:10"))
+        assert boosted.status_code == 200
+
+
+def test_an_admin_of_one_shop_makes_deletes_and_compacts_its_galleries_alone(
+    market: Market,
+) -> None:
+    admin = market.key("admin-of-two", galleries=(MINE, "shop-7b"))
+    for name in (THEIRS, NOWHERE):  # whether it exists or not
+        refused = market.client.post("/galleries", json={"name": name}, headers=admin)
+        assert "not bound" in assert_problem(refused, 403, "not-allowed")["detail"]
+    swaps = [
+        market.client.post(f"/galleries/{MINE}/swap", json={"with": name}, headers=admin)
+        for name in (THEIRS, NOWHERE)
+    ]
+    assert comparable(swaps[0], THEIRS) == comparable(swaps[1], NOWHERE)
+    assert_problem(swaps[0], 404, "unknown-gallery")
+    made = market.client.post("/galleries", json={"name": "shop-7b"}, headers=admin)
+    assert made.status_code == 201
+    assert market.client.delete("/galleries/shop-7b", headers=admin).status_code == 204
+    job = market.client.post(f"/galleries/{MINE}/compact", headers=admin).json()["id"]
+    listed = market.client.get("/jobs", headers=admin).json()["jobs"]
+    assert [one["id"] for one in listed] == [job]
+    assert len(market.client.get("/jobs").json()["jobs"]) == 2
+    assert market.client.get(f"/jobs/{job}", headers=admin).json()["gallery"] == MINE
+    ended = market.client.post(f"/jobs/{job}/cancel", headers=admin)
+    assert ended.status_code in (202, 409)  # it may have ended by itself
+
+
+def test_a_rate_and_the_units_of_a_day_are_of_the_key(market: Market) -> None:
+    slow = market.key("slow", "search", rate="3/minute")
+    daily = market.key("daily", "search", rate="", daily_units=4)
+    for headers, limit in ((slow, 3), (daily, 4)):
+        for left in range(limit - 1, -1, -1):
+            answer = market.client.post("/search", headers=headers, **form())
+            assert answer.status_code == 200
+            assert answer.headers["ratelimit-limit"] == str(limit)
+            assert answer.headers["ratelimit-remaining"] == str(left)
+        answer = market.client.post("/search", headers=headers, **form())
+        assert_problem(answer, 429, "rate-limited")
+        assert int(answer.headers["retry-after"]) > 1
+    assert int(answer.headers["retry-after"]) in range(21_000, 21_601), "a quarter of a day"
+
+
+def test_the_units_of_a_day_count_images_as_the_rate_does(market: Market) -> None:
+    daily = market.key("batches", "search", daily_units=5)
+    queries = {"queries": [{"images": [{"data": base64_of(IMAGE)}]}] * 5}
+    assert market.client.post("/search/batch", json=queries, headers=daily).status_code == 200
+    answer = market.client.post("/search", headers=daily, **form())
+    assert_problem(answer, 429, "rate-limited")
+
+
+def test_metrics_count_requests_and_units_by_the_name_of_the_key(market: Market) -> None:
+    counted = market.key("counted", "search", rate="7/day")
+    queries = {"queries": [{"images": [{"data": base64_of(IMAGE)}]}] * 3}
+    market.client.post("/search/batch", json=queries, headers=counted).raise_for_status()
+    for _ in range(9):
+        market.client.get("/galleries", headers=counted)  # some are refused, and owe nothing
+    market.client.get("/galleries", headers={"authorization": "Bearer kl_0_wrong"})
+    time.sleep(1.0)  # metrics are at most a second old
+    lines = market.client.get("/metrics").text.splitlines()
+    assert 'kinlens_key_requests_total{key="counted"} 10.0' in lines
+    assert 'kinlens_key_units_total{key="counted"} 7.0' in lines
+    names = {key.name for key in market.store.list()}
+    labels = {found[1] for line in lines if (found := re.search(r'\{key="([^"]*)"', line))}
+    assert labels <= names, "no other text becomes a label"
+
+
+def test_keys_are_made_listed_rotated_and_revoked_over_http(tmp_path: Path) -> None:
+    shop = start_shop(tmp_path, trusted_proxies=("127.0.0.1",))
+    addresses = itertools.count(1)  # wrong keys are limited by address
+    with contextlib.closing(shop):
+        client, store = shop.client, KeyStore(tmp_path / "keys.json")
+        wanted = {
+            "name": "till",
+            "scopes": ["search"],
+            "galleries": ["shop"],
+            "rate": "9000/second",
+        }
+        made = client.post("/keys", json=wanted | {"filter": "tenant = 7", "expires_days": 3})
+        assert made.status_code == 201
+        assert made.headers["cache-control"] == "no-store"
+        text, key = made.json()["text"], made.json()["key"]
+        assert key["galleries"] == ["shop"]
+        assert (key["filter"], key["state"], key["old_until"]) == ("tenant = 7", "active", None)
+
+        def opens(secret: str) -> bool:
+            sent = {"authorization": f"Bearer {secret}"}
+            sent["x-forwarded-for"] = f"203.0.{next(addresses) // 250}.{next(addresses) % 250}"
+            return bool(client.get("/galleries", headers=sent).status_code == 200)
+
+        assert opens(text)
+        rotated = client.post("/keys/till/rotate").json()
+        assert opens(text)
+        assert opens(rotated["text"])
+        assert rotated["key"]["old_until"] is not None
+        assert rotated["key"]["id"] == key["id"], "counters and log lines go on"
+        third = client.post("/keys/till/rotate", json={"overlap_hours": 1}).json()["text"]
+        until(lambda: not opens(text))  # two at most: the first one ends now
+        assert opens(rotated["text"])
+        assert opens(third)
+        fourth = client.post("/keys/till/rotate", json={"overlap_hours": 0}).json()["text"]
+        assert opens(fourth)
+        listed = client.get("/keys")
+        assert [one["name"] for one in listed.json()["keys"]] == ["till"]
+        for secret in (text, rotated["text"], third, fourth):
+            assert secret.split("_")[2] not in listed.text + store.path.read_text()
+        assert client.delete("/keys/till").json()["state"] == "revoked"
+        until(lambda: not opens(fourth))
+        assert_problem(client.delete("/keys/till"), 404, "unknown-key")
+        assert_problem(client.post("/keys/till/rotate"), 404, "unknown-key")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"name": "a b"}, "a b"),
+        ({"scopes": []}, "scopes"),
+        ({"scopes": ["root"]}, "scopes"),
+        ({"galleries": []}, "galleries"),
+        ({"galleries": ["a/b"]}, "a/b"),
+        ({"filter": "tenant = 7"}, "galleries"),
+        ({"galleries": ["shop"], "filter": "tenant ="}, "filter"),
+        ({"galleries": ["shop"], "filter": "x" * 2_001}, "filter"),
+        ({"rate": "often"}, "600/minute"),
+        ({"daily_units": 0}, "daily_units"),
+        ({"expires_days": 0}, "expires_days"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_a_key_that_cannot_be_made_is_refused_with_the_reason(
+    market: Market, wrong: dict[str, Any], says: str
+) -> None:
+    answer = market.client.post("/keys", json={"name": "wrong", "scopes": ["search"]} | wrong)
+    assert_problem(answer, 422, "invalid-parameter")
+    assert says in json.dumps(answer.json())
+    assert "wrong" not in {key.name for key in market.store.list()}

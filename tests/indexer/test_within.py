@@ -1,0 +1,88 @@
+"""Changes that are limited to a filter: nothing outside it changes, and nothing crosses it."""
+
+import random
+
+import pytest
+
+from embedder.errors import InvalidParameterError, ItemNotFoundError
+from indexer.filters.text import parse_filter
+from indexer.gallery import Gallery
+from indexer.types import Entry
+from tests.indexer.oracle import entry, units
+
+SEVEN = parse_filter("tenant = 7")
+VECTORS = units(40)
+KEYS = [f"k{n}" for n in range(12)]
+
+
+def outside(gallery: Gallery) -> dict[str, tuple[object, ...]]:
+    """All that is known of the items that do not fit."""
+    return {
+        one.key: (one.sha256, dict(one.attributes), one.path, one.vector.tobytes())
+        for batch in gallery.scan()
+        for one in batch
+        if not SEVEN.matches(one.attributes)
+    }
+
+
+def some(chance: random.Random) -> Entry:
+    tenant = chance.choice([{"tenant": 7}, {"tenant": 7}, {"tenant": 8}, {}])
+    made = entry(chance.choice(KEYS), VECTORS[chance.randrange(40)], tenant)
+    return Entry(made.key, made.vector, made.sha256, made.attributes, keeps=chance.random() < 0.3)
+
+
+def test_whatever_is_done_within_a_filter_the_items_outside_stay_as_they_are(
+    gallery: Gallery,
+) -> None:
+    """By drawing changes; those that are refused have changed nothing at all."""
+    chance = random.Random(7)
+    others = [f"other{n}" for n in range(4)]
+    gallery.add(entry(key, VECTORS[n], {"tenant": 8, "n": n}) for n, key in enumerate(others))
+    gallery.add([entry("k0", VECTORS[9], {"tenant": 8}), entry("gone", VECTORS[8], {"tenant": 8})])
+    gallery.remove(["gone"])
+    before, done, refused = outside(gallery), 0, 0
+    ways = {
+        "add": lambda: gallery.add([some(chance), some(chance)], within=SEVEN),
+        "update": lambda: gallery.update(
+            {chance.choice([*KEYS, *others]): {"tenant": chance.choice([7, 8, None]), "n": 1}},
+            SEVEN,
+        ),
+        "where": lambda: gallery.update_where(
+            parse_filter("tenant = 7"), {"tenant": chance.choice([7, 7, 8])}, SEVEN
+        ),
+        "remove": lambda: gallery.remove([chance.choice([*KEYS, *others])], within=SEVEN),
+        "number": lambda: gallery.remove_items([chance.randrange(60)], SEVEN),
+        "restore": lambda: gallery.restore([chance.choice(KEYS), "gone", *others], SEVEN),
+    }
+    for _ in range(250):
+        inside = {key: item.attributes for key, item in gallery.stored(KEYS).items()}
+        try:
+            ways[chance.choice([*ways])]()
+            done += 1
+        except (InvalidParameterError, ItemNotFoundError):
+            refused += 1
+            now = {key: item.attributes for key, item in gallery.stored(KEYS).items()}
+            assert now == inside
+        assert outside(gallery) == before
+    assert done > 80
+    assert refused > 40
+
+
+def test_the_last_copy_to_keep_must_be_one_that_fits(gallery: Gallery) -> None:
+    gallery.add([entry("a", VECTORS[0], {"tenant": 7}), entry("b", VECTORS[1], {"tenant": 8})])
+    with pytest.raises(Exception, match="Nothing was removed"):
+        gallery.remove(["a"], keep=["b"], within=SEVEN)
+    assert gallery.remove(["a"], keep=["b"]) == 1
+
+
+def test_the_facts_of_attributes_are_of_the_items_that_fit(gallery: Gallery) -> None:
+    gallery.add(
+        entry(f"k{n}", VECTORS[n], {"tenant": 7 + n % 2, "price": n, "colour": f"c{n % 4}"})
+        for n in range(20)
+    )
+    gallery.compact()
+    gallery.update({"k0": {"price": 500}, "k1": {"price": 900}})
+    facts = {one.name: one for one in gallery.attribute_facts(SEVEN)}
+    assert (facts["price"].minimum, facts["price"].maximum) == (2, 500)
+    assert facts["colour"].values == (("c0", 5), ("c2", 5))
+    assert facts["tenant"].values == ((7, 10),)

@@ -15,7 +15,7 @@ from indexer.gallery import Gallery
 from indexer.ingest.shards import MANIFEST as SHARDS
 from indexer.ingest.shards import VectorShards
 from indexer.live.compaction import KEEP_REMOVED_S
-from indexer.types import MILVUS, Dump, Progress, milvus_address
+from indexer.types import MILVUS, Dump, Entry, Progress, milvus_address
 
 Store = Gallery | MilvusStore
 
@@ -85,7 +85,22 @@ def content_of(text: str) -> Iterator[Dump]:
         yield Dump(facts_of(store), store.dim, store.size, lambda: entries(store.scan()))
 
 
-def publish_on_milvus(text: str, dump: Dump, on_progress: Progress) -> MilvusStore:
+class _Entries:
+    """The entries of a dump, which can be read more than once."""
+
+    def __init__(self, dump: Dump) -> None:
+        self._dump = dump
+
+    def __iter__(self) -> Iterator[Entry]:
+        return self._dump.entries()
+
+    def __len__(self) -> int:
+        return self._dump.count
+
+
+def publish_on_milvus(
+    text: str, dump: Dump, index: str, memory_mb: float | None, on_progress: Progress
+) -> MilvusStore:
     """Make the content of a dump the gallery at milvus://HOST:PORT/NAME, and open it.
 
     Raises: SourceError, GalleryError.
@@ -94,13 +109,16 @@ def publish_on_milvus(text: str, dump: Dump, on_progress: Progress) -> MilvusSto
     return MilvusStore.publish(
         uri,
         name,
-        dump.entries(),
+        _Entries(dump),
         dim=dump.dim,
         bundle_id=dump.facts["bundle_id"],
         precision=dump.facts.get("precision", "fp32"),
         source=dump.facts.get("source", ""),
         source_root=dump.facts.get("source_root", ""),
         token=_token(),
+        index=index,
+        memory_mb=memory_mb,
+        processes=None,
         on_progress=on_progress,
     )
 

@@ -4,7 +4,7 @@ import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -14,19 +14,20 @@ from indexer.commands.console import err, errors_shown, print_report, progress
 from indexer.commands.options import (
     GalleryArgument,
     ImageRootOption,
+    Index,
     IndexDeviceOption,
-    IndexOption,
     JsonOption,
-    MemoryOption,
     RecallOption,
     StoreArgument,
     VectorTypeOption,
     given_settings,
 )
+from indexer.exchange.milvus_index import MilvusIndex
 from indexer.exchange.parquet import export_gallery
 from indexer.exchange.publish import PublishReport
 from indexer.exchange.publish import publish as publish_snapshot
 from indexer.gallery import Gallery, copy_bytes
+from indexer.index.kinds import Device, IndexKind
 from indexer.index.plan import IndexSettings
 from indexer.ingest.build import ImportReport, import_gallery
 from indexer.live.backup import backup as write_backup
@@ -82,8 +83,21 @@ def import_(
         typer.Option("--out", help="Folder of the new gallery, or milvus://HOST:PORT/NAME."),
     ],
     name: Annotated[str | None, typer.Option(help="Another name in addresses.")] = None,
-    index: IndexOption = None,
-    memory_mb: MemoryOption = None,
+    index: Annotated[
+        Literal["auto", IndexKind, MilvusIndex] | None,
+        typer.Option(
+            help="Kind of index; auto picks one that fits the memory. ivf-flat, ivf-rabitq and "
+            "diskann are for Milvus, ivf-pq and cagra for a folder."
+        ),
+    ] = None,
+    memory_mb: Annotated[
+        float | None,
+        typer.Option(
+            "--memory-mb",
+            min=0.001,
+            help="Memory for the index: what the machine has; of all query nodes of Milvus: 16384.",
+        ),
+    ] = None,
     target_recall: RecallOption = None,
     device: IndexDeviceOption = None,
     vector_type: VectorTypeOption = "fp32",
@@ -91,13 +105,14 @@ def import_(
 ) -> None:
     """Make a gallery of an exported file, of vectors, or of a gallery in another engine.
 
-    It replaces the one that is there.
+    It replaces the one that is there. An import into Milvus that is interrupted goes on when the
+    same command is given again.
     """
-    settings = IndexSettings(**given_settings(index, memory_mb, target_recall, device))
     with errors_shown(), stores.content_of(source) as dump:
         if gallery.startswith(MILVUS):
-            report = _imported_into(gallery, dump)
+            report = _imported_into(gallery, dump, index or "auto", memory_mb)
         else:
+            settings = IndexSettings(**_of_a_folder(index, memory_mb, target_recall, device))
             with progress(2 * dump.count, "Importing") as advance:
                 report = import_gallery(dump, gallery, name, settings, advance, vector_type)
         text = f"Gallery {gallery} ({report.name}): {report.items:,} items imported."
@@ -172,11 +187,27 @@ def publish(
                 _publish_again(gallery, address, pictures, image_root, json)
 
 
-def _imported_into(address: str, dump: Dump) -> ImportReport:
+def _of_a_folder(
+    index: str | None, memory_mb: float | None, target_recall: float | None, device: Device | None
+) -> dict[str, Any]:
+    kinds: tuple[Index, ...] = ("auto", *get_args(IndexKind))
+    kind = next((kind for kind in kinds if kind == index), None)
+    if index is not None and kind is None:
+        raise InvalidParameterError(
+            f"index = {index} is one of Milvus. A gallery in a folder takes {', '.join(kinds)}."
+        )
+    return given_settings(kind, memory_mb, target_recall, device)
+
+
+def _imported_into(address: str, dump: Dump, index: str, memory_mb: float | None) -> ImportReport:
     with (
         progress(dump.count, "Importing") as advance,
-        contextlib.closing(stores.publish_on_milvus(address, dump, advance)) as store,
+        contextlib.closing(
+            stores.publish_on_milvus(address, dump, index, memory_mb, advance)
+        ) as store,
     ):
+        quality = store.index_text()
+        err.print(quality, soft_wrap=True)
         return ImportReport(
             name=store.name,
             bundle_id=store.bundle_id,

@@ -5,15 +5,14 @@ Where this differs from a gallery in a folder: docs/galleries.md, Milvus.
 """
 
 import contextlib
-import math
 import re
 import time
 import uuid
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Self
@@ -51,6 +50,14 @@ from indexer.exchange.milvus_collection import (
     vectors_of,
 )
 from indexer.exchange.milvus_filters import literal
+from indexer.exchange.milvus_index import HeldOut, K, MilvusPlan, is_exact, least_effort, planned
+from indexer.exchange.milvus_load import (
+    StaleError,
+    check_count,
+    load,
+    processes_for,
+    refuse_lists,
+)
 from indexer.filters.tree import Filter, In, check_attribute, check_boosted, check_grouped
 from indexer.folder.manifest import GalleryFacts
 from indexer.live.ranking import (
@@ -84,12 +91,10 @@ from indexer.types import (
     unobserved,
 )
 
-EXACT_BELOW = 200_000
-"""Items of a gallery that needs no clusters."""
-
 _NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
 _SAMPLE = 10_000
 _AT_ONCE = 1_000  # items that are changed at a time
+_OF_THE_INDEX = {"schema_version", "precision", "nlist", "index", "effort", "recall"}
 _SCHEMA_S = 60.0  # the swap of an alias waits for what else the server does
 _LEFT_OVER = timedelta(days=1)
 _SWAP_S = 3.0  # searches that began in the old generation end in it
@@ -154,18 +159,28 @@ class MilvusStore:
         source: str = "",
         source_root: Path | str = "",
         token: str = "",
+        index: str = "auto",
+        memory_mb: float | None = None,
+        processes: int | None = 1,
         on_progress: Progress | None = None,
     ) -> Self:
         """Make `entries` the gallery `name`, in place of what it held, and open it.
 
-        They are loaded into a collection of their own, with an index that fits their number; then
-        the alias moves there, and the old collection is dropped. What others change in the old one
-        meanwhile is lost.
+        They are loaded into a collection of their own; then the alias moves there, and the old
+        collection is dropped. What others change in the old one meanwhile is lost. The `index` is
+        one of `MilvusIndex`, or `auto`: the fastest one that fits into `memory_mb` of the query
+        nodes. With `processes` None as many as there are cores load many items; a script that asks
+        for more than one must guard its main module.
+
+        A publication that is interrupted leaves its collection, and the same one goes on there.
 
         Raises: InvalidParameterError, GalleryCorruptError for a collection that is no gallery,
-            EngineUnavailableError; nothing has changed then.
+            PlanError for an index that the server lacks or that does not fit, RecallError for one
+            that misses its target, EngineUnavailableError; the gallery has not changed then.
         """
         _check_name(name)
+        entries = list(entries) if isinstance(entries, Iterator) else entries
+        count = len(entries) if isinstance(entries, Sized) else sum(1 for _ in entries)
         facts = MilvusFacts(
             name=name,
             generation=uuid.uuid4().hex[:SHORT],
@@ -178,11 +193,22 @@ class MilvusStore:
         )
         with contextlib.closing(Connection(uri, token)) as connection:
             before = _current_name(connection, name)  # refuses what is no gallery
-            made = Collection.create(connection, facts)
+            server = str(connection.call("get_server_version"))
+            plan = planned(count, dim, index, memory_mb, server)
+            made = _unfinished(connection, facts) or Collection.create(connection, facts)
+            workers = processes_for(count) if processes is None else processes
+            filling = partial(_fill, entries, plan, server, token, workers, on_progress)
             try:
-                _fill(made, entries, on_progress)
+                try:
+                    filling(made)
+                except StaleError:  # it was begun with other content
+                    connection.call("drop_collection", made.collection)
+                    made = Collection.create(connection, facts)
+                    filling(made)
                 swap = "alter_alias" if before else "create_alias"
                 connection.call(swap, made.collection, name, timeout_s=_SCHEMA_S)
+            except (EngineUnavailableError, KeyboardInterrupt):
+                raise  # what was loaded stays, and the same publication goes on there
             except BaseException:
                 # The first error says more than a second one here. The server may have moved the
                 # alias although the request failed.
@@ -256,7 +282,7 @@ class MilvusStore:
     def facts(self) -> GalleryFacts:
         now = self._now()
         return GalleryFacts(
-            **now.facts.model_dump(exclude={"schema_version", "nlist", "precision"}),
+            **now.facts.model_dump(exclude=_OF_THE_INDEX),
             precision=now.facts.precision,
             version=now.version,
             size=now.count(),
@@ -265,6 +291,13 @@ class MilvusStore:
             compaction_due=None,
             segment=None,
         )
+
+    def index_text(self) -> str:
+        """One line about the index: its kind, its effort and the recall that was measured."""
+        facts = self._now().facts
+        if facts.recall is None:
+            return f"Index {facts.kind} on Milvus."
+        return f"Index {facts.kind} on Milvus, effort {facts.effort}, recall@10 {facts.recall:.4f}."
 
     def schema(self) -> Schema:
         return self._now().kinds
@@ -289,7 +322,7 @@ class MilvusStore:
         vectors = checked_vectors(entries, now.facts.dim)
         kinds = dict(now.kinds)
         for entry in entries:
-            _refuse_lists(entry.key, entry.attributes)
+            refuse_lists(entry.key, entry.attributes)
             learn_kinds(kinds, entry.key, entry.attributes)
         now.learn(kinds)
         written, size = Written(), now.page_rows
@@ -311,7 +344,7 @@ class MilvusStore:
         now = self._now()
         kinds = dict(now.kinds)
         for key, change in changes.items():
-            _refuse_lists(key, change)
+            refuse_lists(key, change)
             learn_kinds(kinds, key, {n: v for n, v in change.items() if v is not None})
         rows = now.strong().known([*changes], ENTRY)
         now.learn(kinds)
@@ -565,23 +598,46 @@ def _remove(now: Collection, conditions: Iterable[str]) -> int:
     return gone
 
 
-def _fill(made: Collection, entries: Iterable[Entry], on_progress: Progress | None) -> None:
-    """Insert the entries, make the index, and wait until they can be searched."""
-    kinds, keys = dict[str, AttributeKind](), array("q")
-    for batch in batches(entries, made.page_rows):
-        vectors = checked_vectors(batch, made.facts.dim)
-        for entry in batch:
-            _refuse_lists(entry.key, entry.attributes)
-            learn_kinds(kinds, entry.key, entry.attributes)
-        made.connection.call("insert", made.collection, list(map(row_of, batch, vectors)))
-        keys.extend(hash(entry.key) for entry in batch)
-        if on_progress is not None:
-            on_progress(len(batch))
-    count = len(keys)
-    if len(np.unique(np.frombuffer(keys, np.int64))) < count:
-        raise InvalidParameterError("A key is there twice. Give each item a key of its own.")
+def _fill(
+    entries: Iterable[Entry],
+    plan: MilvusPlan,
+    server: str,
+    token: str,
+    processes: int,
+    on_progress: Progress | None,
+    made: Collection,
+) -> None:
+    """Load the entries, make the index, and wait until they can be searched; then measure how good
+    the answers are. Raises: StaleError, and as `publish`.
+    """
+    held_out = None if plan.kind == "flat" else HeldOut(entries, plan.count)
+    progress = on_progress or (lambda _: None)
+    count, kinds = load(made, entries, held_out, token, processes, progress)
     made.learn(kinds)
-    made.make_index(0 if count < EXACT_BELOW else 4 * math.isqrt(count))
+    made = made.make_index(plan, server)
+    if held_out is not None and held_out.entries:
+        strong = made.strong()
+
+        def search(effort: int) -> list[list[float]]:
+            found = strong.search(held_out.queries, K, "", effort, exact=False)
+            return [[float(row["distance"]) for row in best] for best in found]
+
+        made = made.note_quality(*least_effort(plan, held_out, search))
+        made.upsert(map(row_of, held_out.entries, held_out.queries))
+    check_count(made, count)
+
+
+def _unfinished(connection: Connection, facts: MilvusFacts) -> Collection | None:
+    """The collection of a publication with these facts that was interrupted, if there is one."""
+    for collection in connection.call("list_collections"):
+        if re.fullmatch(rf"{facts.name}_[0-9a-f]{{12}}", collection):
+            with contextlib.suppress(GalleryCorruptError, GalleryNotFoundError):
+                found = Collection.current(connection, collection, "Strong")
+                same = {"generation": facts.generation, "created_at": facts.created_at}
+                is_same = found.facts.model_copy(update=same) == facts
+                if is_same and not connection.call("list_aliases", collection)["aliases"]:
+                    return found
+    return None
 
 
 def _attribute_facts(name: str, kind: AttributeKind, values: Sequence[Scalar]) -> AttributeFacts:
@@ -593,22 +649,17 @@ def _attribute_facts(name: str, kind: AttributeKind, values: Sequence[Scalar]) -
     return AttributeFacts(name, kind, few, min(numbers, default=None), max(numbers, default=None))
 
 
-def _refuse_lists(key: str, attributes: Mapping[str, object]) -> None:
-    """Milvus compares no range with the values of a list. Raises: InvalidParameterError."""
-    for name, value in attributes.items():
-        if isinstance(value, list | tuple):
-            raise InvalidParameterError(
-                f"Attribute {name!r} of {key!r:.200} has several values, which a gallery on Milvus "
-                "does not store. Give it one value, or import the gallery into a folder."
-            )
-
-
 def _possible(ids: Iterable[ItemId]) -> list[ItemId]:
     return [number for number in ids if 0 <= number < NUMBERS]
 
 
 def _checked(now: Collection, queries: Embeddings, k: int, options: SearchOptions) -> Embeddings:
     queries = check_search(k, options, now.facts.dim, queries)
+    if options.exact and not is_exact(now.facts.kind):
+        raise InvalidParameterError(
+            f"exact: gallery {now.facts.name} has an index {now.facts.kind} on Milvus, which does "
+            "not compare with every vector. Omit it, or give a higher effort."
+        )
     if options.near is not None:
         raise InvalidParameterError(
             "Near-duplicates are not left out of answers on Milvus. Ask for distinct = true, which "

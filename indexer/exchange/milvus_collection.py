@@ -23,10 +23,12 @@ from embedder.errors import (
     GalleryNotFoundError,
     InvalidParameterError,
     ItemNotFoundError,
+    PlanError,
 )
 from embedder.types import Embeddings, ItemId
 from indexer.attributes import Schema
 from indexer.exchange.milvus_filters import expression, one_of
+from indexer.exchange.milvus_index import MilvusIndex, MilvusPlan, search_parameters
 from indexer.filters.tree import Filter
 from indexer.types import Entry, Item, OnCall, unobserved
 
@@ -48,6 +50,7 @@ _PAGE_BYTES, _ROW_BYTES = 16 * 2**20, 2_048  # of the 64 MB of a message; beside
 _LOOKUP = 1_000  # values in one expression
 _ANSWERS = 65_536  # of several queries in one message
 _FACTS, _KIND, _CHANGE = "kinlens.gallery", "kinlens.attribute.", "kinlens.change"
+_LOADED = "kinlens.loaded"
 _NOT_FOUND, _INVALID = 100, 1100  # codes of Milvus
 
 Row = Mapping[str, Any]
@@ -55,7 +58,11 @@ T = TypeVar("T")
 
 
 class MilvusFacts(BaseModel, frozen=True, extra="forbid"):
-    """What a generation is; `nlist` are the clusters of its index, 0 for an exact one."""
+    """What a generation is, and its index with `nlist` clusters, or none.
+
+    effort: clusters, or candidates, of a search that names none; recall: at 10, measured with
+    held-out queries after the load; None for an index that compares with all.
+    """
 
     schema_version: Literal[2] = 2
     name: str
@@ -67,6 +74,14 @@ class MilvusFacts(BaseModel, frozen=True, extra="forbid"):
     source: str = ""
     source_root: str = ""
     nlist: int = 0
+    index: MilvusIndex | None = Field(default=None, exclude_if=lambda value: value is None)
+    effort: int = Field(default=0, exclude_if=lambda value: value == 0)
+    recall: float | None = Field(default=None, exclude_if=lambda value: value is None)
+
+    @property
+    def kind(self) -> MilvusIndex:
+        """The kind of index, also of a generation that does not name it."""
+        return self.index or ("ivf-flat" if self.nlist else "flat")
 
 
 class Connection:
@@ -231,12 +246,12 @@ class Collection:
             yield sorted(page, key=lambda row: int(row["number"]))
 
     def search(
-        self, queries: Embeddings, n: int, condition: str, nprobe: int | None, exact: bool
+        self, queries: Embeddings, n: int, condition: str, effort: int | None, exact: bool
     ) -> Iterator[list[Row]]:
         """The `n` best rows of each query (Q, D), with `distance` and the fields in `entity`."""
-        nlist = self.facts.nlist
-        nprobe = nlist if exact else nprobe or max(16, nlist // 16)
-        parameters = {"nprobe": min(nprobe, nlist)} if nlist else {}
+        facts = self.facts
+        effort = effort or facts.effort or max(16, facts.nlist // 16)
+        parameters = search_parameters(facts.kind, facts.nlist, effort, n, exact)
         step = max(1, _ANSWERS // n)
         for start in range(0, len(queries), step):
             yield from self.connection.call(
@@ -270,22 +285,51 @@ class Collection:
         """Note that a change was made."""
         self._alter({_CHANGE: uuid.uuid4().hex})
 
-    def make_index(self, nlist: int) -> None:
-        """Make an exact index, or one of `nlist` clusters, and wait until it can be searched."""
+    def make_index(self, plan: MilvusPlan, server: str) -> "Collection":
+        """Make the planned index and wait until it can be searched; the same with its facts.
+
+        Raises: PlanError if the server, of this version, does not take it.
+        """
         from pymilvus import MilvusClient
 
-        self._alter({_FACTS: self.facts.model_copy(update={"nlist": nlist}).model_dump_json()})
         params = MilvusClient.prepare_index_params()
-        if nlist:
-            params.add_index("vector", index_type="IVF_FLAT", metric_type="IP", nlist=nlist)
-        else:
-            params.add_index("vector", index_type="FLAT", metric_type="IP")
+        params.add_index("vector", metric_type="IP", **plan.parameters)
         params.add_index("number", index_type="STL_SORT")
         params.add_index("sha256", index_type="Trie")
-        if nlist:
+        if plan.kind != "flat":
             self.connection.call("flush", self.collection, timeout_s=LONG_S)
-        self.connection.call("create_index", self.collection, params, timeout_s=LONG_S)
-        self.load()
+        try:
+            self.connection.call("create_index", self.collection, params, timeout_s=LONG_S)
+        except EngineUnavailableError as error:
+            if not self.connection.call("has_collection", self.collection):
+                raise
+            raise PlanError(
+                f"Milvus at {self.connection.uri}, version {server}, does not make an index "
+                f"{plan.kind}: {str(error).partition(': ')[2]:.300} Choose another one with "
+                "--index."
+            ) from error
+        made = self._with_facts(index=plan.kind, nlist=plan.nlist)
+        made.load()
+        return made
+
+    def note_quality(self, effort: int, recall: float) -> "Collection":
+        """Note the effort of searches, and the recall that it reaches."""
+        return self._with_facts(effort=effort, recall=recall)
+
+    def loaded(self) -> tuple[int, str]:
+        """How many parts of an unfinished generation are loaded, and a hash of them."""
+        found = self.connection.call("describe_collection", self.collection)
+        count, _, state = found.get("properties", {}).get(_LOADED, "0 ").partition(" ")
+        return int(count), state
+
+    def note_loaded(self, parts: int, state: str) -> None:
+        """Note that so many parts are loaded."""
+        self._alter({_LOADED: f"{parts} {state}"})
+
+    def _with_facts(self, **changes: Any) -> "Collection":
+        facts = self.facts.model_copy(update=changes)
+        self._alter({_FACTS: facts.model_dump_json()})
+        return replace(self, facts=facts)
 
     def load(self) -> None:
         """Wait until the server can search it, which takes long after it was restarted."""

@@ -595,9 +595,13 @@ def test_threads_add_and_search_at_once(store: VectorStore) -> None:
 
 
 def published(
-    server: MilvusServer, name: str, entries: Iterable[Entry] = (), bundle_id: str = BUNDLE
+    server: MilvusServer,
+    name: str,
+    entries: Iterable[Entry] = (),
+    bundle_id: str = BUNDLE,
+    index: str = "auto",
 ) -> MilvusStore:
-    return MilvusStore.publish(server.uri, name, entries, dim=DIM, bundle_id=bundle_id)
+    return MilvusStore.publish(server.uri, name, entries, dim=DIM, bundle_id=bundle_id, index=index)
 
 
 def client(server: MilvusServer) -> Any:
@@ -667,13 +671,14 @@ def test_a_large_gallery_gets_an_index_that_is_exact_on_demand_and_comes_back_un
     milvus_server: MilvusServer, tmp_path: Path, gallery: Gallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("pyarrow", reason="export writes Parquet")
-    monkeypatch.setattr("indexer.exchange.milvus.EXACT_BELOW", 100)
+    monkeypatch.setattr("indexer.exchange.milvus_index.EXACT_BELOW", 100)
     entries = shop(2000)  # below 1,024 rows Milvus makes no index
     gallery.add(entries)
     file, back = tmp_path / "file.parquet", tmp_path / "back.parquet"
     facts = {"name": "shop", "bundle_id": BUNDLE}
     export_gallery(gallery, file, facts)
-    store = published(milvus_server, "large", read_dump(file).entries())
+    dump = read_dump(file)
+    store = published(milvus_server, "large", dump.entries(), index="ivf-flat")
     (collection,) = collections(milvus_server, "large")
     with closing(client(milvus_server)) as there:
         assert there.describe_index(collection, "vector")["index_type"] == "IVF_FLAT"

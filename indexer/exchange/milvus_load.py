@@ -1,0 +1,233 @@
+"""Loading rows into a new collection: by several processes, and resumable.
+
+The entries are cut into parts of equal size. A property of the collection says how many of the
+first parts are loaded, and has a hash of them. A later load of the same content skips these. It
+writes the next few with upserts, since an interrupted load may have sent them partly.
+"""
+
+import hashlib
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+
+import numpy as np
+
+from embedder.durable import reach
+from embedder.errors import EngineUnavailableError, InvalidParameterError
+from embedder.machine import core_count
+from embedder.types import AttributeKind, AttributeValue, Embeddings
+from indexer.catalog.entries import checked_vectors, learn_kinds
+from indexer.exchange.milvus_collection import Collection, Connection, batches, row_of
+from indexer.exchange.milvus_index import HeldOut
+from indexer.types import Entry, Progress
+
+PART = 8_192
+_MESSAGE_ROWS = 1_024
+_FROM = 4 * PART  # items from which more than one process is worth its start
+_MOST_PROCESSES = 8
+_WAITING = 2  # parts a process, so that memory stays small
+_NOTED_S = 2.0
+
+
+class StaleError(Exception):
+    """A collection was begun with other content."""
+
+
+def refuse_lists(key: str, attributes: Mapping[str, object]) -> None:
+    """Milvus compares no range with the values of a list. Raises: InvalidParameterError."""
+    for name, value in attributes.items():
+        if isinstance(value, list | tuple):
+            raise InvalidParameterError(
+                f"Attribute {name!r} of {key!r:.200} has several values, which a gallery on Milvus "
+                "does not store. Give it one value, or import the gallery into a folder."
+            )
+
+
+def load(
+    made: Collection,
+    entries: Iterable[Entry],
+    held_out: HeldOut | None,
+    token: str,
+    processes: int,
+    on_progress: Progress,
+) -> tuple[int, dict[str, AttributeKind]]:
+    """Insert all entries but those that are held out; their number, and the kinds of attributes.
+
+    Raises: StaleError if `made` was begun with other content; InvalidParameterError for an entry
+        that does not fit, or a key that is there twice; EngineUnavailableError.
+    """
+    with ExitStack() as running:
+        send = _sender(running, made, token, processes)
+        work = _Load(made, held_out, send, processes * _WAITING + 1, on_progress)
+        for part in batches(entries, PART):
+            work.add(part)
+        work.finish()
+    return work.count, work.kinds
+
+
+class _Load:
+    """The loading of a collection; `add` takes one part after the other."""
+
+    def __init__(
+        self,
+        made: Collection,
+        held_out: HeldOut | None,
+        send: "_Send",
+        in_flight: int,
+        on_progress: Progress,
+    ) -> None:
+        self.kinds: dict[str, AttributeKind] = {}
+        self._made, self._held_out, self._send = made, held_out, send
+        self._in_flight, self._on_progress = in_flight, on_progress
+        self._hashes: list[np.ndarray] = []
+        self._digest = hashlib.sha256()
+        self._done, self._begun = made.loaded()
+        self._noted_at = time.monotonic()
+        self._sent: deque[tuple[int, int, str, Future[None] | None]] = deque()
+        self._number = 0
+
+    @property
+    def count(self) -> int:
+        """How many entries came."""
+        return sum(map(len, self._hashes))
+
+    def add(self, part: Sequence[Entry]) -> None:
+        """Check a part and send it, unless an earlier publication has."""
+        vectors = self._checked(part)
+        left = frozenset() if self._held_out is None else self._held_out.keys
+        rest = np.array([entry.key not in left for entry in part])
+        if self._held_out is not None:
+            self._held_out.see(vectors[rest])
+        number, state, future = self._number, self._digest.hexdigest(), None
+        if number >= self._done:
+            chosen = [entry for entry, is_rest in zip(part, rest, strict=True) if is_rest]
+            may_be_there = self._done and number < self._done + self._in_flight
+            method = "upsert" if may_be_there else "insert"
+            future = self._send(chosen, vectors[rest], method)
+        elif number == self._done - 1 and state != self._begun:
+            raise StaleError
+        self._number += 1
+        self._sent.append((number, len(part), state, future))
+        if len(self._sent) >= self._in_flight:
+            self._wait()
+
+    def finish(self) -> None:
+        """Wait for all parts. Raises: StaleError, InvalidParameterError."""
+        while self._sent:
+            self._wait()
+        if self._number < self._done:
+            raise StaleError
+        found = np.concatenate([np.empty(0, np.int64), *self._hashes])
+        if len(np.unique(found)) < len(found):
+            raise InvalidParameterError("A key is there twice. Give each item a key of its own.")
+
+    def _checked(self, part: Sequence[Entry]) -> Embeddings:
+        vectors = checked_vectors(part, self._made.facts.dim)
+        for entry in part:
+            refuse_lists(entry.key, entry.attributes)
+            learn_kinds(self.kinds, entry.key, entry.attributes)
+            self._digest.update(f"{entry.key}\0{entry.sha256}\0{entry.attributes}\0".encode())
+        self._digest.update(vectors.tobytes())
+        self._hashes.append(np.array([hash(entry.key) for entry in part], np.int64))
+        return vectors
+
+    def _wait(self) -> None:
+        number, rows, state, future = self._sent.popleft()
+        if future is not None:
+            future.result()
+            if time.monotonic() - self._noted_at > _NOTED_S:
+                self._made.note_loaded(number + 1, state)
+                self._noted_at = time.monotonic()
+                reach("milvus: part noted")
+        self._on_progress(rows)
+
+
+_Send = Callable[[Sequence[Entry], Embeddings, str], "Future[None]"]
+"""Sends a part by the method insert or upsert."""
+
+
+def _sender(running: ExitStack, made: Collection, token: str, processes: int) -> _Send:
+    """A function that sends a part, in another process or at once."""
+    page = min(made.page_rows, _MESSAGE_ROWS)
+    if processes == 1:
+
+        def at_once(part: Sequence[Entry], vectors: Embeddings, method: str) -> Future[None]:
+            future: Future[None] = Future()
+            _send(made.connection, made.collection, page, method, _columns(part), vectors)
+            future.set_result(None)
+            return future
+
+        return at_once
+    # Not forked: gRPC does not survive that.
+    pool = running.enter_context(
+        ProcessPoolExecutor(
+            processes,
+            multiprocessing.get_context("spawn"),
+            initializer=_connect,
+            initargs=(made.connection.uri, token),
+        )
+    )
+    running.callback(partial(pool.shutdown, wait=False, cancel_futures=True))
+
+    def submit(part: Sequence[Entry], vectors: Embeddings, method: str) -> Future[None]:
+        work = (made.collection, page, method, _columns(part), vectors)
+        return pool.submit(_send_from_process, *work)
+
+    return submit
+
+
+def processes_for(count: int) -> int:
+    """How many processes load so many items: one a core, and one alone for few."""
+    return 1 if count < _FROM else max(1, min(_MOST_PROCESSES, core_count()))
+
+
+_Columns = list[tuple[str, str, str, str, dict[str, AttributeValue]]]
+
+
+def _columns(part: Sequence[Entry]) -> _Columns:
+    return [(e.key, e.sha256, e.path, e.format, dict(e.attributes)) for e in part]
+
+
+_connections: list[Connection] = []
+
+
+def _connect(uri: str, token: str) -> None:
+    _connections[:] = [Connection(uri, token, timeout_s=60.0)]
+
+
+def _send_from_process(
+    collection: str, page: int, method: str, columns: _Columns, vectors: Embeddings
+) -> None:
+    _send(_connections[0], collection, page, method, columns, vectors)
+
+
+def _send(
+    connection: Connection,
+    collection: str,
+    page: int,
+    method: str,
+    columns: _Columns,
+    vectors: Embeddings,
+) -> None:
+    for start in range(0, len(columns), page):
+        rows = [
+            row_of(Entry(key, vector, sha256, attributes, path, kind), vector)
+            for (key, sha256, path, kind, attributes), vector in zip(
+                columns[start : start + page], vectors[start : start + page], strict=True
+            )
+        ]
+        connection.call(method, collection, rows)
+
+
+def check_count(made: Collection, count: int) -> None:
+    """Raises: EngineUnavailableError if the server has another number of rows."""
+    found = made.strong().count()
+    if found != count:
+        raise EngineUnavailableError(
+            f"Milvus at {made.connection.uri} has {found:,} items of {count:,} that were sent. "
+            "Run the import again."
+        )

@@ -1,0 +1,234 @@
+"""Publications to a real Milvus server: indexes and their recall, several processes, kills."""
+
+import multiprocessing
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embedder.errors import InvalidParameterError, PlanError, RecallError
+from indexer.exchange import milvus_index, milvus_load
+from indexer.exchange.milvus_index import planned, search_parameters, version_of
+from indexer.types import Entry, SearchOptions
+from tests.indexer.conftest import Run, failure, faults, printed
+from tests.indexer.oracle import BUNDLE, DIM, clumped, entry, units
+from tests.support.milvus_server import MilvusServer
+from tests.support.seams import MilvusStore, set_fault_hook
+
+QUERIES = clumped(3000)[:20]
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody searches in the generation that is replaced."""
+    monkeypatch.setattr("indexer.exchange.milvus._SWAP_S", 0)
+
+
+def shop(count: int, seed: int = 0) -> list[Entry]:
+    vectors = clumped(count, seed=seed)
+    return [entry(f"k{n}", v, {"n": n, "odd": n % 2 == 1}) for n, v in enumerate(vectors)]
+
+
+def published(server: MilvusServer, name: str, entries: Any, **options: Any) -> MilvusStore:
+    return MilvusStore.publish(server.uri, name, entries, dim=DIM, bundle_id=BUNDLE, **options)
+
+
+def check_same(store: MilvusStore, entries: list[Entry]) -> None:
+    """It has these items and no others, each once."""
+    found = sorted(e.key for batch in store.scan() for e in batch)
+    assert found == sorted(e.key for e in entries)
+    assert store.size == len(entries)
+    [one] = store.entries([entries[-1].key])
+    assert np.array_equal(one.vector, entries[-1].vector)
+    assert one.attributes == entries[-1].attributes
+
+
+def collections(server: MilvusServer, name: str) -> list[str]:
+    from pymilvus import MilvusClient
+
+    with closing(MilvusClient(uri=server.uri)) as there:
+        return [known for known in there.list_collections() if known.startswith(f"{name}_")]
+
+
+@pytest.mark.milvus
+@pytest.mark.parametrize("kind", ["hnsw", "ivf-flat"])
+def test_an_index_reaches_its_recall_with_queries_that_were_held_out(
+    milvus_server: MilvusServer, kind: str
+) -> None:
+    entries = shop(3000)
+    with closing(published(milvus_server, "indexed", entries, index=kind)) as store:
+        check_same(store, entries)
+        assert f"Index {kind} on Milvus, effort" in store.index_text()
+        assert "recall@10 1.0" in store.index_text() or "recall@10 0.9" in store.index_text()
+        vectors = np.array([e.vector for e in entries])
+        found = store.search(QUERIES, 10)
+        least = np.sort(QUERIES @ vectors.T, axis=1)[:, -10] - 1e-5
+        hits = [
+            [hit.score >= bound for hit in best] for best, bound in zip(found, least, strict=True)
+        ]
+        assert np.mean(hits) > 0.95
+        [odd] = store.search(QUERIES[:1], 20, SearchOptions(where=None, effort=500))
+        assert len(odd) == 20
+        if kind == "hnsw":
+            with pytest.raises(InvalidParameterError, match="has an index hnsw on Milvus"):
+                store.search(QUERIES, 5, SearchOptions(exact=True))
+
+
+@pytest.mark.milvus
+def test_what_the_server_lacks_is_refused_by_name_and_changes_nothing(
+    milvus_server: MilvusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(published(milvus_server, "kept", shop(50))) as store:
+        version = store.version
+        with pytest.raises(PlanError, match=r"version v2\.3.*came with 2\.6"):
+            published(milvus_server, "kept", shop(60), index="ivf-rabitq")
+        with pytest.raises(PlanError, match="is not one of Milvus"):
+            published(milvus_server, "kept", shop(60), index="cagra")
+        monkeypatch.setattr(milvus_index, "_SINCE", {})
+        with pytest.raises(PlanError, match="does not make an index ivf-rabitq"):
+            published(milvus_server, "kept", shop(1500), index="ivf-rabitq")
+        monkeypatch.setattr(milvus_index, "TARGET_RECALL", 1.01)
+        with pytest.raises(RecallError, match=r"reaches a recall of 1\.000 at most"):
+            published(milvus_server, "kept", shop(1500), index="ivf-flat")
+        assert store.version == version
+        assert len(collections(milvus_server, "kept")) == 1
+
+
+@pytest.mark.milvus
+def test_several_processes_load_the_same_as_one(
+    milvus_server: MilvusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(milvus_load, "PART", 300)
+    entries = shop(2000)
+    with closing(published(milvus_server, "many", entries, processes=2)) as store:
+        check_same(store, entries)
+
+
+@pytest.mark.milvus
+def test_a_publication_that_is_killed_goes_on_where_it_was(
+    milvus_server: MilvusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrink(monkeypatch.setattr)
+    entries = shop(2000)
+    process = multiprocessing.get_context("spawn").Process(
+        target=publish_until_killed, args=(milvus_server.uri, 12)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    [left] = collections(milvus_server, "killed")
+    sent: list[str] = []
+    with faults(sent.append):
+        store = published(milvus_server, "killed", entries)
+    with closing(store):
+        check_same(store, entries)
+        assert 0 < sent.count("milvus: part noted") < 10
+        assert collections(milvus_server, "killed") == [left]
+
+
+@pytest.mark.milvus
+def test_other_content_does_not_go_on_in_what_was_interrupted(
+    milvus_server: MilvusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrink(monkeypatch.setattr)
+    process = multiprocessing.get_context("spawn").Process(
+        target=publish_until_killed, args=(milvus_server.uri, 5)
+    )
+    process.start()
+    process.join(60)
+    for entries in (shop(1200, seed=5), shop(100)):
+        with closing(published(milvus_server, "killed", entries)) as store:
+            check_same(store, entries)
+
+
+def shrink(change: Callable[[object, str, object], None]) -> None:
+    """Parts of 100 items, each noted."""
+    change(milvus_load, "PART", 100)
+    change(milvus_load, "_NOTED_S", -1.0)
+
+
+def publish_until_killed(uri: str, parts: int) -> None:
+    from tests.indexer.crasher import Dies
+
+    shrink(setattr)
+    set_fault_hook(Dies("milvus: part noted", parts))
+    MilvusStore.publish(uri, "killed", shop(2000), dim=DIM, bundle_id=BUNDLE)
+
+
+@pytest.mark.milvus
+def test_the_command_takes_an_index_of_milvus_and_says_what_was_measured(
+    milvus_server: MilvusServer, run: Run, tmp_path: Path, gallery: Any
+) -> None:
+    gallery.add(shop(2500))
+    there = f"{milvus_server.uri.replace('http', 'milvus')}/commanded"
+    result = run("import", gallery.path, "--out", there, "--index", "ivf-flat", "--json")
+    assert printed(result)["items"] == 2500
+    assert "Index ivf-flat on Milvus, effort" in result.stderr
+    folder = ("import", gallery.path, "--out", tmp_path / "folder", "--index", "diskann")
+    assert "index = diskann is one of Milvus" in failure(run(*folder))
+    small = ("import", gallery.path, "--out", there, "--index", "hnsw", "--memory-mb", "0.1")
+    assert "index = hnsw takes" in failure(run(*small))
+
+
+# Without a server.
+
+
+@pytest.mark.parametrize(
+    ("count", "memory_mb", "server", "kind"),
+    [
+        (1_000, None, "v2.3.5-lite", "flat"),
+        (1_000_000, None, "v2.3.5-lite", "hnsw"),
+        (10_000_000, 24_576, "v2.4.1", "diskann"),
+        (10_000_000, 24_576, "v2.6.3", "ivf-rabitq"),
+        (10_000_000, 4_096, "v2.6.3", "diskann"),
+        (100_000_000, 1_000_000, "v2.6.3", "hnsw"),
+        (1_000_000_000, 1_000_000, "v2.6.3", "ivf-rabitq"),
+    ],
+)
+def test_the_index_follows_size_memory_and_version(
+    count: int, memory_mb: float | None, server: str, kind: str
+) -> None:
+    plan = planned(count, 512, "auto", memory_mb, server)
+    assert plan.kind == kind
+    assert plan.memory_mb <= (memory_mb or 16_384)
+    assert sorted(plan.efforts()) == plan.efforts()
+
+
+def test_what_no_index_holds_is_refused_with_what_it_needs() -> None:
+    with pytest.raises(PlanError, match=r"need [\d,]+ MB on the query nodes"):
+        planned(10**9, 512, "auto", 1_000, "v2.6.0")
+    assert version_of("nightly") == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "exact", "expected"),
+    [
+        ("flat", False, {}),
+        ("ivf-flat", False, {"nprobe": 7}),
+        ("ivf-flat", True, {"nprobe": 64}),
+        ("hnsw", False, {"ef": 50}),
+        ("hnsw", True, {"ef": 32_768}),
+        ("diskann", False, {"search_list": 50}),
+    ],
+)
+def test_searches_pass_the_effort_that_the_index_takes(
+    kind: Any, exact: bool, expected: dict[str, int]
+) -> None:
+    nlist = 64 if kind.startswith("ivf") else 0
+    assert search_parameters(kind, nlist, 7, 50, exact) == expected
+
+
+def test_held_out_recall_counts_ties_and_misses() -> None:
+    entries = [entry(f"k{n}", v) for n, v in enumerate(units(500))]
+    held_out = milvus_index.HeldOut(entries, 500)
+    assert 200 <= len(held_out.entries) <= 250
+    rest = np.array([e.vector for e in entries if e.key not in held_out.keys])
+    for start in range(0, len(rest), 70):
+        held_out.see(rest[start : start + 70])
+    scores = np.sort(held_out.queries @ rest.T, axis=1)[:, ::-1]
+    assert held_out.recall(scores[:, :10].tolist()) == 1.0
+    assert held_out.recall(scores[:, 1:11].tolist()) == pytest.approx(0.9, abs=0.01)

@@ -26,6 +26,8 @@ SMALLEST = {
     "attributes.py": "--items 5000 --rounds 1",
     "duplicates.py": "--items 2000 --dims 32 --rounds 1",
     "memory.py": "--items 500 1000",
+    "milvus_publish.py": "--items 500 --dim 16 --rounds 1",
+    "scaling.py": "predict",
     "milvus_search.py": "--items 500 --dim 16 --searches 5",
     "request_cpu.py": "--rounds 1 --seconds 0.5",
     "golden.py": "--rounds 1 --queries 20",

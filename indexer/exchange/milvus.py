@@ -169,8 +169,8 @@ class MilvusStore:
         They are loaded into a collection of their own; then the alias moves there, and the old
         collection is dropped. What others change in the old one meanwhile is lost. The `index` is
         one of `MilvusIndex`, or `auto`: the fastest one that fits into `memory_mb` of the query
-        nodes. With `processes` None as many as there are cores load many items; a script that asks
-        for more than one must guard its main module.
+        nodes. With `processes` None one a core loads many items into a server elsewhere; a script
+        that asks for more than one must guard its main module.
 
         A publication that is interrupted leaves its collection, and the same one goes on there.
 
@@ -196,7 +196,7 @@ class MilvusStore:
             server = str(connection.call("get_server_version"))
             plan = planned(count, dim, index, memory_mb, server)
             made = _unfinished(connection, facts) or Collection.create(connection, facts)
-            workers = processes_for(count) if processes is None else processes
+            workers = processes_for(count, uri) if processes is None else processes
             filling = partial(_fill, entries, plan, server, token, workers, on_progress)
             try:
                 try:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from indexer.exchange.milvus_index import HeldOut
 from indexer.types import Entry, Progress
 
 PART = 8_192
-_MESSAGE_ROWS = 1_024
 _FROM = 4 * PART  # items from which more than one process is worth its start
 _MOST_PROCESSES = 8
 _WAITING = 2  # parts a process, so that memory stays small
@@ -152,7 +152,7 @@ _Send = Callable[[Sequence[Entry], Embeddings, str], "Future[None]"]
 
 def _sender(running: ExitStack, made: Collection, token: str, processes: int) -> _Send:
     """A function that sends a part, in another process or at once."""
-    page = min(made.page_rows, _MESSAGE_ROWS)
+    page = made.page_rows
     if processes == 1:
 
         def at_once(part: Sequence[Entry], vectors: Embeddings, method: str) -> Future[None]:
@@ -180,9 +180,12 @@ def _sender(running: ExitStack, made: Collection, token: str, processes: int) ->
     return submit
 
 
-def processes_for(count: int) -> int:
-    """How many processes load so many items: one a core, and one alone for few."""
-    return 1 if count < _FROM else max(1, min(_MOST_PROCESSES, core_count()))
+def processes_for(count: int, uri: str) -> int:
+    """How many processes load so many items: one a core. One alone for few items, and for a server
+    on this machine, whose own work needs the cores.
+    """
+    is_here = urlsplit(uri).hostname in ("localhost", "127.0.0.1", "::1")
+    return 1 if count < _FROM or is_here else max(1, min(_MOST_PROCESSES, core_count()))
 
 
 _Columns = list[tuple[str, str, str, str, dict[str, AttributeValue]]]

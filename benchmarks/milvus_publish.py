@@ -2,11 +2,11 @@
 
     python benchmarks/milvus_publish.py [--items 100000] [--dim 512] [--rounds 2]
 
-The peer is the road before: one process that inserts pages of up to 16 MB, then an exact index. The
-new road is that of `kinlens-index import`. `rows` is the time of the inserts, `index` that of
-creating the index and loading it. `client` and `server` are seconds of the cores during the inserts:
-what the server takes, no client makes faster. The server is one of the package `milvus`, on the same
-cores.
+The peer is the road before: one process that inserts pages of up to 16 MB, then an exact index.
+The new road is that of `kinlens-index import`. `rows` is the time of the inserts, `index` that of
+creating the index and loading it. `client` and `server` are seconds of the cores during the
+inserts: what the server takes, no client makes faster. The server is one of the package `milvus`,
+on the same cores.
 """
 
 import contextlib
@@ -93,10 +93,10 @@ def cpu_s() -> float:
 def server_s() -> float:
     """Seconds of the cores that the server has used."""
     ticks = 0
-    for entry in Path("/proc").glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if "run\0standalone" in (entry / "cmdline").read_text():
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            if "run\0standalone" in (process / "cmdline").read_text():
+                fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
                 ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from embedder.errors import InvalidParameterError, PlanError, RecallError
+from embedder.machine import core_count
 from indexer.exchange import milvus_index, milvus_load
 from indexer.exchange.milvus_index import planned, search_parameters, version_of
 from indexer.types import Entry, SearchOptions
@@ -220,6 +221,12 @@ def test_searches_pass_the_effort_that_the_index_takes(
 ) -> None:
     nlist = 64 if kind.startswith("ivf") else 0
     assert search_parameters(kind, nlist, 7, 50, exact) == expected
+
+
+def test_one_process_loads_few_items_and_a_server_on_the_same_machine() -> None:
+    assert milvus_load.processes_for(1000, "http://milvus:19530") == 1
+    assert milvus_load.processes_for(10**6, "http://127.0.0.1:19530") == 1
+    assert milvus_load.processes_for(10**6, "http://milvus:19530") == min(8, core_count())
 
 
 def test_held_out_recall_counts_ties_and_misses() -> None:

@@ -53,6 +53,7 @@ from indexer.catalog.write import CatalogWriter
 from indexer.exchange.follow import Follower as Follower
 from indexer.exchange.follow import checked_s as checked_s
 from indexer.exchange.milvus import MilvusStore as MilvusStore
+from indexer.exchange.publish import snapshot_at as snapshot_at
 from indexer.filters.tree import Filter, check_attribute
 from indexer.folder.layout import PICTURES, GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import (

@@ -32,7 +32,7 @@ from indexer.catalog.database import Catalog
 from indexer.catalog.replay import apply_part, finish, remove_buried, remove_dead
 from indexer.catalog.vectors import NUMBERS, ROWS, VECTORS, VectorFile
 from indexer.exchange.objects import ObjectFolder
-from indexer.exchange.publish import FILES, OBJECTS, Delta, Snapshot, latest
+from indexer.exchange.publish import FILES, OBJECTS, Delta, Snapshot, snapshot_at
 from indexer.folder.layout import DOWNLOADS, GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import write_manifest
 from indexer.live.compaction import CATALOG, SEGMENTS, collect
@@ -87,8 +87,7 @@ class Follower:
 
     def _update(self) -> bool:
         for _ in range(_PATIENCE):
-            with self._store_errors_explained():
-                snapshot = latest(self._store)
+            snapshot = snapshot_at(self.address)
             try:
                 return self._take_over(snapshot)
             except _ObjectMissingError:

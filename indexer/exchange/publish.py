@@ -425,6 +425,19 @@ class _Publication:
         return found
 
 
+def snapshot_at(address: str) -> Snapshot:
+    """The current snapshot at an address. Raises: GalleryError, EngineUnavailableError."""
+    try:
+        return latest(ObjectFolder(address))
+    except KinlensError:
+        raise
+    except Exception as error:  # each client of a store has errors of its own
+        raise GalleryError(
+            f"The snapshot at {address} cannot be read: {type(error).__name__}: {error}. Check the "
+            "address, the permissions there and the network."
+        ) from error
+
+
 def latest(store: ObjectFolder) -> Snapshot:
     """The current snapshot at an address. Raises: GalleryNotFoundError, GalleryCorruptError."""
     found = read_snapshot(store)

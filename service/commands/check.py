@@ -21,7 +21,7 @@ from rich.text import Text
 
 from embedder.errors import GalleryError, KinlensError, StateError
 from indexer.gallery import Gallery as IndexedGallery
-from indexer.gallery import gpu_memory
+from indexer.gallery import gpu_memory, snapshot_at
 from service.access.keys import open_keys
 from service.commands import options
 from service.encoding.decode_worker import known_image
@@ -124,6 +124,16 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
         subject = f"gallery {location.name}"
         try:
             on_cpu = settings.model_copy(update={"index_device": "cpu"})  # a GPU may be in use
+            if location.follows is not None:
+                snapshot = snapshot_at(location.follows)
+                bundles.folder(snapshot.gallery.bundle_id)
+                items = f"{snapshot.size:,} items of bundle {snapshot.gallery.bundle_id[:12]}"
+                yield Finding(
+                    subject,
+                    "ok",
+                    f"{items}, published at {snapshot.published_at}; a start copies it",
+                )
+                continue
             with contextlib.closing(open_gallery(location, on_cpu)) as gallery:
                 bundles.folder(gallery.bundle_id)
                 items = f"{gallery.size:,} items of bundle {gallery.bundle_id[:12]}"

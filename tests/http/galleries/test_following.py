@@ -1,5 +1,6 @@
 """Services that follow a published gallery answer as the one that publishes it."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from embedder.bundle import Bundle
 from embedder.fake import FakeEmbedder
@@ -19,6 +21,7 @@ from embedder.session import OnnxEmbedder
 from indexer.gallery import Gallery
 from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
+from service.__main__ import app
 from service.app import create_app
 from service.commands import options
 from service.settings import Settings
@@ -225,6 +228,28 @@ def test_a_follower_that_is_killed_goes_on_at_its_next_start(
 
 def _version(url: str) -> str:
     return str(httpx.get(f"{url}/galleries/shop").json()["version"])
+
+
+def test_the_check_of_a_start_looks_at_the_address(
+    shop: Path, address: str, tmp_path: Path, tiny_bundle: Bundle
+) -> None:
+    command = (
+        "check",
+        "--json",
+        "--gallery",
+        f"shop={address}",
+        "--state",
+        str(tmp_path / "state"),
+    )
+    runner = CliRunner()
+    bundle = ("--bundle", str(tiny_bundle.path))
+    assert "No snapshot at" in runner.invoke(app, [*command, *bundle]).output
+    publish(shop, address)
+    # The bundle of the fake model is not there, which is found before anything is copied.
+    found = json.loads(runner.invoke(app, [*command, *bundle]).output)["findings"]
+    [gallery] = [one["text"] for one in found if one["subject"] == "gallery shop"]
+    assert "bundle bbbbbbbbbbbb is unknown" in gallery
+    assert not (tmp_path / "state" / "replicas").exists()
 
 
 def test_settings_of_followers_are_checked(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_the_check_of_a_start_looks_at_the_address(
     # The bundle of the fake model is not there, which is found before anything is copied.
     found = json.loads(runner.invoke(app, [*command, *bundle]).output)["findings"]
     [gallery] = [one["text"] for one in found if one["subject"] == "gallery shop"]
-    assert "bundle bbbbbbbbbbbb is unknown" in gallery
+    assert "bundle fake is unknown" in gallery
     assert not (tmp_path / "state" / "replicas").exists()
 
 

@@ -897,11 +897,13 @@ class Gallery(Searcher):
             with self._snapshots.reading():
                 return
         except GalleryCorruptError as damage:
-            logging.getLogger(__name__).warning("the index is made again: %s", damage)
             if self.copy_of is not None:
-                damage.add_note(f"It is a copy: delete {self.path} and start again.")
                 self.close()
-                raise
+                raise GalleryCorruptError(
+                    f"The copy {self.path} of {self.copy_of} is damaged. Delete that folder: the "
+                    f"next start copies it again. The damage: {damage}"
+                ) from damage
+            logging.getLogger(__name__).warning("the index is made again: %s", damage)
             try:
                 unless = functools.partial(_is_readable, self._snapshots)
                 compact(

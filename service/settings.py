@@ -87,6 +87,11 @@ def _check_gallery(entry: str) -> None:
             milvus_address(text)
         except InvalidParameterError as error:
             raise ValueError(str(error)) from None
+    if is_followed(text) and "@" in text.partition("://")[2].partition("/")[0]:
+        raise ValueError(
+            "the address of a gallery has a user or a password, which logs would show; give them "
+            "to the client of the store by its own settings or variables"
+        )
     if Path(text) == Path():
         raise ValueError(f"gallery {entry!r} has no path; write NAME=PATH or PATH")
 

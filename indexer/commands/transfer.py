@@ -166,6 +166,10 @@ def publish(
         bool, typer.Option("--pictures", help="Upload the images of the items as well.")
     ] = False,
     image_root: ImageRootOption = None,
+    take_over: Annotated[
+        bool,
+        typer.Option("--take-over", help="The folder that published here before is retired."),
+    ] = False,
     every: Annotated[
         str | None,
         typer.Option(help="Go on until Ctrl-C, and look for changes so often: 5s, 2m."),
@@ -179,12 +183,12 @@ def publish(
     """
     with errors_shown():
         interval_s = None if every is None else _seconds(every)
-        report = _publish(gallery, address, pictures, image_root)
+        report = _publish(gallery, address, pictures, image_root, take_over)
         print_report(report, json, _text(report))
         with contextlib.suppress(KeyboardInterrupt):
             while interval_s is not None:
                 time.sleep(interval_s)
-                _publish_again(gallery, address, pictures, image_root, json)
+                _publish_again(gallery, address, image_root, json)
 
 
 def _of_a_folder(
@@ -217,21 +221,28 @@ def _imported_into(address: str, dump: Dump, index: str, memory_mb: float | None
         )
 
 
-def _publish(gallery: Path, address: str, pictures: bool, image_root: Path | None) -> PublishReport:
+def _publish(
+    gallery: Path, address: str, pictures: bool, image_root: Path | None, take_over: bool
+) -> PublishReport:
     with contextlib.closing(Gallery.open(gallery, load_index=False)) as opened:
         size = opened.size
     with progress(size, "Publishing") as advance:
         return publish_snapshot(
-            gallery, address, pictures=pictures, image_root=image_root, on_progress=advance
+            gallery,
+            address,
+            pictures=pictures,
+            image_root=image_root,
+            take_over=take_over,
+            on_progress=advance,
         )
 
 
-def _publish_again(
-    gallery: Path, address: str, pictures: bool, image_root: Path | None, json: bool
-) -> None:
-    """Publish what has changed; a store that does not answer is asked again the next time."""
+def _publish_again(gallery: Path, address: str, image_root: Path | None, json: bool) -> None:
+    """Publish what has changed, with images if they were published before. A store that does not
+    answer is asked again the next time.
+    """
     try:
-        report = publish_snapshot(gallery, address, pictures=pictures, image_root=image_root)
+        report = publish_snapshot(gallery, address, image_root=image_root)
     except GalleryError as error:
         err.print(str(error), soft_wrap=True)
         return

@@ -93,21 +93,26 @@ class Follower:
             except _ObjectMissingError:
                 continue  # a newer snapshot has replaced this one long ago
         raise GalleryCorruptError(
-            f"The snapshot at {self.address} names a file that is not there. Delete that folder "
-            "and publish the gallery again."
+            f"The snapshot at {self.address} names a file that is not there. Try again; if that "
+            "stays so, publish the gallery to another address."
         )
 
     def _take_over(self, snapshot: Snapshot) -> bool:
         self._gallery.mark_as_copy(self.address)
-        name = snapshot.gallery.generation
+        self._clean(snapshot.objects())  # what earlier updates left that failed
+        name, has_changed = snapshot.gallery.generation, True
         if self._gallery.current_name() != name:
             self._begin(snapshot)
-        elif not self._advance(snapshot, self._gallery.current()):
-            return False
+        else:
+            has_changed = self._advance(snapshot, self._gallery.current())
+        self._clean(set())
+        return has_changed
+
+    def _clean(self, kept: set[str]) -> None:
+        """Remove downloads but those with these sha256."""
         for file in self._downloads.iterdir():
-            if file.name not in (_LOCK, _CHECKED):
+            if file.name not in {_LOCK, _CHECKED, *kept}:
                 file.unlink()
-        return True
 
     def _begin(self, snapshot: Snapshot) -> None:
         """Copy a generation that was not followed before."""
@@ -135,13 +140,13 @@ class Follower:
                     f"The snapshot at {self.address} is older than the copy in {self.folder}. "
                     "Publish the gallery again, or delete that folder to go back."
                 )
-            has_changed = self._copy_files(snapshot, generation)
             if now.seq < snapshot.seq:
                 self._apply(catalog, snapshot, now.seq)
             if (*now.base, vectors) != snapshot.base:
                 self._adopt(catalog, snapshot, generation)
             elif now.seq == snapshot.seq:
-                return has_changed
+                return self._copy_files(snapshot, generation)
+            self._copy_files(snapshot, generation)
         collect(generation)
         return True
 

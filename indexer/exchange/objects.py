@@ -6,9 +6,10 @@ Each file is there whole or not at all, whatever the file system.
 import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from embedder.durable import make_folder, rename, sync, write_whole
-from embedder.errors import EngineUnavailableError
+from embedder.errors import EngineUnavailableError, InvalidParameterError
 
 REMOTE = "://"
 """What tells an address of fsspec from a folder."""
@@ -20,7 +21,10 @@ class ObjectFolder:
     """The folder at an address. Its methods raise OSError, and what a client of a store raises."""
 
     def __init__(self, address: str) -> None:
-        """Raises: EngineUnavailableError without fsspec, or without the package of a protocol."""
+        """Raises: EngineUnavailableError without fsspec, or without the package of a protocol;
+        InvalidParameterError for an address with a password.
+        """
+        refuse_secrets(address)
         # Each worker process has a current folder of its own.
         self.address = address if REMOTE in address else str(Path(address).resolve())
         self.files, self.root = files_at(self.address)
@@ -29,6 +33,14 @@ class ObjectFolder:
         """Whether there is a file of this name now."""
         self.files.invalidate_cache()
         return bool(self.files.exists(self.at(name)))
+
+    def size(self, name: str) -> int | None:
+        """The bytes of a file; None if there is none."""
+        self.files.invalidate_cache()
+        try:
+            return int(self.files.info(self.at(name))["size"])
+        except FileNotFoundError:
+            return None
 
     def names(self, folder: str) -> set[str]:
         """The names of the files in a folder; none if there is no such folder."""
@@ -91,6 +103,19 @@ class ObjectFolder:
     def at(self, name: str) -> str:
         """The path of a file for fsspec."""
         return f"{self.root}/{name}"
+
+
+def refuse_secrets(address: str) -> None:
+    """Refuse an address with a user or password: logs and answers show addresses.
+
+    Raises: InvalidParameterError.
+    """
+    parts = urlsplit(address) if REMOTE in address else None
+    if parts is not None and (parts.username or parts.password):
+        raise InvalidParameterError(
+            f"address = {parts.scheme}://...@{parts.hostname} has a user or a password, which logs "
+            "would show. Give them to the client of the store by its own settings or variables."
+        )
 
 
 def files_at(address: str) -> tuple[Any, str]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -27,6 +27,7 @@ from embedder.bundle import sha256_of
 from embedder.durable import FileFacts, exclusive, hold, holder, reach
 from embedder.errors import (
     GalleryBusyError,
+    GalleryConflictError,
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
@@ -63,6 +64,12 @@ FILES = (REPORT, CALIBRATION, PRECISIONS)
 """What lies in a generation beside its manifest, catalogue, vectors and segments."""
 
 
+# Names become paths on every host that follows.
+_SEGMENT = r"^[0-9]{12}-[0-9a-f]{8}$"
+_VECTORS = r"^[0-9a-f]{8}$"
+_FILE = r"^[a-z]+\.[a-z]+$"
+
+
 class Delta(BaseModel, frozen=True, extra="forbid"):
     """What changed after the write `since`, up to the write `until`.
 
@@ -81,27 +88,29 @@ class Delta(BaseModel, frozen=True, extra="forbid"):
 class Snapshot(BaseModel, frozen=True, extra="forbid"):
     """One state of a gallery, and the objects that it consists of.
 
-    seq, size, segment, segment_seq, numbers: the state of the catalogue; last_given: the highest
-    item id that was ever given. names: the rows of the attribute names. vectors: the name of the
-    file of vectors, of which `row_numbers` says which row is of which item; the rows themselves
-    come with the deltas. files: what else lies in the generation. retired: objects of earlier
-    snapshots, and when they were last named (seconds since 1970).
+    publisher: the folder that owns the address. seq, size, segment, segment_seq, numbers: the
+    state of the catalogue; last_given: the highest item id that was ever given. names: the rows of
+    the attribute names. vectors: the name of the file of vectors, of which `row_numbers` says
+    which row is of which item; the rows themselves come with the deltas. files: what else lies in
+    the generation. retired: objects of earlier snapshots, and when they were last named (seconds
+    since 1970).
     """
 
     schema_version: Literal[1] = 1
     published_at: str
+    publisher: str
     gallery: GalleryManifest
     seq: int = Field(ge=0)
     size: int = Field(ge=0)
-    segment: str | None
+    segment: str | None = Field(pattern=_SEGMENT)
     segment_seq: int = Field(ge=0)
     numbers: int
     last_given: int = Field(ge=0)
     names: NameRows
     deltas: tuple[Delta, ...]
-    vectors: str
+    vectors: str = Field(pattern=_VECTORS)
     row_numbers: FileFacts
-    segment_files: dict[str, FileFacts]
+    segment_files: dict[Annotated[str, Field(pattern=_FILE)], FileFacts]
     files: dict[str, FileFacts]
     pictures: bool = False
     retired: dict[str, float] = {}
@@ -156,6 +165,7 @@ def publish(
     *,
     pictures: bool = False,
     image_root: Path | None = None,
+    take_over: bool = False,
     on_progress: Progress | None = None,
 ) -> PublishReport:
     """Make the gallery in the folder `gallery`, as it is now, the snapshot at `address`.
@@ -164,13 +174,18 @@ def publish(
     the snapshot before. With `pictures` the images of its items are uploaded as well; a gallery
     that was published with them goes on with them. `image_root` is their folder, if it was moved.
 
-    Raises: GalleryNotFoundError, GalleryCorruptError; GalleryBusyError if another process publishes
+    An address belongs to the folder that published there first, until another one is told to
+    `take_over`: two writers would mix their items in every copy.
+
+    Raises: GalleryNotFoundError, GalleryCorruptError; GalleryConflictError for a copy, or if the
+        address belongs to another folder; GalleryBusyError if another process publishes
         it, or compactions keep replacing what is read; GalleryError if another gallery is at
         `address`, or it cannot be written; EngineUnavailableError.
     """
     started = time.perf_counter()
     folder, store = GalleryFolder(gallery), ObjectFolder(address)
     folder.current()
+    folder.refuse_copy()
     with disk_errors_explained(folder.path), contextlib.ExitStack() as held:
         if not held.enter_context(exclusive(folder.path / PUBLISH, wait=False)):
             raise GalleryBusyError(
@@ -179,8 +194,20 @@ def publish(
             )
         with _store_errors_explained(address):
             before = read_snapshot(store)
+            publisher = folder.publisher()
+            if before is not None and before.publisher != publisher and not take_over:
+                raise GalleryConflictError(
+                    f"{store.address} belongs to another folder, which published there at "
+                    f"{before.published_at}. If that one is retired: --take-over."
+                )
             work = _Publication(
-                folder, store, before, pictures, image_root, on_progress or (lambda _: None)
+                publisher,
+                folder,
+                store,
+                before,
+                pictures,
+                image_root,
+                on_progress or (lambda _: None),
             )
             return work.run(started)
 
@@ -204,6 +231,7 @@ class _Publication:
 
     def __init__(
         self,
+        publisher: str,
         folder: GalleryFolder,
         store: ObjectFolder,
         before: Snapshot | None,
@@ -211,6 +239,7 @@ class _Publication:
         image_root: Path | None,
         on_progress: Progress,
     ) -> None:
+        self._publisher = publisher
         self._folder = folder
         self._store = store
         self._on_progress = on_progress
@@ -224,12 +253,17 @@ class _Publication:
         is_same = before is not None and before.gallery.uid == self._manifest.uid
         self._last = before if is_same else None  # of this very generation
         self._before = before
+        self._known = set() if before is None else before.objects()
+        self._is_asked = pictures
+        self._there: set[str] = set()  # sha256 of images
+        self._images = self._missing = 0
         self._pictures = pictures or (before is not None and before.pictures)
         self._image_root = image_root or Path(self._manifest.source_root)
         self._uploaded = 0
 
     def run(self, started: float) -> PublishReport:
         """Upload what is missing, then the snapshot."""
+        shown = self._upload_pictures() if self._pictures else 0
         for _ in range(_PATIENCE):
             with catalog_view(self._generation / CATALOG) as view, contextlib.ExitStack() as held:
                 state = view.state()
@@ -239,13 +273,13 @@ class _Publication:
                     except FileNotFoundError:
                         continue  # a compaction has replaced it meanwhile
                     held.callback(os.close, descriptor)
-                return self._publish(view, started)
+                return self._publish(view, shown, started)
         raise GalleryBusyError(
             f"Compactions of {self._folder.path} keep replacing what is to be published. Try again "
             "when they have ended."
         )
 
-    def _publish(self, view: CatalogView, started: float) -> PublishReport:
+    def _publish(self, view: CatalogView, shown: int, started: float) -> PublishReport:
         row = read_state(view.connection)
         if view.file is None or row is None:
             raise GalleryError(
@@ -254,7 +288,9 @@ class _Publication:
             )
         last = self._last
         changed, deltas = self._deltas(view, view.file, row.seq, row.segment_seq)
-        images, missing = self._upload_pictures(view, row.seq)
+        if self._pictures:
+            for item in view.get(view.changed_since(shown)).values():
+                self._upload_picture(item)  # of items that came meanwhile
         segment_files: dict[str, FileFacts] = {}
         if row.segment is not None:
             folder = self._generation / SEGMENTS / row.segment
@@ -274,6 +310,7 @@ class _Publication:
             if (self._generation / name).is_file()
         }
         snapshot = Snapshot(
+            publisher=self._publisher,
             published_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             gallery=self._manifest,
             seq=row.seq,
@@ -302,8 +339,8 @@ class _Publication:
             items=row.size,
             changed_items=changed,
             uploaded_bytes=self._uploaded,
-            pictures=images,
-            missing_pictures=missing,
+            pictures=self._images,
+            missing_pictures=self._missing,
             elapsed_s=time.perf_counter() - started,
         )
 
@@ -313,8 +350,17 @@ class _Publication:
         """How many items changed since the last snapshot, and the deltas up to now."""
         kept = [] if self._last is None else [*self._last.deltas]
         since = 0 if self._last is None else self._last.seq
-        if self._last is not None and since == seq:
+        if self._last is not None and since > seq:
+            raise GalleryError(
+                f"{self._store.address} has the write {since:,} of this gallery, which is at "
+                f"{seq:,}: the folder was set back. Make a new generation of it: "
+                "kinlens-index backup, then restore --replace."
+            )
+        if self._last is not None and since == seq and self._last.vectors == file.name:
             return 0, self._last.deltas
+        if self._last is not None and self._last.vectors != file.name:
+            # The compaction has erased what was removed, so no delta may have it any more.
+            kept, since = [], 0
         changed = view.count_changed(since) if since else view.state().size
         merged = changed
         # Each delta is at least twice as large as all that follow it.
@@ -340,37 +386,41 @@ class _Publication:
                 write_part(path, view, some, since, not start, self._on_progress)
                 yield self._upload(path)
 
-    def _upload_pictures(self, view: CatalogView, seq: int) -> tuple[int, int]:
-        """Upload the images of items that came since they were uploaded last: how many there were,
-        and how many could not be read.
+    def _upload_pictures(self) -> int:
+        """Upload the images that are not there yet; the write up to which that was done.
+
+        Not in one view of the catalogue: as long as one lasts, the log of the writer only grows.
         """
-        if not self._pictures:
-            return 0, 0
-        since = 0
-        if self._last is not None and self._last.pictures:
-            since = self._last.seq
-        if since == seq:
-            return 0, 0
-        ids = view.changed_since(since) if since else view.live_ids()
-        done = missing = 0
-        known: dict[str, set[str]] = {}
+        last = self._last
+        is_first = self._is_asked or last is None or not last.pictures
+        since = 0 if is_first or last is None else last.seq
+        with catalog_view(self._generation / CATALOG) as view:
+            seq = view.state().seq
+            ids = view.changed_since(since) if since else view.live_ids()
+        if is_first:  # to ask for each of millions would take days
+            for shard in range(256):
+                name = f"{shard:02x}"
+                self._there |= self._store.names(f"{PICTURES}/{name}")
         for start in range(0, len(ids), _AT_ONCE):
-            for item in view.get(ids[start : start + _AT_ONCE]).values():
-                shard = item.sha256[:2]
-                if shard not in known:
-                    known[shard] = self._store.names(f"{PICTURES}/{shard}")
-                if item.sha256 in known[shard]:
-                    continue
-                try:
-                    data = self._picture(item)
-                except (KinlensError, OSError):
-                    missing += 1  # an item that was stored as a vector alone, or a lost file
-                    continue
-                self._store.write(f"{PICTURES}/{shard}/{item.sha256}", data)
-                known[shard].add(item.sha256)
-                self._uploaded += len(data)
-                done += 1
-        return done, missing
+            with catalog_view(self._generation / CATALOG) as view:
+                items = view.get(ids[start : start + _AT_ONCE])
+            for item in items.values():
+                self._upload_picture(item)
+        return seq
+
+    def _upload_picture(self, item: Item) -> None:
+        name = f"{PICTURES}/{item.sha256[:2]}/{item.sha256}"
+        if item.sha256 in self._there or self._store.exists(name):
+            return
+        try:
+            data = self._picture(item)
+        except (KinlensError, OSError):
+            self._missing += 1  # an item that was stored as a vector alone, or a lost file
+            return
+        self._store.write(name, data)
+        self._there.add(item.sha256)
+        self._uploaded += len(data)
+        self._images += 1
 
     def _picture(self, item: Item) -> bytes:
         """The image of an item. Raises: OSError, SourceError, ImageTooManyBytesError."""
@@ -383,7 +433,7 @@ class _Publication:
         """A file as an object; one that is there already is not sent again."""
         facts = FileFacts(bytes=path.stat().st_size, sha256=sha256_of(path))
         name = f"{OBJECTS}/{facts.sha256}"
-        if not self._store.exists(name):
+        if facts.sha256 not in self._known and self._store.size(name) != facts.bytes:
             reach("publish: before upload")
             self._store.upload(path, name)
             self._uploaded += facts.bytes

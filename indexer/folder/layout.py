@@ -7,6 +7,7 @@ gallery/
   TURN                 passed by a write on its way to WRITE, held by a build that waits for it
   pictures/            what was uploaded, kept by whoever serves the gallery; no build touches it
   PUBLISH              held while a snapshot of the gallery is published
+  PUBLISHER            a random id, by which the owner of a published snapshot is known
   COPY_OF              the address that this is a copy of; nobody changes a copy
   downloads/           what a copy has downloaded and not taken over yet
   golden.sqlite        queries that the owner labelled, and reports; no build touches it either
@@ -59,11 +60,12 @@ PICTURES = "pictures"
 COPY_OF = "COPY_OF"
 DOWNLOADS = "downloads"
 PUBLISH = "PUBLISH"
+PUBLISHER = "PUBLISHER"
 _DRAFT = ".draft-"
 _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _OWN_NAMES = {
     *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, PICTURES),
-    *(COPY_OF, DOWNLOADS, PUBLISH),
+    *(COPY_OF, DOWNLOADS, PUBLISH, PUBLISHER),
     *(f"{GOLDEN}{suffix}" for suffix in ("", "-journal")),
 }
 
@@ -113,14 +115,21 @@ class GalleryFolder:
             write_whole(self.path / COPY_OF, f"{address}\n".encode(), "copy")
             (self.path / COPY_OF).chmod(0o644)  # others may serve the gallery
 
+    def publisher(self) -> str:
+        """The id of this folder in snapshots; made at the first call. Raises: OSError."""
+        file = self.path / PUBLISHER
+        if not file.is_file():
+            write_whole(file, f"{os.urandom(16).hex()}\n".encode(), "publisher")
+        return file.read_text(encoding="ascii").strip()
+
     def refuse_copy(self) -> None:
         """Refuse to change a copy. Raises: GalleryConflictError."""
         address = self.copy_of
         if address is not None:
             raise GalleryConflictError(
                 f"{self.path} is a copy of {address} and follows it. Change the gallery where it "
-                "is published from. To make this one a gallery of its own, stop following it and "
-                f"delete the file {COPY_OF} in its folder."
+                "is published from. To make a gallery of its own of it: kinlens-index backup, then "
+                "restore."
             )
 
     def generations(self) -> set[str]:
@@ -245,6 +254,8 @@ class GalleryFolder:
         previous = self.current_name()
         target = self._versions / name
         sync_tree(stage, "generation")
+        if target.exists() and name != previous:  # of a copy that was interrupted at this point
+            discard(target)
         rename(stage, target, "generation")
         self._switch(name)
         self._prune(keep={name, previous})
@@ -273,6 +284,11 @@ class GalleryFolder:
                 f"The gallery {self.path} is not finished: its build was interrupted or refused. "
                 "Run the same `kinlens-index build` again; it continues where it stopped, or says "
                 "what is wrong."
+            )
+        if (self.path / "snapshot.json").is_file():
+            return (
+                f"{self.path} has a published snapshot, and is no gallery. Follow it: "
+                f"kinlens-serve --gallery NAME={self.path.absolute().as_uri()}."
             )
         return (
             f"No gallery at {self.path}: {_CURRENT} is missing. Give the folder that "

@@ -90,6 +90,7 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
 async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
     """Keep an image with what is right for it; the same image again gets the new label."""
     async with runtime.registry.find(name) as served:
+        served.refuse_if_followed()
         golden = GoldenSet(_folder(served))
         new = await _new_query(request, runtime)
         async with within(runtime.settings.request_timeout_ms / 1e3, "Looking at the picture"):
@@ -108,6 +109,7 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
 async def remove(runtime: Service, request: Request, name: str, sha256: Sha256) -> None:
     """Remove a query with its picture; reports stay."""
     async with runtime.registry.find(name) as served:
+        served.refuse_if_followed()
         golden = GoldenSet(_folder(served))
 
         def work() -> None:
@@ -159,6 +161,7 @@ async def run(
     The report is kept with the model and the version of the gallery, also if the client has gone.
     """
     async with runtime.registry.find(name) as served:
+        served.refuse_if_followed()
         golden = GoldenSet(_folder(served))
         report = await _run(runtime, served, golden, min_score)
         await runtime.pools["write"].run(lambda: golden.keep(report))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import structlog
 
-from embedder.errors import KinlensError
 from indexer.gallery import Follower
 from service.galleries.locations import followed
 from service.observe.logs import Repeats
@@ -36,20 +35,14 @@ class Following:
         ]
 
     def load(self) -> None:
-        """Copy the newest snapshots before the galleries are opened; where an address does not
-        answer, the copy of an earlier start is served.
+        """Copy galleries of which there is no copy yet, before they are opened. Others are served
+        as they are and brought up to date later, since their address may not answer.
 
-        Raises: KinlensError if there is no copy either.
+        Raises: KinlensError if a gallery cannot be copied.
         """
         for name, follower in self._followers.items():
-            log = structlog.get_logger().bind(gallery=name, address=follower.address)
-            try:
-                if follower.update(wait=True):
-                    log.info("snapshot copied")
-            except KinlensError as error:
-                if not follower.has_copy:
-                    raise
-                log.warning("an earlier copy is served", detail=str(error))
+            if not follower.has_copy and follower.update(wait=True):
+                structlog.get_logger().info("snapshot copied", gallery=name)
 
     def start(self) -> None:
         """Look for new snapshots from now on."""
@@ -65,7 +58,9 @@ class Following:
     def _run(self, name: str, follower: Follower) -> None:
         log = structlog.get_logger().bind(gallery=name)
         failures, is_failing = Repeats(), False
-        while not self._stopped.wait(random.uniform(*_VARIED) * self._interval_s):
+        pause_s = 0.0  # the copy of an earlier start may be old
+        while not self._stopped.wait(pause_s):
+            pause_s = random.uniform(*_VARIED) * self._interval_s
             try:
                 if follower.update():
                     log.info("snapshot followed")

@@ -187,6 +187,11 @@ def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
         training jobs, data sets, weights or bundles; JobConflictError without a training command.
     """
     location = _location_of(gallery, settings)
+    if location.follows is not None:
+        raise GalleryConflictError(
+            f"Gallery {gallery} is a copy that follows {location.follows}. Run the job at the "
+            "service that publishes it."
+        )
     found: dict[str, Any] = {"gallery": location.path, "image_root": location.image_root}
     if isinstance(params, SwapParams) and params.other is not None:
         if params.other == gallery:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -17,18 +18,20 @@ from embedder.errors import (
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
+    InvalidParameterError,
 )
 from indexer.exchange.follow import Follower
 from indexer.exchange.publish import read_snapshot
 from indexer.filters.text import parse_filter
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
+from indexer.live.backup import restore
 from indexer.types import Entry, SearchOptions
 from tests.indexer import crasher
 from tests.indexer.conftest import Run, failure, faults
 from tests.indexer.crasher import forks
 from tests.indexer.oracle import BUNDLE, entry, units
-from tests.support.seams import ObjectFolder, publish
+from tests.support.seams import ObjectFolder, backup, publish
 from tests.tiny import encoded, picture
 
 DIM = 16
@@ -271,12 +274,14 @@ def test_what_was_downloaded_before_an_interruption_is_not_downloaded_again(
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
+    left = {file.name for file in (tmp_path / "copy" / "downloads").iterdir()}
     downloaded: list[str] = []
     with faults(lambda point: downloaded.append(point) if "download" in point else None):
         Follower(address, tmp_path / "copy").update()
     snapshot = read_snapshot(ObjectFolder(address))
     assert snapshot is not None
-    assert len(downloaded) < len(snapshot.objects()) / 2
+    assert len(left & snapshot.objects()) > 1
+    assert len(downloaded) == len(snapshot.objects() - left)
 
 
 @pytest.mark.parametrize("change", ["add", "remove", "update", "compact", "calibrate", "build"])
@@ -300,9 +305,6 @@ def test_a_copy_is_changed_by_nobody(
             changes[change](copy)
         assert copy.needs_compaction() is None
     check_same(gallery, follower.folder)
-    (follower.folder / "COPY_OF").unlink()  # a copy becomes the writer
-    with contextlib.closing(Gallery.open(follower.folder)) as own:
-        changes[change](own)
 
 
 def test_wrong_addresses_and_folders_are_named(
@@ -314,13 +316,104 @@ def test_wrong_addresses_and_folders_are_named(
     with pytest.raises(GalleryError, match="holds a gallery of its own"):
         Follower(address, gallery.path).update()
     other = Gallery.create(tmp_path / "other", name="other", bundle_id=BUNDLE, dim=DIM)
-    with pytest.raises(GalleryError, match="has the gallery 'shop'"):
+    with pytest.raises(GalleryConflictError, match="belongs to another folder"):
         publish(other.path, address)
+    with pytest.raises(GalleryError, match="has the gallery 'shop'"):
+        publish(other.path, address, take_over=True)
+    with pytest.raises(GalleryNotFoundError, match=r"Follow it: .*file:///"):
+        Gallery.open(address)
+    with pytest.raises(InvalidParameterError, match=r"sftp://\.\.\.@host has a user"):
+        Follower("sftp://user:secret@host/shop", tmp_path / "copy")
     with pytest.raises(GalleryNotFoundError):
         publish(tmp_path / "nothing", address)
     Path(address, "snapshot.json").write_text('{"schema_version": 2}')
     with pytest.raises(GalleryCorruptError, match="not a snapshot that this version"):
         Follower(address, tmp_path / "copy").update()
+
+
+def test_a_copy_becomes_the_writer_by_backup_and_the_old_one_cannot_come_back(
+    gallery: Gallery, address: str, tmp_path: Path
+) -> None:
+    """The old writer is ahead of what it has published, so equal writes differ."""
+    first, second = (Follower(address, tmp_path / name) for name in ("first", "second"))
+    gallery.add(entries(range(50)))
+    publish(gallery.path, address)
+    for follower in (first, second):
+        follower.update()
+    with pytest.raises(GalleryConflictError, match="is a copy of"):
+        publish(first.folder, address)
+    gallery.update({"k5": {"stock": 77}})
+    backup(first.folder, tmp_path / "saved")
+    restore(tmp_path / "saved", tmp_path / "own")
+    with pytest.raises(GalleryConflictError, match="belongs to another folder"):
+        publish(tmp_path / "own", address)
+    with contextlib.closing(Gallery.open(tmp_path / "own")) as own:
+        own.update({"k6": {"stock": 1}})
+        own.update({"k7": {"stock": 1}})
+        publish(own.path, address, take_over=True)
+        with pytest.raises(GalleryConflictError, match="belongs to another folder"):
+            publish(gallery.path, address)
+        second.update()
+        check_same(own, second.folder)
+
+
+def test_what_a_compaction_has_erased_is_in_no_object_of_the_snapshot(
+    gallery: Gallery, address: str, tmp_path: Path
+) -> None:
+    follower = Follower(address, tmp_path / "copy")
+    gallery.add(entries(range(300)))
+    publish(gallery.path, address)
+    follower.update()
+    gallery.remove(["k123"])
+    gallery.compact()
+    publish(gallery.path, address)
+    snapshot = read_snapshot(ObjectFolder(address))
+    assert snapshot is not None
+    for sha256 in snapshot.objects():
+        assert b"k123" not in Path(address, "objects", sha256).read_bytes()
+    follower.update()
+    check_same(gallery, follower.folder)
+
+
+@pytest.mark.parametrize("field", ["segment", "vectors", "segment_files"])
+def test_names_in_a_snapshot_are_no_way_out_of_the_folder(
+    gallery: Gallery, address: str, tmp_path: Path, field: str
+) -> None:
+    gallery.add(entries(range(300)))
+    gallery.compact()
+    publish(gallery.path, address)
+    file = Path(address, "snapshot.json")
+    content = json.loads(file.read_text())
+    facts = content["row_numbers"]
+    content[field] = {"../x": facts} if field == "segment_files" else "../../../x"
+    file.write_text(json.dumps(content))
+    with pytest.raises(GalleryCorruptError, match=f"{field}.*should match pattern"):
+        Follower(address, tmp_path / "copy").update()
+
+
+@pytest.mark.timeout(60)
+def test_a_first_copy_that_is_killed_anywhere_can_be_begun_again(
+    gallery: Gallery, address: str, tmp_path: Path
+) -> None:
+    gallery.add(entries(range(300)))
+    gallery.compact()
+    publish(gallery.path, address)
+    points: list[str] = []
+    with faults(points.append):
+        Follower(address, tmp_path / "whole").update()
+    names = sorted({crasher.named(point) for point in points if "generation" in point})
+    assert len(names) > 3
+    for number, name in enumerate([*names, "current: before rename", "follow: after commit"]):
+        copy = tmp_path / f"copy{number}"
+        process = forks.Process(
+            target=crasher.follow_shop, args=(gallery.path, address, copy, name)
+        )
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL, name
+        Follower(address, copy).update()
+        check_same(gallery, copy)
+        assert {file.name for file in (copy / "downloads").iterdir()} == {"LOCK", "CHECKED"}
 
 
 def test_a_damaged_or_missing_object_is_named_and_leaves_the_copy_as_it_was(

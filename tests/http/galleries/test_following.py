@@ -151,7 +151,9 @@ def test_links_and_pictures_of_one_host_hold_on_every_other(
         assert follower.client.get(f"{found['image']}&size=160").status_code == 200
 
 
-@pytest.mark.parametrize("request_of", ["put", "patch", "delete", "delete_item", "gallery"])
+@pytest.mark.parametrize(
+    "request_of", ["put", "patch", "delete", "delete_item", "gallery", "job", "golden"]
+)
 def test_changes_of_a_copy_are_refused_with_the_place_to_make_them(
     shop: Path, address: str, follow: Follow, tmp_path: Path, request_of: str
 ) -> None:
@@ -163,6 +165,8 @@ def test_changes_of_a_copy_are_refused_with_the_place_to_make_them(
         "patch": lambda: service.client.patch(items, json={"changes": {"1.png": {"a": 1}}}),
         "delete": lambda: service.client.post(f"{items}/delete", json={"keys": ["1.png"]}),
         "delete_item": lambda: service.client.delete(f"{items}/1"),
+        "job": lambda: service.client.post("/galleries/shop/compact"),
+        "golden": lambda: service.client.post("/galleries/shop/golden/run"),
         "gallery": lambda: service.client.delete("/galleries/shop"),
     }
     answer = ask[request_of]()

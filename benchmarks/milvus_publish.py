@@ -107,7 +107,7 @@ def one_process(made: Collection, entries: list[Entry]) -> None:
 
 
 def several(made: Collection, entries: list[Entry], processes: int) -> None:
-    load(made, entries, None, "", processes, lambda _: None)
+    load(made, entries, None, "", processes, False, lambda _: None)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -87,10 +88,10 @@ def _check_gallery(entry: str) -> None:
             milvus_address(text)
         except InvalidParameterError as error:
             raise ValueError(str(error)) from None
-    if is_followed(text) and "@" in text.partition("://")[2].partition("/")[0]:
+    if is_followed(text) and urlsplit(text).password:
         raise ValueError(
-            "the address of a gallery has a user or a password, which logs would show; give them "
-            "to the client of the store by its own settings or variables"
+            "the address of a gallery has a password, which logs would show; give it to the client "
+            "of the store by its own settings or variables"
         )
     if Path(text) == Path():
         raise ValueError(f"gallery {entry!r} has no path; write NAME=PATH or PATH")

@@ -36,6 +36,8 @@ from indexer.types import MILVUS, Dump, seconds_of
 
 app = typer.Typer()
 
+_IMAGES_AGAIN_S = 600.0
+
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
@@ -185,10 +187,14 @@ def publish(
         interval_s = None if every is None else _seconds(every)
         report = _publish(gallery, address, pictures, image_root, take_over)
         print_report(report, json, _text(report))
+        looked_at = time.monotonic()
         with contextlib.suppress(KeyboardInterrupt):
             while interval_s is not None:
                 time.sleep(interval_s)
-                _publish_again(gallery, address, image_root, json)
+                # Images that could not be read may be there by now.
+                is_due = pictures and time.monotonic() - looked_at > _IMAGES_AGAIN_S
+                looked_at = time.monotonic() if is_due else looked_at
+                _publish_again(gallery, address, is_due, image_root, json)
 
 
 def _of_a_folder(
@@ -237,12 +243,14 @@ def _publish(
         )
 
 
-def _publish_again(gallery: Path, address: str, image_root: Path | None, json: bool) -> None:
+def _publish_again(
+    gallery: Path, address: str, pictures: bool, image_root: Path | None, json: bool
+) -> None:
     """Publish what has changed, with images if they were published before. A store that does not
     answer is asked again the next time.
     """
     try:
-        report = publish_snapshot(gallery, address, image_root=image_root)
+        report = publish_snapshot(gallery, address, pictures=pictures, image_root=image_root)
     except GalleryError as error:
         err.print(str(error), soft_wrap=True)
         return

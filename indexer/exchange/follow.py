@@ -11,6 +11,7 @@ downloaded before an interruption is not downloaded again.
 """
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,9 +197,10 @@ class Follower:
     def _segment(self, generation: Path, snapshot: Snapshot) -> Iterator[None]:
         """The segment of the snapshot, marked as in use until the catalogue names it."""
         folder = generation / SEGMENTS
+        files = {name: self._download(facts) for name, facts in snapshot.segment_files.items()}
         with staged(folder) as stage:
-            for name, facts in snapshot.segment_files.items():
-                shutil.move(self._download(facts), stage / name)
+            for name, file in files.items():
+                os.link(file, stage / name)
             sync_tree(stage, "segment")
             _place(stage, folder / str(snapshot.segment))
             yield

@@ -195,16 +195,17 @@ class MilvusStore:
             before = _current_name(connection, name)  # refuses what is no gallery
             server = str(connection.call("get_server_version"))
             plan = planned(count, dim, index, memory_mb, server)
-            made = _unfinished(connection, facts) or Collection.create(connection, facts)
+            begun = _unfinished(connection, facts)
+            made = begun or Collection.create(connection, facts)
             workers = processes_for(count, uri) if processes is None else processes
             filling = partial(_fill, entries, plan, server, token, workers, on_progress)
             try:
                 try:
-                    filling(made)
+                    filling(begun is not None, made)
                 except StaleError:  # it was begun with other content
                     connection.call("drop_collection", made.collection)
                     made = Collection.create(connection, facts)
-                    filling(made)
+                    filling(False, made)
                 swap = "alter_alias" if before else "create_alias"
                 connection.call(swap, made.collection, name, timeout_s=_SCHEMA_S)
             except (EngineUnavailableError, KeyboardInterrupt):
@@ -605,14 +606,15 @@ def _fill(
     token: str,
     processes: int,
     on_progress: Progress | None,
+    is_resumed: bool,
     made: Collection,
 ) -> None:
     """Load the entries, make the index, and wait until they can be searched; then measure how good
     the answers are. Raises: StaleError, and as `publish`.
     """
-    held_out = None if plan.kind == "flat" else HeldOut(entries, plan.count)
+    held_out = None if plan.kind == "flat" else HeldOut(entries, plan.count, plan.dim)
     progress = on_progress or (lambda _: None)
-    count, kinds = load(made, entries, held_out, token, processes, progress)
+    count, kinds = load(made, entries, held_out, token, processes, is_resumed, progress)
     made.learn(kinds)
     made = made.make_index(plan, server)
     if held_out is not None and held_out.entries:

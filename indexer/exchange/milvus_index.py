@@ -11,6 +11,7 @@ import numpy as np
 
 from embedder.errors import PlanError, RecallError
 from embedder.types import Embeddings
+from indexer.catalog.entries import checked_vectors
 from indexer.types import Entry
 
 MilvusIndex = Literal["flat", "ivf-flat", "hnsw", "ivf-rabitq", "diskann"]
@@ -146,11 +147,12 @@ class HeldOut:
     queries: (Q, D). `see` is called with all other vectors, in any parts.
     """
 
-    def __init__(self, entries: Iterable[Entry], count: int) -> None:
+    def __init__(self, entries: Iterable[Entry], count: int, dim: int) -> None:
+        """Of `count` entries. Raises: InvalidParameterError for a vector that does not fit."""
         stride = max(2, count // HELD_OUT)
         self.entries = [entry for n, entry in enumerate(entries) if n % stride == stride - 1]
         self.keys = {entry.key for entry in self.entries}
-        self.queries: Embeddings = np.array([e.vector for e in self.entries], np.float32)
+        self.queries: Embeddings = checked_vectors(self.entries, dim)
         self._scores = np.full((len(self.entries), K), -np.inf, np.float32)
 
     def see(self, vectors: Embeddings) -> None:

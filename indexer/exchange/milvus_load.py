@@ -1,8 +1,8 @@
 """Loading rows into a new collection: by several processes, and resumable.
 
 The entries are cut into parts of equal size. A property of the collection says how many of the
-first parts are loaded, and has a hash of them. A later load of the same content skips these. It
-writes the next few with upserts, since an interrupted load may have sent them partly.
+first parts are loaded, and has a hash of them. A later load of the same content skips these, and
+writes the others with upserts, since an interrupted load may have sent some of them.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from functools import partial
 from urllib.parse import urlsplit
@@ -53,19 +54,27 @@ def load(
     held_out: HeldOut | None,
     token: str,
     processes: int,
+    is_resumed: bool,
     on_progress: Progress,
 ) -> tuple[int, dict[str, AttributeKind]]:
     """Insert all entries but those that are held out; their number, and the kinds of attributes.
+    If it is resumed, some rows may be there already.
 
     Raises: StaleError if `made` was begun with other content; InvalidParameterError for an entry
         that does not fit, or a key that is there twice; EngineUnavailableError.
     """
     with ExitStack() as running:
         send = _sender(running, made, token, processes)
-        work = _Load(made, held_out, send, processes * _WAITING + 1, on_progress)
-        for part in batches(entries, PART):
-            work.add(part)
-        work.finish()
+        work = _Load(made, held_out, send, processes * _WAITING + 1, is_resumed, on_progress)
+        try:
+            for part in batches(entries, PART):
+                work.add(part)
+            work.finish()
+        except BrokenProcessPool as error:
+            raise EngineUnavailableError(
+                "A process that loads Milvus was ended, perhaps for memory. Run the import again: "
+                "it goes on where it was."
+            ) from error
     return work.count, work.kinds
 
 
@@ -78,13 +87,17 @@ class _Load:
         held_out: HeldOut | None,
         send: "_Send",
         in_flight: int,
+        is_resumed: bool,
         on_progress: Progress,
     ) -> None:
+        # Milvus would keep both of two rows that are inserted under one key.
+        self._method = "upsert" if is_resumed else "insert"
         self.kinds: dict[str, AttributeKind] = {}
         self._made, self._held_out, self._send = made, held_out, send
         self._in_flight, self._on_progress = in_flight, on_progress
         self._hashes: list[np.ndarray] = []
-        self._digest = hashlib.sha256()
+        left = sorted(held_out.keys) if held_out is not None else []
+        self._digest = hashlib.sha256(repr(left).encode())
         self._done, self._begun = made.loaded()
         self._noted_at = time.monotonic()
         self._sent: deque[tuple[int, int, str, Future[None] | None]] = deque()
@@ -105,9 +118,7 @@ class _Load:
         number, state, future = self._number, self._digest.hexdigest(), None
         if number >= self._done:
             chosen = [entry for entry, is_rest in zip(part, rest, strict=True) if is_rest]
-            may_be_there = self._done and number < self._done + self._in_flight
-            method = "upsert" if may_be_there else "insert"
-            future = self._send(chosen, vectors[rest], method)
+            future = self._send(chosen, vectors[rest], self._method)
         elif number == self._done - 1 and state != self._begun:
             raise StaleError
         self._number += 1
@@ -130,7 +141,8 @@ class _Load:
         for entry in part:
             refuse_lists(entry.key, entry.attributes)
             learn_kinds(self.kinds, entry.key, entry.attributes)
-            self._digest.update(f"{entry.key}\0{entry.sha256}\0{entry.attributes}\0".encode())
+            facts = (entry.key, entry.sha256, entry.path, entry.format, dict(entry.attributes))
+            self._digest.update(repr(facts).encode())
         self._digest.update(vectors.tobytes())
         self._hashes.append(np.array([hash(entry.key) for entry in part], np.int64))
         return vectors

@@ -106,14 +106,14 @@ class ObjectFolder:
 
 
 def refuse_secrets(address: str) -> None:
-    """Refuse an address with a user or password: logs and answers show addresses.
+    """Refuse an address with a password: logs and answers show addresses.
 
     Raises: InvalidParameterError.
     """
     parts = urlsplit(address) if REMOTE in address else None
-    if parts is not None and (parts.username or parts.password):
+    if parts is not None and parts.password:
         raise InvalidParameterError(
-            f"address = {parts.scheme}://...@{parts.hostname} has a user or a password, which logs "
+            f"address = {parts.scheme}://...@{parts.hostname} has a password, which logs "
             "would show. Give them to the client of the store by its own settings or variables."
         )
 

@@ -155,7 +155,7 @@ def read_snapshot(store: ObjectFolder) -> Snapshot | None:
     except ValidationError as error:
         raise GalleryCorruptError(
             f"{store.address}/{SNAPSHOT} is not a snapshot that this version of Kinlens reads: "
-            f"{brief(error)}. Publish the gallery again with this version."
+            f"{brief(error)}. Publish the gallery again with this version and --take-over."
         ) from error
 
 
@@ -193,7 +193,7 @@ def publish(
                 "until it has ended."
             )
         with _store_errors_explained(address):
-            before = read_snapshot(store)
+            before = _readable(store) if take_over else read_snapshot(store)
             publisher = folder.publisher()
             if before is not None and before.publisher != publisher and not take_over:
                 raise GalleryConflictError(
@@ -286,7 +286,7 @@ class _Publication:
                 f"{self._folder.path} was made by an earlier version. Bring it up to date before "
                 "it is published: kinlens-index compact GALLERY."
             )
-        last = self._last
+        last, now = self._last, time.time()
         changed, deltas = self._deltas(view, view.file, row.seq, row.segment_seq)
         if self._pictures:
             for item in view.get(view.changed_since(shown)).values():
@@ -328,6 +328,7 @@ class _Publication:
             pictures=self._pictures,
         )
         is_new = last is None or _content(last) != _content(snapshot)
+        is_new |= last is not None and min(last.retired.values(), default=now) < now - RETIRED_S
         if is_new:
             snapshot = self._retire(snapshot)
             reach("publish: before snapshot")
@@ -459,9 +460,11 @@ class _Publication:
         if before is None or len(snapshot.deltas) == 1:  # rare, since it lists all objects
             over |= self._orphans(named | retired.keys(), now)
         for sha256 in over:
-            with contextlib.suppress(FileNotFoundError):
-                self._store.remove(f"{OBJECTS}/{sha256}")
-            retired.pop(sha256, None)
+            # Each client has errors of its own; the next publication tries again.
+            with contextlib.suppress(Exception):
+                with contextlib.suppress(FileNotFoundError):
+                    self._store.remove(f"{OBJECTS}/{sha256}")
+                retired.pop(sha256, None)
         return snapshot.model_copy(update={"retired": retired})
 
     def _orphans(self, known: set[str], now: float) -> set[str]:
@@ -473,6 +476,13 @@ class _Publication:
                 if modified_s is not None and now - modified_s > _ORPHAN_S:
                     found.add(name)
         return found
+
+
+def _readable(store: ObjectFolder) -> Snapshot | None:
+    """The current snapshot; None also for one that this version does not read."""
+    with contextlib.suppress(GalleryCorruptError):
+        return read_snapshot(store)
+    return None
 
 
 def snapshot_at(address: str) -> Snapshot:

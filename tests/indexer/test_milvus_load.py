@@ -231,7 +231,7 @@ def test_one_process_loads_few_items_and_a_server_on_the_same_machine() -> None:
 
 def test_held_out_recall_counts_ties_and_misses() -> None:
     entries = [entry(f"k{n}", v) for n, v in enumerate(units(500))]
-    held_out = milvus_index.HeldOut(entries, 500)
+    held_out = milvus_index.HeldOut(entries, 500, DIM)
     assert 200 <= len(held_out.entries) <= 250
     rest = np.array([e.vector for e in entries if e.key not in held_out.keys])
     for start in range(0, len(rest), 70):

@@ -1,4 +1,4 @@
-"""kinlens-train: new, fit, evaluate, compare, report, export, crossval, search, ..., data."""
+"""kinlens-train: adapt, new, fit, evaluate, compare, report, export, search, ..., data."""
 
 from typing import Annotated
 
@@ -17,6 +17,7 @@ def _needs(missing: ModuleNotFoundError) -> SystemExit:
 
 
 try:
+    from training.commands.adapt import adapt
     from training.commands.data import app as data_app
     from training.commands.evaluate import compare, evaluate, report
     from training.commands.export import export
@@ -27,7 +28,7 @@ except ModuleNotFoundError as missing:
     raise _needs(missing) from None
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (new, fit, evaluate, compare, report, export, crossval, search, tournament):
+for command in (adapt, new, fit, evaluate, compare, report, export, crossval, search, tournament):
     app.command()(command)
 app.add_typer(data_app, name="data")
 

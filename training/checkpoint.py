@@ -19,6 +19,9 @@ from training.models.embedding import EmbeddingNet
 
 FILE = "checkpoint.pt"
 BEST = "best.pt"
+START = "start.pt"
+"""The network at step 0, of a run that compares with it."""
+
 _FORMAT = 1
 
 
@@ -46,9 +49,13 @@ class Checkpoint:
     began_with: str = UNTRAINED
     cuda_rng: Tensor | None = None
     learnt_sha256: str = ""
+    trunk_alone: bool = False
 
     def network(self) -> tuple[Job, EmbeddingNet]:
-        """The job and its trained network, in evaluation mode on the CPU."""
+        """The job and its network, in evaluation mode on the CPU.
+
+        With `trunk_alone` that is the trunk that the run began with, without a projection.
+        """
         job = parse_job(self.job, origin="the job in the checkpoint")
         random_start = job.model.model_copy(update={"weights": "none"})
         net = EmbeddingNet(random_start, job.regularizers.determinant)
@@ -56,7 +63,7 @@ class Checkpoint:
             net.load_state_dict(self.net)
         else:
             net.load_state_dict(Average.weights(self.average))
-        return job, net.eval()
+        return job, (net.without_head() if self.trunk_alone else net).eval()
 
 
 class Average:
@@ -73,7 +80,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, net: EmbeddingNet) -> None:
-        """Take note of the weights after a step."""
+        """Take note of the weights after a step; those of a frozen trunk do not change."""
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps)) if self.steps else 0.0
         self.steps += 1
         means, values = [], []
@@ -102,7 +109,8 @@ class Average:
 
 
 def _tensors(net: EmbeddingNet) -> list[Tensor]:
-    return [*net.parameters(), *net.buffers()]
+    modules = [net.projection, net.flow] if net.frozen_trunk else [net]
+    return [x for m in modules if m is not None for x in (*m.parameters(), *m.buffers())]
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

@@ -47,9 +47,9 @@ class Result:
     `figures` are those of the chosen model on the test classes ({} if the protocol never tests),
     `validation` its figures on the validation classes ({} without any), `trunk` those of what
     it `began_with`, the untrained trunk or the model that it went on from, with the prefix of
-    validation classes. `verdict` says whether the model is better than that.
-    `seconds_per_epoch` is the median, without evaluation; `split_sha256` tells the images,
-    `versions` the packages that trained.
+    validation classes. `verdict` says whether the model is better than that, `choice` what was
+    chosen on folds and why. `seconds_per_epoch` is the median, without evaluation; `split_sha256`
+    tells the images, `versions` the packages that trained.
     """
 
     job: dict[str, Any]
@@ -63,6 +63,7 @@ class Result:
     began_with: str = UNTRAINED
     verdict: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    choice: str = ""
 
 
 def read_result(folder: Path) -> Result | None:

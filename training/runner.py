@@ -7,7 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from embedder.errors import JobError
-from training.checkpoint import BEST, FILE, Checkpoint, load_checkpoint
+from training.checkpoint import BEST, FILE, Checkpoint, load_checkpoint, save_checkpoint
+from training.choice import choose, too_few, write_chosen
 from training.config.job import Job
 from training.data.records import Split
 from training.device import choose_device, tuned
@@ -39,8 +40,30 @@ def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
 
 
 def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
+    on_folds = job.protocol.choose_by == "folds"
+    why_not = too_few(split) if on_folds else ""
+    choice = None
+
+    def train(one: Job, part: Split, place: Path, trains: bool = True) -> list[Row]:
+        place.mkdir(parents=True, exist_ok=True)
+        return fit(one, part, place, listener, (place / FILE).exists(), trains)
+
+    def train_fold(one: Job, part: Split, place: Path) -> None:
+        listener.said(f"fold {(one.protocol.fold or 0) + 1} of {one.protocol.folds}")
+        train(one, part, place)
+
     with tuned(choose_device(job.runtime)):
-        history = fit(job, split, folder, listener, resume=(folder / FILE).exists())
+        if why_not:
+            listener.said(why_not)
+        elif on_folds:
+            choice = choose(job, split, folder, train_fold)
+            listener.said(f"{choice.sentence()}; now the whole run")
+        history = train(job, split, folder, trains=not why_not)
+        if is_main() and choice is not None:
+            write_chosen(folder, choice)
+        elif is_main() and why_not:
+            save_checkpoint(folder / BEST, replace(load_checkpoint(folder), trunk_alone=True))
+        wait_for_all()
         chosen = load_chosen(folder)
         figures = _test(job, split, chosen, history)
     result = Result(
@@ -49,11 +72,12 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         validation=on_validation((chosen.history or [chosen.start])[-1]),
         best_epoch=chosen.epoch,
         chosen_by=job.protocol.choose_by,
-        seconds_per_epoch=statistics.median(row["seconds"] for row in history),
+        seconds_per_epoch=statistics.median([row["seconds"] for row in history] or [0.0]),
         split_sha256=split.sha256(),
         trunk=chosen.trunk,
         began_with=chosen.began_with,
         versions={package: version(package) for package in _PACKAGES},
+        choice=why_not or ("" if choice is None else choice.sentence()),
     )
     result = replace(result, verdict=verdict_of(result))
     for sentence in did_it_help(split, result):
@@ -88,8 +112,9 @@ def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row
     """The figures of the chosen model on the test classes."""
     if job.protocol.evaluate_test == "never":
         return {}
-    row = history[-1]
-    if chosen.epoch == len(history) and all(f"R@{k}" in row for k in job.recall_at):
+    row = history[-1] if history else {}
+    is_last = chosen.epoch == len(history) and job.protocol.choose_by != "folds"
+    if is_last and all(f"R@{k}" in row for k in job.recall_at):
         return {name: value for name, value in row.items() if not name.startswith(_OF_TRAINING)}
     _, net = chosen.network()
     before = chosen.trunk_ranks.get("")

@@ -1,5 +1,6 @@
 """A run in progress: all that a step changes, how it is made, saved and taken up again."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from embedder.errors import CheckpointError, DatasetError, TrainingError
-from training.checkpoint import Average, Checkpoint, load_checkpoint
+from training.checkpoint import START, Average, Checkpoint, load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.records import Split
 from training.device import choose_device
@@ -66,12 +67,27 @@ class Run:
     start: Row = field(default_factory=dict)
     began_with: str = UNTRAINED
     average: Average | None = None
+    saved_at: float = -math.inf
+    _start: EmbeddingNet | None = None
     _model: tuple[bool, nn.Module] | None = None
 
     @property
     def served(self) -> EmbeddingNet:
         """The network that is evaluated and exported: the average of weights if there is one."""
         return self.net if self.average is None else self.average.net
+
+    @property
+    def compares_with_start(self) -> bool:
+        """Whether the network at step 0 is needed later."""
+        protocol = self.job.protocol
+        on_folds = protocol.choose_by == "folds" or protocol.fold is not None
+        return on_folds or self.job.regularizers.retention is not None
+
+    def keep_start(self, folder: Path) -> None:
+        """Take the network at step 0 from the folder of the run, if retention compares with it."""
+        if self.job.regularizers.retention is not None:
+            start = load_checkpoint(folder / START).network()[1]
+            self._start = start.requires_grad_(False).to(self.device)
 
     def checkpoint(self, split: Split) -> Checkpoint:
         """What `restore` needs."""
@@ -102,7 +118,7 @@ class Run:
             if group["name"] == "trunk":
                 for parameter in group["params"]:
                     parameter.requires_grad_(not warm)
-        model: nn.Module = TrainingStep(self.net, self.objective)
+        model: nn.Module = TrainingStep(self.net, self.objective, self._start)
         if world() > 1:
             ids = [self.device] if self.device.type == "cuda" else None
             model = DistributedDataParallel(model, device_ids=ids)

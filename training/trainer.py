@@ -11,21 +11,23 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from embedder.errors import TrainingError
-from training.checkpoint import BEST, FILE, Average, save_checkpoint, seed_everything
+from training.checkpoint import BEST, FILE, START, Average, save_checkpoint, seed_everything
 from training.config.job import Job
 from training.config.settings import rate
-from training.data.images import TrainingImages, build_loader
-from training.data.records import Split, write_table
+from training.data.features import CachedFeatures, pooled_views
+from training.data.images import TrainingImages, batches, build_loader
+from training.data.records import LabelledImages, Split, write_table
 from training.data.samplers import BatchSampler
 from training.device import autocast, on_device
-from training.distributed import is_main, local_world, rank, wait_for_all, world
-from training.evaluation.evaluate import batches, embed, evaluate, evaluating, retrieved
+from training.distributed import is_main, local_world, main_first, rank, wait_for_all, world
+from training.evaluation.evaluate import evaluate, pooled, retrieved
 from training.evaluation.retrieval import gain
 from training.folder import UNTRAINED
 from training.losses.base import check_labels
+from training.models.embedding import evaluating
 from training.objective import Terms
 from training.report import notices
 from training.report.log import RunLog
@@ -33,6 +35,7 @@ from training.start import goes_on, start_from_trunk
 from training.state import OF_TERMS, VALIDATION, Row, Run, create_run, restore
 
 _LOG_EVERY_STEPS = 10
+_SAVE_EVERY_S = 15.0
 READ_EVERY_STEPS = {"cpu": 1, "cuda": 10}
 """To read a number off a GPU is to wait for all that it has to do."""
 
@@ -41,20 +44,27 @@ class Listener(Protocol):
     """Who wants to know how a run goes; `training.report.log` draws it."""
 
     def said(self, sentence: str) -> None: ...
+    def computed(self, done: int, total: int) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
     def step_done(self, parts: dict[str, float]) -> None: ...
     def epoch_done(self, row: dict[str, float]) -> None: ...
 
 
 def fit(
-    job: Job, split: Split, folder: Path, listener: Listener, resume: bool = False
+    job: Job,
+    split: Split,
+    folder: Path,
+    listener: Listener,
+    resume: bool = False,
+    trains: bool = True,
 ) -> list[Row]:
     """Train `job` on `split.train`, and the feedback on it, and keep everything in `folder`.
 
     Before the first step the trunk alone is measured on the held-out classes. The last epoch is
     the model of the run, in `checkpoint.pt`, unless the job's protocol chooses the best one, which
     is then in `best.pt`. With `resume` the run goes on from its last checkpoint, bit for bit on a
-    CPU as if it had not stopped. Returns a row of figures per epoch.
+    CPU as if it had not stopped. Without `trains` it ends before the first step. Returns a row of
+    figures per epoch.
 
     Raises: TrainingError.
     """
@@ -68,8 +78,6 @@ def fit(
     run.net.check_sizes(job.input.size_px, job.input.preprocessing().crop_px)
     if resume:
         restore(run, split, folder / FILE)
-    views = TrainingImages(images, job.input, job.seed)
-    loader = build_loader(views, order, job.runtime, run.device, job.seed, local_world())
     log = RunLog(folder, job.runtime.tensorboard, run.step) if is_main() else None
     training = _Training(run, split, folder, log, listener)
     training.write_inputs()
@@ -79,17 +87,38 @@ def fit(
         if not resume:
             training.begin()
         training.finish_epoch()
+        if not trains:
+            training.save(FILE)
+            return run.history
+        run.keep_start(folder)
+        loader = _loader(run, images, order, listener)
         while run.epoch < job.optimizer.epochs:
             order.epoch = run.epoch
             listener.epoch_started(run.epoch, job.optimizer.epochs, len(order))
             run.history.append(training.epoch(loader))
             # Saved before evaluation too: a damaged test image must not cost the epoch.
-            training.save(FILE)
+            training.save(FILE, if_due=job.model.frozen_trunk)
             training.finish_epoch()
     finally:
         if log is not None:
             log.close()
     return run.history
+
+
+def _loader(
+    run: Run, images: LabelledImages, order: BatchSampler, listener: Listener
+) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Views of the images or, of a frozen trunk, their features, which are computed first."""
+    job, runtime = run.job, run.job.runtime
+    views: Dataset[tuple[Tensor, Tensor]] = TrainingImages(images, job.input, job.seed)
+    if job.model.frozen_trunk:
+        with main_first():
+            features = pooled_views(
+                run.net, images, job.input, runtime, job.model.views, on_batch=listener.computed
+            )
+        views = CachedFeatures(features, images.labels, job.seed)
+        runtime = runtime.model_copy(update={"workers": 0})
+    return build_loader(views, order, runtime, run.device, job.seed, local_world())
 
 
 @dataclass(frozen=True)
@@ -126,7 +155,7 @@ class _Training:
             del held_out[""]
         images = {p: [x for x in parts if x is not None] for p, parts in held_out.items()}
         images = {prefix: parts for prefix, parts in images.items() if parts}
-        pooled = {p: [embed(run.net, x, job, run.net.pooled) for x in images[p]] for p in images}
+        features = {p: [pooled(run.net, x, job) for x in images[p]] for p in images}
 
         def asked(function: Callable[[Tensor], Tensor]) -> tuple[Row, dict[str, Tensor]]:
             """Figures and ranks of unit vectors that `function` makes of pooled features (N, C)."""
@@ -134,7 +163,7 @@ class _Training:
             ranks: dict[str, Tensor] = {}
             for prefix, parts in images.items():
                 with evaluating(run.net), torch.inference_mode():
-                    vectors = [function(torch.from_numpy(x).to(run.device)) for x in pooled[prefix]]
+                    vectors = [function(x.to(run.device)) for x in features[prefix]]
                 answers = retrieved([x.cpu().numpy() for x in vectors], parts, job)
                 ranks[prefix] = answers.ranks
                 before = run.trunk_ranks.get(prefix)
@@ -149,8 +178,14 @@ class _Training:
         if run.average is not None:
             run.average = Average(run.net, run.average.decay)
         run.start, _ = asked(embedded)
-        if job.start.projection == "trunk" or trained:
+        if run.compares_with_start:
+            self.save(START)
+        if job.start.projection != "random" or trained:
             self._choose(run.start)
+        self._say_start()
+
+    def _say_start(self) -> None:
+        run = self.run
         if self.log is not None:
             of_trunk = {f"trunk {name}": value for name, value in run.trunk.items()}
             self.log.write("start", 0, **of_trunk, **run.start)
@@ -193,17 +228,22 @@ class _Training:
         row |= self._figures()
         run.evaluated = run.epoch
         self._choose(row)
-        self.save(FILE)
+        done = run.epoch >= run.job.optimizer.epochs
+        self.save(FILE, if_due=run.job.model.frozen_trunk and not done)
         if self.log is not None:
             self.log.write("epoch", run.step, **row)
         self.listener.epoch_done(row)
         for sentence in notices.after_epoch(run.job, run.history):
             self.listener.said(sentence)
 
-    def save(self, name: str) -> None:
-        """Write a checkpoint."""
-        if is_main():
+    def save(self, name: str, if_due: bool = False) -> None:
+        """Write a checkpoint; `if_due`: unless the last one is younger than some seconds.
+
+        An epoch of a head takes less time than to write the trunk that it does not change.
+        """
+        if is_main() and not (if_due and time.monotonic() < self.run.saved_at + _SAVE_EVERY_S):
             save_checkpoint(self.folder / name, self.run.checkpoint(self.split))
+            self.run.saved_at = time.monotonic()
         wait_for_all()
 
     def _figures(self) -> Row:
@@ -223,8 +263,8 @@ class _Training:
 
     def _choose(self, row: Row) -> None:
         """Keep the model of this moment if the protocol likes its figures best."""
-        names = {"last": "", "validation": VALIDATION + "R@1", "test": "R@1"}
-        score = row.get(names[self.run.job.protocol.choose_by])
+        names = {"validation": VALIDATION + "R@1", "test": "R@1"}
+        score = row.get(names.get(self.run.job.protocol.choose_by, ""))
         if score is not None and score > self.run.best_score:
             self.run.best_epoch, self.run.best_score = self.run.epoch, score
             self.save(BEST)

@@ -75,6 +75,7 @@ class Silent:
     def said(self, sentence: str) -> None:
         self.sentences.append(sentence)
 
+    def computed(self, done: int, total: int) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
 
     def step_done(self, parts: dict[str, float]) -> None:

@@ -71,7 +71,7 @@ def export(
             )
         model = section(Model, backbone=backbone, weights=weights)
         spec = section(Input, size_px=size_px, resize_px=resize_px)
-        _describe(export_backbone(backbone, model, spec, out, with_map))
+        describe(export_backbone(backbone, model, spec, out, with_map))
     if run is not None:
         checkpoint = load_chosen(run)
         split = load_images(with_settings(parse_job(checkpoint.job), overrides, ("data.",)))
@@ -88,10 +88,10 @@ def export(
                 trunk,
                 with_map,
             )
-        _describe(bundle)
+        describe(bundle)
 
 
-def _describe(bundle: Bundle) -> None:
+def describe(bundle: Bundle) -> None:
     from training.evaluation.retrieval import with_interval
 
     manifest = bundle.manifest

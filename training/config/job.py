@@ -116,11 +116,13 @@ class Job(Section):
                     f"{setting} acts on proxies, and the loss {self.loss.name} has no proxies; use "
                     f"one of {', '.join(WITH_PROXIES)}"
                 )
-        if self.start.projection == "trunk" and self.model.dim is None:
-            raise ValueError('start.projection = "trunk" needs a projection; set model.dim')
+        if self.start.projection != "random" and self.model.dim is None:
+            raise ValueError(
+                f'start.projection = "{self.start.projection}" needs a projection; set model.dim'
+            )
         if choose_by != "last" and 1 not in self.recall_at:
-            raise ValueError(f"recall_at = {list(self.recall_at)} lacks 1; R@1 chooses the epoch")
-        if choose_by != "last" and not self.runtime.eval_every_epochs:
+            raise ValueError(f"recall_at = {list(self.recall_at)} lacks 1; R@1 chooses the model")
+        if choose_by in ("validation", "test") and not self.runtime.eval_every_epochs:
             raise ValueError(
                 f'choose_by = "{choose_by}" compares epochs; set runtime.eval_every_epochs = 1'
             )

@@ -84,6 +84,10 @@ class Model(Section):
     most papers' code does; "folded" folds all three into the convolutions before training, which is
     faster, and fixes statistics and shift; "train" lets everything move, as a trunk without
     pretrained weights needs. A trunk without batch norm is the same under all of them.
+
+    `frozen_trunk`: the trunk and the pooling keep their weights, and a head is trained on features
+    that are computed once, of `views` views an image, the first of them as it is served. `hidden`
+    adds a second layer of that width to the projection, see training.models.embedding.Head.
     """
 
     backbone: str = Field("mobilenet_v2", pattern=rf"^({'|'.join(BACKBONE_NAMES)}|{TIMM}.+)$")
@@ -91,6 +95,15 @@ class Model(Section):
     dim: int | None = Field(512, ge=2)
     pooling: Pooling = "gap+gmp"
     batch_norm: Literal["frozen", "statistics", "folded", "train"] = "frozen"
+    frozen_trunk: bool = False
+    views: int = Field(4, ge=1, le=64)
+    hidden: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _head_to_train(self) -> "Model":
+        if self.dim is None and (self.frozen_trunk or self.hidden):
+            raise ValueError("frozen_trunk and hidden are of a projection; set dim")
+        return self
 
     @model_validator(mode="after")
     def _token_to_pool(self) -> "Model":
@@ -105,12 +118,13 @@ class Model(Section):
 class Start(Section):
     """Where projection and proxies begin, before the first step.
 
-    "random" is each paper's own; "trunk" gives the projection the directions of the trunk's
-    features on training images (see training.start), so that step 0 is no worse than the trunk,
-    and each proxy the mean embedding of its class. At most `images` are looked at.
+    "random" is each paper's own; "trunk" gives the projection the principal directions of the
+    trunk's features on training images; "within_class" makes directions small in which images of
+    one class differ, which helps with few classes (see training.start for both). "class_means"
+    gives each proxy the mean embedding of its class. At most `images` are looked at.
     """
 
-    projection: Literal["random", "trunk"] = "random"
+    projection: Literal["random", "trunk", "within_class"] = "random"
     proxies: Literal["random", "class_means"] = "random"
     images: int = Field(10_000, ge=2)
 
@@ -247,6 +261,13 @@ class GraphConsistency(Section):
     share: Share | None = None
 
 
+class Retention(Section):
+    """See training.regularizers.retention."""
+
+    weight: float = Field(1.0, gt=0)
+    share: Share | None = None
+
+
 class Regularizers(Section):
     """The regularizers to add to the loss, one or several; a missing table is one that is off.
 
@@ -259,6 +280,7 @@ class Regularizers(Section):
     skewed_mean: SkewedMean | None = None
     non_isotropy: NonIsotropy | None = None
     graph_consistency: GraphConsistency | None = None
+    retention: Retention | None = None
 
 
 Rate = Annotated[float, Field(ge=0)] | Annotated[str, Field(pattern=r"^x\d+(\.\d+)?$")]
@@ -373,8 +395,11 @@ class Protocol(Section):
 
     `validation_fraction` is the part of the train classes that is held out (0: none); in a cross
     validation it is fold number `fold` of `folds` instead. `validation_seed` is of either choice.
-    `choose_by`: the epoch that a run keeps: "last"; the best R@1 on "validation" classes; or on
-    "test" classes, which makes its test recall too high and needs the flag `--choose-by-test`.
+    `choose_by`: the model that a run keeps: that of the "last" epoch; of the epoch with the best
+    R@1 on "validation" classes; a point between the start and the last epoch, or the trunk itself,
+    chosen by `folds` trainings that each hold out a part of the train classes ("folds", see
+    training.choice); or of the best epoch on "test" classes, which makes its test recall too high
+    and needs the flag `--choose-by-test`.
     `evaluate_test`: "every" evaluated epoch, the "end" of the run alone, or "never".
     """
 
@@ -382,12 +407,17 @@ class Protocol(Section):
     validation_seed: int = Field(0, ge=0)
     folds: int | None = Field(None, ge=2)
     fold: int | None = Field(None, ge=0)
-    choose_by: Literal["last", "validation", "test"] = "last"
+    choose_by: Literal["last", "validation", "folds", "test"] = "last"
     evaluate_test: Literal["never", "end", "every"] = "every"
 
     @model_validator(mode="after")
     def _check(self) -> "Protocol":
-        if (self.folds is None) != (self.fold is None) or (self.fold or 0) >= (self.folds or 1):
+        on_folds = self.choose_by == "folds"
+        if on_folds and (self.folds is None or self.fold is not None or self.validation_fraction):
+            raise ValueError('choose_by = "folds" needs folds = 3, say, and holds out no classes')
+        if not on_folds and (
+            (self.folds is None) != (self.fold is None) or (self.fold or 0) >= (self.folds or 1)
+        ):
             raise ValueError(f"fold = {self.fold} is not one of 0 .. {self.folds} - 1")
         if self.choose_by == "validation" and self.validation_fraction == 0 and self.fold is None:
             raise ValueError(

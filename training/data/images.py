@@ -6,7 +6,8 @@ A view is a random crop of an image, scaled to a square of S x S and perhaps mir
 import math
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from embedder.errors import DatasetError, ImageError
+from embedder.errors import DatasetError, ImageError, TrainingError
 from embedder.manifest import Preprocessing
 from embedder.preprocess import PixelBox, decode, preprocess, read_header, resize_box, to_chw
 from training.config.settings import Input, Runtime
@@ -31,14 +32,16 @@ _ON_CPU, _ON_GPU = 2, 16  # most workers under "auto"
 _SPARE = 2  # times `size_px` that a whole image is decoded at, at least
 
 
-class _Images(Dataset[Item]):
+class ImageFiles(Dataset[Item]):
+    """Images whose files are read when they are asked for."""
+
     def __init__(self, images: LabelledImages) -> None:
         self.images = images
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def _item(self, number: int, pixels_of: Callable[[bytes], NDArray[np.uint8]]) -> Item:
+    def item(self, number: int, pixels_of: Callable[[bytes], NDArray[np.uint8]]) -> Item:
         """Pixels (3, S, S) and label of an image. Raises: DatasetError naming the file."""
         path = self.images.root / self.images.paths[number]
         try:
@@ -54,7 +57,7 @@ class _Images(Dataset[Item]):
         return torch.from_numpy(pixels), torch.tensor(self.images.labels[number])
 
 
-class TrainingImages(_Images):
+class TrainingImages(ImageFiles):
     """Views. Indexed by (epoch, image, view): on these and the seed alone the pixels depend.
 
     An image that an epoch uses twice gives two views. Gives uint8 (3, S, S) and the label.
@@ -68,10 +71,10 @@ class TrainingImages(_Images):
     def __getitem__(self, index: Index) -> Item:
         epoch, number, view = index
         rng = np.random.default_rng((self.seed, epoch, number, *([view] if view else [])))
-        return self._item(number, lambda data: to_chw(random_view(data, self.spec, rng)))
+        return self.item(number, lambda data: to_chw(random_view(data, self.spec, rng)))
 
 
-class EvaluationImages(_Images):
+class EvaluationImages(ImageFiles):
     """Images as the service preprocesses them: uint8 (3, S, S) and the label."""
 
     def __init__(self, images: LabelledImages, spec: Preprocessing) -> None:
@@ -79,7 +82,7 @@ class EvaluationImages(_Images):
         self.spec = spec
 
     def __getitem__(self, number: int) -> Item:
-        return self._item(number, lambda data: preprocess(data, self.spec))
+        return self.item(number, lambda data: preprocess(data, self.spec))
 
 
 def random_view(data: bytes, spec: Input, rng: np.random.Generator) -> Image.Image:
@@ -190,3 +193,25 @@ def worker_count(runtime: Runtime, device: torch.device, processes: int = 1) -> 
     affinity = getattr(os, "sched_getaffinity", None)  # a container may have fewer than the machine
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(min(cores // processes - 1, _ON_GPU), 1)
+
+
+def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of a loader; a fault in an image is one line, also from a worker process.
+
+    Raises: DatasetError; TrainingError where a worker process dies, as one does for want of shared
+        memory.
+    """
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise TrainingError(
+            f"A process that reads images died ({str(error).splitlines()[0]}). If it was a bus "
+            "error, give the container more shared memory (--shm-size=2g); set runtime.workers "
+            "lower, or to 0 to read without other processes."
+        ) from error
+    except DatasetError as error:
+        # A worker process sends its whole traceback as the message; the last line is ours.
+        line = str(error).strip().splitlines()[-1]
+        raise DatasetError(line.removeprefix("embedder.errors.DatasetError: ")) from error

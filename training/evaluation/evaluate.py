@@ -1,22 +1,20 @@
 """Run a model over images: embeddings and all their figures."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch import Tensor
+from torch.utils.data import Subset
 
-from embedder.errors import DatasetError, TrainingError
 from embedder.manifest import Preprocessing
 from embedder.session import Embed
 from embedder.types import Embeddings, Images
 from training.config.job import Job
 from training.config.settings import Runtime
-from training.data.images import EvaluationImages, build_loader
+from training.data.features import pooled_views
+from training.data.images import EvaluationImages, batches, build_loader
 from training.data.records import LabelledImages, labels_in
 from training.device import choose_device
 from training.distributed import gather_objects, is_main, local_world, rank, world
@@ -29,7 +27,7 @@ from training.evaluation.retrieval import (
     retrieval,
 )
 from training.evaluation.structure import structure
-from training.models.embedding import EmbeddingNet
+from training.models.embedding import EmbeddingNet, evaluating
 from training.regularizers.determinant import local_lipschitz
 
 OnBatch = Callable[[int], None]
@@ -124,22 +122,41 @@ def _asked(
     return test, images.labels, gallery, labels
 
 
-def embed(
-    net: EmbeddingNet,
-    images: LabelledImages,
-    job: Job,
-    function: Callable[[Tensor], Tensor] | None = None,
-) -> NDArray[np.float32]:
+def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.float32]:
     """Embeddings (N, D) of all images, in their order; several ranks share the work.
 
     In float32 whatever the precision of the training, as the bundle is: figures in bf16 are of
-    another network. `function` of `net` is called in its place, for what it gives (N, ...).
+    another network.
     """
+    if not net.frozen_trunk:
+        return _computed(net, net, images, job)
+    return through_head(net, pooled(net, images, job))
+
+
+def through_head(net: EmbeddingNet, features: Tensor) -> NDArray[np.float32]:
+    """What `pooled` gave (N, C), to embeddings (N, D)."""
+    with evaluating(net), torch.inference_mode():
+        on_device = features.to(next(net.parameters()).device)
+        vectors: NDArray[np.float32] = net.embed(net.project(on_device)).float().cpu().numpy()
+    return vectors
+
+
+def pooled(net: EmbeddingNet, images: LabelledImages, job: Job) -> Tensor:
+    """The pooled features (N, C) of the trunk, in float32 on the CPU; a frozen trunk's are kept."""
+    if net.frozen_trunk:
+        return pooled_views(net, images, job.input, job.runtime)[:, 0]
+    return torch.from_numpy(_computed(net, net.pooled, images, job))
+
+
+def _computed(
+    net: EmbeddingNet, function: Callable[[Tensor], Tensor], images: LabelledImages, job: Job
+) -> NDArray[np.float32]:
+    """What a function of `net` makes of all images, (N, ...)."""
     device = next(net.parameters()).device
 
     def on_device(pixels: Images) -> Embeddings:
         there = torch.from_numpy(pixels).to(device)
-        vectors: Embeddings = (function or net)(there).float().cpu().numpy()
+        vectors: Embeddings = function(there).float().cpu().numpy()
         return vectors
 
     spec, size = job.input.preprocessing(), job.optimizer.batch_size
@@ -194,41 +211,3 @@ def _flow_lipschitz(net: EmbeddingNet, images: LabelledImages, job: Job) -> dict
         "lipschitz_mean": float(constants.mean()),
         "lipschitz_max": float(constants.max()),
     }
-
-
-@contextmanager
-def evaluating(net: nn.Module) -> Iterator[None]:
-    """A block in which `net` is in evaluation mode, so that looking at images changes nothing.
-
-    Convolutions run in full float32, which cuDNN by itself rounds to TF32.
-    """
-    was_training, rounded = net.training, torch.backends.cudnn.allow_tf32
-    net.eval()
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = rounded
-        net.train(was_training)
-
-
-def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of a loader; a fault in an image is one line, also from a worker process.
-
-    Raises: DatasetError; TrainingError where a worker process dies, as one does for want of shared
-        memory.
-    """
-    try:
-        yield from loader
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise TrainingError(
-            f"A process that reads images died ({str(error).splitlines()[0]}). If it was a bus "
-            "error, give the container more shared memory (--shm-size=2g); set runtime.workers "
-            "lower, or to 0 to read without other processes."
-        ) from error
-    except DatasetError as error:
-        # A worker process sends its whole traceback as the message; the last line is ours.
-        line = str(error).strip().splitlines()[-1]
-        raise DatasetError(line.removeprefix("embedder.errors.DatasetError: ")) from error

@@ -52,7 +52,6 @@ from training.evaluation.retrieval import Retrieval, queries_in, retrieval
 from training.export.calibration import fit_calibration
 from training.export.map import EmbeddingMap, check_map
 from training.export.precisions import Candidate, compare, make_candidate, make_file
-from training.models.backbones import channels_of
 from training.models.embedding import EmbeddingNet, torch_embed
 from training.models.from_bundle import new_network
 from training.rendered.catalogue import render_view
@@ -153,7 +152,7 @@ def export_checkpoint(
     job = parse_job(checkpoint.job)
     data = _Data(split, tuple(sorted({1, *job.recall_at})), job.runtime, on_batch, on_refusal)
     spec, backbone = job.input.preprocessing(), job.model.backbone
-    if trunk:
+    if trunk or checkpoint.trunk_alone:
         net = _trunk(job)
         manifest = _manifest(f"{job.name}-trunk", net, spec, backbone, licence=job.licence)
     else:
@@ -192,10 +191,7 @@ def images_to_embed(split: Split) -> int:
 
 
 def _trunk(job: Job) -> EmbeddingNet:
-    net = new_network(job).eval()
-    net.projection, net.flow_input, net.flow = nn.Identity(), nn.Identity(), None
-    net.dim = channels_of(job.model.backbone, net.trunk)
-    return net
+    return new_network(job).eval().without_head()
 
 
 def _manifest(

@@ -3,6 +3,8 @@
 Shapes: B images, S pixels a side, C channels of the trunk, D dimensions of an embedding.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -77,6 +79,44 @@ class Pool(nn.Module):
             return largest.flatten(1) * mean.pow(1 / p)
 
 
+class Head(nn.Module):
+    r"""A linear layer and a second path with one hidden layer,
+
+    .. math:: y = W x + b + V \, \max(U x + c, 0) + d
+
+    V and d start at 0, so the head starts as its linear layer, and a start that is computed for
+    that layer (see training.start) is a start of both.
+
+    Args:
+        channels: of what comes in, (B, C).
+        dim: of what goes out, (B, D).
+        hidden: width of the hidden layer.
+    """
+
+    def __init__(self, channels: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.linear = linear_layer(channels, dim)
+        self.inner = nn.Linear(channels, hidden)
+        nn.init.kaiming_normal_(self.inner.weight)
+        nn.init.zeros_(self.inner.bias)
+        self.outer = nn.Linear(hidden, dim)
+        for parameter in self.outer.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """(B, C) to (B, D)."""
+        y: Tensor = self.linear(pooled) + self.outer(F.relu(self.inner(pooled)))
+        return y
+
+
+def linear_layer(channels: int, dim: int) -> nn.Linear:
+    """A random projection of (B, channels) to (B, dim)."""
+    layer = nn.Linear(channels, dim)
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out")
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 class FlowInput(nn.Module):
     """Activation, then a fixed norm: what enters the flows of the determinant regularizer.
 
@@ -116,18 +156,24 @@ class EmbeddingNet(nn.Module):
         if model.batch_norm == "folded":
             fold_batch_norm(self.trunk, side)
         self.pool = Pool(model.pooling, prefix)
+        self.channels = channels
         self.dim = model.dim or channels
         self.projection: nn.Module = nn.Identity()
         if model.dim is not None:
-            self.projection = nn.Linear(channels, model.dim)
-            nn.init.kaiming_normal_(self.projection.weight, mode="fan_out")
-            nn.init.zeros_(self.projection.bias)
+            if model.hidden is None:
+                self.projection = linear_layer(channels, model.dim)
+            else:
+                self.projection = Head(channels, model.dim, model.hidden)
         self.flow_input: nn.Module = nn.Identity()
         self.flow: RealNVP | NICE | None = None
         if determinant is not None:
             self.flow_input = FlowInput(determinant.activation, determinant.input_norm)
             self.flow = build_flow(determinant.flow, self.dim)
         self.batch_norm = model.batch_norm
+        self.frozen_trunk = model.frozen_trunk
+        if self.frozen_trunk:
+            for module in (self.trunk, self.pool):
+                module.requires_grad_(False)
         self._freeze()
 
     def pooled(self, images: Tensor) -> Tensor:
@@ -188,7 +234,16 @@ class EmbeddingNet(nn.Module):
         self._freeze()
         return self
 
+    def without_head(self) -> "EmbeddingNet":
+        """This network, changed to give the pooled features of its trunk alone, L2-normalised."""
+        self.projection, self.flow_input, self.flow = nn.Identity(), nn.Identity(), None
+        self.dim = self.channels
+        return self
+
     def _freeze(self) -> None:
+        if self.frozen_trunk:
+            self.trunk.eval()
+            return
         if self.batch_norm not in ("frozen", "statistics"):
             return
         for module in self.trunk.modules():
@@ -203,3 +258,19 @@ def torch_embed(net: nn.Module, images: Images) -> Embeddings:
     with torch.inference_mode():
         vectors: Embeddings = net(torch.from_numpy(images)).numpy()
     return vectors
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """A block in which `net` is in evaluation mode, so that looking at images changes nothing.
+
+    Convolutions run in full float32, which cuDNN by itself rounds to TF32.
+    """
+    was_training, rounded = net.training, torch.backends.cudnn.allow_tf32
+    net.eval()
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = rounded
+        net.train(was_training)

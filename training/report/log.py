@@ -67,6 +67,9 @@ def progress_bar(*more: ProgressColumn) -> Progress:
     )
 
 
+_QUICK_S = 1.0
+
+
 @contextmanager
 def console_listener() -> Iterator["ConsoleListener"]:
     """A listener while the bar of its run is drawn."""
@@ -91,6 +94,12 @@ class ConsoleListener:
         """Print what a person should know."""
         console.print(sentence, markup=False)
 
+    def computed(self, done: int, total: int) -> None:
+        """Show how many features of a frozen trunk are there."""
+        self._progress.update(
+            self._task, total=total, completed=done, description="features of the trunk"
+        )
+
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
         """`epoch` counts from 0. The bar measures each epoch anew: evaluation lies between them."""
         self._epochs = epochs
@@ -107,8 +116,10 @@ class ConsoleListener:
         self._progress.update(self._task, advance=1, loss=f"loss {parts['loss']:.3f}")
 
     def epoch_done(self, row: dict[str, float]) -> None:
-        """Print the figures of a finished epoch."""
+        """Print the figures of a finished epoch; of quick ones without recall the last alone."""
         recalls = "  ".join(f"{k} {v:.1f}" for k, v in row.items() if "R@" in k)
+        if not recalls and row["seconds"] < _QUICK_S and row["epoch"] < self._epochs:
+            return
         words = [f"epoch {row['epoch']:.0f}{f' of {self._epochs}' if self._epochs else ''}"]
         words += [f"loss {row['loss']:.3f}", recalls, f"{row['images_per_s']:.0f} images/s"]
         self.said("  ".join(word for word in (*words, self._time_left(row["epoch"])) if word))

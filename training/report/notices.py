@@ -11,6 +11,8 @@ from training.state import VALIDATION, Row
 
 CHOSEN_BY = {
     "last": "the model of a run is that of its last epoch; no epoch was chosen by its test recall",
+    "folds": "the model of a run is a point between its start and its last epoch, or the trunk "
+    "itself, chosen on folds of the train classes; test classes chose nothing",
     "validation": "the model of a run is that of the epoch with the best R@1 on validation "
     "classes; test classes chose nothing",
     "test": "**CHOSEN BY TEST**: the model of a run is that of the epoch with the best R@1 on the "
@@ -70,7 +72,7 @@ def _at_a_bound(scale: float) -> bool:
 
 def did_it_help(split: Split, result: Result) -> list[str]:
     """The model of a run compared with what it began with, on the same held-out images."""
-    said = []
+    said = [result.choice] if result.choice else []
     for part, (model, began, found) in _held_out(result).items():
         images = getattr(split, part)
         if images is None:

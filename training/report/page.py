@@ -23,7 +23,8 @@ Rows = Sequence[Row]
 
 def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Result) -> None:
     """Write `curves.png` and `report.md` into the run folder."""
-    _draw_curves(folder / "curves.png", history)
+    if history:
+        _draw_curves(folder / "curves.png", history)
     lines = [
         f"# {job.name}",
         "",
@@ -34,9 +35,7 @@ def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Re
         *_help(job, split, history, result),
         *_figures(result),
         *_regularizers(job, history),
-        "![curves](curves.png)",
-        "",
-        *_epochs(history),
+        *(["![curves](curves.png)", "", *_epochs(history)] if history else []),
     ]
     replace_text(folder / "report.md", "\n".join(lines) + "\n")
 
@@ -111,6 +110,8 @@ def _figures(result: Result) -> list[str]:
 
 def _regularizers(job: Job, history: Rows) -> list[str]:
     """The settings of each regularizer, its share of the gradient and what the flows did."""
+    if not history:
+        return []
     lines = []
     last = history[-1]
     for name, settings in job.regularizers:

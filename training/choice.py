@@ -1,0 +1,231 @@
+"""Which model a run keeps: a point between its start and its last epoch, or the trunk itself.
+
+A training on few classes may end below its start. So the run is first made on folds: each holds out
+a part of the train classes, and there the start, the last epoch, points on the line between their
+weights and the trunk itself are asked. What finds most over all folds is made of the whole run.
+
+References:
+    Wortsman et al., Robust fine-tuning of zero-shot models (2022), section 3: the line between
+    weights. https://arxiv.org/abs/2109.01903
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedder.errors import CheckpointError
+from training.checkpoint import BEST, FILE, START, Checkpoint, load_checkpoint, save_checkpoint
+from training.config.job import Job
+from training.data.protocol import with_protocol
+from training.data.records import FEWEST, LabelledImages, Split
+from training.device import choose_device
+from training.distributed import is_main, wait_for_all
+from training.evaluation.evaluate import embed, pooled, retrieved, through_head
+from training.evaluation.retrieval import GAIN, gain
+from training.folder import UNTRAINED, replace_json
+from training.state import VALIDATION
+
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Points between the weights at the start (0) and those of the last epoch (1)."""
+
+FEWEST_CLASSES = 4
+"""Train classes: two folds of two. A shop with half of its products to test on has 8."""
+
+_TRUNK = "trunk"
+_LINE = "line.json"
+
+Train = Callable[[Job, Split, Path], None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the folds found.
+
+    `alpha` is the point on the line, None the trunk itself. `recall` and `map_at_r` are by the name
+    of a candidate, in percent over `queries` of all folds; `gain` is the interval of the change in
+    R@1 from what the run began with to the candidate that was chosen ({} without one).
+    """
+
+    alpha: float | None
+    folds: int
+    queries: int
+    began_with: str
+    recall: dict[str, float]
+    map_at_r: dict[str, float]
+    gain: dict[str, float] = field(default_factory=dict)
+
+    def sentence(self) -> str:
+        """What was chosen and why, in one line."""
+        recall = self.recall
+        chosen = name_of(self.alpha)
+        paired = ""
+        if self.gain:
+            low, high = (self.gain[name] for name in GAIN)
+            verdict = "" if low > 0 else ", no gain beyond chance"
+            paired = f", 95 % interval {low:+.1f} to {high:+.1f}{verdict}"
+        began = recall.get(_TRUNK, recall["0"])
+        line = ", ".join(f"{name} {recall[name]:.1f}" for name in map(name_of, ALPHAS))
+        trunk = f"{_TRUNK} {recall[_TRUNK]:.1f}, " if _TRUNK in recall else ""
+        model = "the trunk itself" if self.alpha is None else f"alpha {chosen}"
+        return (
+            f"chosen on {self.folds} folds of the train classes ({self.queries:,} queries): "
+            f"{model}, R@1 {recall[chosen]:.1f}, {recall[chosen] - began:+.1f} from "
+            f"{self.began_with}{paired}. R@1 from the start (alpha 0) to the last epoch (1): "
+            f"{trunk}{line}"
+        )
+
+
+def name_of(alpha: float | None) -> str:
+    """A candidate in words: "trunk", "0", "0.25", ..."""
+    return _TRUNK if alpha is None else f"{alpha:g}"
+
+
+def too_few(split: Split) -> str:
+    """Why no model can be chosen on folds of these classes; "" where one can."""
+    found = split.train.classes
+    if found >= FEWEST_CLASSES:
+        return ""
+    whole = found + split.test.classes
+    return (
+        f"{split.train.root} has {whole} classes, {found} of them to train on: too few to tell "
+        f"whether a training helps, which takes {FEWEST_CLASSES} ({2 * FEWEST_CLASSES} classes in "
+        "all, half of them to test on). So nothing is trained, and the model is the trunk itself."
+    )
+
+
+def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
+    """Train on the folds of `split.train` that the job asks for, and compare the candidates.
+
+    Best is the highest R@1 over the queries of all folds, then the highest MAP@R, then the
+    candidate that was trained least. A fold that is finished in `folder` is not trained again.
+
+    Args:
+        train: trains a job on a split in a folder, or goes on there.
+    """
+    count = min(job.protocol.folds or FEWEST, split.train.classes // FEWEST)
+    found = []
+    for number in range(count):
+        protocol = job.protocol.model_copy(
+            update={
+                "folds": count,
+                "fold": number,
+                "choose_by": "last",
+                "evaluate_test": "never",
+            }
+        )
+        one = job.model_copy(update={"protocol": protocol})
+        part, place = with_protocol(split, protocol), folder / f"fold-{number:02d}"
+        identity = {"job": one.as_dict(), "split_sha256": part.learnt_sha256()}
+        line = _read(place / _LINE, identity)
+        if line is None:
+            train(one, part, place)
+            line = identity | _asked(one, part, place)
+            wait_for_all()
+            if is_main():
+                replace_json(place / _LINE, line)
+                for name in (FILE, START, BEST):
+                    (place / name).unlink(missing_ok=True)
+        found.append(line)
+    return _best(found)
+
+
+def write_chosen(folder: Path, choice: Choice) -> None:
+    """Write the model that was chosen as that of the run in `folder`."""
+    last = load_checkpoint(folder)
+    if choice.alpha is None:
+        chosen = replace(last, trunk_alone=True)
+    else:
+        start = load_checkpoint(folder / START)
+        chosen = replace(last, net=_between(start, last, choice.alpha), average=None)
+    save_checkpoint(folder / BEST, chosen)
+    replace_json(folder / "choice.json", asdict(choice))
+
+
+def _between(start: Checkpoint, last: Checkpoint, alpha: float) -> dict[str, Tensor]:
+    """The state of the network at a point of the line."""
+    before, after = start.network()[1].state_dict(), last.network()[1].state_dict()
+    return {
+        name: torch.lerp(before[name], value, alpha)
+        if value.is_floating_point()
+        else (value if alpha else before[name])
+        for name, value in after.items()
+    }
+
+
+def _asked(job: Job, split: Split, place: Path) -> dict[str, Any]:
+    """What each candidate of a finished fold finds among its held-out classes."""
+    start, last = load_checkpoint(place / START), load_checkpoint(place)
+    images = split.validation
+    assert images is not None  # the protocol holds out a fold
+    device = choose_device(job.runtime)
+    net = last.network()[1].to(device)
+    features = pooled(net, images, job) if net.frozen_trunk else None
+    ranks: dict[str, list[int]] = {}
+    map_at_r: dict[str, float] = {}
+    if last.began_with == UNTRAINED:
+        ranks[_TRUNK] = last.trunk_ranks[VALIDATION].tolist()
+        map_at_r[_TRUNK] = last.trunk[f"{VALIDATION}MAP@R"]
+    for alpha in ALPHAS:
+        net.load_state_dict(_between(start, last, alpha))
+        vectors = embed(net, images, job) if features is None else through_head(net, features)
+        answers = retrieved([vectors], [images], job)
+        ranks[name_of(alpha)] = answers.ranks.tolist()
+        map_at_r[name_of(alpha)] = answers.map_at_r
+    return {
+        "began_with": last.began_with,
+        "classes": _names(images),
+        "ranks": ranks,
+        "map_at_r": map_at_r,
+    }
+
+
+def _names(images: LabelledImages) -> list[str]:
+    return [images.class_names[label] for label in images.labels.tolist()]
+
+
+def _best(lines: list[dict[str, Any]]) -> Choice:
+    ranks = {
+        name: np.concatenate([line["ranks"][name] for line in lines]) for name in lines[0]["ranks"]
+    }
+    classes = np.unique([name for line in lines for name in line["classes"]], return_inverse=True)[
+        1
+    ]
+    answered = ranks["0"] >= 0
+    recall = {name: 100 * float((r[answered] == 0).mean()) for name, r in ranks.items()}
+    counts = [sum(rank >= 0 for rank in line["ranks"]["0"]) for line in lines]
+    map_at_r = {
+        name: float(np.average([line["map_at_r"][name] for line in lines], weights=counts))
+        for name in ranks
+    }
+    # `max` keeps the first of equals, which was trained least.
+    chosen = max(recall, key=lambda name: (round(recall[name], 6), round(map_at_r[name], 6)))
+    began = torch.from_numpy(ranks.get(_TRUNK, ranks["0"]))
+    return Choice(
+        alpha=None if chosen == _TRUNK else float(chosen),
+        folds=len(lines),
+        queries=int(answered.sum()),
+        began_with=lines[0]["began_with"],
+        recall=recall,
+        map_at_r=map_at_r,
+        gain=gain(began, torch.from_numpy(ranks[chosen]), classes),
+    )
+
+
+def _read(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """A finished fold; None if there is none of this job and these images."""
+    if not path.is_file():
+        return None
+    try:
+        line: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is damaged ({error}). Remove {path.parent} and go on with --resume."
+        ) from error
+    known = json.loads(json.dumps(identity))
+    return line if all(line.get(name) == value for name, value in known.items()) else None

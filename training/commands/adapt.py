@@ -1,0 +1,96 @@
+"""kinlens-train adapt."""
+
+import re
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+
+from embedder.errors import BundleError, JobError
+from embedder.manifest import OtherPrecision, Precision
+from training.commands.export import describe
+from training.commands.jobs import Overrides, load_images, summary
+from training.config.job import load_job
+from training.report.log import console, console_listener
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def adapt(
+    data: Annotated[
+        Path, typer.Option(help="Your photographs: a folder for each product, or an images.csv.")
+    ],
+    out: Annotated[Path, typer.Option(help="Bundle folder to write.")],
+    backbone: Annotated[
+        str, typer.Option(help="Network, also timm:NAME; its weights do not change.")
+    ] = "mobilenet_v2",
+    weights: Annotated[
+        str, typer.Option(help='"imagenet", the path of a weight file, or of a bundle.')
+    ] = "imagenet",
+    run: Annotated[
+        Path | None, typer.Option(help="Run folder with the report; default runs/adapt-NAME.")
+    ] = None,
+    overrides: Overrides = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(help="Also in this precision, if it holds: int8, bf16 or fp16. Repeatable."),
+    ] = None,
+    with_map: Annotated[
+        bool, typer.Option("--map", help="Also a map that shows where images match.")
+    ] = False,
+) -> None:
+    """Adapt a pretrained network to your photographs in about a minute, and export the bundle.
+
+    The network itself is not trained: its features are computed once and kept, and a small head is
+    trained on them. Folds of your products choose between the trunk, the start and the trained
+    head, so the bundle is not worse than the trunk by more than chance. The same command goes on
+    where it was stopped.
+
+    Examples:
+
+    kinlens-train adapt --data /my/shop --out bundles/shop
+
+    kinlens-train adapt --data /my/shop --out bundles/siglip \
+      --backbone timm:vit_base_patch16_siglip_224 --set input.size_px=224 --set input.test_px=224
+    """
+    from training.distributed import require_alone
+    from training.export.bundle import export_checkpoint
+    from training.folder import finished_result
+    from training.runner import load_chosen, run_job
+
+    require_alone()
+    if out.exists():
+        raise BundleError(f"{out} exists already. Choose another --out or remove it first.")
+    unknown = set(precision or ()) - set(get_args(OtherPrecision))
+    if unknown:
+        known = ", ".join(get_args(OtherPrecision))
+        raise typer.BadParameter(f"--precision {min(unknown)} is not one of {known}")
+    root = data.resolve()
+    if not root.is_dir():
+        raise JobError(f"--data {data}: there is no such folder. Name the one with your images.")
+    if "$" in str(root):
+        raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
+    name = _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop"
+    content = [f'name="{name}"', f"model.backbone={backbone}", f"model.weights={weights}"]
+    if (root / "images.csv").is_file():
+        content.append('data={kind="csv", root="", small_classes="drop"}')
+    job = load_job("adapt", [*content, *(overrides or ())])
+    job = job.model_copy(update={"data": job.data.model_copy(update={"root": str(root)})})
+    folder = run or Path("runs") / f"adapt-{name}"
+    split = load_images(job)
+    console.print(f"{name}: {summary(split)}", markup=False)
+    if finished_result(job, folder) is None:
+        with console_listener() as listener:
+            run_job(job, split, folder, listener)
+    console.print(f"Report: {folder / 'report.md'}", markup=False)
+    precisions = cast(tuple[Precision, ...], ("fp32", *(precision or ())))
+    describe(
+        export_checkpoint(
+            load_chosen(folder),
+            split,
+            out,
+            precisions=precisions,
+            on_refusal=console.print,
+            with_map=with_map,
+        )
+    )

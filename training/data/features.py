@@ -1,0 +1,193 @@
+"""Pooled features of a frozen trunk, computed once and kept by the content of the images.
+
+Shapes: N images, V views an image, C channels of the trunk.
+"""
+
+import hashlib
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from embedder.errors import DatasetError
+from embedder.preprocess import preprocess, to_chw
+from training.config.settings import Input, Runtime
+from training.data.images import ImageFiles, Index, Item, batches, build_loader, random_view
+from training.data.records import LabelledImages
+from training.distributed import local_world
+from training.models.embedding import EmbeddingNet, evaluating
+
+Vectors = NDArray[np.float32]
+
+_BATCH = 64
+_FORMAT = "1"  # changes when features of the same image and trunk would
+
+
+class CachedFeatures(Dataset[Item]):
+    """The views of a training as rows of `pooled` (N, V, C). Indexed by (epoch, image, view).
+
+    Which of the V views an index gives depends on it and the seed alone. Gives (C,) and the label.
+    """
+
+    def __init__(self, pooled: Tensor, labels: NDArray[np.int64], seed: int) -> None:
+        self.pooled = pooled
+        self.labels = torch.from_numpy(labels)
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.pooled)
+
+    def __getitem__(self, index: Index) -> Item:
+        epoch, number, view = index
+        rng = np.random.default_rng((self.seed, epoch, number, view))
+        return self.pooled[number, int(rng.integers(self.pooled.shape[1]))], self.labels[number]
+
+
+class FeatureStore:
+    """Features in a file of SQLite, by a key that says which image, view and trunk they are of.
+
+    Args:
+        path: is made. Several trainings may use it at a time; it may be removed at any time between
+            them and is then filled anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(self.path, timeout=60)) as connection:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = NORMAL")
+                connection.execute(
+                    "CREATE TABLE IF NOT EXISTS features (key BLOB PRIMARY KEY, vector BLOB) "
+                    "WITHOUT ROWID"
+                )
+                yield connection
+        except (OSError, sqlite3.Error) as error:
+            raise DatasetError(
+                f"The store of features {self.path} cannot be used ({error}). Remove it, or set "
+                "XDG_CACHE_HOME to a folder with space."
+            ) from error
+
+    def get(self, keys: Sequence[bytes]) -> dict[bytes, Vectors]:
+        """The vectors (C,) of those keys that are stored."""
+        found = {}
+        with self._opened() as connection:
+            for key in keys:
+                row = connection.execute(
+                    "SELECT vector FROM features WHERE key = ?", (key,)
+                ).fetchone()
+                if row is not None:
+                    found[key] = np.frombuffer(row[0], dtype=np.float32)
+        return found
+
+    def put(self, keys: Sequence[bytes], vectors: Vectors) -> None:
+        """Store the vectors (P, C)."""
+        rows = [(key, vector.tobytes()) for key, vector in zip(keys, vectors, strict=True)]
+        with self._opened() as connection, connection:
+            connection.executemany("INSERT OR REPLACE INTO features VALUES (?, ?)", rows)
+
+
+def default_store() -> FeatureStore:
+    """That of this user, below XDG_CACHE_HOME or ~/.cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return FeatureStore(cache / "kinlens" / "features.sqlite")
+
+
+def pooled_views(
+    net: EmbeddingNet,
+    images: LabelledImages,
+    spec: Input,
+    runtime: Runtime,
+    views: int = 1,
+    store: FeatureStore | None = None,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """The pooled features (N, V, C) of `views` views of each image, on the CPU.
+
+    View 0 is the image as the service preprocesses it, the others are random views of a training,
+    which the content of the image decides. What the store has is not computed again. `on_batch` is
+    told how many of how many features are there.
+
+    Raises: DatasetError naming an image that cannot be read.
+    """
+    store = store or default_store()
+    base = _digest(net, spec)
+    contents = [_content(images, number) for number in range(len(images))]
+    wanted = [(number, view) for number in range(len(images)) for view in range(views)]
+    keys = {
+        index: hashlib.sha256(base + contents[index[0]] + bytes([index[1]])).digest()
+        for index in wanted
+    }
+    found = store.get([*keys.values()])
+    missing = [index for index in wanted if keys[index] not in found]
+    device = next(net.trunk.parameters()).device
+    dataset = _Views(images, spec, contents)
+    with evaluating(net), torch.inference_mode():
+        for of_training in (False, True):  # whose views have another size
+            part = [index for index in missing if (index[1] > 0) == of_training]
+            order = [part[start : start + _BATCH] for start in range(0, len(part), _BATCH)]
+            loader = build_loader(dataset, cast(Any, order), runtime, device, 0, local_world())
+            for indices, (pixels, _) in zip(order, batches(loader), strict=True):
+                vectors = net.pooled(pixels.to(device)).float().cpu().numpy()
+                made = [keys[index] for index in indices]
+                store.put(made, vectors)
+                found |= zip(made, vectors, strict=True)
+                if on_batch is not None:
+                    on_batch(len(found), len(wanted))
+    rows = np.stack([found[keys[index]] for index in wanted])
+    return torch.from_numpy(rows.reshape(len(images), views, -1))
+
+
+class _Views(ImageFiles):
+    """Views that the content of an image decides, by (image, view): uint8 (3, S, S), label."""
+
+    def __init__(self, images: LabelledImages, spec: Input, contents: Sequence[bytes]) -> None:
+        super().__init__(images)
+        self.spec = spec
+        self.contents = contents
+
+    def __getitem__(self, index: tuple[int, int]) -> Item:
+        number, view = index
+        if view == 0:
+            return self.item(number, lambda data: preprocess(data, self.spec.preprocessing()))
+        rng = np.random.default_rng((*self.contents[number][:16], view))
+        return self.item(number, lambda data: to_chw(random_view(data, self.spec, rng)))
+
+
+def _content(images: LabelledImages, number: int) -> bytes:
+    path = images.root / images.paths[number]
+    try:
+        found = path.stat()
+        return _file_digest(path, found.st_mtime_ns, found.st_size)
+    except OSError as error:
+        raise DatasetError(f"The image {path} cannot be read: {error.strerror}.") from error
+
+
+@lru_cache(maxsize=1 << 20)
+def _file_digest(path: Path, *_: int) -> bytes:
+    """Of a file's content, which is read once for each time of change and size."""
+    return hashlib.sha256(path.read_bytes()).digest()
+
+
+def _digest(net: EmbeddingNet, spec: Input) -> bytes:
+    """Of all that decides a feature but the image."""
+    digest = hashlib.sha256(f"{_FORMAT} {net.pool.kind} {spec.model_dump_json()}".encode())
+    for module in (net.normalize, net.trunk, net.pool):
+        for name, value in sorted(dict(module.named_buffers()).items()):
+            digest.update(name.encode() + value.detach().cpu().numpy().tobytes())
+        for name, value in sorted(module.state_dict().items()):
+            digest.update(name.encode() + value.detach().cpu().numpy().tobytes())
+    return digest.digest()

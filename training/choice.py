@@ -1,8 +1,8 @@
 """Which model a run keeps: a point between its start and its last epoch, or the trunk itself.
 
 A training on few classes may end below its start. So the run is first made on folds: each holds out
-a part of the train classes, and there the start, the last epoch, points on the line between their
-weights and the trunk itself are asked. What finds most over all folds is made of the whole run.
+a part of the train classes. Images of these ask the start, the last epoch, points on the line
+between their weights, and the trunk. What finds most over all folds is made of the whole run.
 
 References:
     Wortsman et al., Robust fine-tuning of zero-shot models (2022), section 3: the line between
@@ -17,25 +17,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from embedder.errors import CheckpointError
 from training.checkpoint import BEST, FILE, START, Checkpoint, load_checkpoint, save_checkpoint
 from training.config.job import Job
 from training.data.protocol import with_protocol
-from training.data.records import FEWEST, LabelledImages, Split
+from training.data.records import FEWEST, Split
 from training.device import choose_device
 from training.distributed import is_main, wait_for_all
-from training.evaluation.evaluate import embed, pooled, retrieved, through_head
-from training.evaluation.retrieval import GAIN, gain
+from training.evaluation.evaluate import embed, pooled, through_head
+from training.evaluation.retrieval import GAIN, gain, retrieval
 from training.folder import UNTRAINED, replace_json
-from training.state import VALIDATION
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Points between the weights at the start (0) and those of the last epoch (1)."""
 
 FEWEST_CLASSES = 4
 """Train classes: two folds of two. A shop with half of its products to test on has 8."""
+
+_OTHERS = 2000
+"""Images of the trained classes that held-out ones are asked among, at most."""
 
 _TRUNK = "trunk"
 _LINE = "line.json"
@@ -142,12 +146,12 @@ def write_chosen(folder: Path, choice: Choice) -> None:
         chosen = replace(last, trunk_alone=True)
     else:
         start = load_checkpoint(folder / START)
-        chosen = replace(last, net=_between(start, last, choice.alpha), average=None)
+        chosen = replace(last, net=between(start, last, choice.alpha), average=None)
     save_checkpoint(folder / BEST, chosen)
     replace_json(folder / "choice.json", asdict(choice))
 
 
-def _between(start: Checkpoint, last: Checkpoint, alpha: float) -> dict[str, Tensor]:
+def between(start: Checkpoint, last: Checkpoint, alpha: float) -> dict[str, Tensor]:
     """The state of the network at a point of the line."""
     before, after = start.network()[1].state_dict(), last.network()[1].state_dict()
     return {
@@ -159,34 +163,41 @@ def _between(start: Checkpoint, last: Checkpoint, alpha: float) -> dict[str, Ten
 
 
 def _asked(job: Job, split: Split, place: Path) -> dict[str, Any]:
-    """What each candidate of a finished fold finds among its held-out classes."""
+    """What each candidate of a finished fold finds, by held-out image.
+
+    Held-out images are asked among all images of the train classes: among those of a few held-out
+    classes alone nearly all are found, whatever the candidate.
+    """
     start, last = load_checkpoint(place / START), load_checkpoint(place)
-    images = split.validation
-    assert images is not None  # the protocol holds out a fold
-    device = choose_device(job.runtime)
-    net = last.network()[1].to(device)
-    features = pooled(net, images, job) if net.frozen_trunk else None
-    ranks: dict[str, list[int]] = {}
-    map_at_r: dict[str, float] = {}
+    held_out = split.validation
+    assert held_out is not None  # the protocol holds out a fold
+    parts = [held_out, split.train.some(_OTHERS, job.seed)]
+    labels = np.concatenate([held_out.labels, parts[1].labels + held_out.classes])
+    net = last.network()[1].to(choose_device(job.runtime))
+    features = [pooled(net, part, job) for part in parts] if net.frozen_trunk else []
+    ranks, precisions = {}, {}
+
+    def ask(name: str, vectors: list[NDArray[np.float32]]) -> None:
+        answers = retrieval(np.concatenate(vectors), labels)
+        ranks[name] = answers.ranks[: len(held_out)].tolist()
+        precisions[name] = answers.precisions[: len(held_out)].tolist()
+
     if last.began_with == UNTRAINED:
-        ranks[_TRUNK] = last.trunk_ranks[VALIDATION].tolist()
-        map_at_r[_TRUNK] = last.trunk[f"{VALIDATION}MAP@R"]
+        trunk = start.network()[1].to(choose_device(job.runtime))
+        of_trunk = features or [pooled(trunk, part, job) for part in parts]
+        ask(_TRUNK, [functional.normalize(x).numpy() for x in of_trunk])
     for alpha in ALPHAS:
-        net.load_state_dict(_between(start, last, alpha))
-        vectors = embed(net, images, job) if features is None else through_head(net, features)
-        answers = retrieved([vectors], [images], job)
-        ranks[name_of(alpha)] = answers.ranks.tolist()
-        map_at_r[name_of(alpha)] = answers.map_at_r
+        net.load_state_dict(between(start, last, alpha))
+        if features:
+            ask(name_of(alpha), [through_head(net, x) for x in features])
+        else:
+            ask(name_of(alpha), [embed(net, part, job) for part in parts])
     return {
         "began_with": last.began_with,
-        "classes": _names(images),
+        "classes": [held_out.class_names[label] for label in held_out.labels.tolist()],
         "ranks": ranks,
-        "map_at_r": map_at_r,
+        "precisions": precisions,
     }
-
-
-def _names(images: LabelledImages) -> list[str]:
-    return [images.class_names[label] for label in images.labels.tolist()]
 
 
 def _best(lines: list[dict[str, Any]]) -> Choice:
@@ -198,9 +209,8 @@ def _best(lines: list[dict[str, Any]]) -> Choice:
     ]
     answered = ranks["0"] >= 0
     recall = {name: 100 * float((r[answered] == 0).mean()) for name, r in ranks.items()}
-    counts = [sum(rank >= 0 for rank in line["ranks"]["0"]) for line in lines]
     map_at_r = {
-        name: float(np.average([line["map_at_r"][name] for line in lines], weights=counts))
+        name: 100 * float(np.concatenate([x["precisions"][name] for x in lines])[answered].mean())
         for name in ranks
     }
     # `max` keeps the first of equals, which was trained least.

@@ -384,7 +384,7 @@ def test_the_best_epoch_by_validation_is_tested_once(products: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"recall_at": [2]}, "R@1 chooses the epoch"),
+        ({"recall_at": [2]}, "R@1 chooses the model"),
         ({"runtime": {"eval_every_epochs": 0}}, "compares epochs"),
     ],
 )

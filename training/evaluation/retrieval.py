@@ -30,7 +30,8 @@ SCORES = 1 << 22
 class Retrieval:
     """Recall at each K and MAP@R, in percent, over `queries`; the others had no positive.
 
-    `ranks` (N,) has the rank from 0 of the best positive of each query, -1 without one.
+    `ranks` (N,) has the rank from 0 of the best positive of each query, -1 without one, and
+    `precisions` (N,) the average precision at R of each in 0..1, of which MAP@R is the mean.
     """
 
     recall: dict[int, float]
@@ -38,6 +39,7 @@ class Retrieval:
     queries: int
     without_positive: int
     ranks: Tensor = field(default_factory=lambda: torch.empty(0), compare=False, repr=False)
+    precisions: Tensor = field(default_factory=lambda: torch.empty(0), compare=False, repr=False)
 
     def recall_by_name(self) -> dict[str, float]:
         """{"R@1": ..., ...}"""
@@ -120,6 +122,7 @@ def retrieval(
         len(found),
         len(answered) - len(found),
         rank.cpu(),
+        precision.cpu(),
     )
 
 

@@ -1,0 +1,221 @@
+"""Small shops: what a training gains on products that it did not see, and what it can lose.
+
+    python benchmarks/small_shops.py [--seeds 3] [--shops 10] [--methods adapt today]
+                                     [--json docs/results/small-shops.json]
+
+Each shop is a draw of products and of images from groceries, cars, drawn products or all three;
+half of its products are trained on. The methods:
+
+- adapt   `kinlens-train adapt`: a head on the frozen trunk, chosen on folds
+- today   the job `shop` as it was: the whole network, from principal directions, the last epoch
+- start   the job `shop` from the directions of `adapt`, the last epoch
+- kept    that, with retention
+- shop    the job `shop` as it is
+
+A gain is R@1 on the products that were not trained on, less that of the untrained trunk, in points.
+The mean has Student's 95 % interval over all shops and seeds; the worst is that of a shop over its
+seeds, and of a single run. A run that stands in the JSON file is not made again.
+"""
+
+import dataclasses
+import json
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from harness import heading, options, row, shared_folder, skip
+from scipy import stats
+
+from training.checkpoint import FILE, START, load_checkpoint
+from training.choice import ALPHAS, between
+from training.config.job import load_job
+from training.data.load import load_split, read_folder
+from training.evaluation.evaluate import evaluate
+from training.rendered.catalogue import class_name, render_view
+from training.runner import run_job
+
+METHODS: dict[str, tuple[str, list[str]]] = {
+    "adapt": ("adapt", []),
+    "today": ("shop", ["start.projection=trunk", "protocol={choose_by='last'}"]),
+    "start": ("shop", ["protocol={choose_by='last'}"]),
+    "kept": ("shop", ["protocol={choose_by='last'}", "regularizers.retention.weight=10.0"]),
+    "shop": ("shop", []),
+}
+
+
+class Shop(NamedTuple):
+    """So many products with at most so many images each, of these sources in turn."""
+
+    source: str
+    products: int
+    images: int
+
+
+SHOPS = (
+    Shop("grocery", 12, 20),
+    Shop("cars", 20, 15),
+    Shop("mixture", 24, 12),
+    Shop("grocery", 24, 10),
+    Shop("cars", 8, 40),
+    Shop("drawn", 24, 8),
+    Shop("cars", 40, 12),
+    Shop("grocery", 40, 20),
+    Shop("mixture", 12, 10),
+    Shop("cars", 40, 5),
+)
+
+
+def main() -> None:
+    asked = options(
+        __doc__, seeds=3, shops=len(SHOPS), methods=["adapt", "today"], first_seed=0, json=None
+    )
+    shared = shared_folder()
+    if shared is None:
+        skip("needs the photographs and weights of $KINLENS_SHARED")
+    found: dict[str, dict[str, float]] = {}
+    if asked.json is not None and asked.json.is_file():
+        found = json.loads(asked.json.read_text(encoding="utf-8"))
+    seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
+    with tempfile.TemporaryDirectory() as name:
+        sources = _sources(shared, Path(name))
+        for seed, shop, method in product(seeds, SHOPS[: asked.shops], asked.methods):
+            key = f"{shop.source} {shop.products}x{shop.images} {seed} {method}"
+            if key not in found:
+                folder = Path(name, f"{shop.source}-{shop.products}-{shop.images}-{seed}")
+                _make(shop, seed, sources, folder)
+                found[key] = _run(method, folder, seed, shared, Path(name, key.replace(" ", "-")))
+                print(key, found[key], flush=True)
+            if asked.json is not None:
+                asked.json.parent.mkdir(parents=True, exist_ok=True)
+                text = json.dumps(found, indent=1, sort_keys=True) + "\n"
+                asked.json.write_text(text, encoding="utf-8")
+    _print(found, asked.methods)
+
+
+def _sources(shared: Path, work: Path) -> dict[str, dict[str, list[Path]]]:
+    """Files by class of each source."""
+    drawn = work / "drawn"
+    for number in range(40):
+        folder = drawn / class_name(number)
+        folder.mkdir(parents=True)
+        for view in range(12):
+            render_view(number, view, size_px=160).save(folder / f"{view}.jpg")
+    roots = {"grocery": shared / "data/grocery-store", "drawn": drawn}
+    found: dict[str, dict[str, list[Path]]] = {}
+    for source, root in roots.items():
+        found[source] = {}
+        for record in read_folder(root):
+            if "iconic" not in record.path:
+                label = Path(record.label).name
+                found[source].setdefault(label, []).append(root / record.path)
+    job = load_job("cars196-half", [f"data.root={shared / 'data/cars196-half'}"])
+    found["cars"] = {}
+    for part in load_split(job.data).parts.values():
+        for path, label in zip(part.paths, part.labels.tolist(), strict=True):
+            found["cars"].setdefault(part.class_names[label], []).append(part.root / path)
+    return found
+
+
+def _make(shop: Shop, seed: int, sources: dict[str, dict[str, list[Path]]], folder: Path) -> None:
+    """A folder with a sub-folder for each product, of links."""
+    if folder.exists():
+        return
+    rng = np.random.default_rng((seed, shop.products, shop.images))
+    names = sorted(sources) if shop.source == "mixture" else [shop.source]
+    for number, name in enumerate(names):
+        classes = sources[name]
+        enough = [c for c, files in sorted(classes.items()) if len(files) >= min(shop.images, 5)]
+        share = shop.products // len(names) + (number < shop.products % len(names))
+        for label in rng.choice(enough, share, replace=False):
+            files = classes[str(label)]
+            chosen = rng.choice(len(files), min(shop.images, len(files)), replace=False)
+            place = folder / f"{name}-{label}".replace("/", "-")
+            place.mkdir(parents=True)
+            for index in chosen:
+                (place / f"{index}{files[index].suffix}").symlink_to(files[index])
+
+
+class _Quiet:
+    def said(self, sentence: str) -> None: ...
+    def computed(self, done: int, total: int) -> None: ...
+    def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
+    def step_done(self, parts: dict[str, float]) -> None: ...
+    def epoch_done(self, row: dict[str, float]) -> None: ...
+
+
+def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[str, float]:
+    name, overrides = METHODS[method]
+    weights = shared / "weights/mobilenet_v2-imagenet-fp16.pth"
+    job = load_job(
+        name,
+        [f"data.root={data}", f"data.split_seed={seed}", f"seed={seed}", f"model.weights={weights}",
+         *overrides],
+    )  # fmt: skip
+    started = time.perf_counter()
+    split = load_split(job.data)
+    result = run_job(job, split, out, _Quiet())
+    seconds = time.perf_counter() - started
+    figures = {
+        "trunk": result.trunk["R@1"],
+        "gain": result.figures["R@1"] - result.trunk["R@1"],
+        "gain MAP@R": result.figures["MAP@R"] - result.trunk["MAP@R"],
+        "seconds": seconds,
+    }
+    if (out / START).exists():
+        before, last = load_checkpoint(out / START), load_checkpoint(out / FILE)
+        for alpha in ALPHAS[:-1]:
+            net = dataclasses.replace(last, net=between(before, last, alpha), average=None)
+            row_ = evaluate(net.network()[1], split.test, job)
+            figures[f"gain at {alpha:g}"] = row_["R@1"] - result.trunk["R@1"]
+    for file in out.rglob("*.pt"):
+        file.unlink()
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def _print(found: dict[str, dict[str, float]], methods: list[str]) -> None:
+    shops = list(dict.fromkeys(key.rsplit(" ", 2)[0] for key in found))
+    heading("shop", "trunk R@1", *(f"{method}, gain (worst seed)" for method in methods))
+    means: dict[str, list[float]] = {method: [] for method in methods}
+    every: dict[str, list[float]] = {method: [] for method in methods}
+    for shop in shops:
+        cells, trunks = [], []
+        for method in methods:
+            runs = [
+                figures
+                for key, figures in found.items()
+                if key.startswith(f"{shop} ") and key.endswith(f" {method}")
+            ]
+            gains = [run["gain"] for run in runs]
+            trunks += [run["trunk"] for run in runs]
+            if gains:
+                means[method].append(float(np.mean(gains)))
+                every[method] += gains
+                cells.append(f"{np.mean(gains):+.1f} ({min(gains):+.1f})")
+            else:
+                cells.append("")
+        row(shop, f"{np.mean(trunks):.1f}", *cells)
+    heading("", *methods)
+    row("runs", *(len(every[method]) for method in methods))
+    row("mean gain, 95 % interval", *(_interval(every[method]) for method in methods))
+    row("worst shop", *(f"{min(means[method]):+.1f}" for method in methods))
+    row("worst run", *(f"{min(every[method]):+.1f}" for method in methods))
+    seconds = {
+        method: [f["seconds"] for key, f in found.items() if key.endswith(f" {method}")]
+        for method in methods
+    }
+    row("seconds a run", *(f"{np.mean(seconds[method]):.0f}" for method in methods))
+
+
+def _interval(gains: list[float]) -> str:
+    mean = float(np.mean(gains))
+    if len(gains) < 2:
+        return f"{mean:+.1f}"
+    half = stats.t.ppf(0.975, len(gains) - 1) * np.std(gains, ddof=1) / len(gains) ** 0.5
+    return f"{mean:+.1f} ± {half:.1f}"
+
+
+if __name__ == "__main__":
+    main()

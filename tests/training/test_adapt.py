@@ -1,0 +1,346 @@
+"""A head on a frozen trunk, what is kept of its features, and which model is chosen on folds."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from embedder.bundle import Bundle
+from embedder.errors import DatasetError, JobError
+from tests.training.jobs import Silent, calibrated_weights, small_job
+from training import choice as choice_module
+from training.__main__ import app
+from training.checkpoint import BEST, START, load_checkpoint
+from training.choice import between, choose, too_few
+from training.config.job import Job, parse_job
+from training.config.settings import Input, Runtime
+from training.data.features import FeatureStore, pooled_views
+from training.data.load import load_split
+from training.data.protocol import with_protocol
+from training.data.records import Split
+from training.evaluation.evaluate import embed
+from training.export.bundle import export_checkpoint
+from training.models.embedding import EmbeddingNet, Head
+from training.models.from_bundle import new_network
+from training.regularizers.retention import retention
+from training.runner import load_chosen, run_job
+from training.start import whiten_within
+from training.trainer import fit
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calibrated_weights(tmp_path_factory.mktemp("weights") / "trunk.pth")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def head_job(root: Path, weights: Path, products: int = 8, **tables: dict[str, object]) -> Job:
+    """A head on the frozen trunk of the small job, from a whitening, chosen on two folds."""
+    content = small_job(root, regularized=False, weights=weights, epochs=4, lr_head=1e-2).as_dict()
+    content["data"]["products"] = products
+    content["model"] |= {"frozen_trunk": True, "views": 2}
+    content["start"] = {"projection": "within_class", "proxies": "class_means"}
+    content["protocol"] = {"choose_by": "folds", "folds": 2, "evaluate_test": "end"}
+    for name, table in tables.items():
+        content[name] |= table
+    return parse_job(content)
+
+
+def ran(job: Job, folder: Path) -> tuple[Split, Silent]:
+    split, listener = load_split(job.data), Silent()
+    run_job(job, split, folder, listener)
+    return split, listener
+
+
+def test_the_trunk_keeps_its_weights_and_its_features_are_computed_once(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = head_job(tmp_path / "products", weights)
+    batches: list[int] = []
+    pooled = EmbeddingNet.pooled
+
+    def counted(net: EmbeddingNet, images: torch.Tensor) -> torch.Tensor:
+        batches.append(len(images))
+        return pooled(net, images)
+
+    monkeypatch.setattr(EmbeddingNet, "pooled", counted)
+    split, _ = ran(job, tmp_path / "run")
+    train, test = len(split.train), len(split.test)
+    looked_at = [size for size in batches if size > 1]  # the sizes are checked with one image
+    assert sum(looked_at) == 2 * train + test
+    _, net = load_checkpoint(tmp_path / "run").network()
+    assert not torch.equal(net.projection.weight, new_network(job).projection.weight)
+    fresh = new_network(job).trunk.state_dict()
+    assert all(torch.equal(value, fresh[name]) for name, value in net.trunk.state_dict().items())
+
+    batches.clear()
+    ran(job.model_copy(update={"seed": 1}), tmp_path / "again")
+    assert [size for size in batches if size > 1] == []
+
+
+def test_features_are_those_of_the_content_and_of_the_trunk_whatever_the_name(
+    tmp_path: Path, weights: Path
+) -> None:
+    job = head_job(tmp_path / "products", weights)
+    images = load_split(job.data).train
+    net, store = new_network(job), FeatureStore(tmp_path / "features.sqlite")
+
+    def features(net: EmbeddingNet, spec: Input = job.input) -> tuple[torch.Tensor, int]:
+        told: list[int] = []
+        runtime = Runtime(workers=0, device="cpu")
+        found = pooled_views(net, images, spec, runtime, 2, store, lambda n, _: told.append(n))
+        return found, len(told)
+
+    first, made = features(net)
+    assert made > 0
+    assert first.shape == (len(images), 2, net.channels)
+    for path in images.paths[:2]:  # another name and time, the same content
+        content = (images.root / path).read_bytes()
+        (images.root / path).unlink()
+        (images.root / path).write_bytes(content)
+    again, made = features(net)
+    assert made == 0
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    with torch.no_grad():
+        next(net.trunk.parameters()).mul_(1.5)
+    other, made = features(net)
+    assert made > 0
+    assert not torch.equal(other, first)
+    served = embed(new_network(job), images, job)
+    _, made = features(net, job.input.model_copy(update={"resize_px": 40}))
+    assert made > 0
+    assert served.shape == (len(images), 16)
+
+
+def test_a_store_that_cannot_be_used_is_named_with_its_cure(tmp_path: Path) -> None:
+    path = tmp_path / "features.sqlite"
+    path.write_bytes(b"no database" * 100)
+    with pytest.raises(DatasetError, match=r"features\.sqlite cannot be used .* Remove it"):
+        FeatureStore(path).get([b"key"])
+
+
+def test_a_head_goes_on_where_it_was_stopped_as_if_it_had_not(
+    tmp_path: Path, weights: Path
+) -> None:
+    job = head_job(tmp_path / "products", weights, protocol={"choose_by": "last", "folds": None})
+    split = load_split(job.data)
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    whole = fit(job, split, tmp_path / "whole", Silent())
+
+    class StopsLate(Silent):
+        def step_done(self, parts: dict[str, float]) -> None:
+            super().step_done(parts)
+            if len(self.steps) == 7:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(job, split, tmp_path / "stopped", StopsLate())
+    rest = fit(job, split, tmp_path / "stopped", Silent(), resume=True)
+    assert [row["loss"] for row in rest] == [row["loss"] for row in whole]
+
+
+def test_the_line_between_start_and_last_epoch_has_both_as_its_ends(
+    tmp_path: Path, weights: Path
+) -> None:
+    job = head_job(tmp_path / "products", weights)
+    ran(job, tmp_path / "run")
+    start, last = load_checkpoint(tmp_path / "run" / START), load_checkpoint(tmp_path / "run")
+    for alpha, end in ((0.0, start), (1.0, last)):
+        state = end.network()[1].state_dict()
+        found = between(start, last, alpha)
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+    found, before, after = (
+        state["projection.weight"]
+        for state in (between(start, last, 0.25), between(start, last, 0), between(start, last, 1))
+    )
+    torch.testing.assert_close(found, 0.75 * before + 0.25 * after)
+
+
+def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: Path) -> None:
+    harmful = {"lr_head": 30.0, "epochs": 6}
+    job = head_job(tmp_path / "products", weights, products=16, optimizer=harmful)
+    split, listener = ran(job, tmp_path / "run")
+    found = json.loads((tmp_path / "run" / "choice.json").read_text())
+    assert found["recall"]["1"] < found["recall"]["trunk"]
+    assert found["alpha"] != 1.0
+    assert sum("chosen on 2 folds" in sentence for sentence in listener.sentences) == 2
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "chosen on 2 folds of the train classes" in report
+    assert not list((tmp_path / "run").glob("fold-*/*.pt"))
+    assert len(split.test) > 0
+
+
+def test_the_trunk_itself_is_exported_where_it_was_chosen(tmp_path: Path, weights: Path) -> None:
+    job = head_job(tmp_path / "products", weights)
+    split, _ = ran(job, tmp_path / "run")
+    chosen = replace(load_checkpoint(tmp_path / "run"), trunk_alone=True)
+    bundle = export_checkpoint(chosen, split, tmp_path / "bundle")
+    by_hand = export_checkpoint(
+        load_checkpoint(tmp_path / "run"), split, tmp_path / "trunk", trunk=True
+    )
+    assert bundle.manifest.dim == new_network(job).channels
+    np.testing.assert_array_equal(bundle.golden_vectors(), by_hand.golden_vectors())
+
+
+def test_folds_that_are_finished_are_not_trained_again(tmp_path: Path, weights: Path) -> None:
+    job = head_job(tmp_path / "products", weights)
+    split = load_split(job.data)
+    trained: list[int | None] = []
+
+    def train(one: Job, part: Split, place: Path) -> None:
+        trained.append(one.protocol.fold)
+        place.mkdir(parents=True, exist_ok=True)
+        fit(one, part, place, Silent())
+
+    first = choose(job, split, tmp_path, train)
+    assert trained == [0, 1]
+    assert choose(job, split, tmp_path, train) == first
+    assert trained == [0, 1]
+    other = parse_job(job.as_dict() | {"seed": 5})
+    choose(other, split, tmp_path, train)
+    assert trained == [0, 1, 0, 1]
+
+
+def test_a_shop_too_small_to_choose_gets_the_trunk_and_is_told_before_the_first_step(
+    tmp_path: Path, weights: Path
+) -> None:
+    job = head_job(tmp_path / "products", weights, products=6)
+    split, listener = ran(job, tmp_path / "run")
+    assert split.train.classes == 3
+    assert listener.steps == []
+    assert "has 6 classes, 3 of them to train on: too few" in listener.sentences[0]
+    assert load_chosen(tmp_path / "run").trunk_alone
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["figures"]["R@1"] == result["trunk"]["R@1"]
+    assert "too few" in (tmp_path / "run" / "report.md").read_text()
+    assert too_few(load_split(head_job(tmp_path / "more", weights).data)) == ""
+
+
+def test_the_whitening_makes_what_differs_within_classes_small() -> None:
+    torch.manual_seed(0)
+    labels = np.repeat(np.arange(20), 15)
+    means = torch.randn(20, 12)
+    noise = torch.randn(300, 12) * torch.tensor([10.0, *[0.5] * 11])
+    pooled = means[torch.from_numpy(labels)] + noise
+    layer = nn.Linear(12, 12).requires_grad_(False)
+    length = layer.weight.norm().item()
+    whiten_within(layer, pooled, labels)
+    assert layer.weight.norm().item() == pytest.approx(length, rel=1e-5)
+    seen = F.normalize(layer(pooled), dim=1) @ F.normalize(layer(pooled), dim=1).T
+    raw = F.normalize(pooled, dim=1) @ F.normalize(pooled, dim=1).T
+    same = torch.from_numpy(labels[:, None] == labels[None])
+
+    def separation(cosines: torch.Tensor) -> float:
+        return float((cosines[same].mean() - cosines[~same].mean()) / cosines.std())
+
+    assert separation(seen) > 2 * separation(raw)
+    torch.testing.assert_close(layer(pooled).mean(0), torch.zeros(12), atol=1e-4, rtol=0)
+    # A covariance by hand: the maps of two points differ as (S / s + 3)^(-1/2) says, up to a turn.
+    x = pooled.double()
+    residuals = x - torch.stack([x[labels == c].mean(0) for c in range(20)])[labels]
+    within = residuals.T @ residuals / len(x)
+    scaled = within / within.diagonal().mean() + 3 * torch.eye(12).double()
+    difference = x[0] - x[1]
+    expected = difference @ torch.linalg.solve(scaled, difference)
+    mapped = layer.weight.detach().double() @ difference
+    reference = x[2] - x[3]
+    unit = reference @ torch.linalg.solve(scaled, reference)
+    ratio = mapped.square().sum() / (layer.weight.detach().double() @ reference).square().sum()
+    torch.testing.assert_close(ratio, expected / unit, rtol=1e-4, atol=1e-4)
+
+
+def test_retention_compares_cosines_alone() -> None:
+    torch.manual_seed(0)
+    x = F.normalize(torch.randn(6, 5), dim=1)
+    turn = torch.linalg.qr(torch.randn(5, 5)).Q
+    assert retention(x @ turn, x).item() == pytest.approx(0, abs=1e-10)
+    other = F.normalize(torch.randn(6, 3), dim=1)
+    expected = np.mean([(float(x[i] @ x[j]) - float(other[i] @ other[j])) ** 2
+                        for i in range(6) for j in range(6)])  # fmt: skip
+    assert retention(x, other).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_retention_keeps_a_training_near_its_start(
+    tmp_path: Path, weights: Path, frozen: bool
+) -> None:
+    moved = {}
+    for weight in (None, 100.0):
+        tables = {} if weight is None else {"retention": {"weight": weight}}
+        job = head_job(
+            tmp_path / "products",
+            weights,
+            model={"frozen_trunk": frozen},
+            regularizers=tables,
+            protocol={"choose_by": "last", "folds": 2, "fold": 0, "evaluate_test": "never"},
+        )
+        folder = tmp_path / f"run-{weight}"
+        folder.mkdir()
+        split = with_protocol(load_split(job.data), job.protocol)
+        fit(job, split, folder, Silent())
+        start = load_checkpoint(folder / START).network()[1]
+        last = load_checkpoint(folder).network()[1]
+        a, b = (torch.from_numpy(embed(net, split.test, job)) for net in (start, last))
+        moved[weight] = retention(b, a).item()
+    assert moved[100.0] < 0.5 * moved[None]
+
+
+def test_a_head_with_a_hidden_layer_starts_as_its_linear_layer() -> None:
+    torch.manual_seed(0)
+    head = Head(12, 5, 7)
+    x = torch.randn(4, 12)
+    torch.testing.assert_close(head(x), head.linear(x))
+    with torch.no_grad():
+        head.outer.weight.normal_()
+    assert not torch.allclose(head(x), head.linear(x))
+
+
+def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop, out, run = tmp_path / "my shop", tmp_path / "bundle", tmp_path / "run"
+    load_split(small_job(shop).data.model_copy(update={"products": 10}))
+    command = ["adapt", "--data", str(shop), "--out", str(out), "--run", str(run), "--map"]
+    command += ["--backbone", "timm:test_resnet", "--weights", str(weights)]
+    for setting in (
+        "input={size_px=32,resize_px=36}", "model.dim=16", "model.hidden=8", "model.views=2",
+        "optimizer={min_steps=12,batch_size=8,average=0.9}", "runtime={workers=0,device='cpu'}",
+        "model.batch_norm=frozen",
+    ):  # fmt: skip
+        command += ["--set", setting]
+    wait: Callable[..., object] = choice_module.write_chosen
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("training.runner.write_chosen", stopped)
+    assert CliRunner().invoke(app, command).exit_code != 0
+    monkeypatch.setattr("training.runner.write_chosen", wait)
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "chosen on 2 folds" in done.output.replace("\n", " ")
+    bundle = Bundle.open(out)
+    assert bundle.manifest.map is not None
+    assert bundle.manifest.dim in (16, 96)
+    assert (run / BEST).is_file()
+    refused = CliRunner().invoke(app, command)
+    assert "exists already" in str(refused.exception)
+
+
+def test_folds_that_do_not_fit_each_other_are_refused(tmp_path: Path, weights: Path) -> None:
+    with pytest.raises(JobError, match="needs folds = 3"):
+        head_job(tmp_path, weights, protocol={"folds": None})
+    with pytest.raises(JobError, match="are of a projection; set dim"):
+        head_job(tmp_path, weights, model={"dim": None})

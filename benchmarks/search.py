@@ -197,7 +197,7 @@ def small_bundle(folder: Path, backbone: str) -> Path:
         "data.root": shop, "model.backbone": backbone, "model.dim": DIM,
         "model.weights": weights if weights.is_file() else "none",
         "input.size_px": 224, "input.resize_px": 256, "input.test_px": 224, "optimizer.epochs": 1,
-        "optimizer.batch_size": 8, "optimizer.min_steps": 1,
+        "optimizer.batch_size": 8, "optimizer.min_steps": 1, "protocol.choose_by": "last",
     }  # fmt: skip
     flags = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     kinlens("train", "fit", "shop", "--out", folder / "run", *flags)

@@ -110,7 +110,7 @@ def own_images(images: Path, bundle: Path | None, weights: str | None) -> tuple[
         bundle = WORK / "bundle"
         changes = ["--set", f"data.root={images}"]
         changes += ["--set", f"model.weights={weights}"] if weights else []
-        train("shop", run, bundle, *changes)
+        train("adapt", run, bundle, *changes)
         unseen = read_list(run / "test.csv")
     elif bundle is None:
         found = f"only {len(classes)}" if classes else "no"

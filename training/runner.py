@@ -91,11 +91,12 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
 
 def require_fresh_or_resumable(folder: Path, resume: bool) -> None:
     """Raises: JobError if `folder` holds a run and `resume` was not asked for, or the reverse."""
-    if (folder / FILE).exists() and not resume:
+    begun = (folder / FILE).exists() or any(folder.glob("fold-*"))
+    if begun and not resume:
         raise JobError(
             f"{folder} holds a run already. Pass --resume to go on with it, or another --out."
         )
-    if resume and not (folder / FILE).exists():
+    if resume and not begun:
         raise JobError(f"{folder} has no checkpoint to resume from. Start without --resume.")
 
 

@@ -74,8 +74,8 @@ class JobFolders:
 
     @property
     def can_resume(self) -> bool:
-        """Whether a training can go on from finished epochs."""
-        return (self.run / "checkpoint.pt").is_file()
+        """Whether a training can go on from finished epochs or folds."""
+        return (self.run / "checkpoint.pt").is_file() or any(self.run.glob("fold-*"))
 
     def drop_pictures(self) -> None:
         """Remove the copied pictures, unless a training can go on with them."""

@@ -31,7 +31,15 @@ _SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIF
     "AVIF": ".avif",
     "HEIC": ".heic",
 }
-_RESULTS = ("figures", "validation", "trunk", "best_epoch", "seconds_per_epoch", "verdict")
+_RESULTS = (
+    "figures",
+    "validation",
+    "trunk",
+    "best_epoch",
+    "seconds_per_epoch",
+    "verdict",
+    "choice",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,7 @@ def train_gallery(context: Context) -> None:
         _fit(context, params)
     finally:
         folders.drop_pictures()
-    epochs = _epochs_of(run)
+    epochs = _epochs_in(run)
     result = _json(run / "result.json")
     figures = {name: result[name] for name in _RESULTS if name in result}
     context.tell(training={**figures, "epochs": epochs}, swapped=False)
@@ -266,7 +274,19 @@ def _write_pictures(context: Context, class_attribute: str, root: Path) -> dict[
 
 
 def _epochs_of(run: Path) -> tuple[int, int]:
-    """Finished epochs, and all of them (0 if unknown yet)."""
+    """Finished epochs of a run and of its folds, and all of them (0 if unknown yet)."""
+    folds = sorted(run.glob("fold-*"))
+    found = [_epochs_in(folder) for folder in (*folds, run)]
+    planned = max((_json(fold / "job.json")["protocol"]["folds"] for fold in folds
+                   if (fold / "job.json").is_file()), default=0)  # fmt: skip
+    totals = [total for _, total in found if total]
+    if not totals:
+        return 0, 0
+    return sum(done for done, _ in found), max(sum(totals), (planned + 1) * totals[0])
+
+
+def _epochs_in(run: Path) -> tuple[int, int]:
+    """Finished epochs of a folder, and all of them (0 if unknown yet)."""
     total = _json(run / "job.json").get("optimizer", {}).get("epochs", 0)
     done = 0
     with contextlib.suppress(OSError), (run / "log.jsonl").open(encoding="utf-8") as lines:

@@ -52,23 +52,26 @@ REASON = re.compile(r" *<!-- not run: (.+) -->")
 PHOTOS = ("photo", "new", "shoe", "hat", "street", "front", "side", "query", "shelf", "cat")
 SERVICE = "http://127.0.0.1:8000"
 # Six blocks of a network, and as few products as a calibration needs.
+TINY = [
+    word
+    for setting in (
+        "model.dim=16",
+        "model.batch_norm=frozen",
+        "input.size_px=32",
+        "input.test_px=32",
+        "input.resize_px=36",
+        "optimizer.batch_size=8",
+        "optimizer.min_steps=1",
+        "runtime.workers=0",
+    )
+    for word in ("--set", setting)
+]
 SHORTER = {
     "data": ["--products", "18", "--views", "4", "--size-px", "40"],
+    "adapt": ["--backbone", TINY_TRUNK, "--weights", "weights.pth", *TINY],
     "fit": [
-        word
-        for setting in (
-            f"model.backbone={TINY_TRUNK}",
-            "model.weights=weights.pth",
-            "model.dim=16",
-            "model.batch_norm=frozen",
-            "input.size_px=32",
-            "input.test_px=32",
-            "input.resize_px=36",
-            "optimizer.batch_size=8",
-            "optimizer.epochs=1",
-            "runtime.workers=0",
-        )
-        for word in ("--set", setting)
+        *("--set", f"model.backbone={TINY_TRUNK}", "--set", "model.weights=weights.pth"),
+        *("--set", "optimizer.epochs=1", *TINY),
     ],
 }
 

@@ -339,6 +339,21 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     assert "exists already" in str(refused.exception)
 
 
+def test_the_report_compares_a_head_with_a_training_of_the_whole_network(
+    tmp_path: Path, weights: Path
+) -> None:
+    last = {"choose_by": "last", "folds": None}
+    head = head_job(tmp_path / "products", weights, protocol=last)
+    whole = head_job(tmp_path / "products", weights, protocol=last, model={"frozen_trunk": False})
+    for name, job in (("adapt", head), ("fit", whole), ("other", whole)):
+        ran(job, tmp_path / "runs" / name)
+    report = (tmp_path / "runs" / "fit" / "report.md").read_text()
+    rows = [line for line in report.splitlines() if line.endswith(" |") and "| a head |" in line]
+    assert len(rows) == 1
+    assert rows[0].startswith("| adapt |")
+    assert "Compared" not in (tmp_path / "runs" / "adapt" / "report.md").read_text()
+
+
 def test_folds_that_do_not_fit_each_other_are_refused(tmp_path: Path, weights: Path) -> None:
     with pytest.raises(JobError, match="needs folds = 3"):
         head_job(tmp_path, weights, protocol={"folds": None})

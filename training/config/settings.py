@@ -415,9 +415,7 @@ class Protocol(Section):
         on_folds = self.choose_by == "folds"
         if on_folds and (self.folds is None or self.fold is not None or self.validation_fraction):
             raise ValueError('choose_by = "folds" needs folds = 3, say, and holds out no classes')
-        if not on_folds and (
-            (self.folds is None) != (self.fold is None) or (self.fold or 0) >= (self.folds or 1)
-        ):
+        if self.fold is not None and self.fold >= (self.folds or 0):
             raise ValueError(f"fold = {self.fold} is not one of 0 .. {self.folds} - 1")
         if self.choose_by == "validation" and self.validation_fraction == 0 and self.fold is None:
             raise ValueError(

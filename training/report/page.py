@@ -1,5 +1,6 @@
 """The report of a run: curves as PNG and a page in Markdown."""
 
+import contextlib
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,15 +8,16 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
+from embedder.errors import CheckpointError
 from training.config.job import Job
 from training.data.feedback import sentences
 from training.data.records import Split
 from training.distributed import world
 from training.evaluation.retrieval import GAIN
-from training.folder import Result, replace_text
+from training.folder import RESULT, Result, read_result, replace_text
 from training.regularizers.shares import LEAST
 from training.report.notices import CHOSEN_BY, after_epoch, did_it_help
-from training.report.tables import table
+from training.report.tables import plain, table
 from training.state import Row, on_validation
 
 Rows = Sequence[Row]
@@ -34,6 +36,7 @@ def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Re
         "",
         *_help(job, split, history, result),
         *_figures(result),
+        *_compared(folder, result),
         *_regularizers(job, history),
         *(["![curves](curves.png)", "", *_epochs(history)] if history else []),
     ]
@@ -106,6 +109,40 @@ def _figures(result: Result) -> list[str]:
     ]
     header = ["figure", "test classes", "validation classes", "trunk, test", "trunk, validation"]
     return [*table(header, rows), ""] if rows else []
+
+
+def _compared(folder: Path, result: Result) -> list[str]:
+    """A head on a frozen trunk compared with trainings of the whole network, or the reverse.
+
+    Runs in folders beside this one count, if they were tested on the same images.
+    """
+    runs = [(folder.name, result)]
+    for path in sorted(folder.resolve().parent.glob(f"*/{RESULT}")):
+        with contextlib.suppress(CheckpointError):
+            other = read_result(path.parent)
+            if (
+                other is not None
+                and other.split_sha256 == result.split_sha256
+                and _is_frozen(other) != _is_frozen(result)
+                and "R@1" in other.figures
+            ):
+                runs.append((path.parent.name, other))
+    if len(runs) == 1 or "R@1" not in result.figures:
+        return []
+    rows = [
+        [
+            plain(name),
+            "a head" if _is_frozen(one) else "the whole network",
+            *(f"{one.figures[figure]:.1f}" for figure in ("R@1", "MAP@R")),
+        ]
+        for name, one in runs
+    ]
+    return ["## Compared on the same test classes", "",
+            *table(["run", "trained", "R@1", "MAP@R"], rows), ""]  # fmt: skip
+
+
+def _is_frozen(result: Result) -> bool:
+    return bool(result.job["model"].get("frozen_trunk"))
 
 
 def _regularizers(job: Job, history: Rows) -> list[str]:

@@ -83,7 +83,8 @@ function training({ training: found }) {
   const [after, before] = [recalls(found.figures), recalls(found.trunk)];
   const told = after && `; on classes kept aside: ${after}`;
   const rounds = `Trained for ${epoch} of ${total} rounds${told}${before && `; before: ${before}`}.`;
-  return [line(rounds, "report-training", "hint"), ...(found.verdict ? [line(found.verdict, "report-gain", "hint")] : [])];
+  const choice = found.choice ? [line(`The model was ${found.choice}.`, "report-choice", "hint")] : [];
+  return [line(rounds, "report-training", "hint"), ...choice, ...(found.verdict ? [line(found.verdict, "report-gain", "hint")] : [])];
 }
 
 function rebuilt({ rebuild: found }) {

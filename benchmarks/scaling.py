@@ -35,6 +35,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+from clustered import clustered_batches, clustered_queries
 from followers import entries
 from harness import (
     heading,
@@ -284,15 +285,18 @@ def copying(address: str, folder: Path, pace: float, orders: Connection) -> None
 
 def milvus(items: list[int], dim: int, uri: str, searches: int = 100) -> None:
     """The wait for Milvus by the size of the gallery, at `Bounded`."""
-    heading("items", "index", "published, s", "recall@10", "W measured, ms", "W model, ms", "error")
+    heading("items", "index", "published, s", "W measured, ms", "W by a line, ms", "error")
     found: list[tuple[float, float]] = []
     with contextlib.nullcontext(uri) if uri else own_server() as address:
         for count in items:
-            vectors = itertools.chain.from_iterable(random_units(count, dim))
+            vectors = itertools.chain.from_iterable(clustered_batches(count, dim))
             rows = (entry(number, vector) for number, vector in enumerate(vectors))
             started = time.perf_counter()
-            MilvusStore.publish(address, "bench", rows, dim=dim, bundle_id="b" * 64).close()
-            seconds, query = time.perf_counter() - started, next(random_units(1, dim))
+            with contextlib.closing(
+                MilvusStore.publish(address, "bench", rows, dim=dim, bundle_id="b" * 64)
+            ) as made:
+                index = made.index_text()
+            seconds, query = time.perf_counter() - started, clustered_queries(count, dim, queries=1)
             with contextlib.closing(
                 MilvusStore.open(address, "bench", consistency="Bounded", timeout_s=60)
             ) as store:
@@ -307,7 +311,7 @@ def milvus(items: list[int], dim: int, uri: str, searches: int = 100) -> None:
                 model = start + slope * count
                 error = f"{model / measured - 1:+.0%}"
             found.append((count, measured))
-            row(count, "", seconds, "", measured, model, error)
+            row(count, index, seconds, measured, model, error)
 
 
 # What is predicted

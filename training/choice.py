@@ -1,8 +1,9 @@
 """Which model a run keeps: a point between its start and its last epoch, or the trunk itself.
 
 A training on few classes may end below its start. So the run is first made on folds: each holds out
-a part of the train classes. Images of these ask the start, the last epoch, points on the line
-between their weights, and the trunk. What finds most over all folds is made of the whole run.
+a part of the train classes. The candidates are the trunk, the start, the last epoch and points on
+the line between their weights; each is searched with the held-out images. The candidate with the
+highest R@1 over all folds is then made of the training on all classes.
 
 References:
     Wortsman et al., Robust fine-tuning of zero-shot models (2022), section 3: the line between
@@ -21,16 +22,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from embedder.errors import CheckpointError
+from embedder.errors import CheckpointError, JobError
 from training.checkpoint import BEST, FILE, START, Checkpoint, load_checkpoint, save_checkpoint
 from training.config.job import Job
 from training.data.protocol import with_protocol
 from training.data.records import FEWEST, Split
+from training.data.samplers import BatchSampler
 from training.device import choose_device
-from training.distributed import is_main, wait_for_all
+from training.distributed import is_main, rank, wait_for_all, world
 from training.evaluation.evaluate import embed, pooled, through_head
 from training.evaluation.retrieval import GAIN, gain, retrieval
-from training.folder import UNTRAINED, replace_json
+from training.folder import UNTRAINED, changes, replace_json
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Points between the weights at the start (0) and those of the last epoch (1)."""
@@ -39,7 +41,7 @@ FEWEST_CLASSES = 4
 """Train classes: two folds of two. A shop with half of its products to test on has 8."""
 
 _OTHERS = 2000
-"""Images of the trained classes that held-out ones are asked among, at most."""
+"""Most held-out images that are asked, and most images of the trained classes among which."""
 
 _TRUNK = "trunk"
 _LINE = "line.json"
@@ -69,10 +71,11 @@ class Choice:
         recall = self.recall
         chosen = name_of(self.alpha)
         paired = ""
-        if self.gain:
+        if self.gain and self.alpha is not None:
             low, high = (self.gain[name] for name in GAIN)
             verdict = "" if low > 0 else ", no gain beyond chance"
-            paired = f", 95 % interval {low:+.1f} to {high:+.1f}{verdict}"
+            of = f"of the best of {len(recall)}"
+            paired = f", 95 % interval {low:+.1f} to {high:+.1f} {of}{verdict}"
         began = recall.get(_TRUNK, recall["0"])
         line = ", ".join(f"{name} {recall[name]:.1f}" for name in map(name_of, ALPHAS))
         trunk = f"{_TRUNK} {recall[_TRUNK]:.1f}, " if _TRUNK in recall else ""
@@ -97,9 +100,10 @@ def too_few(split: Split) -> str:
         return ""
     whole = found + split.test.classes
     return (
-        f"{split.train.root} has {whole} classes, {found} of them to train on: too few to tell "
-        f"whether a training helps, which takes {FEWEST_CLASSES} ({2 * FEWEST_CLASSES} classes in "
-        "all, half of them to test on). So nothing is trained, and the model is the trunk itself."
+        f"There are {whole} classes, {found} of them to train on: too few to tell whether a "
+        f"training helps, which takes {FEWEST_CLASSES} ({2 * FEWEST_CLASSES} classes in all, half "
+        "of them to test on). So nothing is trained: the model is the trunk itself or, with a "
+        "trained bundle as model.weights, that one."
     )
 
 
@@ -113,7 +117,7 @@ def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
         train: trains a job on a split in a folder, or goes on there.
     """
     count = min(job.protocol.folds or FEWEST, split.train.classes // FEWEST)
-    found = []
+    runs = []
     for number in range(count):
         protocol = job.protocol.model_copy(
             update={
@@ -124,7 +128,12 @@ def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
             }
         )
         one = job.model_copy(update={"protocol": protocol})
-        part, place = with_protocol(split, protocol), folder / f"fold-{number:02d}"
+        part = with_protocol(split, protocol)
+        _require_batches(one, part, number, count)
+        runs.append((one, part))
+    found = []
+    for number, (one, part) in enumerate(runs):
+        place = folder / f"fold-{number:02d}"
         identity = {"job": one.as_dict(), "split_sha256": part.learnt_sha256()}
         line = _read(place / _LINE, identity)
         if line is None:
@@ -133,20 +142,32 @@ def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
             wait_for_all()
             if is_main():
                 replace_json(place / _LINE, line)
-                for name in (FILE, START, BEST):
-                    (place / name).unlink(missing_ok=True)
+        if is_main():
+            for name in (FILE, START, BEST):
+                (place / name).unlink(missing_ok=True)
         found.append(line)
     return _best(found)
 
 
+def _require_batches(job: Job, split: Split, number: int, count: int) -> None:
+    """Look, before any fold is trained, whether the batches of the job can be drawn in this one.
+
+    Raises: JobError.
+    """
+    try:
+        BatchSampler(job, split.to_learn().labels, rank(), world(), split.confused())
+    except JobError as error:
+        raise JobError(
+            f"Fold {number + 1} of {count} trains on {split.train.classes} classes: {error}"
+        ) from error
+
+
 def write_chosen(folder: Path, choice: Choice) -> None:
     """Write the model that was chosen as that of the run in `folder`."""
-    last = load_checkpoint(folder)
-    if choice.alpha is None:
-        chosen = replace(last, trunk_alone=True)
-    else:
-        start = load_checkpoint(folder / START)
-        chosen = replace(last, net=between(start, last, choice.alpha), average=None)
+    start, last = load_checkpoint(folder / START), load_checkpoint(folder)
+    weights = between(start, last, choice.alpha or 0.0)  # the trunk is that of the start
+    trunk_alone = choice.alpha is None
+    chosen = replace(last, net=weights, average=None, trunk_alone=trunk_alone)
     save_checkpoint(folder / BEST, chosen)
     replace_json(folder / "choice.json", asdict(choice))
 
@@ -171,6 +192,7 @@ def _asked(job: Job, split: Split, place: Path) -> dict[str, Any]:
     start, last = load_checkpoint(place / START), load_checkpoint(place)
     held_out = split.validation
     assert held_out is not None  # the protocol holds out a fold
+    held_out = held_out.some(_OTHERS, job.seed)
     parts = [held_out, split.train.some(_OTHERS, job.seed)]
     labels = np.concatenate([held_out.labels, parts[1].labels + held_out.classes])
     net = last.network()[1].to(choose_device(job.runtime))
@@ -238,4 +260,5 @@ def _read(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
             f"{path} is damaged ({error}). Remove {path.parent} and go on with --resume."
         ) from error
     known = json.loads(json.dumps(identity))
-    return line if all(line.get(name) == value for name, value in known.items()) else None
+    same = line.get("split_sha256") == known["split_sha256"]
+    return line if same and not changes(line.get("job", {}), known["job"]) else None

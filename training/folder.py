@@ -20,6 +20,11 @@ FREE = frozenset(("name", "description", "licence", "runtime", "data.root"))
 """Settings of a job that change nothing in its figures."""
 
 
+def is_begun(folder: Path) -> bool:
+    """Whether a run can go on there: it has a checkpoint, or a fold."""
+    return (folder / "checkpoint.pt").exists() or any(folder.glob("fold-*"))
+
+
 @contextmanager
 def alone_in(folder: Path, *, with_children: bool = False) -> Iterator[None]:
     """Make `folder` and keep others out: until this process ends, or the last of its children.

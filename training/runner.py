@@ -14,7 +14,7 @@ from training.data.records import Split
 from training.device import choose_device, tuned
 from training.distributed import is_main, wait_for_all
 from training.evaluation.evaluate import evaluate
-from training.folder import RESULT, Result, alone_in, replace_json
+from training.folder import RESULT, UNTRAINED, Result, alone_in, is_begun, replace_json
 from training.report.notices import did_it_help, verdict_of
 from training.report.page import write_report
 from training.state import OF_TERMS, VALIDATION, Row, on_validation
@@ -62,7 +62,9 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         if is_main() and choice is not None:
             write_chosen(folder, choice)
         elif is_main() and why_not:
-            save_checkpoint(folder / BEST, replace(load_checkpoint(folder), trunk_alone=True))
+            last = load_checkpoint(folder)
+            trunk_alone = last.began_with == UNTRAINED
+            save_checkpoint(folder / BEST, replace(last, trunk_alone=trunk_alone))
         wait_for_all()
         chosen = load_chosen(folder)
         figures = _test(job, split, chosen, history)
@@ -79,7 +81,8 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         versions={package: version(package) for package in _PACKAGES},
         choice=why_not or ("" if choice is None else choice.sentence()),
     )
-    result = replace(result, verdict=verdict_of(result))
+    kept = why_not or (choice is not None and choice.alpha is None)
+    result = replace(result, verdict="" if kept else verdict_of(result))
     for sentence in did_it_help(split, result):
         listener.said(sentence)
     if is_main():
@@ -91,12 +94,11 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
 
 def require_fresh_or_resumable(folder: Path, resume: bool) -> None:
     """Raises: JobError if `folder` holds a run and `resume` was not asked for, or the reverse."""
-    begun = (folder / FILE).exists() or any(folder.glob("fold-*"))
-    if begun and not resume:
+    if is_begun(folder) and not resume:
         raise JobError(
             f"{folder} holds a run already. Pass --resume to go on with it, or another --out."
         )
-    if resume and not begun:
+    if resume and not is_begun(folder):
         raise JobError(f"{folder} has no checkpoint to resume from. Start without --resume.")
 
 

@@ -21,7 +21,7 @@ WHITENING = 0.25
 """Each direction is divided by its variance to this power: 0 keeps the trunk's cosines, 0.5 makes
 all directions alike. On cars196-half 0.25 to 0.5 is 4 to 5 points of R@1 above the trunk itself."""
 
-_RIDGE = 3.0  # mean variances within a class; fewer classes would bear no less, more no more
+_RIDGE = 3.0  # in mean variances within a class; 1 to 10 found alike on shops of 8 to 40 products
 
 _FLOOR = 0.1  # of the mean variance: what a direction that few images show counts at least
 
@@ -84,7 +84,7 @@ def set_projection(layer: nn.Linear, pooled: Tensor) -> None:
 
 
 def whiten_within(layer: nn.Linear, pooled: Tensor, labels: NDArray[np.int64]) -> None:
-    r"""Make `layer` weigh directions down in which images of one class differ, in place.
+    r"""Set `layer` to a whitening that shrinks directions in which images of one class vary.
 
     With S the covariance of features around the mean of their class, its mean eigenvalue s, the
     mean mu of all features, and the first D principal directions U of :math:`(S / s + 3)^{-1/2} x`,

@@ -80,7 +80,8 @@ class Run:
     def compares_with_start(self) -> bool:
         """Whether the network at step 0 is needed later."""
         protocol = self.job.protocol
-        on_folds = protocol.choose_by == "folds" or protocol.fold is not None
+        is_fold = protocol.fold is not None and protocol.choose_by == "last"
+        on_folds = protocol.choose_by == "folds" or is_fold
         return on_folds or self.job.regularizers.retention is not None
 
     def keep_start(self, folder: Path) -> None:

@@ -237,13 +237,14 @@ class _Training:
             self.listener.said(sentence)
 
     def save(self, name: str, if_due: bool = False) -> None:
-        """Write a checkpoint; `if_due`: unless the last one is younger than some seconds.
+        """Write a checkpoint; `if_due`: not if the last one was written a few seconds ago.
 
         An epoch of a head takes less time than to write the trunk that it does not change.
         """
         if is_main() and not (if_due and time.monotonic() < self.run.saved_at + _SAVE_EVERY_S):
             save_checkpoint(self.folder / name, self.run.checkpoint(self.split))
-            self.run.saved_at = time.monotonic()
+            if name == FILE:
+                self.run.saved_at = time.monotonic()
         wait_for_all()
 
     def _figures(self) -> Row:

@@ -85,6 +85,8 @@ def train_gallery(context: Context) -> None:
     shutil.rmtree(folders.feedback, ignore_errors=True)
     for checkpoint in run.glob("*.pt"):
         checkpoint.unlink()
+    for fold in run.glob("fold-*"):
+        shutil.rmtree(fold, ignore_errors=True)
     folders.drop_pictures()
 
 
@@ -277,8 +279,10 @@ def _epochs_of(run: Path) -> tuple[int, int]:
     """Finished epochs of a run and of its folds, and all of them (0 if unknown yet)."""
     folds = sorted(run.glob("fold-*"))
     found = [_epochs_in(folder) for folder in (*folds, run)]
-    planned = max((_json(fold / "job.json")["protocol"]["folds"] for fold in folds
-                   if (fold / "job.json").is_file()), default=0)  # fmt: skip
+    planned = max(
+        (_json(fold / "job.json").get("protocol", {}).get("folds") or 0 for fold in folds),
+        default=0,
+    )
     totals = [total for _, total in found if total]
     if not totals:
         return 0, 0

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -182,10 +181,18 @@ def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: 
     assert len(split.test) > 0
 
 
-def test_the_trunk_itself_is_exported_where_it_was_chosen(tmp_path: Path, weights: Path) -> None:
-    job = head_job(tmp_path / "products", weights)
-    split, _ = ran(job, tmp_path / "run")
-    chosen = replace(load_checkpoint(tmp_path / "run"), trunk_alone=True)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_trunk_itself_is_tested_and_exported_where_it_was_chosen(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, frozen: bool
+) -> None:
+    monkeypatch.setattr(choice_module, "max", lambda *_, **__: "trunk", raising=False)
+    job = head_job(tmp_path / "products", weights, model={"frozen_trunk": frozen})
+    split, listener = ran(job, tmp_path / "run")
+    chosen = load_chosen(tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["figures"]["R@1"] == result["trunk"]["R@1"]
+    assert result["figures"]["MAP@R"] == pytest.approx(result["trunk"]["MAP@R"])
+    assert not any("No gain" in sentence for sentence in listener.sentences)
     bundle = export_checkpoint(chosen, split, tmp_path / "bundle")
     by_hand = export_checkpoint(
         load_checkpoint(tmp_path / "run"), split, tmp_path / "trunk", trunk=True
@@ -220,7 +227,7 @@ def test_a_shop_too_small_to_choose_gets_the_trunk_and_is_told_before_the_first_
     split, listener = ran(job, tmp_path / "run")
     assert split.train.classes == 3
     assert listener.steps == []
-    assert "has 6 classes, 3 of them to train on: too few" in listener.sentences[0]
+    assert "There are 6 classes, 3 of them to train on: too few" in listener.sentences[0]
     assert load_chosen(tmp_path / "run").trunk_alone
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["figures"]["R@1"] == result["trunk"]["R@1"]
@@ -337,6 +344,11 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     assert (run / BEST).is_file()
     refused = CliRunner().invoke(app, command)
     assert "exists already" in str(refused.exception)
+    first = sorted(p for p in shop.glob("*/*.*") if p.is_file())[0]
+    first.with_name(f"another{first.suffix}").write_bytes(first.read_bytes())
+    command[command.index(str(out))] = str(tmp_path / "other")
+    refused = CliRunner().invoke(app, command)
+    assert "Give another --run" in str(refused.exception)
 
 
 def test_the_report_compares_a_head_with_a_training_of_the_whole_network(
@@ -355,7 +367,7 @@ def test_the_report_compares_a_head_with_a_training_of_the_whole_network(
 
 
 def test_folds_that_do_not_fit_each_other_are_refused(tmp_path: Path, weights: Path) -> None:
-    with pytest.raises(JobError, match="needs folds = 3"):
+    with pytest.raises(JobError, match="needs folds = 2 or more"):
         head_job(tmp_path, weights, protocol={"folds": None})
     with pytest.raises(JobError, match="are of a projection; set dim"):
         head_job(tmp_path, weights, model={"dim": None})

@@ -1,5 +1,6 @@
 """kinlens-train adapt."""
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Annotated, cast, get_args
@@ -28,7 +29,8 @@ def adapt(
         str, typer.Option(help='"imagenet", the path of a weight file, or of a bundle.')
     ] = "imagenet",
     run: Annotated[
-        Path | None, typer.Option(help="Run folder with the report; default runs/adapt-NAME.")
+        Path | None,
+        typer.Option(help="Run folder with the report; default runs/adapt-NAME-DIGEST."),
     ] = None,
     overrides: Overrides = None,
     precision: Annotated[
@@ -41,10 +43,9 @@ def adapt(
 ) -> None:
     """Adapt a pretrained network to your photographs in about a minute, and export the bundle.
 
-    The network itself is not trained: its features are computed once and kept, and a small head is
-    trained on them. Folds of your products choose between the trunk, the start and the trained
-    head, so the bundle is not worse than the trunk by more than chance. The same command goes on
-    where it was stopped.
+    The network itself is not trained: its features are computed once and cached, and a small head
+    is trained on them. Folds of your products reject a head that finds less than the trunk. The
+    same command goes on where it was stopped.
 
     Examples:
 
@@ -55,7 +56,7 @@ def adapt(
     """
     from training.distributed import require_alone
     from training.export.bundle import export_checkpoint
-    from training.folder import finished_result
+    from training.folder import finished_result, settings, stamp
     from training.runner import load_chosen, run_job
 
     require_alone()
@@ -76,12 +77,25 @@ def adapt(
         content.append('data={kind="csv", root="", small_classes="drop"}')
     job = load_job("adapt", [*content, *(overrides or ())])
     job = job.model_copy(update={"data": job.data.model_copy(update={"root": str(root)})})
-    folder = run or Path("runs") / f"adapt-{name}"
     split = load_images(job)
     console.print(f"{name}: {summary(split)}", markup=False)
+    contents = [part.content_sha256() for part in split.parts.values()]
+    digest = hashlib.sha256(repr((settings(job.as_dict()), contents)).encode()).hexdigest()
+    folder = run or Path("runs") / f"adapt-{name}-{digest[:8]}"
+    try:
+        stamp(folder, "adapt.json", {"digest": digest})
+    except JobError as error:
+        raise JobError(
+            f"{folder} was made of other images or with other settings. Give another --run, or "
+            "remove that folder."
+        ) from error
     if finished_result(job, folder) is None:
-        with console_listener() as listener:
-            run_job(job, split, folder, listener)
+        try:
+            with console_listener() as listener:
+                run_job(job, split, folder, listener)
+        except KeyboardInterrupt:
+            console.print("Stopped. The same command goes on where it was.")
+            raise typer.Exit(130) from None
     console.print(f"Report: {folder / 'report.md'}", markup=False)
     precisions = cast(tuple[Precision, ...], ("fp32", *(precision or ())))
     describe(

@@ -85,9 +85,9 @@ class Model(Section):
     faster, and fixes statistics and shift; "train" lets everything move, as a trunk without
     pretrained weights needs. A trunk without batch norm is the same under all of them.
 
-    `frozen_trunk`: the trunk and the pooling keep their weights, and a head is trained on features
-    that are computed once, of `views` views an image, the first of them as it is served. `hidden`
-    adds a second layer of that width to the projection, see training.models.embedding.Head.
+    `frozen_trunk`: trunk and pooling keep their weights, and a head is trained on cached features
+    of `views` views of each image: view 0 is the image as served, the others are random crops.
+    `hidden` adds a second layer of that width to the projection (training.models.embedding.Head).
     """
 
     backbone: str = Field("mobilenet_v2", pattern=rf"^({'|'.join(BACKBONE_NAMES)}|{TIMM}.+)$")
@@ -395,11 +395,15 @@ class Protocol(Section):
 
     `validation_fraction` is the part of the train classes that is held out (0: none); in a cross
     validation it is fold number `fold` of `folds` instead. `validation_seed` is of either choice.
-    `choose_by`: the model that a run keeps: that of the "last" epoch; of the epoch with the best
-    R@1 on "validation" classes; a point between the start and the last epoch, or the trunk itself,
-    chosen by `folds` trainings that each hold out a part of the train classes ("folds", see
-    training.choice); or of the best epoch on "test" classes, which makes its test recall too high
-    and needs the flag `--choose-by-test`.
+    `choose_by` is the model that a run keeps:
+
+    - "last": that of the last epoch.
+    - "validation": that of the epoch with the best R@1 on validation classes.
+    - "folds": a point between the start and the last epoch, or the trunk itself. `folds` trainings
+      choose it, each without a part of the train classes (see training.choice).
+    - "test": that of the epoch with the best R@1 on test classes, which makes its test recall too
+      high and needs the flag `--choose-by-test`.
+
     `evaluate_test`: "every" evaluated epoch, the "end" of the run alone, or "never".
     """
 
@@ -414,7 +418,11 @@ class Protocol(Section):
     def _check(self) -> "Protocol":
         on_folds = self.choose_by == "folds"
         if on_folds and (self.folds is None or self.fold is not None or self.validation_fraction):
-            raise ValueError('choose_by = "folds" needs folds = 3, say, and holds out no classes')
+            raise ValueError(
+                'choose_by = "folds" needs folds = 2 or more, no fold and validation_fraction = 0, '
+                f"not folds = {self.folds}, fold = {self.fold}, validation_fraction = "
+                f"{self.validation_fraction:g}"
+            )
         if self.fold is not None and self.fold >= (self.folds or 0):
             raise ValueError(f"fold = {self.fold} is not one of 0 .. {self.folds} - 1")
         if self.choose_by == "validation" and self.validation_fraction == 0 and self.fold is None:

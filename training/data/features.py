@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from torch.utils.data import Dataset
 
 from embedder.errors import DatasetError
 from embedder.preprocess import preprocess, to_chw
-from training.config.settings import Input, Runtime
+from training.config.settings import TIMM, Input, Runtime
 from training.data.images import ImageFiles, Index, Item, batches, build_loader, random_view
 from training.data.records import LabelledImages
 from training.distributed import local_world
@@ -138,6 +139,8 @@ def pooled_views(
     with evaluating(net), torch.inference_mode():
         for of_training in (False, True):  # whose views have another size
             part = [index for index in missing if (index[1] > 0) == of_training]
+            if not part:  # no processes for nothing
+                continue
             order = [part[start : start + _BATCH] for start in range(0, len(part), _BATCH)]
             loader = build_loader(dataset, cast(Any, order), runtime, device, 0, local_world())
             for indices, (pixels, _) in zip(order, batches(loader), strict=True):
@@ -184,7 +187,9 @@ def _file_digest(path: Path, *_: int) -> bytes:
 
 def _digest(net: EmbeddingNet, spec: Input) -> bytes:
     """Of all that decides a feature but the image."""
-    digest = hashlib.sha256(f"{_FORMAT} {net.pool.kind} {spec.model_dump_json()}".encode())
+    trunk = f"{net.backbone} {version('timm')}" if net.backbone.startswith(TIMM) else net.backbone
+    told = f"{_FORMAT} {trunk} {net.pool.kind} {spec.model_dump_json()}"
+    digest = hashlib.sha256(told.encode())
     for module in (net.normalize, net.trunk, net.pool):
         for name, value in sorted(dict(module.named_buffers()).items()):
             digest.update(name.encode() + value.detach().cpu().numpy().tobytes())

@@ -17,7 +17,7 @@ from training.data.features import pooled_views
 from training.data.images import EvaluationImages, batches, build_loader
 from training.data.records import LabelledImages, labels_in
 from training.device import choose_device
-from training.distributed import gather_objects, is_main, local_world, rank, world
+from training.distributed import gather_objects, is_main, local_world, main_first, rank, world
 from training.evaluation.clustering import clustering
 from training.evaluation.retrieval import (
     Labels,
@@ -144,7 +144,8 @@ def through_head(net: EmbeddingNet, features: Tensor) -> NDArray[np.float32]:
 def pooled(net: EmbeddingNet, images: LabelledImages, job: Job) -> Tensor:
     """The pooled features (N, C) of the trunk, in float32 on the CPU; a frozen trunk's are kept."""
     if net.frozen_trunk:
-        return pooled_views(net, images, job.input, job.runtime)[:, 0]
+        with main_first():
+            return pooled_views(net, images, job.input, job.runtime)[:, 0]
     return torch.from_numpy(_computed(net, net.pooled, images, job))
 
 

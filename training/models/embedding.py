@@ -170,6 +170,7 @@ class EmbeddingNet(nn.Module):
             self.flow_input = FlowInput(determinant.activation, determinant.input_norm)
             self.flow = build_flow(determinant.flow, self.dim)
         self.batch_norm = model.batch_norm
+        self.backbone = model.backbone
         self.frozen_trunk = model.frozen_trunk
         if self.frozen_trunk:
             for module in (self.trunk, self.pool):

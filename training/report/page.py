@@ -87,7 +87,8 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
         f"- split sha256: `{split.sha256()[:16]}`",
         f"- training time: {minutes:.1f} minutes on {platform.machine()}, {world()} "
         f"process(es), {torch.get_num_threads()} threads, torch {torch.__version__}",
-        f"- {CHOSEN_BY[result.chosen_by]}; here epoch {result.best_epoch}",
+        f"- {CHOSEN_BY[result.chosen_by]}"
+        + ("" if result.chosen_by == "folds" else f"; here epoch {result.best_epoch}"),
     ]
 
 

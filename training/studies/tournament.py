@@ -32,11 +32,10 @@ from pydantic import (
 )
 
 from embedder.errors import JobError
-from training.checkpoint import FILE
 from training.config.job import Job, apply_override, job_toml, load_job, parse_job
 from training.config.layers import lay_over, read_file
 from training.config.settings import CHOOSE_BY_TEST
-from training.folder import Result, alone_in, finished_result, replace_text
+from training.folder import Result, alone_in, finished_result, is_begun, replace_text
 from training.report.notices import CHOSEN_BY
 from training.report.tables import Study, methods, plain, record, table
 
@@ -327,7 +326,7 @@ def command(job: Job, folder: Path) -> list[str]:
     """The command line of a run."""
     words = [sys.executable, "-m", "training", "fit", str(folder / "job.toml")]
     words += ["--out", str(folder)]
-    words += ["--resume"] if (folder / FILE).exists() else []
+    words += ["--resume"] if is_begun(folder) else []
     return words + ([CHOOSE_BY_TEST] if job.protocol.choose_by == "test" else [])
 
 

@@ -83,7 +83,7 @@ function training({ training: found }) {
   const [after, before] = [recalls(found.figures), recalls(found.trunk)];
   const told = after && `; on classes kept aside: ${after}`;
   const rounds = `Trained for ${epoch} of ${total} rounds${told}${before && `; before: ${before}`}.`;
-  const choice = found.choice ? [line(`The model was ${found.choice}.`, "report-choice", "hint")] : [];
+  const choice = found.choice ? [line(found.choice, "report-choice", "hint")] : [];
   return [line(rounds, "report-training", "hint"), ...choice, ...(found.verdict ? [line(found.verdict, "report-gain", "hint")] : [])];
 }
 

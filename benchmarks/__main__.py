@@ -36,6 +36,7 @@ SMALLEST = {
     "replicas.py": "--seconds 1 --loads 0.3",
     "sizing.py": "--backbones mobilenet_v2 --seconds 0.5",
     "rerank.py": "--rounds 5 --cache {folder}/cache",
+    "small_shops.py": "--seeds 1 --shops 1",
     "calibration.py": "--repeats 1 --cache {folder}/cache",
     "training_step.py": "--rounds 1 --batch 10 --size-px 64",
     "trunks.py": "--rounds 2 --only mobilenetv4_conv_small",

@@ -1,5 +1,6 @@
 """A run in progress: all that a step changes, how it is made, saved and taken up again."""
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,8 +88,11 @@ class Run:
     def keep_start(self, folder: Path) -> None:
         """Take the network at step 0 from the folder of the run, if retention compares with it."""
         if self.job.regularizers.retention is not None:
-            start = load_checkpoint(folder / START).network()[1]
-            self._start = start.requires_grad_(False).to(self.device)
+            self.start_from(load_checkpoint(folder / START).network()[1])
+
+    def start_from(self, net: EmbeddingNet) -> None:
+        """Let retention compare with a copy of `net`."""
+        self._start = copy.deepcopy(net).eval().requires_grad_(False).to(self.device)
 
     def checkpoint(self, split: Split) -> Checkpoint:
         """What `restore` needs."""

@@ -180,12 +180,7 @@ def test_a_worker_and_then_the_call_are_killed_and_the_same_call_makes_what_is_m
     assert 0 < len(left) < shards.manifest.shards
     with pytest.raises(SourceError, match=r"lacks \d+ of 33 shards.*it goes on"):
         shards.dump("v")
-    process = command("embed", *words, "--json")
-    wait_for_parts(process, tmp_path / "v", shards.manifest.shards - len(left) + 1)
-    os.kill(actors_of()[0], signal.SIGKILL)
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    report = json.loads(out)
+    report = embedded(*words)
     assert report["embedded"] == shards.manifest.images_in(left)
     assert report["items"] == COUNT
     whole = VectorShards(str(vectors[0]))

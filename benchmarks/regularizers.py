@@ -1,6 +1,6 @@
 """Where each regularizer pays: heads on a frozen trunk, by loss, length and number of classes.
 
-    KINLENS_SHARED=/data/kinlens python benchmarks/regularizers.py --json docs/results/heads/cars.json
+    KINLENS_SHARED=DIR python benchmarks/regularizers.py --json docs/results/heads/cars.json
 
 Heads of 512 numbers on cached features of MobileNetV2 at 176 px; the public half of Cars196, tested
 on classes 99-196. A row differs from its baseline in the regularizer alone: loss, start, batches,

@@ -30,9 +30,9 @@ from harness import heading, options, row, shared_folder, skip
 from scipy import stats
 
 from training.checkpoint import FILE, START, load_checkpoint
-from training.choice import ALPHAS, between
 from training.config.job import load_job
 from training.data.load import load_split, read_folder
+from training.evaluation.choice import ALPHAS, between
 from training.evaluation.evaluate import evaluate
 from training.rendered.catalogue import class_name, render_view
 from training.runner import run_job

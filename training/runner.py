@@ -8,11 +8,11 @@ from pathlib import Path
 
 from embedder.errors import JobError
 from training.checkpoint import BEST, FILE, Checkpoint, load_checkpoint, save_checkpoint
-from training.choice import choose, too_few, write_chosen
 from training.config.job import Job
 from training.data.records import Split
 from training.device import choose_device, tuned
 from training.distributed import is_main, wait_for_all
+from training.evaluation.choice import choose, too_few, write_chosen
 from training.evaluation.evaluate import evaluate
 from training.folder import RESULT, UNTRAINED, Result, alone_in, is_begun, replace_json
 from training.report.notices import did_it_help, verdict_of

@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 from embedder.bundle import Bundle
 from embedder.errors import DatasetError, JobError
 from tests.training.jobs import Silent, calibrated_weights, small_job
-from training import choice as choice_module
 from training.__main__ import app
 from training.checkpoint import BEST, START, load_checkpoint
-from training.choice import between, choose, too_few
 from training.config.job import Job, parse_job
 from training.config.settings import Input, Runtime
 from training.data.features import FeatureStore, pooled_views
 from training.data.load import load_split
 from training.data.protocol import with_protocol
 from training.data.records import Split
+from training.evaluation import choice as choice_module
+from training.evaluation.choice import between, choose, too_few
 from training.evaluation.evaluate import embed
 from training.export.bundle import export_checkpoint
 from training.models.embedding import EmbeddingNet, Head

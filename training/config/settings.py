@@ -400,7 +400,7 @@ class Protocol(Section):
     - "last": that of the last epoch.
     - "validation": that of the epoch with the best R@1 on validation classes.
     - "folds": a point between the start and the last epoch, or the trunk itself. `folds` trainings
-      choose it, each without a part of the train classes (see training.choice).
+      choose it, each without a part of the train classes (see training.evaluation.choice).
     - "test": that of the epoch with the best R@1 on test classes, which makes its test recall too
       high and needs the flag `--choose-by-test`.
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from embedder.errors import JobConflictError, StateError
+from service.jobs.store import JobFolders
 from service.models import JobKind
 from tests.support.seams import Job, JobStore
 
@@ -128,3 +129,17 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     path.write_bytes(b"no database" * 1000)
     with pytest.raises(StateError, match=r"service\.sqlite"):
         JobStore(path)
+
+
+@pytest.mark.parametrize("begun", ["checkpoint.pt", "fold-00/log.jsonl", None])
+def test_the_pictures_of_a_training_stay_while_it_can_go_on(
+    tmp_path: Path, begun: str | None
+) -> None:
+    folders = JobFolders(tmp_path, "j1")
+    folders.data.mkdir(parents=True)
+    if begun is not None:
+        file = folders.run / begun
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("")
+    folders.drop_pictures()
+    assert folders.data.is_dir() == (begun is not None)

@@ -13,7 +13,7 @@ from training.checkpoint import load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.load import load_split
 from training.data.protocol import with_protocol
-from training.evaluation.evaluate import embed
+from training.evaluation.evaluate import pooled
 from training.evaluation.retrieval import GAIN, retrieval
 from training.export.bundle import export_checkpoint
 from training.folder import Result
@@ -83,8 +83,8 @@ def test_the_trunk_is_measured_before_the_first_step_as_it_would_be_served(tmp_p
     split, listener = load_split(job.data), Silent()
     result = run_job(job, split, tmp_path / "run", listener)
     net = create_run(job, split.train.classes).net
-    pooled = embed(net, split.test, job, net.pooled)
-    vectors = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+    features = pooled(net, split.test, job)
+    vectors = F.normalize(features, dim=1)
     assert result.trunk["R@1"] == retrieval(vectors, split.test.labels).recall[1]
     assert any("the untrained trunk" in sentence for sentence in listener.sentences)
     assert "the untrained trunk" in (tmp_path / "run" / "report.md").read_text()

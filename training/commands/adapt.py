@@ -1,20 +1,16 @@
 """kinlens-train adapt."""
 
 import hashlib
-import re
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated
 
 import typer
 
 from embedder.errors import BundleError, JobError
-from embedder.manifest import OtherPrecision, Precision
-from training.commands.export import describe
-from training.commands.jobs import Overrides, load_images, summary
+from training.commands.export import describe, precisions_of
+from training.commands.jobs import Overrides, load_images, shop_of, summary
 from training.config.job import load_job
 from training.report.log import console, console_listener
-
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def adapt(
@@ -62,16 +58,8 @@ def adapt(
     require_alone()
     if out.exists():
         raise BundleError(f"{out} exists already. Choose another --out or remove it first.")
-    unknown = set(precision or ()) - set(get_args(OtherPrecision))
-    if unknown:
-        known = ", ".join(get_args(OtherPrecision))
-        raise typer.BadParameter(f"--precision {min(unknown)} is not one of {known}")
-    root = data.resolve()
-    if not root.is_dir():
-        raise JobError(f"--data {data}: there is no such folder. Name the one with your images.")
-    if "$" in str(root):
-        raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
-    name = _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop"
+    precisions = precisions_of(precision)
+    root, name = shop_of(data)
     content = [f'name="{name}"', f"model.backbone={backbone}", f"model.weights={weights}"]
     if (root / "images.csv").is_file():
         content.append('data={kind="csv", root="", small_classes="drop"}')
@@ -97,7 +85,6 @@ def adapt(
             console.print("Stopped. The same command goes on where it was.")
             raise typer.Exit(130) from None
     console.print(f"Report: {folder / 'report.md'}", markup=False)
-    precisions = cast(tuple[Precision, ...], ("fp32", *(precision or ())))
     describe(
         export_checkpoint(
             load_chosen(folder),

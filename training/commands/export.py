@@ -59,11 +59,7 @@ def export(
         raise typer.BadParameter("--trunk is of a run; give its folder")
     if (run is None) == (backbone is None):
         raise typer.BadParameter("give a run folder or --backbone NAME, one of the two")
-    unknown = set(precision or ()) - set(get_args(OtherPrecision))
-    if unknown:
-        known = ", ".join(get_args(OtherPrecision))
-        raise typer.BadParameter(f"--precision {min(unknown)} is not one of {known}")
-    precisions = cast(tuple[Precision, ...], ("fp32", *(precision or ())))
+    precisions = precisions_of(precision)
     if backbone is not None:
         if len(set(precisions)) > 1:
             raise typer.BadParameter(
@@ -89,6 +85,15 @@ def export(
                 with_map,
             )
         describe(bundle)
+
+
+def precisions_of(given: list[str] | None) -> tuple[Precision, ...]:
+    """fp32 and what `--precision` names. Raises: BadParameter."""
+    unknown = set(given or ()) - set(get_args(OtherPrecision))
+    if unknown:
+        known = ", ".join(get_args(OtherPrecision))
+        raise typer.BadParameter(f"--precision {min(unknown)} is not one of {known}")
+    return cast(tuple[Precision, ...], ("fp32", *(given or ())))
 
 
 def describe(bundle: Bundle) -> None:

@@ -16,13 +16,12 @@ from training.commands.jobs import (
     Overrides,
     load_images,
     named_job,
+    shop_of,
     summary,
 )
 from training.config.job import load_job
 from training.config.layers import JOBS
 from training.report.log import console, console_listener
-
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def fit(
@@ -79,14 +78,9 @@ def new(
 
     if out.exists():
         raise JobError(f"{out} exists already. Remove it, or give another --out.")
-    root = data.resolve()
-    if not root.is_dir():
-        raise JobError(f"--data {data}: there is no such folder. Name the one with your images.")
-    if "$" in str(root):
-        raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
+    root, name = shop_of(data)
     weights = str(Path(weights).resolve()) if Path(weights).exists() else weights
     text = (JOBS / "shop.toml").read_text(encoding="utf-8")
-    name = _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop"
     for key, value in {"name": name, "root": str(root), "weights": weights}.items():
         text = _with_value(text, key, value)
     out.parent.mkdir(parents=True, exist_ok=True)

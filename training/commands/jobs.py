@@ -1,6 +1,8 @@
 """What the commands share: options, and the way from a job to its images."""
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +14,8 @@ from training.config.layers import known_jobs
 from training.config.settings import RenderedData
 from training.data.records import Split
 from training.report.log import console, progress_bar
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 JobName = Annotated[str, typer.Argument(help=f"TOML file, or {known_jobs()}.")]
 Overrides = Annotated[
@@ -37,6 +41,16 @@ def named_job(name: str, overrides: Sequence[str] | None, allow_partial: bool) -
 def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[str]:
     """The overrides of a command, `--allow-partial` among them."""
     return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
+
+
+def shop_of(data: Path) -> tuple[Path, str]:
+    """The folder that `--data` names, and a name for its job. Raises: JobError."""
+    root = data.resolve()
+    if not root.is_dir():
+        raise JobError(f"--data {data}: there is no such folder. Name the one with your images.")
+    if "$" in str(root):
+        raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
+    return root, _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop"
 
 
 def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str, ...]) -> Job:

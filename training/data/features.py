@@ -1,10 +1,9 @@
-"""Pooled features of a frozen trunk, computed once and kept by the content of the images.
+"""Pooled features of a frozen trunk, computed once and cached under the hash of their image.
 
 Shapes: N images, V views an image, C channels of the trunk.
 """
 
 import hashlib
-import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from embedder.engines.measured import cache_folder
 from embedder.errors import DatasetError
 from embedder.preprocess import preprocess, to_chw
 from training.config.settings import TIMM, Input, Runtime
@@ -58,7 +58,7 @@ class FeatureStore:
 
     Args:
         path: is made. Several trainings may use it at a time; it may be removed at any time between
-            them and is then filled anew.
+            them and is filled again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,8 +103,7 @@ class FeatureStore:
 
 def default_store() -> FeatureStore:
     """That of this user, below XDG_CACHE_HOME or ~/.cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return FeatureStore(cache / "kinlens" / "features.sqlite")
+    return FeatureStore(cache_folder().with_name("features.sqlite"))
 
 
 def pooled_views(
@@ -120,7 +119,7 @@ def pooled_views(
 
     View 0 is the image as the service preprocesses it, the others are random views of a training,
     which the content of the image decides. What the store has is not computed again. `on_batch` is
-    told how many of how many features are there.
+    called with the number of features that are there and the number of all.
 
     Raises: DatasetError naming an image that cannot be read.
     """
@@ -188,11 +187,9 @@ def _file_digest(path: Path, *_: int) -> bytes:
 def _digest(net: EmbeddingNet, spec: Input) -> bytes:
     """Of all that decides a feature but the image."""
     trunk = f"{net.backbone} {version('timm')}" if net.backbone.startswith(TIMM) else net.backbone
-    told = f"{_FORMAT} {trunk} {net.pool.kind} {spec.model_dump_json()}"
-    digest = hashlib.sha256(told.encode())
+    settings = f"{_FORMAT} {trunk} {net.pool.kind} {spec.model_dump_json()}"
+    digest = hashlib.sha256(settings.encode())
     for module in (net.normalize, net.trunk, net.pool):
-        for name, value in sorted(dict(module.named_buffers()).items()):
-            digest.update(name.encode() + value.detach().cpu().numpy().tobytes())
-        for name, value in sorted(module.state_dict().items()):
+        for name, value in (*module.named_parameters(), *module.named_buffers()):
             digest.update(name.encode() + value.detach().cpu().numpy().tobytes())
     return digest.digest()

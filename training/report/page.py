@@ -115,7 +115,7 @@ def _figures(result: Result) -> list[str]:
 def _compared(folder: Path, result: Result) -> list[str]:
     """A head on a frozen trunk compared with trainings of the whole network, or the reverse.
 
-    Runs in folders beside this one count, if they were tested on the same images.
+    Runs in folders next to this one count, if they were tested on the same images.
     """
     runs = [(folder.name, result)]
     for path in sorted(folder.resolve().parent.glob(f"*/{RESULT}")):

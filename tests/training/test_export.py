@@ -4,6 +4,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,30 @@ def test_the_manifest_tells_where_the_model_comes_from(trained: Trained) -> None
     assert manifest.parity.max_abs_difference <= MAX_DIFFERENCE
     assert manifest.parity.recall_at_1_onnx == manifest.recall["R@1"]
     assert torch.__version__.startswith(manifest.versions["torch"])
+
+
+def test_an_installation_for_a_gpu_exports_and_a_parser_in_use_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its onnxruntime is of the package onnxruntime-gpu; Python 3.11 may refuse to parse once."""
+    installed, write, refusals = export_module.version, torch.onnx.export, [SystemError("depth")]
+
+    def of_gpu(package: str) -> str:
+        if package == "onnxruntime":
+            raise PackageNotFoundError(package)
+        return "1.31.1" if package == "onnxruntime-gpu" else installed(package)
+
+    def export(*args: object, **options: object) -> object:
+        if refusals:
+            raise refusals.pop()
+        return write(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(export_module, "version", of_gpu)
+    monkeypatch.setattr(torch.onnx, "export", export)
+    spec = Input(size_px=32, resize_px=36)
+    made = export_backbone("trunk", Model(backbone=SMALL, weights="none"), spec, tmp_path / "made")
+    assert made.manifest.versions["onnxruntime"] == "1.31.1"
+    assert not refusals
 
 
 def test_every_image_is_decoded_once_for_torch_onnx_and_all_precisions(trained: Trained) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -205,9 +205,17 @@ def _manifest(
         model_sha256="",
         golden=GoldenHashes(files={}),
         backbone=backbone,
-        versions={package: version(package) for package in _PACKAGES},
+        versions={package: _version(package) for package in _PACKAGES},
         **more,
     )
+
+
+def _version(package: str) -> str:
+    """Of a package, or of its twin for a GPU, which installs the same module."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return version(f"{package}-gpu")
 
 
 def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:
@@ -389,6 +397,15 @@ def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
 
 def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddings") -> None:
     """The inference graph with its weights: uint8 (N, 3, S, S) to float32 (N, ...), N free."""
+    try:
+        _write_onnx(net, size_px, path, output)
+    except SystemError:
+        # Python 3.11 counts the depth of its parser for all threads together, so the parsing of
+        # the exporter fails if another thread parses then, to print a traceback for instance.
+        _write_onnx(net, size_px, path, output)
+
+
+def _write_onnx(net: nn.Module, size_px: int, path: Path, output: str) -> None:
     sample = torch.zeros(_TRACE_BATCH, 3, size_px, size_px, dtype=torch.uint8)
     with torch.no_grad():
         torch.onnx.export(

@@ -152,7 +152,7 @@ def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[st
     job = load_job(
         name,
         [f"data.root={data}", f"data.split_seed={seed}", f"seed={seed}", f"model.weights={weights}",
-         *overrides],
+         "runtime.workers=2", *overrides],
     )  # fmt: skip
     started = time.perf_counter()
     split = load_split(job.data)

@@ -64,12 +64,15 @@ REGULARIZERS: dict[str, dict[str, Any]] = {
 class Checks:
     """Prints a line for each check and keeps the figures."""
 
-    def __init__(self) -> None:
+    def __init__(self, only: list[str] | None = None) -> None:
+        self.only = only
         self.figures: dict[str, Any] = {}
         self.failed: list[str] = []
 
     def run(self, name: str, check: Callable[[], dict[str, float]]) -> None:
         """Figures of a check by their names; an exception is a failure, and the others go on."""
+        if self.only and not any(word in name for word in self.only):
+            return
         try:
             found = check()
         except Exception as error:  # whatever it is, it fails one check, not the others
@@ -101,6 +104,7 @@ def main() -> int:
     parser.add_argument(
         "--indexes", action="store_true", help="Time indexes as well: half an hour, 64 GB of RAM."
     )
+    parser.add_argument("--only", nargs="*", help="The checks whose names have one of these words.")
     parser.add_argument("--out", type=Path, help="JSON file for the figures.")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -109,7 +113,7 @@ def main() -> int:
     device = torch.device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}")
-    checks = Checks()
+    checks = Checks(options.only)
     for loss in list(LOSSES)[:2] if options.quick else LOSSES:
         job = step_job(options, {"name": loss}, {})
         checks.run(f"step {loss}", lambda job=job: step(job, options.quick))

@@ -34,8 +34,14 @@ def start_from_trunk(run: Run, images: LabelledImages) -> None:
     settings = run.job.start
     if settings.projection == "random" and settings.proxies == "random":
         return
-    net, chosen = run.net, images.some(settings.images, run.job.seed)
-    features = pooled(net, chosen, run.job).to(run.device)  # (N, C)
+    chosen = images.some(settings.images, run.job.seed)
+    start_from_features(run, pooled(run.net, chosen, run.job), chosen.labels)
+
+
+def start_from_features(run: Run, features: Tensor, labels: NDArray[np.int64]) -> None:
+    """`start_from_trunk` with the pooled features (N, C) of images and their classes (N,)."""
+    settings, net = run.job.start, run.net
+    features = features.to(run.device)
     if settings.projection != "random" and not goes_on(run.job):
         head = net.projection
         layer = head.linear if isinstance(head, Head) else head
@@ -43,13 +49,13 @@ def start_from_trunk(run: Run, images: LabelledImages) -> None:
         if settings.projection == "trunk":
             set_projection(layer, features)
         else:
-            whiten_within(layer, features, chosen.labels)
+            whiten_within(layer, features, labels)
     if settings.proxies == "class_means":
         with torch.no_grad():
             embeddings = net.embed(net.project(features)).cpu()
         for loss in (run.objective.loss, run.objective.second_loss):
             if isinstance(loss, ProxyLoss):
-                set_proxies(loss, embeddings, chosen.labels)
+                set_proxies(loss, embeddings, labels)
 
 
 def goes_on(job: Job) -> bool:

@@ -1,0 +1,500 @@
+"""Where each regularizer pays when the whole network is trained: by loss and by length.
+
+    KINLENS_SHARED=DIR python benchmarks/trained_trunk.py --json docs/results/trunk/cars.json
+
+MobileNetV2 of ImageNet at 112 px on the public half of Cars196 (classes 1-98 train, 99-196 test),
+with the recipe of the job `cars196-half`. Each regularizer is added to the losses of its own paper.
+A row differs from its baseline in the regularizer alone: loss, start, batches, steps and seed are
+the same. Its share is searched first, on a third of the train classes, at the shorter length; the
+test classes see the chosen share alone. All images are decoded once and views are drawn on the
+device, so a GPU trains a network in seconds. Runs that stand in the JSON file are not made again,
+and after `--minutes` the rest is left for the next call.
+
+Measured on the test classes: R@1 and MAP@R; R@1 of the same network in bf16; R@1 on the groceries,
+which it never saw; and how well the similarity of the best answer tells products that the gallery
+has from absent ones (AUROC). Intervals are over seeds, paired, with one variance for all rows of a
+table (what differs from seed to seed is chance of one kind), corrected by Bonferroni.
+
+Written down before the first run: (H1) graph consistency is above with triplets at the shorter
+length; (H2) with Proxy-Anchor none is above; (H3) what is above at the shorter length is less so at
+the longer; (H4) no reading of the determinant differs from another; (H5) nothing that is above on
+cars is above on the groceries.
+"""
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from multiprocessing import get_context
+from multiprocessing.pool import Pool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from harness import heading, options, row, shared_folder, skip
+from numpy.typing import NDArray
+from PIL import Image
+from scipy import stats
+from torch import Tensor
+from torch.nn import functional as F
+
+from embedder.errors import TrainingError
+from embedder.preprocess import decode, preprocess
+from training.checkpoint import Average
+from training.config.job import Job, load_job, parse_job
+from training.config.settings import Input
+from training.data.load import load_split, read_folder
+from training.data.samplers import BatchSampler
+from training.device import tuned
+from training.evaluation.evaluate import evaluate_embeddings
+from training.models.embedding import EmbeddingNet, evaluating
+from training.start import start_from_features
+from training.state import create_run
+from training.trainer import train_step
+
+HEIGHT, WIDTH = 176, 288
+"""Of a decoded image, whatever its shape: boxes of views are relative."""
+
+PAIRS: dict[str, Any] = {"sampling": {"per_class": 5}, "start": {"proxies": "random"}}
+LOSSES: dict[str, dict[str, Any]] = {
+    "triplet": {"loss": {"name": "triplet", "margin": 0.05}, **PAIRS},
+    "proxy_anchor": {"loss": {"name": "proxy_anchor"}},
+    "softmax": {
+        "loss": {"name": "arcface", "margin_degrees": 0.0, "scale": 20.0},
+        "optimizer": {"lr_proxies": 1e-3},
+    },
+    "n_pair": {
+        "loss": {"name": "n_pair"},
+        "sampling": {"per_class": 2},
+        "start": {"proxies": "random"},
+        "optimizer": {"batch_size": 88},
+    },
+    "binomial_deviance": {"loss": {"name": "binomial_deviance"}, **PAIRS},
+    "margin": {"loss": {"name": "margin"}, **PAIRS, "optimizer": {"lr_proxies": 5e-5}},
+    "multi_similarity": {"loss": {"name": "multi_similarity"}, **PAIRS},
+}
+REGULARIZERS: dict[str, dict[str, Any]] = {
+    "determinant": {"activation": "none"},
+    "skewed_mean": {"hinge": True, "delta": 0.45, "gamma": 10.0},
+    "non_isotropy": {"exponentiate": False, "weight": 0.005, "fit_epochs": 2},
+    "graph_consistency": {},
+}
+SHARES = {
+    "determinant": (0.03, 0.1, 0.3),
+    "skewed_mean": (0.05, 0.2, 0.5),
+    "non_isotropy": (0.02, 0.1, 0.3),
+    "graph_consistency": (0.1, 0.3, 1.0),
+}
+OF_PAPERS = {
+    "determinant": ("softmax", "triplet", "proxy_anchor", "multi_similarity"),
+    "skewed_mean": ("softmax", "proxy_anchor"),
+    "non_isotropy": ("softmax", "proxy_anchor"),
+    "graph_consistency": ("triplet", "n_pair", "binomial_deviance", "margin", "proxy_anchor"),
+}
+READINGS: dict[str, dict[str, Any]] = {
+    "determinant as it is": {},
+    "leaky ReLU": {"determinant": {"activation": "leaky_relu"}},
+    "input of length 1": {"determinant": {"input_norm": 1.0}},
+    "proxies of their own": {"determinant": {"proxies": "separate"}},
+    "tangent": {"determinant": {"direction": "tangent"}},
+    "mean over layers": {"determinant": {"depth": "mean"}},
+    "rate x 10": {"optimizer": {"lr_flows": 2e-4}},
+    "rate x 100": {"optimizer": {"lr_flows": 2e-3}},
+}
+"""Of the determinant at a share of 0.1, with Proxy-Anchor."""
+
+FOLDS = 3
+FOLD_SEEDS = 2
+
+
+class Cell(NamedTuple):
+    """One training; `fold` is None on the test classes, `share` 0 without the regularizer."""
+
+    loss: str
+    regularizer: str
+    share: float
+    epochs: int
+    seed: int
+    fold: int | None = None
+    reading: str = ""
+
+    def name(self) -> str:
+        where = "test" if self.fold is None else f"fold {self.fold}"
+        what = self.reading or (f"{self.regularizer} {self.share:g}" if self.share else "none")
+        return f"{where}|{self.loss}|{what}|{self.epochs}|{self.seed}"
+
+
+def main() -> None:
+    asked = options(
+        __doc__,
+        seeds=5,
+        epochs=[5, 20],
+        losses=list(LOSSES),
+        processes=1,
+        minutes=600.0,
+        classes=98,
+        cache=None,
+        json=None,
+    )
+    shared = shared_folder()
+    if shared is None:
+        skip("needs the photographs and weights of $KINLENS_SHARED")
+    until = time.monotonic() + 60 * asked.minutes
+    found: dict[str, dict[str, float]] = {}
+    if asked.json is not None and asked.json.is_file():
+        found = json.loads(asked.json.read_text(encoding="utf-8"))
+    folder = asked.cache or Path("/dev/shm") / f"kinlens-views-{os.getpid()}"
+    make_views(shared, folder, asked.classes)
+    context = get_context("spawn")
+    with context.Pool(asked.processes, _begin, (shared, folder)) as pool:
+        try:
+            for stage in _stages(asked.losses, asked.epochs, asked.seeds, found):
+                _run_all(pool, stage, found, until, asked.json)
+        except TimeoutError:
+            print("\nthe time is up; the next call goes on")
+        pool.terminate()
+    if asked.cache is None:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    report(found, asked.epochs)
+
+
+def _stages(
+    losses: list[str], lengths: list[int], seeds: int, found: dict[str, dict[str, float]]
+) -> Iterator[list[Cell]]:
+    """Folds, then the test classes at each length; folds choose the shares of what follows."""
+    pairs = [(loss, name) for name, of in OF_PAPERS.items() for loss in of if loss in losses]
+    short = lengths[0]
+    folds = [
+        Cell(loss, name, share, short, seed, fold=seed % FOLDS)
+        for seed in range(FOLD_SEEDS)
+        for loss, name in pairs
+        for share in SHARES[name]
+    ]
+    yield folds
+    best = {pair: best_share(*pair, short, found) for pair in pairs}
+    for epochs in lengths:
+        cells = []
+        for seed in range(seeds):
+            cells += [Cell(loss, "", 0, epochs, seed) for loss in losses]
+            cells += [Cell(*pair, share, epochs, seed) for pair, share in best.items()]
+        yield cells
+        if epochs == short and "proxy_anchor" in losses:
+            yield [
+                Cell("proxy_anchor", "determinant", 0.1, epochs, seed, reading=reading)
+                for seed in range(seeds)
+                for reading in READINGS
+            ]
+
+
+def best_share(loss: str, name: str, epochs: int, found: dict[str, dict[str, float]]) -> float:
+    """The share with the best mean R@1 on held-out train classes."""
+
+    def mean(share: float) -> float:
+        cells = (Cell(loss, name, share, epochs, seed, seed % FOLDS) for seed in range(FOLD_SEEDS))
+        names = [cell.name() for cell in cells]
+        return float(np.mean([found[n]["R@1"] if n in found else 0.0 for n in names]))
+
+    return max(SHARES[name], key=mean)
+
+
+def _run_all(
+    pool: Pool,
+    cells: list[Cell],
+    found: dict[str, dict[str, float]],
+    until: float,
+    file: Path | None,
+) -> None:
+    """Raises: TimeoutError when the time is up."""
+    missing = [cell for cell in cells if cell.name() not in found]
+    results, started = pool.imap_unordered(_figures, missing), time.monotonic()
+    for number in range(len(missing)):
+        try:
+            name, figures = results.next(timeout=max(until - time.monotonic(), 0.01))
+        except get_context().TimeoutError:
+            raise TimeoutError from None
+        if "R@1" not in figures:
+            continue
+        found[name] = figures
+        rate = (number + 1) / (time.monotonic() - started)
+        print(f"{name:60} R@1 {figures['R@1']:5.1f}  {rate:.2f} runs/s", flush=True)
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def base_job(shared: Path) -> Job:
+    return load_job(
+        "cars196-half",
+        [
+            f"data.root={shared / 'data/cars196-half'}",
+            f"model.weights={shared / 'weights/mobilenet_v2-imagenet-fp16.pth'}",
+            "input.size_px=112",
+            "input.resize_px=140",
+            "input.test_px=128",
+            "optimizer.lr_flows=2e-5",
+        ],
+    )
+
+
+# Images, decoded once
+
+
+def make_views(shared: Path, folder: Path, classes: int) -> None:
+    """Write pixels of all images as arrays below `folder`, unless they are there."""
+    if (folder / "done").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    split = load_split(base_job(shared).data)
+    train, test = (
+        part.of_classes(np.arange(min(classes, part.classes))) for part in (split.train, split.test)
+    )
+    photographs = shared / "data/grocery-store"
+    records = [r for r in read_folder(photographs) if "iconic" not in r.path]
+    names = sorted({Path(record.label).name for record in records})
+    records = [r for r in records if names.index(Path(r.label).name) < classes]
+    files = {
+        "train": [train.root / path for path in train.paths],
+        "test": [test.root / path for path in test.paths],
+        "groceries": [photographs / record.path for record in records],
+    }
+    labels = {
+        "train": train.labels,
+        "test": test.labels,
+        "groceries": np.array([names.index(Path(record.label).name) for record in records]),
+    }
+    with get_context("spawn").Pool(os.cpu_count()) as pool:
+        for part, paths in files.items():
+            jobs = [(path, base_job(shared).input) for path in paths]
+            np.save(folder / f"{part}.npy", np.stack(pool.starmap(_served, jobs, 64)))
+            np.save(folder / f"{part}-labels.npy", labels[part])
+        whole = pool.map(_whole, files["train"], 64)
+    np.save(folder / "whole.npy", np.stack([pixels for pixels, _ in whole]))
+    np.save(folder / "sizes.npy", np.array([size for _, size in whole]))
+    (folder / "done").touch()
+
+
+def _served(path: Path, spec: Input) -> NDArray[np.uint8]:
+    return preprocess(path.read_bytes(), spec.preprocessing())
+
+
+def _whole(path: Path) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+    """All of an image at a fixed size, and the size that it had."""
+    image = decode(path.read_bytes())
+    pixels = np.asarray(image.resize((WIDTH, HEIGHT), Image.Resampling.BILINEAR, reducing_gap=3.0))
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1)), image.size
+
+
+def drawn_views(
+    pixels: Tensor, sizes: NDArray[np.int64], spec: Input, rng: np.random.Generator
+) -> Tensor:
+    """A random view of each image: uint8 (B, 3, H, W) to (B, 3, S, S).
+
+    Boxes are those of `training.data.images.random_box`. A view is drawn at twice its size and
+    halved, so what is made smaller is averaged.
+    """
+    count, tries = len(pixels), 10
+    width, height = sizes[:, :1].astype(np.float64), sizes[:, 1:].astype(np.float64)
+    area = width * height * rng.uniform(spec.min_crop_area, 1.0, (count, tries))
+    ratio = np.exp(rng.uniform(-np.log(4 / 3), np.log(4 / 3), (count, tries)))
+    w, h = np.sqrt(area * ratio), np.sqrt(area / ratio)
+    fits = (w <= width) & (h <= height)
+    first, rows = fits.argmax(axis=1), np.arange(count)
+    side = sizes.min(axis=1)
+    w = np.where(fits.any(axis=1), w[rows, first], side) / width[:, 0]
+    h = np.where(fits.any(axis=1), h[rows, first], side) / height[:, 0]
+    x, y = rng.uniform(w / 2, 1 - w / 2), rng.uniform(h / 2, 1 - h / 2)
+    mirror = np.where(rng.random(count) < 0.5, -1.0, 1.0) if spec.flip else 1.0
+    theta = np.zeros((count, 2, 3), np.float32)
+    theta[:, 0, 0], theta[:, 0, 2] = w * mirror, 2 * x - 1
+    theta[:, 1, 1], theta[:, 1, 2] = h, 2 * y - 1
+    there = torch.from_numpy(theta).to(pixels.device, non_blocking=True)
+    shape = [count, 3, 2 * spec.size_px, 2 * spec.size_px]
+    grid = F.affine_grid(there, shape, align_corners=False)
+    sampled = F.grid_sample(pixels.float(), grid, padding_mode="border", align_corners=False)
+    return F.avg_pool2d(sampled, 2).round().to(torch.uint8)
+
+
+# A training
+
+
+class _Data(NamedTuple):
+    job: Job
+    pixels: dict[str, Tensor]
+    labels: dict[str, NDArray[np.int64]]
+    sizes: NDArray[np.int64]
+    start: Tensor  # pooled features of the train images by the untrained trunk
+
+
+_FOLDERS: list[Path] = []
+
+
+def _begin(shared: Path, folder: Path) -> None:
+    _FOLDERS[:] = [shared, folder]
+    torch.set_num_threads(1)
+
+
+@cache
+def _data() -> _Data:
+    """Read once by each process."""
+    shared, folder = _FOLDERS
+    job = base_job(shared)
+    run = create_run(job, 2)
+    parts = ("train", "test", "groceries")
+    pixels = {p: torch.from_numpy(np.load(folder / f"{p}.npy")) for p in (*parts, "whole")}
+    pixels = {part: tensor.to(run.device) for part, tensor in pixels.items()}
+    labels = {part: np.load(folder / f"{part}-labels.npy") for part in parts}
+    with evaluating(run.net), torch.inference_mode():
+        start = torch.cat([run.net.pooled(chunk) for chunk in pixels["train"].split(256)])
+    return _Data(job, pixels, labels, np.load(folder / "sizes.npy"), start.clone())
+
+
+def _figures(cell: Cell) -> tuple[str, dict[str, float]]:
+    """Name and figures of a training; without any if it failed, which costs no other its turn."""
+    started = time.perf_counter()
+    try:
+        net, held_out = _train(cell)
+    except TrainingError as error:
+        print(f"{cell.name()}: {error}", flush=True)
+        return cell.name(), {}
+    seconds = time.perf_counter() - started
+    data = _data()
+    if held_out is not None:
+        vectors = _embedded(net, data.pixels["train"][torch.from_numpy(held_out)])
+        found = evaluate_embeddings(vectors, data.labels["train"][held_out], full=False)
+        figures = {"R@1": found["R@1"], "MAP@R": found["MAP@R"]}
+    else:
+        labels = data.labels["test"]
+        vectors = _embedded(net, data.pixels["test"])
+        found = evaluate_embeddings(vectors, labels, full=False)
+        figures = {"R@1": found["R@1"], "MAP@R": found["MAP@R"], "AUROC": auroc(vectors, labels)}
+        with torch.autocast(vectors.device.type, dtype=torch.bfloat16):
+            low = _embedded(net, data.pixels["test"])
+        figures["R@1 in bf16"] = evaluate_embeddings(low, labels, full=False)["R@1"]
+        others = _embedded(net, data.pixels["groceries"])
+        found = evaluate_embeddings(others, data.labels["groceries"], full=False)
+        figures["R@1 on groceries"] = found["R@1"]
+    figures["seconds"] = seconds
+    return cell.name(), {name: round(value, 3) for name, value in figures.items()}
+
+
+def _train(cell: Cell) -> tuple[EmbeddingNet, NDArray[np.int64] | None]:
+    """The trained network, and the images that were held out."""
+    data = _data()
+    job = _job(data.job, cell)
+    labels = data.labels["train"]
+    rows, held_out = np.arange(len(labels)), None
+    if cell.fold is not None:
+        fold = np.random.default_rng(0).permutation(labels.max() + 1) % FOLDS
+        rows, held_out = (np.flatnonzero(x[labels]) for x in (fold != cell.fold, fold == cell.fold))
+        labels = np.unique(labels[rows], return_inverse=True)[1]
+    torch.manual_seed(cell.seed)
+    run = create_run(job, int(labels.max()) + 1)
+    start_from_features(run, data.start[torch.from_numpy(rows)], labels)
+    if run.average is not None:
+        run.average = Average(run.net, run.average.decay)
+    order = BatchSampler(job, labels)
+    run.objective.shares.calibration_steps = len(order)
+    rng = np.random.default_rng(cell.seed)
+    classes = torch.from_numpy(labels).to(run.device)
+    run.net.train()
+    with tuned(run.device):
+        while run.epoch < cell.epochs:
+            order.epoch = run.epoch
+            model = run.warm_up(False)
+            for batch in order:
+                chosen = np.array([image for _, image, _ in batch])
+                there = torch.from_numpy(rows[chosen]).to(run.device, non_blocking=True)
+                views = drawn_views(
+                    data.pixels["whole"][there], data.sizes[rows[chosen]], job.input, rng
+                )
+                own = classes[torch.from_numpy(chosen).to(run.device, non_blocking=True)]
+                train_step(run, model, views, own, len(order))
+            run.epoch += 1
+    return run.served, held_out
+
+
+def _job(base: Job, cell: Cell) -> Job:
+    content = base.as_dict()
+    content["seed"], content["optimizer"]["epochs"] = cell.seed, cell.epochs
+    content["loss"] = LOSSES[cell.loss]["loss"]
+    tables = [LOSSES[cell.loss]]
+    if cell.share:
+        regularizer = {"share": cell.share, **REGULARIZERS[cell.regularizer]}
+        content["regularizers"] = {cell.regularizer: regularizer}
+    if cell.reading:
+        reading = READINGS[cell.reading]
+        content["regularizers"]["determinant"] |= reading.get("determinant", {})
+        tables.append(reading)
+    for table in tables:
+        for name in ("sampling", "start", "optimizer"):
+            content[name] |= table.get(name, {})
+    return parse_job(content)
+
+
+def _embedded(net: EmbeddingNet, pixels: Tensor) -> Tensor:
+    with evaluating(net), torch.inference_mode():
+        return torch.cat([net(chunk) for chunk in pixels.split(512)])
+
+
+def auroc(vectors: Tensor, labels: NDArray[np.int64]) -> float:
+    """How often the best answer to a product of the gallery is nearer than to an absent one, in %.
+
+    Each image asks the others twice: as they are, and without those of its own class.
+    """
+    classes = torch.from_numpy(labels).to(vectors.device)
+    scores = vectors.float() @ vectors.float().T
+    scores.fill_diagonal_(-1)
+    present = scores.amax(1)
+    absent = scores.masked_fill_(classes[:, None] == classes, -1).amax(1).sort().values
+    below = torch.searchsorted(absent, present).float().mean() / len(absent)
+    return 100 * float(below)
+
+
+# Tables
+
+
+def report(found: dict[str, dict[str, float]], lengths: list[int]) -> None:
+    cells: dict[tuple[str, int], dict[str, dict[str, dict[str, float]]]] = defaultdict(dict)
+    for name, figures in found.items():
+        where, loss, what, epochs, seed = name.split("|")
+        if where == "test":
+            cells[loss, int(epochs)].setdefault(what, {})[seed] = figures
+    for epochs in lengths:
+        for figure in ("R@1", "MAP@R", "AUROC", "R@1 in bf16", "R@1 on groceries"):
+            _table(epochs, figure, {loss: runs for (loss, e), runs in cells.items() if e == epochs})
+
+
+def _table(
+    epochs: int, figure: str, runs: dict[str, dict[str, dict[str, dict[str, float]]]]
+) -> None:
+    """A line for each loss and what was added to it, where two seeds or more have both."""
+    gains: dict[tuple[str, str], NDArray[np.float64]] = {}
+    bases: dict[str, NDArray[np.float64]] = {}
+    for loss, entries in runs.items():
+        none = entries.get("none", {})
+        bases[loss] = np.array([figures[figure] for figures in none.values()])
+        for what, seeds in entries.items():
+            both = sorted(none.keys() & seeds.keys())
+            if what != "none" and len(both) > 1:
+                differences = [seeds[s][figure] - none[s][figure] for s in both]
+                gains[loss, what] = np.array(differences)
+    if not gains:
+        return
+    freedom = sum(len(x) - 1 for x in gains.values())
+    spread = (sum(((x - x.mean()) ** 2).sum() for x in gains.values()) / freedom) ** 0.5
+    bound = stats.t.ppf(1 - 0.025 / len(gains), freedom)
+    heading(f"{figure}, {epochs} epochs", "without", "added", "difference", "seeds", "")
+    for (loss, what), differences in gains.items():
+        mean, half = differences.mean(), bound * spread / len(differences) ** 0.5
+        word = "above" if mean > half else "below" if mean < -half else ""
+        base = bases[loss].mean()
+        row(loss, f"{base:.1f}", what, f"{mean:+.2f} ± {half:.2f}", len(differences), word)
+
+
+if __name__ == "__main__":
+    main()

@@ -122,6 +122,6 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].contiguous()
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total.chunk(world())[rank()]

@@ -36,7 +36,8 @@ class Objective(nn.Module):
 
     The scales c are 1 for fixed weights; for a regularizer with a `share` they are calibrated, see
     `training.regularizers.shares`, which also measures the share of each in some training steps: at
-    flow 1 for the determinant, at the proxies for a skewed mean of proxies, else at the features.
+    flow 1 for the determinant, at the proxies for a skewed mean of proxies, else at the features;
+    what reaches the features of the first two is measured as well.
 
     Under determinant regularization L is the mean over both branches, in a batch of two draws the
     mean over both (`sampling.draws`), so that its scale, and with it the meaning of each lambda, is
@@ -84,7 +85,7 @@ class Objective(nn.Module):
                 penalties["retention"] = self.tables.retention.weight * retention(unit, started)
             loss_term = self.loss_weight * loss
             if self.training and self.shares.is_due():
-                self.shares.measure(loss_term, penalties, self._sites(net, features))
+                self.shares.measure(loss_term, penalties, features, self._sites(net))
             penalties = self.shares.scaled(penalties)
             total = loss_term + sum(penalties.values())
         parts = {"loss": loss, **penalties, **watched}
@@ -128,9 +129,9 @@ class Objective(nn.Module):
             penalties["graph_consistency"] = graph.weight * graph_consistency(first, second, graph)
         return penalties
 
-    def _sites(self, net: EmbeddingNet, features: Tensor) -> dict[str, list[Tensor]]:
-        """Where the gradient of each penalty is compared with that of the loss."""
-        sites = {name: [features] for name in self.shares.terms}
+    def _sites(self, net: EmbeddingNet) -> dict[str, list[Tensor]]:
+        """Where a penalty's gradient is compared with that of the loss, if not at the features."""
+        sites: dict[str, list[Tensor]] = {}
         if net.flow is not None:
             sites["determinant"] = list(net.flow.parameters())
         skewed = self.tables.skewed_mean

@@ -23,7 +23,7 @@ from training.models.from_bundle import new_network
 from training.objective import Objective, TrainingStep
 
 Row = dict[str, float]
-OF_TERMS = ("share ", "scale ", "r_")
+OF_TERMS = ("share ", "scale ", "reach ", "r_")
 """What a row tells of the regularizers, as means over the epoch, begins so."""
 VALIDATION = "validation "
 """Figures on validation classes carry this prefix; those on test classes carry none."""

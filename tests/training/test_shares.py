@@ -31,7 +31,7 @@ class Toy:
     def step(self) -> None:
         loss, penalty = self.terms()
         if self.shares.is_due():
-            self.shares.measure(loss, {"pull": penalty}, {"pull": [self.point]})
+            self.shares.measure(loss, {"pull": penalty}, self.point, {})
         total = loss + self.shares.scaled({"pull": penalty})["pull"]
         (gradient,) = torch.autograd.grad(total, [self.point])
         with torch.no_grad():
@@ -138,6 +138,18 @@ def test_shares_are_in_log_rows_and_notices(tmp_path: Path) -> None:
     assert any("share determinant" in line for line in lines if line["kind"] == "step")
     cure = "Set regularizers.determinant.share = 0.2, or raise lambda1 and lambda2"
     assert any(cure in sentence for sentence in listener.sentences)
+
+
+def test_a_determinant_that_moves_its_flow_alone_is_named(tmp_path: Path) -> None:
+    """Its share is measured at its flow; what of it reaches the embedding is another figure."""
+    job = with_share(small_job(tmp_path / "products", epochs=2, min_steps=20), 0.2)
+    listener = Silent()
+    history = fit(job, load_split(job.data), tmp_path, listener)
+    assert history[-1]["share determinant"] > 0.05
+    assert 0 < history[-1]["reach determinant"] < 0.01
+    said = [sentence for sentence in listener.sentences if "at the features" in sentence]
+    assert len(said) == 1
+    assert said[0].endswith("The rest of its gradient moves its own flow, not the embedding.")
 
 
 def test_a_run_of_few_steps_says_so_and_min_steps_raises_the_epochs(tmp_path: Path) -> None:

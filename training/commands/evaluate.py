@@ -161,15 +161,14 @@ def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> 
 
 
 def _of_run(source: Path) -> _Model:
+    from training.device import choose_device
     from training.models.embedding import torch_embed
     from training.runner import load_chosen
 
     checkpoint = load_chosen(source)
     job, net = checkpoint.network()
-
-    return _Model(
-        partial(torch_embed, net), job.input.preprocessing(), job, checkpoint.split_sha256
-    )
+    embed = partial(torch_embed, net.to(choose_device(job.runtime)))
+    return _Model(embed, job.input.preprocessing(), job, checkpoint.split_sha256)
 
 
 def _with_test_images(

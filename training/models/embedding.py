@@ -255,9 +255,10 @@ class EmbeddingNet(nn.Module):
 
 
 def torch_embed(net: nn.Module, images: Images) -> Embeddings:
-    """uint8 (N, 3, S, S) to the network's own embeddings (N, D), both numpy, on the CPU."""
-    with torch.inference_mode():
-        vectors: Embeddings = net(torch.from_numpy(images)).numpy()
+    """uint8 (N, 3, S, S) to the network's own embeddings (N, D), both numpy, where it lies."""
+    with evaluating(net), torch.inference_mode():
+        there = torch.from_numpy(images).to(next(net.parameters()).device)
+        vectors: Embeddings = net(there).cpu().numpy()
     return vectors
 
 

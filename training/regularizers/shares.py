@@ -15,7 +15,12 @@ LEAST = 0.01
 
 _MEASURE_EVERY, _CALIBRATE_EVERY = 10, 3  # steps
 _FEWEST_MEASUREMENTS = 8
-_STATE = {"scale": torch.float64, "last": torch.float64, "measured": torch.int64}
+_STATE = {
+    "scale": torch.float64,
+    "last": torch.float64,
+    "measured": torch.int64,
+    "reach": torch.float64,
+}
 _TRUST = 0.4  # in a new measurement, against those before it
 
 
@@ -34,12 +39,15 @@ class Share:
     destroys the embedding.
 
     `last` is the share as last measured, negative before that, and `measured` how often it was.
+    `reach` is the share at the features of a penalty that is measured elsewhere: a flow may take
+    all of its gradient and leave the embedding as it is.
     """
 
     wanted: float | None
     scale: float = 1.0
     last: float = -1.0
     measured: int = 0
+    reach: float = -1.0
 
     def observe(self, loss: float, penalty: float, calibration: int) -> None:
         """Take note of the norms of both gradients, that of the penalty at scale 1.
@@ -89,23 +97,35 @@ class Shares:
         return len(terms) > 0 and self.steps % _MEASURE_EVERY == 0
 
     def measure(
-        self, loss: Tensor, penalties: Mapping[str, Tensor], sites: Mapping[str, Sequence[Tensor]]
+        self,
+        loss: Tensor,
+        penalties: Mapping[str, Tensor],
+        features: Tensor,
+        sites: Mapping[str, Sequence[Tensor]],
     ) -> None:
-        """Observe each penalty at scale 1, (), beside the loss, (), at its site."""
+        """Observe each penalty at scale 1, (), beside the loss, (), at its site or the features."""
+        at_features = float(gradient_norm(loss, [features]))
         for name, penalty in penalties.items():
-            beside, own = (float(gradient_norm(x, sites[name])) for x in (loss, penalty))
-            self.terms[name].observe(beside, own, self._calibration)
+            beside, reaches = at_features, float(gradient_norm(penalty, [features]))
+            own, term = reaches, self.terms[name]
+            if name in sites:
+                beside, own = (float(gradient_norm(x, sites[name])) for x in (loss, penalty))
+            term.observe(beside, own, self._calibration)
+            if name in sites and reaches > 0 and at_features > 0:
+                term.reach = term.scale * reaches / at_features
 
     def scaled(self, penalties: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Each penalty times its scale."""
         return {name: self.terms[name].scale * x for name, x in penalties.items()}
 
     def figures(self) -> dict[str, float]:
-        """For the log: "share NAME" as last measured, once it was, and "scale NAME"."""
+        """For the log: "share NAME" as last measured, once it was, "scale NAME", "reach NAME"."""
         found: dict[str, float] = {}
         for name, term in self.terms.items():
             if term.last >= 0:
                 found |= {f"share {name}": term.last, f"scale {name}": term.scale}
+            if term.reach >= 0:
+                found[f"reach {name}"] = term.reach
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -123,7 +143,8 @@ class Shares:
         self.steps = int(state["steps"])
         for name, term in self.terms.items():
             for number in _STATE:
-                setattr(term, number, state[f"terms.{name}.{number}"].item())
+                if (key := f"terms.{name}.{number}") in state:
+                    setattr(term, number, state[key].item())
 
     @property
     def _calibration(self) -> int:

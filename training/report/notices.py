@@ -42,13 +42,16 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
         if settings is None or any(_faint(job, name, before) for before in earlier):
             continue
         if _faint(job, name, row):
-            cure = f"regularizers.{name}.share = 0.2, or raise {_WEIGHTS.get(name, 'weight')}"
-            if settings.share is not None:
-                cure = "a larger share, or other settings of it: its gradient vanishes"
+            share, where = row[f"share {name}"], ""
+            cure = f"Set regularizers.{name}.share = 0.2, or raise {_WEIGHTS.get(name, 'weight')}."
+            if share >= LEAST:
+                share, where = row[f"reach {name}"], " at the features"
+                cure = "The rest of its gradient moves its own flow, not the embedding."
+            elif settings.share is not None:
+                cure = "Set a larger share, or other settings of it: its gradient vanishes."
             said.append(
-                f"epoch {row['epoch']:.0f}: regularizers.{name} makes "
-                f"{100 * row[f'share {name}']:.2g} % of the gradient of the loss, so it does next "
-                f"to nothing. Set {cure}."
+                f"epoch {row['epoch']:.0f}: regularizers.{name} makes {100 * share:.2g} % of the "
+                f"gradient of the loss{where}, so it does next to nothing. {cure}"
             )
         elif len(earlier) == 1 and _at_a_bound(row.get(f"scale {name}", 1.0)):
             said.append(
@@ -63,7 +66,8 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
 def _faint(job: Job, name: str, row: Row) -> bool:
     """Whether a regularizer did next to nothing in an epoch, its flow not being fitted first."""
     fitted = getattr(getattr(job.regularizers, name), "fit_epochs", 0)
-    return row["epoch"] > fitted and row.get(f"share {name}", LEAST) < LEAST
+    felt = min(row.get(f"{kind} {name}", LEAST) for kind in ("share", "reach"))
+    return row["epoch"] > fitted and felt < LEAST
 
 
 def _at_a_bound(scale: float) -> bool:

@@ -164,6 +164,8 @@ def _regularizers(job: Job, history: Rows) -> list[str]:
                 f"  - its gradient beside that of the loss: {shares[0]:.2g} % in the first epoch, "
                 f"{shares[-1]:.2g} % in the last epoch; weight x {last[f'scale {name}']:.3g}"
             )
+        if f"reach {name}" in last:
+            lines.append(f"  - at the features: {100 * last[f'reach {name}']:.2g} % of it")
     if "r_first" in last:
         lines.append(
             "  - the flows: R was log 2 = 0.693 in both; at the end it is "

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from training.data.records import FEWEST, Record
 
 Watch = Callable[[int], Callable[[], object]]
 """Called with the number of images; gives a function that is called after each."""
+
+Severity = Literal["problem", "note"]
 
 Cases = dict[str, list[str]]
 """What was found, by the code of its finding."""
@@ -52,7 +55,7 @@ _NOTES_IF_PARTIAL = {"missing", "counts"}
 class Finding:
     """A problem keeps a data set from training, or makes its figures wrong; a note does not."""
 
-    severity: Literal["problem", "note"]
+    severity: Severity
     code: str
     count: int
     message: str
@@ -140,23 +143,18 @@ def examine(
         _look_at_classes(there, cases)
         _look_beside(base, records, cases)
         if official:
-            cases.pop("few-classes", None)
-            cases["counts"] += filter(None, [official.differs(there)])
+            cases["few-classes"] = []  # the literature has fixed the split
+            if differing := official.differs(there):
+                cases["counts"].append(differing)
     pictures = _look_at_feedback(feedback, records, quick, cases) if feedback else []
     notes = _NOTES | (_NOTES_IF_OFFICIAL if official else set())
     notes |= _NOTES_IF_PARTIAL if allow_partial else set()
-    findings = tuple(
-        Finding(
-            "note" if code in notes else "problem",
-            code,
-            len(found),
-            message,
-            tuple(found[:_EXAMPLES]),
-        )
-        for code, message in _FINDINGS.items()
-        if (found := cases[code])
-    )
-    return Report(root, kind, counts(records) | counts(pictures), findings)
+    findings = []
+    for code, message in _FINDINGS.items():
+        severity: Severity = "note" if code in notes else "problem"
+        if found := cases[code]:
+            findings.append(Finding(severity, code, len(found), message, tuple(found[:_EXAMPLES])))
+    return Report(root, kind, counts(records) | counts(pictures), tuple(findings))
 
 
 def _listed(root: Path, kind: str | None, file: str, cases: Cases) -> list[Record]:
@@ -242,19 +240,17 @@ def _look_at_feedback(
         return []
     often = sorted(feedback.confused, key=lambda pair: -pair.times)
     cases["confused"] = [f"{one} and {other}: {times:,} row(s)" for one, other, times in often]
-    for reason, rows in feedback.unused.items():
-        cases["feedback"] += [f"{rows:,} of {feedback.rows:,} {reason}"]
+    cases["feedback"] = [f"{n:,} of {feedback.rows:,} {why}" for why, n in feedback.unused.items()]
     for picture in feedback.pictures:
-        fault = _look_at(picture.path, quick)[1]
-        cases["unreadable"] += [f"{picture.path}: {fault}"] if fault else []
+        if fault := _look_at(picture.path, quick)[1]:
+            cases["unreadable"].append(f"{picture.path}: {fault}")
     return [Record(picture.name, picture.label, "feedback") for picture in feedback.pictures]
 
 
 def _look_beside(base: Path, records: Sequence[Record], cases: Cases) -> None:
     """Images beside the listed ones, in the folders that these lie in."""
     listed = {record.path for record in records}
-    folders = sorted({path.split("/")[0] for path in listed if "/" in path})
-    paths = [*sorted(base.iterdir()), *(p for name in folders for p in (base / name).rglob("*"))]
+    folders = {path.split("/")[0] for path in listed if "/" in path}
+    paths = chain(base.iterdir(), *((base / name).rglob("*") for name in folders))
     images = (path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
-    beside = {path.relative_to(base).as_posix() for path in images} - listed
-    cases["unlisted"] = sorted(beside)
+    cases["unlisted"] = sorted({path.relative_to(base).as_posix() for path in images} - listed)

@@ -3,10 +3,10 @@
 Shapes: N images, D dimensions, q queries, R ranks, P pairs of a query and what was found for it.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from embedder.calibration import (
@@ -79,33 +79,31 @@ def fit_calibration(
         ISO/IEC 19795-1: false match rate, false positive identification rate
     """
     count, rng = len(labels), np.random.default_rng(seed)
-    names, sizes = np.unique(labels, return_counts=True)
+    _, place, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     usable = int((sizes > 1).sum())
     if usable < MIN_CLASSES:
-        of = f"{usable} of {len(names)} classes have two images or more"
+        of = f"{usable} of {len(sizes)} classes have two images or more"
         raise _refusal(count, f"{of}, and at least {MIN_CLASSES} are needed")
-    everything = np.arange(count)
-    queries = some_queries(labels, everything, rng, MAX_QUERIES)
-    hits = search(embeddings, labels, queries, everything)
-    negatives = wrong_pairs(embeddings, labels, MAX_PAIRS, rng)
-    overall, among_best = _areas(_pairs_of(hits, count, labels[queries]))
-    thresholds = [
-        Threshold(
-            false_matches=rate,
-            pair_score=least_score(negatives, rate),
-            search_score=least_score(hits.best_wrong, rate),
-        )
-        for rate in FALSE_MATCHES
-    ]
+    queries = np.sort(_some(np.flatnonzero(sizes[place] > 1), rng))
+    hits = search(embeddings, labels, queries)
+    negatives = _wrong_pairs(embeddings, labels, rng)
+    auc, auc_of_hits = _areas(hits, labels[queries], count)
     return Calibration(
-        thresholds=tuple(thresholds),
+        thresholds=tuple(
+            Threshold(
+                false_matches=rate,
+                pair_score=least_score(negatives, rate),
+                search_score=least_score(hits.best_wrong, rate),
+            )
+            for rate in FALSE_MATCHES
+        ),
         split=split,
         gallery_images=count,
         queries=len(queries),
         negative_pairs=len(negatives),
-        classes=len(names),
-        auc=overall.value,
-        auc_of_hits=None if among_best is None else among_best.value,
+        classes=len(sizes),
+        auc=auc,
+        auc_of_hits=auc_of_hits,
         curves=_curves(embeddings, labels, rng),
     )
 
@@ -115,6 +113,24 @@ def _refusal(images: int, reason: str) -> CalibrationError:
         f"Scores cannot be calibrated on {images:,} held-out images: {reason}. "
         "Hold out more classes with more images."
     )
+
+
+def _some(queries: Labels, rng: np.random.Generator) -> Labels:
+    """All of them; of many, `MAX_QUERIES` at random."""
+    if len(queries) <= MAX_QUERIES:
+        return queries
+    return rng.choice(queries, MAX_QUERIES, replace=False)
+
+
+def _blocks(
+    embeddings: Embeddings, labels: Labels, queries: Labels, gallery: Labels
+) -> Iterator[tuple[Labels, Scores, Right]]:
+    """Some queries (b,) at a time, their scores in the gallery, and where the class is the same."""
+    rows = max(1, BLOCK // len(gallery))
+    for start in range(0, len(queries), rows):
+        some = queries[start : start + rows]
+        scores = embeddings[some] @ embeddings[gallery].T
+        yield some, scores, labels[some, None] == labels[gallery]
 
 
 # The curves
@@ -160,9 +176,7 @@ def _asked(
     shuffled = [rng.permutation(np.flatnonzero(labels == name)) for name in names]
     gallery = np.concatenate([images[:views] for images in shuffled])
     queries = np.concatenate([images[views : views + _ASKING] for images in shuffled])
-    if len(queries) > MAX_QUERIES:
-        queries = rng.choice(queries, MAX_QUERIES, replace=False)
-    return candidates_of(embeddings, labels, queries, gallery)
+    return candidates_of(embeddings, labels, _some(queries, rng), gallery)
 
 
 def candidates_of(
@@ -173,12 +187,8 @@ def candidates_of(
     `queries` (q,) and `gallery` are numbers of images, and none is in both.
     """
     parts: tuple[list[Searches], list[Searches]] = ([], [])
-    rows = max(1, BLOCK // max(len(gallery), 1))
     width = min(CANDIDATES, len(gallery))
-    for start in range(0, len(queries), rows):
-        some = queries[start : start + rows]
-        found = (embeddings[some] @ embeddings[gallery].T).astype(np.float64)
-        same = labels[some, None] == labels[gallery]
+    for some, found, same in _blocks(embeddings, labels, queries, gallery):
         for is_absent, of_kind in enumerate(parts):
             scores = np.where(same, -np.inf, found) if is_absent else found
             order = np.argsort(-scores, axis=1, kind="stable")[:, :width]
@@ -208,72 +218,33 @@ class Hits(NamedTuple):
     best_wrong: Scores
 
 
-def search(embeddings: Embeddings, labels: Labels, queries: Labels, gallery: Labels) -> Hits:
-    """Each query among the others of `gallery`; both are numbers of images, the one in the other.
-
-    An image is left out of its own search by its number.
-    """
-    further = np.geomspace(1, max(len(gallery) - 1, 1), _RANKS).round().astype(np.int64)
-    ranks = np.unique([*range(1, min(NEIGHBOURS, len(gallery) - 1) + 1), *further])
-    rows = max(1, BLOCK // max(len(gallery), 1))
+def search(embeddings: Embeddings, labels: Labels, queries: Labels) -> Hits:
+    """Each query, the number of an image, among all the others, which are at least 10."""
+    everything = np.arange(len(labels))
+    further = np.geomspace(1, len(labels) - 1, _RANKS).round().astype(np.int64)
+    ranks = np.unique([*range(1, NEIGHBOURS + 1), *further])
     scores, right, best_wrong = [], [], []
-    for start in range(0, len(queries), rows):
-        some = queries[start : start + rows]
-        found = embeddings[some] @ embeddings[gallery].T  # (q, N)
-        found[some[:, None] == gallery] = -np.inf
-        same = labels[some, None] == labels[gallery]
-        best_wrong.append(np.where(same, -np.inf, found).max(axis=1).astype(np.float32))
+    for some, found, same in _blocks(embeddings, labels, queries, everything):
+        found[np.arange(len(some)), some] = -np.inf  # an image does not find itself
+        best_wrong.append(np.where(same, -np.inf, found).max(axis=1))
         order = np.argsort(-found, axis=1)[:, ranks - 1]
         scores.append(np.take_along_axis(found, order, axis=1))
         right.append(np.take_along_axis(same, order, axis=1))
     return Hits(np.concatenate(scores), np.concatenate(right), ranks, np.concatenate(best_wrong))
 
 
-def some_queries(labels: Labels, gallery: Labels, rng: np.random.Generator, limit: int) -> Labels:
-    """Images of `gallery` with another one of their class there; of many, `limit` at random."""
-    _, place, counts = np.unique(labels[gallery], return_inverse=True, return_counts=True)
-    findable = gallery[counts[place] > 1]
-    if len(findable) <= limit:
-        return findable
-    return np.sort(rng.choice(findable, limit, replace=False))
-
-
-def wrong_pairs(
-    embeddings: Embeddings, labels: Labels, limit: int, rng: np.random.Generator
-) -> Scores:
-    """Scores of pairs of different classes: of all, or of those among `limit` pairs at random."""
+def _wrong_pairs(embeddings: Embeddings, labels: Labels, rng: np.random.Generator) -> Scores:
+    """Scores of pairs of different classes: of all, or of those among `MAX_PAIRS` at random."""
     count = len(labels)
-    if count * (count - 1) // 2 <= limit:
+    if count * (count - 1) // 2 <= MAX_PAIRS:
         first, second = np.triu_indices(count, 1)
     else:
-        first = rng.integers(0, count, limit)
-        second = (first + rng.integers(1, count, limit)) % count
-    wrong = labels[first] != labels[second]
-    first, second = first[wrong], second[wrong]
-    scores = np.empty(len(first), np.float32)
+        first = rng.integers(0, count, MAX_PAIRS)
+        second = (first + rng.integers(1, count, MAX_PAIRS)) % count
+    pairs = np.stack((first, second))[:, labels[first] != labels[second]]
     rows = max(1, BLOCK // embeddings.shape[1])
-    for start in range(0, len(first), rows):
-        some = slice(start, start + rows)
-        one, other = embeddings[first[some]], embeddings[second[some]]
-        scores[some] = np.einsum("nd,nd->n", one, other)
-    return scores
-
-
-def _pairs_of(hits: Hits, items: int, classes: Labels) -> pd.DataFrame:
-    """A row for each hit, of queries of `classes` (q,) in a gallery of so many `items`.
-
-    `gaps`: how many ranks a pair stands for, itself and those up to the next one in the sample.
-    """
-    columns = {
-        "scores": hits.scores,
-        "right": hits.right,
-        "ranks": hits.ranks,
-        "gaps": np.diff(np.append(hits.ranks, items)),
-        "items": np.array(items),
-        "classes": classes[:, None],
-    }
-    shape = hits.scores.shape
-    return pd.DataFrame({k: np.broadcast_to(v, shape).ravel() for k, v in columns.items()})
+    parts = (pairs[:, start : start + rows] for start in range(0, pairs.shape[1], rows))
+    return np.concatenate([np.einsum("nd,nd->n", *embeddings[part]) for part in parts])
 
 
 def least_score(wrong: Scores, rate: float) -> float:
@@ -309,50 +280,47 @@ def roc_area(
         \Bigr)^2
 
     Args:
-        scores, right, weights, classes: (P,), each pair with the class of its query; of at least
-            two classes, and with pairs of both kinds.
+        scores, right, weights, classes: of one shape or broadcast to one, each pair with the class
+            of its query; of at least two classes, and with pairs of both kinds.
 
     References:
         Nonparametric analysis of clustered ROC curve data (Obuchowski 1997)
     """
-    s, w = scores.astype(np.float64), weights.astype(np.float64)
-    beaten = np.empty(len(s))
-    beaten[right] = _share_below(s[right], s[~right], w[~right])
-    beaten[~right] = 1 - _share_below(s[~right], s[right], w[right])
-    part = np.where(right, w / w[right].sum(), w / w[~right].sum())
-    area = min(float((part[right] * beaten[right]).sum()), 1.0)
-    _, cluster = np.unique(classes, return_inverse=True)
+    s, is_right, w, of = (
+        each.ravel() for each in np.broadcast_arrays(scores, right, weights, classes)
+    )
+    _, place = np.unique(s, return_inverse=True)
+    at_right, at_wrong = (np.bincount(place, weights=w * kind) for kind in (is_right, ~is_right))
+    beaten = np.where(is_right, _share_below(at_wrong)[place], 1 - _share_below(at_right)[place])
+    part = w / np.where(is_right, at_right.sum(), at_wrong.sum())
+    area = min(float((part * beaten)[is_right].sum()), 1.0)
+    _, cluster = np.unique(of, return_inverse=True)
     moved = np.bincount(cluster, weights=part * (beaten - area))
     doubt = _NORMAL_95 * float(np.sqrt(len(moved) / max(len(moved) - 1, 1) * (moved**2).sum()))
     return Area(area, area - doubt, area + doubt)
 
 
-def _share_below(scores: Numbers, others: Numbers, weights: Numbers) -> Numbers:
-    """For each score, the weight of the others below it and half of those beside it, over all."""
-    order = np.argsort(others, kind="stable")
-    ranked = others[order]
-    total = np.concatenate(([0.0], np.cumsum(weights[order])))
-    below = total[np.searchsorted(ranked, scores, "left")]
-    upto = total[np.searchsorted(ranked, scores, "right")]
-    share: Numbers = 0.5 * (below + upto) / total[-1]
+def _share_below(weights: NDArray[np.floating | np.integer]) -> Numbers:
+    """Of weights at rising scores: the share below each score, with half of what is at it."""
+    share: Numbers = (np.cumsum(weights) - weights / 2) / weights.sum()
     return share
 
 
-def _areas(pairs: pd.DataFrame) -> tuple[Area, Area | None]:
+def _areas(hits: Hits, classes: Labels, images: int) -> tuple[float, float | None]:
     """Over all pairs and among the best hits (None if these are all right), above the bound.
 
-    Raises: CalibrationError.
+    `classes` (q,) are those of the queries. Raises: CalibrationError.
     """
-    images = int(pairs["items"].iloc[0])
-    best = pairs[pairs.ranks <= NEIGHBOURS]
-    if not best.right.any():
+    if not hits.right[:, :NEIGHBOURS].any():
         raise _refusal(images, "no image is among the nearest of another one of its class")
-    found: list[Area] = []
-    for where, some in (("all pairs", pairs), (f"the {NEIGHBOURS} best hits", best)):
-        if some.right.all():
+    # A hit stands for its rank and those up to the next rank in the sample.
+    gaps = np.diff(np.append(hits.ranks, images))
+    found: list[float] = []
+    for where, best in (("all pairs", len(gaps)), (f"the {NEIGHBOURS} best hits", NEIGHBOURS)):
+        scores, right = hits.scores[:, :best], hits.right[:, :best]
+        if right.all():
             return found[0], None
-        columns = ("scores", "right", "gaps", "classes")
-        area = roc_area(*(some[name].to_numpy() for name in columns))
+        area = roc_area(scores, right, gaps[:best], classes[:, None])
         if area.low <= MIN_AREA:
             raise _refusal(
                 images,
@@ -360,5 +328,5 @@ def _areas(pairs: pd.DataFrame) -> tuple[Area, Area | None]:
                 f"({area.low:.3f} to {area.high:.3f}), where 0.5 is chance, and even its lower end "
                 f"has to be above {MIN_AREA}",
             )
-        found.append(area)
+        found.append(area.value)
     return found[0], found[1]

@@ -1,6 +1,7 @@
 """The trunks: networks without their classifiers, what they expect of pixels, their batch norm."""
 
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
@@ -13,7 +14,7 @@ from embedder.errors import CheckpointError, JobError
 from training.config.settings import TIMM
 from training.models.bn_inception import CHANNELS, BNInception
 from training.models.timm_trunk import TimmTrunk, build_timm_trunk
-from training.models.weights import DOWNLOAD_ERRORS, State, load_weights, read_weights
+from training.models.weights import State, load_weights, read_weights
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 _MAX_FOLDING_DIFFERENCE = 1e-3  # of the largest activation
@@ -157,7 +158,8 @@ def _state_dict(name: str, backbone: Backbone, weights: str) -> State:
         state: State = torch.hub.load_state_dict_from_url(
             backbone.url, map_location="cpu", check_hash=True, weights_only=True
         )
-    except DOWNLOAD_ERRORS as error:
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        # Without a network, at a wrong address and for a wrong file; a URLError is an OSError.
         raise CheckpointError(
             f"The ImageNet weights of {name} could not be downloaded ({error}). "
             + backbone.cure.format(url=backbone.url)
@@ -186,17 +188,17 @@ def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
     mode = trunk.training
     trunk.eval()
     before = _on_noise(trunk, side)
-    for (owner, place, layer), (parent, name, norm) in pairwise(list(_layers(trunk))):
+    for (place, layer), (name, norm) in pairwise(layers_of(trunk)):
         if not isinstance(layer, nn.Conv2d) or not isinstance(norm, nn.BatchNorm2d):
             continue
         if layer.out_channels == norm.num_features:
             folded = fuse_conv_bn_eval(layer, norm)
             assert folded.bias is not None
             folded.bias.requires_grad_(False)
-            setattr(owner, place, folded)
+            trunk.set_submodule(place, folded)
             # timm's batch norm may drop and activate besides.
             more = [getattr(norm, part) for part in ("drop", "act") if hasattr(norm, part)]
-            setattr(parent, name, nn.Sequential(*more))
+            trunk.set_submodule(name, nn.Sequential(*more))
     difference = (_on_noise(trunk, side) - before).abs().max()
     if _has_batch_norm(trunk) or not difference <= _MAX_FOLDING_DIFFERENCE * before.abs().max():
         raise JobError(
@@ -206,13 +208,16 @@ def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
     trunk.train(mode)
 
 
-def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Parent, name and layer of all that has no parts of its own, in the order of the source."""
-    for name, child in module.named_children():
-        if isinstance(child, BATCH_NORMS) or next(child.children(), None) is None:
-            yield module, name, child
-        else:
-            yield from _layers(child)
+def layers_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and layer of each batch norm and of all that has no parts, in the order of the source.
+
+    A layer in two places is there twice, so that neighbours are neighbours.
+    """
+    return [
+        (name, module)
+        for name, module in network.named_modules(remove_duplicate=False)
+        if isinstance(module, BATCH_NORMS) or next(module.children(), None) is None
+    ]
 
 
 def _has_batch_norm(trunk: nn.Module) -> bool:

@@ -222,12 +222,9 @@ class EmbeddingNet(nn.Module):
         Raises: JobError naming a size that fits.
         """
         device = next(self.trunk.parameters()).device
-        mode = self.training
-        self.eval()
-        with torch.no_grad():
+        with evaluating(self), torch.no_grad():
             for side in sorted(set(sides)):
                 self(torch.zeros(1, 3, side, side, dtype=torch.uint8, device=device))
-        self.train(mode)
 
     def train(self, mode: bool = True) -> "EmbeddingNet":
         """As torch's, but frozen batch norm stays in evaluation mode."""

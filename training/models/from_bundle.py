@@ -12,7 +12,7 @@ from embedder.bundle import MANIFEST, Bundle
 from embedder.errors import CheckpointError
 from training.config.job import Job, expand_path, parse_job
 from training.config.settings import Model
-from training.models.backbones import BATCH_NORMS
+from training.models.backbones import BATCH_NORMS, layers_of
 from training.models.embedding import EmbeddingNet, torch_embed
 from training.models.weights import State
 
@@ -126,12 +126,7 @@ def _state(net: EmbeddingNet, tensors: State) -> State:
     """
     own = net.state_dict()
     state = {name: tensors.get(name, torch.zeros_like(value)) for name, value in own.items()}
-    leaves = [
-        (name, module)
-        for name, module in net.named_modules()
-        if isinstance(module, BATCH_NORMS) or next(module.children(), None) is None
-    ]
-    for (name, layer), (next_name, following) in pairwise([*leaves, ("", nn.Identity())]):
+    for (name, layer), (next_name, following) in pairwise([*layers_of(net), ("", nn.Identity())]):
         if isinstance(layer, nn.Conv2d):
             none = torch.zeros(layer.out_channels)
             bias = tensors.get(f"{name}.bias", none)

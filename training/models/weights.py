@@ -1,8 +1,5 @@
 """Weight files: reading them and fitting them to a network."""
 
-import pickle
-from urllib.error import URLError
-
 import torch
 from torch import Tensor, nn
 
@@ -10,9 +7,6 @@ from embedder.errors import CheckpointError
 from training.config.job import expand_path
 
 State = dict[str, Tensor]
-
-DOWNLOAD_ERRORS = (URLError, OSError, RuntimeError, pickle.UnpicklingError)
-"""What torch.hub raises without a network, at a wrong address and for a wrong file."""
 
 
 def read_weights(weights: str, name: str) -> State:

@@ -123,10 +123,8 @@ def record_of(source: Path, by: str = "") -> Record:
 
 
 def _setting(job: Mapping[str, Any], name: str) -> str:
-    found: Any = job
-    for word in name.split("."):
-        found = found.get(word) if isinstance(found, Mapping) else None
-    if found is None or isinstance(found, Mapping):
+    found = settings(job, free=()).get(name)
+    if found is None:
         raise JobError(f"--by {name} names no single setting of a job. Write it as loss.name.")
     return str(found)
 
@@ -160,17 +158,12 @@ def methods(study: Study) -> list[str]:
     for name, of in by_method.items():
         other = study.against.get(name, study.against.get("", ""))
         paired = other != name and other in by_method
+        beside = _beside(of, by_method[other]) if paired else ""
+        share = ", ".join(filter(None, (_mean(of[column]) for column in shares)))
+        ms = f"{of['ms'].median():.0f}" if of["ms"].notna().any() else ""
+        means = (_mean(of[figure]) for figure in ("trunk R@1", *figures))
         rows.append(
-            [
-                name,
-                str(len(of)),
-                _mean(of["trunk R@1"]),
-                *(_mean(of[figure], figure) for figure in figures),
-                _beside(of, by_method[other]) if paired else "",
-                ", ".join(_mean(100 * of[share]) for share in shares if of[share].notna().any()),
-                f"{of['ms'].median():.0f}" if of["ms"].notna().any() else "",
-                *(_mean(of[precision]) for precision in precisions),
-            ]
+            [name, str(len(of)), *means, beside, share, ms, *(_mean(of[p]) for p in precisions)]
         )
     header = ["method", "seeds", "trunk R@1", *figures, "R@1 beside", "share, %", "ms a step"]
     return table([*header, *precisions], rows)
@@ -220,7 +213,7 @@ def side_by_side(folders: Sequence[Path]) -> list[str]:
     lines += ["", *_remarks(runs), ""]
     of_runs = [settings(run.job) for run in runs.values()]
     differing = []
-    for name in sorted({name for found in of_runs for name in found}):
+    for name in sorted(set[str]().union(*of_runs)):
         values = [found.get(name) for found in of_runs]
         if any(value != values[0] for value in values):
             differing.append([f"`{name}`", *("" if v is None else str(v) for v in values)])
@@ -252,8 +245,11 @@ def _cell(name: str, value: float | None, queries: int) -> str:
         return ""
     if name.startswith("R@") and queries:
         return with_interval(value, queries)
-    in_percent = name in ("NMI", "F1", "MAP@R") or name.startswith("R@")
-    return f"{value:.1f}" if in_percent else f"{value:.3g}"
+    return f"{value:.1f}" if _in_percent(name) else f"{value:.3g}"
+
+
+def _in_percent(figure: str) -> bool:
+    return "@" in figure or figure in ("NMI", "F1") or figure.startswith("share ")
 
 
 def _queries(folder: Path, part: str) -> int:
@@ -289,20 +285,19 @@ def _row(record: Record) -> dict[str, Any]:
         "split": record.split_sha256,
         "trunk R@1": record.trunk.get("R@1", np.nan),
         **record.figures,
-        **{name: value for name, value in record.terms.items() if name.startswith("share ")},
+        **{name: 100 * value for name, value in record.terms.items() if name.startswith("share ")},
         "ms": np.nan if seconds is None else 1000 * seconds,
         **{f"R@1 in {precision}": value for precision, value in record.bundle.items()},
     }
 
 
-def _mean(values: pd.Series, figure: str = "NMI") -> str:
-    """The mean of what is known, of R@1 with its sample deviation."""
+def _mean(values: pd.Series) -> str:
+    """The mean of what is known of a figure, of R@1 with its sample deviation."""
     known = values.dropna()
     if known.empty:
         return ""
-    digits = 1 if "@" in figure or figure == "NMI" else 3
-    spread = f" ± {known.std():.1f}" if figure == "R@1" and len(known) > 1 else ""
-    return f"{known.mean():.{digits}f}{spread}"
+    spread = f" ± {known.std():.1f}" if known.name == "R@1" and len(known) > 1 else ""
+    return f"{known.mean():.{1 if _in_percent(known.name) else 3}f}{spread}"
 
 
 def _beside(runs: pd.DataFrame, others: pd.DataFrame) -> str:
@@ -338,16 +333,14 @@ def _bundle(manifest: Path) -> dict[str, float]:
     if not manifest.is_file():
         return {}
     content = json.loads(manifest.read_text(encoding="utf-8"))
-    found = {"ONNX fp32": content["recall"]["R@1"]}
-    for precision, variant in content.get("variants", {}).items():
-        found[precision] = variant["recall"]["R@1"]
-    return found
+    models = {"ONNX fp32": content, **content.get("variants", {})}
+    return {precision: model["recall"]["R@1"] for precision, model in models.items()}
 
 
 def _last_epoch(folder: Path) -> dict[str, Any]:
     path = folder / "log.jsonl"
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: it and {RESULT} belong together.")
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     epochs: list[dict[str, Any]] = [line for line in lines if line["kind"] == "epoch"]
     return epochs[-1]

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from training.config.job import Job, parse_job
-from training.data.protocol import with_protocol
+from training.data.protocol import folds
 from training.data.records import Split
 from training.folder import Result, finished_result, replace_json, replace_text, stamp
 from training.report.notices import CHOSEN_BY
@@ -37,21 +38,12 @@ def cross_validate(
 
     Raises: JobError if the job does not measure R@1; TrainingError; finished folds are kept.
     """
-    protocol = {
-        "folds": count,
-        "validation_seed": seed,
-        "choose_by": "validation",
-        "evaluate_test": "end",
-    }
+    protocol: dict[str, Any] = {"folds": count, "validation_seed": seed}
+    protocol |= {"choose_by": "validation", "evaluate_test": "end"}
     jobs = [parse_job(job.as_dict() | {"protocol": protocol | {"fold": n}}) for n in range(count)]
-    parts = [with_protocol(split, one.protocol) for one in jobs]
-    identity = {
-        "job": job.as_dict(),
-        "split_sha256": split.learnt_sha256(),
-        "folds": count,
-        "seed": seed,
-    }
-    stamp(folder, "crossval.json", identity)
+    parts = folds(split, count, seed)
+    identity = {"job": job.as_dict(), "split_sha256": split.learnt_sha256()}
+    stamp(folder, "crossval.json", identity | {"folds": count, "seed": seed})
     found = []
     for number, (one, part) in enumerate(zip(jobs, parts, strict=True)):
         place = folder / f"fold-{number:02d}"
@@ -63,33 +55,29 @@ def cross_validate(
     return found
 
 
-def scores(folds: list[Result]) -> dict[str, dict[str, float]]:
+def scores(results: list[Result]) -> dict[str, dict[str, float]]:
     """ "mean" and "std", the sample standard deviation, over the folds of each test figure."""
-    figures = pd.DataFrame([fold.figures for fold in folds]).dropna(axis="columns")
+    figures = pd.DataFrame([one.figures for one in results]).dropna(axis="columns")
     found: dict[str, dict[str, float]] = figures.agg(["mean", "std"]).to_dict()
     return found
 
 
-def _write_report(folder: Path, job: Job, split: Split, folds: list[Result]) -> None:
+def _write_report(folder: Path, job: Job, split: Split, results: list[Result]) -> None:
     """Write `report.md` and `report.json`."""
-    over_folds, count = scores(folds), len(folds)
+    over_folds, count = scores(results), len(results)
     content = {
         "job": job.as_dict(),
         "split_sha256": split.sha256(),
-        "folds": [{k: v for k, v in asdict(fold).items() if k != "job"} for fold in folds],
+        "folds": [{k: v for k, v in asdict(one).items() if k != "job"} for one in results],
         "scores": over_folds,
     }
     replace_json(folder / "report.json", content)
-    rows = [
-        [
-            str(number),
-            str(fold.best_epoch),
-            f"{fold.validation['R@1']:.2f}",
-            *(f"{fold.figures[name]:.2f}" for name in over_folds),
-        ]
-        for number, fold in enumerate(folds)
-    ]
+    rows = []
+    for number, one in enumerate(results):
+        figures = [one.validation["R@1"], *(one.figures[name] for name in over_folds)]
+        rows.append([str(number), str(one.best_epoch), *(f"{figure:.2f}" for figure in figures)])
     means = (f"{score['mean']:.2f} ± {score['std']:.2f}" for score in over_folds.values())
+    rows.append(["mean ± std", "", "", *means])
     lines = [
         f"# {job.name}: {count}-fold cross validation over classes",
         "",
@@ -100,9 +88,6 @@ def _write_report(folder: Path, job: Job, split: Split, folds: list[Result]) -> 
         f"- {CHOSEN_BY['validation']}",
         f"- ± is the sample standard deviation over the {count} folds",
         "",
-        *table(
-            ["fold", "best epoch", "validation R@1", *over_folds],
-            [*rows, ["mean ± std", "", "", *means]],
-        ),
+        *table(["fold", "best epoch", "validation R@1", *over_folds], rows),
     ]
     replace_text(folder / "report.md", "\n".join(lines) + "\n")

@@ -1,7 +1,8 @@
 """Hyper-parameter search on validation classes; the test images are not even handed to a trial.
 
 Optuna proposes values with a tree-structured Parzen estimator; what became of them is in
-`trials.json`, from which a search goes on.
+`trials.json`, from which a search goes on. It is replaced whole after each trial: a journal of
+Optuna's cannot be read any more once a full disk has cut a line off.
 
 References:
     Psomas, Metric Learning: A Deep Dive (2020), part 5, "Fixed Validation".
@@ -119,42 +120,32 @@ def search(
     identity = {"job": job.as_dict(), "split_sha256": split.learnt_sha256(), **asdict(plan)}
     del identity["trials"]  # their number may grow
     stamp(folder, "search.json", identity)
-    optuna = _optuna()
-    distributions = {name: _distribution(name, words) for name, words in plan.space.items()}
-    study = optuna.create_study(direction="maximize")
     trials = _read_trials(folder)
-    states = optuna.trial.TrialState
-    for trial in trials:
-        past = {"params": trial.values, "distributions": distributions, "value": trial.score}
-        state = states.FAIL if trial.score is None else states.COMPLETE
-        study.add_trial(optuna.trial.create_trial(state=state, **past))
     for number in range(len(trials), plan.trials):
-        seed = np.random.SeedSequence((plan.seed, number)).generate_state(1)[0]
-        study.sampler = optuna.samplers.TPESampler(seed=int(seed))
-        asked = study.ask(distributions)
-        shown = "  ".join(f"{name} = {value}" for name, value in asked.params.items())
+        values = _draw(plan, trials)
+        shown = "  ".join(f"{name} = {value}" for name, value in values.items())
         listener.said(f"trial {number + 1} of {plan.trials}: {shown}")
         place = folder / f"trial-{number:03d}"
         try:
-            result = runner(trial_job(job, plan, asked.params), part, place, listener)
-            score = result.validation["R@1"]
-            trials.append(Trial(number, asked.params, score, result.best_epoch))
-            study.tell(asked, score)
+            result = runner(trial_job(job, plan, values), part, place, listener)
+            trials.append(Trial(number, values, result.validation["R@1"], result.best_epoch))
         except Exception as error:  # whatever it is, it ends one trial, not the search
             replace_text(place / "failure.txt", traceback.format_exc())
-            reason = f"{type(error).__name__}: {error}"
-            trials.append(Trial(number, asked.params, reason=reason))
-            study.tell(asked, state=states.FAIL)
+            trials.append(Trial(number, values, reason=f"{type(error).__name__}: {error}"))
         for checkpoint in place.glob("*.pt"):
             checkpoint.unlink()  # a trial is only worth its score; fifty fill a disk
         _report(folder, job, plan, trials)
-        last = trials[-_FAILURES_IN_A_ROW:]
-        if len(last) == _FAILURES_IN_A_ROW and all(one.score is None for one in last):
-            raise _hopeless(last)
-    best = _report(folder, job, plan, trials)
-    if best.score is None:
-        raise _hopeless(trials)
-    return best
+        if [one.score for one in trials[-_FAILURES_IN_A_ROW:]] == [None] * _FAILURES_IN_A_ROW:
+            break
+    else:
+        best = _report(folder, job, plan, trials)
+        if best.score is not None:
+            return best
+    raise TrainingError(
+        f"The last {min(len(trials), _FAILURES_IN_A_ROW)} trials failed, the last one with: "
+        f"{trials[-1].reason} Its failure.txt holds the traceback. Call again to go on with new "
+        "trials."
+    )
 
 
 def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = False) -> Job:
@@ -193,6 +184,21 @@ def _check_space(job: Job, plan: Plan) -> None:
             trial_job(job, plan, {name: value})
 
 
+def _draw(plan: Plan, trials: list[Trial]) -> dict[str, Any]:
+    """The values of the next trial; they depend on nothing but its number and the scores so far."""
+    optuna = _optuna()
+    seed = np.random.SeedSequence((plan.seed, len(trials))).generate_state(1)[0]
+    sampler = optuna.samplers.TPESampler(seed=int(seed))
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    distributions = {name: _distribution(name, words) for name, words in plan.space.items()}
+    for trial in trials:
+        if trial.score is not None:
+            past = {"params": trial.values, "value": trial.score, "distributions": distributions}
+            study.add_trial(optuna.trial.create_trial(**past))
+    values: dict[str, Any] = study.ask(distributions).params
+    return values
+
+
 def _optuna() -> ModuleType:
     try:
         import optuna
@@ -226,13 +232,6 @@ def _read_trials(folder: Path) -> list[Trial]:
     if not path.exists():
         return []
     return [Trial(**trial) for trial in json.loads(path.read_text(encoding="utf-8"))]
-
-
-def _hopeless(last: list[Trial]) -> TrainingError:
-    return TrainingError(
-        f"The last {len(last)} trials failed, the last one with: {last[-1].reason} "
-        "Its failure.txt holds the traceback. Call again to go on with new trials."
-    )
 
 
 def _report(folder: Path, job: Job, plan: Plan, trials: list[Trial]) -> Trial:

@@ -24,6 +24,7 @@ import pandas as pd
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictInt,
@@ -57,8 +58,8 @@ class _Entry(BaseModel):
         """A mere word stands for the entry of that name with default settings."""
         return {"name": given} if isinstance(given, str) else given
 
-    def over(self, content: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-        """A job with the settings of this entry; `default` stands for a table that it lacks."""
+    def over(self, content: dict[str, Any], **default: dict[str, Any]) -> dict[str, Any]:
+        """A job with the settings of this entry; `default` has tables for those it lacks."""
         return lay_over(content, default | (self.model_extra or {}))
 
 
@@ -71,6 +72,9 @@ def _unique(given: list[Any]) -> list[Any]:
 
 _Entries = Annotated[list[_Entry], Field(min_length=1), AfterValidator(_unique)]
 _Integers = Annotated[list[StrictInt], Field(min_length=1), AfterValidator(_unique)]
+_OneOrMore = BeforeValidator(lambda given: given if isinstance(given, list) else [given])
+_Limit = dict[str, Annotated[list[Any], _OneOrMore]]
+"""Names of some axes: {loss = "triplet", dim = [64, 128]} covers two sizes of one loss."""
 
 
 class _Grid(BaseModel):
@@ -83,8 +87,8 @@ class _Grid(BaseModel):
     backbones: _Entries | None = None
     dims: _Integers | None = None
     seeds: _Integers | None = None
-    exclude: list[dict[str, Any]] = []
-    only: list[dict[str, Any]] = []
+    exclude: list[_Limit] = []
+    only: list[_Limit] = []
 
 
 @dataclass(frozen=True)
@@ -135,25 +139,22 @@ def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
     # Seeds outermost: an unfinished tournament has whole tables, of fewer seeds.
     lists: dict[str, list[Any]] = {
         "seed": grid.seeds or [job.seed],
-        "backbone": grid.backbones or [_entry(trunk, model={})],
+        "backbone": grid.backbones or [_Entry(name=trunk, model={})],
         "dim": list(grid.dims) if grid.dims else [job.model.dim],
-        "loss": grid.losses or [_entry(job.loss.name, loss=base["loss"])],
-        "regularizer": grid.regularizers or [_entry(used, regularizers=base["regularizers"])],
+        "loss": grid.losses or [_Entry(name=job.loss.name, loss=base["loss"])],
+        "regularizer": grid.regularizers or [_Entry(name=used, regularizers=base["regularizers"])],
     }
     known = {axis: [_name(value) for value in values] for axis, values in lists.items()}
-    exclude, only = (_limits(key, getattr(grid, key), known) for key in ("exclude", "only"))
+    _check_limits("exclude", grid.exclude, known)
+    _check_limits("only", grid.only, known)
     found = []
     for values in itertools.product(*lists.values()):
         names = dict(zip(lists, map(_name, values), strict=True))
-        if not _covered(names, exclude) and (not only or _covered(names, only)):
-            found.append(Run(**names, job=_job(base, **dict(zip(lists, values, strict=True)))))
+        if not _covered(names, grid.exclude) and (not grid.only or _covered(names, grid.only)):
+            found.append(Run(**names, job=_job(base, dict(zip(lists, values, strict=True)))))
     if not found:
         raise JobError(f"{path}: `exclude` and `only` leave no combination.")
     return found
-
-
-def _entry(name: str, **settings: Any) -> _Entry:
-    return _Entry.model_validate({"name": name, **settings})
 
 
 def _name(value: Any) -> Any:
@@ -180,40 +181,32 @@ def _base(source: str | dict[str, Any], grid: Path, overrides: Sequence[str]) ->
     return load_job(beside if beside.is_file() else source, overrides)
 
 
-def _limits(
-    key: str, tables: Sequence[Mapping[str, Any]], known: Mapping[str, Sequence[Any]]
-) -> list[dict[str, list[Any]]]:
-    """Tables of `exclude` or `only`, {loss = "triplet", dim = [64, 128]}, with lists throughout."""
-    found = [{k: v if isinstance(v, list) else [v] for k, v in t.items()} for t in tables]
-    for axis, values in (item for limit in found for item in limit.items()):
+def _check_limits(key: str, limits: list[_Limit], known: Mapping[str, Sequence[Any]]) -> None:
+    """Raises: JobError for an axis, or a name on it, that the grid lacks."""
+    for axis, values in (item for limit in limits for item in limit.items()):
         if axis not in known:
             raise JobError(f"{key}: unknown axis {axis!r}; there are {', '.join(known)}.")
         for value in values:
             if value not in known[axis]:
                 there = ", ".join(map(str, known[axis]))
                 raise JobError(f"{key}: no {axis} {value!r} in this grid; there are {there}.")
-    return found
 
 
-def _covered(names: Mapping[str, Any], limits: Sequence[Mapping[str, Sequence[Any]]]) -> bool:
+def _covered(names: Mapping[str, Any], limits: list[_Limit]) -> bool:
     """Whether some table has the value of every axis that it names."""
     return any(all(names[axis] in values for axis, values in t.items()) for t in limits)
 
 
-def _job(
-    base: dict[str, Any],
-    backbone: _Entry,
-    loss: _Entry,
-    regularizer: _Entry,
-    dim: int | None,
-    seed: int,
-) -> Job:
-    content = backbone.over(base, {"model": {"backbone": backbone.name}})
-    content = loss.over(content | {"loss": {"name": loss.name}}, {})
+def _job(base: dict[str, Any], values: Mapping[str, Any]) -> Job:
+    """The base with one value of each axis over it, in the order that `load_grid` promises."""
+    backbone, loss, regularizer = (values[axis] for axis in ("backbone", "loss", "regularizer"))
+    content = backbone.over(base, model={"backbone": backbone.name})
+    content = loss.over(content | {"loss": {"name": loss.name}})
     named: dict[str, Any] = {} if regularizer.name == "none" else {regularizer.name: {}}
-    content = regularizer.over(content | {"regularizers": {}}, {"regularizers": named})
-    content["model"] = content["model"] | {"dim": dim}
-    name = f"{loss.name}-{regularizer.name}-{backbone.name}-{_size(dim)}-s{seed}"
+    content = regularizer.over(content | {"regularizers": {}}, regularizers=named)
+    content["model"] = content["model"] | {"dim": values["dim"]}
+    size, seed = _size(values["dim"]), values["seed"]
+    name = f"{loss.name}-{regularizer.name}-{backbone.name}-{size}-s{seed}"
     return parse_job(content | {"seed": seed, "name": name}, origin=name)
 
 
@@ -276,17 +269,8 @@ def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
     Raises: JobError if a folder holds the result of another job, or if two runs were trained on
         other images; CheckpointError.
     """
-    found: list[Run] = []
-    images: dict[str, Path] = {}
-    for run in runs:
-        place = folder / run.folder
-        result, failure = finished_result(run.job, place), place / _FAILURE
-        if result is not None:
-            images.setdefault(result.split_sha256, run.folder)
-            found.append(replace(run, result=result))
-        else:
-            reason = failure.read_text(encoding="utf-8") if failure.exists() else ""
-            found.append(replace(run, reason=reason))
+    found = [_read_run(run, folder / run.folder) for run in runs]
+    images = {run.result.split_sha256: run.folder for run in found if run.result is not None}
     if len(images) > 1:
         first, other, *_ = images.values()
         raise JobError(
@@ -294,6 +278,12 @@ def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
             f"Use another --out for other images, or delete one of the two in {folder}."
         )
     return found
+
+
+def _read_run(run: Run, place: Path) -> Run:
+    result, failure = finished_result(run.job, place), place / _FAILURE
+    failed = result is None and failure.exists()
+    return replace(run, result=result, reason=failure.read_text(encoding="utf-8") if failed else "")
 
 
 def run_in_process(job: Job, folder: Path) -> str | None:

@@ -173,6 +173,13 @@ def test_what_cannot_be_unpacked_is_named_and_leaves_nothing_behind(tmp_path: Pa
         obtain(source, tmp_path / "data" / "birds.tgz" / "below")
 
 
+def test_nothing_is_unpacked_outside_the_folder(tmp_path: Path) -> None:
+    source = put_archive(tmp_path / "data", tgz({"birds/1.jpg": b"1", "../../up.txt": b"2"}))
+    with pytest.raises(tarfile.OutsideDestinationError):
+        obtain(source, tmp_path / "data")
+    assert (names(tmp_path), names(tmp_path / "data")) == (["data"], ["birds.tgz"])
+
+
 def test_every_official_data_set_can_be_fetched_or_is_explained() -> None:
     assert {*SOURCES, *BY_HAND} == {"cub", "cars196", "sop", "in_shop", "aircraft"}
     for source in SOURCES.values():

@@ -144,6 +144,7 @@ def test_each_fold_is_chosen_on_validation_and_tested_at_its_end(tmp_path: Path)
         assert job.protocol.choose_by == "validation"
         assert job.protocol.evaluate_test == "end"
         assert part.test is split.test
+        assert part.sha256() == with_protocol(split, job.protocol).sha256()
         validated += part.validation.class_names
     assert sorted(validated) == sorted(split.train.class_names)
 

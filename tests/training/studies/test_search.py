@@ -136,8 +136,11 @@ def test_a_search_without_hope_stops(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"last 5 trials failed.*no GPU"):
         tried(tmp_path / "a", runner, 50)
     assert len(runner.calls) == 5
-    with pytest.raises(TrainingError, match="last 2 trials failed"):
-        tried(tmp_path / "b", runner, 2)
+    assert tried(tmp_path / "a", FakeRunner(by_margin), 6).number == 5
+    for _ in range(2):
+        with pytest.raises(TrainingError, match="last 2 trials failed"):
+            tried(tmp_path / "b", runner, 2)
+    assert len(runner.calls) == 5 + 2
 
 
 def test_another_space_job_or_fraction_is_refused_in_the_same_folder(tmp_path: Path) -> None:

@@ -118,10 +118,10 @@ class TrainParams(ModelParams):
         str,
         Field(
             pattern=NAME,
-            description="A job that comes with Kinlens: adapt, the recommended one, trains a head "
-            "in a minute; shop trains the whole network.",
+            description="A job that comes with Kinlens: shop, the recommended one, trains the "
+            "whole network in some ten minutes; adapt trains a head in one or two and gains less.",
         ),
-    ] = "adapt"
+    ] = "shop"
     data: Annotated[
         str | None,
         Field(pattern=NAME, description="A data set of the settings; null: the gallery's images."),

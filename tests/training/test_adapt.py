@@ -129,6 +129,19 @@ def test_a_store_that_cannot_be_used_is_named_with_its_cure(tmp_path: Path) -> N
         FeatureStore(path).get([b"key"])
 
 
+def test_the_store_of_features_forgets_what_came_first(tmp_path: Path) -> None:
+    store = FeatureStore(tmp_path / "features.sqlite", largest=200_000)
+    keys = [str(number).encode() for number in range(100)]
+    for start in range(0, 100, 10):
+        vectors = np.full((10, 1024), start, np.float32)
+        store.put(keys[start : start + 10], vectors)
+    found = store.get(keys)
+    assert keys[0] not in found
+    assert set(keys[90:]) <= found.keys()
+    assert 20 <= len(found) <= 50
+    assert (found[keys[99]] == 90).all()
+
+
 def test_a_head_goes_on_where_it_was_stopped_as_if_it_had_not(
     tmp_path: Path, weights: Path
 ) -> None:

@@ -113,14 +113,14 @@ def test_the_model_is_compared_first_and_put_in_place_by_hand(page: Page, shop: 
 
 def test_a_training_shows_progress_and_a_log_that_follows_and_is_cancelled(page: Page) -> None:
     form = page.get_by_test_id("open-train")
-    expect(form.get_by_test_id("field-job")).to_have_value("adapt")
+    expect(form.get_by_test_id("field-job")).to_have_value("shop")
     expect(form.get_by_test_id("field-data").locator("option")).to_have_count(1)
     expect(form).to_contain_text("KINLENS_TRAINING_DATA=NAME=DIR")
     expect(form).not_to_contain_text("KINLENS_TRAINING_WEIGHTS")
     form.locator("summary").first.click()
     expect(form.get_by_test_id("field-job")).to_be_hidden()
     form.get_by_test_id("research-jobs").locator("summary").click()
-    expect(form.get_by_test_id("field-job").locator("option").first).to_have_text("adapt")
+    expect(form.get_by_test_id("field-job").locator("option").first).to_have_text("shop")
     form.locator("summary").first.click()
     chosen = {"job": "sop-nir", "weights": "mobilenet", "epochs": "3", "max_recall_loss": "2"}
     start(page, "train", **chosen, feedback="yes")

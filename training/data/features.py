@@ -30,6 +30,7 @@ from training.models.embedding import EmbeddingNet, evaluating
 Vectors = NDArray[np.float32]
 
 _BATCH = 64
+_LARGEST = 2 * 10**9  # bytes of the file: 400,000 views by MobileNetV2
 _FORMAT = "1"  # changes when features of the same image and trunk would
 
 
@@ -59,10 +60,12 @@ class FeatureStore:
     Args:
         path: is made. Several trainings may use it at a time; it may be removed at any time between
             them and is filled again.
+        largest: bytes, above which what was stored first is removed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, largest: int = _LARGEST) -> None:
         self.path = path
+        self.largest = largest
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
@@ -72,8 +75,8 @@ class FeatureStore:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = NORMAL")
                 connection.execute(
-                    "CREATE TABLE IF NOT EXISTS features (key BLOB PRIMARY KEY, vector BLOB) "
-                    "WITHOUT ROWID"
+                    "CREATE TABLE IF NOT EXISTS vectors (number INTEGER PRIMARY KEY, "
+                    "key BLOB UNIQUE, vector BLOB)"
                 )
                 yield connection
         except (OSError, sqlite3.Error) as error:
@@ -88,7 +91,7 @@ class FeatureStore:
         with self._opened() as connection:
             for key in keys:
                 row = connection.execute(
-                    "SELECT vector FROM features WHERE key = ?", (key,)
+                    "SELECT vector FROM vectors WHERE key = ?", (key,)
                 ).fetchone()
                 if row is not None:
                     found[key] = np.frombuffer(row[0], dtype=np.float32)
@@ -98,7 +101,16 @@ class FeatureStore:
         """Store the vectors (P, C)."""
         rows = [(key, vector.tobytes()) for key, vector in zip(keys, vectors, strict=True)]
         with self._opened() as connection, connection:
-            connection.executemany("INSERT OR REPLACE INTO features VALUES (?, ?)", rows)
+            connection.executemany("INSERT OR REPLACE INTO vectors VALUES (NULL, ?, ?)", rows)
+            (used,) = connection.execute(
+                "SELECT (page_count - freelist_count) * page_size "
+                "FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
+            ).fetchone()
+            if used > self.largest:  # a quarter goes, so that this is rare
+                connection.execute(
+                    "DELETE FROM vectors WHERE number < "
+                    "(SELECT min(number) + (max(number) - min(number)) / 4 FROM vectors)"
+                )
 
 
 def default_store() -> FeatureStore:

@@ -172,6 +172,8 @@ class EmbeddingNet(nn.Module):
         self.batch_norm = model.batch_norm
         self.backbone = model.backbone
         self.frozen_trunk = model.frozen_trunk
+        weights = list(self.trunk.parameters())
+        self._kept = weights[: round(model.frozen_part * len(weights))]
         if self.frozen_trunk:
             for module in (self.trunk, self.pool):
                 module.requires_grad_(False)
@@ -242,13 +244,18 @@ class EmbeddingNet(nn.Module):
         if self.frozen_trunk:
             self.trunk.eval()
             return
-        if self.batch_norm not in ("frozen", "statistics"):
-            return
-        for module in self.trunk.modules():
-            if isinstance(module, BATCH_NORMS):
-                module.eval()
-                for parameter in module.parameters():
-                    parameter.requires_grad_(self.batch_norm == "statistics")
+        norms = [module for module in self.trunk.modules() if isinstance(module, BATCH_NORMS)]
+        if self.batch_norm in ("frozen", "statistics"):
+            for norm in norms:
+                norm.eval()
+                norm.requires_grad_(self.batch_norm == "statistics")
+        kept = {id(parameter) for parameter in self._kept}
+        for parameter in self._kept:
+            parameter.requires_grad_(False)
+        for norm in norms:
+            own = {id(parameter) for parameter in norm.parameters()}
+            if own and own <= kept:
+                norm.eval()
 
 
 def torch_embed(net: nn.Module, images: Images) -> Embeddings:

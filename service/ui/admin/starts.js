@@ -8,7 +8,7 @@ import { element, optionsOf, ui } from "/ui/shared/dom.js";
 import { plural } from "/ui/shared/format.js";
 
 const CLASS = "class";
-const RECOMMENDED = "adapt";
+const RECOMMENDED = "shop";
 const STARTS = {
   imagenet: "published weights, downloaded",
   none: "random weights",
@@ -154,7 +154,7 @@ function trainForm(found, options) {
     "details",
     { className: "more" },
     element("summary", { textContent: "Another training job (research)" }),
-    field("Training job", job, `${RECOMMENDED} takes a minute and is the recommended one; shop trains the whole network; the others repeat published experiments.`),
+    field("Training job", job, `${RECOMMENDED} takes some ten minutes and is the recommended one; adapt takes one or two and gains less; the others repeat published experiments.`),
   );
   jobs.dataset.testid = "research-jobs";
   const data = select("data", [["", "those of the gallery"], ...named(options.data)]);

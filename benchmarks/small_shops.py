@@ -9,7 +9,6 @@ half of its products are trained on. The methods:
 - adapt   `kinlens-train adapt`: a head on the frozen trunk, chosen on folds
 - today   the job `shop` as it was: the whole network, from principal directions, the last epoch
 - start   the job `shop` from the directions of `adapt`, the last epoch
-- part    that, with the first three quarters of the trunk's weights frozen
 - kept    start, with retention
 - shop    the job `shop` as it is
 
@@ -42,7 +41,6 @@ METHODS: dict[str, tuple[str, list[str]]] = {
     "adapt": ("adapt", []),
     "today": ("shop", ["start.projection=trunk", "protocol={choose_by='last'}"]),
     "start": ("shop", ["protocol={choose_by='last'}"]),
-    "part": ("shop", ["protocol={choose_by='last'}", "model.frozen_part=0.75"]),
     "kept": ("shop", ["protocol={choose_by='last'}", "regularizers.retention.weight=10.0"]),
     "shop": ("shop", []),
 }

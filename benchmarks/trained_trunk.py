@@ -472,7 +472,7 @@ def report(found: dict[str, dict[str, float]], lengths: list[int]) -> None:
 def _table(
     epochs: int, figure: str, runs: dict[str, dict[str, dict[str, dict[str, float]]]]
 ) -> None:
-    """A line for each loss and what was added to it, where two seeds or more have both."""
+    """A line for each loss and what was added to it; one seed alone has no interval."""
     gains: dict[tuple[str, str], NDArray[np.float64]] = {}
     bases: dict[str, NDArray[np.float64]] = {}
     for loss, entries in runs.items():
@@ -480,20 +480,22 @@ def _table(
         bases[loss] = np.array([figures[figure] for figures in none.values()])
         for what, seeds in entries.items():
             both = sorted(none.keys() & seeds.keys())
-            if what != "none" and len(both) > 1:
+            if what != "none" and both:
                 differences = [seeds[s][figure] - none[s][figure] for s in both]
                 gains[loss, what] = np.array(differences)
     if not gains:
         return
     freedom = sum(len(x) - 1 for x in gains.values())
-    spread = (sum(((x - x.mean()) ** 2).sum() for x in gains.values()) / freedom) ** 0.5
-    bound = stats.t.ppf(1 - 0.025 / len(gains), freedom)
+    squares = sum(((x - x.mean()) ** 2).sum() for x in gains.values())
+    bound = stats.t.ppf(1 - 0.025 / len(gains), freedom) if freedom else 0.0
+    spread = (squares / max(freedom, 1)) ** 0.5
     heading(f"{figure}, {epochs} epochs", "without", "added", "difference", "seeds", "")
     for (loss, what), differences in gains.items():
         mean, half = differences.mean(), bound * spread / len(differences) ** 0.5
         word = "above" if mean > half else "below" if mean < -half else ""
-        base = bases[loss].mean()
-        row(loss, f"{base:.1f}", what, f"{mean:+.2f} ± {half:.2f}", len(differences), word)
+        shown = f"{mean:+.2f} ± {half:.2f}" if freedom else f"{mean:+.2f}"
+        base = f"{bases[loss].mean():.1f}"
+        row(loss, base, what, shown, len(differences), word if freedom else "")
 
 
 if __name__ == "__main__":

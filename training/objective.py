@@ -37,7 +37,7 @@ class Objective(nn.Module):
     The scales c are 1 for fixed weights; for a regularizer with a `share` they are calibrated, see
     `training.regularizers.shares`, which also measures the share of each in some training steps: at
     flow 1 for the determinant, at the proxies for a skewed mean of proxies, else at the features;
-    what reaches the features of the first two is measured as well.
+    what of the determinant's gradient reaches the features is measured as well.
 
     Under determinant regularization L is the mean over both branches, in a batch of two draws the
     mean over both (`sampling.draws`), so that its scale, and with it the meaning of each lambda, is

@@ -119,7 +119,8 @@ class TrainParams(ModelParams):
         Field(
             pattern=NAME,
             description="A job that comes with Kinlens: shop, the recommended one, trains the "
-            "whole network in some ten minutes; adapt trains a head in one or two and gains less.",
+            "whole network, in ten minutes up to 1,200 images; adapt trains a head in one or two "
+            "and gains less.",
         ),
     ] = "shop"
     data: Annotated[

@@ -167,7 +167,7 @@ def _of_run(source: Path) -> _Model:
 
     checkpoint = load_chosen(source)
     job, net = checkpoint.network()
-    embed = partial(torch_embed, net.to(choose_device(job.runtime)))
+    embed = partial(torch_embed, net.to(choose_device(Runtime())))
     return _Model(embed, job.input.preprocessing(), job, checkpoint.split_sha256)
 
 

@@ -87,8 +87,6 @@ class Model(Section):
 
     `frozen_trunk`: trunk and pooling keep their weights, and a head is trained on cached features
     of `views` views of each image: view 0 is the image as served, the others are random crops.
-    `frozen_part`: that part of the trunk's weights, from the first layer on, keep their values, so
-    a step goes back through the last layers alone, which is faster and learns a little less.
     `hidden` adds a second layer of that width to the projection (training.models.embedding.Head).
     """
 
@@ -98,7 +96,6 @@ class Model(Section):
     pooling: Pooling = "gap+gmp"
     batch_norm: Literal["frozen", "statistics", "folded", "train"] = "frozen"
     frozen_trunk: bool = False
-    frozen_part: float = Field(0.0, ge=0, lt=1)
     views: int = Field(4, ge=1, le=64)
     hidden: int | None = Field(None, ge=1)
 

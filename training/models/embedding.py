@@ -172,11 +172,12 @@ class EmbeddingNet(nn.Module):
         self.batch_norm = model.batch_norm
         self.backbone = model.backbone
         self.frozen_trunk = model.frozen_trunk
-        weights = list(self.trunk.parameters())
-        self._kept = weights[: round(model.frozen_part * len(weights))]
         if self.frozen_trunk:
             for module in (self.trunk, self.pool):
                 module.requires_grad_(False)
+        else:
+            for norm in self._fixed_norms():
+                norm.requires_grad_(self.batch_norm == "statistics")
         self._freeze()
 
     def pooled(self, images: Tensor) -> Tensor:
@@ -243,23 +244,18 @@ class EmbeddingNet(nn.Module):
     def _freeze(self) -> None:
         if self.frozen_trunk:
             self.trunk.eval()
-            return
-        norms = [module for module in self.trunk.modules() if isinstance(module, BATCH_NORMS)]
-        if self.batch_norm in ("frozen", "statistics"):
-            for norm in norms:
-                norm.eval()
-                norm.requires_grad_(self.batch_norm == "statistics")
-        kept = {id(parameter) for parameter in self._kept}
-        for parameter in self._kept:
-            parameter.requires_grad_(False)
-        for norm in norms:
-            own = {id(parameter) for parameter in norm.parameters()}
-            if own and own <= kept:
-                norm.eval()
+        for norm in self._fixed_norms():
+            norm.eval()
+
+    def _fixed_norms(self) -> list[nn.Module]:
+        """The batch norms whose statistics do not move."""
+        if self.batch_norm not in ("frozen", "statistics"):
+            return []
+        return [module for module in self.trunk.modules() if isinstance(module, BATCH_NORMS)]
 
 
 def torch_embed(net: nn.Module, images: Images) -> Embeddings:
-    """uint8 (N, 3, S, S) to the network's own embeddings (N, D), both numpy, where it lies."""
+    """uint8 (N, 3, S, S) to embeddings (N, D), both numpy, computed where `net` is."""
     with evaluating(net), torch.inference_mode():
         there = torch.from_numpy(images).to(next(net.parameters()).device)
         vectors: Embeddings = net(there).cpu().numpy()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class Share:
 
     `last` is the share as last measured, negative before that, and `measured` how often it was.
     `reach` is the share at the features of a penalty that is measured elsewhere: a flow may take
-    all of its gradient and leave the embedding as it is.
+    all of its gradient and leave trunk and projection as they are.
     """
 
     wanted: float | None
@@ -104,15 +105,13 @@ class Shares:
         sites: Mapping[str, Sequence[Tensor]],
     ) -> None:
         """Observe each penalty at scale 1, (), beside the loss, (), at its site or the features."""
-        at_features = float(gradient_norm(loss, [features]))
         for name, penalty in penalties.items():
-            beside, reaches = at_features, float(gradient_norm(penalty, [features]))
-            own, term = reaches, self.terms[name]
-            if name in sites:
-                beside, own = (float(gradient_norm(x, sites[name])) for x in (loss, penalty))
-            term.observe(beside, own, self._calibration)
-            if name in sites and reaches > 0 and at_features > 0:
-                term.reach = term.scale * reaches / at_features
+            site, term = sites.get(name, ()), self.terms[name]
+            groups = ([features], site) if site else ([features],)
+            of_loss, own = (gradient_norms(x, groups) for x in (loss, penalty))
+            term.observe(of_loss[-1], own[-1], self._calibration)
+            if site and own[0] > 0 and of_loss[0] > 0:
+                term.reach = term.scale * own[0] / of_loss[0]
 
     def scaled(self, penalties: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Each penalty times its scale."""
@@ -151,12 +150,19 @@ class Shares:
         return max(self.calibration_steps // _CALIBRATE_EVERY, _FEWEST_MEASUREMENTS)
 
 
-def gradient_norm(term: Tensor, at: Sequence[Tensor]) -> Tensor:
-    """Norm of the gradient of a scalar with respect to all of `at`; 0 where it has none."""
+def gradient_norms(term: Tensor, groups: Sequence[Sequence[Tensor]]) -> list[float]:
+    """Norm of the gradient of a scalar with respect to all of each group; 0 where it has none.
+
+    One backward pass for all of them.
+    """
     if not term.requires_grad:
-        return torch.zeros((), device=term.device)
+        return [0.0] * len(groups)
     found: tuple[Tensor | None, ...] = torch.autograd.grad(
-        term, list(at), retain_graph=True, allow_unused=True
+        term, [x for group in groups for x in group], retain_graph=True, allow_unused=True
     )
-    norms = [gradient.norm() for gradient in found if gradient is not None]
-    return torch.stack(norms).norm() if norms else torch.zeros((), device=term.device)
+    gradients = iter(found)
+    norms = []
+    for group in groups:
+        parts = [x.norm() for x in islice(gradients, len(group)) if x is not None]
+        norms.append(float(torch.stack(parts).norm()) if parts else 0.0)
+    return norms

@@ -42,16 +42,19 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
         if settings is None or any(_faint(job, name, before) for before in earlier):
             continue
         if _faint(job, name, row):
-            share, where = row[f"share {name}"], ""
-            cure = f"Set regularizers.{name}.share = 0.2, or raise {_WEIGHTS.get(name, 'weight')}."
-            if share >= LEAST:
-                share, where = row[f"reach {name}"], " at the features"
-                cure = "The rest of its gradient moves its own flow, not the embedding."
-            elif settings.share is not None:
-                cure = "Set a larger share, or other settings of it: its gradient vanishes."
+            cure = f"regularizers.{name}.share = 0.2, or raise {_WEIGHTS.get(name, 'weight')}"
+            if settings.share is not None:
+                cure = "a larger share, or other settings of it: its gradient vanishes"
             said.append(
-                f"epoch {row['epoch']:.0f}: regularizers.{name} makes {100 * share:.2g} % of the "
-                f"gradient of the loss{where}, so it does next to nothing. {cure}"
+                f"epoch {row['epoch']:.0f}: regularizers.{name} makes "
+                f"{100 * row[f'share {name}']:.2g} % of the gradient of the loss, so it does next "
+                f"to nothing. Set {cure}."
+            )
+        elif _is_in_its_flow(name, row) and not any(_is_in_its_flow(name, r) for r in earlier):
+            said.append(
+                f"epoch {row['epoch']:.0f}: regularizers.{name} moves flow 1, and hardly what lies "
+                f"before it: its gradient at the features is {100 * row[f'reach {name}']:.2g} % of "
+                "that of the loss."
             )
         elif len(earlier) == 1 and _at_a_bound(row.get(f"scale {name}", 1.0)):
             said.append(
@@ -66,8 +69,12 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
 def _faint(job: Job, name: str, row: Row) -> bool:
     """Whether a regularizer did next to nothing in an epoch, its flow not being fitted first."""
     fitted = getattr(getattr(job.regularizers, name), "fit_epochs", 0)
-    felt = min(row.get(f"{kind} {name}", LEAST) for kind in ("share", "reach"))
-    return row["epoch"] > fitted and felt < LEAST
+    return row["epoch"] > fitted and row.get(f"share {name}", LEAST) < LEAST
+
+
+def _is_in_its_flow(name: str, row: Row) -> bool:
+    """Whether next to nothing of its gradient leaves the flow, which passes little on at first."""
+    return row["epoch"] > 1 and row.get(f"reach {name}", LEAST) < LEAST
 
 
 def _at_a_bound(scale: float) -> bool:

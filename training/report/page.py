@@ -165,7 +165,8 @@ def _regularizers(job: Job, history: Rows) -> list[str]:
                 f"{shares[-1]:.2g} % in the last epoch; weight x {last[f'scale {name}']:.3g}"
             )
         if f"reach {name}" in last:
-            lines.append(f"  - at the features: {100 * last[f'reach {name}']:.2g} % of it")
+            reach = 100 * last[f"reach {name}"]
+            lines.append(f"  - its gradient at the features: {reach:.2g} % of that of the loss")
     if "r_first" in last:
         lines.append(
             "  - the flows: R was log 2 = 0.693 in both; at the end it is "

@@ -1,8 +1,8 @@
 """Hyper-parameter search on validation classes; the test images are not even handed to a trial.
 
 Optuna proposes values with a tree-structured Parzen estimator; what became of them is in
-`trials.json`, from which a search goes on. It is replaced whole after each trial: a journal of
-Optuna's cannot be read any more once a full disk has cut a line off.
+`trials.json`, from which a search goes on. It is replaced whole after each trial:
+Optuna's own journal cannot be read again after a full disk has cut off a line.
 
 References:
     Psomas, Metric Learning: A Deep Dive (2020), part 5, "Fixed Validation".

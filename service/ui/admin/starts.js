@@ -154,7 +154,7 @@ function trainForm(found, options) {
     "details",
     { className: "more" },
     element("summary", { textContent: "Another training job (research)" }),
-    field("Training job", job, `${RECOMMENDED} takes some ten minutes and is the recommended one; adapt takes one or two and gains less; the others repeat published experiments.`),
+    field("Training job", job, `${RECOMMENDED} is the recommended one and takes ten minutes up to 1,200 images; adapt takes one or two and gains less; the others repeat published experiments.`),
   );
   jobs.dataset.testid = "research-jobs";
   const data = select("data", [["", "those of the gallery"], ...named(options.data)]);

@@ -1,7 +1,7 @@
 """Small shops: what a training gains on products that it did not see, and what it can lose.
 
     python benchmarks/small_shops.py [--seeds 3] [--shops 10] [--methods adapt today]
-                                     [--json docs/results/shops/adapt.json]
+                                     [--json docs/results/shops/shops.json]
 
 Each shop is a draw of products and of images from groceries, cars, drawn products or all three;
 half of its products are trained on. The methods:

@@ -3,13 +3,14 @@
 import copy
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from embedder.errors import CheckpointError
 from training.config.job import Job, parse_job
@@ -58,47 +59,56 @@ class Checkpoint:
         job = parse_job(self.job, origin="the job in the checkpoint")
         random_start = job.model.model_copy(update={"weights": "none"})
         net = EmbeddingNet(random_start, job.regularizers.determinant)
-        weights = self.net
-        if self.average is not None:
-            weights = {name.removeprefix("module."): x for name, x in self.average.items()}
-            del weights["n_averaged"]
-        net.load_state_dict(weights)
+        if self.average is None:
+            net.load_state_dict(self.net)
+        else:
+            net.load_state_dict(Average.weights(self.average))
         return job, (net.without_head() if self.trunk_alone else net).eval()
 
 
-class Average(nn.Module):
-    """The exponential moving average of the weights and buffers of a network, its `module`.
+class Average:
+    """The exponential moving average of the weights and buffers of a network.
 
     The decay is `decay`, but less in the first steps, min(decay, (1 + n) / (10 + n)), so that a
-    short run is not held back by where it began. Its state dict is that of torch's AveragedModel,
-    which would average a frozen trunk too, in each step of the head.
+    short run is not held back by where it began.
     """
 
-    n_averaged: Tensor
-
     def __init__(self, net: EmbeddingNet, decay: float) -> None:
-        super().__init__()
-        self.module = copy.deepcopy(net)
+        self.net = copy.deepcopy(net)
         self.decay = decay
-        self.register_buffer("n_averaged", torch.tensor(0))  # on the CPU: no step waits for it
+        self.steps = 0
 
     @torch.no_grad()
     def update(self, net: EmbeddingNet) -> None:
         """Take note of the weights after a step; those of a frozen trunk do not change."""
-        n = int(self.n_averaged)
-        decay = min(self.decay, (1 + n) / (10 + n)) if n else 0.0
+        decay = min(self.decay, (1 + self.steps) / (10 + self.steps)) if self.steps else 0.0
+        self.steps += 1
         means, values = [], []
-        for mean, value in zip(_changing(self.module), _changing(net), strict=True):
+        for mean, value in zip(_tensors(self.net), _tensors(net), strict=True):
             if mean.is_floating_point():
                 means.append(mean)
                 values.append(value)
             else:
                 mean.copy_(value)
         torch._foreach_lerp_(means, values, 1 - decay)
-        self.n_averaged += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What `load_state_dict` and `weights` read."""
+        own = {f"module.{name}": value for name, value in self.net.state_dict().items()}
+        return {"n_averaged": torch.tensor(self.steps), **own}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where a run stopped."""
+        self.net.load_state_dict(self.weights(state))
+        self.steps = int(state["n_averaged"])
+
+    @staticmethod
+    def weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state dict of the network in that of an average."""
+        return {k.removeprefix("module."): v for k, v in state.items() if k != "n_averaged"}
 
 
-def _changing(net: EmbeddingNet) -> list[Tensor]:
+def _tensors(net: EmbeddingNet) -> list[Tensor]:
     modules = [net.projection, net.flow] if net.frozen_trunk else [net]
     return [x for m in modules if m is not None for x in (*m.parameters(), *m.buffers())]
 

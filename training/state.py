@@ -75,7 +75,7 @@ class Run:
     @property
     def served(self) -> EmbeddingNet:
         """The network that is evaluated and exported: the average of weights if there is one."""
-        return self.net if self.average is None else self.average.module
+        return self.net if self.average is None else self.average.net
 
     @property
     def compares_with_start(self) -> bool:

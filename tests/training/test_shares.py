@@ -9,6 +9,7 @@ from tests.training.jobs import Silent, small_job
 from training.config.job import Job, parse_job
 from training.data.load import load_split
 from training.regularizers.shares import WIDEST, Shares, gradient_norms
+from training.report.notices import after_epoch
 from training.state import create_run
 from training.trainer import fit
 
@@ -151,6 +152,24 @@ def test_a_determinant_that_moves_its_flow_alone_is_named(tmp_path: Path) -> Non
     said = [sentence for sentence in listener.sentences if "at the features" in sentence]
     assert len(said) == 1
     assert said[0].startswith("epoch 2: regularizers.determinant moves flow 1, and hardly what")
+
+
+def test_a_bound_and_a_gradient_that_stays_in_its_flow_are_both_said(tmp_path: Path) -> None:
+    job = with_share(small_job(tmp_path / "products"), 0.2)
+    rows = [
+        {
+            "epoch": epoch,
+            "share determinant": 0.2,
+            "scale determinant": WIDEST,
+            "reach determinant": 1e-4,
+        }
+        for epoch in (1.0, 2.0, 3.0)
+    ]
+    assert after_epoch(job, rows[:1]) == []
+    aloof, bound = after_epoch(job, rows[:2])
+    assert "moves flow 1" in aloof
+    assert "bound of its calibration" in bound
+    assert after_epoch(job, rows) == []
 
 
 def test_a_run_of_few_steps_says_so_and_min_steps_raises_the_epochs(tmp_path: Path) -> None:

@@ -50,13 +50,14 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
                 f"{100 * row[f'share {name}']:.2g} % of the gradient of the loss, so it does next "
                 f"to nothing. Set {cure}."
             )
-        elif _is_in_its_flow(name, row) and not any(_is_in_its_flow(name, r) for r in earlier):
+            continue
+        if _is_in_its_flow(name, row) and not any(_is_in_its_flow(name, r) for r in earlier):
             said.append(
                 f"epoch {row['epoch']:.0f}: regularizers.{name} moves flow 1, and hardly what lies "
                 f"before it: its gradient at the features is {100 * row[f'reach {name}']:.2g} % of "
                 "that of the loss."
             )
-        elif len(earlier) == 1 and _at_a_bound(row.get(f"scale {name}", 1.0)):
+        if len(earlier) == 1 and _at_a_bound(row.get(f"scale {name}", 1.0)):
             said.append(
                 f"regularizers.{name}: its weight ended at the bound of its calibration, "
                 f"{row[f'scale {name}']:g} times the one given, with "

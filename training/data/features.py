@@ -74,7 +74,6 @@ class FeatureStore:
             with closing(sqlite3.connect(self.path, timeout=60)) as connection:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = NORMAL")
-                connection.execute("DROP TABLE IF EXISTS features")  # of before it had a bound
                 connection.execute(
                     "CREATE TABLE IF NOT EXISTS vectors (number INTEGER PRIMARY KEY, "
                     "key BLOB UNIQUE, vector BLOB)"

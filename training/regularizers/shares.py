@@ -104,14 +104,16 @@ class Shares:
         features: Tensor,
         sites: Mapping[str, Sequence[Tensor]],
     ) -> None:
-        """Observe each penalty at scale 1, (), beside the loss, (), at its site or the features."""
+        """Compare each penalty at scale 1, (), with the loss, (), at its site or the features."""
+        at_features, *at_sites = gradient_norms(loss, [[features], *sites.values()])
+        of_loss = dict(zip(sites, at_sites, strict=True))
         for name, penalty in penalties.items():
-            site, term = sites.get(name, ()), self.terms[name]
-            groups = ([features], site) if site else ([features],)
-            of_loss, own = (gradient_norms(x, groups) for x in (loss, penalty))
-            term.observe(of_loss[-1], own[-1], self._calibration)
-            if site and own[0] > 0 and of_loss[0] > 0:
-                term.reach = term.scale * own[0] / of_loss[0]
+            term = self.terms[name]
+            groups = [[features], sites[name]] if name in sites else [[features]]
+            reaches, *own = gradient_norms(penalty, groups)
+            term.observe(of_loss.get(name, at_features), (own or [reaches])[0], self._calibration)
+            if own and reaches > 0 and at_features > 0:
+                term.reach = term.scale * reaches / at_features
 
     def scaled(self, penalties: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Each penalty times its scale."""

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness import heading, options, row, shared_folder, skip
+from numpy.typing import NDArray
 from scipy import stats
 
 from training.checkpoint import Average
@@ -34,8 +35,8 @@ from training.data.load import load_split
 from training.data.records import Split
 from training.data.samplers import BatchSampler
 from training.evaluation.evaluate import evaluate_embeddings, through_head
-from training.start import start_from_trunk
-from training.state import create_run
+from training.start import start_from_features
+from training.state import Run, create_run
 from training.trainer import train_step
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -91,18 +92,20 @@ def name_of(seed: int, loss: str, epochs: int, classes: float, regularizer: str)
     return f"{loss}|{epochs}|{classes:g}|{regularizer}|{seed}"
 
 
+def cars_job(shared: Path, *changes: str) -> Job:
+    """The recipe on half of Cars196 with the weights of the shared folder, and its changes."""
+    data, weights = shared / "data/cars196-half", shared / "weights/mobilenet_v2-imagenet-fp16.pth"
+    return load_job("cars196-half", [f"data.root={data}", f"model.weights={weights}", *changes])
+
+
 def base_job(shared: Path) -> Job:
-    return load_job(
-        "cars196-half",
-        [
-            f"data.root={shared / 'data/cars196-half'}",
-            f"model.weights={shared / 'weights/mobilenet_v2-imagenet-fp16.pth'}",
-            "model.frozen_trunk=true",
-            "input.test_px=176",
-            "start.projection=within_class",
-            "optimizer.lr_head=1e-3",
-            "runtime.precision=fp32",
-        ],
+    return cars_job(
+        shared,
+        "model.frozen_trunk=true",
+        "input.test_px=176",
+        "start.projection=within_class",
+        "optimizer.lr_head=1e-3",
+        "runtime.precision=fp32",
     )
 
 
@@ -145,18 +148,11 @@ def run(cell: tuple[int, str, int, float, str]) -> dict[str, float]:
     rows = np.flatnonzero(np.isin(split.train.labels, chosen))
     images = split.train.of_classes(chosen)
     torch.manual_seed(seed)
-    state = create_run(job, images.classes)
-    start_from_trunk(state, images)
-    if job.regularizers.retention is not None:
-        state.start_from(state.net)
-    if state.average is not None:
-        state.average = Average(state.net, state.average.decay)
-    order = BatchSampler(job, images.labels)
-    state.objective.shares.calibration_steps = len(order)
-    data = CachedFeatures(train[torch.from_numpy(rows)], images.labels, seed)
+    views = train[torch.from_numpy(rows)]  # (N, V, C)
+    state, order = begin(job, views[:, 0], images.labels)
+    data = CachedFeatures(views, images.labels, seed)
     runtime = job.runtime.model_copy(update={"workers": 0})
     loader = build_loader(data, order, runtime, state.device, seed)
-    state.net.train()
     while state.epoch < epochs:
         order.epoch = state.epoch
         model = state.warm_up(False)
@@ -166,6 +162,20 @@ def run(cell: tuple[int, str, int, float, str]) -> dict[str, float]:
     vectors = through_head(state.served, test)
     found = evaluate_embeddings(vectors, split.test.labels, full=False)
     return {name: round(found[name], 3) for name in ("R@1", "MAP@R")}
+
+
+def begin(job: Job, features: torch.Tensor, labels: NDArray[np.int64]) -> tuple[Run, BatchSampler]:
+    """A run at step 0, from the pooled features (N, C) of its images, and the order of these."""
+    state = create_run(job, int(labels.max()) + 1)
+    start_from_features(state, features, labels)
+    if job.regularizers.retention is not None:
+        state.start_from(state.net)
+    if state.average is not None:
+        state.average = Average(state.net, state.average.decay)
+    order = BatchSampler(job, labels)
+    state.objective.shares.calibration_steps = len(order)
+    state.net.train()
+    return state, order
 
 
 def report(found: dict[str, dict[str, float]], seeds: int) -> None:

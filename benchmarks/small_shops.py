@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 from harness import heading, options, row, shared_folder, skip
+from regularizers import cars_job
 from scipy import stats
 
 from training.checkpoint import FILE, START, load_checkpoint
@@ -111,9 +112,8 @@ def _sources(shared: Path, work: Path) -> dict[str, dict[str, list[Path]]]:
             if "iconic" not in record.path:
                 label = Path(record.label).name
                 found[source].setdefault(label, []).append(root / record.path)
-    job = load_job("cars196-half", [f"data.root={shared / 'data/cars196-half'}"])
     found["cars"] = {}
-    for part in load_split(job.data).parts.values():
+    for part in load_split(cars_job(shared).data).parts.values():
         for path, label in zip(part.paths, part.labels.tolist(), strict=True):
             found["cars"].setdefault(part.class_names[label], []).append(part.root / path)
     return found
@@ -152,7 +152,7 @@ def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[st
     job = load_job(
         name,
         [f"data.root={data}", f"data.split_seed={seed}", f"seed={seed}", f"model.weights={weights}",
-         "runtime.workers=2", *overrides],
+         *overrides],
     )  # fmt: skip
     started = time.perf_counter()
     split = load_split(job.data)

@@ -23,6 +23,7 @@ cars is above on the groceries.
 
 import json
 import os
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -37,21 +38,19 @@ import torch
 from harness import heading, options, row, shared_folder, skip
 from numpy.typing import NDArray
 from PIL import Image
+from regularizers import begin, cars_job
 from scipy import stats
 from torch import Tensor
 from torch.nn import functional as F
 
 from embedder.errors import TrainingError
 from embedder.preprocess import decode, preprocess
-from training.checkpoint import Average
-from training.config.job import Job, load_job, parse_job
+from training.config.job import Job, parse_job
 from training.config.settings import Input
 from training.data.load import load_split, read_folder
-from training.data.samplers import BatchSampler
 from training.device import tuned
 from training.evaluation.evaluate import evaluate_embeddings
 from training.models.embedding import EmbeddingNet, evaluating
-from training.start import start_from_features
 from training.state import create_run
 from training.trainer import train_step
 
@@ -146,20 +145,16 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     if asked.json is not None and asked.json.is_file():
         found = json.loads(asked.json.read_text(encoding="utf-8"))
-    folder = asked.cache or Path("/dev/shm") / f"kinlens-views-{os.getpid()}"
-    make_views(shared, folder, asked.classes)
     context = get_context("spawn")
-    with context.Pool(asked.processes, _begin, (shared, folder)) as pool:
-        try:
-            for stage in _stages(asked.losses, asked.epochs, asked.seeds, found):
-                _run_all(pool, stage, found, until, asked.json)
-        except TimeoutError:
-            print("\nthe time is up; the next call goes on")
-        pool.terminate()
-    if asked.cache is None:
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = asked.cache or Path(temporary)
+        make_views(shared, folder, asked.classes)
+        with context.Pool(asked.processes, _begin, (shared, folder)) as pool:
+            try:
+                for stage in _stages(asked.losses, asked.epochs, asked.seeds, found):
+                    _run_all(pool, stage, found, until, asked.json)
+            except TimeoutError:
+                print("\nthe time is up; the next call goes on")
     report(found, asked.epochs)
 
 
@@ -228,16 +223,12 @@ def _run_all(
 
 
 def base_job(shared: Path) -> Job:
-    return load_job(
-        "cars196-half",
-        [
-            f"data.root={shared / 'data/cars196-half'}",
-            f"model.weights={shared / 'weights/mobilenet_v2-imagenet-fp16.pth'}",
-            "input.size_px=112",
-            "input.resize_px=140",
-            "input.test_px=128",
-            "optimizer.lr_flows=2e-5",
-        ],
+    return cars_job(
+        shared,
+        "input.size_px=112",
+        "input.resize_px=140",
+        "input.test_px=128",
+        "optimizer.lr_flows=2e-5",
     )
 
 
@@ -249,14 +240,16 @@ def make_views(shared: Path, folder: Path, classes: int) -> None:
     if (folder / "done").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    split = load_split(base_job(shared).data)
+    job = base_job(shared)
+    split = load_split(job.data)
     train, test = (
         part.of_classes(np.arange(min(classes, part.classes))) for part in (split.train, split.test)
     )
     photographs = shared / "data/grocery-store"
     records = [r for r in read_folder(photographs) if "iconic" not in r.path]
-    names = sorted({Path(record.label).name for record in records})
-    records = [r for r in records if names.index(Path(r.label).name) < classes]
+    names = sorted({Path(record.label).name for record in records})[:classes]
+    numbers = {name: number for number, name in enumerate(names)}
+    records = [r for r in records if Path(r.label).name in numbers]
     files = {
         "train": [train.root / path for path in train.paths],
         "test": [test.root / path for path in test.paths],
@@ -265,11 +258,11 @@ def make_views(shared: Path, folder: Path, classes: int) -> None:
     labels = {
         "train": train.labels,
         "test": test.labels,
-        "groceries": np.array([names.index(Path(record.label).name) for record in records]),
+        "groceries": np.array([numbers[Path(record.label).name] for record in records]),
     }
     with get_context("spawn").Pool(os.cpu_count()) as pool:
         for part, paths in files.items():
-            jobs = [(path, base_job(shared).input) for path in paths]
+            jobs = [(path, job.input) for path in paths]
             np.save(folder / f"{part}.npy", np.stack(pool.starmap(_served, jobs, 64)))
             np.save(folder / f"{part}-labels.npy", labels[part])
         whole = pool.map(_whole, files["train"], 64)
@@ -393,15 +386,9 @@ def _train(cell: Cell) -> tuple[EmbeddingNet, NDArray[np.int64] | None]:
         rows, held_out = (np.flatnonzero(x[labels]) for x in (fold != cell.fold, fold == cell.fold))
         labels = np.unique(labels[rows], return_inverse=True)[1]
     torch.manual_seed(cell.seed)
-    run = create_run(job, int(labels.max()) + 1)
-    start_from_features(run, data.start[torch.from_numpy(rows)], labels)
-    if run.average is not None:
-        run.average = Average(run.net, run.average.decay)
-    order = BatchSampler(job, labels)
-    run.objective.shares.calibration_steps = len(order)
+    run, order = begin(job, data.start[torch.from_numpy(rows)], labels)
     rng = np.random.default_rng(cell.seed)
     classes = torch.from_numpy(labels).to(run.device)
-    run.net.train()
     with tuned(run.device):
         while run.epoch < cell.epochs:
             order.epoch = run.epoch

@@ -22,18 +22,20 @@ $(VENV)/.uv:
 	@touch $@
 
 $(VENV)/.training: $(VENV)/.uv pyproject.toml constraints.txt
-	$(PIP) --quiet --editable '.[training]'
+	$(PIP) --quiet --editable '.[cpu,training]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
-	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,openvino,parquet,heif,ray,milvus-server]'
+	$(PIP) --quiet --editable '.[cpu,training,dev,otel,milvus,openvino,parquet,heif,ray,milvus-server]'
 	@touch $(VENV)/.training $@
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv
 
-install-gpu: $(VENV)/.uv  ## The same with onnxruntime and FAISS for CUDA 13 in place of their CPU twins
-	-$(UV) pip uninstall --python $(BIN)/python --quiet faiss-cpu onnxruntime
-	$(PIP) --excludes docker/cpu-twins.txt --editable '.[training,gpu]'
+install-gpu: .venv-gpu/.uv  ## The same with FAISS and ONNX Runtime for CUDA 13, into .venv-gpu
+	.venv-gpu/bin/uv pip install --python .venv-gpu/bin/python --constraint constraints.txt --editable '.[gpu,training]'
+
+.venv-gpu/.uv:
+	@$(MAKE) --no-print-directory VENV=.venv-gpu .venv-gpu/.uv
 
 demo: $(VENV)/.training  ## Train, index and serve a small catalogue; IMAGES=/my/shop [BUNDLE=/my/bundle, WEIGHTS=/my/mobilenet_v2.pth, PORT=8001] for yours
 	$(BIN)/python scripts/demo.py $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(PORT),--port $(PORT))
@@ -83,7 +85,7 @@ format: $(VENV)/.dev  ## Mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 $(VENV)/.bench: $(VENV)/.dev
-	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,parquet,heif,milvus-server,bench]'
+	$(PIP) --quiet --editable '.[cpu,training,dev,otel,milvus,parquet,heif,milvus-server,bench]'
 	@touch $@
 
 bench: $(VENV)/.bench  ## Every benchmark once at its smallest: NAMES="gallery.py"; tells what it leaves out

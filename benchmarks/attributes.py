@@ -30,12 +30,12 @@ from pathlib import Path
 import numpy as np
 from harness import heading, made_gallery, random_units, row, timed_ms, verdict
 
-from embedder.errors import InvalidParameterError
-from embedder.types import AttributeValue
-from indexer.filters.text import parse_filter
-from indexer.gallery import Gallery
-from indexer.index.plan import IndexSettings
-from indexer.types import Grouping, SearchOptions
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.types import Grouping, SearchOptions
+from kinlens.values import AttributeValue
 
 DIM = 16
 COLOURS = ("red", "green", "blue", "black", "white", "grey", "pink", "brown")

@@ -42,17 +42,18 @@ import numpy as np
 from harness import heading, kinlens, options, row, shared_folder, skip, verdict
 from numpy.typing import NDArray
 
-from embedder.bundle import Bundle
-from embedder.calibration import Calibration, Curve, Searches, calibration_error
-from embedder.errors import CalibrationError
-from embedder.session import OnnxEmbedder
-from embedder.types import AttributeValue, Embeddings, Hit
-from indexer.calibration import Calibrated, Fit, Labelled, choose, fit_gallery, fit_golden
-from indexer.types import Item, SearchOptions
-from training.config.job import parse_job
-from training.data.datasets import OFFICIAL, read_official
-from training.data.load import load_split
-from training.export.calibration import MIN_CLASSES, candidates_of, fit_calibration
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.calibration import Calibration, Curve, Searches, calibration_error
+from kinlens.embedder.errors import CalibrationError
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.embedder.types import Embeddings, Hit
+from kinlens.indexer.calibration import Calibrated, Fit, Labelled, choose, fit_gallery, fit_golden
+from kinlens.indexer.types import Item, SearchOptions
+from kinlens.training.config.job import parse_job
+from kinlens.training.data.datasets import OFFICIAL, read_official
+from kinlens.training.data.load import load_split
+from kinlens.training.export.calibration import MIN_CLASSES, candidates_of, fit_calibration
+from kinlens.values import AttributeValue
 
 VIEWS = {1: [1], 2: [2], 4: [4], 8: [8], 16: [16], "mixed": [1, 1, 2, 4, 8]}
 SIZES = {"half": 0.5, "same": 1.0, "ten times": 10.0}

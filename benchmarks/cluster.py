@@ -27,12 +27,12 @@ import numpy as np
 from harness import BIN, heading, kinlens, options, photographs, row, verdict
 from search import small_bundle
 
-from embedder.bundle import Bundle
-from embedder.engines.models import SessionSettings
-from embedder.machine import core_count
-from embedder.session import OnnxEmbedder
-from indexer.gallery import Gallery
-from indexer.ingest.shards import VectorShards
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.shards import VectorShards
 
 BATCH, FILES = 32, 500
 

@@ -29,7 +29,7 @@ import numpy as np
 from harness import heading, options, row
 from numpy.typing import NDArray
 
-from embedder.types import Embeddings
+from kinlens.embedder.types import Embeddings
 
 CLUSTER_SIZE = 50
 SUPER_SIZE = 400

@@ -23,10 +23,10 @@ import numpy as np
 from clustered import clustered
 from harness import columns, fresh, in_turns, made_gallery, memory_mb, options, ratio
 
-from embedder.machine import core_count
-from embedder.types import Embeddings
-from indexer.checks.duplicates import K, near_groups
-from indexer.gallery import Gallery
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.checks.duplicates import K, near_groups
+from kinlens.indexer.gallery import Gallery
 
 LEAST, COPIED = 0.99, 20
 

@@ -19,8 +19,8 @@ from typing import get_args
 from harness import heading, in_turns, options, ratio, row, verdict
 from trunks import exported, range_images
 
-from embedder.engines.models import SessionSettings, absence, load
-from embedder.manifest import FP32, Engine, Mode, Precision
+from kinlens.embedder.engines.models import SessionSettings, absence, load
+from kinlens.embedder.manifest import FP32, Engine, Mode, Precision
 
 SIZE_PX, WARM_UP = 224, 3
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")

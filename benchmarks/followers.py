@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 from harness import heading, made_gallery, options, random_units, row
 
-from indexer.exchange.follow import Follower
-from indexer.exchange.publish import publish
-from indexer.gallery import Gallery
-from indexer.types import Entry
+from kinlens.indexer.exchange.follow import Follower
+from kinlens.indexer.exchange.publish import publish
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Entry
 
 K = 10
 

@@ -56,23 +56,23 @@ from harness import (
 )
 from numpy.typing import NDArray
 
-from embedder.bundle import Bundle
-from embedder.machine import core_count
-from embedder.preprocess import preprocess
-from embedder.session import OnnxEmbedder
-from embedder.types import Embeddings
-from indexer.catalog.vectors import ROWS, VECTORS
-from indexer.filters.tree import Range
-from indexer.folder.layout import GalleryFolder
-from indexer.gallery import Gallery
-from indexer.index.kinds import KINDS
-from indexer.index.plan import IndexSettings
-from indexer.index.segment import INDEX, read_manifest
-from indexer.ingest.build import build_gallery
-from indexer.ingest.embed import EmbedSettings
-from indexer.ingest.sources import folder_source
-from indexer.live.compaction import SEGMENTS
-from indexer.types import Entry, SearchOptions
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.preprocess import preprocess
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.catalog.vectors import ROWS, VECTORS
+from kinlens.indexer.filters.tree import Range
+from kinlens.indexer.folder.layout import GalleryFolder
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.kinds import KINDS
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.index.segment import INDEX, read_manifest
+from kinlens.indexer.ingest.build import build_gallery
+from kinlens.indexer.ingest.embed import EmbedSettings
+from kinlens.indexer.ingest.sources import folder_source
+from kinlens.indexer.live.compaction import SEGMENTS
+from kinlens.indexer.types import Entry, SearchOptions
 
 K, BATCH, RECALL = 10, 256, 0.98
 PARTS = ("process", "speed", "peers", "filters", "changes", "compaction", "images")

@@ -16,13 +16,13 @@ from typing import TypeVar
 from clustered import clustered
 from harness import heading, options, row, skip
 
-from embedder.errors import PlanError
-from embedder.types import Embeddings
-from indexer.index.faiss import SegmentIndex
-from indexer.index.gpu import gpu_memory, why_no_gpu
-from indexer.index.kinds import Effort
-from indexer.index.plan import IndexSettings, Plan, plan_index
-from indexer.index.tune import recall_at, tune
+from kinlens.embedder.errors import PlanError
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.index.faiss import SegmentIndex
+from kinlens.indexer.index.gpu import gpu_memory, why_no_gpu
+from kinlens.indexer.index.kinds import Effort
+from kinlens.indexer.index.plan import IndexSettings, Plan, plan_index
+from kinlens.indexer.index.tune import recall_at, tune
 
 BATCHES = (1, 32, 1024)
 QUERIES, K, TARGET = 2048, 10, 0.98

@@ -30,13 +30,14 @@ from harness import (
     verdict,
 )
 
-from embedder.fake import FakeEmbedder
-from indexer.gallery import Gallery
-from indexer.golden import GoldenSet, Label, NewQuery
-from service.app import create_app
-from service.http.server import config_of, listen
-from service.observe.logs import configure_logs
-from service.settings import Settings
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.golden import Label
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.golden import GoldenSet, NewQuery
+from kinlens.service.app import create_app
+from kinlens.service.http.server import config_of, listen
+from kinlens.service.observe.logs import configure_logs
+from kinlens.service.settings import Settings
 
 ITEMS, DIM, FILES = 10_000, 128, 64
 DELAY_S = 0.02

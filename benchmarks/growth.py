@@ -33,11 +33,12 @@ import numpy as np
 from clustered import clustered_batches, clustered_queries, clusters_of
 from harness import fresh, heading, made_gallery, memory_mb, options, row, timed_ms, verdict
 
-from embedder.types import AttributeValue, Embeddings
-from indexer.folder.layout import GalleryFolder
-from indexer.gallery import Gallery
-from indexer.live.compaction import KEEP_REMOVED_S
-from indexer.types import Entry, SearchOptions
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.folder.layout import GalleryFolder
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.live.compaction import KEEP_REMOVED_S
+from kinlens.indexer.types import Entry, SearchOptions
+from kinlens.values import AttributeValue
 
 PARTS = ("build", "write", "search", "catch-up", "sustained")
 PANELS = {

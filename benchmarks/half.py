@@ -18,12 +18,12 @@ import numpy as np
 from clustered import clustered
 from harness import heading, in_turns, made_gallery, options, ratio, row
 
-from embedder.types import Embeddings
-from indexer.gallery import Gallery
-from indexer.index.faiss import compare
-from indexer.index.plan import IndexSettings
-from indexer.index.tune import recall_at
-from indexer.types import SearchOptions
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.faiss import compare
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.index.tune import recall_at
+from kinlens.indexer.types import SearchOptions
 
 K, QUERIES, TYPES = 10, 500, ("fp32", "fp16")
 

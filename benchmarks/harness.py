@@ -27,10 +27,10 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from embedder.types import Embeddings
-from indexer.index.plan import IndexSettings
-from indexer.ingest.build import import_gallery
-from indexer.types import AttributeValue, Dump, Entry, VectorType
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.ingest.build import import_gallery
+from kinlens.indexer.types import AttributeValue, Dump, Entry, VectorType
 
 BIN = Path(sys.executable).parent
 SKIPPED = 77

@@ -21,10 +21,10 @@ import numpy as np
 from harness import fresh, heading, made_gallery, memory_mb, options, random_units, row
 from PIL import Image
 
-from embedder.fake import FakeEmbedder
-from indexer.ingest.build import BuildSettings, build_gallery
-from indexer.ingest.embed import EmbedSettings
-from indexer.ingest.sources import csv_source
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.ingest.build import BuildSettings, build_gallery
+from kinlens.indexer.ingest.embed import EmbedSettings
+from kinlens.indexer.ingest.sources import csv_source
 
 DIM, PICTURES = 16, 100
 

@@ -21,11 +21,17 @@ from pathlib import Path
 from harness import heading, options, random_units, row, skip
 from milvus_search import entry, own_server
 
-from embedder.machine import core_count
-from indexer.exchange.milvus_collection import Collection, Connection, MilvusFacts, batches, row_of
-from indexer.exchange.milvus_index import planned
-from indexer.exchange.milvus_load import load
-from indexer.types import Entry
+from kinlens.embedder.machine import core_count
+from kinlens.indexer.exchange.milvus_collection import (
+    Collection,
+    Connection,
+    MilvusFacts,
+    batches,
+    row_of,
+)
+from kinlens.indexer.exchange.milvus_index import planned
+from kinlens.indexer.exchange.milvus_load import load
+from kinlens.indexer.types import Entry
 
 
 def main() -> None:

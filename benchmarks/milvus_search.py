@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from harness import heading, options, random_units, row, skip, timed_ms
 
-from indexer.exchange.milvus import MilvusStore
-from indexer.types import Consistency, Entry
+from kinlens.indexer.exchange.milvus import MilvusStore
+from kinlens.indexer.types import Consistency, Entry
 from tests.support import milvus_server
 
 K, CLIENTS = 20, 4

@@ -27,17 +27,17 @@ from harness import heading, options, row, shared_folder, skip
 from numpy.typing import NDArray
 from scipy import stats
 
-from training.checkpoint import Average
-from training.config.job import Job, load_job, parse_job
-from training.data.features import CachedFeatures, pooled_views
-from training.data.images import build_loader
-from training.data.load import load_split
-from training.data.records import Split
-from training.data.samplers import BatchSampler
-from training.evaluation.evaluate import evaluate_embeddings, through_head
-from training.start import start_from_features
-from training.state import Run, create_run
-from training.trainer import train_step
+from kinlens.training.checkpoint import Average
+from kinlens.training.config.job import Job, load_job, parse_job
+from kinlens.training.data.features import CachedFeatures, pooled_views
+from kinlens.training.data.images import build_loader
+from kinlens.training.data.load import load_split
+from kinlens.training.data.records import Split
+from kinlens.training.data.samplers import BatchSampler
+from kinlens.training.evaluation.evaluate import evaluate_embeddings, through_head
+from kinlens.training.start import start_from_features
+from kinlens.training.state import Run, create_run
+from kinlens.training.trainer import train_step
 
 LOSSES: dict[str, dict[str, Any]] = {
     "proxy_anchor": {"loss": {"name": "proxy_anchor"}, "sampling": {"per_class": 1}},

@@ -36,12 +36,12 @@ from harness import (
     verdict,
 )
 
-from embedder.fake import FakeEmbedder
-from indexer.gallery import Gallery
-from service.app import create_app
-from service.http.server import config_of, listen, serve_on
-from service.observe.logs import configure_logs
-from service.settings import Settings
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.gallery import Gallery
+from kinlens.service.app import create_app
+from kinlens.service.http.server import config_of, listen, serve_on
+from kinlens.service.observe.logs import configure_logs
+from kinlens.service.settings import Settings
 
 HERE = Path(__file__).resolve()
 CONNECTIONS, FILES = 8, 64

@@ -32,10 +32,10 @@ from calibration import Labels, cases_of, embedded, groceries, parts_of
 from harness import heading, options, ratio, row, timed_ms
 from numpy.typing import NDArray
 
-from embedder.types import Embeddings
-from indexer.gallery import Gallery
-from indexer.live.rerank import diverse
-from indexer.types import CANDIDATES, Boost, Entry, SearchOptions
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.live.rerank import diverse
+from kinlens.indexer.types import CANDIDATES, Boost, Entry, SearchOptions
 
 ASKING = 1_000  # queries, at most
 BOOTSTRAPS, SHOWN = 2_000, 10

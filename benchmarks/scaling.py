@@ -53,10 +53,10 @@ from milvus_search import K, entry, own_server
 from replicas import CONNECTIONS, ITEMS, offered
 from search import IMAGES, gallery, small_bundle
 
-from indexer.exchange.follow import Follower
-from indexer.exchange.milvus import MilvusStore
-from indexer.exchange.publish import publish
-from indexer.gallery import Gallery
+from kinlens.indexer.exchange.follow import Follower
+from kinlens.indexer.exchange.milvus import MilvusStore
+from kinlens.indexer.exchange.publish import publish
+from kinlens.indexer.gallery import Gallery
 
 VARIED = (0.5, 1.5)
 """Times the interval after which a follower looks again, as the service does."""

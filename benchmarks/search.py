@@ -58,11 +58,11 @@ from harness import (
     verdict,
 )
 
-from embedder.engines.models import SessionSettings, absence
-from embedder.machine import core_count
-from embedder.manifest import FP32, Mode
-from embedder.session import OnnxEmbedder
-from indexer.gallery import Gallery
+from kinlens.embedder.engines.models import SessionSettings, absence
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.manifest import FP32, Mode
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.gallery import Gallery
 
 PEERS = Path(__file__).parent / "peers"
 IMAGES, BATCH, K, DIM = 300, 8, 20, 128

@@ -30,13 +30,13 @@ from harness import heading, options, row, shared_folder, skip
 from regularizers import cars_job
 from scipy import stats
 
-from training.checkpoint import FILE, START, load_checkpoint
-from training.config.job import load_job
-from training.data.load import load_split, read_folder
-from training.evaluation.choice import ALPHAS, between
-from training.evaluation.evaluate import evaluate
-from training.rendered.catalogue import class_name, render_view
-from training.runner import run_job
+from kinlens.training.checkpoint import FILE, START, load_checkpoint
+from kinlens.training.config.job import load_job
+from kinlens.training.data.load import load_split, read_folder
+from kinlens.training.evaluation.choice import ALPHAS, between
+from kinlens.training.evaluation.evaluate import evaluate
+from kinlens.training.rendered.catalogue import class_name, render_view
+from kinlens.training.runner import run_job
 
 METHODS: dict[str, tuple[str, list[str]]] = {
     "adapt": ("adapt", []),

@@ -43,16 +43,16 @@ from scipy import stats
 from torch import Tensor
 from torch.nn import functional as F
 
-from embedder.errors import TrainingError
-from embedder.preprocess import decode, preprocess
-from training.config.job import Job, parse_job
-from training.config.settings import Input
-from training.data.load import load_split, read_folder
-from training.device import tuned
-from training.evaluation.evaluate import evaluate_embeddings
-from training.models.embedding import EmbeddingNet, evaluating
-from training.state import create_run
-from training.trainer import train_step
+from kinlens.embedder.errors import TrainingError
+from kinlens.embedder.preprocess import decode, preprocess
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.settings import Input
+from kinlens.training.data.load import load_split, read_folder
+from kinlens.training.device import tuned
+from kinlens.training.evaluation.evaluate import evaluate_embeddings
+from kinlens.training.models.embedding import EmbeddingNet, evaluating
+from kinlens.training.state import create_run
+from kinlens.training.trainer import train_step
 
 HEIGHT, WIDTH = 176, 288
 """Of a decoded image, whatever its shape: boxes of views are relative."""
@@ -287,8 +287,8 @@ def drawn_views(
 ) -> Tensor:
     """A random view of each image: uint8 (B, 3, H, W) to (B, 3, S, S).
 
-    Boxes are those of `training.data.images.random_box`. A view is drawn at twice its size and
-    halved, so what is made smaller is averaged.
+    Boxes are those of `kinlens.training.data.images.random_box`. A view is drawn at twice its size
+    and halved, so what is made smaller is averaged.
     """
     count, tries = len(pixels), 10
     width, height = sizes[:, :1].astype(np.float64), sizes[:, 1:].astype(np.float64)

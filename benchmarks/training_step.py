@@ -26,14 +26,14 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss as PeerLoss
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from training.config.job import Job, parse_job
-from training.data.images import TrainingImages
-from training.data.load import load_split
-from training.data.samplers import BatchSampler
-from training.device import autocast, tuned
-from training.models.embedding import EmbeddingNet
-from training.state import create_run
-from training.trainer import train_step
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.data.images import TrainingImages
+from kinlens.training.data.load import load_split
+from kinlens.training.data.samplers import BatchSampler
+from kinlens.training.device import autocast, tuned
+from kinlens.training.models.embedding import EmbeddingNet
+from kinlens.training.state import create_run
+from kinlens.training.trainer import train_step
 
 DIM, WARM_UP = 512, 3
 REGULARIZERS: dict[str, dict[str, dict[str, Any]]] = {

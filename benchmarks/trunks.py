@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from harness import heading, in_turns, options, ratio, row
 
-from embedder.engines.models import SessionSettings, create_session
-from embedder.preprocess import to_chw
-from embedder.types import Images
-from training.config.settings import Model
-from training.export.bundle import write_onnx
-from training.export.int8 import quantize_int8
-from training.models.embedding import EmbeddingNet
-from training.rendered.catalogue import render_view
+from kinlens.embedder.engines.models import SessionSettings, create_session
+from kinlens.embedder.preprocess import to_chw
+from kinlens.embedder.types import Images
+from kinlens.training.config.settings import Model
+from kinlens.training.export.bundle import write_onnx
+from kinlens.training.export.int8 import quantize_int8
+from kinlens.training.models.embedding import EmbeddingNet
+from kinlens.training.rendered.catalogue import render_view
 
 PAGE = Path(__file__).parents[1] / "docs" / "trunks.md"
 ROW = re.compile(r"^\| `([^`]+)` \| (\d+) \| ", re.MULTILINE)

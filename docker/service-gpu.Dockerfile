@@ -8,11 +8,11 @@ WORKDIR /src
 COPY constraints.txt ./
 RUN python -m pip install --no-cache-dir --constraint constraints.txt uv
 COPY pyproject.toml README.md LICENSE ./
-COPY docker/cpu-twins.txt docker/cpu-twins.txt
 RUN python -m venv --without-pip /opt/kinlens \
     && uv pip install --python /opt/kinlens/bin/python --no-cache --link-mode copy --compile-bytecode \
-    --constraint constraints.txt --excludes docker/cpu-twins.txt \
+    --constraint constraints.txt \
     --requirements pyproject.toml --extra gpu --extra otel
+COPY kinlens kinlens
 COPY embedder embedder
 COPY indexer indexer
 COPY service service

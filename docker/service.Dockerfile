@@ -11,7 +11,8 @@ ARG EXTRAS
 COPY pyproject.toml README.md LICENSE ./
 RUN python -m venv --without-pip /opt/kinlens \
     && uv pip install --python /opt/kinlens/bin/python --no-cache --link-mode copy --compile-bytecode \
-    --constraint constraints.txt --requirements pyproject.toml ${EXTRAS:---extra otel}
+    --constraint constraints.txt --requirements pyproject.toml --extra cpu ${EXTRAS:---extra otel}
+COPY kinlens kinlens
 COPY embedder embedder
 COPY indexer indexer
 COPY service service

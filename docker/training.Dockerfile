@@ -9,7 +9,8 @@ RUN python -m pip install --no-cache-dir --constraint constraints.txt uv
 COPY pyproject.toml README.md LICENSE ./
 RUN python -m venv --without-pip /opt/kinlens \
     && uv pip install --python /opt/kinlens/bin/python --no-cache --link-mode copy --compile-bytecode \
-    --constraint constraints.txt --requirements pyproject.toml --extra training --extra timm
+    --constraint constraints.txt --requirements pyproject.toml --extra cpu --extra training --extra timm
+COPY kinlens kinlens
 COPY embedder embedder
 COPY indexer indexer
 COPY service service

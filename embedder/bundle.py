@@ -20,9 +20,9 @@ from typing import get_args
 import numpy as np
 from pydantic import ValidationError
 
-from embedder.durable import rename, sync_tree
-from embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
-from embedder.manifest import (
+from kinlens.embedder.durable import rename, sync_tree
+from kinlens.embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
+from kinlens.embedder.manifest import (
     FP32,
     BundleManifest,
     Engine,
@@ -32,7 +32,7 @@ from embedder.manifest import (
     OtherPrecision,
     Precision,
 )
-from embedder.types import Embeddings, Images
+from kinlens.embedder.types import Embeddings, Images
 
 MODEL = "model.onnx"
 MAP = "model.map.onnx"

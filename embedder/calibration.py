@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from embedder.errors import CalibrationError
+from kinlens.embedder.errors import CalibrationError
 
 CANDIDATES = 20
 """The best hits of a search, which share its probability with all that is not among them."""

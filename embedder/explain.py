@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from embedder.manifest import Preprocessing
-from embedder.preprocess import central_box
-from embedder.session import Embedder
-from embedder.types import Images
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.preprocess import central_box
+from kinlens.embedder.session import Embedder
+from kinlens.embedder.types import Images
 
 Grid = NDArray[np.float32]
 """Shares of a score, shape (h, w), over the central square that `Preprocessing` keeps."""

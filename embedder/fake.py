@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from embedder.calibration import Calibration
-from embedder.manifest import FP32, Preprocessing
-from embedder.preprocess import Box, ImageLimits, preprocess
-from embedder.types import Embeddings, Images, Maps
+from kinlens.embedder.calibration import Calibration
+from kinlens.embedder.manifest import FP32, Preprocessing
+from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
+from kinlens.embedder.types import Embeddings, Images, Maps
 
 _BLOCKS = 4  # of a side, in its map
 

@@ -11,7 +11,7 @@ from importlib import import_module
 
 from PIL import Image, UnidentifiedImageError
 
-from embedder.errors import UnsupportedFormatError
+from kinlens.embedder.errors import UnsupportedFormatError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIC")
 """Formats that are decoded, by content; of an animation the first frame. HEIC is an extra."""

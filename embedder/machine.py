@@ -1,4 +1,4 @@
-"""What is here: cores, memory, and the version that is installed."""
+"""The machine: cores, memory, processor, and whether FAISS can be loaded."""
 
 import contextlib
 import functools
@@ -7,8 +7,10 @@ import math
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from kinlens import __version__
+from kinlens.installs import missing_package
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
@@ -109,29 +111,29 @@ def processor() -> str:
     return "\n".join(lines) or platform.processor() or platform.machine()
 
 
-def installed_version() -> str:
-    """The version in the metadata of the package; "0" for sources that were never installed."""
-    try:
-        return version("kinlens")
-    except PackageNotFoundError:
-        return "0"
+def cache_folder() -> Path:
+    """The folder for figures that can be computed again; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kinlens"
 
 
-def require_faiss() -> None:
-    """End with one line where FAISS is installed but cannot be loaded, as the package for a GPU
-    without the libraries of CUDA that it needs.
+def require_faiss(command: str) -> None:
+    """Exit with one line if FAISS is missing, or if it cannot be loaded: the GPU package without
+    the CUDA libraries that it needs.
     """
     try:
         importlib.import_module("faiss")
+    except ModuleNotFoundError as missing:
+        raise SystemExit(missing_package(command, missing, "cpu", "gpu")) from None
     except Exception as error:
         raise SystemExit(
             f"Error: FAISS cannot be loaded: {' '.join(str(error).split())} Install it again with "
-            "all that it needs: make install-gpu on a machine with a GPU, make install on others."
+            "all that it needs: pip install 'kinlens[gpu]' on a machine with an NVIDIA GPU, "
+            "pip install 'kinlens[cpu]' on others."
         ) from None
 
 
 def print_version(asked: bool) -> None:
     """What `--version` of every command does. It ends the process before any work begins."""
     if asked:
-        sys.stdout.write(f"kinlens {installed_version()}\n")
+        sys.stdout.write(f"kinlens {__version__}\n")
         raise SystemExit(0)

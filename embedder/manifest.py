@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from embedder.calibration import Calibration
+from kinlens.embedder.calibration import Calibration
 
 Interpolation = Literal["bilinear", "bicubic", "lanczos"]
 Precision = Literal["fp32", "bf16", "int8", "fp16"]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     CorruptImageError,
     EmptyImageError,
     ImageTooLargeError,
@@ -21,8 +21,8 @@ from embedder.errors import (
     InvalidParameterError,
     UnsupportedFormatError,
 )
-from embedder.formats import claimed_size, format_of, name_of, open_image, readable
-from embedder.manifest import Interpolation, Preprocessing
+from kinlens.embedder.formats import claimed_size, format_of, name_of, open_image, readable
+from kinlens.embedder.manifest import Interpolation, Preprocessing
 
 _EXIF_ORIENTATION = 0x0112
 _TURNS = {

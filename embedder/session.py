@@ -8,7 +8,7 @@ bits, which saturates.
 import itertools
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -17,19 +17,19 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.bundle import Bundle
-from embedder.calibration import Calibration
-from embedder.engines.measured import Measured, read_measured, write_measured
-from embedder.engines.models import PROVIDERS, Model, SessionSettings, absence, load
-from embedder.errors import (
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.calibration import Calibration
+from kinlens.embedder.engines.measured import Measured, read_measured, write_measured
+from kinlens.embedder.engines.models import PROVIDERS, Model, SessionSettings, absence, load
+from kinlens.embedder.errors import (
     BundleError,
     BundleMismatchError,
     GoldenMismatchError,
     ProviderError,
 )
-from embedder.manifest import FP32, Engine, Mode, OtherPrecision, Precision, Preprocessing
-from embedder.preprocess import Box, ImageLimits, preprocess
-from embedder.types import Embeddings, Images, Maps
+from kinlens.embedder.manifest import FP32, Engine, Mode, OtherPrecision, Precision, Preprocessing
+from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
+from kinlens.embedder.types import Embed, Embeddings, Images, Maps
 
 MIN_OWN_COSINE: dict[Precision, float] = {"fp32": 0.999, "fp16": 0.999, "bf16": 0.99, "int8": 0.99}
 """The least cosine to the golden vectors that the same mode gave at export. Kernels in few bits
@@ -62,9 +62,6 @@ _CURE: dict[Precision, str] = {
 _MAX_GOLDEN_PIXEL_DIFFERENCE = 0.5  # grey levels, mean over an image: rounding, not another resize
 _MAX_BATCH = 64
 _TIMED_RUNS = 5
-
-Embed = Callable[[Images], Embeddings]
-"""uint8 (N, 3, S, S) to unit vectors (N, D)."""
 
 
 def speed_gains(embeds: Mapping[Mode, Embed], images: Images) -> dict[Mode, float]:
@@ -216,6 +213,14 @@ class OnnxEmbedder:
     def embed(self, images: Images) -> Embeddings:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm. Large N runs in chunks."""
         return self._run(self._model, images)
+
+    def embed_images(self, contents: Iterable[bytes]) -> Embeddings:
+        """Encoded images to float32 (N, D), unit norm. Raises: ImageError."""
+        return self.embed(np.stack([self.preprocess(data) for data in contents]))
+
+    def embed_files(self, paths: Iterable[Path | str]) -> Embeddings:
+        """Image files to float32 (N, D), unit norm. Raises: ImageError, OSError."""
+        return self.embed_images(Path(path).read_bytes() for path in paths)
 
     def embed_alone(self, images: Images) -> Embeddings:
         """The same with `alone_threads`."""

@@ -1,12 +1,12 @@
 """The smallest vocabulary of the project: what rooms hand to each other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kinlens.values import AttributeValue
 
 Images = NDArray[np.uint8]
 """Preprocessed images, shape (N, 3, S, S), RGB, 0..255."""
@@ -14,24 +14,14 @@ Images = NDArray[np.uint8]
 Embeddings = NDArray[np.float32]
 """Embeddings, shape (N, D), each row of unit norm."""
 
+Embed = Callable[[Images], Embeddings]
+"""Images (N, 3, S, S) to embeddings (N, D)."""
+
 Maps = NDArray[np.float32]
 """What each position of an image adds to its embedding, shape (N, D, h, w): they sum to it."""
 
 ItemId = int
-"""Number of an item inside one gallery; never given to another item or content."""
-
-Scalar = str | int | float | bool
-"""One value of an attribute."""
-
-AttributeValue = Scalar | tuple[Scalar, ...]
-"""What an item has under the name of an attribute: a value, or several of one kind."""
-
-AttributeInput = AttributeValue | date | Sequence[Scalar | date]
-"""The same as it may be given: a list is stored as a tuple, an empty one not at all, and a date or
-time as `date_text` writes it."""
-
-AttributeKind = Literal["text", "number", "boolean"]
-"""What the values of an attribute are; whole and decimal numbers are of one kind."""
+"""Id of an item inside one gallery; never reused for another item or content."""
 
 SHORT = 12
 """Hex digits of an id that are shown and used as names."""
@@ -45,25 +35,3 @@ class Hit:
     key: str
     score: float
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
-
-
-def date_text(value: date) -> str:
-    """A date as 2026-11-25; a time as 2026-11-25T10:30:00Z: in whole seconds and in UTC, which one
-    without a zone is taken for. So texts are in the order of time.
-    """
-    if not isinstance(value, datetime):
-        return value.isoformat()
-    moment = value if value.tzinfo is None else value.astimezone(UTC).replace(tzinfo=None)
-    return f"{moment.isoformat(timespec='seconds')}Z"
-
-
-def values_in(value: AttributeValue | None) -> tuple[Scalar, ...]:
-    """The values of an item under one name; none if it does not have the attribute."""
-    if value is None:
-        return ()
-    return value if isinstance(value, tuple) else (value,)
-
-
-def single(value: AttributeValue | None) -> Scalar | None:
-    """The value of an item under one name; None if there is none, or several."""
-    return None if isinstance(value, tuple) else value

@@ -2,23 +2,27 @@
 
 from typing import Annotated
 
-import typer
+from kinlens.embedder.machine import print_version, require_faiss
+from kinlens.installs import missing_package
 
-from embedder.machine import print_version, require_faiss
+require_faiss("kinlens-index")
 
-require_faiss()
+try:
+    import typer
 
-from indexer.commands import (  # noqa: E402 (they import FAISS)
-    build,
-    change,
-    duplicates,
-    embed,
-    golden,
-    search,
-    transfer,
-    upkeep,
-    verify,
-)
+    from kinlens.indexer.commands import (
+        build,
+        change,
+        duplicates,
+        embed,
+        golden,
+        search,
+        transfer,
+        upkeep,
+        verify,
+    )
+except ModuleNotFoundError as missing:
+    raise SystemExit(missing_package("kinlens-index", missing, "cpu", "gpu")) from None
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 for commands in (build, embed, change, search, verify, duplicates, upkeep, transfer):

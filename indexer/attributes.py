@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
-from embedder.types import AttributeKind, AttributeValue, Scalar, date_text
+from kinlens.values import AttributeKind, AttributeValue, Scalar, date_text
 
 Schema = Mapping[str, AttributeKind]
 """The attributes of a gallery: name -> kind."""

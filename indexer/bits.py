@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.types import Ids
+from kinlens.indexer.types import Ids
 
 Bits = NDArray[np.uint8]
 

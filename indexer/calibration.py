@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from embedder.calibration import (
+from kinlens.embedder.calibration import (
     CANDIDATES,
     MIN_SEARCHES,
     NEAREST,
@@ -25,9 +25,10 @@ from embedder.calibration import (
     Searches,
     fit_curve,
 )
-from embedder.errors import CalibrationError
-from embedder.types import Embeddings, Hit, ItemId, Scalar, single, values_in
-from indexer.types import Group, Item, Progress, SearchOptions
+from kinlens.embedder.errors import CalibrationError
+from kinlens.embedder.types import Embeddings, Hit, ItemId
+from kinlens.indexer.types import Group, Item, Progress, SearchOptions
+from kinlens.values import Scalar, single, values_in
 
 CALIBRATION = "calibration.json"
 """The file of a calibration, in the folder of its generation."""

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.durable import discard, hold, reach, write_whole
-from embedder.errors import (
+from kinlens.embedder.durable import discard, hold, reach, write_whole
+from kinlens.embedder.errors import (
     BundleMismatchError,
     GalleryBusyError,
     GalleryConflictError,
@@ -31,9 +31,9 @@ from embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, ItemId, Scalar
-from indexer.attributes import Schema
-from indexer.calibration import (
+from kinlens.embedder.types import SHORT, Embeddings, ItemId
+from kinlens.indexer.attributes import Schema
+from kinlens.indexer.calibration import (
     CALIBRATION,
     LABELLED,
     PRODUCTS,
@@ -45,36 +45,36 @@ from indexer.calibration import (
     fit_golden,
     is_changed,
 )
-from indexer.catalog.database import Catalog, catalog_view
-from indexer.catalog.entries import check_key, checked_keys, learn_kinds
-from indexer.catalog.read import CatalogView, State
-from indexer.catalog.vectors import NUMBERS, VECTORS
-from indexer.catalog.write import CatalogWriter
-from indexer.exchange.follow import Follower as Follower
-from indexer.exchange.follow import checked_s as checked_s
-from indexer.exchange.milvus import MilvusStore as MilvusStore
-from indexer.exchange.publish import snapshot_at as snapshot_at
-from indexer.filters.tree import Filter, check_attribute
-from indexer.folder.layout import PICTURES, GalleryFolder, disk_errors_explained
-from indexer.folder.manifest import (
+from kinlens.indexer.catalog.database import Catalog, catalog_view
+from kinlens.indexer.catalog.entries import check_key, checked_keys, learn_kinds
+from kinlens.indexer.catalog.read import CatalogView, State
+from kinlens.indexer.catalog.vectors import NUMBERS, VECTORS
+from kinlens.indexer.catalog.write import CatalogWriter
+from kinlens.indexer.exchange.follow import Follower as Follower
+from kinlens.indexer.exchange.follow import checked_s as checked_s
+from kinlens.indexer.exchange.milvus import MilvusStore as MilvusStore
+from kinlens.indexer.exchange.publish import snapshot_at as snapshot_at
+from kinlens.indexer.filters.tree import Filter, check_attribute
+from kinlens.indexer.folder.layout import PICTURES, GalleryFolder, disk_errors_explained
+from kinlens.indexer.folder.manifest import (
     PRECISIONS,
     REPORT,
     GalleryManifest,
     read_manifest,
     write_manifest,
 )
-from indexer.folder.manifest import (
+from kinlens.indexer.folder.manifest import (
     GalleryFacts as GalleryFacts,
 )
-from indexer.index.gpu import gpu_memory as gpu_memory
-from indexer.index.plan import IndexSettings
-from indexer.index.segment import HASHED_BELOW
-from indexer.index.segment import read_manifest as read_segment_manifest
-from indexer.live.backup import BackupReport as BackupReport
-from indexer.live.backup import backup as backup
-from indexer.live.backup import check_backup as check_backup
-from indexer.live.backup import restore as restore
-from indexer.live.compaction import (
+from kinlens.indexer.index.gpu import gpu_memory as gpu_memory
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.index.segment import HASHED_BELOW
+from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
+from kinlens.indexer.live.backup import BackupReport as BackupReport
+from kinlens.indexer.live.backup import backup as backup
+from kinlens.indexer.live.backup import check_backup as check_backup
+from kinlens.indexer.live.backup import restore as restore
+from kinlens.indexer.live.compaction import (
     CATALOG,
     KEEP_REMOVED_S,
     SEGMENTS,
@@ -84,11 +84,11 @@ from indexer.live.compaction import (
     compact,
     due,
 )
-from indexer.live.facets import facts_of
-from indexer.live.search import Searcher, numbers_of
-from indexer.live.snapshot import SnapshotKeeper
-from indexer.pictures import ItemImage, item_image
-from indexer.types import (
+from kinlens.indexer.live.facets import facts_of
+from kinlens.indexer.live.search import Searcher, numbers_of
+from kinlens.indexer.live.snapshot import SnapshotKeeper
+from kinlens.indexer.pictures import ItemImage, item_image
+from kinlens.indexer.types import (
     AttributeFacts,
     Consistency,
     Entry,
@@ -105,6 +105,7 @@ from indexer.types import (
     no_item,
     unobserved,
 )
+from kinlens.values import AttributeKind, AttributeValue, Scalar
 
 _PAGE = 1000
 _AT_ONCE = 10_000  # items that one step of a change by filter takes
@@ -118,9 +119,9 @@ MAX_SORTED = 10_000
 class Gallery(Searcher):
     """One generation of a gallery, changed while it is searched, also by several processes.
 
-    Implements `indexer.types.VectorStore`. A change is durable when its call returns, and every
-    search that begins afterwards sees it. Item numbers are never given to another content, so they
-    hold as long as the generation, which is named by 12 hex digits. Thread safe.
+    Implements `kinlens.indexer.types.VectorStore`. A change is durable when its call returns, and
+    every search that begins afterwards sees it. An item id is never reused for other content, so
+    ids are valid as long as the generation, which is named by 12 hex digits. Thread safe.
     """
 
     def __init__(

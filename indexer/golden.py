@@ -2,9 +2,8 @@
 
     GALLERY/golden.sqlite     queries with picture and label; the reports of runs
 
-It belongs to the gallery and not to a generation: no build, swap or compaction touches it. What
-embeds the pictures is the caller's; the client of the service reads these models, so nothing heavy
-is imported.
+It belongs to the gallery and not to a generation: no build, swap or compaction touches it. The
+caller embeds the images. What the service answers about it is in `kinlens.golden`.
 """
 
 import contextlib
@@ -21,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from embedder.calibration import Calibration
-from embedder.errors import (
+from kinlens.embedder.calibration import Calibration
+from kinlens.embedder.errors import (
     FilterError,
     GalleryCorruptError,
     GalleryWriteError,
@@ -31,14 +30,16 @@ from embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from embedder.types import SHORT, Hit, Scalar, single
-from indexer.attributes import is_printable
-from indexer.filters.tree import Equals
-from indexer.intervals import Interval, over_classes, wilson
-from indexer.types import SAME_SCORE, Progress, VectorStore
+from kinlens.embedder.types import SHORT, Hit
+from kinlens.golden import GoldenOutcome, GoldenQuery, GoldenRun, Interval, Label
+from kinlens.indexer.attributes import is_printable
+from kinlens.indexer.filters.tree import Equals
+from kinlens.indexer.intervals import over_classes, wilson
+from kinlens.indexer.types import SAME_SCORE, Progress, VectorStore
+from kinlens.values import Scalar, single
 
 if TYPE_CHECKING:
-    from embedder.session import Embedder
+    from kinlens.embedder.session import Embedder
 
 GOLDEN = "golden.sqlite"
 """The file of a golden set, in the folder of its gallery."""
@@ -72,44 +73,20 @@ Embedded = Mapping[str, Vector | KinlensError]
 """The vector (D,) of each query by its sha256, or why there is none."""
 
 
-class Label(BaseModel, frozen=True, extra="forbid"):
-    """What is right for a query: items with these `keys`, those whose `attribute` has this `value`,
-    or nothing at all (`no_match`); one of the three.
-    """
-
-    keys: tuple[str, ...] = ()
-    attribute: str | None = None
-    value: Scalar | None = None
-    no_match: bool = False
-
-    @property
-    def wanted(self) -> str:
-        """The label as people read it."""
-        if self.attribute is not None:
-            return f"{self.attribute} = {self.value}"
-        return ", ".join(self.keys) or "no match"
-
-    def judge(self) -> Callable[[Hit], bool]:
-        """What tells whether an answer is right."""
-        if self.attribute is not None and self.value is not None:
-            condition = Equals(self.attribute, self.value)
-            return lambda hit: condition.matches(hit.attributes)
-        keys = frozenset(self.keys)
-        return lambda hit: hit.key in keys
-
-    def count(self, store: VectorStore) -> int:
-        """How many items are right. Raises: FilterError if there is no such attribute."""
-        if self.attribute is not None and self.value is not None:
-            return store.page(0, 1, Equals(self.attribute, self.value)).total
-        return len(store.stored(self.keys))
+def judge_of(label: Label) -> Callable[[Hit], bool]:
+    """A function that says whether a hit is right."""
+    if label.attribute is not None and label.value is not None:
+        condition = Equals(label.attribute, label.value)
+        return lambda hit: condition.matches(hit.attributes)
+    keys = frozenset(label.keys)
+    return lambda hit: hit.key in keys
 
 
-class GoldenQuery(Label):
-    """A query of a golden set, known by the sha256 (hex) of its picture."""
-
-    sha256: str
-    name: str = ""
-    added_at: str
+def right_items(label: Label, store: VectorStore) -> int:
+    """The number of right items. Raises: FilterError if there is no such attribute."""
+    if label.attribute is not None and label.value is not None:
+        return store.page(0, 1, Equals(label.attribute, label.value)).total
+    return len(store.stored(label.keys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,71 +96,6 @@ class NewQuery:
     data: bytes = field(repr=False)
     label: Label
     name: str = ""
-
-
-class GoldenOutcome(BaseModel, frozen=True):
-    """What became of a query: of its `right` items the `rank` of the first, from 1, None if it is
-    not among those looked at; its average `precision` at R; and what came first. `problem` says why
-    it was left out.
-    """
-
-    query: GoldenQuery
-    right: int = 0
-    rank: int | None = None
-    precision: float = 0.0
-    best_key: str | None = None
-    best_id: int | None = None
-    best_score: float = -1.0
-    problem: str = ""
-
-    def quality(self, threshold: float | None) -> float:
-        """How good the answer is, 0 to 1: the precision, or whether nothing is said to match."""
-        if self.query.no_match:
-            return float(threshold is None or self.best_score < threshold)
-        return self.precision
-
-
-class GoldenRun(BaseModel, frozen=True):
-    """How a gallery did on its golden set; all figures are parts in [0, 1], None of no query.
-
-    `judged` queries have a right item in the gallery, `no_match` are labelled as having none;
-    `left_out` have lost their items or cannot be embedded. Recall and MAP@R are those of training:
-    ties count against us (docs/decisions/0004). `no_match_precision` is the part of the `no_match`
-    that nothing answers with `threshold` or more, `found` the part of the judged whose first answer
-    is right and reaches it. `own_pictures` are queries that are an item's own picture.
-    """
-
-    at: str
-    bundle_id: str
-    generation: str
-    version: str
-    items: int
-    queries: int
-    judged: int
-    no_match: int
-    left_out: int
-    own_pictures: int
-    recall_at_1: float | None
-    recall_at_1_interval: Interval | None
-    recall_at_5: float | None
-    recall_at_10: float | None
-    map_at_r: float | None
-    threshold: float | None
-    no_match_precision: float | None
-    found: float | None
-    worst: tuple[GoldenOutcome, ...]
-
-
-class GoldenQueries(BaseModel):
-    """Queries of a golden set, in the order in which they came."""
-
-    queries: list[GoldenQuery]
-
-
-class GoldenRuns(BaseModel):
-    """The reports of a golden set, newest first."""
-
-    runs: list[GoldenRun]
 
 
 class GoldenChange(BaseModel, frozen=True):
@@ -388,7 +300,7 @@ def _check_labels(new: Sequence[NewQuery], store: VectorStore) -> None:
                 f"The gallery {store.name} has no item {missing[0]!r:.200}, which is to be right "
                 f"for {_shown(one)}. Give keys that it has, or label the query as no match."
             )
-        count = 0 if label.no_match else label.count(store)
+        count = 0 if label.no_match else right_items(label, store)
         if not label.no_match and not 1 <= count <= MAX_RIGHT:
             raise InvalidParameterError(
                 f"{count:,} items of {store.name} have {label.wanted}, the label of {_shown(one)}; "
@@ -449,12 +361,12 @@ def labelled(
                 yield vector, label, _of_products(query, product, named)
         elif query.attribute == product:
             with contextlib.suppress(FilterError):  # the gallery has no such attribute any more
-                if query.count(store):
-                    yield vector, str(query.value), query.judge()
+                if right_items(query, store):
+                    yield vector, str(query.value), judge_of(query)
 
 
 def _of_products(query: GoldenQuery, product: str, named: set[Scalar]) -> Callable[[Hit], bool]:
-    is_named, known = query.judge(), [Equals(product, value) for value in named]
+    is_named, known = judge_of(query), [Equals(product, value) for value in named]
     return lambda hit: is_named(hit) or any(one.matches(hit.attributes) for one in known)
 
 
@@ -468,7 +380,7 @@ def ask(store: VectorStore, query: GoldenQuery, vector: Vector | KinlensError) -
     right = 0
     if not query.no_match:
         with contextlib.suppress(FilterError):  # the gallery that was swapped in has no such thing
-            right = query.count(store)
+            right = right_items(query, store)
         if not 1 <= right <= MAX_RIGHT:
             return GoldenOutcome(
                 query=query, problem=f"{right:,} items of the gallery fit its label."
@@ -488,7 +400,7 @@ def ask(store: VectorStore, query: GoldenQuery, vector: Vector | KinlensError) -
 
 
 def _judged(query: GoldenQuery, hits: Sequence[Hit], right: int) -> tuple[int | None, float]:
-    return ranked([hit.score for hit in hits], [*map(query.judge(), hits)], right)
+    return ranked([hit.score for hit in hits], [*map(judge_of(query), hits)], right)
 
 
 def _hits(store: VectorStore, vector: Vector, least: int) -> list[Hit]:

@@ -5,12 +5,11 @@ from math import sqrt
 
 import numpy as np
 
+from kinlens.golden import Interval
+
 _SEED = 0
 _DRAWS = 2000
 _Z = 1.96  # of a normal distribution, 95 % lie within as many standard deviations
-
-Interval = tuple[float, float]
-"""The lower and the upper end of a 95 % interval."""
 
 
 def wilson(right: int, queries: int) -> Interval:

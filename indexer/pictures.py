@@ -7,15 +7,15 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     GalleryCorruptError,
     ImageError,
     ImageTooManyBytesError,
     ItemNotFoundError,
     SourceError,
 )
-from embedder.preprocess import ImageLimits, decode
-from indexer.types import Item
+from kinlens.embedder.preprocess import ImageLimits, decode
+from kinlens.indexer.types import Item
 
 ANY_SIZE = ImageLimits(max_bytes=2**30, max_megapixels=178.0, max_side_px=2**20)
 """For images that an embedder has accepted already, within whatever limits of its own."""

@@ -9,10 +9,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import InvalidParameterError
-from embedder.types import AttributeKind, AttributeValue, Embeddings, Hit, ItemId, Scalar, values_in
-from indexer.attributes import Schema, as_stored
-from indexer.filters.tree import Filter
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.types import Embeddings, Hit, ItemId
+from kinlens.indexer.attributes import Schema, as_stored
+from kinlens.indexer.filters.tree import Filter
+from kinlens.values import AttributeKind, AttributeValue, Scalar, values_in
 
 Ids = NDArray[np.int64]
 """Item numbers, shape (N,)."""

@@ -38,10 +38,10 @@ from demo_steps import (
     write_list,
 )
 
-from embedder.errors import SourceError
-from embedder.types import AttributeValue
-from indexer.gallery import Gallery
-from indexer.ingest.sources import folder_source
+from kinlens.embedder.errors import SourceError
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.sources import folder_source
+from kinlens.values import AttributeValue
 
 WORK = Path(".kinlens/demo")
 MIN_RECALL = 0.6  # of the rendered products; guessing gives 0.04, a colour histogram 0.32

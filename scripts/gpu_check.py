@@ -36,20 +36,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedder.engines.models import SessionSettings
-from embedder.machine import core_count
-from embedder.manifest import Precision
-from embedder.preprocess import preprocess
-from embedder.session import OnnxEmbedder
-from training.config.job import Job, parse_job
-from training.data.load import load_split
-from training.device import tuned
-from training.evaluation.evaluate import evaluate_embeddings
-from training.export.bundle import export_checkpoint
-from training.losses.table import LOSSES
-from training.runner import load_chosen, run_job
-from training.state import Run, create_run
-from training.trainer import train_step
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.manifest import Precision
+from kinlens.embedder.preprocess import preprocess
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.data.load import load_split
+from kinlens.training.device import tuned
+from kinlens.training.evaluation.evaluate import evaluate_embeddings
+from kinlens.training.export.bundle import export_checkpoint
+from kinlens.training.losses.table import LOSSES
+from kinlens.training.runner import load_chosen, run_job
+from kinlens.training.state import Run, create_run
+from kinlens.training.trainer import train_step
 
 ROUNDS = 20
 STEPS = 6  # with those before them fewer than 10: the tenth measures shares, and waits
@@ -341,7 +341,7 @@ def service(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 
 def galleries() -> dict[str, float]:
     """The laws of galleries on a GPU, on this one, and its memory."""
-    from indexer.gallery import gpu_memory
+    from kinlens.indexer.gallery import gpu_memory
 
     memory = gpu_memory()
     told = _ran("-m", "pytest", "-q", "-k", "real or wheel", "tests/indexer/test_gpu.py")

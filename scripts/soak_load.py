@@ -209,6 +209,6 @@ def decoders(pid: int) -> list[int]:
     named = []
     for child in tree(pid)[1:]:
         with contextlib.suppress(OSError):
-            if b"service.encoding" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"kinlens.service.encoding" in Path(f"/proc/{child}/cmdline").read_bytes():
                 named.append(child)
     return named

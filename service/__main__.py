@@ -1,12 +1,16 @@
 """kinlens-serve: serve galleries over HTTP; check a set-up, keys, jobs, changes, backups."""
 
-import typer
+from kinlens.embedder.machine import require_faiss
+from kinlens.installs import missing_package
 
-from embedder.machine import require_faiss
+require_faiss("kinlens-serve")
 
-require_faiss()
+try:
+    import typer
 
-from service.commands import backup, check, feedback, keys, serve  # noqa: E402 (they import FAISS)
+    from kinlens.service.commands import backup, check, feedback, keys, serve
+except ModuleNotFoundError as missing:
+    raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 

@@ -13,11 +13,11 @@ from starlette.middleware import Middleware
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan
 
-from embedder.errors import KinlensError
-from embedder.machine import installed_version
-from embedder.session import Embedder
-from service.access.rates import RateLimits
-from service.api import (
+from kinlens import __version__
+from kinlens.embedder.errors import KinlensError
+from kinlens.embedder.session import Embedder
+from kinlens.service.access.rates import RateLimits
+from kinlens.service.api import (
     access,
     by_key,
     duplicates,
@@ -29,17 +29,17 @@ from service.api import (
     pictures,
     search,
 )
-from service.api import galleries as gallery_routes
-from service.encoding.cache import Cache
-from service.galleries.locations import Opened
-from service.http.bodies import BodyLimit, ClientGoneError
-from service.http.gate import Gate, bounds_of, open_rates
-from service.http.openapi import install_openapi
-from service.observe.metrics_shared import kept_fresh
-from service.observe.tracing import Tracing, open_tracing
-from service.problems import from_error, from_gone, from_http
-from service.runtime import Runtime, build_runtime
-from service.settings import Settings
+from kinlens.service.api import galleries as gallery_routes
+from kinlens.service.encoding.cache import Cache
+from kinlens.service.galleries.locations import Opened
+from kinlens.service.http.bodies import BodyLimit, ClientGoneError
+from kinlens.service.http.gate import Gate, bounds_of, open_rates
+from kinlens.service.http.openapi import install_openapi
+from kinlens.service.observe.metrics_shared import kept_fresh
+from kinlens.service.observe.tracing import Tracing, open_tracing
+from kinlens.service.problems import from_error, from_gone, from_http
+from kinlens.service.runtime import Runtime, build_runtime
+from kinlens.service.settings import Settings
 
 _UI = Path(__file__).parent / "ui"
 _ADMIN_LINK = 'id="admin-link"'
@@ -58,13 +58,13 @@ def create_app(
     Raises: BundleError, GalleryError.
     """
     settings = settings or Settings()
-    tracing = open_tracing(settings.otlp_endpoint, installed_version())
+    tracing = open_tracing(settings.otlp_endpoint, __version__)
     runtime = build_runtime(settings, embedder, galleries, cache)
     rates = open_rates(settings)
     app = FastAPI(
         title="Kinlens",
         description="Upload an image, get the most similar items of a gallery.",
-        version=installed_version(),
+        version=__version__,
         openapi_url=None,
         docs_url=None,
         redoc_url=None,

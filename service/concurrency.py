@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from embedder.errors import DeadlineExceededError, OverloadedError
-from service.access.binding import EVERYTHING, calling
+from kinlens.embedder.errors import DeadlineExceededError, OverloadedError
+from kinlens.service.access.binding import EVERYTHING, calling
 
 T = TypeVar("T")
 _CLOSE_S = 1.0

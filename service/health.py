@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from embedder.errors import GalleryNotFoundError, KinlensError
-from embedder.types import SHORT
-from indexer.gallery import Gallery as IndexedGallery
-from indexer.gallery import gpu_memory
-from indexer.types import IndexPlace
-from service.access.binding import Binding
-from service.concurrency import OwnThreads, Recent
-from service.encoding.model import Model, Models
-from service.galleries.registry import Registry, Served, probe
+from kinlens.embedder.errors import GalleryNotFoundError, KinlensError
+from kinlens.embedder.types import SHORT
+from kinlens.indexer.gallery import Gallery as IndexedGallery
+from kinlens.indexer.gallery import gpu_memory
+from kinlens.indexer.types import IndexPlace
+from kinlens.service.access.binding import Binding
+from kinlens.service.concurrency import OwnThreads, Recent
+from kinlens.service.encoding.model import Model, Models
+from kinlens.service.galleries.registry import Registry, Served, probe
 
 _MIN_COSINE = 0.999
 _UNKNOWN = "unknown"

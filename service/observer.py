@@ -11,16 +11,16 @@ import structlog
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from embedder.errors import GalleryNotFoundError, KinlensError
-from indexer.gallery import checked_s
-from service.concurrency import OwnThreads, Recent
-from service.encoding.cache import Cache
-from service.encoding.lanes import Lanes
-from service.encoding.model import Models
-from service.galleries.registry import Registry
-from service.health import Health
-from service.models import JobState
-from service.observe.metrics import Metrics
+from kinlens.embedder.errors import GalleryNotFoundError, KinlensError
+from kinlens.indexer.gallery import checked_s
+from kinlens.models import JobState
+from kinlens.service.concurrency import OwnThreads, Recent
+from kinlens.service.encoding.cache import Cache
+from kinlens.service.encoding.lanes import Lanes
+from kinlens.service.encoding.model import Models
+from kinlens.service.galleries.registry import Registry
+from kinlens.service.health import Health
+from kinlens.service.observe.metrics import Metrics
 
 _LIMIT_S = 0.5  # for each value; a scrape must not wait until the one that asks gives up
 

@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from embedder import errors
-from embedder.errors import KinlensError, OverloadedError, RateLimitedError
+from kinlens.embedder import errors
+from kinlens.embedder.errors import KinlensError, OverloadedError, RateLimitedError
 
 MEDIA_TYPE = "application/problem+json"
 INTERNAL_TEXT = "Something failed inside the service. Its log has the cause under this request_id."

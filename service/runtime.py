@@ -11,33 +11,33 @@ from typing import TypeVar
 
 import structlog
 
-from embedder.errors import GalleryNotFoundError
-from embedder.session import Embedder, OnnxEmbedder
-from indexer.gallery import Gallery as IndexedGallery
-from service.access.audit import AuditLog
-from service.access.keys import KeyStore, open_keys
-from service.concurrency import BoundedPool, within
-from service.encoding.cache import Cache, LruCache
-from service.encoding.decoders import create_decoder
-from service.encoding.lanes import Lanes
-from service.encoding.model import Encoder, Models
-from service.encoding.redis_cache import RedisStore
-from service.encoding.sandbox import Layer, absences, holding
-from service.encoding.workers import Workers
-from service.galleries.feedback import FeedbackStore, open_feedback
-from service.galleries.following import Following
-from service.galleries.items import Items
-from service.galleries.locations import Bundles, Locations, Opened, open_gallery
-from service.galleries.managed import ManagedGalleries
-from service.galleries.pictures import Sweeper
-from service.galleries.registry import Registry, Served
-from service.galleries.renditions import Renditions
-from service.health import Health
-from service.jobs.manager import JobManager
-from service.observe.metrics import Metrics
-from service.observer import Observer, publish
-from service.search.pipeline import Pipeline, RecallSampler
-from service.settings import Settings
+from kinlens.embedder.errors import GalleryNotFoundError
+from kinlens.embedder.session import Embedder, OnnxEmbedder
+from kinlens.indexer.gallery import Gallery as IndexedGallery
+from kinlens.service.access.audit import AuditLog
+from kinlens.service.access.keys import KeyStore, open_keys
+from kinlens.service.concurrency import BoundedPool, within
+from kinlens.service.encoding.cache import Cache, LruCache
+from kinlens.service.encoding.decoders import create_decoder
+from kinlens.service.encoding.lanes import Lanes
+from kinlens.service.encoding.model import Encoder, Models
+from kinlens.service.encoding.redis_cache import RedisStore
+from kinlens.service.encoding.sandbox import Layer, absences, holding
+from kinlens.service.encoding.workers import Workers
+from kinlens.service.galleries.feedback import FeedbackStore, open_feedback
+from kinlens.service.galleries.following import Following
+from kinlens.service.galleries.items import Items
+from kinlens.service.galleries.locations import Bundles, Locations, Opened, open_gallery
+from kinlens.service.galleries.managed import ManagedGalleries
+from kinlens.service.galleries.pictures import Sweeper
+from kinlens.service.galleries.registry import Registry, Served
+from kinlens.service.galleries.renditions import Renditions
+from kinlens.service.health import Health
+from kinlens.service.jobs.manager import JobManager
+from kinlens.service.observe.metrics import Metrics
+from kinlens.service.observer import Observer, publish
+from kinlens.service.search.pipeline import Pipeline, RecallSampler
+from kinlens.service.settings import Settings
 
 T = TypeVar("T")
 _WRITERS = 2  # a catalogue has one writer at a time; the other one prepares

@@ -11,16 +11,16 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from embedder.errors import InvalidParameterError
-from embedder.machine import core_count
-from embedder.manifest import AskedEngine, AskedPrecision
-from embedder.preprocess import ImageLimits
-from indexer.calibration import DEFAULT_PRIOR
-from indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address, seconds_of
-from service.access.keys import Scope
-from service.access.rates import parse_network, parse_rates
-from service.models import FeedbackMode
-from service.redis import check_url
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.manifest import AskedEngine, AskedPrecision
+from kinlens.embedder.preprocess import ImageLimits
+from kinlens.indexer.calibration import DEFAULT_PRIOR
+from kinlens.indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address, seconds_of
+from kinlens.models import FeedbackMode
+from kinlens.service.access.keys import Scope
+from kinlens.service.access.rates import parse_network, parse_rates
+from kinlens.service.redis import check_url
 
 ANY_HOST = "*"
 REPLICAS = "replicas"

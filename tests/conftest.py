@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.bundle import Bundle, write_bundle
-from embedder.manifest import BundleManifest, GoldenHashes
-from embedder.preprocess import preprocess
+from kinlens.embedder.bundle import Bundle, write_bundle
+from kinlens.embedder.manifest import BundleManifest, GoldenHashes
+from kinlens.embedder.preprocess import preprocess
 from tests.tiny import TINY, TINY_DIM, encoded, picture, tiny_embed, write_tiny_onnx
 
 pytest_plugins = ["tests.support.servers"]

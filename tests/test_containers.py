@@ -18,12 +18,12 @@ import httpx
 import pytest
 import yaml
 
-from embedder.bundle import Bundle
-from embedder.session import OnnxEmbedder
-from indexer.ingest.build import build_gallery
-from indexer.ingest.sources import folder_source
-from service.commands.processes import GRACE_S
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.ingest.build import build_gallery
+from kinlens.indexer.ingest.sources import folder_source
+from kinlens.service.commands.processes import GRACE_S
+from kinlens.service.settings import Settings
 from tests.support.dockerfiles import ROOT, Scratch, environment, parse
 from tests.support.seams import Locations
 from tests.support.servers import free_port

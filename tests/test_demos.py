@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from embedder.bundle import Bundle
+from kinlens.embedder.bundle import Bundle
 from tests.tiny import encoded, picture
 from tests.training.official_layouts import write_layout
 

@@ -25,24 +25,24 @@ import yaml
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-import indexer.__main__
-import service.__main__
-from embedder.bundle import Bundle
-from embedder.errors import GalleryCorruptError
-from embedder.manifest import BundleManifest
-from indexer.catalog.schema import SCHEMA_VERSION, check_schema
-from indexer.exchange.milvus_collection import MilvusFacts
-from indexer.exchange.parquet import SCHEMA
-from indexer.exchange.publish import Snapshot
-from indexer.folder.manifest import GalleryManifest
-from indexer.index.segment import SegmentManifest
-from indexer.ingest.shards import ShardsManifest
-from indexer.live.backup import BackupReport
-from service.access.keys import KeyStore
-from service.commands.processes import GRACE_S
-from service.encoding.sandbox import ALLOWED_CALLS
-from service.http.gate import bounds_of
-from service.settings import Settings
+import kinlens.indexer.__main__
+import kinlens.service.__main__
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.errors import GalleryCorruptError
+from kinlens.embedder.manifest import BundleManifest
+from kinlens.indexer.catalog.schema import SCHEMA_VERSION, check_schema
+from kinlens.indexer.exchange.milvus_collection import MilvusFacts
+from kinlens.indexer.exchange.parquet import SCHEMA
+from kinlens.indexer.exchange.publish import Snapshot
+from kinlens.indexer.folder.manifest import GalleryManifest
+from kinlens.indexer.index.segment import SegmentManifest
+from kinlens.indexer.ingest.shards import ShardsManifest
+from kinlens.indexer.live.backup import BackupReport
+from kinlens.service.access.keys import KeyStore
+from kinlens.service.commands.processes import GRACE_S
+from kinlens.service.encoding.sandbox import ALLOWED_CALLS
+from kinlens.service.http.gate import bounds_of
+from kinlens.service.settings import Settings
 from tests.support.dockerfiles import ROOT
 from tests.support.servers import free_port
 
@@ -84,7 +84,7 @@ def test_every_setting_that_a_file_names_is_one_of_the_service(path: Path) -> No
     assert {name.lower() for name in named} <= set(Settings.model_fields)
 
 
-APPS = {"serve": service.__main__.app, "index": indexer.__main__.app}
+APPS = {"serve": kinlens.service.__main__.app, "index": kinlens.indexer.__main__.app}
 COMMANDS = sorted(
     {
         (match[1], match[2].strip())
@@ -174,7 +174,9 @@ def test_the_sizes_on_the_page_follow_from_their_formula_and_the_plan() -> None:
         search_ms = 12 + gallery_ms[items][dim == "512"]
         assert cores == max(2, math.ceil(rate * search_ms / 1e3 / 0.7)), items
         words = ["plan", items.replace(",", ""), dim, "--memory-mb", "100000", "--json"]
-        [planned] = json.loads(CliRunner().invoke(indexer.__main__.app, words).stdout)["plans"]
+        [planned] = json.loads(CliRunner().invoke(kinlens.indexer.__main__.app, words).stdout)[
+            "plans"
+        ]
         if dim == "512":
             assert (cache, disk) == (round(planned["mapped_mb"]), round(planned["disk_mb"]))
         else:

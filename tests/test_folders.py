@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from embedder.bundle import Bundle
-from embedder.session import OnnxEmbedder
-from indexer.gallery import Gallery
-from indexer.ingest.build import BuildSettings, build_gallery
-from indexer.ingest.sources import folder_source
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.build import BuildSettings, build_gallery
+from kinlens.indexer.ingest.sources import folder_source
+from kinlens.training.config.settings import FolderData
+from kinlens.training.data.doctor import examine
+from kinlens.training.data.load import load_split
 from tests.tiny import encoded, picture
-from training.config.settings import FolderData
-from training.data.doctor import examine
-from training.data.load import load_split
 
 PRODUCTS = ("Women/Dress", "Women/Coat", "Men/Coat", "Hats", "Bags/Small/Red")
 

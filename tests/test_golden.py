@@ -12,11 +12,11 @@ import tomli_w
 import torch
 from typer.testing import CliRunner
 
-from embedder.bundle import Bundle
-from embedder.engines.models import SessionSettings
-from embedder.errors import CalibrationError
-from embedder.session import OnnxEmbedder
-from training.__main__ import app
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import CalibrationError
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.training.__main__ import app
 
 GOLDEN = Path(__file__).parent / "golden"
 BUNDLE_ID = "7762826234cc5b8f15a91155efcd82b70198845b36eb71b14fb227151305006a"

@@ -15,13 +15,13 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from embedder.bundle import Bundle
-from embedder.session import OnnxEmbedder
-from indexer.__main__ import app
-from indexer.gallery import Gallery
-from indexer.types import Entry
-from service.app import create_app
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.__main__ import app
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Entry
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 from tests.tiny import encoded, picture
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -4,24 +4,24 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-import indexer.__main__
-import service.__main__
-import training.__main__
+import kinlens.indexer.__main__
+import kinlens.service.__main__
+import kinlens.training.__main__
 
 ROOT = Path(__file__).parents[1]
 APPS = {
-    "kinlens-train": training.__main__.app,
-    "kinlens-index": indexer.__main__.app,
-    "kinlens-serve": service.__main__.app,
+    "kinlens-train": kinlens.training.__main__.app,
+    "kinlens-index": kinlens.indexer.__main__.app,
+    "kinlens-serve": kinlens.service.__main__.app,
 }
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 
 def name_of(requirement: str) -> str:
@@ -65,7 +65,7 @@ def test_packages_whose_internals_are_used_are_pinned_to_the_minor_version() -> 
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if "==" in line
     )
-    asked = {name_of(requirement): requirement for requirement in PROJECT["dependencies"]}
+    asked = {name_of(requirement): requirement for requirement in EXTRAS["core"]}
     for name in INTERNALS_USED:
         major, minor = known[name].split(".")[:2]
         assert asked[name] == f"{name}>={major}.{minor},<{major}.{int(minor) + 1}"
@@ -101,36 +101,43 @@ def test_every_command_of_a_page_has_the_options_it_uses(command: str) -> None:
 @pytest.mark.parametrize("name", APPS)
 def test_every_command_prints_the_version_of_the_package(name: str) -> None:
     answer = CliRunner().invoke(APPS[name], ["--version"])
-    assert (answer.exit_code, answer.output) == (0, f"kinlens {version('kinlens')}\n")
+    assert (answer.exit_code, answer.output) == (0, f"kinlens {kinlens.__version__}\n")
     assert "--version" in CliRunner(env={"COLUMNS": "200"}).invoke(APPS[name], ["--help"]).output
 
 
-def test_the_base_install_serves_without_torch() -> None:
-    names = {name_of(requirement) for requirement in PROJECT["dependencies"]}
-    assert names >= {"onnxruntime", "faiss-cpu", "fastapi", "redis"}
-    assert not names & {"torch", "torchvision", "onnx", "matplotlib", "scipy"}
-
-
-def test_the_gpu_twins_take_the_place_of_what_the_file_excludes() -> None:
-    excluded = set((ROOT / "docker" / "cpu-twins.txt").read_text().split())
-    twins = {name_of(r) for r in PROJECT["optional-dependencies"]["gpu"]}
-    assert excluded == {"faiss-cpu", "onnxruntime"}
-    assert excluded <= {name_of(requirement) for requirement in PROJECT["dependencies"]}
-    assert twins == {"faiss-gpu-cuvs", "onnxruntime-gpu"}
+def test_the_base_install_is_the_client_and_no_extra_mixes_cpu_and_gpu() -> None:
+    assert {name_of(requirement) for requirement in PROJECT["dependencies"]} == {
+        "httpx",
+        "pydantic",
+    }
+    named = {
+        extra: {name_of(requirement) for requirement in requirements}
+        for extra, requirements in EXTRAS.items()
+    }
+    assert named["cpu"] == {"kinlens", "faiss-cpu", "onnxruntime"}
+    assert named["gpu"] == {"kinlens", "faiss-gpu-cuvs", "onnxruntime-gpu"}
+    for extra in named.keys() - {"cpu"}:
+        assert not named[extra] & {"faiss-cpu", "onnxruntime"}, extra
+    for extra in named.keys() - {"training"}:
+        assert "torch" not in named[extra], extra
 
 
 def test_every_dependency_is_pinned_and_no_index_is_named() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[^\s/]+( ;.*)?", line) for line in lines if line)
     pinned = {line.split("==")[0] for line in lines}
-    extras = PROJECT["optional-dependencies"]
-    wanted = [*PROJECT["dependencies"], *extras["training"], *extras["dev"]]
+    wanted = [*PROJECT["dependencies"]]
+    for extra in ("core", "cpu", "training", "dev"):
+        wanted += [one for one in EXTRAS[extra] if name_of(one) != "kinlens"]
     assert {name_of(requirement).lower() for requirement in wanted} <= pinned
 
 
 @pytest.mark.parametrize("package", ["tomli_w", "torch"])  # loaded at the start, and by a command
 def test_the_base_install_says_what_a_training_needs(package: str) -> None:
-    code = f"import sys; sys.modules[{package!r}] = None; import training.__main__ as t; t.main()"
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; "
+        "from kinlens.training.__main__ import main; main()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "fit", "demo"], capture_output=True, text=True, cwd=ROOT
     )

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.fake import FakeEmbedder
-from indexer.gallery import Gallery
-from indexer.ingest.build import build_gallery
-from indexer.ingest.sources import folder_source
-from indexer.live.backup import backup, restore
-from indexer.types import Entry
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.build import build_gallery
+from kinlens.indexer.ingest.sources import folder_source
+from kinlens.indexer.live.backup import backup, restore
+from kinlens.indexer.types import Entry
 from tests.support.shops import start_shop
 from tests.tiny import encoded, picture
 

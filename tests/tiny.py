@@ -8,8 +8,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
-from embedder.manifest import Preprocessing
-from embedder.types import Embeddings, Images
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.types import Embeddings, Images
 
 TINY = Preprocessing(resize_px=20, crop_px=16)
 TINY_DIM = 8

@@ -2,28 +2,28 @@
 
 from typing import Annotated
 
-import typer
-
-from embedder.errors import KinlensError
-from embedder.machine import print_version
+from kinlens.embedder.errors import KinlensError
+from kinlens.embedder.machine import print_version
+from kinlens.installs import missing_package
 
 
 def _needs(missing: ModuleNotFoundError) -> SystemExit:
-    """The end of a command of the base install, which serves and indexes alone."""
-    return SystemExit(
-        f"kinlens-train needs the package {missing.name}, which is not installed. Install the "
-        "extra training: pip install 'kinlens[training]', or make install in a clone."
-    )
+    """The exit of a command that lacks a package."""
+    if missing.name == "onnxruntime":
+        return SystemExit(missing_package("This command", missing, "cpu", "gpu"))
+    return SystemExit(missing_package("kinlens-train", missing, "training"))
 
 
 try:
-    from training.commands.adapt import adapt
-    from training.commands.data import app as data_app
-    from training.commands.evaluate import compare, evaluate, report
-    from training.commands.export import export
-    from training.commands.fit import fit, new
-    from training.commands.studies import crossval, search, tournament
-    from training.report.log import console
+    import typer
+
+    from kinlens.training.commands.adapt import adapt
+    from kinlens.training.commands.data import app as data_app
+    from kinlens.training.commands.evaluate import compare, evaluate, report
+    from kinlens.training.commands.export import export
+    from kinlens.training.commands.fit import fit, new
+    from kinlens.training.commands.studies import crossval, search, tournament
+    from kinlens.training.report.log import console
 except ModuleNotFoundError as missing:
     raise _needs(missing) from None
 
@@ -52,8 +52,8 @@ def main() -> None:
     except KinlensError as error:
         console.print(f"error: {error}", style="red", soft_wrap=True, markup=False)
         raise SystemExit(1) from error
-    except ModuleNotFoundError as missing:  # which a command loads when it begins
-        if missing.name not in ("torch", "torchvision"):
+    except ModuleNotFoundError as missing:  # a package that the command imports when it starts
+        if missing.name not in ("torch", "torchvision", "onnxruntime"):
             raise
         raise _needs(missing) from None
 

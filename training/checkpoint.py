@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedder.errors import CheckpointError
-from training.config.job import Job, parse_job
-from training.folder import UNTRAINED
-from training.models.embedding import EmbeddingNet
+from kinlens.embedder.errors import CheckpointError
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.folder import UNTRAINED
+from kinlens.training.models.embedding import EmbeddingNet
 
 FILE = "checkpoint.pt"
 BEST = "best.pt"

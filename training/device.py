@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from embedder.errors import TrainingError
-from training.config.settings import Runtime
+from kinlens.embedder.errors import TrainingError
+from kinlens.training.config.settings import Runtime
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # names of malloc.h
 _LIBC_DEFAULTS = {_MMAP_MAX: 65_536, _TRIM_THRESHOLD: 128 * 1024}

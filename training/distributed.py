@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embedder.errors import JobError, TrainingError
+from kinlens.embedder.errors import JobError, TrainingError
 
 _LONGEST_WAIT = timedelta(hours=2)
 """The others wait while one process clusters a large test set."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embedder.errors import CheckpointError, JobError
-from training.config.job import Job, parse_job
+from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.training.config.job import Job, parse_job
 
 RESULT = "result.json"
 UNTRAINED = "the untrained trunk"

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.config.job import Job
-from training.distributed import gather
-from training.losses.base import MetricLoss, ProxyLoss
-from training.losses.table import build_loss
-from training.models.embedding import EmbeddingNet
-from training.regularizers.determinant import DeterminantRegularizer
-from training.regularizers.graph_consistency import graph_consistency
-from training.regularizers.non_isotropy import NonIsotropyRegularizer
-from training.regularizers.retention import retention
-from training.regularizers.shares import Shares
-from training.regularizers.skewed_mean import class_means, skewed_mean
+from kinlens.training.config.job import Job
+from kinlens.training.distributed import gather
+from kinlens.training.losses.base import MetricLoss, ProxyLoss
+from kinlens.training.losses.table import build_loss
+from kinlens.training.models.embedding import EmbeddingNet
+from kinlens.training.regularizers.determinant import DeterminantRegularizer
+from kinlens.training.regularizers.graph_consistency import graph_consistency
+from kinlens.training.regularizers.non_isotropy import NonIsotropyRegularizer
+from kinlens.training.regularizers.retention import retention
+from kinlens.training.regularizers.shares import Shares
+from kinlens.training.regularizers.skewed_mean import class_means, skewed_mean
 
 Parts = dict[str, Tensor]
 
@@ -35,9 +35,9 @@ class Objective(nn.Module):
     .. math:: w L + c_d (\lambda_1 R_{g_1} - \lambda_2 R_{g_2}) + \sum_r c_r \lambda_r R_r
 
     The scales c are 1 for fixed weights; for a regularizer with a `share` they are calibrated, see
-    `training.regularizers.shares`, which also measures the share of each in some training steps: at
-    flow 1 for the determinant, at the proxies for a skewed mean of proxies, else at the features;
-    what of the determinant's gradient reaches the features is measured as well.
+    `kinlens.training.regularizers.shares`, which also measures the share of each in some training
+    steps: at flow 1 for the determinant, at the proxies for a skewed mean of proxies, else at the
+    features; what of the determinant's gradient reaches the features is measured as well.
 
     Under determinant regularization L is the mean over both branches, in a batch of two draws the
     mean over both (`sampling.draws`), so that its scale, and with it the meaning of each lambda, is

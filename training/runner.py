@@ -6,19 +6,19 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from embedder.errors import JobError
-from training.checkpoint import BEST, FILE, Checkpoint, load_checkpoint, save_checkpoint
-from training.config.job import Job
-from training.data.records import Split
-from training.device import choose_device, tuned
-from training.distributed import is_main, wait_for_all
-from training.evaluation.choice import choose, too_few, write_chosen
-from training.evaluation.evaluate import evaluate
-from training.folder import RESULT, UNTRAINED, Result, alone_in, is_begun, replace_json
-from training.report.notices import did_it_help, verdict_of
-from training.report.page import write_report
-from training.state import OF_TERMS, VALIDATION, Row, on_validation
-from training.trainer import Listener, fit
+from kinlens.embedder.errors import JobError
+from kinlens.training.checkpoint import BEST, FILE, Checkpoint, load_checkpoint, save_checkpoint
+from kinlens.training.config.job import Job
+from kinlens.training.data.records import Split
+from kinlens.training.device import choose_device, tuned
+from kinlens.training.distributed import is_main, wait_for_all
+from kinlens.training.evaluation.choice import choose, too_few, write_chosen
+from kinlens.training.evaluation.evaluate import evaluate
+from kinlens.training.folder import RESULT, UNTRAINED, Result, alone_in, is_begun, replace_json
+from kinlens.training.report.notices import did_it_help, verdict_of
+from kinlens.training.report.page import write_report
+from kinlens.training.state import OF_TERMS, VALIDATION, Row, on_validation
+from kinlens.training.trainer import Listener, fit
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow")
 _OF_TRAINING = (VALIDATION, *OF_TERMS, "epoch", "loss", "seconds", "images_per_s")

@@ -8,14 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from embedder.bundle import Bundle
-from training.config.job import Job
-from training.data.records import LabelledImages
-from training.evaluation.evaluate import pooled
-from training.losses.base import ProxyLoss
-from training.models.embedding import Head
-from training.models.from_bundle import bundle_of
-from training.state import Run
+from kinlens.embedder.bundle import Bundle
+from kinlens.training.config.job import Job
+from kinlens.training.data.records import LabelledImages
+from kinlens.training.evaluation.evaluate import pooled
+from kinlens.training.losses.base import ProxyLoss
+from kinlens.training.models.embedding import Head
+from kinlens.training.models.from_bundle import bundle_of
+from kinlens.training.state import Run
 
 WHITENING = 0.25
 """Each direction is divided by its variance to this power: 0 keeps the trunk's cosines, 0.5 makes

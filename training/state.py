@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from embedder.errors import CheckpointError, DatasetError, TrainingError
-from training.checkpoint import START, Average, Checkpoint, load_checkpoint
-from training.config.job import Job, parse_job
-from training.data.records import Split
-from training.device import choose_device
-from training.distributed import world
-from training.folder import UNTRAINED, changes
-from training.models.embedding import EmbeddingNet
-from training.models.from_bundle import new_network
-from training.objective import Objective, TrainingStep
+from kinlens.embedder.errors import CheckpointError, DatasetError, TrainingError
+from kinlens.training.checkpoint import START, Average, Checkpoint, load_checkpoint
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.data.records import Split
+from kinlens.training.device import choose_device
+from kinlens.training.distributed import world
+from kinlens.training.folder import UNTRAINED, changes
+from kinlens.training.models.embedding import EmbeddingNet
+from kinlens.training.models.from_bundle import new_network
+from kinlens.training.objective import Objective, TrainingStep
 
 Row = dict[str, float]
 OF_TERMS = ("share ", "scale ", "reach ", "r_")

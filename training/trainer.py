@@ -13,26 +13,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from embedder.errors import TrainingError
-from training.checkpoint import BEST, FILE, START, Average, save_checkpoint, seed_everything
-from training.config.job import Job
-from training.config.settings import rate
-from training.data.features import CachedFeatures, pooled_views
-from training.data.images import TrainingImages, batches, build_loader
-from training.data.records import LabelledImages, Split, write_table
-from training.data.samplers import BatchSampler
-from training.device import autocast, on_device
-from training.distributed import is_main, local_world, main_first, rank, wait_for_all, world
-from training.evaluation.evaluate import evaluate, pooled, retrieved
-from training.evaluation.retrieval import gain
-from training.folder import UNTRAINED
-from training.losses.base import check_labels
-from training.models.embedding import evaluating
-from training.objective import Terms
-from training.report import notices
-from training.report.log import RunLog
-from training.start import goes_on, start_from_trunk
-from training.state import OF_TERMS, VALIDATION, Row, Run, create_run, restore
+from kinlens.embedder.errors import TrainingError
+from kinlens.training.checkpoint import BEST, FILE, START, Average, save_checkpoint, seed_everything
+from kinlens.training.config.job import Job
+from kinlens.training.config.settings import rate
+from kinlens.training.data.features import CachedFeatures, pooled_views
+from kinlens.training.data.images import TrainingImages, batches, build_loader
+from kinlens.training.data.records import LabelledImages, Split, write_table
+from kinlens.training.data.samplers import BatchSampler
+from kinlens.training.device import autocast, on_device
+from kinlens.training.distributed import is_main, local_world, main_first, rank, wait_for_all, world
+from kinlens.training.evaluation.evaluate import evaluate, pooled, retrieved
+from kinlens.training.evaluation.retrieval import gain
+from kinlens.training.folder import UNTRAINED
+from kinlens.training.losses.base import check_labels
+from kinlens.training.models.embedding import evaluating
+from kinlens.training.objective import Terms
+from kinlens.training.report import notices
+from kinlens.training.report.log import RunLog
+from kinlens.training.start import goes_on, start_from_trunk
+from kinlens.training.state import OF_TERMS, VALIDATION, Row, Run, create_run, restore
 
 _LOG_EVERY_STEPS = 10
 _SAVE_EVERY_S = 15.0
@@ -41,7 +41,7 @@ READ_EVERY_STEPS = {"cpu": 1, "cuda": 10}
 
 
 class Listener(Protocol):
-    """Who wants to know how a run goes; `training.report.log` draws it."""
+    """Who wants to know how a run goes; `kinlens.training.report.log` draws it."""
 
     def said(self, sentence: str) -> None: ...
     def computed(self, done: int, total: int) -> None: ...

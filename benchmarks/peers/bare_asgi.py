@@ -19,8 +19,8 @@ import faiss
 import numpy as np
 import uvicorn
 
-from embedder.engines.models import SessionSettings
-from embedder.session import OnnxEmbedder
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.session import OnnxEmbedder
 
 
 class Search:

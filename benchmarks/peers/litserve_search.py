@@ -18,8 +18,8 @@ import litserve
 import numpy as np
 from fastapi import Request
 
-from embedder.engines.models import SessionSettings
-from embedder.session import OnnxEmbedder
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.session import OnnxEmbedder
 
 
 class Search(litserve.LitAPI):

@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.models import mobilenet_v2
 from torchvision.transforms import v2
 
-from training.config.settings import OfficialData
-from training.data.load import load_split
-from training.data.records import LabelledImages
+from kinlens.training.config.settings import OfficialData
+from kinlens.training.data.load import load_split
+from kinlens.training.data.records import LabelledImages
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 TEST_SCALE = 1.15  # of the side that is cut to the side before it is cut, as 256 to 224

@@ -6,20 +6,14 @@ One small file for each bundle and machine, in `kinlens/engines` below XDG_CACHE
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from embedder.durable import write_whole
-from embedder.engines.models import engine_versions
-from embedder.machine import processor
-from embedder.manifest import Mode
-
-
-def cache_folder() -> Path:
-    """Where measurements are kept; it need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kinlens" / "engines"
+from kinlens.embedder.durable import write_whole
+from kinlens.embedder.engines.models import engine_versions
+from kinlens.embedder.machine import cache_folder, processor
+from kinlens.embedder.manifest import Mode
 
 
 class Measured(NamedTuple):
@@ -63,4 +57,4 @@ def _file(bundle_id: str, modes: Sequence[Mode], threads: int) -> Path:
         threads,
     ]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
-    return cache_folder() / f"{digest[:32]}.json"
+    return cache_folder() / "engines" / f"{digest[:32]}.json"

@@ -22,10 +22,10 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it reports to Microsoft f
 
 import onnxruntime as ort
 
-from embedder.errors import BundleCorruptError, ProviderError
-from embedder.machine import core_count, processor
-from embedder.manifest import AskedEngine, AskedPrecision, Engine, Mode
-from embedder.types import Embeddings, Images
+from kinlens.embedder.errors import BundleCorruptError, ProviderError
+from kinlens.embedder.machine import core_count, processor
+from kinlens.embedder.manifest import AskedEngine, AskedPrecision, Engine, Mode
+from kinlens.embedder.types import Embeddings, Images
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 """What onnxruntime calls a device."""
@@ -274,7 +274,7 @@ def create_session(
     if active != wanted and not settings.allow_cpu_fallback:
         raise ProviderError(
             f"Asked for {wanted}, but the model would run on {active}. Install the GPU packages "
-            "(`make install-gpu`) and check the driver, or allow the CPU with "
+            "(pip install 'kinlens[gpu]') and check the driver, or allow the CPU with "
             "--allow-cpu-fallback."
         )
     return session

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
-from embedder.types import ItemId
-from indexer.catalog.read import CatalogView, Row, State
-from indexer.catalog.schema import (
+from kinlens.embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
+from kinlens.embedder.types import ItemId
+from kinlens.indexer.catalog.read import CatalogView, Row, State
+from kinlens.indexer.catalog.schema import (
     BUSY_S,
     FIRST_STATE,
     INDEXES,
@@ -29,9 +29,9 @@ from indexer.catalog.schema import (
     seal,
     write_error,
 )
-from indexer.catalog.vectors import VECTORS, VectorFile
-from indexer.catalog.write import CatalogWriter
-from indexer.types import VectorType
+from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
+from kinlens.indexer.catalog.write import CatalogWriter
+from kinlens.indexer.types import VectorType
 
 _CACHE_KIB = 8192
 _KEEP_LOG_BYTES = 64 * 1024 * 1024

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import InvalidParameterError
-from embedder.types import AttributeKind, AttributeValue, Embeddings
-from indexer.attributes import as_stored, check_name, checked_kind, is_printable
-from indexer.types import Entry, Item
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.attributes import as_stored, check_name, checked_kind, is_printable
+from kinlens.indexer.types import Entry, Item
+from kinlens.values import AttributeKind, AttributeValue
 
 MAX_KEY = 1024
 NORM_TOLERANCE = 1e-3

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedder.errors import GalleryCorruptError
-from embedder.types import AttributeValue, Embeddings, ItemId
-from indexer.attributes import Schema, as_stored, is_printable
-from indexer.catalog.entries import MAX_KEY, is_key
-from indexer.catalog.schema import (
+from kinlens.embedder.errors import GalleryCorruptError
+from kinlens.embedder.types import Embeddings, ItemId
+from kinlens.indexer.attributes import Schema, as_stored, is_printable
+from kinlens.indexer.catalog.entries import MAX_KEY, is_key
+from kinlens.indexer.catalog.schema import (
     KEEPS_REMOVED,
     NAMES,
     RESTORE,
@@ -23,8 +23,9 @@ from indexer.catalog.schema import (
     read_state,
     row_checksum,
 )
-from indexer.catalog.vectors import VectorFile
-from indexer.types import Ids, Item, places_of
+from kinlens.indexer.catalog.vectors import VectorFile
+from kinlens.indexer.types import Ids, Item, places_of
+from kinlens.values import AttributeValue
 
 # With its crc, an item is read whole: what an index says alone is not checked.
 _ITEM = "SELECT id, key, path, sha256, format, attributes, crc FROM items"

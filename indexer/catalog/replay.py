@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from embedder.errors import GalleryCorruptError
-from embedder.types import ItemId
-from indexer.catalog.read import CatalogView
-from indexer.catalog.schema import NAMES, RESTORE, seal
-from indexer.catalog.vectors import VectorFile
-from indexer.catalog.write import CatalogWriter
-from indexer.types import Ids, Progress
+from kinlens.embedder.errors import GalleryCorruptError
+from kinlens.embedder.types import ItemId
+from kinlens.indexer.catalog.read import CatalogView
+from kinlens.indexer.catalog.schema import NAMES, RESTORE, seal
+from kinlens.indexer.catalog.vectors import VectorFile
+from kinlens.indexer.catalog.write import CatalogWriter
+from kinlens.indexer.types import Ids, Progress
 
 NameRows = tuple[tuple[int, str, str, int], ...]
 """The rows of `names`."""

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     GalleryCorruptError,
     GalleryError,
     GalleryWriteError,
 )
-from embedder.types import ItemId
+from kinlens.embedder.types import ItemId
 
 SCHEMA_VERSION = 6
 VECTORS_INSIDE = 5

@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
-from embedder.durable import hold, sync
-from embedder.errors import GalleryCorruptError
-from embedder.types import Embeddings
-from indexer.types import Ids, Progress, StoredRows, VectorType, places_of
+from kinlens.embedder.durable import hold, sync
+from kinlens.embedder.errors import GalleryCorruptError
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.types import Ids, Progress, StoredRows, VectorType, places_of
 
 VECTORS = "vectors"
 """The folder of a generation in which they are."""

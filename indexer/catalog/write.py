@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from embedder.errors import InvalidParameterError, ItemNotFoundError
-from embedder.types import AttributeKind, AttributeValue, Embeddings, ItemId
-from indexer.attributes import as_stored
-from indexer.catalog.entries import checked_vectors, learn_kinds, with_stored
-from indexer.catalog.read import CatalogView
-from indexer.catalog.schema import (
+from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
+from kinlens.embedder.types import Embeddings, ItemId
+from kinlens.indexer.attributes import as_stored
+from kinlens.indexer.catalog.entries import checked_vectors, learn_kinds, with_stored
+from kinlens.indexer.catalog.read import CatalogView
+from kinlens.indexer.catalog.schema import (
     REMOVED,
     SCHEMA_VERSION,
     VECTORS_INSIDE,
@@ -22,9 +22,10 @@ from indexer.catalog.schema import (
     seal,
     vector_checksum,
 )
-from indexer.catalog.vectors import VectorFile
-from indexer.filters.tree import Filter
-from indexer.types import Entry, Ids, Item, Written
+from kinlens.indexer.catalog.vectors import VectorFile
+from kinlens.indexer.filters.tree import Filter
+from kinlens.indexer.types import Entry, Ids, Item, Written
+from kinlens.values import AttributeKind, AttributeValue
 
 Attributes = Mapping[str, AttributeValue]
 Changes = Mapping[str, Mapping[str, AttributeValue | None]]

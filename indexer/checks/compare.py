@@ -8,10 +8,12 @@ from time import perf_counter
 import numpy as np
 from pydantic import BaseModel
 
-from embedder.errors import ItemNotFoundError
-from embedder.types import AttributeValue, Hit, Scalar
-from indexer.gallery import Gallery
-from indexer.intervals import Interval, over_classes, wilson
+from kinlens.embedder.errors import ItemNotFoundError
+from kinlens.embedder.types import Hit
+from kinlens.golden import Interval
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.intervals import over_classes, wilson
+from kinlens.values import AttributeValue, Scalar
 
 _SEED = 0
 _DRAWN = 10_000  # items, of which those that both galleries hold are asked for

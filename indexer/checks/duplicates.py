@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.types import ItemId
-from indexer.calibration import product_attribute
-from indexer.gallery import Gallery
-from indexer.types import Ids, Item, Progress, Scores, SearchOptions, places_of
+from kinlens.embedder.types import ItemId
+from kinlens.indexer.calibration import product_attribute
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Ids, Item, Progress, Scores, SearchOptions, places_of
 
 K = 10
 """Neighbours that every item asks for. If all of them are near, more are asked for."""

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from embedder.types import Scalar, values_in
-from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import read_report
-from indexer.gallery import Gallery
-from indexer.types import VectorStore
+from kinlens.indexer.folder.layout import GalleryFolder
+from kinlens.indexer.folder.manifest import read_report
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import VectorStore
+from kinlens.values import Scalar, values_in
 
 
 class StoreStats(BaseModel, frozen=True):

@@ -9,22 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from embedder.errors import GalleryCorruptError, ImageError, SourceError
-from embedder.session import Embedder, check_precision
-from embedder.types import Embeddings, values_in
-from indexer.catalog.database import Catalog, catalog_view
-from indexer.catalog.entries import normalised, norms_of
-from indexer.catalog.read import CatalogView
-from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import read_manifest
-from indexer.gallery import Gallery
-from indexer.golden import GoldenSet
-from indexer.index.segment import Segment
-from indexer.live.compaction import CATALOG, SEGMENTS
-from indexer.live.ranking import check_search
-from indexer.live.snapshot import open_segment
-from indexer.pictures import source_bytes
-from indexer.types import SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
+from kinlens.embedder.errors import GalleryCorruptError, ImageError, SourceError
+from kinlens.embedder.session import Embedder, check_precision
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.catalog.database import Catalog, catalog_view
+from kinlens.indexer.catalog.entries import normalised, norms_of
+from kinlens.indexer.catalog.read import CatalogView
+from kinlens.indexer.folder.layout import GalleryFolder
+from kinlens.indexer.folder.manifest import read_manifest
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.golden import GoldenSet
+from kinlens.indexer.index.segment import Segment
+from kinlens.indexer.live.compaction import CATALOG, SEGMENTS
+from kinlens.indexer.live.ranking import check_search
+from kinlens.indexer.live.snapshot import open_segment
+from kinlens.indexer.pictures import source_bytes
+from kinlens.indexer.types import SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
+from kinlens.values import values_in
 
 K = 10
 """Neighbours that are looked for."""

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.durable import FileFacts, HashedFile
-from embedder.errors import GalleryCorruptError
-from embedder.types import AttributeKind, AttributeValue, Scalar
-from indexer.bits import Bits, count_of, empty_bits, packed_bits, positions_in
-from indexer.columns.values import Values, from_arrays, joined, packed, spliced, to_arrays
-from indexer.types import Ids
+from kinlens.embedder.durable import FileFacts, HashedFile
+from kinlens.embedder.errors import GalleryCorruptError
+from kinlens.indexer.bits import Bits, count_of, empty_bits, packed_bits, positions_in
+from kinlens.indexer.columns.values import Values, from_arrays, joined, packed, spliced, to_arrays
+from kinlens.indexer.types import Ids
+from kinlens.values import AttributeKind, AttributeValue, Scalar
 
 COLUMN_BYTES = 40
 """Of an item with five attributes."""

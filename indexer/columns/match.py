@@ -7,10 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from embedder.types import Scalar
-from indexer.bits import Bits, empty_bits
-from indexer.columns.columns import Columns, Span
-from indexer.filters.tree import And, Condition, Equals, Exists, Filter, In, Not, Or, StartsWith
+from kinlens.indexer.bits import Bits, empty_bits
+from kinlens.indexer.columns.columns import Columns, Span
+from kinlens.indexer.filters.tree import (
+    And,
+    Condition,
+    Equals,
+    Exists,
+    Filter,
+    In,
+    Not,
+    Or,
+    StartsWith,
+)
+from kinlens.values import Scalar
 
 
 def rows_matching(where: Filter, columns: Columns, checkpoint: Callable[[], None]) -> Bits:

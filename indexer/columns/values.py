@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.types import AttributeKind, Scalar
+from kinlens.values import AttributeKind, Scalar
 
 Arrays = Mapping[str, NDArray[Any]]
 """What values consist of on the disk, by name."""

@@ -5,14 +5,20 @@ from typing import Annotated
 
 import typer
 
-from embedder.bundle import Bundle
-from embedder.errors import BundleMismatchError
-from embedder.session import Embedder
-from embedder.types import SHORT
-from indexer.attributes import Schema
-from indexer.commands import options, stores
-from indexer.commands.console import errors_shown, failure_lines, out, print_report, progress
-from indexer.commands.options import (
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.errors import BundleMismatchError
+from kinlens.embedder.session import Embedder
+from kinlens.embedder.types import SHORT
+from kinlens.indexer.attributes import Schema
+from kinlens.indexer.commands import options, stores
+from kinlens.indexer.commands.console import (
+    errors_shown,
+    failure_lines,
+    out,
+    print_report,
+    progress,
+)
+from kinlens.indexer.commands.options import (
     BatchOption,
     DeviceOption,
     EngineOption,
@@ -29,15 +35,15 @@ from indexer.commands.options import (
     VectorTypeOption,
     WorkersOption,
 )
-from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import name_of
-from indexer.index.plan import IndexSettings, plan_index
-from indexer.ingest.add import AddReport, add_source, check_image_root
-from indexer.ingest.build import BuildReport, BuildSettings, build_gallery, import_gallery
-from indexer.ingest.embed import EmbedSettings
-from indexer.ingest.shards import VectorShards
-from indexer.ingest.sources import Source, csv_source, folder_source, split_source
-from indexer.types import VectorType
+from kinlens.indexer.folder.layout import GalleryFolder
+from kinlens.indexer.folder.manifest import name_of
+from kinlens.indexer.index.plan import IndexSettings, plan_index
+from kinlens.indexer.ingest.add import AddReport, add_source, check_image_root
+from kinlens.indexer.ingest.build import BuildReport, BuildSettings, build_gallery, import_gallery
+from kinlens.indexer.ingest.embed import EmbedSettings
+from kinlens.indexer.ingest.shards import VectorShards
+from kinlens.indexer.ingest.sources import Source, csv_source, folder_source, split_source
+from kinlens.indexer.types import VectorType
 
 app = typer.Typer()
 

@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from embedder.errors import InvalidParameterError, SourceError
-from embedder.types import AttributeValue
-from indexer.attributes import Schema
-from indexer.commands import stores
-from indexer.commands.console import SHOWN, err, errors_shown, print_report
-from indexer.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
-from indexer.filters.text import parse_filter
-from indexer.gallery import Gallery
-from indexer.ingest.sources import DATE, Typed, csv_changes, split_kind
-from indexer.types import MILVUS
+from kinlens.embedder.errors import InvalidParameterError, SourceError
+from kinlens.indexer.attributes import Schema
+from kinlens.indexer.commands import stores
+from kinlens.indexer.commands.console import SHOWN, err, errors_shown, print_report
+from kinlens.indexer.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.sources import DATE, Typed, csv_changes, split_kind
+from kinlens.indexer.types import MILVUS
+from kinlens.values import AttributeValue
 
 app = typer.Typer()
 

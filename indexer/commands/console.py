@@ -18,9 +18,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from embedder.errors import KinlensError
-from embedder.types import AttributeValue
-from indexer.ingest.embed import Failure
+from kinlens.embedder.errors import KinlensError
+from kinlens.indexer.ingest.embed import Failure
+from kinlens.values import AttributeValue
 
 SHOWN = 10
 """Failures, problems and the like that are printed; a report has all of them."""

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from embedder.errors import InvalidParameterError
-from indexer.checks.duplicates import (
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.indexer.checks.duplicates import (
     Crowd,
     Floor,
     Member,
@@ -14,11 +14,11 @@ from indexer.checks.duplicates import (
     find_duplicates,
     members_of,
 )
-from indexer.commands import stores
-from indexer.commands.console import SHOWN, errors_shown, print_report, progress
-from indexer.commands.options import JsonOption, StoreArgument
-from indexer.gallery import Gallery
-from indexer.types import MILVUS
+from kinlens.indexer.commands import stores
+from kinlens.indexer.commands.console import SHOWN, errors_shown, print_report, progress
+from kinlens.indexer.commands.options import JsonOption, StoreArgument
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import MILVUS
 
 app = typer.Typer()
 

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from embedder.engines.models import SessionSettings
-from embedder.manifest import Engine, Precision
-from indexer.commands.console import errors_shown, failure_lines, print_report, progress
-from indexer.commands.options import BatchOption, DeviceOption, JsonOption
-from indexer.exchange.objects import REMOTE
-from indexer.ingest.cluster import SHARD_SIZE, embed_on_cluster, remote_source
-from indexer.ingest.sources import Source, csv_source, folder_source
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.manifest import Engine, Precision
+from kinlens.indexer.commands.console import errors_shown, failure_lines, print_report, progress
+from kinlens.indexer.commands.options import BatchOption, DeviceOption, JsonOption
+from kinlens.indexer.exchange.objects import REMOTE
+from kinlens.indexer.ingest.cluster import SHARD_SIZE, embed_on_cluster, remote_source
+from kinlens.indexer.ingest.sources import Source, csv_source, folder_source
 
 app = typer.Typer()
 

@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from embedder.errors import ImageError, InvalidParameterError, SourceError
-from embedder.preprocess import ImageLimits, decode
-from embedder.session import check_precision
-from embedder.types import SHORT
-from indexer.commands import options, stores
-from indexer.commands.console import errors_shown, print_report, progress
-from indexer.commands.options import (
+from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
+from kinlens.embedder.preprocess import ImageLimits, decode
+from kinlens.embedder.session import check_precision
+from kinlens.embedder.types import SHORT
+from kinlens.golden import GoldenOutcome, GoldenQueries, GoldenRun, GoldenRuns, Label
+from kinlens.indexer.commands import options, stores
+from kinlens.indexer.commands.console import errors_shown, print_report, progress
+from kinlens.indexer.commands.options import (
     DeviceOption,
     EngineOption,
     FallbackOption,
@@ -23,23 +24,11 @@ from indexer.commands.options import (
     JsonOption,
     PrecisionOption,
 )
-from indexer.gallery import Gallery, current_manifest
-from indexer.golden import (
-    Asked,
-    GoldenOutcome,
-    GoldenQueries,
-    GoldenRun,
-    GoldenRuns,
-    GoldenSet,
-    Label,
-    NewQuery,
-    embedded,
-    labelled,
-    threshold_of,
-)
-from indexer.ingest.sources import parse_value, read_table
-from indexer.pictures import read_image
-from indexer.types import VectorStore
+from kinlens.indexer.gallery import Gallery, current_manifest
+from kinlens.indexer.golden import Asked, GoldenSet, NewQuery, embedded, labelled, threshold_of
+from kinlens.indexer.ingest.sources import parse_value, read_table
+from kinlens.indexer.pictures import read_image
+from kinlens.indexer.types import VectorStore
 
 app = typer.Typer(no_args_is_help=True)
 

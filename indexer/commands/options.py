@@ -8,15 +8,15 @@ import typer
 from numpy.lib.format import read_array
 from numpy.typing import NDArray
 
-from embedder.engines.models import SessionSettings
-from embedder.errors import ImageError, InvalidParameterError, SourceError
-from embedder.machine import core_count
-from embedder.manifest import AskedEngine, AskedPrecision
-from embedder.session import Embedder, OnnxEmbedder
-from embedder.types import Embeddings
-from indexer.index.kinds import Device, IndexKind
-from indexer.pictures import ANY_SIZE, read_image
-from indexer.types import VectorType
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.manifest import AskedEngine, AskedPrecision
+from kinlens.embedder.session import Embedder, OnnxEmbedder
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.index.kinds import Device, IndexKind
+from kinlens.indexer.pictures import ANY_SIZE, read_image
+from kinlens.indexer.types import VectorType
 
 Index = Literal["auto", IndexKind]
 

@@ -9,16 +9,16 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from embedder import explain as where
-from embedder.calibration import CANDIDATES
-from embedder.errors import ItemNotFoundError, SourceError
-from embedder.preprocess import decode
-from embedder.session import check_precision
-from embedder.types import Embeddings, Hit
-from indexer.calibration import DEFAULT_PRIOR, Calibrated, Shares, choose
-from indexer.commands import options, stores
-from indexer.commands.console import errors_shown, print_report, shown, written
-from indexer.commands.options import (
+from kinlens.embedder import explain as where
+from kinlens.embedder.calibration import CANDIDATES
+from kinlens.embedder.errors import ItemNotFoundError, SourceError
+from kinlens.embedder.preprocess import decode
+from kinlens.embedder.session import check_precision
+from kinlens.embedder.types import Embeddings, Hit
+from kinlens.indexer.calibration import DEFAULT_PRIOR, Calibrated, Shares, choose
+from kinlens.indexer.commands import options, stores
+from kinlens.indexer.commands.console import errors_shown, print_report, shown, written
+from kinlens.indexer.commands.options import (
     DeviceOption,
     EngineOption,
     FallbackOption,
@@ -28,10 +28,10 @@ from indexer.commands.options import (
     StoreArgument,
     WhereOption,
 )
-from indexer.filters.text import parse_filter
-from indexer.gallery import Gallery
-from indexer.pictures import ANY_SIZE
-from indexer.types import (
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.pictures import ANY_SIZE
+from kinlens.indexer.types import (
     Group,
     Grouping,
     SearchOptions,

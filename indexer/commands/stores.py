@@ -6,16 +6,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from indexer.commands.console import err, progress
-from indexer.exchange.milvus import MilvusStore
-from indexer.exchange.objects import REMOTE
-from indexer.exchange.parquet import read_dump
-from indexer.folder.manifest import name_of
-from indexer.gallery import Gallery
-from indexer.ingest.shards import MANIFEST as SHARDS
-from indexer.ingest.shards import VectorShards
-from indexer.live.compaction import KEEP_REMOVED_S
-from indexer.types import MILVUS, Dump, Entry, Progress, milvus_address
+from kinlens.indexer.commands.console import err, progress
+from kinlens.indexer.exchange.milvus import MilvusStore
+from kinlens.indexer.exchange.objects import REMOTE
+from kinlens.indexer.exchange.parquet import read_dump
+from kinlens.indexer.folder.manifest import name_of
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.shards import MANIFEST as SHARDS
+from kinlens.indexer.ingest.shards import VectorShards
+from kinlens.indexer.live.compaction import KEEP_REMOVED_S
+from kinlens.indexer.types import MILVUS, Dump, Entry, Progress, milvus_address
 
 Store = Gallery | MilvusStore
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from embedder.errors import GalleryError, InvalidParameterError
-from indexer.commands import stores
-from indexer.commands.console import err, errors_shown, print_report, progress
-from indexer.commands.options import (
+from kinlens.embedder.errors import GalleryError, InvalidParameterError
+from kinlens.indexer.commands import stores
+from kinlens.indexer.commands.console import err, errors_shown, print_report, progress
+from kinlens.indexer.commands.options import (
     GalleryArgument,
     ImageRootOption,
     Index,
@@ -22,17 +22,17 @@ from indexer.commands.options import (
     VectorTypeOption,
     given_settings,
 )
-from indexer.exchange.milvus_index import MilvusIndex
-from indexer.exchange.parquet import export_gallery
-from indexer.exchange.publish import PublishReport
-from indexer.exchange.publish import publish as publish_snapshot
-from indexer.gallery import Gallery, copy_bytes
-from indexer.index.kinds import Device, IndexKind
-from indexer.index.plan import IndexSettings
-from indexer.ingest.build import ImportReport, import_gallery
-from indexer.live.backup import backup as write_backup
-from indexer.live.backup import restore as restore_backup
-from indexer.types import MILVUS, Dump, seconds_of
+from kinlens.indexer.exchange.milvus_index import MilvusIndex
+from kinlens.indexer.exchange.parquet import export_gallery
+from kinlens.indexer.exchange.publish import PublishReport
+from kinlens.indexer.exchange.publish import publish as publish_snapshot
+from kinlens.indexer.gallery import Gallery, copy_bytes
+from kinlens.indexer.index.kinds import Device, IndexKind
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.ingest.build import ImportReport, import_gallery
+from kinlens.indexer.live.backup import backup as write_backup
+from kinlens.indexer.live.backup import restore as restore_backup
+from kinlens.indexer.types import MILVUS, Dump, seconds_of
 
 app = typer.Typer()
 

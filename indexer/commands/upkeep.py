@@ -7,12 +7,12 @@ from typing import Annotated, get_args
 
 import typer
 
-from embedder.errors import PlanError
-from indexer.calibration import GalleryCalibration
-from indexer.checks.stats import StoreStats, gallery_stats, store_stats
-from indexer.commands import stores
-from indexer.commands.console import errors_shown, print_report, progress
-from indexer.commands.options import (
+from kinlens.embedder.errors import PlanError
+from kinlens.indexer.calibration import GalleryCalibration
+from kinlens.indexer.checks.stats import StoreStats, gallery_stats, store_stats
+from kinlens.indexer.commands import stores
+from kinlens.indexer.commands.console import errors_shown, print_report, progress
+from kinlens.indexer.commands.options import (
     GalleryArgument,
     IndexDeviceOption,
     IndexOption,
@@ -23,11 +23,11 @@ from indexer.commands.options import (
     VectorTypeOption,
     given_settings,
 )
-from indexer.gallery import Gallery
-from indexer.index.kinds import IndexKind
-from indexer.index.plan import IndexSettings, Plan, plan_index
-from indexer.live.compaction import CompactReport
-from indexer.types import MILVUS, VectorType
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.kinds import IndexKind
+from kinlens.indexer.index.plan import IndexSettings, Plan, plan_index
+from kinlens.indexer.live.compaction import CompactReport
+from kinlens.indexer.types import MILVUS, VectorType
 
 app = typer.Typer()
 

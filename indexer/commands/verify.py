@@ -6,17 +6,17 @@ from typing import Annotated
 
 import typer
 
-from embedder.types import SHORT
-from indexer.checks.verify import (
+from kinlens.embedder.types import SHORT
+from kinlens.indexer.checks.verify import (
     VerifyReport,
     VerifySettings,
     sample_size,
     size_of,
     verify_gallery,
 )
-from indexer.commands import options
-from indexer.commands.console import SHOWN, errors_shown, print_report, progress
-from indexer.commands.options import (
+from kinlens.indexer.commands import options
+from kinlens.indexer.commands.console import SHOWN, errors_shown, print_report, progress
+from kinlens.indexer.commands.options import (
     DeviceOption,
     EngineOption,
     FallbackOption,

@@ -16,8 +16,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from embedder.bundle import sha256_of
-from embedder.durable import (
+from kinlens.embedder.bundle import sha256_of
+from kinlens.embedder.durable import (
     FileFacts,
     discard,
     exclusive,
@@ -28,16 +28,16 @@ from embedder.durable import (
     sync_tree,
     write_whole,
 )
-from embedder.errors import GalleryCorruptError, GalleryError, KinlensError
-from indexer.catalog.database import Catalog
-from indexer.catalog.replay import apply_part, finish, remove_buried, remove_dead
-from indexer.catalog.vectors import NUMBERS, ROWS, VECTORS, VectorFile
-from indexer.exchange.objects import ObjectFolder
-from indexer.exchange.publish import FILES, OBJECTS, Delta, Snapshot, snapshot_at
-from indexer.folder.layout import DOWNLOADS, GalleryFolder, disk_errors_explained
-from indexer.folder.manifest import write_manifest
-from indexer.live.compaction import CATALOG, SEGMENTS, collect
-from indexer.types import Progress
+from kinlens.embedder.errors import GalleryCorruptError, GalleryError, KinlensError
+from kinlens.indexer.catalog.database import Catalog
+from kinlens.indexer.catalog.replay import apply_part, finish, remove_buried, remove_dead
+from kinlens.indexer.catalog.vectors import NUMBERS, ROWS, VECTORS, VectorFile
+from kinlens.indexer.exchange.objects import ObjectFolder
+from kinlens.indexer.exchange.publish import FILES, OBJECTS, Delta, Snapshot, snapshot_at
+from kinlens.indexer.folder.layout import DOWNLOADS, GalleryFolder, disk_errors_explained
+from kinlens.indexer.folder.manifest import write_manifest
+from kinlens.indexer.live.compaction import CATALOG, SEGMENTS, collect
+from kinlens.indexer.types import Progress
 
 _LOCK = "LOCK"
 _CHECKED = "CHECKED"  # touched whenever the copy is known to be at the newest snapshot

@@ -20,7 +20,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     BundleMismatchError,
     EngineUnavailableError,
     GalleryBusyError,
@@ -29,10 +29,10 @@ from embedder.errors import (
     InvalidParameterError,
     ItemNotFoundError,
 )
-from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, Hit, ItemId, Scalar
-from indexer.attributes import Schema
-from indexer.catalog.entries import checked_keys, checked_vectors, learn_kinds, with_stored
-from indexer.exchange.milvus_collection import (
+from kinlens.embedder.types import SHORT, Embeddings, Hit, ItemId
+from kinlens.indexer.attributes import Schema
+from kinlens.indexer.catalog.entries import checked_keys, checked_vectors, learn_kinds, with_stored
+from kinlens.indexer.exchange.milvus_collection import (
     ENTRY,
     ITEM,
     MOST,
@@ -49,18 +49,25 @@ from indexer.exchange.milvus_collection import (
     row_of,
     vectors_of,
 )
-from indexer.exchange.milvus_filters import literal
-from indexer.exchange.milvus_index import HeldOut, K, MilvusPlan, is_exact, least_effort, planned
-from indexer.exchange.milvus_load import (
+from kinlens.indexer.exchange.milvus_filters import literal
+from kinlens.indexer.exchange.milvus_index import (
+    HeldOut,
+    K,
+    MilvusPlan,
+    is_exact,
+    least_effort,
+    planned,
+)
+from kinlens.indexer.exchange.milvus_load import (
     StaleError,
     check_count,
     load,
     processes_for,
     refuse_lists,
 )
-from indexer.filters.tree import Filter, In, check_attribute, check_boosted, check_grouped
-from indexer.folder.manifest import GalleryFacts
-from indexer.live.ranking import (
+from kinlens.indexer.filters.tree import Filter, In, check_attribute, check_boosted, check_grouped
+from kinlens.indexer.folder.manifest import GalleryFacts
+from kinlens.indexer.live.ranking import (
     Candidate,
     Fetch,
     Reorder,
@@ -69,9 +76,9 @@ from indexer.live.ranking import (
     check_options,
     check_search,
 )
-from indexer.live.rerank import reorder_of
-from indexer.pictures import ItemImage, item_image
-from indexer.types import (
+from kinlens.indexer.live.rerank import reorder_of
+from kinlens.indexer.pictures import ItemImage, item_image
+from kinlens.indexer.types import (
     MAX_COUNTED_VALUES,
     AttributeFacts,
     Consistency,
@@ -90,6 +97,7 @@ from indexer.types import (
     no_item,
     unobserved,
 )
+from kinlens.values import AttributeKind, AttributeValue, Scalar
 
 _NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
 _SAMPLE = 10_000
@@ -103,9 +111,10 @@ _SWAP_S = 3.0  # searches that began in the old generation end in it
 class MilvusStore:
     """A gallery in a Milvus server, searched and changed by any number of processes. Thread safe.
 
-    Implements `indexer.types.VectorStore`, which says what the methods do, with the consistency of
-    Milvus: a change is durable when its call returns, item by item; `consistency` says when a
-    search sees it. A new generation takes over at once, also for those who have the gallery open.
+    Implements `kinlens.indexer.types.VectorStore`, which documents the methods, with the
+    consistency of Milvus: a change is durable when its call returns, item by item; `consistency`
+    says when a search sees it. A new generation takes over at once, also for those who have the
+    gallery open.
     Every method raises EngineUnavailableError.
     """
 
@@ -502,7 +511,7 @@ class MilvusStore:
 
 
 class _Groups:
-    """`indexer.live.ranking.GroupSource` of one search.
+    """`kinlens.indexer.live.ranking.GroupSource` of one search.
 
     Inside and outside of groups every cluster is searched: fewer answers mean that there are no
     more.

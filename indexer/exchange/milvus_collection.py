@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     EngineUnavailableError,
     GalleryCorruptError,
     GalleryNotFoundError,
@@ -25,12 +25,12 @@ from embedder.errors import (
     ItemNotFoundError,
     PlanError,
 )
-from embedder.types import Embeddings, ItemId
-from indexer.attributes import Schema
-from indexer.exchange.milvus_filters import expression, one_of
-from indexer.exchange.milvus_index import MilvusIndex, MilvusPlan, search_parameters
-from indexer.filters.tree import Filter
-from indexer.types import Entry, Item, OnCall, unobserved
+from kinlens.embedder.types import Embeddings, ItemId
+from kinlens.indexer.attributes import Schema
+from kinlens.indexer.exchange.milvus_filters import expression, one_of
+from kinlens.indexer.exchange.milvus_index import MilvusIndex, MilvusPlan, search_parameters
+from kinlens.indexer.filters.tree import Filter
+from kinlens.indexer.types import Entry, Item, OnCall, unobserved
 
 MOST = 16_384
 """The most answers that Milvus gives to one query."""

@@ -6,9 +6,20 @@ A comparison with an attribute that is missing, or of another type, is false the
 import json
 from collections.abc import Iterable, Sequence
 
-from embedder.errors import FilterError
-from embedder.types import AttributeValue
-from indexer.filters.tree import SIGNS, And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
+from kinlens.embedder.errors import FilterError
+from kinlens.indexer.filters.tree import (
+    SIGNS,
+    And,
+    Equals,
+    Exists,
+    Filter,
+    In,
+    Not,
+    Or,
+    Range,
+    StartsWith,
+)
+from kinlens.values import AttributeValue
 
 MAX_LEVELS = 40
 """Milvus reads no message nested deeper than 100, and a level of a filter takes two."""

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from embedder.errors import PlanError, RecallError
-from embedder.types import Embeddings
-from indexer.catalog.entries import checked_vectors
-from indexer.types import Entry
+from kinlens.embedder.errors import PlanError, RecallError
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.catalog.entries import checked_vectors
+from kinlens.indexer.types import Entry
 
 MilvusIndex = Literal["flat", "ivf-flat", "hnsw", "ivf-rabitq", "diskann"]
 """Kinds of index of a collection."""

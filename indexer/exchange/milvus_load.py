@@ -18,14 +18,15 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from embedder.durable import reach
-from embedder.errors import EngineUnavailableError, InvalidParameterError
-from embedder.machine import core_count
-from embedder.types import AttributeKind, AttributeValue, Embeddings
-from indexer.catalog.entries import checked_vectors, learn_kinds
-from indexer.exchange.milvus_collection import Collection, Connection, batches, row_of
-from indexer.exchange.milvus_index import HeldOut
-from indexer.types import Entry, Progress
+from kinlens.embedder.durable import reach
+from kinlens.embedder.errors import EngineUnavailableError, InvalidParameterError
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.catalog.entries import checked_vectors, learn_kinds
+from kinlens.indexer.exchange.milvus_collection import Collection, Connection, batches, row_of
+from kinlens.indexer.exchange.milvus_index import HeldOut
+from kinlens.indexer.types import Entry, Progress
+from kinlens.values import AttributeKind, AttributeValue
 
 PART = 8_192
 _FROM = 4 * PART  # items from which more than one process is worth its start

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from embedder.durable import make_folder, rename, sync, write_whole
-from embedder.errors import EngineUnavailableError, InvalidParameterError
+from kinlens.embedder.durable import make_folder, rename, sync, write_whole
+from kinlens.embedder.errors import EngineUnavailableError, InvalidParameterError
 
 REMOTE = "://"
 """What tells an address of fsspec from a folder."""

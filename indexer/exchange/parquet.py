@@ -14,10 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from embedder.durable import rename, staged, sync
-from embedder.errors import EngineUnavailableError, GalleryBusyError, GalleryWriteError, SourceError
-from embedder.types import AttributeValue
-from indexer.types import Dump, Entry, Progress, VectorStore
+from kinlens.embedder.durable import rename, staged, sync
+from kinlens.embedder.errors import (
+    EngineUnavailableError,
+    GalleryBusyError,
+    GalleryWriteError,
+    SourceError,
+)
+from kinlens.indexer.types import Dump, Entry, Progress, VectorStore
+from kinlens.values import AttributeValue
 
 VECTOR = "vector"
 TEXTS = ("key", "path", "format", "sha256")

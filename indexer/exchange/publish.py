@@ -23,9 +23,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from embedder.bundle import sha256_of
-from embedder.durable import FileFacts, exclusive, hold, holder, reach
-from embedder.errors import (
+from kinlens.embedder.bundle import sha256_of
+from kinlens.embedder.durable import FileFacts, exclusive, hold, holder, reach
+from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryConflictError,
     GalleryCorruptError,
@@ -33,21 +33,21 @@ from embedder.errors import (
     GalleryNotFoundError,
     KinlensError,
 )
-from indexer.calibration import CALIBRATION
-from indexer.catalog.database import catalog_view
-from indexer.catalog.read import CatalogView
-from indexer.catalog.replay import NameRows, live_bits, name_rows, write_part
-from indexer.catalog.schema import read_state
-from indexer.catalog.vectors import NUMBERS, VectorFile
-from indexer.exchange.objects import ObjectFolder
-from indexer.folder.layout import PICTURES, PUBLISH, GalleryFolder, disk_errors_explained
-from indexer.folder.manifest import PRECISIONS, REPORT, GalleryManifest, read_manifest
-from indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
-from indexer.index.segment import brief
-from indexer.index.segment import read_manifest as read_segment_manifest
-from indexer.live.compaction import CATALOG, SEGMENTS
-from indexer.pictures import source_bytes
-from indexer.types import Ids, Item, Progress
+from kinlens.indexer.calibration import CALIBRATION
+from kinlens.indexer.catalog.database import catalog_view
+from kinlens.indexer.catalog.read import CatalogView
+from kinlens.indexer.catalog.replay import NameRows, live_bits, name_rows, write_part
+from kinlens.indexer.catalog.schema import read_state
+from kinlens.indexer.catalog.vectors import NUMBERS, VectorFile
+from kinlens.indexer.exchange.objects import ObjectFolder
+from kinlens.indexer.folder.layout import PICTURES, PUBLISH, GalleryFolder, disk_errors_explained
+from kinlens.indexer.folder.manifest import PRECISIONS, REPORT, GalleryManifest, read_manifest
+from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
+from kinlens.indexer.index.segment import brief
+from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
+from kinlens.indexer.live.compaction import CATALOG, SEGMENTS
+from kinlens.indexer.pictures import source_bytes
+from kinlens.indexer.types import Ids, Item, Progress
 
 SNAPSHOT = "snapshot.json"
 OBJECTS = "objects"
@@ -73,7 +73,7 @@ _FILE = r"^[a-z]+\.[a-z]+$"
 class Delta(BaseModel, frozen=True, extra="forbid"):
     """What changed after the write `since`, up to the write `until`.
 
-    parts: objects, as of `indexer.catalog.replay`. live: an object with a bit for each
+    parts: objects, as of `kinlens.indexer.catalog.replay`. live: an object with a bit for each
     item id that is alive, compressed with zlib; None where the tombstones in the first part name
     every removal since then.
     """

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from embedder.errors import FilterError
-from indexer.filters.tree import (
+from kinlens.embedder.errors import FilterError
+from kinlens.indexer.filters.tree import (
     LIMITS,
     MAX_DEPTH,
     And,

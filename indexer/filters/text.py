@@ -8,9 +8,20 @@ from typing import TypeVar, cast
 from lark import Lark, Token, Transformer, v_args
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
-from embedder.errors import FilterError
-from embedder.types import Scalar
-from indexer.filters.tree import LIMITS, And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
+from kinlens.embedder.errors import FilterError
+from kinlens.indexer.filters.tree import (
+    LIMITS,
+    And,
+    Equals,
+    Exists,
+    Filter,
+    In,
+    Not,
+    Or,
+    Range,
+    StartsWith,
+)
+from kinlens.values import Scalar
 
 _Made = TypeVar("_Made")
 MAX_TEXT = 200_000

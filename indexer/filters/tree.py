@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from embedder.errors import FilterError
-from embedder.types import AttributeKind, AttributeValue, Scalar
-from indexer.attributes import Schema, check_name, checked_kind, kind_of
+from kinlens.embedder.errors import FilterError
+from kinlens.indexer.attributes import Schema, check_name, checked_kind, kind_of
+from kinlens.values import AttributeKind, AttributeValue, Scalar
 
 MAX_DEPTH = 64
 MAX_CONDITIONS = 1000

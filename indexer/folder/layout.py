@@ -23,7 +23,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from embedder.durable import (
+from kinlens.embedder.durable import (
     discard,
     exclusive,
     hold,
@@ -39,7 +39,7 @@ from embedder.durable import (
     sync_tree,
     write_whole,
 )
-from embedder.errors import (
+from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryConflictError,
     GalleryCorruptError,
@@ -47,9 +47,9 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from embedder.types import SHORT
-from indexer.folder.manifest import MANIFEST
-from indexer.golden import GOLDEN
+from kinlens.embedder.types import SHORT
+from kinlens.indexer.folder.manifest import MANIFEST
+from kinlens.indexer.golden import GOLDEN
 
 _CURRENT = "CURRENT"
 _LOCK = "LOCK"

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from embedder.durable import rename, sync
-from embedder.errors import GalleryCorruptError
-from embedder.types import SHORT
-from indexer.index.segment import SegmentManifest, brief
-from indexer.types import GALLERY_NAME, VectorType
+from kinlens.embedder.durable import rename, sync
+from kinlens.embedder.errors import GalleryCorruptError
+from kinlens.embedder.types import SHORT
+from kinlens.indexer.index.segment import SegmentManifest, brief
+from kinlens.indexer.types import GALLERY_NAME, VectorType
 
 MANIFEST = "manifest.json"
 """The file that makes a folder a generation."""

@@ -8,15 +8,24 @@ import faiss
 import numpy as np
 from faiss.class_wrappers import add_to_referenced_objects
 
-from embedder.durable import FileFacts, HashedFile
-from embedder.errors import GalleryCorruptError, InvalidParameterError
-from embedder.machine import core_count
-from embedder.types import Embeddings
-from indexer.bits import Bits, count_of, has_bits, packed_bits, positions_in
-from indexer.index.gpu import LEAST_BYTES, MAX_K, GpuCopy, reason_of
-from indexer.index.kinds import KINDS, TUNED_AT, Effort, IndexKind, Kind, found_by, full, scaled
-from indexer.index.plan import Plan
-from indexer.types import Ids, Progress, Scores, StoredRows
+from kinlens.embedder.durable import FileFacts, HashedFile
+from kinlens.embedder.errors import GalleryCorruptError, InvalidParameterError
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.bits import Bits, count_of, has_bits, packed_bits, positions_in
+from kinlens.indexer.index.gpu import LEAST_BYTES, MAX_K, GpuCopy, reason_of
+from kinlens.indexer.index.kinds import (
+    KINDS,
+    TUNED_AT,
+    Effort,
+    IndexKind,
+    Kind,
+    found_by,
+    full,
+    scaled,
+)
+from kinlens.indexer.index.plan import Plan
+from kinlens.indexer.types import Ids, Progress, Scores, StoredRows
 
 CHUNK = 65_536
 """Vectors that are compared with at once, or added to codes."""

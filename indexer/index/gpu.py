@@ -20,9 +20,9 @@ from pathlib import Path
 import faiss
 import numpy as np
 
-from embedder.errors import EngineUnavailableError, ProviderError
-from embedder.types import Embeddings
-from indexer.types import Ids, Scores
+from kinlens.embedder.errors import EngineUnavailableError, ProviderError
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.types import Ids, Scores
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def why_no_gpu() -> str | None:
     """Why FAISS cannot use a GPU here, and what to do; None if it can."""
     if not hasattr(faiss, "StandardGpuResources"):
         return (
-            "The installed faiss has no GPU support. Install the GPU packages (make install-gpu) "
+            "The installed faiss has no GPU support. Install them: pip install 'kinlens[gpu]' "
             "on a machine with an NVIDIA GPU."
         )
     if "CUVS" not in faiss.get_compile_options():

@@ -14,11 +14,11 @@ import faiss
 import numpy as np
 from faiss.class_wrappers import add_to_referenced_objects
 
-from embedder.errors import ProviderError
-from embedder.types import Embeddings
-from indexer.bits import Bits
-from indexer.index.gpu import TEMP_BYTES, Search, reason_of, require_gpu
-from indexer.types import Ids, Scores, StoredRows, VectorType
+from kinlens.embedder.errors import ProviderError
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.bits import Bits
+from kinlens.indexer.index.gpu import TEMP_BYTES, Search, reason_of, require_gpu
+from kinlens.indexer.types import Ids, Scores, StoredRows, VectorType
 
 IndexKind = Literal["flat", "hnsw", "ivf-pq", "cagra"]
 Device = Literal["cpu", "cuda"]

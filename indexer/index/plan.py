@@ -1,7 +1,7 @@
 """Which index a gallery gets: by number of vectors, dimension, memory and device.
 
 Nothing is built here. `auto` takes the first kind that fits the memory, from the one that suits so
-many vectors to ever smaller ones (`indexer.index.kinds`).
+many vectors to ever smaller ones (`kinlens.indexer.index.kinds`).
 """
 
 import contextlib
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from embedder.errors import PlanError, ProviderError
-from embedder.machine import core_count, free_memory_mb
-from embedder.machine import memory_mb as machine_memory_mb
-from indexer.index.gpu import RESERVE_MB, gpu_memory, why_no_gpu
-from indexer.index.kinds import KINDS, Device, IndexKind, Kind, kinds_on
-from indexer.types import NUMBER_BYTES, VectorType
+from kinlens.embedder.errors import PlanError, ProviderError
+from kinlens.embedder.machine import core_count, free_memory_mb
+from kinlens.embedder.machine import memory_mb as machine_memory_mb
+from kinlens.indexer.index.gpu import RESERVE_MB, gpu_memory, why_no_gpu
+from kinlens.indexer.index.kinds import KINDS, Device, IndexKind, Kind, kinds_on
+from kinlens.indexer.types import NUMBER_BYTES, VectorType
 
 _log = logging.getLogger(__name__)
 

@@ -24,18 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError, field_serializer
 
-from embedder.bundle import sha256_of
-from embedder.durable import FileFacts, HashedFile
-from embedder.errors import GalleryCorruptError, ProviderError, RecallError
-from embedder.types import Embeddings
-from indexer.bits import Bits, empty_bits, has_bits, packed_bits, positions_in
-from indexer.catalog.vectors import VECTORS, RowNumbers, VectorFile
-from indexer.columns.columns import Column, Columns, write_columns
-from indexer.index.faiss import SegmentIndex
-from indexer.index.kinds import KINDS, Effort, IndexKind, full
-from indexer.index.plan import IndexSettings, Plan
-from indexer.index.tune import Measure, Tuned, least_effort, tune
-from indexer.types import Ids, IndexPlace, Progress, StoredRows, places_of
+from kinlens.embedder.bundle import sha256_of
+from kinlens.embedder.durable import FileFacts, HashedFile
+from kinlens.embedder.errors import GalleryCorruptError, ProviderError, RecallError
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, positions_in
+from kinlens.indexer.catalog.vectors import VECTORS, RowNumbers, VectorFile
+from kinlens.indexer.columns.columns import Column, Columns, write_columns
+from kinlens.indexer.index.faiss import SegmentIndex
+from kinlens.indexer.index.kinds import KINDS, Effort, IndexKind, full
+from kinlens.indexer.index.plan import IndexSettings, Plan
+from kinlens.indexer.index.tune import Measure, Tuned, least_effort, tune
+from kinlens.indexer.types import Ids, IndexPlace, Progress, StoredRows, places_of
 
 _log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import RecallError
-from embedder.types import Embeddings
-from indexer.bits import Bits
-from indexer.index.faiss import SegmentIndex
-from indexer.index.kinds import KINDS, TUNED_AT, Effort
-from indexer.types import SAME_SCORE, Ids, Scores
+from kinlens.embedder.errors import RecallError
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.bits import Bits
+from kinlens.indexer.index.faiss import SegmentIndex
+from kinlens.indexer.index.kinds import KINDS, TUNED_AT, Effort
+from kinlens.indexer.types import SAME_SCORE, Ids, Scores
 
 _SCAN_QUERIES = 100
 _FASTER = 0.9  # a greater k_factor must save this much

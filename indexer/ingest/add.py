@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from embedder.errors import BundleMismatchError, InvalidParameterError, SourceError
-from embedder.session import Embedder, check_precision
-from embedder.types import SHORT
-from indexer.catalog.entries import merged
-from indexer.gallery import Gallery
-from indexer.ingest.embed import (
+from kinlens.embedder.errors import BundleMismatchError, InvalidParameterError, SourceError
+from kinlens.embedder.session import Embedder, check_precision
+from kinlens.embedder.types import SHORT
+from kinlens.indexer.catalog.entries import merged
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.embed import (
     Batch,
     EmbedSettings,
     Failure,
@@ -25,8 +25,8 @@ from indexer.ingest.embed import (
     failure_of,
     refuse_unreadable,
 )
-from indexer.ingest.sources import Source, check_attributes
-from indexer.types import Ids, Item, Progress, VectorStore, Written
+from kinlens.indexer.ingest.sources import Source, check_attributes
+from kinlens.indexer.types import Ids, Item, Progress, VectorStore, Written
 
 _STAYS = "The gallery keeps what it has under this key."
 _CHANGED = "The file was changed while it was read. Run the same command again."

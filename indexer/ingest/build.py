@@ -15,28 +15,28 @@ from time import perf_counter
 import numpy as np
 from pydantic import BaseModel
 
-from embedder.durable import discard
-from embedder.errors import (
+from kinlens.embedder.durable import discard
+from kinlens.embedder.errors import (
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
     InvalidParameterError,
 )
-from embedder.session import Embedder
-from indexer.folder.layout import GalleryFolder, disk_errors_explained
-from indexer.folder.manifest import (
+from kinlens.embedder.session import Embedder
+from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
+from kinlens.indexer.folder.manifest import (
     REPORT,
     GalleryManifest,
     name_of,
     read_manifest,
     write_manifest,
 )
-from indexer.gallery import Gallery
-from indexer.index.plan import ITEM_DISK_BYTES, IndexSettings, Plan, plan_index
-from indexer.ingest.add import Ingest, Rest
-from indexer.ingest.embed import EmbedSettings, Failure, refuse_unreadable
-from indexer.ingest.sources import Source, check_attributes
-from indexer.types import Dump, Progress, VectorType, checked_name
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import ITEM_DISK_BYTES, IndexSettings, Plan, plan_index
+from kinlens.indexer.ingest.add import Ingest, Rest
+from kinlens.indexer.ingest.embed import EmbedSettings, Failure, refuse_unreadable
+from kinlens.indexer.ingest.sources import Source, check_attributes
+from kinlens.indexer.types import Dump, Progress, VectorType, checked_name
 
 _CHUNK = 4096
 _SAME_VECTOR = {"fp32": 1e-6, "fp16": 2.0**-11}

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from embedder.bundle import Bundle
-from embedder.engines.models import SessionSettings
-from embedder.errors import (
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import (
     EngineUnavailableError,
     InvalidParameterError,
     KinlensError,
     SourceError,
 )
-from embedder.formats import SUFFIXES
-from embedder.machine import core_count
-from embedder.session import OnnxEmbedder
-from indexer.exchange.objects import REMOTE
-from indexer.ingest.embed import (
+from kinlens.embedder.formats import SUFFIXES
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.exchange.objects import REMOTE
+from kinlens.indexer.ingest.embed import (
     EmbedSettings,
     Failure,
     embedded_batches,
@@ -34,20 +34,20 @@ from indexer.ingest.embed import (
     failure_of,
     refuse_unreadable,
 )
-from indexer.ingest.shards import (
+from kinlens.indexer.ingest.shards import (
     ShardsManifest,
     VectorShards,
     image_paths,
     reader_at,
 )
-from indexer.ingest.sources import (
+from kinlens.indexer.ingest.sources import (
     Record,
     Source,
     check_attributes,
     csv_source,
     folder_record,
 )
-from indexer.types import Entry, Progress
+from kinlens.indexer.types import Entry, Progress
 
 SHARD_SIZE = 2048
 """Images of a shard: what a worker that is killed costs, a minute or two of one core."""

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from embedder.errors import GalleryError, ImageError, SourceError
-from embedder.machine import core_count
-from embedder.preprocess import ImageLimits, read_header
-from embedder.session import Embedder
-from indexer.ingest.sources import Record, Source, check_names
-from indexer.pictures import ANY_SIZE
-from indexer.types import Entry
+from kinlens.embedder.errors import GalleryError, ImageError, SourceError
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.preprocess import ImageLimits, read_header
+from kinlens.embedder.session import Embedder
+from kinlens.indexer.ingest.sources import Record, Source, check_names
+from kinlens.indexer.pictures import ANY_SIZE
+from kinlens.indexer.types import Entry
 
 Known = Callable[[Sequence[str]], Collection[str]]
 """Of contents, by sha256, those whose vectors are kept already; called from many threads."""

@@ -9,24 +9,24 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from embedder.durable import sync_tree
-from embedder.errors import (
+from kinlens.embedder.durable import sync_tree
+from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
     GalleryNotFoundError,
     SourceError,
 )
-from embedder.session import Embedder
-from indexer.catalog.database import Catalog
-from indexer.folder.layout import GalleryFolder, disk_errors_explained
-from indexer.folder.manifest import GalleryManifest, read_manifest, write_manifest
-from indexer.gallery import Gallery
-from indexer.ingest.add import Ingest, remove_in_parts
-from indexer.ingest.embed import EmbedSettings, Failure
-from indexer.ingest.sources import Record, Source
-from indexer.live.backup import backup
-from indexer.live.compaction import CATALOG
-from indexer.types import Ids, Item, Progress
+from kinlens.embedder.session import Embedder
+from kinlens.indexer.catalog.database import Catalog
+from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
+from kinlens.indexer.folder.manifest import GalleryManifest, read_manifest, write_manifest
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.add import Ingest, remove_in_parts
+from kinlens.indexer.ingest.embed import EmbedSettings, Failure
+from kinlens.indexer.ingest.sources import Record, Source
+from kinlens.indexer.live.backup import backup
+from kinlens.indexer.live.compaction import CATALOG
+from kinlens.indexer.types import Ids, Item, Progress
 
 CatchUp = Callable[[Path], None]
 """Bring the gallery in this folder up to the one that it will replace."""

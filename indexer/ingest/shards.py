@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from embedder.errors import SourceError
-from embedder.formats import SUFFIXES
-from indexer.exchange.objects import ObjectFolder, files_at, is_local
-from indexer.exchange.parquet import read_dump, write_entries
-from indexer.ingest.embed import Failure
-from indexer.ingest.sources import Record, walk
-from indexer.pictures import read_image
-from indexer.types import Dump, Entry
+from kinlens.embedder.errors import SourceError
+from kinlens.embedder.formats import SUFFIXES
+from kinlens.indexer.exchange.objects import ObjectFolder, files_at, is_local
+from kinlens.indexer.exchange.parquet import read_dump, write_entries
+from kinlens.indexer.ingest.embed import Failure
+from kinlens.indexer.ingest.sources import Record, walk
+from kinlens.indexer.pictures import read_image
+from kinlens.indexer.types import Dump, Entry
 
 MANIFEST = "manifest.json"
 _LIST, _PARTS = "list", "parts"

@@ -14,12 +14,12 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from embedder.errors import SourceError
-from embedder.formats import SUFFIXES
-from embedder.types import AttributeKind, AttributeValue, Scalar, date_text
-from indexer.attributes import Schema, is_printable
-from indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
-from indexer.pictures import printable, read_image
+from kinlens.embedder.errors import SourceError
+from kinlens.embedder.formats import SUFFIXES
+from kinlens.indexer.attributes import Schema, is_printable
+from kinlens.indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
+from kinlens.indexer.pictures import printable, read_image
+from kinlens.values import AttributeKind, AttributeValue, Scalar, date_text
 
 KINDS: tuple[AttributeKind, ...] = get_args(AttributeKind)
 """Every kind of attribute, as it stands after the colon of a typed name."""

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.types import Scalar
-from indexer.bits import Bits, count_of, empty_bits, has_bits, put_bits
-from indexer.catalog.read import Attributes, CatalogView, State
-from indexer.columns.columns import Chosen, Columns, ColumnsBuilder
-from indexer.columns.match import place_of, rows_beyond, rows_matching
-from indexer.columns.values import Values
-from indexer.filters.tree import Filter, In
-from indexer.index.segment import Segment
-from indexer.live.snapshot import Changes, FilterMask, Snapshot
-from indexer.types import Facet, Ids, SortBy, go_on
+from kinlens.indexer.bits import Bits, count_of, empty_bits, has_bits, put_bits
+from kinlens.indexer.catalog.read import Attributes, CatalogView, State
+from kinlens.indexer.columns.columns import Chosen, Columns, ColumnsBuilder
+from kinlens.indexer.columns.match import place_of, rows_beyond, rows_matching
+from kinlens.indexer.columns.values import Values
+from kinlens.indexer.filters.tree import Filter, In
+from kinlens.indexer.index.segment import Segment
+from kinlens.indexer.live.snapshot import Changes, FilterMask, Snapshot
+from kinlens.indexer.types import Facet, Ids, SortBy, go_on
+from kinlens.values import Scalar
 
 _KEPT_BYTES = 64 * 2**20  # of the filters that a segment keeps
 _LEAST_KEPT, _MOST_KEPT = 8, 64  # filters

@@ -24,33 +24,33 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from embedder.durable import hold, make_folder, rename, staged, sync_tree
-from embedder.errors import (
+from kinlens.embedder.durable import hold, make_folder, rename, staged, sync_tree
+from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
 )
-from indexer.calibration import CALIBRATION
-from indexer.catalog.database import Catalog, catalog_view
-from indexer.catalog.read import CatalogView, State
-from indexer.catalog.vectors import VECTORS
-from indexer.folder.layout import GalleryFolder, disk_errors_explained
-from indexer.folder.manifest import (
+from kinlens.indexer.calibration import CALIBRATION
+from kinlens.indexer.catalog.database import Catalog, catalog_view
+from kinlens.indexer.catalog.read import CatalogView, State
+from kinlens.indexer.catalog.vectors import VECTORS
+from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
+from kinlens.indexer.folder.manifest import (
     PRECISIONS,
     GalleryManifest,
     read_manifest,
     read_report,
     write_manifest,
 )
-from indexer.folder.manifest import REPORT as BUILD_REPORT
-from indexer.golden import GoldenSet
-from indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
-from indexer.index.segment import check_file
-from indexer.index.segment import read_manifest as read_segment_manifest
-from indexer.live.compaction import CATALOG, SEGMENTS
-from indexer.live.snapshot import open_segment
-from indexer.types import Progress
+from kinlens.indexer.folder.manifest import REPORT as BUILD_REPORT
+from kinlens.indexer.golden import GoldenSet
+from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
+from kinlens.indexer.index.segment import check_file
+from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
+from kinlens.indexer.live.compaction import CATALOG, SEGMENTS
+from kinlens.indexer.live.snapshot import open_segment
+from kinlens.indexer.types import Progress
 
 REPORT = "backup.json"
 

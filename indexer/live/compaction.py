@@ -12,7 +12,7 @@ from time import perf_counter
 import numpy as np
 from pydantic import BaseModel
 
-from embedder.durable import (
+from kinlens.embedder.durable import (
     discard,
     exclusive,
     holder,
@@ -25,22 +25,22 @@ from embedder.durable import (
     sweep,
     sync_tree,
 )
-from embedder.errors import (
+from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
     GalleryError,
     GalleryWriteError,
     KinlensError,
 )
-from embedder.types import Embeddings
-from indexer.catalog.database import Catalog, catalog_view
-from indexer.catalog.read import CatalogView, State
-from indexer.catalog.vectors import VECTORS, VectorFile
-from indexer.columns.columns import COLUMN_BYTES, Columns, ColumnsBuilder
-from indexer.folder.layout import disk_errors_explained
-from indexer.index.kinds import KINDS
-from indexer.index.plan import IndexSettings, Plan, plans_for
-from indexer.index.segment import (
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.catalog.database import Catalog, catalog_view
+from kinlens.indexer.catalog.read import CatalogView, State
+from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
+from kinlens.indexer.columns.columns import COLUMN_BYTES, Columns, ColumnsBuilder
+from kinlens.indexer.folder.layout import disk_errors_explained
+from kinlens.indexer.index.kinds import KINDS
+from kinlens.indexer.index.plan import IndexSettings, Plan, plans_for
+from kinlens.indexer.index.segment import (
     COLUMNS,
     Before,
     Rows,
@@ -49,7 +49,7 @@ from indexer.index.segment import (
     read_manifest,
     write_segment,
 )
-from indexer.types import NUMBER_BYTES, Ids, Progress, VectorType, places_of
+from kinlens.indexer.types import NUMBER_BYTES, Ids, Progress, VectorType, places_of
 
 CATALOG = "catalog.sqlite"
 SEGMENTS = "segments"

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from embedder.errors import InvalidParameterError
-from embedder.types import AttributeKind
-from indexer.live.attributes import Selected, Spread, StateAttributes
-from indexer.types import MAX_COUNTED_VALUES, MAX_FACETS, AttributeFacts, Facet
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.indexer.live.attributes import Selected, Spread, StateAttributes
+from kinlens.indexer.types import MAX_COUNTED_VALUES, MAX_FACETS, AttributeFacts, Facet
+from kinlens.values import AttributeKind
 
 MAX_BINS = 20
 """Bins of a histogram, and different numbers up to which each is counted by itself."""

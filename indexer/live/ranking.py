@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import InvalidParameterError
-from embedder.types import AttributeValue, Embeddings, Hit, ItemId, Scalar, values_in
-from indexer.catalog.entries import NORM_TOLERANCE, ROUNDING, normalised, norms_of
-from indexer.types import CANDIDATES, MAX_BOOST, Group, Grouping, SearchOptions
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.types import Embeddings, Hit, ItemId
+from kinlens.indexer.catalog.entries import NORM_TOLERANCE, ROUNDING, normalised, norms_of
+from kinlens.indexer.types import CANDIDATES, MAX_BOOST, Group, Grouping, SearchOptions
+from kinlens.values import AttributeValue, Scalar, values_in
 
 _EXPECTED_EXCLUDED = 100
 _BLOCK = 4096

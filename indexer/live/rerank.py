@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import InvalidParameterError
-from embedder.types import Embeddings
-from indexer.live.ranking import Candidate, Reorder
-from indexer.types import Boost, SearchOptions, SortBy
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.live.ranking import Candidate, Reorder
+from kinlens.indexer.types import Boost, SearchOptions, SortBy
 
 Span = Callable[[str], tuple[float, float] | None]
 """The lowest and highest value of a numeric attribute, None where they are not known; raises for

@@ -7,13 +7,13 @@ from functools import partial
 
 import numpy as np
 
-from embedder.errors import GalleryCorruptError, InvalidParameterError, ItemNotFoundError
-from embedder.types import Embeddings, Hit, ItemId, Scalar
-from indexer.catalog.read import Attributes, CatalogView, Row
-from indexer.filters.tree import Filter, check_attribute, check_boosted, check_grouped
-from indexer.live.attributes import AttributesKeeper, Selected, StateAttributes
-from indexer.live.facets import checked_names, facet_of
-from indexer.live.ranking import (
+from kinlens.embedder.errors import GalleryCorruptError, InvalidParameterError, ItemNotFoundError
+from kinlens.embedder.types import Embeddings, Hit, ItemId
+from kinlens.indexer.catalog.read import Attributes, CatalogView, Row
+from kinlens.indexer.filters.tree import Filter, check_attribute, check_boosted, check_grouped
+from kinlens.indexer.live.attributes import AttributesKeeper, Selected, StateAttributes
+from kinlens.indexer.live.facets import checked_names, facet_of
+from kinlens.indexer.live.ranking import (
     Candidate,
     Fetch,
     Reorder,
@@ -22,9 +22,9 @@ from indexer.live.ranking import (
     check_options,
     check_search,
 )
-from indexer.live.rerank import reorder_of
-from indexer.live.snapshot import FilterMask, Reading, Snapshot, SnapshotKeeper
-from indexer.types import (
+from kinlens.indexer.live.rerank import reorder_of
+from kinlens.indexer.live.snapshot import FilterMask, Reading, Snapshot, SnapshotKeeper
+from kinlens.indexer.types import (
     Facet,
     Group,
     Grouping,
@@ -35,6 +35,7 @@ from indexer.types import (
     go_on,
     no_key,
 )
+from kinlens.values import Scalar
 
 _DEFAULTS = SearchOptions()
 _NO_IDS: Ids = np.empty(0, np.int64)
@@ -45,7 +46,7 @@ _BLOCK = 4096  # items whose rows or vectors are read at a time
 
 
 class Searcher:
-    """The searches of a gallery: what `indexer.gallery.Gallery` begins with."""
+    """The searches of a gallery: what `kinlens.indexer.gallery.Gallery` begins with."""
 
     def __init__(self, snapshots: SnapshotKeeper, dim: int) -> None:
         self._snapshots = snapshots
@@ -411,7 +412,7 @@ def _check_fit(found: Mapping[ItemId, Row], where: Filter) -> None:
 
 
 class _Groups:
-    """`indexer.live.ranking.GroupSource` of one state; what is read of a value is read once.
+    """`kinlens.indexer.live.ranking.GroupSource` of one state; each value is read once.
 
     Masks of single values are not kept with those of filters, which they would push out.
     """

@@ -20,18 +20,19 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.durable import hold
-from embedder.errors import GalleryCorruptError, GalleryError
-from embedder.machine import core_count
-from embedder.types import Embeddings, Scalar, values_in
-from indexer.bits import Bits, empty_bits, has_bits, packed_bits, put_bits
-from indexer.catalog.database import Catalog
-from indexer.catalog.read import Attributes, Base, CatalogView, State
-from indexer.index.faiss import reaching
-from indexer.index.kinds import Effort
-from indexer.index.segment import COPY_S, Segment
-from indexer.live.compaction import SEGMENTS, collect
-from indexer.types import Ids, Scores, places_of
+from kinlens.embedder.durable import hold
+from kinlens.embedder.errors import GalleryCorruptError, GalleryError
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, put_bits
+from kinlens.indexer.catalog.database import Catalog
+from kinlens.indexer.catalog.read import Attributes, Base, CatalogView, State
+from kinlens.indexer.index.faiss import reaching
+from kinlens.indexer.index.kinds import Effort
+from kinlens.indexer.index.segment import COPY_S, Segment
+from kinlens.indexer.live.compaction import SEGMENTS, collect
+from kinlens.indexer.types import Ids, Scores, places_of
+from kinlens.values import Scalar, values_in
 
 _FIRST_CAPACITY = 256  # of a delta
 _SPARE = 2  # how many times the expected number of removed items a search fetches in excess

@@ -22,9 +22,9 @@ from typing import Any
 import structlog
 from pydantic import ValidationError
 
-from embedder.durable import exclusive, make_folder
-from embedder.errors import StateError
-from service.models import AuditEntry
+from kinlens.embedder.durable import exclusive, make_folder
+from kinlens.embedder.errors import StateError
+from kinlens.models import AuditEntry
 
 AUDIT_FILE = "audit.jsonl"
 KEPT_FILES = 8

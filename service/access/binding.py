@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from indexer.filters.tree import Filter
+from kinlens.indexer.filters.tree import Filter
 
 
 @dataclass(frozen=True, slots=True)

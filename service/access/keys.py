@@ -18,14 +18,14 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from embedder.durable import exclusive, make_folder, write_whole
-from embedder.errors import FilterError, InvalidParameterError, KeyNotFoundError, StateError
-from indexer.filters.text import parse_filter
-from indexer.filters.tree import Filter
-from indexer.types import checked_name
-from service.access.binding import EVERYTHING, Binding
-from service.access.rates import DAY_S, Rate, parse_rates
-from service.problems import fault_text, path_of
+from kinlens.embedder.durable import exclusive, make_folder, write_whole
+from kinlens.embedder.errors import FilterError, InvalidParameterError, KeyNotFoundError, StateError
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.filters.tree import Filter
+from kinlens.indexer.types import checked_name
+from kinlens.service.access.binding import EVERYTHING, Binding
+from kinlens.service.access.rates import DAY_S, Rate, parse_rates
+from kinlens.service.problems import fault_text, path_of
 
 T = TypeVar("T")
 Scope = Literal["search", "write", "admin"]

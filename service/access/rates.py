@@ -28,9 +28,9 @@ from redis.asyncio import Redis
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from embedder.errors import RateLimitedError
-from service.observe.logs import Repeats
-from service.redis import FAIR_SHARE, bounded_pool, request_budget
+from kinlens.embedder.errors import RateLimitedError
+from kinlens.service.observe.logs import Repeats
+from kinlens.service.redis import FAIR_SHARE, bounded_pool, request_budget
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

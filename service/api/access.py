@@ -7,15 +7,15 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, Field, field_validator
 
-from embedder import errors
-from service.access import keys
-from service.access.audit import AuditLog, note
-from service.access.keys import MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
-from service.api.galleries import Service
-from service.http.openapi import problems
-from service.models import Audit, KeyModel, Keys, NewKey
-from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
-from service.runtime import Runtime
+from kinlens.embedder import errors
+from kinlens.models import Audit, KeyModel, Keys, NewKey
+from kinlens.service.access import keys
+from kinlens.service.access.audit import AuditLog, note
+from kinlens.service.access.keys import MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
+from kinlens.service.api.galleries import Service
+from kinlens.service.http.openapi import problems
+from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
+from kinlens.service.runtime import Runtime
 
 T = TypeVar("T")
 _MAX_DAYS = 3_650

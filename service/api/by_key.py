@@ -10,14 +10,15 @@ from fastapi import APIRouter, Path, Request, Response
 from pydantic import Field, RootModel
 from starlette.convertors import Convertor, register_url_convertor
 
-from embedder.errors import ItemNotFoundError
-from indexer.types import Item
-from service.access.audit import note
-from service.api.galleries import FAILURES, Version
-from service.api.items import UNKNOWN_ITEM, WRITES, Changes, item_model
-from service.api.pictures import PICTURE_ANSWERS, PictureSize, picture_of
-from service.api.requests import SearchFields
-from service.api.search import (
+from kinlens.embedder.errors import ItemNotFoundError
+from kinlens.indexer.types import Item
+from kinlens.models import ExplainAnswer, ItemModel, PatchAnswer, RemoveAnswer, SearchAnswer
+from kinlens.service.access.audit import note
+from kinlens.service.api.galleries import FAILURES, Version
+from kinlens.service.api.items import UNKNOWN_ITEM, WRITES, Changes, item_model
+from kinlens.service.api.pictures import PICTURE_ANSWERS, PictureSize, picture_of
+from kinlens.service.api.requests import SearchFields
+from kinlens.service.api.search import (
     EXPLAIN,
     SIMILAR,
     explanation_of,
@@ -25,12 +26,11 @@ from service.api.search import (
     search_parameters,
     similar_to,
 )
-from service.galleries.locations import VERSION_DIGITS
-from service.galleries.registry import Served
-from service.http.bodies import body_docs, read_model
-from service.http.openapi import problems
-from service.models import ExplainAnswer, ItemModel, PatchAnswer, RemoveAnswer, SearchAnswer
-from service.runtime import Runtime
+from kinlens.service.galleries.locations import VERSION_DIGITS
+from kinlens.service.galleries.registry import Served
+from kinlens.service.http.bodies import body_docs, read_model
+from kinlens.service.http.openapi import problems
+from kinlens.service.runtime import Runtime
 
 _MAX_KEY = 1024
 Key = Annotated[str, Path(min_length=1, max_length=_MAX_KEY, description="The key of the item.")]

@@ -7,21 +7,21 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from embedder.errors import InvalidParameterError, OverloadedError
-from indexer.checks.duplicates import (
+from kinlens.embedder.errors import InvalidParameterError, OverloadedError
+from kinlens.indexer.checks.duplicates import (
     Member,
     NearDuplicates,
     crowds_of,
     find_duplicates,
     members_of,
 )
-from indexer.gallery import Gallery
-from service.api.galleries import FAILURES, Service
-from service.api.items import item_model
-from service.galleries.registry import Served
-from service.http.openapi import problems
-from service.models import DuplicatesAnswer, NearCrowd, NearFloor, NearItem
-from service.search.pipeline import Abandoned
+from kinlens.indexer.gallery import Gallery
+from kinlens.models import DuplicatesAnswer, NearCrowd, NearFloor, NearItem
+from kinlens.service.api.galleries import FAILURES, Service
+from kinlens.service.api.items import item_model
+from kinlens.service.galleries.registry import Served
+from kinlens.service.http.openapi import problems
+from kinlens.service.search.pipeline import Abandoned
 
 MOST_ITEMS = 10_000
 """Items of the largest gallery that is looked through while somebody waits."""

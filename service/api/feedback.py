@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from pydantic import Field
 
-from embedder import errors
-from service.api.galleries import BODY_FAILURES, FAILURES, Service
-from service.api.requests import FORM, Strict, read_form
-from service.galleries.feedback import PICTURE_PX, FeedbackStore, Question, as_csv
-from service.http.bodies import (
+from kinlens.embedder import errors
+from kinlens.models import Action, FeedbackCounts
+from kinlens.service.api.galleries import BODY_FAILURES, FAILURES, Service
+from kinlens.service.api.requests import FORM, Strict, read_form
+from kinlens.service.galleries.feedback import PICTURE_PX, FeedbackStore, Question, as_csv
+from kinlens.service.http.bodies import (
     INLINE_BYTES,
     JSON,
     checked,
@@ -20,10 +21,9 @@ from service.http.bodies import (
     off_loop,
     read_model,
 )
-from service.http.openapi import problems
-from service.models import Action, FeedbackCounts
-from service.problems import KINDS
-from service.runtime import Runtime
+from kinlens.service.http.openapi import problems
+from kinlens.service.problems import KINDS
+from kinlens.service.runtime import Runtime
 
 _MAX_ANSWER_ID = 8_192  # the key of an item has up to 1,024 characters of 4 bytes each
 _MAX_KEY = 1_024

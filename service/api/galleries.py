@@ -9,15 +9,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
 
-from embedder import errors
-from indexer.calibration import Calibrated
-from indexer.gallery import GalleryFacts
-from indexer.types import AttributeFacts
-from service.access.audit import note
-from service.galleries.locations import VERSION_PATTERN, VERSION_TEXT, Gallery
-from service.galleries.registry import Served
-from service.http.openapi import problems
-from service.models import (
+from kinlens.embedder import errors
+from kinlens.indexer.calibration import Calibrated
+from kinlens.indexer.gallery import GalleryFacts
+from kinlens.indexer.types import AttributeFacts
+from kinlens.models import (
     AttributeCount,
     AttributeModel,
     CalibrationModel,
@@ -27,10 +23,20 @@ from service.models import (
     IndexModel,
     ThresholdModel,
 )
-from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS, UNSUPPORTED_MEDIA
-from service.runtime import Runtime
-from service.search.pipeline import calibrated_by
-from service.settings import Settings
+from kinlens.service.access.audit import note
+from kinlens.service.galleries.locations import VERSION_PATTERN, VERSION_TEXT, Gallery
+from kinlens.service.galleries.registry import Served
+from kinlens.service.http.openapi import problems
+from kinlens.service.problems import (
+    BAD_REQUEST,
+    BODY_TOO_LARGE,
+    BODY_TOO_SLOW,
+    KINDS,
+    UNSUPPORTED_MEDIA,
+)
+from kinlens.service.runtime import Runtime
+from kinlens.service.search.pipeline import calibrated_by
+from kinlens.service.settings import Settings
 
 _READING = (
     KINDS[errors.OverloadedError],

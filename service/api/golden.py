@@ -11,41 +11,37 @@ from typing import Annotated, Any
 from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
 from pydantic import ValidationError
 
-from embedder import errors
-from embedder.errors import ImageError, InvalidParameterError, KinlensError
-from indexer.gallery import Gallery
-from indexer.golden import (
+from kinlens.embedder import errors
+from kinlens.embedder.errors import ImageError, InvalidParameterError, KinlensError
+from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, Label
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.golden import (
     KEPT_RUNS,
     Asked,
-    GoldenQueries,
-    GoldenQuery,
-    GoldenRun,
-    GoldenRuns,
     GoldenSet,
-    Label,
     NewQuery,
     Vector,
     ask,
     labelled,
     threshold_of,
 )
-from service.access.audit import note
-from service.api.galleries import (
+from kinlens.service.access.audit import note
+from kinlens.service.api.galleries import (
     BODY_FAILURES,
     CHANGE_FAILURES,
     FAILURES,
     IMAGE_FAILURES,
     Service,
 )
-from service.api.pictures import AS_SIZE, Size
-from service.api.requests import FORM
-from service.concurrency import within
-from service.galleries.registry import Served
-from service.http.bodies import as_faults, fault, media_type_of, parse_json
-from service.http.forms import parse_form
-from service.http.openapi import problems
-from service.problems import KINDS
-from service.runtime import Runtime
+from kinlens.service.api.pictures import AS_SIZE, Size
+from kinlens.service.api.requests import FORM
+from kinlens.service.concurrency import within
+from kinlens.service.galleries.registry import Served
+from kinlens.service.http.bodies import as_faults, fault, media_type_of, parse_json
+from kinlens.service.http.forms import parse_form
+from kinlens.service.http.openapi import problems
+from kinlens.service.problems import KINDS
+from kinlens.service.runtime import Runtime
 
 _SHOWN = 80
 _QUERIES_PER_LIMIT = 16

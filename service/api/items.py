@@ -18,44 +18,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from embedder import errors
-from embedder.errors import InvalidParameterError
-from embedder.types import AttributeValue
-from indexer.types import Item, SearchOptions, sort_by_of
-from service.access.audit import note
-from service.access.rates import account_of
-from service.api.galleries import (
-    BODY_FAILURES,
-    CHANGE_FAILURES,
-    FAILURES,
-    IMAGE_FAILURES,
-    ItemId,
-    Service,
-    Version,
-)
-from service.api.requests import (
-    FORM,
-    Strict,
-    base64_content,
-    custom_error,
-    facets_of,
-    inlined,
-    where_of,
-)
-from service.galleries.items import NewItem, Outcome, Status
-from service.galleries.locations import VERSION_DIGITS, Gallery
-from service.http.bodies import (
-    JSON,
-    body_docs,
-    checked,
-    media_type_of,
-    parse_json,
-    parse_object,
-    read_model,
-)
-from service.http.forms import Part, parse_form
-from service.http.openapi import problems
-from service.models import (
+from kinlens.embedder import errors
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.indexer.types import Item, SearchOptions, sort_by_of
+from kinlens.models import (
     ItemModel,
     ItemPage,
     PatchAnswer,
@@ -65,8 +31,42 @@ from service.models import (
     RemoveAnswer,
     RestoreAnswer,
 )
-from service.problems import KINDS, described, fault_text, path_of, request_id_of, shown
-from service.runtime import Runtime
+from kinlens.service.access.audit import note
+from kinlens.service.access.rates import account_of
+from kinlens.service.api.galleries import (
+    BODY_FAILURES,
+    CHANGE_FAILURES,
+    FAILURES,
+    IMAGE_FAILURES,
+    ItemId,
+    Service,
+    Version,
+)
+from kinlens.service.api.requests import (
+    FORM,
+    Strict,
+    base64_content,
+    custom_error,
+    facets_of,
+    inlined,
+    where_of,
+)
+from kinlens.service.galleries.items import NewItem, Outcome, Status
+from kinlens.service.galleries.locations import VERSION_DIGITS, Gallery
+from kinlens.service.http.bodies import (
+    JSON,
+    body_docs,
+    checked,
+    media_type_of,
+    parse_json,
+    parse_object,
+    read_model,
+)
+from kinlens.service.http.forms import Part, parse_form
+from kinlens.service.http.openapi import problems
+from kinlens.service.problems import KINDS, described, fault_text, path_of, request_id_of, shown
+from kinlens.service.runtime import Runtime
+from kinlens.values import AttributeValue
 
 MAX_KEYS = 10_000
 """Items that one request may patch or remove by key."""

@@ -9,14 +9,21 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import ConfigDict, Field
 
-from embedder import errors
-from service.access.audit import note
-from service.http.openapi import problems
-from service.jobs.manager import JobManager
-from service.jobs.params import NAME, CompactParams, Params, RebuildParams, SwapParams, TrainParams
-from service.jobs.store import Job
-from service.models import JobLog, JobModel, JobOptions, Jobs, JobState
-from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
+from kinlens.embedder import errors
+from kinlens.models import JobLog, JobModel, JobOptions, Jobs, JobState
+from kinlens.service.access.audit import note
+from kinlens.service.http.openapi import problems
+from kinlens.service.jobs.manager import JobManager
+from kinlens.service.jobs.params import (
+    NAME,
+    CompactParams,
+    Params,
+    RebuildParams,
+    SwapParams,
+    TrainParams,
+)
+from kinlens.service.jobs.store import Job
+from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
 
 _STATE = (
     KINDS[errors.StateMissingError],

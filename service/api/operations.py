@@ -6,14 +6,14 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 from fastapi.responses import JSONResponse
 
-from embedder.errors import GalleryNotFoundError, InvalidParameterError
-from embedder.machine import free_memory_mb
-from service.access.binding import of_caller
-from service.api.galleries import Service
-from service.http.openapi import problems
-from service.models import IndexPlace, Live, Ready, Startup
-from service.observe.metrics import CONTENT_TYPE
-from service.problems import KINDS
+from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError
+from kinlens.embedder.machine import free_memory_mb
+from kinlens.models import IndexPlace, Live, Ready, Startup
+from kinlens.service.access.binding import of_caller
+from kinlens.service.api.galleries import Service
+from kinlens.service.http.openapi import problems
+from kinlens.service.observe.metrics import CONTENT_TYPE
+from kinlens.service.problems import KINDS
 
 router = APIRouter()
 

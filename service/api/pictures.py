@@ -6,15 +6,15 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BeforeValidator
 
-from embedder import errors
-from indexer.pictures import ItemImage, is_shown, item_bytes, shown
-from indexer.types import Item
-from service.api.galleries import FAILURES, ItemId, Version
-from service.galleries.registry import Served
-from service.galleries.renditions import SIDES_PX
-from service.http.openapi import problems
-from service.problems import KINDS
-from service.runtime import Runtime
+from kinlens.embedder import errors
+from kinlens.indexer.pictures import ItemImage, is_shown, item_bytes, shown
+from kinlens.indexer.types import Item
+from kinlens.service.api.galleries import FAILURES, ItemId, Version
+from kinlens.service.galleries.registry import Served
+from kinlens.service.galleries.renditions import SIDES_PX
+from kinlens.service.http.openapi import problems
+from kinlens.service.problems import KINDS
+from kinlens.service.runtime import Runtime
 
 Size = Literal[160, 320, 640]
 AS_SIZE = BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text))

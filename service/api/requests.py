@@ -26,13 +26,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from embedder import errors
-from embedder.errors import InvalidParameterError, KinlensError
-from embedder.preprocess import Box, check_box
-from indexer.filters.json import filter_from_json
-from indexer.filters.text import parse_filter
-from indexer.filters.tree import Filter
-from indexer.types import (
+from kinlens.embedder import errors
+from kinlens.embedder.errors import InvalidParameterError, KinlensError
+from kinlens.embedder.preprocess import Box, check_box
+from kinlens.indexer.filters.json import filter_from_json
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.filters.tree import Filter
+from kinlens.indexer.types import (
     MAX_BOOST,
     MAX_FACETS,
     Boost,
@@ -41,8 +41,8 @@ from indexer.types import (
     boost_of,
     sort_by_of,
 )
-from service.access.rates import account_of
-from service.http.bodies import (
+from kinlens.service.access.rates import account_of
+from kinlens.service.http.bodies import (
     INLINE_BYTES,
     JSON,
     checked,
@@ -52,11 +52,11 @@ from service.http.bodies import (
     parse_json,
     parse_object,
 )
-from service.http.forms import parse_form
-from service.problems import shown
-from service.runtime import Runtime
-from service.search.query import Combine, Distinct, Query, views_of
-from service.settings import MAX_HITS, Settings
+from kinlens.service.http.forms import parse_form
+from kinlens.service.problems import shown
+from kinlens.service.runtime import Runtime
+from kinlens.service.search.query import Combine, Distinct, Query, views_of
+from kinlens.service.settings import MAX_HITS, Settings
 
 _UNKNOWN_KEPT = 5
 _HEAD = 256

@@ -1,6 +1,6 @@
 """Searches over HTTP: the routes, and what the OpenAPI document says of what they read themselves.
 
-Forms, JSON and bare images are read by `service.api.requests`, so FastAPI does not know them.
+Forms, JSON and bare images are read by `kinlens.service.api.requests`, not by FastAPI.
 """
 
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,10 +11,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import to_json
 
-from embedder import errors
-from service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
-from service.api.pictures import original
-from service.api.requests import (
+from kinlens.embedder import errors
+from kinlens.models import BatchAnswer, ExplainAnswer, QueryShares, SearchAnswer, Timings
+from kinlens.service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
+from kinlens.service.api.pictures import original
+from kinlens.service.api.requests import (
     FORM,
     IMAGE,
     RAW,
@@ -26,15 +27,14 @@ from service.api.requests import (
     read_fields,
     read_search,
 )
-from service.galleries.feedback import FeedbackStore, Question
-from service.http.bodies import JSON, while_connected
-from service.http.openapi import problems
-from service.models import BatchAnswer, ExplainAnswer, QueryShares, SearchAnswer, Timings
-from service.problems import KINDS, described, request_id_of
-from service.runtime import Runtime
-from service.search.explanation import explain
-from service.search.query import Answer, Query
-from service.settings import Settings
+from kinlens.service.galleries.feedback import FeedbackStore, Question
+from kinlens.service.http.bodies import JSON, while_connected
+from kinlens.service.http.openapi import problems
+from kinlens.service.problems import KINDS, described, request_id_of
+from kinlens.service.runtime import Runtime
+from kinlens.service.search.explanation import explain
+from kinlens.service.search.query import Answer, Query
+from kinlens.service.settings import Settings
 
 _HEADERS = {"Cache-Control": "no-store"}
 SIMILAR = (*FAILURES, KINDS[errors.ItemNotFoundError], KINDS[errors.FilterError])

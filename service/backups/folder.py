@@ -23,8 +23,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
-from embedder.bundle import Bundle
-from embedder.durable import (
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.durable import (
     discard,
     exclusive,
     holder,
@@ -35,14 +35,20 @@ from embedder.durable import (
     sync_tree,
     write_whole,
 )
-from embedder.errors import BundleError, GalleryError, GalleryWriteError, KinlensError, StateError
-from embedder.types import SHORT
-from indexer.gallery import backup as backup_gallery
-from indexer.gallery import check_backup, copy_bytes, current_generation, current_manifest
-from indexer.gallery import restore as restore_gallery
-from indexer.types import Progress
-from service.access.keys import KeyStore
-from service.galleries.locations import (
+from kinlens.embedder.errors import (
+    BundleError,
+    GalleryError,
+    GalleryWriteError,
+    KinlensError,
+    StateError,
+)
+from kinlens.embedder.types import SHORT
+from kinlens.indexer.gallery import backup as backup_gallery
+from kinlens.indexer.gallery import check_backup, copy_bytes, current_generation, current_manifest
+from kinlens.indexer.gallery import restore as restore_gallery
+from kinlens.indexer.types import Progress
+from kinlens.service.access.keys import KeyStore
+from kinlens.service.galleries.locations import (
     Bundles,
     GalleryLocation,
     Locations,
@@ -50,9 +56,9 @@ from service.galleries.locations import (
     known_bundles,
     managed_folder,
 )
-from service.galleries.pictures import PictureFolder
-from service.jobs.store import JobFolders, JobStore
-from service.settings import REPLICAS, Settings
+from kinlens.service.galleries.pictures import PictureFolder
+from kinlens.service.jobs.store import JobFolders, JobStore
+from kinlens.service.settings import REPLICAS, Settings
 
 REPORT = "backup.json"
 SUMS = "SHA256SUMS"

@@ -9,12 +9,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from embedder.errors import InvalidParameterError, StateMissingError
-from indexer.types import MILVUS
-from indexer.types import Progress as OnProgress
-from service.backups import folder as backups
-from service.commands import options
-from service.settings import split_named
+from kinlens.embedder.errors import InvalidParameterError, StateMissingError
+from kinlens.indexer.types import MILVUS
+from kinlens.indexer.types import Progress as OnProgress
+from kinlens.service.backups import folder as backups
+from kinlens.service.commands import options
+from kinlens.service.settings import split_named
 
 BACKUP_EXAMPLE = (
     "Example: [bold]kinlens-serve backup --out /mnt/backups/2026-01-31 --state /var/lib/kinlens "

@@ -19,18 +19,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from embedder.errors import GalleryError, KinlensError, StateError
-from indexer.gallery import Gallery as IndexedGallery
-from indexer.gallery import gpu_memory, snapshot_at
-from service.access.keys import open_keys
-from service.commands import options
-from service.encoding.decode_worker import known_image
-from service.encoding.decoders import create_decoder
-from service.encoding.sandbox import absences, holding
-from service.galleries.locations import Bundles, Gallery, Locations, open_gallery
-from service.http.server import listen
-from service.runtime import missing_image_roots
-from service.settings import ANY_HOST, Settings
+from kinlens.embedder.errors import GalleryError, KinlensError, StateError
+from kinlens.indexer.gallery import Gallery as IndexedGallery
+from kinlens.indexer.gallery import gpu_memory, snapshot_at
+from kinlens.service.access.keys import open_keys
+from kinlens.service.commands import options
+from kinlens.service.encoding.decode_worker import known_image
+from kinlens.service.encoding.decoders import create_decoder
+from kinlens.service.encoding.sandbox import absences, holding
+from kinlens.service.galleries.locations import Bundles, Gallery, Locations, open_gallery
+from kinlens.service.http.server import listen
+from kinlens.service.runtime import missing_image_roots
+from kinlens.service.settings import ANY_HOST, Settings
 
 P = ParamSpec("P")
 

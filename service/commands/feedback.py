@@ -8,11 +8,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from embedder.errors import InvalidParameterError
-from service.access.audit import Change
-from service.commands import options
-from service.commands.keys import BY_COMMAND, noted
-from service.galleries.feedback import ACTIONS, FeedbackStore, open_feedback
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.service.access.audit import Change
+from kinlens.service.commands import options
+from kinlens.service.commands.keys import BY_COMMAND, noted
+from kinlens.service.galleries.feedback import ACTIONS, FeedbackStore, open_feedback
 
 app = typer.Typer(no_args_is_help=True, help="What users made of answers: export, show, clear.")
 

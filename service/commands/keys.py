@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from embedder.errors import StateMissingError
-from service.access.audit import AuditLog, Change
-from service.access.keys import (
+from kinlens.embedder.errors import StateMissingError
+from kinlens.service.access.audit import AuditLog, Change
+from kinlens.service.access.keys import (
     KEYS_FILE,
     MAX_DAILY_UNITS,
     OVERLAP,
@@ -23,7 +23,7 @@ from service.access.keys import (
     KeyStore,
     Limits,
 )
-from service.commands import options
+from kinlens.service.commands import options
 
 app = typer.Typer(no_args_is_help=True, help="Make API keys, list them, rotate them, end them.")
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from pydantic import ValidationError
 
-from embedder.errors import KinlensError, StateError
-from service.problems import fault_text, path_of
-from service.settings import Settings
+from kinlens.embedder.errors import KinlensError, StateError
+from kinlens.service.problems import fault_text, path_of
+from kinlens.service.settings import Settings
 
 State = Annotated[
     Path | None,

@@ -25,9 +25,9 @@ from typing import Any
 import structlog
 import typer
 
-from embedder.errors import KinlensError
-from service.app import create_app
-from service.http.server import (
+from kinlens.embedder.errors import KinlensError
+from kinlens.service.app import create_app
+from kinlens.service.http.server import (
     Server,
     address_of,
     config_of,
@@ -35,9 +35,9 @@ from service.http.server import (
     prepared,
     share_the_interpreter,
 )
-from service.observe.logs import configure_logs
-from service.observe.metrics_shared import forget, restarts_counter, shared_folder
-from service.settings import Settings
+from kinlens.service.observe.logs import configure_logs
+from kinlens.service.observe.metrics_shared import forget, restarts_counter, shared_folder
+from kinlens.service.settings import Settings
 
 GRACE_S = 10.0
 """What a child gets beyond its time to finish what it accepted, before it is killed."""

@@ -5,15 +5,15 @@ from typing import Annotated, Any
 
 import typer
 
-from embedder.machine import print_version
-from service.app import create_app
-from service.commands import options
-from service.commands.check import exposures
-from service.commands.processes import serve_processes
-from service.http.server import address_of, listen, reserve, serve_on
-from service.jobs.manager import JobManager
-from service.observe.logs import configure_logs
-from service.runtime import missing_image_roots
+from kinlens.embedder.machine import print_version
+from kinlens.service.app import create_app
+from kinlens.service.commands import options
+from kinlens.service.commands.check import exposures
+from kinlens.service.commands.processes import serve_processes
+from kinlens.service.http.server import address_of, listen, reserve, serve_on
+from kinlens.service.jobs.manager import JobManager
+from kinlens.service.observe.logs import configure_logs
+from kinlens.service.runtime import missing_image_roots
 
 
 @options.refusals()

@@ -19,11 +19,11 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.manifest import Mode
-from embedder.preprocess import Box
-from service.encoding.redis_cache import RedisStore
-from service.observe.metrics import CacheKind, Level
-from service.observe.tracing import span
+from kinlens.embedder.manifest import Mode
+from kinlens.embedder.preprocess import Box
+from kinlens.service.encoding.redis_cache import RedisStore
+from kinlens.service.observe.metrics import CacheKind, Level
+from kinlens.service.observe.tracing import span
 
 T = TypeVar("T")
 

@@ -31,13 +31,13 @@ from time import perf_counter
 import numpy as np
 from PIL import Image
 
-from embedder import errors
-from embedder.errors import BundleError, ImageError, InvalidParameterError
-from embedder.formats import load_all
-from embedder.manifest import Preprocessing
-from embedder.preprocess import Box, ImageLimits, preprocess, render_jpeg
-from embedder.types import Embeddings, Images
-from service.encoding.sandbox import Layer, enter, enter_again
+from kinlens.embedder import errors
+from kinlens.embedder.errors import BundleError, ImageError, InvalidParameterError
+from kinlens.embedder.formats import load_all
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.preprocess import Box, ImageLimits, preprocess, render_jpeg
+from kinlens.embedder.types import Embeddings, Images
+from kinlens.service.encoding.sandbox import Layer, enter, enter_again
 
 REQUEST = struct.Struct("<II")
 REPLY = struct.Struct("<BxxxI")

@@ -18,10 +18,10 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from embedder.errors import ImageCostError, SearchError
-from embedder.manifest import Preprocessing
-from embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits, preprocess, render_jpeg
-from service.encoding.decode_worker import (
+from kinlens.embedder.errors import ImageCostError, SearchError
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits, preprocess, render_jpeg
+from kinlens.service.encoding.decode_worker import (
     DONE,
     EMBED_S,
     ENDING,
@@ -36,8 +36,8 @@ from service.encoding.decode_worker import (
     unpack_error,
     unpack_layers,
 )
-from service.encoding.fork_server import spawn
-from service.encoding.sandbox import Layer, held_names
+from kinlens.service.encoding.fork_server import spawn
+from kinlens.service.encoding.sandbox import Layer, held_names
 
 Pixels = NDArray[np.uint8]
 Vector = NDArray[np.float32]
@@ -53,7 +53,7 @@ _NO_VECTOR = np.zeros(1, dtype=np.float32)
 _OFF_UNIT = 1e-2
 _JPEG = b"\xff\xd8\xff"
 _SEND_BUFFER_BYTES = 2**20
-_CODE = "from service.encoding.decode_worker import main; main(arguments)"
+_CODE = "from kinlens.service.encoding.decode_worker import main; main(arguments)"
 
 
 class Child(Protocol):
@@ -98,14 +98,14 @@ class InlineDecoder:
     def decode(
         self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None = None
     ) -> Pixels:
-        """`embedder.preprocess.preprocess`. Raises: ImageError, InvalidParameterError."""
+        """`kinlens.embedder.preprocess.preprocess`. Raises: ImageError, InvalidParameterError."""
         try:
             return preprocess(data, spec, limits, box)
         except MemoryError as error:
             raise _too_much_memory() from error
 
     def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
-        """`embedder.preprocess.render_jpeg`. Raises: ImageError."""
+        """`kinlens.embedder.preprocess.render_jpeg`. Raises: ImageError."""
         try:
             return render_jpeg(data, limits, side_px)
         except MemoryError as error:
@@ -205,7 +205,7 @@ class ProcessDecoder:
     def decode(
         self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None = None
     ) -> Pixels:
-        """`embedder.preprocess.preprocess` in the process: uint8 (3, S, S).
+        """`kinlens.embedder.preprocess.preprocess` in the process: uint8 (3, S, S).
 
         Raises: ImageError (ImageCostError if the process was killed or crashed),
             InvalidParameterError for the box, NoProcessError if no process can be started.
@@ -235,7 +235,7 @@ class ProcessDecoder:
         return vector, decode_ms if 0 <= decode_ms <= 1e3 * self._timeout_s else 0.0
 
     def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
-        """`embedder.preprocess.render_jpeg` in the process. Raises: as `decode`."""
+        """`kinlens.embedder.preprocess.render_jpeg` in the process. Raises: as `decode`."""
         content = self._ask(pack_rendering(limits, side_px), data, 3 * side_px**2).tobytes()
         if not content.startswith(_JPEG):
             self._replace(_Outcome.NONSENSE)

@@ -31,17 +31,17 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import embedder
-from embedder.bundle import Bundle
-from embedder.engines.models import SessionSettings
-from embedder.errors import BundleMismatchError, KinlensError
-from embedder.formats import load_all
-from embedder.manifest import Mode
-from embedder.preprocess import ImageLimits
-from embedder.session import OnnxEmbedder
-from embedder.types import SHORT
-from service.encoding import decode_worker
-from service.encoding.sandbox import Layer, held_names
+import kinlens
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import BundleMismatchError, KinlensError
+from kinlens.embedder.formats import load_all
+from kinlens.embedder.manifest import Mode
+from kinlens.embedder.preprocess import ImageLimits
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.embedder.types import SHORT
+from kinlens.service.encoding import decode_worker
+from kinlens.service.encoding.sandbox import Layer, held_names
 
 _START_S = 60.0
 _ANSWER_S = 10.0
@@ -54,7 +54,7 @@ replaced, so nobody can find out addresses by trying.
 """
 _DIE_WITH_PARENT = 1  # prctl: PR_SET_PDEATHSIG
 _MIB = 2**20
-CODE = "from service.encoding.fork_server import main; main(arguments)"
+CODE = "from kinlens.service.encoding.fork_server import main; main(arguments)"
 
 _PATH = (
     "import sys; count = int(sys.argv[1]); sys.path[:] = sys.argv[2:2 + count]; "
@@ -74,7 +74,7 @@ def spawn(
 
     Raises: OSError.
     """
-    path = [str(Path(embedder.__path__[0]).parent), *(entry for entry in sys.path if entry)]
+    path = [str(Path(kinlens.__path__[0]).parent), *(entry for entry in sys.path if entry)]
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _PATH + code, str(len(path)), *path, *arguments],

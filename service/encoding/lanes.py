@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, TypeVar, get_args
 
-from embedder.errors import OverloadedError
-from embedder.preprocess import ImageLimits
-from service.concurrency import BoundedPool
-from service.encoding.decoders import Decoder, DecoderPool, NoProcessError
-from service.encoding.sandbox import Layer
-from service.encoding.workers import Workers
+from kinlens.embedder.errors import OverloadedError
+from kinlens.embedder.preprocess import ImageLimits
+from kinlens.service.concurrency import BoundedPool
+from kinlens.service.encoding.decoders import Decoder, DecoderPool, NoProcessError
+from kinlens.service.encoding.sandbox import Layer
+from kinlens.service.encoding.workers import Workers
 
 T = TypeVar("T")
 BulkKind = Literal["batch", "write", "golden"]

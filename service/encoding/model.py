@@ -14,17 +14,23 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from embedder.calibration import Calibration
-from embedder.errors import BundleError, SearchError
-from embedder.preprocess import Box
-from embedder.session import Embedder
-from embedder.types import Embeddings, Images
-from service.concurrency import SingleFlight
-from service.encoding.cache import Cache, Lookup, decode_vector, embedding_key, encode_vector
-from service.encoding.decoders import Decoder, NoProcessError, Vector
-from service.encoding.lanes import BulkKind, Lanes
-from service.encoding.workers import Workers
-from service.observe.tracing import span
+from kinlens.embedder.calibration import Calibration
+from kinlens.embedder.errors import BundleError, SearchError
+from kinlens.embedder.preprocess import Box
+from kinlens.embedder.session import Embedder
+from kinlens.embedder.types import Embeddings, Images
+from kinlens.service.concurrency import SingleFlight
+from kinlens.service.encoding.cache import (
+    Cache,
+    Lookup,
+    decode_vector,
+    embedding_key,
+    encode_vector,
+)
+from kinlens.service.encoding.decoders import Decoder, NoProcessError, Vector
+from kinlens.service.encoding.lanes import BulkKind, Lanes
+from kinlens.service.encoding.workers import Workers
+from kinlens.service.observe.tracing import span
 
 
 @dataclass(frozen=True, slots=True)

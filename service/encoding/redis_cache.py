@@ -14,8 +14,8 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from service.observe.logs import Repeats
-from service.redis import FAIR_SHARE, request_budget
+from kinlens.service.observe.logs import Repeats
+from kinlens.service.redis import FAIR_SHARE, request_budget
 
 T = TypeVar("T")
 _FIRST_PROBE_S = 0.1

@@ -1,7 +1,7 @@
 """Workers of a model: processes that decode an image and embed it, one for each call at a time.
 
-They are forked from a process that has the model loaded (`service.encoding.fork_server`). While
-that does not run, the service decodes and embeds without them.
+They are forked from a process that has the model loaded (`kinlens.service.encoding.fork_server`).
+While that does not run, the service decodes and embeds without them.
 """
 
 import sys
@@ -12,12 +12,18 @@ from functools import partial
 
 import structlog
 
-from embedder.errors import KinlensError
-from embedder.preprocess import Box
-from embedder.session import OnnxEmbedder
-from service.encoding.decoders import Decoder, DecoderPool, NoProcessError, ProcessDecoder, Vector
-from service.encoding.fork_server import ForkServer
-from service.encoding.sandbox import Layer, held_names
+from kinlens.embedder.errors import KinlensError
+from kinlens.embedder.preprocess import Box
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.service.encoding.decoders import (
+    Decoder,
+    DecoderPool,
+    NoProcessError,
+    ProcessDecoder,
+    Vector,
+)
+from kinlens.service.encoding.fork_server import ForkServer
+from kinlens.service.encoding.sandbox import Layer, held_names
 
 _SAME_COSINE = 0.999
 _FIRST_PAUSE_S = 30.0

@@ -25,10 +25,10 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from embedder.durable import make_folder, write_whole
-from embedder.errors import InvalidParameterError, StateError, StateMissingError
-from service.models import Action
-from service.settings import Settings
+from kinlens.embedder.durable import make_folder, write_whole
+from kinlens.embedder.errors import InvalidParameterError, StateError, StateMissingError
+from kinlens.models import Action
+from kinlens.service.settings import Settings
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 PICTURE_PX = 640

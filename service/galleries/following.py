@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import structlog
 
-from indexer.gallery import Follower
-from service.galleries.locations import followed
-from service.observe.logs import Repeats
-from service.settings import Settings
+from kinlens.indexer.gallery import Follower
+from kinlens.service.galleries.locations import followed
+from kinlens.service.observe.logs import Repeats
+from kinlens.service.settings import Settings
 
 _STOP_S = 2.0
 _VARIED = (0.5, 1.5)  # times the interval, so that many hosts do not ask at the same moment

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     BundleMismatchError,
     DeadlineExceededError,
     GalleryBusyError,
@@ -22,19 +22,20 @@ from embedder.errors import (
     KinlensError,
     StateMissingError,
 )
-from embedder.formats import format_of
-from embedder.types import AttributeKind, AttributeValue, ItemId
-from indexer.filters.tree import Filter
-from indexer.gallery import Gallery as IndexedGallery
-from indexer.gallery import check_item as check_stored
-from indexer.gallery import current_generation
-from indexer.types import Entry, Item
-from service.concurrency import BoundedPool
-from service.encoding.model import Model
-from service.galleries.locations import Gallery
-from service.galleries.pictures import PictureFolder, SharedPictures
-from service.galleries.registry import Registry, Served
-from service.galleries.view import GalleryView
+from kinlens.embedder.formats import format_of
+from kinlens.embedder.types import ItemId
+from kinlens.indexer.filters.tree import Filter
+from kinlens.indexer.gallery import Gallery as IndexedGallery
+from kinlens.indexer.gallery import check_item as check_stored
+from kinlens.indexer.gallery import current_generation
+from kinlens.indexer.types import Entry, Item
+from kinlens.service.concurrency import BoundedPool
+from kinlens.service.encoding.model import Model
+from kinlens.service.galleries.locations import Gallery
+from kinlens.service.galleries.pictures import PictureFolder, SharedPictures
+from kinlens.service.galleries.registry import Registry, Served
+from kinlens.service.galleries.view import GalleryView
+from kinlens.values import AttributeKind, AttributeValue
 
 T = TypeVar("T")
 Status = Literal["added", "replaced", "updated", "unchanged", "failed"]

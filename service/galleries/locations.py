@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from embedder.bundle import MANIFEST, Bundle
-from embedder.durable import is_stage
-from embedder.engines.models import SessionSettings
-from embedder.errors import (
+from kinlens.embedder.bundle import MANIFEST, Bundle
+from kinlens.embedder.durable import is_stage
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import (
     BundleNotFoundError,
     GalleryError,
     GalleryNotFoundError,
     InvalidParameterError,
 )
-from embedder.session import Embedder, OnnxEmbedder
-from embedder.types import SHORT
-from indexer.gallery import Gallery as IndexedGallery
-from indexer.gallery import MilvusStore, current_generation, current_manifest, open_remote
-from indexer.types import MILVUS, OnCall, checked_name, milvus_address, unobserved
-from service.galleries.pictures import SharedPictures
-from service.galleries.view import GalleryView
-from service.settings import Settings, is_followed, split_gallery, split_named
+from kinlens.embedder.session import Embedder, OnnxEmbedder
+from kinlens.embedder.types import SHORT
+from kinlens.indexer.gallery import Gallery as IndexedGallery
+from kinlens.indexer.gallery import MilvusStore, current_generation, current_manifest, open_remote
+from kinlens.indexer.types import MILVUS, OnCall, checked_name, milvus_address, unobserved
+from kinlens.service.galleries.pictures import SharedPictures
+from kinlens.service.galleries.view import GalleryView
+from kinlens.service.settings import Settings, is_followed, split_gallery, split_named
 
 VERSION_DIGITS = 12
 """Hex digits of a generation in links."""

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from embedder.durable import discard, exclusive, is_stage, make_folder
-from embedder.errors import (
+from kinlens.embedder.durable import discard, exclusive, is_stage, make_folder
+from kinlens.embedder.errors import (
     AccessError,
     BundleNotFoundError,
     GalleryConflictError,
@@ -15,15 +15,15 @@ from embedder.errors import (
     InvalidParameterError,
     StateMissingError,
 )
-from indexer.gallery import Gallery, current_generation, delete_gallery
-from indexer.types import checked_name
-from service.access.binding import of_caller
-from service.concurrency import BoundedPool
-from service.encoding.model import Model, Models
-from service.galleries.locations import managed_folder
-from service.galleries.pictures import PictureFolder
-from service.galleries.registry import Registry
-from service.models import JobModel
+from kinlens.indexer.gallery import Gallery, current_generation, delete_gallery
+from kinlens.indexer.types import checked_name
+from kinlens.models import JobModel
+from kinlens.service.access.binding import of_caller
+from kinlens.service.concurrency import BoundedPool
+from kinlens.service.encoding.model import Model, Models
+from kinlens.service.galleries.locations import managed_folder
+from kinlens.service.galleries.pictures import PictureFolder
+from kinlens.service.galleries.registry import Registry
 
 _SHOWN = 64
 

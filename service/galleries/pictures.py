@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import structlog
 
-from embedder.durable import exclusive, make_folder, sync, write_whole
-from embedder.errors import (
+from kinlens.embedder.durable import exclusive, make_folder, sync, write_whole
+from kinlens.embedder.errors import (
     EngineUnavailableError,
     GalleryBusyError,
     GalleryCorruptError,
@@ -26,8 +26,8 @@ from embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from indexer.gallery import contents_held, current_generation, pictures_folder
-from service.concurrency import DaemonThreads
+from kinlens.indexer.gallery import contents_held, current_generation, pictures_folder
+from kinlens.service.concurrency import DaemonThreads
 
 T = TypeVar("T")
 P = ParamSpec("P")

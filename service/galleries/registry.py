@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 import structlog
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     AccessError,
     BundleMismatchError,
     BundleNotFoundError,
@@ -32,14 +32,14 @@ from embedder.errors import (
     KinlensError,
     OverloadedError,
 )
-from embedder.session import check_precision
-from indexer.calibration import Calibrated
-from indexer.gallery import Gallery as IndexedGallery
-from indexer.gallery import MilvusStore
-from service.access.binding import Binding, of_caller
-from service.concurrency import OwnThreads, too_late, within
-from service.encoding.model import Model, Models
-from service.galleries.locations import (
+from kinlens.embedder.session import check_precision
+from kinlens.indexer.calibration import Calibrated
+from kinlens.indexer.gallery import Gallery as IndexedGallery
+from kinlens.indexer.gallery import MilvusStore
+from kinlens.service.access.binding import Binding, of_caller
+from kinlens.service.concurrency import OwnThreads, too_late, within
+from kinlens.service.encoding.model import Model, Models
+from kinlens.service.galleries.locations import (
     VERSION_DIGITS,
     Gallery,
     GalleryLocation,
@@ -47,9 +47,9 @@ from service.galleries.locations import (
     Opened,
     is_name,
 )
-from service.galleries.pictures import PictureFolder, SharedPictures
-from service.galleries.view import GalleryView
-from service.observe.logs import Repeats
+from kinlens.service.galleries.pictures import PictureFolder, SharedPictures
+from kinlens.service.galleries.view import GalleryView
+from kinlens.service.observe.logs import Repeats
 
 T = TypeVar("T")
 
@@ -204,7 +204,7 @@ class Served:
 
 class Registry:
     """Gives out galleries by name, to each caller those that its key is bound to and as the filter
-    of the key leaves them (`service.access.binding`). Any other gallery is unknown to it.
+    of the key leaves them (`kinlens.service.access.binding`). Any other gallery is unknown to it.
 
     Leases may be taken, and names and folders be read, in any thread; all else belongs to the
     thread of the event loop.

@@ -5,18 +5,18 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     DeadlineExceededError,
     ImageCostError,
     ImageError,
     ItemNotFoundError,
     OverloadedError,
 )
-from embedder.preprocess import MAX_SIDE_PX, ImageLimits
-from indexer.pictures import ANY_SIZE
-from service.concurrency import SingleFlight, within
-from service.encoding.cache import LruCache
-from service.encoding.lanes import Lanes
+from kinlens.embedder.preprocess import MAX_SIDE_PX, ImageLimits
+from kinlens.indexer.pictures import ANY_SIZE
+from kinlens.service.concurrency import SingleFlight, within
+from kinlens.service.encoding.cache import LruCache
+from kinlens.service.encoding.lanes import Lanes
 
 SIDES_PX = (160, 320, 640)
 """Longest sides of the small pictures that can be asked for."""

@@ -14,9 +14,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import AccessError, FilterError, InvalidParameterError, ItemNotFoundError
-from embedder.types import AttributeKind, AttributeValue, Embeddings, Hit, ItemId
-from indexer.filters.tree import (
+from kinlens.embedder.errors import (
+    AccessError,
+    FilterError,
+    InvalidParameterError,
+    ItemNotFoundError,
+)
+from kinlens.embedder.types import Embeddings, Hit, ItemId
+from kinlens.indexer.filters.tree import (
     And,
     Exists,
     Filter,
@@ -24,8 +29,8 @@ from indexer.filters.tree import (
     check_boosted,
     check_grouped,
 )
-from indexer.gallery import Gallery, GalleryFacts, MilvusStore
-from indexer.types import (
+from kinlens.indexer.gallery import Gallery, GalleryFacts, MilvusStore
+from kinlens.indexer.types import (
     AttributeFacts,
     Entry,
     Facet,
@@ -39,6 +44,7 @@ from indexer.types import (
     no_item,
     no_key,
 )
+from kinlens.values import AttributeKind, AttributeValue
 
 Schema = Mapping[str, AttributeKind]
 

@@ -19,8 +19,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from embedder.errors import InvalidParameterError
-from service.problems import (
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.service.problems import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
     CLIENT_GONE,

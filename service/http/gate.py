@@ -30,7 +30,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     AccessError,
     KeyMissingError,
     KeysUnreadableError,
@@ -40,16 +40,16 @@ from embedder.errors import (
     ScopeError,
     StateError,
 )
-from service.access import keys
-from service.access.audit import AuditLog, Change, warn
-from service.access.binding import calling
-from service.access.keys import FreshKeys, KeyStore
-from service.access.rates import Account, Addresses, RateLimits, SharedCounts, address_of
-from service.concurrency import BoundedPool
-from service.http.bodies import BodyKind, Bounds, refuse
-from service.observe.metrics import Metrics
-from service.observe.tracing import trace_fields
-from service.problems import (
+from kinlens.service.access import keys
+from kinlens.service.access.audit import AuditLog, Change, warn
+from kinlens.service.access.binding import calling
+from kinlens.service.access.keys import FreshKeys, KeyStore
+from kinlens.service.access.rates import Account, Addresses, RateLimits, SharedCounts, address_of
+from kinlens.service.concurrency import BoundedPool
+from kinlens.service.http.bodies import BodyKind, Bounds, refuse
+from kinlens.service.observe.metrics import Metrics
+from kinlens.service.observe.tracing import trace_fields
+from kinlens.service.problems import (
     BAD_REQUEST,
     UNKNOWN_HOST,
     from_error,
@@ -57,7 +57,7 @@ from service.problems import (
     problem,
     request_id_of,
 )
-from service.settings import ANY_HOST, Settings
+from kinlens.service.settings import ANY_HOST, Settings
 
 _READ = frozenset({"GET", "HEAD"})
 _CHANGE = frozenset({"PUT", "PATCH", "DELETE"})

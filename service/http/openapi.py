@@ -12,14 +12,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic_core import to_json
 
-from embedder import errors
-from service.access import keys
-from service.concurrency import Recent
-from service.http.bodies import JSON
-from service.http.docs_page import render_docs
-from service.http.gate import Reach, rule_of
-from service.models import Fault, Problem
-from service.problems import (
+from kinlens.embedder import errors
+from kinlens.models import Fault, Problem
+from kinlens.service.access import keys
+from kinlens.service.concurrency import Recent
+from kinlens.service.http.bodies import JSON
+from kinlens.service.http.docs_page import render_docs
+from kinlens.service.http.gate import Reach, rule_of
+from kinlens.service.problems import (
     INTERNAL,
     KINDS,
     MEDIA_TYPE,

@@ -21,8 +21,8 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.http.bodies import Connection
-from service.settings import Settings
+from kinlens.service.http.bodies import Connection
+from kinlens.service.settings import Settings
 
 _KEEP_ALIVE_S = 20
 _HEADER_S = 10.0

@@ -1,4 +1,4 @@
-"""python -m service.jobs STATE ID: the process of one job. `JobManager` starts it."""
+"""python -m kinlens.service.jobs STATE ID: the process of one job. `JobManager` starts it."""
 
 import os
 import sys
@@ -6,11 +6,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from service.jobs.params import Plan, params_of
-from service.jobs.rebuild import Context, compact_gallery, rebuild_gallery, swap_gallery
-from service.jobs.store import JobFolders, JobStore, reason_of
-from service.jobs.train import train_gallery
-from service.models import JobKind
+from kinlens.models import JobKind
+from kinlens.service.jobs.params import Plan, params_of
+from kinlens.service.jobs.rebuild import Context, compact_gallery, rebuild_gallery, swap_gallery
+from kinlens.service.jobs.store import JobFolders, JobStore, reason_of
+from kinlens.service.jobs.train import train_gallery
 
 WORK: Mapping[JobKind, Callable[[Context], None]] = {
     "compact": compact_gallery,

@@ -1,6 +1,6 @@
 """The queue of jobs: started in processes of their own, which live on when this one stops.
 
-start, resume, cancel ──► the table ──► a thread that watches it ──► python -m service.jobs
+start, resume, cancel ──► the table ──► a thread that watches it ──► python -m kinlens.service.jobs
 """
 
 import codecs
@@ -19,14 +19,19 @@ from pathlib import Path
 
 import structlog
 
-from embedder.durable import discard, is_stage
-from embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateMissingError
-from indexer.gallery import current_manifest
-from service.galleries.locations import Locations, id_of
-from service.jobs.params import Params, SwapParams, options_of, params_of, plan_of
-from service.jobs.store import HEAVY, Job, JobFolders, JobStore, reason_of
-from service.models import JobLog, JobOptions
-from service.settings import Settings
+from kinlens.embedder.durable import discard, is_stage
+from kinlens.embedder.errors import (
+    JobConflictError,
+    JobNotFoundError,
+    KinlensError,
+    StateMissingError,
+)
+from kinlens.indexer.gallery import current_manifest
+from kinlens.models import JobLog, JobOptions
+from kinlens.service.galleries.locations import Locations, id_of
+from kinlens.service.jobs.params import Params, SwapParams, options_of, params_of, plan_of
+from kinlens.service.jobs.store import HEAVY, Job, JobFolders, JobStore, reason_of
+from kinlens.service.settings import Settings
 
 LOG_PAGE = 64 * 1024
 """Bytes of a log in one answer."""
@@ -223,7 +228,7 @@ class JobManager:
         environment |= {_MARK: job_id, "PYTHONUNBUFFERED": "1"}
         with folders.log.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "service.jobs", str(self._state), job_id],
+                [sys.executable, "-m", "kinlens.service.jobs", str(self._state), job_id],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

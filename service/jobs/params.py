@@ -13,20 +13,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
 
-from embedder.engines.models import SessionSettings
-from embedder.errors import (
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import (
     GalleryConflictError,
     GalleryNotFoundError,
     InvalidParameterError,
     JobConflictError,
 )
-from embedder.types import SHORT
-from indexer.gallery import current_manifest
-from service.access.binding import of_caller
-from service.galleries.locations import GalleryLocation, Locations, known_bundles
-from service.jobs.store import JobFolders
-from service.models import BundleModel, JobKind, JobOptions
-from service.settings import START_WORDS, Settings, split_gallery
+from kinlens.embedder.types import SHORT
+from kinlens.indexer.gallery import current_manifest
+from kinlens.models import BundleModel, JobKind, JobOptions
+from kinlens.service.access.binding import of_caller
+from kinlens.service.galleries.locations import GalleryLocation, Locations, known_bundles
+from kinlens.service.jobs.store import JobFolders
+from kinlens.service.settings import START_WORDS, Settings, split_gallery
 
 Scalar = bool | int | FiniteFloat | str
 Override = Scalar | list[Scalar]

@@ -11,14 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from embedder.bundle import Bundle
-from embedder.durable import make_folder, rename, staged, sync_tree
-from embedder.engines.models import SessionSettings
-from embedder.errors import GalleryError, JobConflictError
-from embedder.session import OnnxEmbedder
-from indexer.checks.compare import Comparison, compare
-from indexer.gallery import Gallery, copy_bytes, current_manifest
-from indexer.golden import (
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import GalleryError, JobConflictError
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.golden import Interval
+from kinlens.indexer.checks.compare import Comparison, compare
+from kinlens.indexer.gallery import Gallery, copy_bytes, current_manifest
+from kinlens.indexer.golden import (
     MIN_JUDGED,
     Asked,
     GoldenSet,
@@ -27,13 +28,19 @@ from indexer.golden import (
     labelled,
     threshold_of,
 )
-from indexer.ingest.rebuild import Follower, ReadImage, adopt, missing_since, rebuild, swap_in
-from indexer.ingest.sources import Record
-from indexer.intervals import Interval
-from indexer.pictures import ANY_SIZE, read_image
-from indexer.types import Item, Progress
-from service.galleries.pictures import PictureFolder
-from service.jobs.params import (
+from kinlens.indexer.ingest.rebuild import (
+    Follower,
+    ReadImage,
+    adopt,
+    missing_since,
+    rebuild,
+    swap_in,
+)
+from kinlens.indexer.ingest.sources import Record
+from kinlens.indexer.pictures import ANY_SIZE, read_image
+from kinlens.indexer.types import Item, Progress
+from kinlens.service.galleries.pictures import PictureFolder
+from kinlens.service.jobs.params import (
     Gate,
     ModelParams,
     Params,
@@ -42,7 +49,7 @@ from service.jobs.params import (
     SwapParams,
     params_of,
 )
-from service.jobs.store import TOTAL, Job, JobFolders, JobStore
+from kinlens.service.jobs.store import TOTAL, Job, JobFolders, JobStore
 
 _BUNDLE_DIGITS = 16  # of its id, in the name of its folder
 _TELL_EVERY_S = 0.2

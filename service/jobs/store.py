@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from embedder.durable import make_folder
-from embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateError
-from service.access.binding import of_caller
-from service.models import JobKind, JobModel, JobState
+from kinlens.embedder.durable import make_folder
+from kinlens.embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateError
+from kinlens.models import JobKind, JobModel, JobState
+from kinlens.service.access.binding import of_caller
 
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
 ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")

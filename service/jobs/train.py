@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embedder.bundle import MAP
-from embedder.errors import GalleryError, ImageError, SourceError, StateError
-from embedder.session import FASTER
-from embedder.types import Scalar, single
-from indexer.gallery import Gallery
-from service.galleries.feedback import FeedbackStore
-from service.jobs.params import Plan, TrainParams, data_kind
-from service.jobs.rebuild import Context, Questions, replace_model
-from service.jobs.store import TOTAL
+from kinlens.embedder.bundle import MAP
+from kinlens.embedder.errors import GalleryError, ImageError, SourceError, StateError
+from kinlens.embedder.session import FASTER
+from kinlens.indexer.gallery import Gallery
+from kinlens.service.galleries.feedback import FeedbackStore
+from kinlens.service.jobs.params import Plan, TrainParams, data_kind
+from kinlens.service.jobs.rebuild import Context, Questions, replace_model
+from kinlens.service.jobs.store import TOTAL
+from kinlens.values import Scalar, single
 
 _LAST_LINES = 3  # of its output, in the error
 _PREPARED, _TRAINED, _EXPORTED = 0.05, 0.6, 0.65  # parts of the whole job

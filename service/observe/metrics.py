@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
-from service.observe.metrics_shared import RESTARTS, GaugeMode, render
+from kinlens.service.observe.metrics_shared import RESTARTS, GaugeMode, render
 
 Stage = Literal["cache", "decode", "queue", "embed", "search", "total"]
 STAGES: tuple[Stage, ...] = get_args(Stage)

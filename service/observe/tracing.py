@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.telemetry import TelemetryConfig
 from opentelemetry.trace import StatusCode, get_current_span, get_tracer, set_tracer_provider
 
-from embedder.errors import KinlensError
+from kinlens.embedder.errors import KinlensError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     DeadlineExceededError,
     GalleryConflictError,
     ImageCostError,
@@ -14,17 +14,17 @@ from embedder.errors import (
     InvalidParameterError,
     ItemNotFoundError,
 )
-from embedder.explain import Grid, shares
-from embedder.types import SHORT, Embeddings
-from indexer.pictures import ANY_SIZE
-from indexer.types import combined_query
-from service.concurrency import within
-from service.encoding.decoders import Decoder
-from service.encoding.lanes import Lanes
-from service.encoding.model import View
-from service.galleries.registry import Served
-from service.search.pipeline import Abandoned
-from service.search.query import Query
+from kinlens.embedder.explain import Grid, shares
+from kinlens.embedder.types import SHORT, Embeddings
+from kinlens.indexer.pictures import ANY_SIZE
+from kinlens.indexer.types import combined_query
+from kinlens.service.concurrency import within
+from kinlens.service.encoding.decoders import Decoder
+from kinlens.service.encoding.lanes import Lanes
+from kinlens.service.encoding.model import View
+from kinlens.service.galleries.registry import Served
+from kinlens.service.search.pipeline import Abandoned
+from kinlens.service.search.query import Query
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,29 +19,29 @@ from typing import TypeVar
 import numpy as np
 import structlog
 
-from embedder.calibration import CANDIDATES
-from embedder.errors import (
+from kinlens.embedder.calibration import CANDIDATES
+from kinlens.embedder.errors import (
     BundleMismatchError,
     DeadlineExceededError,
     ImageError,
     KinlensError,
 )
-from embedder.types import Embeddings, Hit, ItemId, single
-from indexer.calibration import Calibrated, Shares, choose
-from indexer.gallery import Gallery as IndexedGallery
-from indexer.gallery import MilvusStore
-from indexer.types import Facet, Group, Item, SearchOptions, combined_query
-from service.concurrency import DaemonThreads, too_late, within
-from service.encoding.cache import Cache, Lookup, answer_key
-from service.encoding.decoders import Decoder, Vector
-from service.encoding.lanes import Lanes
-from service.encoding.model import Stages, View
-from service.galleries.locations import Gallery
-from service.galleries.registry import Registry, Served
-from service.galleries.view import GalleryView
-from service.observe.metrics import Metrics
-from service.observe.tracing import record_wait, span
-from service.search.query import (
+from kinlens.embedder.types import Embeddings, Hit, ItemId
+from kinlens.indexer.calibration import Calibrated, Shares, choose
+from kinlens.indexer.gallery import Gallery as IndexedGallery
+from kinlens.indexer.gallery import MilvusStore
+from kinlens.indexer.types import Facet, Group, Item, SearchOptions, combined_query
+from kinlens.service.concurrency import DaemonThreads, too_late, within
+from kinlens.service.encoding.cache import Cache, Lookup, answer_key
+from kinlens.service.encoding.decoders import Decoder, Vector
+from kinlens.service.encoding.lanes import Lanes
+from kinlens.service.encoding.model import Stages, View
+from kinlens.service.galleries.locations import Gallery
+from kinlens.service.galleries.registry import Registry, Served
+from kinlens.service.galleries.view import GalleryView
+from kinlens.service.observe.metrics import Metrics
+from kinlens.service.observe.tracing import record_wait, span
+from kinlens.service.search.query import (
     Answer,
     HitRenderer,
     Query,
@@ -49,6 +49,7 @@ from service.search.query import (
     nearness,
     uncalibrated,
 )
+from kinlens.values import single
 
 _LIMITED = ("The search", "Ask for fewer results or try again in a second.")
 _VERSION_BYTES = 64

@@ -13,16 +13,16 @@ from urllib.parse import quote
 
 from pydantic_core import to_json
 
-from embedder.errors import InvalidParameterError
-from embedder.preprocess import Box
-from embedder.types import Hit, ItemId
-from indexer.calibration import Shares
-from indexer.checks.duplicates import LEAST_SCORE, near_score
-from indexer.filters.tree import Filter
-from indexer.gallery import Gallery
-from indexer.types import Boost, Facet, Group, Grouping, SortBy, VectorStore
-from service.encoding.model import Stages, View
-from service.galleries.view import GalleryView
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.preprocess import Box
+from kinlens.embedder.types import Hit, ItemId
+from kinlens.indexer.calibration import Shares
+from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
+from kinlens.indexer.filters.tree import Filter
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Boost, Facet, Group, Grouping, SortBy, VectorStore
+from kinlens.service.encoding.model import Stages, View
+from kinlens.service.galleries.view import GalleryView
 
 _HITS_OF_A_UNIT = 1_000
 

@@ -19,13 +19,13 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
-from embedder.bundle import Bundle
-from embedder.durable import set_fault_hook
-from embedder.errors import KinlensError
-from indexer.gallery import Gallery, current_generation
-from service.__main__ import app
-from service.backups import folder as backups
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.durable import set_fault_hook
+from kinlens.embedder.errors import KinlensError
+from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.service.__main__ import app
+from kinlens.service.backups import folder as backups
+from kinlens.service.settings import Settings
 from tests.support.own_process import own_process
 from tests.support.seams import FeedbackStore, JobStore, KeyStore
 from tests.support.servers import render

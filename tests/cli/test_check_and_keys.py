@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from embedder.bundle import Bundle
-from service.__main__ import app
-from service.access.keys import FreshKeys
+from kinlens.embedder.bundle import Bundle
+from kinlens.service.__main__ import app
+from kinlens.service.access.keys import FreshKeys
 from tests.support.seams import KeyStore
 
 

@@ -12,16 +12,16 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from embedder.bundle import Bundle
-from service.__main__ import app
+from kinlens.embedder.bundle import Bundle
+from kinlens.service.__main__ import app
 from tests.support.own_process import OwnProcess, own_process
 from tests.support.waiting import until
 from tests.tiny import encoded, picture
 
 HANGING = """
 import sys, threading
-from indexer.gallery import Gallery
-from service.__main__ import app
+from kinlens.indexer.gallery import Gallery
+from kinlens.service.__main__ import app
 
 def item(self, item_id):
     print("reading", flush=True)
@@ -33,7 +33,7 @@ app(sys.argv[1:])
 
 IMPATIENT = """
 import os, signal, sys, typer
-from service.__main__ import app
+from kinlens.service.__main__ import app
 
 echo = typer.echo
 
@@ -142,7 +142,7 @@ def test_what_cannot_be_served_is_refused_by_its_name(
     words: str, expected: list[str], places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The loggers of this process stay; the starts below test the real ones.
-    monkeypatch.setattr("service.commands.serve.configure_logs", lambda *given: None)
+    monkeypatch.setattr("kinlens.service.commands.serve.configure_logs", lambda *given: None)
 
     def placed(text: str) -> str:
         return re.sub(r"\b[A-Z]{3,}\b", lambda found: str(places.get(found[0], found[0])), text)

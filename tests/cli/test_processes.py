@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from embedder.bundle import Bundle
-from service.commands.processes import pause_after
+from kinlens.embedder.bundle import Bundle
+from kinlens.service.commands.processes import pause_after
 from tests.support.own_process import (
     ROOT,
     SERVE,
@@ -35,7 +35,7 @@ THREADS = 4
 THIRD_START_FAILS = """
 import sys
 from multiprocessing.context import SpawnProcess
-from service.__main__ import app
+from kinlens.service.__main__ import app
 
 starts = 0
 start = SpawnProcess.start
@@ -54,8 +54,8 @@ if __name__ == "__main__":
 
 HUNG_SOON = """
 import sys
-from service.commands import processes
-from service.__main__ import app
+from kinlens.service.commands import processes
+from kinlens.service.__main__ import app
 
 processes.HUNG_S = 3.0
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from service.commands.check import exposures
-from service.settings import Settings
+from kinlens.service.commands.check import exposures
+from kinlens.service.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = ROOT / "docs" / "operations.md"
@@ -69,7 +69,8 @@ def test_settings_come_from_the_environment_and_arguments_win(
 
 
 def test_the_environment_is_not_read_at_import(monkeypatch) -> None:
-    code = "import service.__main__, service.app, service.api.operations; print('imported')"
+    names = ", ".join(f"kinlens.service.{name}" for name in ("__main__", "app", "api.operations"))
+    code = f"import {names}; print('imported')"
     environment = {"KINLENS_PORT": "no number", "PATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -195,7 +196,7 @@ def test_what_settings_open_is_said_with_its_cure(
 def test_processes_share_the_cores_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, workers: str, share: int
 ) -> None:
-    monkeypatch.setattr("service.settings.core_count", lambda: 8)
+    monkeypatch.setattr("kinlens.service.settings.core_count", lambda: 8)
     monkeypatch.setenv("KINLENS_WORKERS", workers)
     assert Settings().lanes == share
     assert Settings(workers=2).lanes == 5

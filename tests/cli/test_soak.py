@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from embedder.bundle import Bundle
+from kinlens.embedder.bundle import Bundle
 from tests.support.job_shops import write_pictures
 
 ROOT = Path(__file__).parents[2]

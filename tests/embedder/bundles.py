@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from embedder.bundle import Bundle, VariantFiles, write_bundle
-from embedder.calibration import Calibration, Curve, Threshold, ViewsCurve
-from embedder.manifest import HeldOut, Variant
+from kinlens.embedder.bundle import Bundle, VariantFiles, write_bundle
+from kinlens.embedder.calibration import Calibration, Curve, Threshold, ViewsCurve
+from kinlens.embedder.manifest import HeldOut, Variant
 from tests.tiny import tiny_embed, write_tiny_onnx
 
 CURVE = Curve(slope=12.0, hits=0.5, below=1.0, absent=4.0, absent_best=2.0, absent_last=4.0)

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.bundle import MANIFEST, MODEL, Bundle, write_bundle
-from embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
-from embedder.manifest import GoldenHashes, Mode
+from kinlens.embedder.bundle import MANIFEST, MODEL, Bundle, write_bundle
+from kinlens.embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
+from kinlens.embedder.manifest import GoldenHashes, Mode
 from tests.embedder.bundles import CALIBRATION, HELD_OUT, write_full_bundle
 from tests.tiny import TINY, tiny_embed
 

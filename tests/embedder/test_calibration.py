@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from embedder.calibration import (
+from kinlens.embedder.calibration import (
     CANDIDATES,
     MIN_WRONG,
     Calibration,
@@ -16,7 +16,7 @@ from embedder.calibration import (
     calibration_error,
     fit_curve,
 )
-from embedder.errors import CalibrationError
+from kinlens.embedder.errors import CalibrationError
 from tests.embedder.bundles import CALIBRATION
 
 CURVE = Curve(slope=30.0, hits=0.5, below=1.0, absent=12.0, absent_best=5.0, absent_last=6.0)

@@ -11,22 +11,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import embedder.engines.measured as measured_module
-import embedder.engines.models as models_module
-from embedder.bundle import Bundle, write_bundle
-from embedder.engines.measured import cache_folder
-from embedder.engines.models import OPENVINO, SessionSettings, absence, load
-from embedder.errors import (
+import kinlens.embedder.engines.measured as measured_module
+import kinlens.embedder.engines.models as models_module
+from kinlens.embedder.bundle import Bundle, write_bundle
+from kinlens.embedder.engines.models import OPENVINO, SessionSettings, absence, load
+from kinlens.embedder.errors import (
     BundleCorruptError,
     BundleError,
     BundleMismatchError,
     GoldenMismatchError,
     ProviderError,
 )
-from embedder.fake import FakeEmbedder
-from embedder.manifest import FP32, Comparison, Engine, Mode, Precision
-from embedder.session import Embed, OnnxEmbedder, check_precision, may_mix
-from embedder.types import Embeddings, Images
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.machine import cache_folder
+from kinlens.embedder.manifest import FP32, Comparison, Engine, Mode, Precision
+from kinlens.embedder.session import OnnxEmbedder, check_precision, may_mix
+from kinlens.embedder.types import Embed, Embeddings, Images
 from tests.embedder.bundles import INT8, write_full_bundle
 from tests.tiny import TINY, tiny_embed
 
@@ -46,13 +46,13 @@ def images_of(count: int) -> Images:
 @pytest.fixture
 def any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this machine had all engines and units; each runs the file as onnxruntime does."""
-    monkeypatch.setattr("embedder.session.absence", lambda *_: None)
+    monkeypatch.setattr("kinlens.embedder.session.absence", lambda *_: None)
     real = models_module.OnnxRuntimeModel
 
     def load_any(path: Path, settings: SessionSettings, mode: Mode) -> object:
         return real(path, settings)
 
-    monkeypatch.setattr("embedder.session.load", load_any)
+    monkeypatch.setattr("kinlens.embedder.session.load", load_any)
 
 
 def measured_bundle(tiny: Bundle, folder: Path, vectors: Embeddings | None = None) -> Bundle:
@@ -176,7 +176,7 @@ def test_the_next_start_measures_nothing_until_something_changes(
     bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=2.0)
     reasons = {OnnxEmbedder.open(bundle, AUTO, gains=gains).precision_reason for _ in range(2)}
     assert (gains.asked, len(reasons)) == (1, 1)
-    [file] = cache_folder().iterdir()
+    [file] = (cache_folder() / "engines").iterdir()
     assert file.is_relative_to(cache)
 
     file.write_text('{"gains": {"openvino-bf16": "fast"}}')
@@ -229,7 +229,7 @@ def test_what_was_fast_before_and_no_longer_holds_is_measured_again(
     def load_broken(path: Path, settings: SessionSettings, mode: Mode) -> object:
         return (Broken if mode == BF16 else real)(path, settings)
 
-    monkeypatch.setattr("embedder.session.load", load_broken)
+    monkeypatch.setattr("kinlens.embedder.session.load", load_broken)
     assert OnnxEmbedder.open(bundle, AUTO, gains=gains).mode == FP32
     assert gains.asked == 2
 
@@ -384,7 +384,7 @@ def test_a_failure_that_may_pass_is_not_kept_and_stops_no_start(
         return real(path, settings)
 
     for loader, taken in ((load_full, FP32), (load_any, BF16), (load_full, FP32)):
-        monkeypatch.setattr("embedder.session.load", loader)
+        monkeypatch.setattr("kinlens.embedder.session.load", loader)
         found = OnnxEmbedder.open(bundle, AUTO, gains=gains)
         assert found.mode == taken
     assert "out of memory" in found.precision_reason
@@ -404,7 +404,7 @@ def test_auto_does_not_trust_what_an_earlier_version_measured(
     assert "by an earlier version" in found.precision_reason
 
 
-@pytest.mark.parametrize("module", ["embedder.session", "training.export.int8"])
+@pytest.mark.parametrize("module", ["kinlens.embedder.session", "kinlens.training.export.int8"])
 def test_onnxruntime_reports_nothing_to_its_maker(
     tiny_bundle: Bundle, tmp_path: Path, module: str
 ) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embedder import errors
-from embedder.fake import FakeEmbedder
-from embedder.formats import format_of
-from embedder.manifest import Preprocessing
-from embedder.preprocess import (
+from kinlens.embedder import errors
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.formats import format_of
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.preprocess import (
     ImageLimits,
     central_box,
     check_box,
@@ -197,8 +197,8 @@ def test_a_decoder_of_a_rare_format_is_loaded_with_its_first_image(tmp_path: Pat
     code = """
 import sys
 from pathlib import Path
-import service.encoding.decode_worker
-from embedder.preprocess import decode
+import kinlens.service.encoding.decode_worker
+from kinlens.embedder.preprocess import decode
 for name in sys.argv[1:]:
     decode(Path(name).read_bytes())
     print([n for n in ("PIL.AvifImagePlugin", "pillow_heif") if n in sys.modules])
@@ -259,8 +259,8 @@ def test_a_large_image_needs_little_more_memory_than_its_pixels(mode: str, tmp_p
     code = """
 import resource, sys
 from pathlib import Path
-from embedder.manifest import Preprocessing
-from embedder.preprocess import preprocess
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.preprocess import preprocess
 data = Path(sys.argv[1]).read_bytes()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 preprocess(data, Preprocessing(resize_px=40, crop_px=32))

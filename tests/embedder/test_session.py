@@ -8,15 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import embedder.engines.models as models_module
-import embedder.session as session_module
-from embedder.bundle import MANIFEST, MODEL, Bundle
-from embedder.engines.models import SessionSettings
-from embedder.errors import BundleCorruptError, BundleError, GoldenMismatchError, ProviderError
-from embedder.fake import FakeEmbedder
-from embedder.manifest import FP32, BundleManifest, Mode
-from embedder.session import Embed, Embedder, OnnxEmbedder, speed_gains
-from embedder.types import Images
+import kinlens.embedder.engines.models as models_module
+import kinlens.embedder.session as session_module
+from kinlens.embedder.bundle import MANIFEST, MODEL, Bundle
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import (
+    BundleCorruptError,
+    BundleError,
+    GoldenMismatchError,
+    ProviderError,
+)
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.manifest import FP32, BundleManifest, Mode
+from kinlens.embedder.session import Embedder, OnnxEmbedder, speed_gains
+from kinlens.embedder.types import Embed, Images
 from tests.embedder.bundles import write_full_bundle
 from tests.tiny import TINY, TINY_DIM, encoded, picture, tiny_embed, write_tiny_onnx
 

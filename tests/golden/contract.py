@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from embedder.fake import FakeEmbedder
-from service.app import create_app
-from service.settings import Settings
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 
 CONTRACT = Path(__file__).parent / "openapi.json"
 _PROSE = {"summary", "description", "example", "examples"}

@@ -13,8 +13,8 @@ import httpx
 import mypy.api
 import pytest
 
-from service import client_errors as errors
-from service.client import AsyncKinlens, Kinlens, NewItem, Query
+from kinlens import errors
+from kinlens.client import AsyncClient, Client, NewItem, Query
 from tests.support.shops import Shop, start_shop
 from tests.tiny import encoded, picture
 
@@ -86,8 +86,8 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
 
 
 @pytest.fixture
-def client(shop: Shop) -> Iterator[Kinlens]:
-    with Kinlens(shop.running.url) as client:
+def client(shop: Shop) -> Iterator[Client]:
+    with Client(shop.running.url) as client:
         yield client
 
 
@@ -119,23 +119,23 @@ class Answers:
         return found
 
 
-@pytest.fixture(params=[Kinlens, AsyncKinlens])
+@pytest.fixture(params=[Client, AsyncClient])
 def ask(request: pytest.FixtureRequest) -> Ask:
     """Lets a client of either kind make a call; of several items it gives all."""
 
     def in_a_thread(call: Callable[[Any], Any], answers: Answers, **options: Any) -> Any:
-        with Kinlens("http://x", transport=answers.transport, **options) as client:
+        with Client("http://x", transport=answers.transport, **options) as client:
             called = call(client)
             return list(called) if isinstance(called, Iterator) else called
 
     async def in_a_loop(call: Callable[[Any], Any], answers: Answers, **options: Any) -> Any:
-        async with AsyncKinlens("http://x", transport=answers.transport, **options) as client:
+        async with AsyncClient("http://x", transport=answers.transport, **options) as client:
             called = call(client)
             if isinstance(called, AsyncIterator):
                 return [item async for item in called]
             return await called
 
-    if request.param is Kinlens:
+    if request.param is Client:
         return in_a_thread
     return lambda *asked, **options: asyncio.run(in_a_loop(*asked, **options))
 
@@ -148,8 +148,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def note(seconds: float) -> None:
         waits.append(seconds)
 
-    monkeypatch.setattr("service.client.sleep", waits.append)
-    monkeypatch.setattr("service.client.async_sleep", note)
+    monkeypatch.setattr("kinlens.client.sleep", waits.append)
+    monkeypatch.setattr("kinlens.client.async_sleep", note)
     return waits
 
 
@@ -187,19 +187,19 @@ def test_both_clients_have_the_same_methods_with_the_same_help() -> None:
         shown = {name: (inspect.signature(method), method.__doc__) for name, method in found}
         return {name: each for name, each in shown.items() if name[0] != "_"}
 
-    assert methods(Kinlens) == methods(AsyncKinlens)
-    assert all(text for _, text in methods(Kinlens).values())
+    assert methods(Client) == methods(AsyncClient)
+    assert all(text for _, text in methods(Client).values())
 
 
 USER = """
 from collections.abc import AsyncIterator, Iterator
 from typing import assert_type
 
-from service.client import AsyncKinlens, Kinlens, NewItem
-from service.models import ItemModel, JobModel, PutAnswer, SearchAnswer
+from kinlens.client import AsyncClient, Client, NewItem
+from kinlens.models import ItemModel, JobModel, PutAnswer, SearchAnswer
 
 
-def in_a_thread(client: Kinlens) -> None:
+def in_a_thread(client: Client) -> None:
     assert_type(client.search("a.jpg", k=5, filter={"n": 1}), SearchAnswer)
     assert_type(client.put_many("g", [NewItem("a", b"")], per_request=9), PutAnswer)
     assert_type(client.each_item("g", filter="n = 1"), Iterator[ItemModel])
@@ -208,17 +208,17 @@ def in_a_thread(client: Kinlens) -> None:
     client.search("a.jpg", limit=5)  # type: ignore[call-arg]
     client.put("g", "k")  # type: ignore[call-arg]
     client.nothing()  # type: ignore[attr-defined]
-    Kinlens(retries="2")  # type: ignore[arg-type]
+    Client(retries="2")  # type: ignore[arg-type]
 
 
-async def in_a_loop(client: AsyncKinlens) -> None:
+async def in_a_loop(client: AsyncClient) -> None:
     assert_type(await client.search("a.jpg", k=5, filter={"n": 1}), SearchAnswer)
     assert_type(client.each_item("g", filter="n = 1"), AsyncIterator[ItemModel])
     client.search("a.jpg").hits  # type: ignore[attr-defined]
     await client.search("a.jpg", k="5")  # type: ignore[arg-type]
 
 
-class Shop(Kinlens):
+class Shop(Client):
     def job(self, job_id: str) -> JobModel:
         return super().job(job_id)
 """
@@ -233,7 +233,7 @@ def test_a_type_checker_knows_arguments_and_answers_of_both_clients(tmp_path: Pa
 
 
 def test_a_gallery_is_made_filled_searched_and_deleted(
-    client: Kinlens, data: list[bytes], tmp_path: Path
+    client: Client, data: list[bytes], tmp_path: Path
 ) -> None:
     file = tmp_path / "0.png"
     file.write_bytes(data[0])
@@ -276,9 +276,9 @@ def test_a_key_is_sent_and_its_absence_told(tmp_path: Path) -> None:
     shop = start_shop(tmp_path, create=False, anonymous_scopes=("search",))
     keys = shop.running.runtime.keys
     assert keys is not None
-    with Kinlens(shop.running.url, key=keys.create("office", ["admin"])) as client:
+    with Client(shop.running.url, key=keys.create("office", ["admin"])) as client:
         assert client.create_gallery("shop").size == 0
-    with Kinlens(shop.running.url) as client, pytest.raises(errors.KeyNeededError) as caught:
+    with Client(shop.running.url) as client, pytest.raises(errors.KeyNeededError) as caught:
         client.delete_gallery("shop")
     assert caught.value.request_id
     shop.close()
@@ -387,7 +387,7 @@ def test_a_job_that_fails_or_never_ends_is_an_error(ask: Ask) -> None:
 
 
 def test_each_item_comes_once_although_each_is_removed_as_it_comes(
-    client: Kinlens, shop: Shop, data: list[bytes]
+    client: Client, shop: Shop, data: list[bytes]
 ) -> None:
     keys = [f"w/{n:03}" for n in range(205)]
     items = [NewItem(key, data[0], {"n": 1}) for key in keys]
@@ -400,7 +400,7 @@ def test_each_item_comes_once_although_each_is_removed_as_it_comes(
     assert seen == keys
 
     async def replaced() -> list[str]:
-        async with AsyncKinlens(shop.running.url) as other:
+        async with AsyncClient(shop.running.url) as other:
             await other.put_many("walk", items)
             seen = []
             async for item in other.each_item("walk"):
@@ -468,7 +468,7 @@ def test_large_images_are_read_and_sent_a_few_at_a_time(ask: Ask) -> None:
 
 
 def test_an_item_that_is_alone_in_a_request_fails_alone_too(
-    client: Kinlens, data: list[bytes]
+    client: Client, data: list[bytes]
 ) -> None:
     items = [NewItem("a/0", data[0]), NewItem("a/1", b"no image"), NewItem("a/2", data[0])]
     client.create_gallery("alone")
@@ -523,13 +523,13 @@ def test_a_name_of_dots_leads_to_no_other_path(name: str, ask: Ask) -> None:
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000", "shop.example", ""])
 def test_an_address_without_a_scheme_is_refused_with_the_cure(url: str) -> None:
     with pytest.raises(errors.ArgumentError, match=f"has no scheme. Write http://{url}"):
-        Kinlens(url)
+        Client(url)
 
 
 def test_a_refused_connection_names_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with Kinlens(f"http://127.0.0.1:{port}", retries=0) as client:  # noqa: SIM117
+    with Client(f"http://127.0.0.1:{port}", retries=0) as client:  # noqa: SIM117
         with pytest.raises(errors.ConnectionFailedError) as failure:
             client.ready()
     assert f"GET http://127.0.0.1:{port}/ready got no answer" in str(failure.value)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from service.problems import fault_text
-from service.settings import Settings
+from kinlens.service.problems import fault_text
+from kinlens.service.settings import Settings
 from tests.support.market import start_market
 from tests.support.servers import Running
 from tests.support.shops import assert_problem

@@ -16,9 +16,9 @@ from PIL import Image
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from embedder.bundle import Bundle
-from service.__main__ import app
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.service.__main__ import app
+from kinlens.service.settings import Settings
 from tests.support.own_process import own_process
 from tests.support.seams import FeedbackStore, Question
 from tests.support.servers import render

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from embedder.fake import FakeEmbedder
-from service import problems
-from service.app import create_app
-from service.models import Problem
-from service.problems import KINDS, Kind
-from service.settings import Settings
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.models import Problem
+from kinlens.service import problems
+from kinlens.service.app import create_app
+from kinlens.service.problems import KINDS, Kind
+from kinlens.service.settings import Settings
 from tests.golden.contract import CONTRACT, contract_now
 from tests.support.servers import DEFAULTS, run
 

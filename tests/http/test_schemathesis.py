@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from embedder.bundle import Bundle
+from kinlens.embedder.bundle import Bundle
 from tests.support.market import attributes_of, text_of
 from tests.support.own_process import ROOT, OwnProcess, own_process
 from tests.support.seams import KeyStore

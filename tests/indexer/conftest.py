@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from embedder.fake import FakeEmbedder
-from embedder.types import Images
-from indexer.__main__ import app
-from indexer.gallery import Gallery
-from indexer.ingest.build import BuildReport, build_gallery
-from indexer.ingest.sources import Record, Source, folder_source
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.types import Images
+from kinlens.indexer.__main__ import app
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.build import BuildReport, build_gallery
+from kinlens.indexer.ingest.sources import Record, Source, folder_source
 from tests.indexer.oracle import BUNDLE, DIM
 from tests.support.milvus_server import milvus_server
 from tests.support.seams import options, set_fault_hook

@@ -18,17 +18,18 @@ from pathlib import Path
 
 import numpy as np
 
-from embedder.durable import set_fault_hook
-from embedder.errors import GalleryBusyError
-from embedder.types import AttributeValue, Embeddings
-from indexer.exchange.follow import Follower
-from indexer.exchange.publish import publish
-from indexer.filters.tree import Range
-from indexer.gallery import Gallery
-from indexer.ingest.build import import_gallery
-from indexer.ingest.rebuild import adopt
-from indexer.live.backup import backup, restore
-from indexer.types import Dump, Entry, SearchOptions
+from kinlens.embedder.durable import set_fault_hook
+from kinlens.embedder.errors import GalleryBusyError
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.exchange.follow import Follower
+from kinlens.indexer.exchange.publish import publish
+from kinlens.indexer.filters.tree import Range
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.build import import_gallery
+from kinlens.indexer.ingest.rebuild import adopt
+from kinlens.indexer.live.backup import backup, restore
+from kinlens.indexer.types import Dump, Entry, SearchOptions
+from kinlens.values import AttributeValue
 
 DIM = 8
 KEYS = 60

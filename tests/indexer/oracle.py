@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.types import AttributeValue, Hit, values_in
-from indexer.filters.tree import And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
-from indexer.types import Entry, Group, Grouping, SearchOptions, VectorStore
+from kinlens.embedder.types import Hit
+from kinlens.indexer.filters.tree import And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
+from kinlens.indexer.types import Entry, Group, Grouping, SearchOptions, VectorStore
+from kinlens.values import AttributeValue, values_in
 
 BUNDLE = "b" * 64
 DIM = 16

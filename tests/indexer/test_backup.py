@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.gallery import Gallery, copy_bytes, current_generation
-from indexer.live.backup import restore
-from indexer.types import Entry
+from kinlens.indexer.gallery import Gallery, copy_bytes, current_generation
+from kinlens.indexer.live.backup import restore
+from kinlens.indexer.types import Entry
 from tests.indexer.conftest import (
     DAMAGES,
     catalog_of,
@@ -259,7 +259,7 @@ def test_a_backup_may_be_open_and_changed_while_it_is_restored(saved: Path, tmp_
 
 ADDS = """
 import sys
-from indexer.gallery import Gallery
+from kinlens.indexer.gallery import Gallery
 from tests.indexer.crasher import entry
 gallery = Gallery.open(sys.argv[1])
 gallery.update({"item 1": {"stock": 5}})

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from embedder.errors import GalleryError, InvalidParameterError, PlanError, SourceError
-from embedder.fake import FakeEmbedder
-from indexer.gallery import Gallery, current_generation
-from indexer.index.plan import IndexSettings
-from indexer.ingest.build import BuildReport, BuildSettings, build_gallery, needed_mb
-from indexer.ingest.sources import Record, csv_source, folder_source
+from kinlens.embedder.errors import GalleryError, InvalidParameterError, PlanError, SourceError
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.ingest.build import BuildReport, BuildSettings, build_gallery, needed_mb
+from kinlens.indexer.ingest.sources import Record, csv_source, folder_source
 from tests.indexer.conftest import (
     PICTURES,
     CountingEmbedder,
@@ -179,7 +179,7 @@ def test_what_cannot_be_built_is_refused_before_the_work(
     with pytest.raises(InvalidParameterError, match=r"'size' is a number, and 'b' has 'large'"):
         build_gallery(listed(shop, *records), embedder, out)
     usage = namedtuple("usage", "total used free")(10, 10, 100)
-    monkeypatch.setattr("indexer.ingest.build.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("kinlens.indexer.ingest.build.shutil.disk_usage", lambda path: usage)
     with pytest.raises(GalleryError, match=r"needs about .* MB in .*are free.*--out"):
         build_gallery(folder_source(shop), embedder, out)
     assert embedder.batches == []
@@ -267,10 +267,10 @@ def failed(work: Callable[[], object]) -> bool:
 CHILD = """
 import sys
 from pathlib import Path
-from embedder.fake import FakeEmbedder
-from indexer.ingest.build import BuildSettings, build_gallery
-from indexer.ingest.embed import EmbedSettings
-from indexer.ingest.sources import folder_source
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.ingest.build import BuildSettings, build_gallery
+from kinlens.indexer.ingest.embed import EmbedSettings
+from kinlens.indexer.ingest.sources import folder_source
 
 shop, out = sys.argv[1:]
 settings = BuildSettings(embed=EmbedSettings(batch_size=1, workers=2))

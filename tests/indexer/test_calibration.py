@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.calibration import Curve
-from embedder.errors import InvalidParameterError
-from embedder.types import Embeddings, Hit
-from indexer.calibration import (
+from kinlens.embedder.calibration import Curve
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.types import Embeddings, Hit
+from kinlens.indexer.calibration import (
     CALIBRATION,
     Calibrated,
     Fit,
@@ -19,8 +19,8 @@ from indexer.calibration import (
     Shares,
     choose,
 )
-from indexer.gallery import Gallery
-from indexer.types import Entry, Group, SearchOptions
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Entry, Group, SearchOptions
 from tests.embedder.bundles import CALIBRATION as BUNDLE
 
 DIM = 24

@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     GalleryCorruptError,
     GalleryError,
     GalleryWriteError,
     InvalidParameterError,
 )
-from indexer.catalog import database
-from indexer.checks.verify import check_files
-from indexer.filters.text import parse_filter
-from indexer.filters.tree import Equals
-from indexer.gallery import Gallery
-from indexer.types import MAX_COUNTED_VALUES, Entry, SearchOptions
+from kinlens.indexer.catalog import database
+from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.filters.tree import Equals
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import MAX_COUNTED_VALUES, Entry, SearchOptions
 from tests.indexer import crasher
 from tests.indexer.conftest import as_nobody, catalog_of, generation_of
 from tests.indexer.crasher import forks

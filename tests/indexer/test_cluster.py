@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.bundle import Bundle
-from embedder.engines.models import SessionSettings
-from embedder.errors import SourceError
-from indexer.exchange.objects import files_at
-from indexer.gallery import Gallery
-from indexer.ingest import cluster as cluster_module
-from indexer.ingest.cluster import ShardEmbedder, UnreachableError, remote_source
-from indexer.ingest.shards import ShardsManifest, VectorShards, reader_at
-from indexer.ingest.sources import Record, Source, folder_source
-from indexer.types import Entry
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import SourceError
+from kinlens.indexer.exchange.objects import files_at
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest import cluster as cluster_module
+from kinlens.indexer.ingest.cluster import ShardEmbedder, UnreachableError, remote_source
+from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards, reader_at
+from kinlens.indexer.ingest.sources import Record, Source, folder_source
+from kinlens.indexer.types import Entry
 from tests.indexer.conftest import Run, printed
 from tests.tiny import TINY_DIM, encoded, picture
 

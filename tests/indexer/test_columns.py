@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.errors import GalleryCorruptError, InvalidParameterError
-from indexer.columns import columns as columns_module
-from indexer.columns.columns import Chosen, Columns, ColumnsBuilder, write_columns
-from indexer.columns.match import rows_matching
-from indexer.filters.tree import Equals, In, Not, Range
-from indexer.gallery import Gallery
-from indexer.types import SearchOptions, go_on
+from kinlens.embedder.errors import GalleryCorruptError, InvalidParameterError
+from kinlens.indexer.columns import columns as columns_module
+from kinlens.indexer.columns.columns import Chosen, Columns, ColumnsBuilder, write_columns
+from kinlens.indexer.columns.match import rows_matching
+from kinlens.indexer.filters.tree import Equals, In, Not, Range
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import SearchOptions, go_on
 from tests.indexer.oracle import bitmap, entry, random_filter, shop, units
 
 TEXTS = ["red", "", "grün", "\0", "👟", "Z", "a", "ab", "\uffff", "\U00010000"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from indexer.gallery import Gallery, current_generation
-from indexer.live import compaction
+from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.live import compaction
 from tests.indexer.conftest import CountingEmbedder, Run, failure, printed
 from tests.support.seams import GalleryFolder
 from tests.tiny import encoded, picture

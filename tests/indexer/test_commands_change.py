@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from indexer.live import compaction
+from kinlens.indexer.live import compaction
 from tests.indexer.conftest import Run, failure, printed
 
 

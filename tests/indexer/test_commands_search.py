@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 from typer.testing import Result
 
-from embedder.fake import FakeEmbedder
-from indexer.calibration import GalleryCalibration
-from indexer.gallery import Gallery
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.calibration import GalleryCalibration
+from kinlens.indexer.gallery import Gallery
 from tests.indexer.conftest import PICTURES, Run, failure, printed, query
 from tests.indexer.oracle import entry, units
 from tests.support.market import CALIBRATION

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.gallery import Gallery, current_generation
-from indexer.index.plan import IndexSettings
+from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.index.plan import IndexSettings
 from tests.indexer.conftest import Run, failure, flipped, printed, rows_of, segment_of, truncated
 from tests.indexer.oracle import entry, units
 from tests.tiny import encoded, picture

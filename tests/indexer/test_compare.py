@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.gallery import Gallery
-from indexer.types import Entry
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Entry
 from tests.support.seams import compare
 
 DIM = 16

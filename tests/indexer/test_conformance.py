@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     BundleMismatchError,
     EngineUnavailableError,
     FilterError,
@@ -29,13 +29,13 @@ from embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from embedder.types import AttributeValue, Hit
-from indexer.exchange.milvus import Consistency
-from indexer.exchange.parquet import export_gallery, read_dump
-from indexer.filters.text import parse_filter
-from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
-from indexer.gallery import Gallery
-from indexer.types import (
+from kinlens.embedder.types import Hit
+from kinlens.indexer.exchange.milvus import Consistency
+from kinlens.indexer.exchange.parquet import export_gallery, read_dump
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import (
     CANDIDATES,
     Boost,
     Entry,
@@ -45,6 +45,7 @@ from indexer.types import (
     VectorStore,
     Written,
 )
+from kinlens.values import AttributeValue
 from tests.indexer.conftest import Run, failure, printed
 from tests.indexer.oracle import (
     BUNDLE,
@@ -671,7 +672,7 @@ def test_a_large_gallery_gets_an_index_that_is_exact_on_demand_and_comes_back_un
     milvus_server: MilvusServer, tmp_path: Path, gallery: Gallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("pyarrow", reason="export writes Parquet")
-    monkeypatch.setattr("indexer.exchange.milvus_index.EXACT_BELOW", 100)
+    monkeypatch.setattr("kinlens.indexer.exchange.milvus_index.EXACT_BELOW", 100)
     entries = shop(2000)  # below 1,024 rows Milvus makes no index
     gallery.add(entries)
     file, back = tmp_path / "file.parquet", tmp_path / "back.parquet"

@@ -7,8 +7,8 @@ import faiss
 import numpy as np
 import pytest
 
-from embedder import machine as cores
-from embedder.machine import core_count, memory_mb
+from kinlens.embedder import machine as cores
+from kinlens.embedder.machine import core_count, memory_mb
 from tests.support.seams import Effort, EmbedSettings, SegmentIndex
 
 

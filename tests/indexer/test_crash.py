@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.gallery import Gallery
-from indexer.index.plan import IndexSettings
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import IndexSettings
 from tests.indexer import crasher
 from tests.indexer.conftest import faults
 from tests.indexer.crasher import BUNDLE, DIM, Model, forks

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder import durable
-from embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
-from indexer.checks.verify import check_files
-from indexer.filters.tree import Range
-from indexer.gallery import Gallery
-from indexer.index.plan import IndexSettings
-from indexer.live import compaction
-from indexer.types import SearchOptions
+from kinlens.embedder import durable
+from kinlens.embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
+from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.filters.tree import Range
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.live import compaction
+from kinlens.indexer.types import SearchOptions
 from tests.indexer.conftest import (
     DAMAGES,
     as_nobody,
@@ -90,7 +90,7 @@ def test_a_damaged_segment_that_cannot_be_made_again_is_named_with_the_cure(
     def refuse(*_: object, **__: object) -> None:
         raise GalleryWriteError("read-only")
 
-    monkeypatch.setattr("indexer.gallery.compact", refuse)
+    monkeypatch.setattr("kinlens.indexer.gallery.compact", refuse)
     with pytest.raises(GalleryCorruptError, match=r"index\.faiss.*compact GALLERY --rebuild"):
         Gallery.open(path)
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from embedder.types import date_text
-from indexer.exchange.parquet import export_gallery, read_dump
-from indexer.filters.text import parse_filter
-from indexer.gallery import Gallery
-from indexer.ingest.build import import_gallery
-from indexer.ingest.sources import parse_value, parse_values, split_kind
-from indexer.types import Dump, Entry, SortBy
-from service.client_calls import json_of
+from kinlens.calls import json_of
+from kinlens.indexer.exchange.parquet import export_gallery, read_dump
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.build import import_gallery
+from kinlens.indexer.ingest.sources import parse_value, parse_values, split_kind
+from kinlens.indexer.types import Dump, Entry, SortBy
+from kinlens.values import date_text
 from tests.indexer.oracle import units
 
 MOMENTS = [

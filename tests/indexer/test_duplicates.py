@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.errors import InvalidParameterError
-from embedder.types import Hit
-from indexer.checks import duplicates
-from indexer.checks.duplicates import (
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.types import Hit
+from kinlens.indexer.checks import duplicates
+from kinlens.indexer.checks.duplicates import (
     LEAST_SCORE,
     Floor,
     K,
@@ -22,11 +22,11 @@ from indexer.checks.duplicates import (
     near_groups,
     near_score,
 )
-from indexer.filters.tree import Not, Range
-from indexer.gallery import Gallery
-from indexer.index.kinds import IndexKind
-from indexer.index.plan import IndexSettings
-from indexer.types import Grouping, SearchOptions
+from kinlens.indexer.filters.tree import Not, Range
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.kinds import IndexKind
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.types import Grouping, SearchOptions
 from tests.indexer.conftest import Run, failure, printed
 from tests.indexer.oracle import DIM, entry, units
 from tests.tiny import encoded, picture

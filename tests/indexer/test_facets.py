@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.errors import FilterError, InvalidParameterError
-from indexer.filters.tree import Equals, Filter, Not, Or, Range
-from indexer.gallery import Gallery
-from indexer.index.plan import IndexSettings
-from indexer.types import MAX_COUNTED_VALUES, MAX_FACETS, Entry, Facet, SearchOptions
+from kinlens.embedder.errors import FilterError, InvalidParameterError
+from kinlens.indexer.filters.tree import Equals, Filter, Not, Or, Range
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.types import MAX_COUNTED_VALUES, MAX_FACETS, Entry, Facet, SearchOptions
 from tests.indexer.oracle import DIM, Oracle, clumped, entry, shop, units
 
 NAMES = ("colour", "sku", "price", "sale", "weight")

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from embedder.errors import FilterError
-from embedder.types import AttributeValue
-from indexer.filters.json import filter_from_json
-from indexer.filters.text import parse_filter
-from indexer.filters.tree import And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
-from indexer.gallery import Gallery
+from kinlens.embedder.errors import FilterError
+from kinlens.indexer.filters.json import filter_from_json
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.filters.tree import And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
+from kinlens.indexer.gallery import Gallery
+from kinlens.values import AttributeValue
 from tests.indexer.oracle import entry, random_filter, units
 
 TEXTS = ["red", "", 'a "b" \\ c\n\t\r', "it's", "grün", "\0", "👟", "true", "1", "Z", "a"]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from embedder.errors import GalleryCorruptError
-from indexer.checks.verify import check_files
-from indexer.gallery import Gallery
-from indexer.index.plan import IndexSettings
-from indexer.types import Entry, SearchOptions
+from kinlens.embedder.errors import GalleryCorruptError
+from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import faults, flipped, generation_of, rows_of, segment_of, truncated
 from tests.indexer.oracle import BUNDLE, clumped, units
 from tests.support.seams import Segment, backup, recall_at

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     BundleMismatchError,
     GalleryCorruptError,
     ItemNotFoundError,
 )
-from indexer.gallery import Gallery
-from indexer.ingest.build import BuildReport
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.build import BuildReport
 from tests.indexer.conftest import PICTURES, CountingEmbedder, generation_of, query
 from tests.tiny import encoded, picture
 

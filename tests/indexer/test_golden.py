@@ -5,27 +5,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     FilterError,
     GalleryCorruptError,
     ImageError,
     InvalidParameterError,
     ItemNotFoundError,
 )
-from indexer.checks.verify import check_files
-from indexer.gallery import Gallery
-from indexer.golden import (
+from kinlens.golden import Label
+from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.golden import (
     KEPT_RUNS,
     MAX_QUERIES,
     Asked,
     GoldenSet,
-    Label,
     NewQuery,
     change,
     threshold_of,
 )
-from indexer.golden import labelled as golden_labels
-from indexer.live.backup import restore
+from kinlens.indexer.golden import labelled as golden_labels
+from kinlens.indexer.live.backup import restore
 from tests.embedder.bundles import CALIBRATION
 from tests.indexer.conftest import Run, failure, flipped, printed
 from tests.indexer.oracle import DIM, clumped, entry, units

@@ -20,13 +20,13 @@ import faiss
 import numpy as np
 import pytest
 
-from embedder.errors import EngineUnavailableError, PlanError, ProviderError
-from embedder.types import Embeddings
-from indexer.gallery import Gallery, gpu_memory
-from indexer.index import gpu
-from indexer.index.gpu import MAX_K, MAX_ROWS, failed_trial, require_gpu, why_no_gpu
-from indexer.index.plan import IndexSettings
-from indexer.types import Entry, Ids, Scores, SearchOptions
+from kinlens.embedder.errors import EngineUnavailableError, PlanError, ProviderError
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.gallery import Gallery, gpu_memory
+from kinlens.indexer.index import gpu
+from kinlens.indexer.index.gpu import MAX_K, MAX_ROWS, failed_trial, require_gpu, why_no_gpu
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.types import Entry, Ids, Scores, SearchOptions
 from tests.indexer.conftest import Run, segment_of, truncated
 from tests.indexer.oracle import BUNDLE, bitmap, clumped, units
 from tests.support.fake_gpu import (
@@ -71,8 +71,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture(autouse=True)
 def _small_galleries_are_searched_as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("indexer.index.faiss.EXACT_BELOW", 100)
-    monkeypatch.setattr("indexer.index.faiss.LEAST_BYTES", 0)
+    monkeypatch.setattr("kinlens.indexer.index.faiss.EXACT_BELOW", 100)
+    monkeypatch.setattr("kinlens.indexer.index.faiss.LEAST_BYTES", 0)
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def test_without_gpu_support_every_way_to_a_gpu_is_refused_by_name(
     monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
     with pytest.raises(PlanError, match=r"no GPU support.*--index-device cpu"):
         plan_index(100, 16, IndexSettings(device="cuda"))
-    with pytest.raises(ProviderError, match=r"no GPU support.*make install-gpu"):
+    with pytest.raises(ProviderError, match=r"no GPU support.*kinlens\[gpu\]"):
         gpu_memory()
     index = SegmentIndex.open("flat", units(100), None)
     index.use_gpu("The index", {})
@@ -552,7 +552,7 @@ def test_a_search_that_fails_leaves_no_memory_behind_without_a_collection(fake: 
 
 
 def test_a_small_index_stays_on_the_cpu(fake: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("indexer.index.faiss.LEAST_BYTES", 4 * N * DIM + 1)
+    monkeypatch.setattr("kinlens.indexer.index.faiss.LEAST_BYTES", 4 * N * DIM + 1)
     index = SegmentIndex.open("flat", VECTORS[:N], None)
     index.use_gpu("The index", {})
     assert index.gpu is None

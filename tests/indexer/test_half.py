@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.errors import GalleryCorruptError, PlanError
-from indexer.checks.verify import check_files, verify_gallery
-from indexer.filters.tree import Equals
-from indexer.gallery import Gallery
-from indexer.index.plan import IndexSettings
-from indexer.live.backup import restore
-from indexer.types import Entry, SearchOptions
+from kinlens.embedder.errors import GalleryCorruptError, PlanError
+from kinlens.indexer.checks.verify import check_files, verify_gallery
+from kinlens.indexer.filters.tree import Equals
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.live.backup import restore
+from kinlens.indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import Run, flipped, generation_of, printed
 from tests.indexer.oracle import BUNDLE, clumped
 from tests.support.fake_gpu import fake_gpu

@@ -14,16 +14,16 @@ import faiss
 import numpy as np
 import pytest
 
-from embedder.bundle import sha256_of
-from embedder.errors import GalleryCorruptError, RecallError
-from embedder.types import Embeddings
-from indexer.catalog.vectors import VectorFile
-from indexer.gallery import Gallery, current_generation
-from indexer.index import faiss as engine
-from indexer.index import segment as segments
-from indexer.index.plan import IndexSettings
-from indexer.index.segment import SegmentManifest
-from indexer.types import Dump, Entry, Ids, Scores
+from kinlens.embedder.bundle import sha256_of
+from kinlens.embedder.errors import GalleryCorruptError, RecallError
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.catalog.vectors import VectorFile
+from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.index import faiss as engine
+from kinlens.indexer.index import segment as segments
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.index.segment import SegmentManifest
+from kinlens.indexer.types import Dump, Entry, Ids, Scores
 from tests.indexer.oracle import bitmap, clumped, units
 from tests.support.seams import (
     Effort,
@@ -323,7 +323,7 @@ def test_lists_that_are_found_through_a_graph_answer_as_well(
     vectors: Embeddings,
     queries: Embeddings,
 ) -> None:
-    monkeypatch.setattr("indexer.index.kinds.COARSE_HNSW_FROM", 16)
+    monkeypatch.setattr("kinlens.indexer.index.kinds.COARSE_HNSW_FROM", 16)
     built("ivf-pq", vectors).save(tmp_path / "index")
     opened = SegmentIndex.open("ivf-pq", vectors, tmp_path / "index")
     codes = faiss.read_index(str(tmp_path / "index"))
@@ -337,9 +337,9 @@ def test_lists_that_are_found_through_a_graph_answer_as_well(
 TORCH_HAS_CHANGED_FAISS = """
 import faiss.contrib.torch_utils
 import numpy as np
-from indexer.index.faiss import SegmentIndex
-from indexer.index.kinds import Effort
-from indexer.index.plan import IndexSettings, plan_index
+from kinlens.indexer.index.faiss import SegmentIndex
+from kinlens.indexer.index.kinds import Effort
+from kinlens.indexer.index.plan import IndexSettings, plan_index
 vectors = np.random.default_rng(0).standard_normal((2000, 16)).astype(np.float32)
 vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
 for kind in ("flat", "hnsw", "ivf-pq"):
@@ -460,7 +460,7 @@ def test_a_missed_target_is_refused_with_what_was_reached(
     with pytest.raises(RecallError, match=r"hnsw finds 0\.0000.*target is 0\.95.*--target-recall"):
         tune(index, units(20), 0.95)  # type: ignore[arg-type]
     assert max(effort.value for effort in index.asked) == 4096
-    monkeypatch.setattr("indexer.index.kinds.IvfPq.k_factors", (1,))
+    monkeypatch.setattr("kinlens.indexer.index.kinds.IvfPq.k_factors", (1,))
     with pytest.raises(RecallError, match=r"ivf-pq finds 0\.\d{4}.*--index"):
         written(
             tmp_path / "segments" / "s",
@@ -550,7 +550,7 @@ def test_an_index_below_its_target_takes_the_place_of_no_gallery(
     entries = [Entry(f"k{n}", row, f"{n:064x}") for n, row in enumerate(units(N, dim=DIM))]
     dump = Dump(facts, DIM, N, lambda: iter(entries))
     coarse = IndexSettings(kind="ivf-pq", target_recall=0.98)
-    monkeypatch.setattr("indexer.index.kinds.IvfPq.k_factors", (1,))
+    monkeypatch.setattr("kinlens.indexer.index.kinds.IvfPq.k_factors", (1,))
     with pytest.raises(RecallError):
         import_gallery(dump, path, settings=coarse)
     assert not (path / "CURRENT").exists()

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     BundleError,
     BundleMismatchError,
     InvalidParameterError,
     SourceError,
 )
-from embedder.types import Images
-from indexer.gallery import Gallery
-from indexer.ingest.add import AddReport, add_source
-from indexer.ingest.embed import Batch, Outcome, embedded_batches
-from indexer.ingest.sources import Record, Source, csv_source, folder_source
-from indexer.types import Entry, Written
+from kinlens.embedder.types import Images
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.add import AddReport, add_source
+from kinlens.indexer.ingest.embed import Batch, Outcome, embedded_batches
+from kinlens.indexer.ingest.sources import Record, Source, csv_source, folder_source
+from kinlens.indexer.types import Entry, Written
 from tests.indexer.conftest import PICTURES, CountingEmbedder, listed, query
 from tests.support.seams import EmbedSettings
 from tests.tiny import encoded, picture

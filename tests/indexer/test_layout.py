@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from embedder.durable import hold, in_use
-from embedder.errors import (
+from kinlens.embedder.durable import hold, in_use
+from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.gallery import Gallery
+from kinlens.indexer.gallery import Gallery
 from tests.indexer.conftest import as_nobody, faults
 from tests.support.seams import GalleryFolder
 

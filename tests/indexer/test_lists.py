@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.errors import FilterError, InvalidParameterError, SourceError
-from indexer.checks.verify import check_files
-from indexer.exchange.parquet import export_gallery, read_dump
-from indexer.filters.text import parse_filter
-from indexer.filters.tree import Equals, Filter, In, Not, Range
-from indexer.gallery import Gallery
-from indexer.index.plan import IndexSettings
-from indexer.ingest.build import import_gallery
-from indexer.ingest.sources import csv_changes, csv_source
-from indexer.live.snapshot import Changes
-from indexer.types import Boost, Entry, Grouping, SearchOptions, SortBy, sort_by_of
+from kinlens.embedder.errors import FilterError, InvalidParameterError, SourceError
+from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.exchange.parquet import export_gallery, read_dump
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.filters.tree import Equals, Filter, In, Not, Range
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.ingest.build import import_gallery
+from kinlens.indexer.ingest.sources import csv_changes, csv_source
+from kinlens.indexer.live.snapshot import Changes
+from kinlens.indexer.types import Boost, Entry, Grouping, SearchOptions, SortBy, sort_by_of
 from tests.indexer.oracle import BUNDLE, Oracle, entry, ids_of, random_filter, shop, units
 
 SIZES = ["S", "M", "L", "XL"]

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.errors import GalleryBusyError, GalleryWriteError, KinlensError, RecallError
-from indexer.filters.tree import And, Equals, Filter, Not, Range
-from indexer.gallery import Gallery
-from indexer.index.plan import IndexSettings
-from indexer.live import compaction
-from indexer.types import Entry, SearchOptions
+from kinlens.embedder.errors import GalleryBusyError, GalleryWriteError, KinlensError, RecallError
+from kinlens.indexer.filters.tree import And, Equals, Filter, Not, Range
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.live import compaction
+from kinlens.indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import catalog_of, faults, generation_of
 from tests.indexer.oracle import BUNDLE, DIM, clumped, units
 from tests.support.seams import CatalogView, Segment, State
@@ -59,7 +59,7 @@ def test_changes_by_one_gallery_are_seen_by_another_at_the_next_search(
     assert gallery.version == other.version
     other.close()
     code = (
-        "import sys; from indexer.gallery import Gallery\n"
+        "import sys; from kinlens.indexer.gallery import Gallery\n"
         "gallery = Gallery.open(sys.argv[1]); gallery.remove(['k0', 'k1']); gallery.close()"
     )
     subprocess.run([sys.executable, "-c", code, out], check=True)
@@ -331,7 +331,7 @@ def test_a_failed_background_compaction_is_reported_and_the_gallery_answers(
     def fail(*_: object, **__: object) -> None:
         raise failure
 
-    monkeypatch.setattr("indexer.gallery.compact", fail)
+    monkeypatch.setattr("kinlens.indexer.gallery.compact", fail)
     seen: list[KinlensError] = []
     background = gallery.compact_in_background(seen.append)
     gallery.remove(f"k{n}" for n in range(50))
@@ -381,8 +381,8 @@ def test_closing_does_not_wait_for_a_compaction(
         began.set()
         release.wait()
 
-    monkeypatch.setattr("indexer.gallery.compact", endless)
-    monkeypatch.setattr("indexer.live.compaction._CLOSE_S", 0.01)
+    monkeypatch.setattr("kinlens.indexer.gallery.compact", endless)
+    monkeypatch.setattr("kinlens.indexer.live.compaction._CLOSE_S", 0.01)
     gallery.add(entries(range(100)))
     background = gallery.compact_in_background()
     began.wait()
@@ -438,7 +438,7 @@ def test_losing_every_race_is_no_damage(
 def test_a_removal_in_steps_that_a_build_cuts_short_says_how_far_it_came(
     gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.gallery._AT_ONCE", 7)
+    monkeypatch.setattr("kinlens.indexer.gallery._AT_ONCE", 7)
     gallery.add(entries(range(20)))
     steps = itertools.count()
 

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
-from embedder.bundle import Bundle
-from embedder.engines.models import SessionSettings
-from embedder.errors import ProviderError
-from embedder.session import OnnxEmbedder, may_mix
-from indexer.__main__ import app
-from indexer.commands import console
-from indexer.gallery import Gallery
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import ProviderError
+from kinlens.embedder.session import OnnxEmbedder, may_mix
+from kinlens.indexer.__main__ import app
+from kinlens.indexer.commands import console
+from kinlens.indexer.gallery import Gallery
 from tests.embedder.bundles import write_full_bundle
 from tests.indexer.conftest import CountingEmbedder, Run, failure, usage
 from tests.support.seams import options
@@ -188,7 +188,7 @@ def test_a_failure_inside_the_engine_is_one_line_without_a_traceback(
     if command == "verify":
         assert invoke(*arguments).exit_code == 0
         arguments = ("verify", out, "--bundle", "b")
-    monkeypatch.setattr("embedder.engines.models.run_plain", device_is_full)
+    monkeypatch.setattr("kinlens.embedder.engines.models.run_plain", device_is_full)
     line = failure(invoke(*arguments))
     assert line.startswith("Error: The model ")
     assert "Failed to allocate memory" in line

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from indexer.gallery import Gallery
-from indexer.types import Entry, Grouping, SearchOptions
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Entry, Grouping, SearchOptions
 from tests.support.seams import CatalogView
 
 COUNT, DIM = 20_000, 32

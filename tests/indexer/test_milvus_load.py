@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.errors import InvalidParameterError, PlanError, RecallError
-from embedder.machine import core_count
-from indexer.exchange import milvus_index, milvus_load
-from indexer.exchange.milvus_index import planned, search_parameters, version_of
-from indexer.types import Entry, SearchOptions
+from kinlens.embedder.errors import InvalidParameterError, PlanError, RecallError
+from kinlens.embedder.machine import core_count
+from kinlens.indexer.exchange import milvus_index, milvus_load
+from kinlens.indexer.exchange.milvus_index import planned, search_parameters, version_of
+from kinlens.indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import Run, failure, faults, printed
 from tests.indexer.oracle import BUNDLE, DIM, clumped, entry, units
 from tests.support.milvus_server import MilvusServer
@@ -26,7 +26,7 @@ QUERIES = clumped(3000)[:20]
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody searches in the generation that is replaced."""
-    monkeypatch.setattr("indexer.exchange.milvus._SWAP_S", 0)
+    monkeypatch.setattr("kinlens.indexer.exchange.milvus._SWAP_S", 0)
 
 
 def shop(count: int, seed: int = 0) -> list[Entry]:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from embedder.errors import PlanError
-from indexer.index import plan as plans
-from indexer.index.plan import IndexSettings, Plan
+from kinlens.embedder.errors import PlanError
+from kinlens.indexer.index import plan as plans
+from kinlens.indexer.index.plan import IndexSettings, Plan
 from tests.indexer.oracle import clumped
 from tests.support.seams import SegmentIndex, plan_index
 

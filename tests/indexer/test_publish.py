@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryConflictError,
     GalleryCorruptError,
@@ -20,13 +20,13 @@ from embedder.errors import (
     GalleryNotFoundError,
     InvalidParameterError,
 )
-from indexer.exchange.follow import Follower
-from indexer.exchange.publish import read_snapshot
-from indexer.filters.text import parse_filter
-from indexer.gallery import Gallery
-from indexer.index.plan import IndexSettings
-from indexer.live.backup import restore
-from indexer.types import Entry, SearchOptions
+from kinlens.indexer.exchange.follow import Follower
+from kinlens.indexer.exchange.publish import read_snapshot
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.live.backup import restore
+from kinlens.indexer.types import Entry, SearchOptions
 from tests.indexer import crasher
 from tests.indexer.conftest import Run, failure, faults
 from tests.indexer.crasher import forks
@@ -155,7 +155,7 @@ def test_only_what_changed_is_uploaded_and_old_objects_go(
         delta.since for delta in snapshot.deltas[1:]
     ]
     assert store.names("objects") == snapshot.objects() | snapshot.retired.keys()
-    monkeypatch.setattr("indexer.exchange.publish.RETIRED_S", -1)
+    monkeypatch.setattr("kinlens.indexer.exchange.publish.RETIRED_S", -1)
     gallery.remove(["k1"])
     publish(path, address)
     snapshot = read_snapshot(store)

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.errors import GalleryBusyError, GalleryNotFoundError, SourceError
-from embedder.fake import FakeEmbedder
-from indexer.gallery import Gallery, current_generation
-from indexer.ingest.rebuild import Follower, adopt, rebuild, swap_in
-from indexer.types import Entry, Item
+from kinlens.embedder.errors import GalleryBusyError, GalleryNotFoundError, SourceError
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.ingest.rebuild import Follower, adopt, rebuild, swap_in
+from kinlens.indexer.types import Entry, Item
 from tests.support.seams import EmbedSettings, GalleryFolder
 from tests.tiny import encoded, picture
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.errors import FilterError, InvalidParameterError
-from indexer.filters.tree import Equals
-from indexer.gallery import Gallery
-from indexer.types import (
+from kinlens.embedder.errors import FilterError, InvalidParameterError
+from kinlens.indexer.filters.tree import Equals
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import (
     CANDIDATES,
     Boost,
     Entry,

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.errors import InvalidParameterError
-from indexer.gallery import Gallery, current_generation
-from indexer.ingest.build import build_gallery
-from indexer.ingest.rebuild import Follower, rebuild, swap_in
-from indexer.ingest.sources import csv_source, folder_source
-from indexer.types import Dump, Entry
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.ingest.build import build_gallery
+from kinlens.indexer.ingest.rebuild import Follower, rebuild, swap_in
+from kinlens.indexer.ingest.sources import csv_source, folder_source
+from kinlens.indexer.types import Dump, Entry
 from tests.indexer.conftest import CountingEmbedder, faults, query
 from tests.indexer.oracle import units
 from tests.indexer.test_rebuild import NEW, Pictures, content

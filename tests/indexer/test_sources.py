@@ -5,9 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from embedder.errors import ImageTooManyBytesError, SourceError
-from indexer.ingest.sources import Source, csv_changes, csv_source, folder_source, split_source
-from indexer.pictures import inside, read_image
+from kinlens.embedder.errors import ImageTooManyBytesError, SourceError
+from kinlens.indexer.ingest.sources import (
+    Source,
+    csv_changes,
+    csv_source,
+    folder_source,
+    split_source,
+)
+from kinlens.indexer.pictures import inside, read_image
 from tests.indexer.conftest import PICTURES
 
 

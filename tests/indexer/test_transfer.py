@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     EngineUnavailableError,
     GalleryBusyError,
     GalleryWriteError,
@@ -23,11 +23,11 @@ from embedder.errors import (
     KinlensError,
     SourceError,
 )
-from indexer.exchange import parquet as transfer
-from indexer.exchange.parquet import export_gallery, read_dump
-from indexer.filters.text import parse_filter
-from indexer.gallery import Gallery
-from indexer.types import Dump, Entry, Item, SearchOptions, VectorStore
+from kinlens.indexer.exchange import parquet as transfer
+from kinlens.indexer.exchange.parquet import export_gallery, read_dump
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Dump, Entry, Item, SearchOptions, VectorStore
 from tests.indexer import oracle
 from tests.indexer.conftest import small_files, truncated
 from tests.indexer.crasher import forks

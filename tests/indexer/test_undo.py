@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.errors import GalleryConflictError, InvalidParameterError
-from indexer.checks.verify import check_files
-from indexer.filters.text import parse_filter
-from indexer.gallery import Gallery, contents_held
-from indexer.live.compaction import KEEP_REMOVED_S
-from indexer.types import SearchOptions
+from kinlens.embedder.errors import GalleryConflictError, InvalidParameterError
+from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.gallery import Gallery, contents_held
+from kinlens.indexer.live.compaction import KEEP_REMOVED_S
+from kinlens.indexer.types import SearchOptions
 from tests.indexer.conftest import Run, failure, faults, printed, usage
 from tests.indexer.oracle import entry, units
 from tests.support.waiting import until

@@ -9,26 +9,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.bundle import sha256_of
-from embedder.durable import FileFacts
-from embedder.errors import (
+from kinlens.embedder.bundle import sha256_of
+from kinlens.embedder.durable import FileFacts
+from kinlens.embedder.errors import (
     BundleMismatchError,
     GalleryCorruptError,
     InvalidParameterError,
 )
-from indexer.checks.stats import gallery_stats, store_stats
-from indexer.checks.verify import (
+from kinlens.indexer.checks.stats import gallery_stats, store_stats
+from kinlens.indexer.checks.verify import (
     VerifySettings,
     measured_recall,
     own_recall,
     sampled,
     verify_gallery,
 )
-from indexer.filters.tree import Equals
-from indexer.gallery import Gallery
-from indexer.index.plan import IndexSettings
-from indexer.index.segment import read_manifest, write_manifest
-from indexer.ingest.build import BuildReport
+from kinlens.indexer.filters.tree import Equals
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.index.segment import read_manifest, write_manifest
+from kinlens.indexer.ingest.build import BuildReport
 from tests.indexer.conftest import (
     CountingEmbedder,
     catalog_of,
@@ -163,7 +163,7 @@ def test_a_sample_is_the_same_each_time_and_within_the_gallery(large: Path) -> N
 def test_items_that_are_removed_while_they_are_checked_are_no_problem(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.checks.verify.CHUNK", 64)
+    monkeypatch.setattr("kinlens.indexer.checks.verify.CHUNK", 64)
     other = Gallery.open(large)
 
     def remove_all(count: int) -> None:

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from embedder.errors import InvalidParameterError, ItemNotFoundError
-from indexer.filters.text import parse_filter
-from indexer.gallery import Gallery
-from indexer.types import Entry
+from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Entry
 from tests.indexer.oracle import entry, units
 
 SEVEN = parse_filter("tenant = 7")

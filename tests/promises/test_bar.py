@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embedder.bundle import Bundle
-from embedder.fake import FakeEmbedder
-from service.app import create_app
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 from tests.support.odd_images import claiming
 from tests.support.own_process import ROOT, OwnProcess, own_process
 from tests.support.servers import DEFAULTS, Running, run

@@ -23,18 +23,18 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-import indexer.__main__
-import service.__main__
-import training.__main__
-from embedder.bundle import Bundle
+import kinlens.indexer.__main__
+import kinlens.service.__main__
+import kinlens.training.__main__
+from kinlens.embedder.bundle import Bundle
+from kinlens.training.rendered.catalogue import render_view
 from tests.support.own_process import ROOT, OwnProcess, own_process
 from tests.training.jobs import TINY_TRUNK, calibrated_weights
-from training.rendered.catalogue import render_view
 
 APPS = {
-    "kinlens-train": training.__main__.app,
-    "kinlens-index": indexer.__main__.app,
-    "kinlens-serve": service.__main__.app,
+    "kinlens-train": kinlens.training.__main__.app,
+    "kinlens-index": kinlens.indexer.__main__.app,
+    "kinlens-serve": kinlens.service.__main__.app,
 }
 FIRST = ("README", "galleries", "api", "client", "operations", "security", "service-jobs")
 """The README makes the gallery; the page about jobs replaces it."""
@@ -273,7 +273,7 @@ class Terminal:
 
     def work(self) -> None:
         worker = self.others.enter_context(
-            subprocess.Popen([sys.executable, "-m", "service", "work"])
+            subprocess.Popen([sys.executable, "-m", "kinlens.service", "work"])
         )
         self.others.callback(worker.terminate)
         with pytest.raises(subprocess.TimeoutExpired):

@@ -8,8 +8,8 @@ from typing import Any
 
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from embedder.calibration import Calibration
-from embedder.fake import FakeEmbedder
+from kinlens.embedder.calibration import Calibration
+from kinlens.embedder.fake import FakeEmbedder
 from tests.support import page_browser
 from tests.support.shops import Shop, start_shop
 

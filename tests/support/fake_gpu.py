@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from embedder.types import Embeddings
-from indexer.index import gpu
+from kinlens.embedder.types import Embeddings
+from kinlens.indexer.index import gpu
 
 PROTOTYPES: dict[str, list[tuple[str, ...]]] = {
     "GpuIndexFlatIP": [
@@ -331,7 +331,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, total: int = 80 * 2**30) -> Device
     for name, one in classes_of(device).items():
         monkeypatch.setattr(faiss, name, one, raising=False)
     monkeypatch.setattr(faiss, "get_compile_options", lambda: "OPTIMIZE DD AVX2 GPU NVIDIA_CUVS ")
-    monkeypatch.setattr("indexer.index.faiss.LEAST_BYTES", 0)
+    monkeypatch.setattr("kinlens.indexer.index.faiss.LEAST_BYTES", 0)
     monkeypatch.setattr(gpu, "failed_trial", lambda: None)
     monkeypatch.setattr(gpu, "cuda_memory", lambda: (device.free, device.total))
     return device

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from embedder.preprocess import ImageLimits
-from service.encoding import decode_worker, sandbox
+from kinlens.embedder.preprocess import ImageLimits
+from kinlens.service.encoding import decode_worker, sandbox
 
 START = """
 from tests.support.hostile import take_over
 take_over({layers!r}, {fault!r})
-from service.encoding.decode_worker import main
+from kinlens.service.encoding.decode_worker import main
 main(arguments)
 """
 """What a worker runs in place of its own start; its arguments are those of `take_over`."""

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from embedder.bundle import Bundle
-from embedder.errors import GalleryError
-from embedder.session import OnnxEmbedder
-from indexer.gallery import Gallery
-from indexer.ingest.build import BuildSettings, build_gallery
-from indexer.ingest.sources import folder_source
-from service.models import JobModel
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.errors import GalleryError
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.build import BuildSettings, build_gallery
+from kinlens.indexer.ingest.sources import folder_source
+from kinlens.models import JobModel
+from kinlens.service.settings import Settings
 from tests.support.seams import Job, JobManager, params_of, store_bundle
 from tests.support.waiting import until
 from tests.tiny import encoded, picture

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from embedder.calibration import Calibration, Curve, ViewsCurve
-from embedder.fake import FakeEmbedder
+from kinlens.embedder.calibration import Calibration, Curve, ViewsCurve
+from kinlens.embedder.fake import FakeEmbedder
 from tests.support.servers import Running, render
 from tests.support.shops import start_shop
 from tests.support.waiting import until

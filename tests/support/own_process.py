@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).parents[2]
-SERVE = ("-m", "service")
+SERVE = ("-m", "kinlens.service")
 
 
 @dataclass

@@ -20,11 +20,10 @@ from PIL import Image, UnidentifiedImageError
 from pydantic import BaseModel, BeforeValidator, Json
 from starlette.datastructures import FormData, QueryParams
 
-import service
-from service import models
-from service.http.gate import SECURITY_HEADERS
+from kinlens import models
+from kinlens.service.http.gate import SECURITY_HEADERS
 
-UI = Path(service.__file__).parent / "ui"
+UI = Path(__file__).parents[2] / "service" / "ui"
 COLOURS = {"red": (200, 40, 40), "green": (40, 160, 60), "blue": (50, 70, 200)}
 CLASSES = ("mug", "jar", "box", "bag")
 CALIBRATION = {

@@ -8,29 +8,29 @@ where its tests are mended.
 from collections.abc import Sequence
 from pathlib import Path
 
-from embedder.durable import set_fault_hook
-from indexer.catalog.read import CatalogView, State
-from indexer.checks.compare import compare
-from indexer.commands import options
-from indexer.exchange.milvus import MilvusStore
-from indexer.exchange.objects import ObjectFolder
-from indexer.exchange.publish import publish
-from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import GalleryManifest
-from indexer.index.faiss import SegmentIndex
-from indexer.index.gpu import GpuThread
-from indexer.index.kinds import Effort
-from indexer.index.plan import plan_index, plans_for
-from indexer.index.segment import Rows, Segment, write_segment
-from indexer.index.tune import recall_at, tune
-from indexer.ingest.build import import_gallery
-from indexer.ingest.embed import EmbedSettings
-from indexer.ingest.rebuild import adopt
-from indexer.live.backup import backup
-from indexer.types import Dump, Entry
-from service.access.audit import AuditLog, Change
-from service.access.keys import FreshKeys, KeyStore, Limits, open_keys
-from service.access.rates import (
+from kinlens.embedder.durable import set_fault_hook
+from kinlens.indexer.catalog.read import CatalogView, State
+from kinlens.indexer.checks.compare import compare
+from kinlens.indexer.commands import options
+from kinlens.indexer.exchange.milvus import MilvusStore
+from kinlens.indexer.exchange.objects import ObjectFolder
+from kinlens.indexer.exchange.publish import publish
+from kinlens.indexer.folder.layout import GalleryFolder
+from kinlens.indexer.folder.manifest import GalleryManifest
+from kinlens.indexer.index.faiss import SegmentIndex
+from kinlens.indexer.index.gpu import GpuThread
+from kinlens.indexer.index.kinds import Effort
+from kinlens.indexer.index.plan import plan_index, plans_for
+from kinlens.indexer.index.segment import Rows, Segment, write_segment
+from kinlens.indexer.index.tune import recall_at, tune
+from kinlens.indexer.ingest.build import import_gallery
+from kinlens.indexer.ingest.embed import EmbedSettings
+from kinlens.indexer.ingest.rebuild import adopt
+from kinlens.indexer.live.backup import backup
+from kinlens.indexer.types import Dump, Entry
+from kinlens.service.access.audit import AuditLog, Change
+from kinlens.service.access.keys import FreshKeys, KeyStore, Limits, open_keys
+from kinlens.service.access.rates import (
     FIRST,
     Account,
     Addresses,
@@ -40,32 +40,32 @@ from service.access.rates import (
     SharedCounts,
     parse_rates,
 )
-from service.encoding import decode_worker, decoders, fork_server, sandbox
-from service.encoding import workers as workers_module
-from service.encoding.cache import (
+from kinlens.service.encoding import decode_worker, decoders, fork_server, sandbox
+from kinlens.service.encoding import workers as workers_module
+from kinlens.service.encoding.cache import (
     LruCache,
     answer_key,
     decode_vector,
     embedding_key,
     encode_vector,
 )
-from service.encoding.decoders import InlineDecoder, NoProcessError, ProcessDecoder
-from service.encoding.model import Batcher
-from service.encoding.workers import Workers
-from service.galleries.feedback import FeedbackStore, Question
-from service.galleries.locations import GalleryLocation, Locations
-from service.galleries.pictures import PictureFolder, SharedPictures
-from service.galleries.registry import Failures
-from service.galleries.renditions import Renditions
-from service.http.forms import Part, parse_form
-from service.http.gate import RouteTable
-from service.http.server import listen
-from service.jobs.manager import JobManager
-from service.jobs.params import params_of
-from service.jobs.rebuild import store_bundle
-from service.jobs.store import Job, JobStore
-from service.search.pipeline import recall_of
-from service.search.query import (
+from kinlens.service.encoding.decoders import InlineDecoder, NoProcessError, ProcessDecoder
+from kinlens.service.encoding.model import Batcher
+from kinlens.service.encoding.workers import Workers
+from kinlens.service.galleries.feedback import FeedbackStore, Question
+from kinlens.service.galleries.locations import GalleryLocation, Locations
+from kinlens.service.galleries.pictures import PictureFolder, SharedPictures
+from kinlens.service.galleries.registry import Failures
+from kinlens.service.galleries.renditions import Renditions
+from kinlens.service.http.forms import Part, parse_form
+from kinlens.service.http.gate import RouteTable
+from kinlens.service.http.server import listen
+from kinlens.service.jobs.manager import JobManager
+from kinlens.service.jobs.params import params_of
+from kinlens.service.jobs.rebuild import store_bundle
+from kinlens.service.jobs.store import Job, JobStore
+from kinlens.service.search.pipeline import recall_of
+from kinlens.service.search.query import (
     HitRenderer,
     encode_results,
 )

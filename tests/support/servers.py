@@ -21,19 +21,19 @@ import structlog
 from fastapi import FastAPI
 from PIL import Image, ImageDraw
 
-from embedder.bundle import Bundle
-from embedder.errors import ItemNotFoundError
-from embedder.fake import FakeEmbedder
-from embedder.session import Embedder, OnnxEmbedder
-from embedder.types import Embeddings, Hit, Images, ItemId
-from indexer.gallery import GalleryFacts
-from indexer.ingest.build import build_gallery
-from indexer.ingest.sources import folder_source
-from indexer.types import Entry, Item, SearchOptions
-from service.app import create_app
-from service.http.server import Server, config_of
-from service.runtime import Runtime
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.errors import ItemNotFoundError
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.session import Embedder, OnnxEmbedder
+from kinlens.embedder.types import Embeddings, Hit, Images, ItemId
+from kinlens.indexer.gallery import GalleryFacts
+from kinlens.indexer.ingest.build import build_gallery
+from kinlens.indexer.ingest.sources import folder_source
+from kinlens.indexer.types import Entry, Item, SearchOptions
+from kinlens.service.app import create_app
+from kinlens.service.http.server import Server, config_of
+from kinlens.service.runtime import Runtime
+from kinlens.service.settings import Settings
 from tests.support import waiting
 from tests.support.seams import listen
 from tests.tiny import encoded, picture

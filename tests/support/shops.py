@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import numpy as np
 
-from embedder.fake import FakeEmbedder
-from embedder.session import Embedder
-from indexer.gallery import Gallery
-from indexer.types import Entry
-from service.app import create_app
-from service.galleries.pictures import PictureFolder
-from service.settings import Settings
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.session import Embedder
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Entry
+from kinlens.service.app import create_app
+from kinlens.service.galleries.pictures import PictureFolder
+from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, Running, run
 
 PROBLEM = "application/problem+json"

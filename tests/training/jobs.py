@@ -7,9 +7,9 @@ import timm
 import torch
 from torch import nn
 
-from embedder.preprocess import to_chw
-from training.config.job import Job, parse_job
-from training.rendered.catalogue import render_view
+from kinlens.embedder.preprocess import to_chw
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.rendered.catalogue import render_view
 
 TINY_TRUNK = "timm:test_resnet"
 TINY_CHANNELS = 96

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import training.runner  # noqa: F401  (loaded once, before the ranks part)
+import kinlens.training.runner  # noqa: F401  (loaded once, before the ranks part)
+from kinlens.training.__main__ import main
+from kinlens.training.checkpoint import seed_everything
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.distributed import process_group, rank, world
+from kinlens.training.losses.table import LOSSES
+from kinlens.training.state import create_run
 from tests.training.jobs import TINY_TRUNK
-from training.__main__ import main
-from training.checkpoint import seed_everything
-from training.config.job import Job, parse_job
-from training.distributed import process_group, rank, world
-from training.losses.table import LOSSES
-from training.state import create_run
 
 CLASSES, BATCH, SIZE = 6, 8, 32
 FLOW = {"layers": 2, "hidden": 8}

@@ -11,27 +11,27 @@ from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from embedder.bundle import Bundle
-from embedder.errors import DatasetError, JobError
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.errors import DatasetError, JobError
+from kinlens.training.__main__ import app
+from kinlens.training.checkpoint import BEST, START, load_checkpoint
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.settings import Input, Runtime
+from kinlens.training.data.features import FeatureStore, pooled_views
+from kinlens.training.data.load import load_split
+from kinlens.training.data.protocol import with_protocol
+from kinlens.training.data.records import Split
+from kinlens.training.evaluation import choice as choice_module
+from kinlens.training.evaluation.choice import between, choose, too_few
+from kinlens.training.evaluation.evaluate import embed
+from kinlens.training.export.bundle import export_checkpoint
+from kinlens.training.models.embedding import EmbeddingNet, Head
+from kinlens.training.models.from_bundle import new_network
+from kinlens.training.regularizers.retention import retention
+from kinlens.training.runner import load_chosen, run_job
+from kinlens.training.start import whiten_within
+from kinlens.training.trainer import fit
 from tests.training.jobs import Silent, calibrated_weights, small_job
-from training.__main__ import app
-from training.checkpoint import BEST, START, load_checkpoint
-from training.config.job import Job, parse_job
-from training.config.settings import Input, Runtime
-from training.data.features import FeatureStore, pooled_views
-from training.data.load import load_split
-from training.data.protocol import with_protocol
-from training.data.records import Split
-from training.evaluation import choice as choice_module
-from training.evaluation.choice import between, choose, too_few
-from training.evaluation.evaluate import embed
-from training.export.bundle import export_checkpoint
-from training.models.embedding import EmbeddingNet, Head
-from training.models.from_bundle import new_network
-from training.regularizers.retention import retention
-from training.runner import load_chosen, run_job
-from training.start import whiten_within
-from training.trainer import fit
 
 
 @pytest.fixture(scope="module")
@@ -345,9 +345,9 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("training.runner.write_chosen", stopped)
+    monkeypatch.setattr("kinlens.training.runner.write_chosen", stopped)
     assert CliRunner().invoke(app, command).exit_code != 0
-    monkeypatch.setattr("training.runner.write_chosen", wait)
+    monkeypatch.setattr("kinlens.training.runner.write_chosen", wait)
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert "chosen on 2 folds" in done.output.replace("\n", " ")

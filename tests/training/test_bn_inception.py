@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from embedder.errors import CheckpointError
-from training.models.backbones import build_trunk, normalization_of
-from training.models.bn_inception import BNInception
+from kinlens.embedder.errors import CheckpointError
+from kinlens.training.models.backbones import build_trunk, normalization_of
+from kinlens.training.models.bn_inception import BNInception
 
 FACTS = Path(__file__).parent / "bn_inception_state_dict.tsv"
 

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-import training.export.calibration as calibration_module
-from embedder.calibration import CANDIDATES, Searches
-from embedder.errors import CalibrationError
-from embedder.types import Embeddings
-from training.export.calibration import (
+import kinlens.training.export.calibration as calibration_module
+from kinlens.embedder.calibration import CANDIDATES, Searches
+from kinlens.embedder.errors import CalibrationError
+from kinlens.embedder.types import Embeddings
+from kinlens.training.export.calibration import (
     FALSE_MATCHES,
     MIN_CLASSES,
     candidates_of,

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from embedder.errors import KinlensError
+from kinlens.embedder.errors import KinlensError
+from kinlens.training.__main__ import app, main
+from kinlens.training.config.job import load_job
 from tests.training.jobs import TINY_CHANNELS, calibrated_weights
 from tests.training.official_layouts import write_layout
-from training.__main__ import app, main
-from training.config.job import load_job
 
 runner = CliRunner()
 ROOT = Path(__file__).parents[2]

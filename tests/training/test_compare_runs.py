@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from embedder.errors import KinlensError
+from kinlens.embedder.errors import KinlensError
+from kinlens.training.__main__ import app
+from kinlens.training.config.settings import Input, Model, RenderedData
+from kinlens.training.evaluation.retrieval import with_interval
+from kinlens.training.export.bundle import export_backbone
+from kinlens.training.folder import Result
+from kinlens.training.rendered.catalogue import write_catalogue
 from tests.training.jobs import TINY_TRUNK, calibrated_weights, small_job
-from training.__main__ import app
-from training.config.settings import Input, Model, RenderedData
-from training.evaluation.retrieval import with_interval
-from training.export.bundle import export_backbone
-from training.folder import Result
-from training.rendered.catalogue import write_catalogue
 
 runner = CliRunner()
 

@@ -3,9 +3,16 @@ from pathlib import Path
 
 import pytest
 
-from embedder.errors import JobError
+from kinlens.embedder.errors import JobError
+from kinlens.training.config.job import (
+    apply_override,
+    expand_path,
+    job_toml,
+    load_job,
+    parse_job,
+    toml,
+)
 from tests.training.studies.runs import some_job
-from training.config.job import apply_override, expand_path, job_toml, load_job, parse_job, toml
 
 MINIMAL = 'name = "x"\n[data]\nkind = "folder"\nroot = "shop"\n'
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.config.settings import Determinant, Flow
-from training.flows import NICE, RealNVP, build_flow
-from training.regularizers.determinant import (
+from kinlens.training.config.settings import Determinant, Flow
+from kinlens.training.flows import NICE, RealNVP, build_flow
+from kinlens.training.regularizers.determinant import (
     DeterminantRegularizer,
     augment,
     local_lipschitz,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.device import on_device, tuned
+from kinlens.training.device import on_device, tuned
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ def test_batches_stay_in_order_and_none_is_lost() -> None:
 
 def test_what_steps_set_for_the_process_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     options: list[dict[int, int]] = []
-    monkeypatch.setattr("training.device._set_malloc", options.append)
+    monkeypatch.setattr("kinlens.training.device._set_malloc", options.append)
     with pytest.raises(KeyboardInterrupt), tuned(CPU):
         raise KeyboardInterrupt
     kept, back = options

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from embedder.errors import JobError, TrainingError
+from kinlens.embedder.errors import JobError, TrainingError
+from kinlens.training import distributed
+from kinlens.training.config.job import job_toml, load_job
+from kinlens.training.data.load import load_split
+from kinlens.training.folder import read_result
+from kinlens.training.runner import run_job
+from kinlens.training.state import create_run
 from tests.training.jobs import Silent, calibrated_weights, small_job
 from tests.training.ranks import cases, gradients
-from training import distributed
-from training.config.job import job_toml, load_job
-from training.data.load import load_split
-from training.folder import read_result
-from training.runner import run_job
-from training.state import create_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,7 +75,7 @@ def test_a_run_of_two_ranks_learns_what_one_process_learns(two_ranks: Path, tmp_
 def test_batch_norm_that_trains_is_refused_on_several_cpu_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.state.world", lambda: 2)
+    monkeypatch.setattr("kinlens.training.state.world", lambda: 2)
     with pytest.raises(TrainingError, match="statistics of all of them"):
         create_run(small_job(tmp_path), 3)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 
-from embedder.errors import DatasetError, EvaluationError
-from training.evaluation.clustering import agreement, clustering
-from training.evaluation.evaluate import evaluate_embeddings
-from training.evaluation.retrieval import GAIN, gain, retrieval
-from training.evaluation.structure import structure
-from training.report.tables import paired_difference
+from kinlens.embedder.errors import DatasetError, EvaluationError
+from kinlens.training.evaluation.clustering import agreement, clustering
+from kinlens.training.evaluation.evaluate import evaluate_embeddings
+from kinlens.training.evaluation.retrieval import GAIN, gain, retrieval
+from kinlens.training.evaluation.structure import structure
+from kinlens.training.report.tables import paired_difference
 
 KS = (1, 2, 4, 8, 10_000)
 TIE = 1e-5
@@ -210,7 +210,7 @@ def test_the_seed_decides_and_many_classes_start_from_random_embeddings(monkeypa
     by_distance = clustering(vectors, labels, seed=3)
     assert clustering(vectors, labels, seed=3) == by_distance
     assert len({clustering(vectors, labels, seed)["F1"] for seed in range(4)}) > 1
-    monkeypatch.setattr("training.evaluation.clustering.MOST_CLASSES_FOR_PLUS_PLUS", 11)
+    monkeypatch.setattr("kinlens.training.evaluation.clustering.MOST_CLASSES_FOR_PLUS_PLUS", 11)
     assert clustering(vectors, labels, seed=3) != by_distance
 
 
@@ -343,8 +343,8 @@ def test_memory_beside_the_embeddings_is_a_few_blocks() -> None:
     # before.
     code = """
 import numpy as np
-from training.evaluation.retrieval import retrieval
-from training.evaluation.structure import structure
+from kinlens.training.evaluation.retrieval import retrieval
+from kinlens.training.evaluation.structure import structure
 
 def peak_mb():
     lines = open("/proc/self/status").read().splitlines()

@@ -12,26 +12,24 @@ import onnx
 import pytest
 import torch
 
-import training.export.bundle as export_module
-import training.export.precisions as precisions_module
-from embedder.bundle import Bundle
-from embedder.calibration import Calibration
-from embedder.engines.models import SessionSettings
-from embedder.errors import BundleCorruptError, BundleError, DatasetError, ExportError
-from embedder.explain import explain
-from embedder.session import MIN_FP32_COSINE, OnnxEmbedder
-from embedder.types import Embeddings, Images
-from tests.embedder.bundles import CALIBRATION
-from tests.training.jobs import Silent, small_job
-from training.checkpoint import Checkpoint, load_checkpoint
-from training.config.job import parse_job
-from training.config.settings import Input, Model, Runtime
-from training.data.load import load_split
-from training.data.protocol import with_protocol
-from training.data.records import LabelledImages, Split
-from training.evaluation.evaluate import embed_with
-from training.evaluation.retrieval import Retrieval
-from training.export.bundle import (
+import kinlens.training.export.bundle as export_module
+import kinlens.training.export.precisions as precisions_module
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.calibration import Calibration
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import BundleCorruptError, BundleError, DatasetError, ExportError
+from kinlens.embedder.explain import explain
+from kinlens.embedder.session import MIN_FP32_COSINE, OnnxEmbedder
+from kinlens.embedder.types import Embeddings, Images
+from kinlens.training.checkpoint import Checkpoint, load_checkpoint
+from kinlens.training.config.job import parse_job
+from kinlens.training.config.settings import Input, Model, Runtime
+from kinlens.training.data.load import load_split
+from kinlens.training.data.protocol import with_protocol
+from kinlens.training.data.records import LabelledImages, Split
+from kinlens.training.evaluation.evaluate import embed_with
+from kinlens.training.evaluation.retrieval import Retrieval
+from kinlens.training.export.bundle import (
     MAX_DIFFERENCE,
     PARITY_BATCHES,
     check_parity,
@@ -40,10 +38,12 @@ from training.export.bundle import (
     export_checkpoint,
     images_to_embed,
 )
-from training.export.map import EmbeddingMap
-from training.models.backbones import BACKBONES
-from training.models.embedding import torch_embed
-from training.trainer import fit
+from kinlens.training.export.map import EmbeddingMap
+from kinlens.training.models.backbones import BACKBONES
+from kinlens.training.models.embedding import torch_embed
+from kinlens.training.trainer import fit
+from tests.embedder.bundles import CALIBRATION
+from tests.training.jobs import Silent, small_job
 
 LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
 SMALL = "timm:test_resnet.r160_in1k"

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from embedder.bundle import Bundle, write_bundle
-from embedder.errors import CheckpointError
-from embedder.session import OnnxEmbedder
+from kinlens.embedder.bundle import Bundle, write_bundle
+from kinlens.embedder.errors import CheckpointError
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.training.checkpoint import load_checkpoint
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.settings import Input, Model
+from kinlens.training.data.load import load_split
+from kinlens.training.export.bundle import export_backbone, export_checkpoint
+from kinlens.training.models.embedding import torch_embed
+from kinlens.training.state import create_run
+from kinlens.training.trainer import fit
 from tests.training.jobs import TINY_TRUNK, Silent, calibrated_weights, small_job
-from training.checkpoint import load_checkpoint
-from training.config.job import Job, parse_job
-from training.config.settings import Input, Model
-from training.data.load import load_split
-from training.export.bundle import export_backbone, export_checkpoint
-from training.models.embedding import torch_embed
-from training.state import create_run
-from training.trainer import fit
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.losses.table import LOSSES
+from kinlens.training.state import create_run
+from kinlens.training.trainer import train_step
 from tests.training.ranks import REGULARIZERS
-from training.config.job import Job, parse_job
-from training.losses.table import LOSSES
-from training.state import create_run
-from training.trainer import train_step
 
 CLASSES = 6
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def reads_of_a_step(settings: Job) -> list[str]:
 @pytest.fixture(autouse=True)
 def labels_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a run checks its labels once; on a CPU each loss does."""
-    monkeypatch.setattr("training.losses.base.check_labels", lambda *_: None)
+    monkeypatch.setattr("kinlens.training.losses.base.check_labels", lambda *_: None)
 
 
 @pytest.mark.parametrize("loss", [*PLAIN, *MINING], ids=lambda x: "-".join(x.values()))

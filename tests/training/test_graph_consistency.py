@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.config.settings import GraphConsistency
-from training.regularizers.graph_consistency import graph_consistency
+from kinlens.training.config.settings import GraphConsistency
+from kinlens.training.regularizers.graph_consistency import graph_consistency
 
 FORMS = ("bound", "graph")
 

@@ -14,10 +14,10 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 from torch.nn import functional as F
 
-from embedder.types import Embeddings, Images
-from training.export import int8 as int8_module
-from training.export.bundle import write_onnx
-from training.export.int8 import gptq, quantize_int8
+from kinlens.embedder.types import Embeddings, Images
+from kinlens.training.export import int8 as int8_module
+from kinlens.training.export.bundle import write_onnx
+from kinlens.training.export.int8 import gptq, quantize_int8
 
 SIDE = 24
 Kind = Callable[[], nn.Module]

@@ -4,16 +4,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.jobs.params import data_kind, training_jobs
+from kinlens.service.jobs.params import data_kind, training_jobs
+from kinlens.training.config.job import Job, job_toml, load_job, parse_job
+from kinlens.training.config.layers import JOBS, job_names
+from kinlens.training.data.load import load_split
+from kinlens.training.data.protocol import with_protocol
+from kinlens.training.data.samplers import BatchSampler
+from kinlens.training.runner import run_job
+from kinlens.training.studies.tournament import load_grid
 from tests.training.jobs import TINY_TRUNK, Silent
 from tests.training.official_layouts import KINDS, write_layout
-from training.config.job import Job, job_toml, load_job, parse_job
-from training.config.layers import JOBS, job_names
-from training.data.load import load_split
-from training.data.protocol import with_protocol
-from training.data.samplers import BatchSampler
-from training.runner import run_job
-from training.studies.tournament import load_grid
 
 NAMES = job_names()
 TOURNAMENTS = JOBS / "tournaments"

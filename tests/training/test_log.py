@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from training.report import log
-from training.report.log import ConsoleListener
+from kinlens.training.report import log
+from kinlens.training.report.log import ConsoleListener
 
 
 def test_each_line_says_the_epoch_of_how_many_and_the_time_left(

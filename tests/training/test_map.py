@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from embedder.errors import ExportError
-from embedder.explain import overlaid, shares, side_by_side
-from embedder.manifest import Preprocessing
-from embedder.preprocess import preprocess
-from training.config.settings import Determinant, Flow, Model
-from training.export.map import EmbeddingMap, check_map
-from training.models.embedding import EmbeddingNet, torch_embed
-from training.rendered.catalogue import render_view
-from training.start import set_projection
+from kinlens.embedder.errors import ExportError
+from kinlens.embedder.explain import overlaid, shares, side_by_side
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.preprocess import preprocess
+from kinlens.training.config.settings import Determinant, Flow, Model
+from kinlens.training.export.map import EmbeddingMap, check_map
+from kinlens.training.models.embedding import EmbeddingNet, torch_embed
+from kinlens.training.rendered.catalogue import render_view
+from kinlens.training.start import set_projection
 
 RESNET = "timm:test_resnet.r160_in1k"
 VIT = "timm:test_vit.r160_in1k"

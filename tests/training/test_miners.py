@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.miners import (
+from kinlens.training.miners import (
     Triplets,
     all_pairs,
     batch_hard,

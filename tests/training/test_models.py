@@ -8,11 +8,11 @@ import torchvision.models as tv
 from pydantic import ValidationError
 from torch import nn
 
-import training.models.backbones as backbones
-from embedder.errors import CheckpointError
-from training.config.settings import BACKBONE_NAMES, Determinant, Flow, Model
-from training.models.backbones import BACKBONES, Normalize, build_trunk, fold_batch_norm
-from training.models.embedding import EmbeddingNet, Pool
+import kinlens.training.models.backbones as backbones
+from kinlens.embedder.errors import CheckpointError
+from kinlens.training.config.settings import BACKBONE_NAMES, Determinant, Flow, Model
+from kinlens.training.models.backbones import BACKBONES, Normalize, build_trunk, fold_batch_norm
+from kinlens.training.models.embedding import EmbeddingNet, Pool
 
 LONG = pytest.mark.skipif(
     not os.environ.get("KINLENS_LONG_TESTS"), reason="a large backbone; make soak runs it"

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.config.settings import NonIsotropy
-from training.regularizers.non_isotropy import (
+from kinlens.training.config.settings import NonIsotropy
+from kinlens.training.regularizers.non_isotropy import (
     LARGEST_EXPONENT,
     NonIsotropyRegularizer,
     bounded_exp,

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from embedder.errors import JobError
+from kinlens.embedder.errors import JobError
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.settings import SkewedMean
+from kinlens.training.regularizers.skewed_mean import skewed_mean
+from kinlens.training.state import Run, create_run, parameter_groups
 from tests.training.jobs import TINY_TRUNK, calibrated_weights
 from tests.training.ranks import NIR, REGULARIZERS
-from training.config.job import Job, parse_job
-from training.config.settings import SkewedMean
-from training.regularizers.skewed_mean import skewed_mean
-from training.state import Run, create_run, parameter_groups
 
 BATCH, CLASSES = 8, 4
 

@@ -14,11 +14,11 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
-import training.export.precisions as precisions_module
-from embedder.bundle import Bundle, write_bundle
-from embedder.engines.models import SessionSettings, create_session
-from embedder.errors import ExportError
-from embedder.manifest import (
+import kinlens.training.export.precisions as precisions_module
+from kinlens.embedder.bundle import Bundle, write_bundle
+from kinlens.embedder.engines.models import SessionSettings, create_session
+from kinlens.embedder.errors import ExportError
+from kinlens.embedder.manifest import (
     BundleManifest,
     GoldenHashes,
     HeldOut,
@@ -26,18 +26,18 @@ from embedder.manifest import (
     OtherPrecision,
     Preprocessing,
 )
-from embedder.preprocess import preprocess
-from embedder.session import OnnxEmbedder
-from embedder.types import Embeddings, Images
+from kinlens.embedder.preprocess import preprocess
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.embedder.types import Embeddings, Images
+from kinlens.training.config.settings import Model
+from kinlens.training.data.load import load_split
+from kinlens.training.data.records import Split
+from kinlens.training.export.bundle import golden_images, write_onnx
+from kinlens.training.export.int8 import quantize_int8, range_images
+from kinlens.training.export.precisions import Candidate, compare, convert_fp16
+from kinlens.training.export.trunk import trunk_nodes
+from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from tests.training.jobs import small_job
-from training.config.settings import Model
-from training.data.load import load_split
-from training.data.records import Split
-from training.export.bundle import golden_images, write_onnx
-from training.export.int8 import quantize_int8, range_images
-from training.export.precisions import Candidate, compare, convert_fp16
-from training.export.trunk import trunk_nodes
-from training.models.embedding import EmbeddingNet, torch_embed
 
 SPEC = Preprocessing(resize_px=36, crop_px=32)
 

@@ -7,11 +7,11 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from embedder.errors import DatasetError
-from training.config.settings import RenderedData
-from training.rendered.catalogue import class_name, describe, render_view, write_catalogue
-from training.rendered.painting import lettering
-from training.rendered.shapes import SHAPES
+from kinlens.embedder.errors import DatasetError
+from kinlens.training.config.settings import RenderedData
+from kinlens.training.rendered.catalogue import class_name, describe, render_view, write_catalogue
+from kinlens.training.rendered.painting import lettering
+from kinlens.training.rendered.shapes import SHAPES
 
 SMALL = RenderedData(kind="rendered", root="unused", products=3, views=2, size_px=48)
 UNSEEN = range(70, 90)

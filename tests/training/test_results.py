@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from embedder.errors import JobError
-from tests.training.jobs import Silent, small_job
-from training.__main__ import app
-from training.config.job import parse_job
-from training.data.load import load_split
-from training.data.protocol import with_protocol
-from training.report.tables import (
+from kinlens.embedder.errors import JobError
+from kinlens.training.__main__ import app
+from kinlens.training.config.job import parse_job
+from kinlens.training.data.load import load_split
+from kinlens.training.data.protocol import with_protocol
+from kinlens.training.report.tables import (
     Record,
     Study,
     methods,
@@ -20,7 +19,8 @@ from training.report.tables import (
     record_of,
     records_of,
 )
-from training.runner import run_job
+from kinlens.training.runner import run_job
+from tests.training.jobs import Silent, small_job
 
 DOCS = Path(__file__).parents[2] / "docs"
 

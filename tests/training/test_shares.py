@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.data.load import load_split
+from kinlens.training.regularizers.shares import WIDEST, Shares, gradient_norms
+from kinlens.training.report.notices import after_epoch
+from kinlens.training.state import create_run
+from kinlens.training.trainer import fit
 from tests.training.jobs import Silent, small_job
-from training.config.job import Job, parse_job
-from training.data.load import load_split
-from training.regularizers.shares import WIDEST, Shares, gradient_norms
-from training.report.notices import after_epoch
-from training.state import create_run
-from training.trainer import fit
 
 EPOCH = 45
 

@@ -6,10 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.config.job import load_job
-from training.config.settings import SkewedMean
-from training.losses.table import build_loss
-from training.regularizers.skewed_mean import class_means, log_exp_mean, power_mean, skewed_mean
+from kinlens.training.config.job import load_job
+from kinlens.training.config.settings import SkewedMean
+from kinlens.training.losses.table import build_loss
+from kinlens.training.regularizers.skewed_mean import (
+    class_means,
+    log_exp_mean,
+    power_mean,
+    skewed_mean,
+)
 
 Regularizer = Callable[[Tensor], Tensor]
 

@@ -7,21 +7,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from embedder.errors import JobError
+from kinlens.embedder.errors import JobError
+from kinlens.training.checkpoint import load_checkpoint
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.data.load import load_split
+from kinlens.training.data.protocol import with_protocol
+from kinlens.training.evaluation.evaluate import pooled
+from kinlens.training.evaluation.retrieval import GAIN, retrieval
+from kinlens.training.export.bundle import export_checkpoint
+from kinlens.training.folder import Result
+from kinlens.training.losses.table import build_loss
+from kinlens.training.report.notices import verdict_of
+from kinlens.training.runner import load_chosen, run_job
+from kinlens.training.start import WHITENING, set_projection, set_proxies
+from kinlens.training.state import create_run
 from tests.training.jobs import Silent, calibrated_weights, small_job
-from training.checkpoint import load_checkpoint
-from training.config.job import Job, parse_job
-from training.data.load import load_split
-from training.data.protocol import with_protocol
-from training.evaluation.evaluate import pooled
-from training.evaluation.retrieval import GAIN, retrieval
-from training.export.bundle import export_checkpoint
-from training.folder import Result
-from training.losses.table import build_loss
-from training.report.notices import verdict_of
-from training.runner import load_chosen, run_job
-from training.start import WHITENING, set_projection, set_proxies
-from training.state import create_run
 
 PROXY_ANCHOR, SOFT_TRIPLE = (
     {"name": "proxy_anchor"},

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from embedder.errors import CheckpointError, JobError
-from training.config.settings import Model
-from training.export.bundle import write_onnx
-from training.models.backbones import build_trunk, normalization_of
-from training.models.embedding import EmbeddingNet
+from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.training.config.settings import Model
+from kinlens.training.export.bundle import write_onnx
+from kinlens.training.models.backbones import build_trunk, normalization_of
+from kinlens.training.models.embedding import EmbeddingNet
 
 timm = pytest.importorskip("timm", reason="the extra kinlens[timm] is not installed")
 

@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from embedder.errors import CheckpointError, DatasetError, JobError, TrainingError
+from kinlens.embedder.errors import CheckpointError, DatasetError, JobError, TrainingError
+from kinlens.training.checkpoint import FILE, load_checkpoint, seed_everything
+from kinlens.training.commands.jobs import load_images, with_settings
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.settings import Optimizer, Runtime, rate
+from kinlens.training.data.load import load_split
+from kinlens.training.data.protocol import with_protocol
+from kinlens.training.data.records import Split
+from kinlens.training.device import autocast, choose_device
+from kinlens.training.evaluation.evaluate import embed
+from kinlens.training.folder import read_result
+from kinlens.training.runner import load_chosen, run_job
+from kinlens.training.state import create_run
+from kinlens.training.trainer import fit, train_step
 from tests.training.jobs import Silent, calibrated_weights, small_job
-from training.checkpoint import FILE, load_checkpoint, seed_everything
-from training.commands.jobs import load_images, with_settings
-from training.config.job import Job, parse_job
-from training.config.settings import Optimizer, Runtime, rate
-from training.data.load import load_split
-from training.data.protocol import with_protocol
-from training.data.records import Split
-from training.device import autocast, choose_device
-from training.evaluation.evaluate import embed
-from training.folder import read_result
-from training.runner import load_chosen, run_job
-from training.state import create_run
-from training.trainer import fit, train_step
 
 
 class Stopping(Silent):
@@ -278,7 +278,7 @@ def test_numbers_are_read_off_a_gpu_some_steps_later_and_none_is_lost(
 ) -> None:
     job = small_job(products, epochs=2)
     run(job, tmp_path / "each")
-    monkeypatch.setattr("training.trainer.READ_EVERY_STEPS", {"cpu": 2})
+    monkeypatch.setattr("kinlens.training.trainer.READ_EVERY_STEPS", {"cpu": 2})
     seen = Silent()
     run(job, tmp_path / "some", listener=seen)
     assert log_of(tmp_path / "some")[-1]["loss"] == log_of(tmp_path / "each")[-1]["loss"]
@@ -347,7 +347,7 @@ def test_a_finished_run_that_is_asked_for_other_recalls_finds_them(
 def test_a_folder_has_one_run_and_is_free_once_its_process_is_gone(
     products: Path, tmp_path: Path
 ) -> None:
-    hold = "import sys; from pathlib import Path; from training.folder import alone_in\n"
+    hold = "import sys; from pathlib import Path; from kinlens.training.folder import alone_in\n"
     hold += "with alone_in(Path(sys.argv[1])): print(flush=True); input()"
     words = [sys.executable, "-c", hold, str(tmp_path)]
     job = small_job(products)
@@ -416,7 +416,7 @@ def test_a_run_stopped_before_its_evaluation_still_chooses_the_best_epoch(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("training.trainer.evaluate", stopped)
+        patch.setattr("kinlens.training.trainer.evaluate", stopped)
         with pytest.raises(KeyboardInterrupt):
             run_job(job, split, tmp_path / "parts", Silent())
     parts = run_job(job, split, tmp_path / "parts", Silent())

@@ -10,10 +10,10 @@ import onnxruntime
 import pytest
 import torch
 
-from training.config.settings import TIMM, Model
-from training.export.bundle import MAX_DIFFERENCE, write_onnx
-from training.models.backbones import BACKBONES, build_trunk, channels_of
-from training.models.embedding import EmbeddingNet, torch_embed
+from kinlens.training.config.settings import TIMM, Model
+from kinlens.training.export.bundle import MAX_DIFFERENCE, write_onnx
+from kinlens.training.models.backbones import BACKBONES, build_trunk, channels_of
+from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 
 timm = pytest.importorskip("timm", reason="the extra kinlens[timm] is not installed")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from embedder.bundle import Bundle
-from service.app import create_app
+from kinlens.embedder.bundle import Bundle
+from kinlens.service.app import create_app
 from tests.support.admin_page import fill_row, opening
 from tests.support.job_shops import JobShop
 from tests.support.page_browser import OpenPage, until

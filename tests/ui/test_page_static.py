@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import service
 from tests.support.servers import StartService
 
-UI = Path(service.__file__).parent / "ui"
+UI = Path(__file__).parents[2] / "service" / "ui"
 SCRIPTS = sorted(UI.rglob("*.js"))
 STYLES = sorted(UI.rglob("*.css"))
 CONTROL_PAIRS = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from embedder.errors import InvalidParameterError, KeyNotFoundError, StateError
+from kinlens.embedder.errors import InvalidParameterError, KeyNotFoundError, StateError
 from tests.support.seams import Addresses, FreshKeys, KeyStore, Limits, open_keys
 from tests.support.waiting import WAIT_S
 

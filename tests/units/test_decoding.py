@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embedder import errors
-from embedder.manifest import Preprocessing
-from embedder.preprocess import ImageLimits, preprocess
+from kinlens.embedder import errors
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.preprocess import ImageLimits, preprocess
 from tests.support.odd_images import FORMATS
 from tests.support.own_process import children
 from tests.support.seams import InlineDecoder, ProcessDecoder
@@ -149,9 +149,9 @@ def test_many_kills_leave_no_zombie_and_no_file_descriptor() -> None:
 
 PARENT = """
 import sys
-from embedder.manifest import Preprocessing
-from embedder.preprocess import ImageLimits
-from service.encoding.decoders import ProcessDecoder
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.preprocess import ImageLimits
+from kinlens.service.encoding.decoders import ProcessDecoder
 
 decoder = ProcessDecoder(1024, 20.0)
 decoder.start()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from embedder.errors import JobConflictError, StateError
-from service.jobs.store import JobFolders
-from service.models import JobKind
+from kinlens.embedder.errors import JobConflictError, StateError
+from kinlens.models import JobKind
+from kinlens.service.jobs.store import JobFolders
 from tests.support.seams import Job, JobStore
 
 ROOT = Path(__file__).parents[2]
@@ -17,8 +17,8 @@ Start = tuple[JobKind, str, dict[str, Any]]
 CREATE = """
 import sys
 from pathlib import Path
-from embedder.errors import JobConflictError
-from service.jobs.store import JobStore
+from kinlens.embedder.errors import JobConflictError
+from kinlens.service.jobs.store import JobStore
 store = JobStore(Path(sys.argv[1]))
 for number in range(10):
     store.create("compact", f"{sys.argv[2]}-{number}", {}, "test")

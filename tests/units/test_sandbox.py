@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.manifest import Preprocessing
-from embedder.preprocess import ImageLimits, preprocess
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.preprocess import ImageLimits, preprocess
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS
 from tests.support.seams import ProcessDecoder, decoders, sandbox
@@ -147,7 +147,7 @@ def test_a_machine_too_busy_or_full_to_tell_says_nothing_about_a_layer(
 ) -> None:
     """The process ends, and the service starts another one: none decodes with a layer less."""
     code = (
-        "import os, time; from service.encoding import sandbox; sandbox._REHEARSAL_S = 1; "
+        "import os, time; from kinlens.service.encoding import sandbox; sandbox._REHEARSAL_S = 1; "
         f"sandbox._LAYERS['slow'] = lambda: None; sandbox.enter(lambda: {rehearse}, ['slow'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

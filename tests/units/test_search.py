@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.manifest import FP32, Mode
-from embedder.types import Hit
-from indexer.types import Group
+from kinlens.embedder.manifest import FP32, Mode
+from kinlens.embedder.types import Hit
+from kinlens.indexer.types import Group
 from tests.support.seams import (
     Batcher,
     HitRenderer,

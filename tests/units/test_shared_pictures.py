@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from embedder.errors import (
+from kinlens.embedder.errors import (
     EngineUnavailableError,
     GalleryCorruptError,
     GalleryWriteError,

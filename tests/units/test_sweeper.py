@@ -5,8 +5,8 @@ from pathlib import Path
 
 import structlog
 
-from embedder.errors import StateError
-from service.galleries.pictures import Sweeper
+from kinlens.embedder.errors import StateError
+from kinlens.service.galleries.pictures import Sweeper
 from tests.support.waiting import until
 
 

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import structlog
 
-from embedder.bundle import Bundle
-from embedder.engines.models import SessionSettings
-from embedder.errors import CorruptImageError, ImageCostError
-from embedder.manifest import FP32, Mode
-from embedder.session import OnnxEmbedder
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import CorruptImageError, ImageCostError
+from kinlens.embedder.manifest import FP32, Mode
+from kinlens.embedder.session import OnnxEmbedder
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS
 from tests.support.own_process import children
@@ -245,8 +245,8 @@ def test_a_model_that_fails_in_a_worker_is_left_to_the_service(
 ) -> None:
     last = (len(tiny_bundle.golden_inputs()) + 1) // 2 + 1  # the calls of the start
     code = f"""
-from embedder.session import OnnxEmbedder
-from embedder.errors import BundleError
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.embedder.errors import BundleError
 embed, calls = OnnxEmbedder.embed, []
 def fail(self, images):
     calls.append(1)
@@ -263,7 +263,7 @@ OnnxEmbedder.embed = fail
 
 
 def test_a_worker_cannot_write_nonsense_into_the_metrics(tiny_bundle: Bundle, monkeypatch) -> None:
-    code = "from service.encoding import decode_worker; "
+    code = "from kinlens.service.encoding import decode_worker; "
     code += "decode_worker.perf_counter = lambda: float('nan'); "
     monkeypatch.setattr(fork_server, "CODE", code + fork_server.CODE)
     with running(tiny_bundle) as workers:
@@ -286,8 +286,8 @@ def test_workers_that_are_let_go_of_end(tiny_bundle: Bundle) -> None:
 
 PARENT = """
 import sys, time
-from embedder.session import OnnxEmbedder
-from service.encoding.workers import Workers
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.service.encoding.workers import Workers
 
 embedder = OnnxEmbedder.open(sys.argv[1])
 workers = Workers(embedder, 1024, 20.0, 2)

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from embedder.errors import BundleError, JobError
-from training.commands.export import describe, precisions_of
-from training.commands.jobs import Overrides, load_images, shop_of, summary
-from training.config.job import load_job
-from training.report.log import console, console_listener
+from kinlens.embedder.errors import BundleError, JobError
+from kinlens.training.commands.export import describe, precisions_of
+from kinlens.training.commands.jobs import Overrides, load_images, shop_of, summary
+from kinlens.training.config.job import load_job
+from kinlens.training.report.log import console, console_listener
 
 
 def adapt(
@@ -50,10 +50,10 @@ def adapt(
     kinlens-train adapt --data /my/shop --out bundles/siglip \
       --backbone timm:vit_base_patch16_siglip_224 --set input.size_px=224 --set input.test_px=224
     """
-    from training.distributed import require_alone
-    from training.export.bundle import export_checkpoint
-    from training.folder import finished_result, settings, stamp
-    from training.runner import load_chosen, run_job
+    from kinlens.training.distributed import require_alone
+    from kinlens.training.export.bundle import export_checkpoint
+    from kinlens.training.folder import finished_result, settings, stamp
+    from kinlens.training.runner import load_chosen, run_job
 
     require_alone()
     if out.exists():

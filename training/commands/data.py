@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from training.commands.jobs import section
-from training.config.settings import RenderedData
-from training.rendered.catalogue import write_catalogue
-from training.report.log import progress_bar
+from kinlens.training.commands.jobs import section
+from kinlens.training.config.settings import RenderedData
+from kinlens.training.rendered.catalogue import write_catalogue
+from kinlens.training.report.log import progress_bar
 
 app = typer.Typer(
     help="Make, fetch and look at data sets.",
@@ -52,7 +52,7 @@ def download(
 
     Example: kinlens-train data download cub --root data
     """
-    from training.data.download import BY_HAND, find_source, obtain
+    from kinlens.training.data.download import BY_HAND, find_source, obtain
 
     if name in BY_HAND:
         typer.echo(BY_HAND[name].format(root=root))
@@ -84,7 +84,7 @@ def split(
 
     Example: kinlens-train data split data/in-shop --out lists
     """
-    from training.data.load import write_lists
+    from kinlens.training.data.load import write_lists
 
     lists = write_lists(path, out, kind, allow_partial)
     for name, images in lists.items():
@@ -116,7 +116,7 @@ def doctor(
 
     Example: kinlens-train data doctor data/CUB_200_2011
     """
-    from training.data.doctor import examine
+    from kinlens.training.data.doctor import examine
 
     with progress_bar() as bar:
 

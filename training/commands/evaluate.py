@@ -8,15 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from embedder.bundle import MANIFEST
-from embedder.errors import DatasetError, JobError
-from embedder.manifest import AskedEngine, AskedPrecision, Preprocessing
-from training.commands.jobs import Overrides, load_images, with_settings
-from training.config.job import Job, parse_job
-from training.config.settings import Runtime
-from training.data.records import LabelledImages, labelled, labels_in
-from training.folder import replace_json
-from training.report.log import console, progress_bar
+from kinlens.embedder.bundle import MANIFEST
+from kinlens.embedder.errors import DatasetError, JobError
+from kinlens.embedder.manifest import AskedEngine, AskedPrecision, Preprocessing
+from kinlens.training.commands.jobs import Overrides, load_images, with_settings
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.settings import Runtime
+from kinlens.training.data.records import LabelledImages, labelled, labels_in
+from kinlens.training.folder import replace_json
+from kinlens.training.report.log import console, progress_bar
 
 
 def evaluate(
@@ -45,8 +45,8 @@ def evaluate(
 
     kinlens-train evaluate bundles/shop --precision bf16
     """
-    from training.distributed import require_alone
-    from training.evaluation.retrieval import queries_in, with_interval
+    from kinlens.training.distributed import require_alone
+    from kinlens.training.evaluation.retrieval import queries_in, with_interval
 
     require_alone()
     if (source / MANIFEST).is_file():
@@ -82,7 +82,7 @@ def compare(
 
     Example: kinlens-train compare runs/cars196-half-proxy-anchor runs/cars196-half-determinant
     """
-    from training.report.tables import side_by_side
+    from kinlens.training.report.tables import side_by_side
 
     typer.echo("\n".join(side_by_side(runs)))
 
@@ -119,7 +119,7 @@ def report(
 
     kinlens-train report losses.json runs/losses/runs/*/*/*/seed-* --by loss.name
     """
-    from training.report import tables
+    from kinlens.training.report import tables
 
     known = tables.read_study(study)
     pairs = (text.rpartition("=") for text in against or ())
@@ -147,9 +147,9 @@ class _Model:
 
 
 def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> _Model:
-    from embedder.bundle import Bundle
-    from embedder.engines.models import SessionSettings
-    from embedder.session import OnnxEmbedder
+    from kinlens.embedder.bundle import Bundle
+    from kinlens.embedder.engines.models import SessionSettings
+    from kinlens.embedder.session import OnnxEmbedder
 
     bundle = Bundle.open(source)
     manifest = bundle.manifest
@@ -161,9 +161,9 @@ def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> 
 
 
 def _of_run(source: Path) -> _Model:
-    from training.device import choose_device
-    from training.models.embedding import torch_embed
-    from training.runner import load_chosen
+    from kinlens.training.device import choose_device
+    from kinlens.training.models.embedding import torch_embed
+    from kinlens.training.runner import load_chosen
 
     checkpoint = load_chosen(source)
     job, net = checkpoint.network()
@@ -189,7 +189,7 @@ def _with_test_images(
 
 def _images(data: Path) -> LabelledImages:
     """The images of a folder or a CSV. Raises: DatasetError."""
-    from training.data.load import read_folder, read_table
+    from kinlens.training.data.load import read_folder, read_table
 
     if not data.exists():
         raise DatasetError(f"--data {data}: there is no such folder or CSV.")
@@ -208,7 +208,7 @@ def _images(data: Path) -> LabelledImages:
 
 def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str, float]:
     """Figures of images searched among the others or, with two parts, in the second."""
-    from training.evaluation.evaluate import embed_with, evaluate_embeddings
+    from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings
 
     runtime = Runtime() if model.job is None else model.job.runtime
     with progress_bar() as bar:

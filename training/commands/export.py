@@ -5,12 +5,12 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from embedder.bundle import Bundle
-from embedder.manifest import OtherPrecision, Precision
-from training.commands.jobs import Overrides, load_images, section, with_settings
-from training.config.job import parse_job
-from training.config.settings import Input, Model
-from training.report.log import progress_bar
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.manifest import OtherPrecision, Precision
+from kinlens.training.commands.jobs import Overrides, load_images, section, with_settings
+from kinlens.training.config.job import parse_job
+from kinlens.training.config.settings import Input, Model
+from kinlens.training.report.log import progress_bar
 
 
 def export(
@@ -50,9 +50,9 @@ def export(
 
     Example: kinlens-train export runs/cars --out bundles/cars --precision int8
     """
-    from training.distributed import require_alone
-    from training.export.bundle import export_backbone, export_checkpoint, images_to_embed
-    from training.runner import load_chosen
+    from kinlens.training.distributed import require_alone
+    from kinlens.training.export.bundle import export_backbone, export_checkpoint, images_to_embed
+    from kinlens.training.runner import load_chosen
 
     require_alone()
     if trunk and run is None:
@@ -97,7 +97,7 @@ def precisions_of(given: list[str] | None) -> tuple[Precision, ...]:
 
 
 def describe(bundle: Bundle) -> None:
-    from training.evaluation.retrieval import with_interval
+    from kinlens.training.evaluation.retrieval import with_interval
 
     manifest = bundle.manifest
     typer.echo(

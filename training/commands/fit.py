@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from embedder.errors import JobError
-from training.commands.jobs import (
+from kinlens.embedder.errors import JobError
+from kinlens.training.commands.jobs import (
     AllowPartial,
     ChooseByTest,
     JobName,
@@ -19,9 +19,9 @@ from training.commands.jobs import (
     shop_of,
     summary,
 )
-from training.config.job import load_job
-from training.config.layers import JOBS
-from training.report.log import console, console_listener
+from kinlens.training.config.job import load_job
+from kinlens.training.config.layers import JOBS
+from kinlens.training.report.log import console, console_listener
 
 
 def fit(
@@ -40,10 +40,10 @@ def fit(
 
     kinlens-train fit cars196-half-detreg --out runs/cars --set optimizer.epochs=8
 
-    torchrun --nproc-per-node=4 -m training fit cub-proxy-anchor --set data.root=/data/cub
+    torchrun --nproc-per-node=4 -m kinlens.training fit cub-proxy-anchor --set data.root=/data/cub
     """
-    from training.distributed import is_main, main_first, process_group
-    from training.runner import require_fresh_or_resumable, run_job
+    from kinlens.training.distributed import is_main, main_first, process_group
+    from kinlens.training.runner import require_fresh_or_resumable, run_job
 
     settings = named_job(job, overrides, allow_partial)
     settings.protocol.require_flag(choose_by_test)
@@ -74,7 +74,7 @@ def new(
 
     Example: kinlens-train new --data /my/shop --out shop.toml && kinlens-train fit shop.toml
     """
-    from training.data.samplers import BatchSampler
+    from kinlens.training.data.samplers import BatchSampler
 
     if out.exists():
         raise JobError(f"{out} exists already. Remove it, or give another --out.")

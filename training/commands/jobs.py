@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from embedder.errors import JobError
-from training.config.job import Job, apply_override, load_job, parse_job
-from training.config.layers import known_jobs
-from training.config.settings import RenderedData
-from training.data.records import Split
-from training.report.log import console, progress_bar
+from kinlens.embedder.errors import JobError
+from kinlens.training.config.job import Job, apply_override, load_job, parse_job
+from kinlens.training.config.layers import known_jobs
+from kinlens.training.config.settings import RenderedData
+from kinlens.training.data.records import Split
+from kinlens.training.report.log import console, progress_bar
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -77,9 +77,9 @@ def load_images(job: Job, hold_out: bool = True) -> Split:
 
     Raises: DatasetError.
     """
-    from training.data.feedback import sentences
-    from training.data.load import load_split, remarks
-    from training.data.protocol import with_protocol
+    from kinlens.training.data.feedback import sentences
+    from kinlens.training.data.load import load_split, remarks
+    from kinlens.training.data.protocol import with_protocol
 
     if isinstance(job.data, RenderedData):
         with progress_bar() as bar:

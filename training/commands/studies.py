@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from training.commands.jobs import (
+from kinlens.training.commands.jobs import (
     AllowPartial,
     ChooseByTest,
     JobName,
@@ -16,7 +16,7 @@ from training.commands.jobs import (
     named_job,
     settings_of,
 )
-from training.report.log import console, console_listener
+from kinlens.training.report.log import console, console_listener
 
 
 def crossval(
@@ -31,7 +31,7 @@ def crossval(
 
     Example: kinlens-train crossval cars196-half-detreg --folds 10 --out runs/cars-crossval
     """
-    from training.studies.crossval import cross_validate, scores
+    from kinlens.training.studies.crossval import cross_validate, scores
 
     settings = named_job(job, overrides, allow_partial)
     folder = out or Path("runs") / f"{settings.name}-crossval"
@@ -63,7 +63,7 @@ def search(
 
     Example: kinlens-train search cars196-half-detreg --space space.toml --trials 50 --epochs 10
     """
-    from training.studies import search as study
+    from kinlens.training.studies import search as study
 
     settings = named_job(job, overrides, allow_partial)
     plan = study.Plan(study.load_space(space), trials, validation, seed, epochs)
@@ -96,7 +96,7 @@ def tournament(
 
     Example: kinlens-train tournament grid.toml --out runs/tournament
     """
-    from training.studies.tournament import load_grid, play, read_runs
+    from kinlens.training.studies.tournament import load_grid, play, read_runs
 
     runs = load_grid(grid, settings_of(overrides, allow_partial))
     for run in runs:
@@ -122,7 +122,7 @@ def tournament(
 @contextmanager
 def _stoppable() -> Iterator[None]:
     """The work of a study: of one process, and called again it goes on."""
-    from training.distributed import require_alone
+    from kinlens.training.distributed import require_alone
 
     require_alone()
     try:

@@ -23,9 +23,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from embedder.errors import JobError
-from training.config.layers import read_layers
-from training.config.settings import (
+from kinlens.embedder.errors import JobError
+from kinlens.training.config.layers import read_layers
+from kinlens.training.config.settings import (
     Data,
     Input,
     Model,
@@ -36,11 +36,11 @@ from training.config.settings import (
     Sampling,
     Start,
 )
-from training.fields import Section
+from kinlens.training.fields import Section
 
 
 class Loss(Section):
-    """Name and options of a loss of `training.losses.table`.
+    """Name and options of a loss of `kinlens.training.losses.table`.
 
     Options, defaults and bounds are those of the loss's constructor. They are read with the first
     job, not with this module, since the losses load torch.
@@ -65,7 +65,7 @@ def proxy_anchor() -> Loss:
 
 @cache
 def _settings() -> dict[str, type[Loss]]:
-    from training.losses.table import GIVEN, LOSSES
+    from kinlens.training.losses.table import GIVEN, LOSSES
 
     found = {}
     for name, kind in LOSSES.items():
@@ -101,7 +101,7 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Job":
-        from training.losses.table import WITH_PROXIES  # loads torch, as the loss has done
+        from kinlens.training.losses.table import WITH_PROXIES  # loads torch, as the loss has done
 
         wanted, choose_by = self.regularizers, self.protocol.choose_by
         on_proxies = {

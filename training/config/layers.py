@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from embedder.errors import JobError
+from kinlens.embedder.errors import JobError
 
 JOBS = Path(__file__).parents[1] / "jobs"
 

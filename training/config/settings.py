@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from embedder.errors import JobError
-from embedder.manifest import Interpolation, Preprocessing
-from training.fields import Section
+from kinlens.embedder.errors import JobError
+from kinlens.embedder.manifest import Interpolation, Preprocessing
+from kinlens.training.fields import Section
 
 
 def _as_list(value: Any) -> Any:

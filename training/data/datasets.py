@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar
 
 import scipy.io
 
-from embedder.errors import DatasetError
-from training.data.records import Record, Split, labelled
+from kinlens.embedder.errors import DatasetError
+from kinlens.training.data.records import Record, Split, labelled
 
 T = TypeVar("T")
 

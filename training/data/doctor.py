@@ -11,13 +11,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from embedder.errors import DatasetError, ImageError
-from embedder.formats import SUFFIXES
-from embedder.preprocess import decode, read_header
-from training.data.datasets import OFFICIAL, Count, counts, data_sets_in
-from training.data.feedback import read_feedback, scan_feedback
-from training.data.load import KINDS, TABLE, read_folder, recognise, scan_table
-from training.data.records import FEWEST, Record
+from kinlens.embedder.errors import DatasetError, ImageError
+from kinlens.embedder.formats import SUFFIXES
+from kinlens.embedder.preprocess import decode, read_header
+from kinlens.training.data.datasets import OFFICIAL, Count, counts, data_sets_in
+from kinlens.training.data.feedback import read_feedback, scan_feedback
+from kinlens.training.data.load import KINDS, TABLE, read_folder, recognise, scan_table
+from kinlens.training.data.records import FEWEST, Record
 
 Watch = Callable[[int], Callable[[], object]]
 """Called with the number of images; gives a function that is called after each."""

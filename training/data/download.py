@@ -10,7 +10,7 @@ from typing import Any
 
 import pooch
 
-from embedder.errors import DatasetError
+from kinlens.embedder.errors import DatasetError
 
 _CHUNK = 2**18
 _FTP_TIMEOUT_S = 60

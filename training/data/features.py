@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from embedder.engines.measured import cache_folder
-from embedder.errors import DatasetError
-from embedder.preprocess import preprocess, to_chw
-from training.config.settings import TIMM, Input, Runtime
-from training.data.images import ImageFiles, Index, Item, batches, build_loader, random_view
-from training.data.records import LabelledImages
-from training.distributed import local_world
-from training.models.embedding import EmbeddingNet, evaluating
+from kinlens.embedder.errors import DatasetError
+from kinlens.embedder.machine import cache_folder
+from kinlens.embedder.preprocess import preprocess, to_chw
+from kinlens.training.config.settings import TIMM, Input, Runtime
+from kinlens.training.data.images import ImageFiles, Index, Item, batches, build_loader, random_view
+from kinlens.training.data.records import LabelledImages
+from kinlens.training.distributed import local_world
+from kinlens.training.models.embedding import EmbeddingNet, evaluating
 
 Vectors = NDArray[np.float32]
 
@@ -115,7 +115,7 @@ class FeatureStore:
 
 def default_store() -> FeatureStore:
     """That of this user, below XDG_CACHE_HOME or ~/.cache."""
-    return FeatureStore(cache_folder().with_name("features.sqlite"))
+    return FeatureStore(cache_folder() / "features.sqlite")
 
 
 def pooled_views(

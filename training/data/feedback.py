@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from embedder.errors import DatasetError
-from training.data.records import Confused, Feedback, Picture, Split
+from kinlens.embedder.errors import DatasetError
+from kinlens.training.data.records import Confused, Feedback, Picture, Split
 
 FILE = "pairs.csv"
 _LIKED = ("clicked", "bought")

@@ -16,11 +16,18 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from embedder.errors import DatasetError, ImageError, TrainingError
-from embedder.manifest import Preprocessing
-from embedder.preprocess import PixelBox, decode, preprocess, read_header, resize_box, to_chw
-from training.config.settings import Input, Runtime
-from training.data.records import LabelledImages
+from kinlens.embedder.errors import DatasetError, ImageError, TrainingError
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.preprocess import (
+    PixelBox,
+    decode,
+    preprocess,
+    read_header,
+    resize_box,
+    to_chw,
+)
+from kinlens.training.config.settings import Input, Runtime
+from kinlens.training.data.records import LabelledImages
 
 Item = tuple[Tensor, Tensor]
 Index = tuple[int, int, int]
@@ -214,4 +221,4 @@ def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     except DatasetError as error:
         # A worker process sends its whole traceback as the message; the last line is ours.
         line = str(error).strip().splitlines()[-1]
-        raise DatasetError(line.removeprefix("embedder.errors.DatasetError: ")) from error
+        raise DatasetError(line.removeprefix("kinlens.embedder.errors.DatasetError: ")) from error

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from embedder.errors import DatasetError
-from embedder.formats import SUFFIXES
-from training.config.job import expand_path
-from training.config.settings import CsvData, Data, FolderData, OfficialData, RenderedData
-from training.data.datasets import OFFICIAL, data_sets_in, read_official
-from training.data.feedback import read_feedback
-from training.data.records import (
+from kinlens.embedder.errors import DatasetError
+from kinlens.embedder.formats import SUFFIXES
+from kinlens.training.config.job import expand_path
+from kinlens.training.config.settings import CsvData, Data, FolderData, OfficialData, RenderedData
+from kinlens.training.data.datasets import OFFICIAL, data_sets_in, read_official
+from kinlens.training.data.feedback import read_feedback
+from kinlens.training.data.records import (
     FEWEST,
     LabelledImages,
     Record,
@@ -22,7 +22,7 @@ from training.data.records import (
     labelled,
     write_table,
 )
-from training.rendered.catalogue import write_catalogue
+from kinlens.training.rendered.catalogue import write_catalogue
 
 TABLE = "images.csv"
 KINDS = (*OFFICIAL, "csv", "folder")

@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import DatasetError
-from training.config.settings import Protocol
-from training.data.records import FEWEST, Split
+from kinlens.embedder.errors import DatasetError
+from kinlens.training.config.settings import Protocol
+from kinlens.training.data.records import FEWEST, Split
 
 
 def with_protocol(split: Split, protocol: Protocol) -> Split:

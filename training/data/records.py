@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import DatasetError
+from kinlens.embedder.errors import DatasetError
 
 FEWEST = 2
 """Classes in each part: in a part of one class every answer is right."""

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from embedder.errors import JobError
-from training.config.job import Job
-from training.data.images import Index
+from kinlens.embedder.errors import JobError
+from kinlens.training.config.job import Job
+from kinlens.training.data.images import Index
 
 Numbers = NDArray[np.int64]
 

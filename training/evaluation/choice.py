@@ -22,17 +22,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from embedder.errors import CheckpointError, JobError
-from training.checkpoint import BEST, FILE, START, Checkpoint, load_checkpoint, save_checkpoint
-from training.config.job import Job
-from training.data.protocol import with_protocol
-from training.data.records import FEWEST, Split
-from training.data.samplers import BatchSampler
-from training.device import choose_device
-from training.distributed import is_main, rank, wait_for_all, world
-from training.evaluation.evaluate import embed, pooled, through_head
-from training.evaluation.retrieval import GAIN, gain, retrieval
-from training.folder import UNTRAINED, changes, replace_json
+from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.training.checkpoint import (
+    BEST,
+    FILE,
+    START,
+    Checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from kinlens.training.config.job import Job
+from kinlens.training.data.protocol import with_protocol
+from kinlens.training.data.records import FEWEST, Split
+from kinlens.training.data.samplers import BatchSampler
+from kinlens.training.device import choose_device
+from kinlens.training.distributed import is_main, rank, wait_for_all, world
+from kinlens.training.evaluation.evaluate import embed, pooled, through_head
+from kinlens.training.evaluation.retrieval import GAIN, gain, retrieval
+from kinlens.training.folder import UNTRAINED, changes, replace_json
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Points between the weights at the start (0) and those of the last epoch (1)."""

@@ -8,7 +8,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.metrics import normalized_mutual_info_score
 from sklearn.metrics.cluster import pair_confusion_matrix
 
-from training.evaluation.retrieval import Labels, Vectors, checked
+from kinlens.training.evaluation.retrieval import Labels, Vectors, checked
 
 MOST_CLASSES_FOR_PLUS_PLUS = 2000
 """With more classes, choosing the first centres one after the other takes longer than k-means."""

@@ -8,27 +8,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset
 
-from embedder.manifest import Preprocessing
-from embedder.session import Embed
-from embedder.types import Embeddings, Images
-from training.config.job import Job
-from training.config.settings import Runtime
-from training.data.features import pooled_views
-from training.data.images import EvaluationImages, batches, build_loader
-from training.data.records import LabelledImages, labels_in
-from training.device import choose_device
-from training.distributed import gather_objects, is_main, local_world, main_first, rank, world
-from training.evaluation.clustering import clustering
-from training.evaluation.retrieval import (
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.types import Embed, Embeddings, Images
+from kinlens.training.config.job import Job
+from kinlens.training.config.settings import Runtime
+from kinlens.training.data.features import pooled_views
+from kinlens.training.data.images import EvaluationImages, batches, build_loader
+from kinlens.training.data.records import LabelledImages, labels_in
+from kinlens.training.device import choose_device
+from kinlens.training.distributed import (
+    gather_objects,
+    is_main,
+    local_world,
+    main_first,
+    rank,
+    world,
+)
+from kinlens.training.evaluation.clustering import clustering
+from kinlens.training.evaluation.retrieval import (
     Labels,
     Retrieval,
     Vectors,
     gain,
     retrieval,
 )
-from training.evaluation.structure import structure
-from training.models.embedding import EmbeddingNet, evaluating
-from training.regularizers.determinant import local_lipschitz
+from kinlens.training.evaluation.structure import structure
+from kinlens.training.models.embedding import EmbeddingNet, evaluating
+from kinlens.training.regularizers.determinant import local_lipschitz
 
 OnBatch = Callable[[int], None]
 """Told how many images were just embedded."""

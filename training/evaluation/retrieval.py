@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from embedder.errors import DatasetError, EvaluationError
-from training.data.records import LabelledImages, labels_in
+from kinlens.embedder.errors import DatasetError, EvaluationError
+from kinlens.training.data.records import LabelledImages, labels_in
 
 Vectors = NDArray[np.float32] | Tensor
 Labels = NDArray[np.int64]

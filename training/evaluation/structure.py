@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from embedder.errors import DatasetError
-from training.evaluation.retrieval import SCORES, Labels, Vectors, checked, full_precision
+from kinlens.embedder.errors import DatasetError
+from kinlens.training.evaluation.retrieval import SCORES, Labels, Vectors, checked, full_precision
 
 _ROWS = 4096
 _SMALLEST_DISTANCE = 1e-8

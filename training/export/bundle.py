@@ -21,10 +21,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from embedder.bundle import Bundle, VariantFiles, write_bundle
-from embedder.engines.models import SessionSettings, absence, create_session, run_plain
-from embedder.errors import BundleError, CalibrationError, ExportError
-from embedder.manifest import (
+from kinlens.embedder.bundle import Bundle, VariantFiles, write_bundle
+from kinlens.embedder.engines.models import SessionSettings, absence, create_session, run_plain
+from kinlens.embedder.errors import BundleError, CalibrationError, ExportError
+from kinlens.embedder.manifest import (
     Baseline,
     BundleManifest,
     Comparison,
@@ -40,21 +40,21 @@ from embedder.manifest import (
     Preprocessing,
     Variant,
 )
-from embedder.preprocess import preprocess
-from embedder.session import Embed, OnnxEmbedder
-from embedder.types import Embeddings, Images
-from training.checkpoint import Checkpoint
-from training.config.job import Job, parse_job
-from training.config.settings import Input, Model, Runtime
-from training.data.records import LabelledImages, Split
-from training.evaluation.evaluate import OnBatch, embed_with
-from training.evaluation.retrieval import Retrieval, queries_in, retrieval
-from training.export.calibration import fit_calibration
-from training.export.map import EmbeddingMap, check_map
-from training.export.precisions import Candidate, compare, make_candidate, make_file
-from training.models.embedding import EmbeddingNet, torch_embed
-from training.models.from_bundle import new_network
-from training.rendered.catalogue import render_view
+from kinlens.embedder.preprocess import preprocess
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.embedder.types import Embed, Embeddings, Images
+from kinlens.training.checkpoint import Checkpoint
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.settings import Input, Model, Runtime
+from kinlens.training.data.records import LabelledImages, Split
+from kinlens.training.evaluation.evaluate import OnBatch, embed_with
+from kinlens.training.evaluation.retrieval import Retrieval, queries_in, retrieval
+from kinlens.training.export.calibration import fit_calibration
+from kinlens.training.export.map import EmbeddingMap, check_map
+from kinlens.training.export.precisions import Candidate, compare, make_candidate, make_file
+from kinlens.training.models.embedding import EmbeddingNet, torch_embed
+from kinlens.training.models.from_bundle import new_network
+from kinlens.training.rendered.catalogue import render_view
 
 PARITY_BATCHES = (1, 3, 8, 13)
 """Batch sizes at which torch and ONNX are compared; the graph is traced with none of them."""

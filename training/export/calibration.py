@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.calibration import (
+from kinlens.embedder.calibration import (
     CANDIDATES,
     Calibration,
     Searches,
@@ -17,9 +17,9 @@ from embedder.calibration import (
     ViewsCurve,
     fit_curve,
 )
-from embedder.errors import CalibrationError
-from embedder.manifest import HeldOutSplit
-from embedder.types import Embeddings
+from kinlens.embedder.errors import CalibrationError
+from kinlens.embedder.manifest import HeldOutSplit
+from kinlens.embedder.types import Embeddings
 
 FALSE_MATCHES = (0.01, 0.05, 0.10)
 NEIGHBOURS = 10
@@ -50,7 +50,7 @@ Numbers = NDArray[np.float64]
 def fit_calibration(
     embeddings: Embeddings, labels: Labels, split: HeldOutSplit, seed: int = 0
 ) -> Calibration:
-    r"""Fit the curves that `embedder.calibration.Curve` writes out, and the thresholds.
+    r"""Fit the curves that `kinlens.embedder.calibration.Curve` writes out, and the thresholds.
 
     **Reading**: a curve is about galleries with one number of images for each product. One is
     fitted for each of `VIEWS`, on galleries that hold so many images of each class, of all classes,

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from embedder.engines.models import SessionSettings, create_session
-from embedder.manifest import Preprocessing
-from embedder.types import Images
-from training.data.images import EvaluationImages
-from training.data.records import LabelledImages
-from training.export.trunk import trunk_nodes
+from kinlens.embedder.engines.models import SessionSettings, create_session
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.types import Images
+from kinlens.training.data.images import EvaluationImages
+from kinlens.training.data.records import LabelledImages
+from kinlens.training.export.trunk import trunk_nodes
 
 _BATCH = 8
 _INT8 = "Add AveragePool Clip Concat Conv Gemm GlobalAveragePool MatMul MaxPool Relu"
@@ -54,7 +54,7 @@ def quantize_int8(model: Path, images: Images, out: Path) -> None:
 
     Raises: ExportError if the graph has no trunk.
     """
-    # Here, after `embedder.engines.models` has turned the telemetry of onnxruntime off.
+    # Here, after `kinlens.embedder.engines.models` has turned the telemetry of onnxruntime off.
     from onnxruntime.quantization import QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embedder.errors import ExportError
-from embedder.manifest import MapFile
-from embedder.types import Embeddings, Images, Maps
-from training.flows import Coupling
-from training.models.embedding import (
+from kinlens.embedder.errors import ExportError
+from kinlens.embedder.manifest import MapFile
+from kinlens.embedder.types import Embeddings, Images, Maps
+from kinlens.training.flows import Coupling
+from kinlens.training.models.embedding import (
     MIN_ACTIVATION,
     MIN_EXPONENT,
     EmbeddingNet,

@@ -17,17 +17,17 @@ import pandas as pd
 from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
-from embedder.bundle import Bundle
-from embedder.engines.models import SessionSettings, load
-from embedder.errors import BundleError, ExportError
-from embedder.manifest import Comparison, FilePrecision, HeldOut, Mode
-from embedder.preprocess import ImageLimits
-from embedder.session import OnnxEmbedder, golden_fault
-from embedder.types import Embeddings, Images
-from training.data.records import LabelledImages
-from training.evaluation.retrieval import Retrieval, retrieval
-from training.export.int8 import quantize_int8, range_images
-from training.export.trunk import trunk_nodes
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.engines.models import SessionSettings, load
+from kinlens.embedder.errors import BundleError, ExportError
+from kinlens.embedder.manifest import Comparison, FilePrecision, HeldOut, Mode
+from kinlens.embedder.preprocess import ImageLimits
+from kinlens.embedder.session import OnnxEmbedder, golden_fault
+from kinlens.embedder.types import Embeddings, Images
+from kinlens.training.data.records import LabelledImages
+from kinlens.training.evaluation.retrieval import Retrieval, retrieval
+from kinlens.training.export.int8 import quantize_int8, range_images
+from kinlens.training.export.trunk import trunk_nodes
 
 MAX_RECALL_LOSS = 0.5
 """Points of R@1 that a precision may lose; more, if chance explains it."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import onnx
 from onnx import NodeProto, numpy_helper
 
-from embedder.errors import ExportError
+from kinlens.embedder.errors import ExportError
 
 _TRUNK = "trunk."
 _POINTWISE = "Add Clip Concat Elu Gelu HardSigmoid HardSwish LeakyRelu Mul PRelu Relu Sigmoid"

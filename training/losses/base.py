@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embedder.errors import TrainingError
+from kinlens.embedder.errors import TrainingError
 
 
 class MetricLoss(nn.Module):
@@ -80,7 +80,7 @@ class ProxyLoss(MetricLoss):
 def check_labels(labels: Tensor, classes: int) -> None:
     """Refuse labels that are not class numbers; on the CPU only, where looking costs no wait.
 
-    On a GPU the losses trust them: `training.trainer.fit` checks all of a run's, once.
+    On a GPU the losses trust them: `kinlens.training.trainer.fit` checks all of a run's, once.
 
     Raises: TrainingError.
     """

@@ -2,7 +2,8 @@
 Multi-Similarity and N-pair.
 
 Over cosines S (B, B), with P_i and N_i the positives and negatives of anchor i that `mining` keeps:
-"all", or the "hard" ones of `training.miners.hard_pairs`, within `epsilon` of the hardest opposite.
+"all", or the "hard" ones of `kinlens.training.miners.hard_pairs`, within `epsilon` of the hardest
+opposite.
 """
 
 from typing import Literal
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.fields import Cosine, NotNegative, Positive
-from training.losses.base import MetricLoss, log_1p_sum_exp, log_sum_exp
-from training.miners import Pairs, all_pairs, hard_pairs
+from kinlens.training.fields import Cosine, NotNegative, Positive
+from kinlens.training.losses.base import MetricLoss, log_1p_sum_exp, log_sum_exp
+from kinlens.training.miners import Pairs, all_pairs, hard_pairs
 
 Mining = Literal["all", "hard"]
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from training.fields import Positive
-from training.losses.base import ProxyLoss, log_1p_sum_exp
+from kinlens.training.fields import Positive
+from kinlens.training.losses.base import ProxyLoss, log_1p_sum_exp
 
 CHUNK = 2048
 

@@ -6,22 +6,22 @@ The constructor of a loss says which options a job may set: all its parameters b
 
 import inspect
 
-from training.fields import Section
-from training.losses.base import MetricLoss, ProxyLoss
-from training.losses.pairs import (
+from kinlens.training.fields import Section
+from kinlens.training.losses.base import MetricLoss, ProxyLoss
+from kinlens.training.losses.pairs import (
     BinomialDevianceLoss,
     ContrastiveLoss,
     LiftedStructureLoss,
     MultiSimilarityLoss,
     NPairLoss,
 )
-from training.losses.proxy_anchor import (
+from kinlens.training.losses.proxy_anchor import (
     BatchProxySeparationLoss,
     ProxyAnchorLoss,
     ProxySeparationLoss,
 )
-from training.losses.softmax import ArcFaceLoss, ProxyNCALoss, SoftTripleLoss
-from training.losses.triplet import MarginLoss, TripletLoss
+from kinlens.training.losses.softmax import ArcFaceLoss, ProxyNCALoss, SoftTripleLoss
+from kinlens.training.losses.triplet import MarginLoss, TripletLoss
 
 LOSSES: dict[str, type[MetricLoss]] = {
     "contrastive": ContrastiveLoss,

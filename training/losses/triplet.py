@@ -7,9 +7,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.fields import NotNegative, Positive
-from training.losses.base import MetricLoss, check_labels
-from training.miners import Triplets, all_pairs, batch_hard, distance_weighted, semi_hard
+from kinlens.training.fields import NotNegative, Positive
+from kinlens.training.losses.base import MetricLoss, check_labels
+from kinlens.training.miners import Triplets, all_pairs, batch_hard, distance_weighted, semi_hard
 
 
 class TripletLoss(MetricLoss):

@@ -10,11 +10,11 @@ import torchvision.models as tv
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from embedder.errors import CheckpointError, JobError
-from training.config.settings import TIMM
-from training.models.bn_inception import CHANNELS, BNInception
-from training.models.timm_trunk import TimmTrunk, build_timm_trunk
-from training.models.weights import State, load_weights, read_weights
+from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.training.config.settings import TIMM
+from kinlens.training.models.bn_inception import CHANNELS, BNInception
+from kinlens.training.models.timm_trunk import TimmTrunk, build_timm_trunk
+from kinlens.training.models.weights import State, load_weights, read_weights
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 _MAX_FOLDING_DIFFERENCE = 1e-3  # of the largest activation

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embedder.errors import JobError
-from embedder.types import Embeddings, Images
-from training.config.settings import Determinant, Model, Pooling
-from training.flows import NICE, FlowOutput, RealNVP, build_flow
-from training.models.backbones import (
+from kinlens.embedder.errors import JobError
+from kinlens.embedder.types import Embeddings, Images
+from kinlens.training.config.settings import Determinant, Model, Pooling
+from kinlens.training.flows import NICE, FlowOutput, RealNVP, build_flow
+from kinlens.training.models.backbones import (
     BATCH_NORMS,
     build_trunk,
     channels_of,
     fold_batch_norm,
     normalization_of,
 )
-from training.models.timm_trunk import TimmTrunk
+from kinlens.training.models.timm_trunk import TimmTrunk
 
 GEM_START = 3.0
 MIN_EXPONENT = 0.1

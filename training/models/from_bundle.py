@@ -8,13 +8,13 @@ import onnx
 import torch
 from torch import nn
 
-from embedder.bundle import MANIFEST, Bundle
-from embedder.errors import CheckpointError
-from training.config.job import Job, expand_path, parse_job
-from training.config.settings import Model
-from training.models.backbones import BATCH_NORMS, layers_of
-from training.models.embedding import EmbeddingNet, torch_embed
-from training.models.weights import State
+from kinlens.embedder.bundle import MANIFEST, Bundle
+from kinlens.embedder.errors import CheckpointError
+from kinlens.training.config.job import Job, expand_path, parse_job
+from kinlens.training.config.settings import Model
+from kinlens.training.models.backbones import BATCH_NORMS, layers_of
+from kinlens.training.models.embedding import EmbeddingNet, torch_embed
+from kinlens.training.models.weights import State
 
 MAX_DIFFERENCE = 1e-3
 """Of a coordinate of the golden vectors: what another order of sums makes is a tenth of that."""

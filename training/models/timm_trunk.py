@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embedder.errors import CheckpointError, JobError
-from training.config.settings import TIMM
-from training.models.weights import State, load_weights, read_weights
+from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.training.config.settings import TIMM
+from kinlens.training.models.weights import State, load_weights, read_weights
 
 _DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from embedder.errors import CheckpointError
-from training.config.job import expand_path
+from kinlens.embedder.errors import CheckpointError
+from kinlens.training.config.job import expand_path
 
 State = dict[str, Tensor]
 

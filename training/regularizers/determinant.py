@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.config.settings import Determinant
-from training.flows import FlowOutput, build_flow
+from kinlens.training.config.settings import Determinant
+from kinlens.training.flows import FlowOutput, build_flow
 
 
 class DuelOutput(NamedTuple):

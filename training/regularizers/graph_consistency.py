@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from training.config.settings import GraphConsistency
+from kinlens.training.config.settings import GraphConsistency
 
 
 def graph_consistency(first: Tensor, second: Tensor, settings: GraphConsistency) -> Tensor:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from training.config.settings import NonIsotropy
-from training.flows import ConditionalGlow, FlowOutput
+from kinlens.training.config.settings import NonIsotropy
+from kinlens.training.flows import ConditionalGlow, FlowOutput
 
 LARGEST_EXPONENT = 30.0
 

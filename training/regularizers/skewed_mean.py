@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.config.settings import SkewedMean
+from kinlens.training.config.settings import SkewedMean
 
 _ENERGIES = {"uniform_face": 1, "mhe0": 0, "mhe1": 1, "mhe2": 2}
 _SMALLEST_DISTANCE = 1e-3  # nearer centres do not push, where the formulas have infinite gradients

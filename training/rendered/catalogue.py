@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
-from embedder.errors import DatasetError
-from training.config.settings import RenderedData
-from training.rendered.painting import PATTERNS, Canvas, Colour, Plane, Skin
-from training.rendered.shapes import SHAPES
+from kinlens.embedder.errors import DatasetError
+from kinlens.training.config.settings import RenderedData
+from kinlens.training.rendered.painting import PATTERNS, Canvas, Colour, Plane, Skin
+from kinlens.training.rendered.shapes import SHAPES
 
 _DRAWING = 1  # raised whenever the same numbers give other pixels
 _FILE = "catalogue.json"

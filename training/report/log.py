@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from embedder.errors import JobError
+from kinlens.embedder.errors import JobError
 
 console = Console(stderr=True, highlight=False)
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from training.config.job import Job
-from training.data.records import Split
-from training.evaluation.retrieval import GAIN, queries_in, with_interval
-from training.folder import UNTRAINED, Result
-from training.regularizers.shares import LEAST, WIDEST
-from training.state import VALIDATION, Row
+from kinlens.training.config.job import Job
+from kinlens.training.data.records import Split
+from kinlens.training.evaluation.retrieval import GAIN, queries_in, with_interval
+from kinlens.training.folder import UNTRAINED, Result
+from kinlens.training.regularizers.shares import LEAST, WIDEST
+from kinlens.training.state import VALIDATION, Row
 
 CHOSEN_BY = {
     "last": "the model of a run is that of its last epoch; no epoch was chosen by its test recall",

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from embedder.errors import CheckpointError
-from training.config.job import Job
-from training.data.feedback import sentences
-from training.data.records import Split
-from training.distributed import world
-from training.evaluation.retrieval import GAIN
-from training.folder import RESULT, Result, read_result, replace_text
-from training.regularizers.shares import LEAST
-from training.report.notices import CHOSEN_BY, after_epoch, did_it_help
-from training.report.tables import plain, table
-from training.state import Row, on_validation
+from kinlens.embedder.errors import CheckpointError
+from kinlens.training.config.job import Job
+from kinlens.training.data.feedback import sentences
+from kinlens.training.data.records import Split
+from kinlens.training.distributed import world
+from kinlens.training.evaluation.retrieval import GAIN
+from kinlens.training.folder import RESULT, Result, read_result, replace_text
+from kinlens.training.regularizers.shares import LEAST
+from kinlens.training.report.notices import CHOSEN_BY, after_epoch, did_it_help
+from kinlens.training.report.tables import plain, table
+from kinlens.training.state import Row, on_validation
 
 Rows = Sequence[Row]
 

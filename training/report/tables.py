@@ -16,10 +16,10 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from embedder.errors import CheckpointError, JobError
-from training.evaluation.retrieval import GAIN, with_interval
-from training.folder import RESULT, Result, read_result, replace_text, settings
-from training.state import OF_TERMS, on_validation
+from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.training.evaluation.retrieval import GAIN, with_interval
+from kinlens.training.folder import RESULT, Result, read_result, replace_text, settings
+from kinlens.training.state import OF_TERMS, on_validation
 
 _SEED = re.compile(r"seed-\d+")
 _FIGURES = ("MAP@R", "NMI", "uniformity", "density", "spectral_decay")

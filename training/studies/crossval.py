@@ -7,14 +7,14 @@ from typing import Any
 
 import pandas as pd
 
-from training.config.job import Job, parse_job
-from training.data.protocol import folds
-from training.data.records import Split
-from training.folder import Result, finished_result, replace_json, replace_text, stamp
-from training.report.notices import CHOSEN_BY
-from training.report.tables import table
-from training.runner import run_job
-from training.trainer import Listener
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.data.protocol import folds
+from kinlens.training.data.records import Split
+from kinlens.training.folder import Result, finished_result, replace_json, replace_text, stamp
+from kinlens.training.report.notices import CHOSEN_BY
+from kinlens.training.report.tables import table
+from kinlens.training.runner import run_job
+from kinlens.training.trainer import Listener
 
 Runner = Callable[[Job, Split, Path, Listener], Result]
 

@@ -21,16 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from embedder.errors import JobError, TrainingError
-from training.config.job import Job, job_toml, parse_job
-from training.config.layers import read_file
-from training.data.protocol import hold_out, without_test
-from training.data.records import Split
-from training.folder import replace_json, replace_text, stamp
-from training.report.tables import plain, table
-from training.runner import run_job
-from training.studies.crossval import Runner
-from training.trainer import Listener
+from kinlens.embedder.errors import JobError, TrainingError
+from kinlens.training.config.job import Job, job_toml, parse_job
+from kinlens.training.config.layers import read_file
+from kinlens.training.data.protocol import hold_out, without_test
+from kinlens.training.data.records import Split
+from kinlens.training.folder import replace_json, replace_text, stamp
+from kinlens.training.report.tables import plain, table
+from kinlens.training.runner import run_job
+from kinlens.training.studies.crossval import Runner
+from kinlens.training.trainer import Listener
 
 Space = Mapping[str, Mapping[str, Any]]
 """A range or the values of each setting, by its dotted name, in the words of its file."""

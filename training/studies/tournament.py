@@ -32,13 +32,13 @@ from pydantic import (
     model_validator,
 )
 
-from embedder.errors import JobError
-from training.config.job import Job, apply_override, job_toml, load_job, parse_job
-from training.config.layers import lay_over, read_file
-from training.config.settings import CHOOSE_BY_TEST
-from training.folder import Result, alone_in, finished_result, is_begun, replace_text
-from training.report.notices import CHOSEN_BY
-from training.report.tables import Study, methods, plain, record, table
+from kinlens.embedder.errors import JobError
+from kinlens.training.config.job import Job, apply_override, job_toml, load_job, parse_job
+from kinlens.training.config.layers import lay_over, read_file
+from kinlens.training.config.settings import CHOOSE_BY_TEST
+from kinlens.training.folder import Result, alone_in, finished_result, is_begun, replace_text
+from kinlens.training.report.notices import CHOSEN_BY
+from kinlens.training.report.tables import Study, methods, plain, record, table
 
 _AXES = ("loss", "regularizer", "backbone", "dim", "seed")
 _FAILURE, _OUTPUT = "failure.txt", "output.log"
@@ -314,7 +314,7 @@ def run_in_process(job: Job, folder: Path) -> str | None:
 
 def command(job: Job, folder: Path) -> list[str]:
     """The command line of a run."""
-    words = [sys.executable, "-m", "training", "fit", str(folder / "job.toml")]
+    words = [sys.executable, "-m", "kinlens.training", "fit", str(folder / "job.toml")]
     words += ["--out", str(folder)]
     words += ["--resume"] if is_begun(folder) else []
     return words + ([CHOOSE_BY_TEST] if job.protocol.choose_by == "test" else [])

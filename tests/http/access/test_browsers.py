@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.settings import Settings
+from kinlens.service.settings import Settings
 from tests.support.shops import assert_problem
 
 

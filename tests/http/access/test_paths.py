@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 from starlette.responses import Response
 
-from embedder.fake import FakeEmbedder
-from service.app import create_app
-from service.settings import Settings
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 from tests.support.seams import KeyStore, RouteTable
 from tests.support.servers import DEFAULTS, Running, run
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import structlog
 
-from embedder.errors import RateLimitedError
+from kinlens.embedder.errors import RateLimitedError
 from tests.support.seams import (
     FIRST,
     Account,

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import structlog
 
-from embedder.bundle import Bundle
+from kinlens.embedder.bundle import Bundle
 from tests.support.own_process import own_process
 from tests.support.seams import KeyStore, RouteTable
 from tests.support.servers import Running, StartService

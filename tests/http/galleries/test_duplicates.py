@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from indexer.checks.duplicates import NearDuplicates
-from indexer.gallery import Gallery
-from indexer.types import Progress
-from service.api import duplicates
-from service.client import Kinlens
+from kinlens.client import Client
+from kinlens.indexer.checks.duplicates import NearDuplicates
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Progress
+from kinlens.service.api import duplicates
 from tests.support.shops import Shop, assert_problem, start_shop
 from tests.tiny import encoded, picture
 
@@ -61,7 +61,7 @@ def test_groups_are_found_by_the_gallery_or_by_a_score(twins: Shop) -> None:
 def test_the_client_asks_for_them_and_for_searches_without_them(
     twins: Shop, data: list[bytes]
 ) -> None:
-    with Kinlens(twins.running.url) as client:
+    with Client(twins.running.url) as client:
         answer = client.duplicates(twins.name, min_score=0.95, limit=1)
         assert [item.key for item in answer.groups[0]] == ["k0", "k0 again"]
         hits = client.search(data[1], gallery=twins.name, distinct="near").hits

@@ -15,16 +15,16 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from embedder.bundle import Bundle
-from embedder.fake import FakeEmbedder
-from embedder.session import OnnxEmbedder
-from indexer.gallery import Gallery
-from indexer.ingest.build import build_gallery
-from indexer.ingest.sources import folder_source
-from service.__main__ import app
-from service.app import create_app
-from service.commands import options
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.build import build_gallery
+from kinlens.indexer.ingest.sources import folder_source
+from kinlens.service.__main__ import app
+from kinlens.service.app import create_app
+from kinlens.service.commands import options
+from kinlens.service.settings import Settings
 from tests.support.own_process import ROOT, own_process
 from tests.support.seams import publish
 from tests.support.servers import DEFAULTS, Running, run
@@ -213,7 +213,7 @@ def test_a_follower_that_is_killed_goes_on_at_its_next_start(
         "state": tmp_path / "state",
         "workers": 2,
     }
-    command = [sys.executable, "-m", "indexer", "publish", tmp_path / "shop"]
+    command = [sys.executable, "-m", "kinlens.indexer", "publish", tmp_path / "shop"]
     command += [f"file://{tmp_path}/published", "--every", "100ms"]
     with closing(Gallery.open(tmp_path / "shop")) as writer:
         with (

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from embedder.errors import GalleryCorruptError
-from embedder.fake import FakeEmbedder
-from indexer.gallery import Gallery
-from indexer.ingest.build import build_gallery
-from indexer.ingest.sources import folder_source
+from kinlens.embedder.errors import GalleryCorruptError
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.build import build_gallery
+from kinlens.indexer.ingest.sources import folder_source
 from tests.support.seams import Locations
 from tests.support.servers import WAIT_S
 from tests.support.shops import assert_problem, make_gallery, start_shop

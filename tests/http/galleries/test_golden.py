@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from indexer.gallery import Gallery
-from indexer.golden import GoldenSet, Label, NewQuery
-from service.client import Kinlens
-from service.client_errors import InvalidError, NotFoundError
+from kinlens.client import Client
+from kinlens.errors import InvalidError, NotFoundError
+from kinlens.golden import Label
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.golden import GoldenSet, NewQuery
 from tests.support.servers import WAIT_S, GatedEmbedder
 from tests.support.shops import Shop, assert_problem, sha256, start_shop
 from tests.tiny import encoded, picture
@@ -37,7 +38,7 @@ def photo(seed: int) -> bytes:
 
 
 def test_queries_are_labelled_run_kept_and_removed(stocked: Shop, data: list[bytes]) -> None:
-    with Kinlens(stocked.running.url) as client:
+    with Client(stocked.running.url) as client:
         made = client.add_golden(stocked.name, photo(0), keys=["k0", "k2"], name="shelf.jpg")
         assert (made.sha256, made.keys, made.name) == (
             sha256(photo(0)),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from embedder.bundle import Bundle
-from indexer.gallery import Gallery
-from indexer.index import gpu
-from service.__main__ import app
+from kinlens.embedder.bundle import Bundle
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index import gpu
+from kinlens.service.__main__ import app
 from tests.support.fake_gpu import Device, fake_gpu
 from tests.support.shops import Shop, make_gallery, start_shop
 from tests.support.waiting import until

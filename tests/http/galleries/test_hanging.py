@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from embedder.bundle import Bundle
-from embedder.session import OnnxEmbedder
-from embedder.types import Hit, ItemId
-from indexer.types import Entry, Item
-from service.app import create_app
-from service.galleries.locations import open_gallery
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.embedder.types import Hit, ItemId
+from kinlens.indexer.types import Entry, Item
+from kinlens.service.app import create_app
+from kinlens.service.galleries.locations import open_gallery
+from kinlens.service.settings import Settings
 from tests.support.seams import GalleryManifest, publish_generation
 from tests.support.servers import DEFAULTS, WAIT_S, FakeGallery, GatedEmbedder, Running, run
 from tests.support.shops import assert_problem, sha256
@@ -164,7 +164,7 @@ def test_a_gallery_that_is_deleted_while_it_is_opened_is_closed_and_never_served
             assert gate.wait(WAIT_S)
         return gallery
 
-    monkeypatch.setattr("service.runtime.open_gallery", slow)
+    monkeypatch.setattr("kinlens.service.runtime.open_gallery", slow)
     folder = mall.folder / "state" / "galleries" / "late"
     publish(folder, mall.embedder, 0)  # by another process
     assert opened.wait(WAIT_S)
@@ -205,7 +205,7 @@ def test_the_list_names_a_gallery_that_hangs_and_asks_it_once(
     galleries = {"hung": type(gallery)(embedder, pictures[:2], name="hung"), "shop": gallery}
     service = start_service(galleries=galleries)
     monkeypatch.setattr(galleries["hung"], "__class__", Hanging)
-    monkeypatch.setattr("service.galleries.registry._LOCATION_S", 0.5)
+    monkeypatch.setattr("kinlens.service.galleries.registry._LOCATION_S", 0.5)
     try:
         for _ in range(4):  # more often than there are threads for files
             listed = service.client.get("/galleries")

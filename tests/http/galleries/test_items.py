@@ -7,12 +7,12 @@ from urllib.parse import quote
 
 import pytest
 
-from embedder.fake import FakeEmbedder
-from indexer.gallery import Gallery, delete_gallery
-from service.api.items import MAX_KEYS
-from service.galleries.items import MAX_ATTRIBUTES
-from service.galleries.pictures import PictureFolder
-from service.galleries.renditions import SIDES_PX
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.gallery import Gallery, delete_gallery
+from kinlens.service.api.items import MAX_KEYS
+from kinlens.service.galleries.items import MAX_ATTRIBUTES
+from kinlens.service.galleries.pictures import PictureFolder
+from kinlens.service.galleries.renditions import SIDES_PX
 from tests.support.seams import GalleryFolder, adopt
 from tests.support.servers import GatedEmbedder
 from tests.support.shops import Shop, assert_problem, base64_of, sha256, start_shop

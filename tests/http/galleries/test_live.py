@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from embedder.fake import FakeEmbedder
-from indexer.gallery import Gallery
-from indexer.ingest.build import build_gallery
-from indexer.ingest.sources import folder_source
-from service.app import create_app
-from service.settings import Settings
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.build import build_gallery
+from kinlens.indexer.ingest.sources import folder_source
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, Running, run
 
 ROOT = Path(__file__).parents[3]
@@ -22,9 +22,9 @@ ATTRIBUTES = {"stock": 1, "price": 1.0, "sale": True, "colour": "grün"}
 WRITER = f"""
 import hashlib, sys
 from pathlib import Path
-from embedder.fake import FakeEmbedder
-from indexer.types import Entry
-from indexer.gallery import Gallery
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.types import Entry
+from kinlens.indexer.gallery import Gallery
 
 embedder = FakeEmbedder()
 

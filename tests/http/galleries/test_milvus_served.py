@@ -9,12 +9,12 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from embedder.bundle import Bundle
-from embedder.fake import FakeEmbedder
-from embedder.session import OnnxEmbedder
-from service.__main__ import app as command
-from service.app import create_app
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.service.__main__ import app as command
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 from tests.support.milvus_server import MilvusServer, started_server
 from tests.support.seams import KeyStore, Limits, MilvusStore
 from tests.support.servers import DEFAULTS, Running, run

@@ -15,12 +15,12 @@ from urllib.parse import quote, urlsplit
 import pytest
 from PIL import Image
 
-from embedder.errors import ImageCostError, OverloadedError
-from embedder.fake import FakeEmbedder
-from embedder.preprocess import MAX_SIDE_PX, ImageLimits
-from indexer.gallery import Gallery
-from indexer.ingest.build import build_gallery
-from indexer.ingest.sources import folder_source
+from kinlens.embedder.errors import ImageCostError, OverloadedError
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.preprocess import MAX_SIDE_PX, ImageLimits
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.build import build_gallery
+from kinlens.indexer.ingest.sources import folder_source
 from tests.support.seams import Renditions
 from tests.support.servers import Running
 from tests.support.shops import PROBLEM, assert_problem, make_gallery, start_shop
@@ -169,7 +169,7 @@ def test_a_disk_that_fails_while_serving_is_503_without_a_word_of_its_paths(
 
     link = first_link(service, pictures[1])
     with monkeypatch.context() as patch:
-        patch.setattr("indexer.pictures.source_bytes", fail)
+        patch.setattr("kinlens.indexer.pictures.source_bytes", fail)
         response = service.client.get(link)
     problem = assert_problem(response, 503, "gallery-unavailable")
     assert int(response.headers["retry-after"]) >= 1
@@ -322,7 +322,7 @@ def test_a_tiff_is_never_decoded_in_the_service_and_made_once(tmp_path, monkeypa
         return await render(*arguments)
 
     monkeypatch.setattr(lanes, "render", counted)
-    for module in ("embedder.preprocess", "indexer.pictures"):
+    for module in ("kinlens.embedder.preprocess", "kinlens.indexer.pictures"):
         monkeypatch.setattr(f"{module}.decode", forbidden)
     shop.put({"k": encoded(picture(3, (3000, 400)), "TIFF")})
     link = shop.link("k")

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from embedder.bundle import Bundle
-from embedder.engines.models import SessionSettings
-from embedder.errors import BundleMismatchError
-from embedder.session import OnnxEmbedder
-from indexer.gallery import Gallery
-from service.app import create_app
-from service.runtime import build_runtime
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import BundleMismatchError
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.gallery import Gallery
+from kinlens.service.app import create_app
+from kinlens.service.runtime import build_runtime
+from kinlens.service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
 from tests.support.servers import DEFAULTS, run
 from tests.support.shops import Shop

@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from embedder.bundle import Bundle
-from embedder.session import OnnxEmbedder
-from indexer.gallery import Gallery
-from indexer.types import Entry
-from service.app import create_app
-from service.runtime import build_runtime
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Entry
+from kinlens.service.app import create_app
+from kinlens.service.runtime import build_runtime
+from kinlens.service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
 from tests.support.seams import Failures, GalleryLocation, GalleryManifest, publish_generation
 from tests.support.servers import DEFAULTS, Running, run
@@ -335,7 +335,7 @@ def test_what_fails_again_is_tried_after_a_pause_that_doubles_up_to_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("service.galleries.registry.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kinlens.service.galleries.registry.time.monotonic", lambda: now[0])
     failures = Failures(lambda _: None)
     location = GalleryLocation("shop", Path("shop"), managed=False, generation="a" * 12)
     pauses = []

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from embedder.errors import GalleryWriteError
-from embedder.fake import FakeEmbedder
-from indexer.gallery import Gallery
+from kinlens.embedder.errors import GalleryWriteError
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.gallery import Gallery
 from tests.support.seams import JobStore, PictureFolder, set_fault_hook
 from tests.support.servers import WAIT_S
 from tests.support.shops import assert_problem, sha256, start_shop

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from embedder.bundle import Bundle
+from kinlens.embedder.bundle import Bundle
 from tests.support.job_shops import JobShop
 from tests.support.seams import JobStore
 

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from embedder.bundle import Bundle
-from embedder.errors import JobConflictError
-from service.app import create_app
-from service.jobs import params
-from service.models import JobModel
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.errors import JobConflictError
+from kinlens.models import JobModel
+from kinlens.service.app import create_app
+from kinlens.service.jobs import params
+from kinlens.service.settings import Settings
 from tests.support.job_shops import JobShop, processes_of
 from tests.support.seams import JobManager, params_of
 from tests.support.servers import Running, StartService, run

@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import structlog
 
-from embedder.errors import JobConflictError
-from service.jobs import manager
-from service.jobs.manager import tidy
+from kinlens.embedder.errors import JobConflictError
+from kinlens.service.jobs import manager
+from kinlens.service.jobs.manager import tidy
 from tests.support.job_shops import JobShop
 from tests.support.seams import Job, JobStore
 from tests.support.waiting import until

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.gallery import Gallery
-from indexer.types import Entry
-from service.jobs.params import Gate
-from service.jobs.rebuild import Verdict, judge
-from service.jobs.train import Seen, seen_by, unseen_in
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Entry
+from kinlens.service.jobs.params import Gate
+from kinlens.service.jobs.rebuild import Verdict, judge
+from kinlens.service.jobs.train import Seen, seen_by, unseen_in
 from tests.support.seams import compare
 
 DIM = 24

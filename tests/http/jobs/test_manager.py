@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from embedder.bundle import Bundle, write_bundle
-from embedder.errors import InvalidParameterError, JobConflictError
-from embedder.manifest import MapFile
-from indexer.golden import GoldenSet, Label, NewQuery
-from indexer.types import Entry
-from service.jobs.manager import LOG_PAGE, tidy
+from kinlens.embedder.bundle import Bundle, write_bundle
+from kinlens.embedder.errors import InvalidParameterError, JobConflictError
+from kinlens.embedder.manifest import MapFile
+from kinlens.golden import Label
+from kinlens.indexer.golden import GoldenSet, NewQuery
+from kinlens.indexer.types import Entry
+from kinlens.service.jobs.manager import LOG_PAGE, tidy
 from tests.support.job_shops import JobShop, processes_of, size_of
 from tests.support.seams import (
     FeedbackStore,
@@ -324,7 +325,7 @@ def test_a_training_that_is_killed_has_failed_with_a_cure_and_goes_on_from_its_c
 def test_cancel_ends_all_processes_and_they_saw_no_setting_and_no_secret(
     slow: JobShop, monkeypatch: pytest.MonkeyPatch, processes: str
 ) -> None:
-    monkeypatch.setattr("service.jobs.manager._PROCESSES", Path(processes))
+    monkeypatch.setattr("kinlens.service.jobs.manager._PROCESSES", Path(processes))
     monkeypatch.setenv("KINLENS_REDIS_URL", "redis://:hunter2@127.0.0.1/0")
     before, version = slow.content(), slow.gallery().version
     job = in_command(slow.start("train"))

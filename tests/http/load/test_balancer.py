@@ -9,8 +9,8 @@ import httpx
 import pytest
 import structlog
 
-from service.app import create_app
-from service.settings import Settings
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 from tests.support.proxies import started
 from tests.support.servers import (
     DEFAULTS,

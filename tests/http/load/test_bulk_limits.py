@@ -5,8 +5,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from embedder.fake import FakeEmbedder
-from embedder.types import Embeddings, Images
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.types import Embeddings, Images
 from tests.support.shops import base64_of, start_shop
 from tests.support.waiting import until
 from tests.tiny import encoded, picture

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from embedder.errors import DeadlineExceededError
-from indexer.types import SearchOptions
-from service.app import create_app
-from service.settings import Settings
+from kinlens.embedder.errors import DeadlineExceededError
+from kinlens.indexer.types import SearchOptions
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, FakeGallery, GatedEmbedder, Running, run
 from tests.support.shops import assert_problem
 from tests.support.waiting import until

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.api import requests
+from kinlens.service.api import requests
 from tests.support.shops import Shop, base64_of, start_shop
 
 TEXT = f"price in ({','.join(['1'] * 800)})"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import structlog
 
-from service.app import create_app
-from service.http.gate import RULES, bounds_of
-from service.http.server import config_of
-from service.settings import Settings
+from kinlens.service.app import create_app
+from kinlens.service.http.gate import RULES, bounds_of
+from kinlens.service.http.server import config_of
+from kinlens.service.settings import Settings
 from tests.support.proxies import CADDY, HOST, NGINX, Proxy, started
 from tests.support.servers import DEFAULTS, FakeGallery, GatedEmbedder, Running, run
 from tests.support.waiting import until

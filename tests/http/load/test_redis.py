@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import redis
 
-from embedder.fake import FakeEmbedder
+from kinlens.embedder.fake import FakeEmbedder
 from tests.support.seams import KeyStore, Limits
 
 pytestmark = pytest.mark.redis

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from embedder.bundle import Bundle
+from kinlens.embedder.bundle import Bundle
 from tests.support.own_process import OwnProcess, own_process
 from tests.support.proxies import CHECK_MS, HOST, OPTIONS, Proxy, started
 from tests.support.servers import WAIT_S, free_port

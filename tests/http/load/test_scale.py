@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
-from embedder.bundle import Bundle
-from embedder.session import OnnxEmbedder
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.session import OnnxEmbedder
 from tests.support.milvus_server import MilvusServer, started_server
 from tests.support.own_process import OwnProcess, own_process
 from tests.support.seams import MilvusStore

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.http.server import Server, address_of, config_of, listen, reserve
+from kinlens.service.http.server import Server, address_of, config_of, listen, reserve
 from tests.support.waiting import until
 
 CLIENTS = 100

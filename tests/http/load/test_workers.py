@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from embedder.bundle import Bundle
-from service.app import create_app
-from service.settings import Settings
+from kinlens.embedder.bundle import Bundle
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 from tests.support.seams import Workers
 from tests.support.servers import Running, run
 from tests.support.waiting import until

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from embedder.bundle import Bundle
+from kinlens.embedder.bundle import Bundle
 from tests.support.own_process import own_process
 from tests.support.waiting import until
 from tests.tiny import encoded, picture

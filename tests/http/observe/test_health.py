@@ -11,12 +11,12 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from embedder import errors
-from embedder.errors import BundleMismatchError, KinlensError
-from embedder.fake import FakeEmbedder
-from service.app import create_app
-from service.problems import from_error, kind_of
-from service.settings import Settings
+from kinlens.embedder import errors
+from kinlens.embedder.errors import BundleMismatchError, KinlensError
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.service.app import create_app
+from kinlens.service.problems import from_error, kind_of
+from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, run
 
 
@@ -47,7 +47,7 @@ def test_readiness_really_embeds_and_searches_every_gallery_at_most_once_a_secon
             assert service.client.get("/ready").status_code == 200
         assert len(embedder.batches) == embedded + checks
         assert (gallery.searches, other.searches) == (checks, checks)
-        monkeypatch.setattr("service.concurrency.time.monotonic", lambda: clock() + 1.0)
+        monkeypatch.setattr("kinlens.service.concurrency.time.monotonic", lambda: clock() + 1.0)
 
 
 def test_a_model_that_wants_to_exit_costs_its_search_alone(
@@ -128,7 +128,7 @@ def test_a_gallery_that_hangs_costs_one_thread_and_no_verdict_or_metric_of_the_o
     service = start_service(galleries=galleries, ready_timeout_ms=300)
     monkeypatch.setattr(galleries["hung"], "__class__", Hanging)
     clock, later = time.monotonic, 0.0
-    monkeypatch.setattr("service.concurrency.time.monotonic", lambda: clock() + later)
+    monkeypatch.setattr("kinlens.service.concurrency.time.monotonic", lambda: clock() + later)
     with structlog.testing.capture_logs() as events:
         for _ in range(4):  # more often than there are threads for lookups
             response = service.client.get("/ready")

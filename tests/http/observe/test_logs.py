@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from service.observe.logs import Repeats, masked
+from kinlens.service.observe.logs import Repeats, masked
 
 ROOT = Path(__file__).parents[3]
 SAY = """
 import asyncio, logging, sys, warnings
 import structlog, uvicorn
-from service.observe.logs import configure_logs
+from kinlens.service.observe.logs import configure_logs
 
 configure_logs(sys.argv[1])
 log = structlog.get_logger()
@@ -69,7 +69,7 @@ def test_the_level_leaves_out_what_is_less_important() -> None:
 MANY = """
 import sys, time
 import structlog
-from service.observe.logs import configure_logs
+from kinlens.service.observe.logs import configure_logs
 
 configure_logs("info")
 started = time.monotonic()
@@ -111,7 +111,7 @@ def test_a_reader_of_the_log_that_hangs_holds_up_nobody_and_learns_what_it_misse
 COUNTED = """
 import json, logging, sys
 import structlog
-from service.observe.logs import configure_logs
+from kinlens.service.observe.logs import configure_logs
 
 class Counting:
     def __init__(self):
@@ -148,7 +148,7 @@ def test_lines_are_written_together_and_no_write_is_longer_than_a_pipe_takes_who
 LONG_LINES = """
 import sys
 import structlog
-from service.observe.logs import configure_logs
+from kinlens.service.observe.logs import configure_logs
 
 configure_logs("info")
 for size in (3, 5_000, 3, 20_000, 3):
@@ -168,10 +168,10 @@ ENDING = """
 import multiprocessing, signal, sys
 from pathlib import Path
 import structlog
-from service.commands.processes import _Child, _end_with_parent
-from service.http.server import Server, config_of
-from service.observe.logs import configure_logs
-from service.settings import Settings
+from kinlens.service.commands.processes import _Child, _end_with_parent
+from kinlens.service.http.server import Server, config_of
+from kinlens.service.observe.logs import configure_logs
+from kinlens.service.settings import Settings
 
 config = config_of(lambda: None, Settings())
 server, child = Server(config), _Child(config)
@@ -211,7 +211,7 @@ def test_no_line_is_lost_however_the_process_ends(ending: str, status: int) -> N
 SHARING = """
 import sys
 import structlog
-from service.observe.logs import configure_logs
+from kinlens.service.observe.logs import configure_logs
 
 configure_logs("info")
 for number in range(3_000):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from service.jobs.store import ACTIVE, ENDED
-from service.observe.metrics import CONTENT_TYPE
+from kinlens.service.jobs.store import ACTIVE, ENDED
+from kinlens.service.observe.metrics import CONTENT_TYPE
 from tests.support.seams import JobStore, KeyStore
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -66,7 +66,7 @@ def test_a_gallery_that_is_deleted_has_no_metrics_any_more(
     assert line in service.client.get("/metrics").text
     service.client.delete("/galleries/gone").raise_for_status()
     clock = time.monotonic
-    monkeypatch.setattr("service.concurrency.time.monotonic", lambda: clock() + 1.0)
+    monkeypatch.setattr("kinlens.service.concurrency.time.monotonic", lambda: clock() + 1.0)
     assert line not in service.client.get("/metrics").text
 
 

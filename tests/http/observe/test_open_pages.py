@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.http import openapi
-from service.observe import metrics
+from kinlens.service.http import openapi
+from kinlens.service.observe import metrics
 
 
 class Counted:

@@ -15,7 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from embedder.bundle import Bundle
+from kinlens.embedder.bundle import Bundle
 from tests.support.own_process import own_process
 from tests.support.servers import StartService
 
@@ -131,9 +131,9 @@ def test_several_processes_send_traces_and_log_their_ids(
 
 OFF_AND_AWAY = """
 import sys
-from service.app import create_app
-from embedder.fake import FakeEmbedder
-from service.settings import Settings
+from kinlens.service.app import create_app
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, FakeGallery, run
 from tests.tiny import encoded, picture
 embedder, image = FakeEmbedder(), encoded(picture(0))
@@ -163,7 +163,7 @@ def test_nothing_that_traces_is_loaded_without_an_endpoint_and_one_that_is_away_
 MISSING = """
 import sys
 sys.modules["opentelemetry.exporter"] = None
-from service.__main__ import app
+from kinlens.service.__main__ import app
 app(sys.argv[1:])
 """
 

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from embedder.types import Embeddings, Images
+from kinlens.embedder.types import Embeddings, Images
 from tests.support.servers import GatedEmbedder
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from embedder.preprocess import ImageLimits
+from kinlens.embedder.preprocess import ImageLimits
 from tests.support.odd_images import claiming
 from tests.support.servers import render
 from tests.support.shops import PROBLEM, assert_problem

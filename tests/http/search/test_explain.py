@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from embedder.fake import FakeEmbedder
-from embedder.types import Images, Maps
-from service.client import Kinlens
+from kinlens.client import Client
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.types import Images, Maps
 from tests.support.shops import PROBLEM, Shop, make_gallery, start_shop
 from tests.tiny import encoded, picture
 
@@ -52,8 +52,8 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
 
 
 @pytest.fixture(scope="module")
-def client(shop: Shop) -> Iterator[Kinlens]:
-    with Kinlens(shop.running.url) as client:
+def client(shop: Shop) -> Iterator[Client]:
+    with Client(shop.running.url) as client:
         yield client
 
 
@@ -64,12 +64,12 @@ def pictures(shop: Shop) -> dict[str, bytes]:
     return data
 
 
-def numbers(client: Kinlens) -> dict[str, int]:
+def numbers(client: Client) -> dict[str, int]:
     return {item.key: item.id for item in client.each_item("shop")}
 
 
 def test_the_shares_of_either_picture_sum_to_the_score_of_the_search(
-    client: Kinlens, pictures: dict[str, bytes]
+    client: Client, pictures: dict[str, bytes]
 ) -> None:
     query = pictures["1.png"]
     for hit in client.search(query, gallery="shop").hits:
@@ -83,7 +83,7 @@ def test_the_shares_of_either_picture_sum_to_the_score_of_the_search(
 
 
 def test_crops_likes_and_dislikes_each_have_their_part_of_the_score(
-    client: Kinlens, pictures: dict[str, bytes]
+    client: Client, pictures: dict[str, bytes]
 ) -> None:
     asked: dict[str, Any] = {
         "crops": [(0.0, 0.0, 0.5, 1.0), (0.5, 0.25, 0.5, 0.5)],
@@ -107,7 +107,7 @@ def part(shares: list[list[float]], half: slice) -> float:
 
 @pytest.mark.parametrize("left", [True, False])
 def test_of_a_picture_that_is_half_noise_the_other_half_matches(
-    shop: Shop, client: Kinlens, pictures: dict[str, bytes], left: bool
+    shop: Shop, client: Client, pictures: dict[str, bytes], left: bool
 ) -> None:
     query = pictures["0.png"]
     noise = slice(0, SIDE // 2) if left else slice(SIDE // 2, SIDE)
@@ -122,7 +122,7 @@ def test_of_a_picture_that_is_half_noise_the_other_half_matches(
 
 
 def test_what_cannot_be_explained_is_told_with_its_cure(
-    shop: Shop, client: Kinlens, pictures: dict[str, bytes], tmp_path: Path
+    shop: Shop, client: Client, pictures: dict[str, bytes], tmp_path: Path
 ) -> None:
     url = f"{shop.url}/items/{numbers(client)['0.png']}/explain"
     send = {"image": ("x.png", pictures["0.png"], "image/png")}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.client import Kinlens
+from kinlens.client import Client
 from tests.support.market import COUNT, attributes_of, found, picture, post, text_of
 from tests.support.servers import Running
 from tests.support.shops import assert_problem
@@ -93,7 +93,7 @@ def test_every_way_to_ask_counts_the_same(market: Running) -> None:
     similar = market.client.get(path, params=fields).json()
     assert similar["facets"] == naive([n for n in EVERYTHING if n % 3 != 1 and n])
     assert item["attributes"]["price"] == 0
-    with Kinlens(market.url) as client:
+    with Client(market.url) as client:
         answer = client.search(picture(2), filter=json.loads(where), facets=NAMES)
         assert answer.facets is not None
         shown = {name: one.model_dump(exclude={"bins"}) for name, one in answer.facets.items()}

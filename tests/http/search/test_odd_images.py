@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 
-from embedder.fake import FakeEmbedder
-from service.app import create_app
-from service.settings import Settings
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 from tests.support.odd_images import PHOTOGRAPH, PROBLEMS, OddImage, fine, odd_images, photograph
 from tests.support.servers import DEFAULTS, FakeGallery, Running, run
 from tests.tiny import encoded

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from embedder.types import Hit
-from indexer.types import SearchOptions
+from kinlens.embedder.types import Hit
+from kinlens.indexer.types import SearchOptions
 from tests.support.seams import recall_of
 from tests.support.servers import WAIT_S, FakeGallery
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embedder.fake import FakeEmbedder
-from indexer.gallery import Gallery
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.gallery import Gallery
 from tests.support.market import (
     CALIBRATION,
     COUNT,

@@ -9,12 +9,12 @@ import pytest
 import scipy.io
 from pydantic import TypeAdapter
 
-from embedder.errors import DatasetError
+from kinlens.embedder.errors import DatasetError
+from kinlens.training.config.settings import Data
+from kinlens.training.data.datasets import OFFICIAL, Count, read_official
+from kinlens.training.data.load import load_split, recognise, remarks, write_lists
+from kinlens.training.data.records import Split, labelled
 from tests.training.official_layouts import KINDS, write_image, write_layout
-from training.config.settings import Data
-from training.data.datasets import OFFICIAL, Count, read_official
-from training.data.load import load_split, recognise, remarks, write_lists
-from training.data.records import Split, labelled
 
 PUBLISHED = {
     "cub": "5,864 train images of 100 classes, 5,924 test images of 100",

@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from embedder.errors import DatasetError
+from kinlens.embedder.errors import DatasetError
+from kinlens.training.commands.data import app
+from kinlens.training.data.datasets import OFFICIAL, Count
+from kinlens.training.data.doctor import Report, examine
 from tests.tiny import encoded, picture
 from tests.training.official_layouts import KINDS, write_layout
-from training.commands.data import app
-from training.data.datasets import OFFICIAL, Count
-from training.data.doctor import Report, examine
 
 SIZE = (48, 40)
 TRUNCATED = encoded(picture(9, (400, 300)), "JPEG")[:-900]
@@ -154,7 +154,7 @@ def test_an_official_layout_is_recognised_and_counted(
     assert found(report).keys() == {"counts"}
     assert examine(tmp_path, allow_partial=True).healthy
     whole = replace(OFFICIAL[kind], expected=report.parts)
-    monkeypatch.setattr("training.data.doctor.OFFICIAL", {kind: whole})
+    monkeypatch.setattr("kinlens.training.data.doctor.OFFICIAL", {kind: whole})
     assert examine(tmp_path).healthy
     gone = sorted(path for path in tmp_path.rglob("*") if path.suffix.lower() == ".jpg")[0]
     gone.unlink()

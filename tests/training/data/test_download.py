@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from embedder.errors import DatasetError
-from training.commands.data import app
-from training.data.download import BY_HAND, SOURCES, Source, find_source, obtain
+from kinlens.embedder.errors import DatasetError
+from kinlens.training.commands.data import app
+from kinlens.training.data.download import BY_HAND, SOURCES, Source, find_source, obtain
 
 CONTENT = np.random.default_rng(0).bytes(700_000)
 BIRDS = {"birds/images/1.jpg": CONTENT, "birds/list.txt": b"1", "attributes.txt": b"a"}
@@ -194,7 +194,7 @@ def test_the_command_fetches_and_says_what_to_do_next(
 ) -> None:
     with http_site(Site(tgz(BIRDS))) as site:
         known = {"birds": source_of(site.content, NOWHERE)}
-        monkeypatch.setattr("training.data.download.SOURCES", known)
+        monkeypatch.setattr("kinlens.training.data.download.SOURCES", known)
         arguments = ["download", "birds", "--root", str(tmp_path), "--url", site.url]
         done = CliRunner().invoke(app, arguments, catch_exceptions=False)
         again = CliRunner().invoke(app, arguments, catch_exceptions=False)

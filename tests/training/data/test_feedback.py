@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from embedder.errors import DatasetError
+from kinlens.embedder.errors import DatasetError
+from kinlens.training.commands.data import app
+from kinlens.training.config.settings import FolderData
+from kinlens.training.data.doctor import examine
+from kinlens.training.data.feedback import sentences
+from kinlens.training.data.load import load_split
+from kinlens.training.data.protocol import hold_out
+from kinlens.training.data.records import Split
 from tests.tiny import encoded, picture
-from training.commands.data import app
-from training.config.settings import FolderData
-from training.data.doctor import examine
-from training.data.feedback import sentences
-from training.data.load import load_split
-from training.data.protocol import hold_out
-from training.data.records import Split
 
 PRODUCTS = ("bag", "cup", "hat", "jar", "mug", "pen")
 Rows = list[tuple[str, str, str, str]]

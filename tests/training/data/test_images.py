@@ -7,12 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from embedder.errors import DatasetError
-from embedder.preprocess import decode, preprocess, resize_box, to_chw
-from tests.tiny import encoded, picture
-from tests.training.studies.runs import some_job
-from training.config.settings import Input, Runtime
-from training.data.images import (
+from kinlens.embedder.errors import DatasetError
+from kinlens.embedder.preprocess import decode, preprocess, resize_box, to_chw
+from kinlens.training.config.settings import Input, Runtime
+from kinlens.training.data.images import (
     EvaluationImages,
     TrainingImages,
     build_loader,
@@ -21,8 +19,10 @@ from training.data.images import (
     random_view,
     worker_count,
 )
-from training.data.records import LabelledImages, labelled
-from training.data.samplers import BatchSampler
+from kinlens.training.data.records import LabelledImages, labelled
+from kinlens.training.data.samplers import BatchSampler
+from tests.tiny import encoded, picture
+from tests.training.studies.runs import some_job
 
 SPEC = Input(size_px=16, resize_px=20)
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from embedder.errors import DatasetError
+from kinlens.embedder.errors import DatasetError
+from kinlens.training.config.settings import CsvData, FolderData, RenderedData
+from kinlens.training.data.load import load_split, read_folder, read_table, remarks, split_by_class
+from kinlens.training.data.records import Record, labelled, write_table
 from tests.tiny import encoded, picture
-from training.config.settings import CsvData, FolderData, RenderedData
-from training.data.load import load_split, read_folder, read_table, remarks, split_by_class
-from training.data.records import Record, labelled, write_table
 
 
 def fill(root: Path, *names: str) -> Path:

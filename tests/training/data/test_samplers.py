@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.errors import JobError
+from kinlens.embedder.errors import JobError
+from kinlens.training.data.samplers import BatchSampler
 from tests.training.studies.runs import some_job
-from training.data.samplers import BatchSampler
 
 LABELS = np.repeat([3, 5, 7, 8, 11], [6, 2, 9, 4, 6])  # 27 images; numbers with gaps
 SIZES = dict(zip(*np.unique(LABELS, return_counts=True), strict=True))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.losses.base import MetricLoss
-from training.losses.table import LOSSES, WITH_PROXIES
+from kinlens.training.losses.base import MetricLoss
+from kinlens.training.losses.table import LOSSES, WITH_PROXIES
 
 CLASSES, DIM = 5, 6
 

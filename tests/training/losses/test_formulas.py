@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kinlens.training.losses import proxy_anchor
+from kinlens.training.losses.base import MetricLoss
+from kinlens.training.miners import distance_weighted
 from tests.training.losses.cases import CLASSES, DIM, batch, make, value
-from training.losses import proxy_anchor
-from training.losses.base import MetricLoss
-from training.miners import distance_weighted
 
 Array = NDArray[np.float64]
 Anchor = tuple[int, list[float], list[float]]

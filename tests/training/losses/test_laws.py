@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from embedder.errors import TrainingError
+from kinlens.embedder.errors import TrainingError
+from kinlens.training.losses.base import MetricLoss, ProxyLoss
 from tests.training.losses.cases import (
     CASES,
     CLASSES,
@@ -19,7 +20,6 @@ from tests.training.losses.cases import (
     make,
     value,
 )
-from training.losses.base import MetricLoss, ProxyLoss
 
 LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
 EVERY = pytest.mark.parametrize("name", CASES)

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from embedder.errors import JobError
+from kinlens.embedder.errors import JobError
+from kinlens.training.config.job import Loss, parse_job
+from kinlens.training.losses.base import ProxyLoss
+from kinlens.training.losses.table import LOSSES, WITH_PROXIES, build_loss
 from tests.training.losses.cases import CLASSES, DIM, batch, value
-from training.config.job import Loss, parse_job
-from training.losses.base import ProxyLoss
-from training.losses.table import LOSSES, WITH_PROXIES, build_loss
 
 
 def settings(**loss: Any) -> Loss:

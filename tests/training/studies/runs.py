@@ -5,11 +5,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from training.config.job import Job, parse_job
-from training.data.records import LabelledImages, Split, labelled
-from training.folder import RESULT, Result, replace_json
-from training.studies.tournament import Run, play
-from training.trainer import Listener
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.data.records import LabelledImages, Split, labelled
+from kinlens.training.folder import RESULT, Result, replace_json
+from kinlens.training.studies.tournament import Run, play
+from kinlens.training.trainer import Listener
 
 Score = Callable[[Job, Split], dict[str, float]]
 

@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.errors import CheckpointError, DatasetError, JobError
+from kinlens.embedder.errors import CheckpointError, DatasetError, JobError
+from kinlens.training.config.job import Job
+from kinlens.training.config.settings import Protocol
+from kinlens.training.data.protocol import folds, hold_out, with_protocol, without_test
+from kinlens.training.data.records import Split, labelled
+from kinlens.training.folder import RESULT
+from kinlens.training.studies.crossval import cross_validate, scores
 from tests.training.jobs import Silent
 from tests.training.studies.runs import FakeRunner, images, some_job, some_split
-from training.config.job import Job
-from training.config.settings import Protocol
-from training.data.protocol import folds, hold_out, with_protocol, without_test
-from training.data.records import Split, labelled
-from training.folder import RESULT
-from training.studies.crossval import cross_validate, scores
 
 
 def names(split: Split) -> tuple[set[str], set[str]]:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from embedder.errors import JobError, TrainingError
+from kinlens.embedder.errors import JobError, TrainingError
+from kinlens.training.config.job import Job, load_job
+from kinlens.training.data.protocol import hold_out
+from kinlens.training.data.records import Split
+from kinlens.training.studies.search import Plan, Trial, load_space, parse_space, search
 from tests.training.jobs import Silent
 from tests.training.studies.runs import FakeRunner, some_job, some_split
-from training.config.job import Job, load_job
-from training.data.protocol import hold_out
-from training.data.records import Split
-from training.studies.search import Plan, Trial, load_space, parse_space, search
 
 SPACE = {
     "loss": {"margin": {"low": 0.0, "high": 1.0}},

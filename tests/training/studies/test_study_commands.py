@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from embedder.errors import JobError
+from kinlens.embedder.errors import JobError
+from kinlens.training.__main__ import app
+from kinlens.training.studies import tournament
 from tests.training.jobs import TINY_TRUNK
-from training.__main__ import app
-from training.studies import tournament
 
 runner = CliRunner()
 

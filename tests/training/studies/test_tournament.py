@@ -13,13 +13,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from embedder.errors import JobError
-from tests.training.studies.published import LOSSES, RANKING, RECALL_AT_1
-from tests.training.studies.runs import finished, played, tournament_run
-from training.config.job import Job, load_job
-from training.folder import RESULT
-from training.studies import tournament
-from training.studies.tournament import (
+from kinlens.embedder.errors import JobError
+from kinlens.training.config.job import Job, load_job
+from kinlens.training.folder import RESULT
+from kinlens.training.studies import tournament
+from kinlens.training.studies.tournament import (
     Run,
     command,
     load_grid,
@@ -29,6 +27,8 @@ from training.studies.tournament import (
     run_in_process,
     write_report,
 )
+from tests.training.studies.published import LOSSES, RANKING, RECALL_AT_1
+from tests.training.studies.runs import finished, played, tournament_run
 
 EXAMPLE = Path(__file__).with_name("grid.toml")
 BASE = """
@@ -254,7 +254,7 @@ def test_however_a_run_dies_we_live_and_say_why(
 
 def test_a_run_goes_on_from_its_checkpoint_and_is_told_who_chooses(tmp_path: Path) -> None:
     words = command(JOB, tmp_path)
-    assert words[1:4] == ["-m", "training", "fit"]
+    assert words[1:4] == ["-m", "kinlens.training", "fit"]
     assert words[words.index("--out") + 1] == str(tmp_path)
     assert not {"--resume", "--choose-by-test"} & set(words)
     (tmp_path / "checkpoint.pt").touch()

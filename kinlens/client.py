@@ -1,12 +1,12 @@
-"""A typed client of the service, thin over its HTTP: `Kinlens`, and `AsyncKinlens` for event loops.
+"""A typed client of the service, thin over its HTTP: `Client`, and `AsyncClient` for event loops.
 
-    with Kinlens("http://127.0.0.1:8000", key="kl_...") as client:
+    with Client("http://127.0.0.1:8000", key="kl_...") as client:
         for hit in client.search("shoe.jpg", k=5).hits:
             print(hit.key, hit.score)
 
-Answers are the models of `service.models`, failures the tree of `service.client_errors`;
-docs/client.md has more examples. Each call is written once, as a coroutine. `AsyncKinlens` has it
-as it is. `Kinlens` runs it to its end: there it never stops half-way, since what it awaits (an
+Answers are the models of `kinlens.models`, failures the tree of `kinlens.errors`;
+docs/client.md has more examples. Each call is written once, as a coroutine. `AsyncClient` has it
+as it is. `Client` runs it to its end: there it never stops half-way, since what it awaits (an
 answer, a pause) is waited for in the thread.
 """
 
@@ -27,12 +27,19 @@ from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import httpx
 
-from embedder.types import AttributeInput, Scalar
-from indexer.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns
-from service import client_calls as calls
-from service import models as api
-from service.client_calls import Attributes, Crop, Filter, Image, Images, NewItem, Part, Query
-from service.client_errors import (
+from kinlens import calls
+from kinlens import models as api
+from kinlens.calls import (
+    Attributes,
+    Crop,
+    Filter,
+    Image,
+    Images,
+    NewItem,
+    Part,
+    Query,
+)
+from kinlens.errors import (
     AnswerError,
     ArgumentError,
     ClientError,
@@ -43,11 +50,14 @@ from service.client_errors import (
     JobTimeoutError,
     ProblemError,
 )
+from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns
+from kinlens.values import AttributeInput, Scalar
 
 __all__ = [
     "AnswerError",
     "ArgumentError",
-    "AsyncKinlens",
+    "AsyncClient",
+    "Client",
     "ClientError",
     "ConnectionFailedError",
     "Crop",
@@ -56,7 +66,6 @@ __all__ = [
     "ImageReadError",
     "JobFailedError",
     "JobTimeoutError",
-    "Kinlens",
     "NewItem",
     "ProblemError",
     "Query",
@@ -114,7 +123,7 @@ def _iterating(
     return generator
 
 
-class _Client:
+class _BaseClient:
     """How a call is sent, again where that is safe. What it awaits is waited for in the thread."""
 
     _http_client: ClassVar[Callable[..., Any]] = httpx.Client
@@ -207,8 +216,8 @@ class _Client:
         return await self._send(api.JobModel, "POST", *path, json=json, once=True)
 
 
-class AsyncKinlens(_Client):
-    """The same methods in an event loop: `async with AsyncKinlens(url) as client`.
+class AsyncClient(_BaseClient):
+    """The same methods in an event loop: `async with AsyncClient(url) as client`.
 
     Each is awaited, as in `(await client.search("shoe.jpg")).hits`; `each_item` is for `async for`.
     """
@@ -653,63 +662,63 @@ class AsyncKinlens(_Client):
         await self.close()
 
 
-class Kinlens(_Client):
+class Client(_BaseClient):
     """The service at an address; a context manager, safe for several threads.
 
     Every method raises a `ClientError`.
     """
 
-    live = _blocking(AsyncKinlens.live)
-    startup = _blocking(AsyncKinlens.startup)
-    ready = _blocking(AsyncKinlens.ready)
-    metrics = _blocking(AsyncKinlens.metrics)
-    search = _blocking(AsyncKinlens.search)
-    search_batch = _blocking(AsyncKinlens.search_batch)
-    similar = _blocking(AsyncKinlens.similar)
-    feedback = _blocking(AsyncKinlens.feedback)
-    gallery_feedback = _blocking(AsyncKinlens.gallery_feedback)
-    explain = _blocking(AsyncKinlens.explain)
-    galleries = _blocking(AsyncKinlens.galleries)
-    gallery = _blocking(AsyncKinlens.gallery)
-    create_gallery = _blocking(AsyncKinlens.create_gallery)
-    delete_gallery = _blocking(AsyncKinlens.delete_gallery)
-    put = _blocking(AsyncKinlens.put)
-    put_many = _blocking(AsyncKinlens.put_many)
-    items = _blocking(AsyncKinlens.items)
-    each_item = _iterating(AsyncKinlens.each_item)
-    duplicates = _blocking(AsyncKinlens.duplicates)
-    item = _blocking(AsyncKinlens.item)
-    image = _blocking(AsyncKinlens.image)
-    patch = _blocking(AsyncKinlens.patch)
-    patch_item = _blocking(AsyncKinlens.patch_item)
-    patch_where = _blocking(AsyncKinlens.patch_where)
-    remove = _blocking(AsyncKinlens.remove)
-    remove_where = _blocking(AsyncKinlens.remove_where)
-    restore = _blocking(AsyncKinlens.restore)
-    remove_item = _blocking(AsyncKinlens.remove_item)
-    golden = _blocking(AsyncKinlens.golden)
-    add_golden = _blocking(AsyncKinlens.add_golden)
-    remove_golden = _blocking(AsyncKinlens.remove_golden)
-    golden_image = _blocking(AsyncKinlens.golden_image)
-    run_golden = _blocking(AsyncKinlens.run_golden)
-    golden_runs = _blocking(AsyncKinlens.golden_runs)
-    compact = _blocking(AsyncKinlens.compact)
-    swap = _blocking(AsyncKinlens.swap)
-    rebuild = _blocking(AsyncKinlens.rebuild)
-    train = _blocking(AsyncKinlens.train)
-    keys = _blocking(AsyncKinlens.keys)
-    create_key = _blocking(AsyncKinlens.create_key)
-    revoke_key = _blocking(AsyncKinlens.revoke_key)
-    rotate_key = _blocking(AsyncKinlens.rotate_key)
-    audit = _blocking(AsyncKinlens.audit)
-    jobs = _blocking(AsyncKinlens.jobs)
-    job_options = _blocking(AsyncKinlens.job_options)
-    job = _blocking(AsyncKinlens.job)
-    job_log = _blocking(AsyncKinlens.job_log)
-    cancel_job = _blocking(AsyncKinlens.cancel_job)
-    swap_job = _blocking(AsyncKinlens.swap_job)
-    resume_job = _blocking(AsyncKinlens.resume_job)
-    wait = _blocking(AsyncKinlens.wait)
+    live = _blocking(AsyncClient.live)
+    startup = _blocking(AsyncClient.startup)
+    ready = _blocking(AsyncClient.ready)
+    metrics = _blocking(AsyncClient.metrics)
+    search = _blocking(AsyncClient.search)
+    search_batch = _blocking(AsyncClient.search_batch)
+    similar = _blocking(AsyncClient.similar)
+    feedback = _blocking(AsyncClient.feedback)
+    gallery_feedback = _blocking(AsyncClient.gallery_feedback)
+    explain = _blocking(AsyncClient.explain)
+    galleries = _blocking(AsyncClient.galleries)
+    gallery = _blocking(AsyncClient.gallery)
+    create_gallery = _blocking(AsyncClient.create_gallery)
+    delete_gallery = _blocking(AsyncClient.delete_gallery)
+    put = _blocking(AsyncClient.put)
+    put_many = _blocking(AsyncClient.put_many)
+    items = _blocking(AsyncClient.items)
+    each_item = _iterating(AsyncClient.each_item)
+    duplicates = _blocking(AsyncClient.duplicates)
+    item = _blocking(AsyncClient.item)
+    image = _blocking(AsyncClient.image)
+    patch = _blocking(AsyncClient.patch)
+    patch_item = _blocking(AsyncClient.patch_item)
+    patch_where = _blocking(AsyncClient.patch_where)
+    remove = _blocking(AsyncClient.remove)
+    remove_where = _blocking(AsyncClient.remove_where)
+    restore = _blocking(AsyncClient.restore)
+    remove_item = _blocking(AsyncClient.remove_item)
+    golden = _blocking(AsyncClient.golden)
+    add_golden = _blocking(AsyncClient.add_golden)
+    remove_golden = _blocking(AsyncClient.remove_golden)
+    golden_image = _blocking(AsyncClient.golden_image)
+    run_golden = _blocking(AsyncClient.run_golden)
+    golden_runs = _blocking(AsyncClient.golden_runs)
+    compact = _blocking(AsyncClient.compact)
+    swap = _blocking(AsyncClient.swap)
+    rebuild = _blocking(AsyncClient.rebuild)
+    train = _blocking(AsyncClient.train)
+    keys = _blocking(AsyncClient.keys)
+    create_key = _blocking(AsyncClient.create_key)
+    revoke_key = _blocking(AsyncClient.revoke_key)
+    rotate_key = _blocking(AsyncClient.rotate_key)
+    audit = _blocking(AsyncClient.audit)
+    jobs = _blocking(AsyncClient.jobs)
+    job_options = _blocking(AsyncClient.job_options)
+    job = _blocking(AsyncClient.job)
+    job_log = _blocking(AsyncClient.job_log)
+    cancel_job = _blocking(AsyncClient.cancel_job)
+    swap_job = _blocking(AsyncClient.swap_job)
+    resume_job = _blocking(AsyncClient.resume_job)
+    wait = _blocking(AsyncClient.wait)
 
     def close(self) -> None:
         """Close the connections."""

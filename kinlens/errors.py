@@ -25,7 +25,7 @@ ClientError
 
 from collections.abc import Sequence
 
-from service.models import Fault, JobModel, Problem
+from kinlens.models import Fault, JobModel, Problem
 
 
 class ClientError(Exception): ...

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from embedder.types import AttributeValue, Scalar
+from kinlens.values import AttributeValue, Scalar
 
 JobKind = Literal["compact", "swap", "rebuild", "train"]
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]

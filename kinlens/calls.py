@@ -13,9 +13,9 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from embedder.types import AttributeInput, date_text
-from service.client_errors import AnswerError, ArgumentError, ImageReadError, problem_error
-from service.models import Problem, PutAnswer, PutResult
+from kinlens.errors import AnswerError, ArgumentError, ImageReadError, problem_error
+from kinlens.models import Problem, PutAnswer, PutResult
+from kinlens.values import AttributeInput, date_text
 
 T = TypeVar("T")
 

@@ -1,0 +1,69 @@
+"""Bundles and galleries in the process of the caller, without a service."""
+
+from pathlib import Path
+from typing import Literal
+
+from kinlens.installs import missing_package
+
+try:
+    from kinlens.embedder.engines.models import SessionSettings
+    from kinlens.embedder.errors import InvalidParameterError
+    from kinlens.embedder.session import OnnxEmbedder, check_precision
+    from kinlens.indexer.gallery import Gallery
+except ModuleNotFoundError as missing:
+    needs = missing_package("A bundle or gallery", missing, "cpu", "gpu")
+    raise ModuleNotFoundError(needs, name=missing.name) from None
+
+Device = Literal["cpu", "cuda"]
+
+
+def load_bundle(path: Path | str, *, device: Device = "cpu") -> OnnxEmbedder:
+    """Load the model of a bundle and check it against the golden vectors in the bundle.
+
+    Args:
+        path: a folder that `kinlens-train export` or `adapt` wrote.
+        device: "cuda" needs `kinlens[gpu]` and an NVIDIA GPU.
+
+    Returns: an embedder. `embed_files(paths)` and `embed_images(contents)` return vectors (N, D)
+        of unit norm as float32; `bundle_id` names the model.
+
+    Raises: BundleError if the bundle is missing, damaged, or computes other vectors here.
+
+    Example:
+        >>> bundle = kinlens.load_bundle("bundles/shop")
+        >>> bundle.embed_files(["photo.jpg"]).shape == (1, bundle.dim)
+        True
+    """
+    return OnnxEmbedder.open(path, SessionSettings(device=device))
+
+
+def open_gallery(
+    path: Path | str, bundle: OnnxEmbedder | None = None, *, device: Device = "cpu"
+) -> Gallery:
+    """Open a gallery for searches and changes; close it with `close()`.
+
+    Args:
+        path: a folder that `kinlens-index build` wrote.
+        bundle: the model of the queries. A gallery that was built with another one is refused.
+        device: "cuda" searches on an NVIDIA GPU and needs `kinlens[gpu]`.
+
+    Returns: a gallery. `search(vectors, k)` returns the best hits of each vector.
+
+    Raises: GalleryNotFoundError, GalleryCorruptError, BundleMismatchError.
+
+    Example:
+        >>> gallery = kinlens.open_gallery("galleries/shop", bundle)
+        >>> [hits] = gallery.search(bundle.embed_files(["photo.jpg"]), k=3)
+        >>> [hit.key for hit in hits]
+        ['photo.jpg', 'second.jpg', 'third.jpg']
+    """
+    if str(path).startswith("milvus://"):
+        raise InvalidParameterError(
+            f"path = {path} is a gallery in Milvus; open it with kinlens.indexer.gallery."
+            "open_remote, or give the folder of a gallery."
+        )
+    expected = None if bundle is None else bundle.bundle_id
+    gallery = Gallery.open(path, expected_bundle_id=expected, device=device)
+    if bundle is not None:
+        check_precision(gallery, bundle)
+    return gallery

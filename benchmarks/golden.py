@@ -2,8 +2,8 @@
 
     python benchmarks/golden.py [--rounds 8] [--queries 60]
 
-A service in this process with two lanes, a model that sleeps 20 ms for an image, a gallery of
-10,000 x 128 and drawn photographs of about 8 KB, every file new. One client searches again and
+A service in this process with two search threads, a model that sleeps 20 ms for an image, a gallery
+of 10,000 x 128 and drawn photographs of about 8 KB, every file new. One client searches again and
 again while a golden set is run, then as often alone; so in turn, since other work on the machine
 comes and goes. Target: the median of the rounds' ratios of medians is at most 1.25, since a run has
 one image in the model at a time.
@@ -57,7 +57,7 @@ def main() -> None:
         ]
         GoldenSet(made).add(new, Gallery.open(made))
         settings = Settings(
-            galleries=(f"g={made}",), lanes=2, recall_sample=0, anonymous_scopes=("admin",)
+            galleries=(f"g={made}",), search_threads=2, recall_sample=0, anonymous_scopes=("admin",)
         )
         configure_logs("warning")
         listener = listen("127.0.0.1", 0)
@@ -92,7 +92,7 @@ def measure(url: str, files: list[bytes], rounds: int) -> None:
                 beside[-1].append(search_ms())
             run.result().raise_for_status()
             alone.append([search_ms() for _ in beside[-1]])
-    heading("one client, two lanes, 20 ms an image", "p50, ms", "p95, ms")
+    heading("one client, two search threads, 20 ms an image", "p50, ms", "p95, ms")
     for name, sides in (("searches alone", alone), ("beside a run of the golden set", beside)):
         times = [*chain.from_iterable(sides)]
         row(name, statistics.median(times), statistics.quantiles(times, n=20)[-1])

@@ -113,7 +113,7 @@ def print_modules(made: Path, files: list[bytes]) -> None:
 
     configure_logs("warning")
     threading.setprofile(look)
-    settings = Settings(lanes=1, recall_sample=0)
+    settings = Settings(search_threads=1, recall_sample=0)
     listener = listen("127.0.0.1", 0)
     app = create_app(settings, FakeEmbedder(dim=DIM), {"g": Gallery.open(made)})
     server = uvicorn.Server(config_of(app, settings))

@@ -5,7 +5,8 @@
 `kinlens-serve` with a network at 224 px in fp32 and a gallery of 10,000 items of 128 numbers, asked
 with new images by 16 connections without a pause. Memory is that of the service with all its
 processes, in MB: `own` is what the kernel cannot take back (Pss_Anon), shared pages counted once.
-The last column is what a lane takes: the difference of the first two rows over their lanes.
+The last column is the memory of one search thread: the difference of the first two rows, divided
+by the difference of their search threads.
 """
 
 import tempfile
@@ -16,8 +17,8 @@ from search import IMAGES, gallery, small_bundle
 
 ITEMS, CONNECTIONS = 10_000, 16
 FORMS = {
-    "1 lane": ("KINLENS_LANES=1",),
-    "4 lanes, as by default on two cores": ("KINLENS_LANES=4",),
+    "1 search thread": ("KINLENS_SEARCH_THREADS=1",),
+    "4 search threads, as by default on two cores": ("KINLENS_SEARCH_THREADS=4",),
     "--workers 2": ("KINLENS_WORKERS=2",),
 }
 
@@ -28,7 +29,7 @@ def main() -> None:
         images = photographs(Path(name) / "images", IMAGES)
         tables = [measured(Path(name) / trunk, trunk, images, asked.seconds)
                   for trunk in asked.backbones]  # fmt: skip
-    heading("trunk", "form", "searches/s", "own MB", "MB a lane")
+    heading("trunk", "form", "searches/s", "own MB", "MB a search thread")
     for table in tables:
         for cells in table:
             row(*cells)

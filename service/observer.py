@@ -16,8 +16,8 @@ from kinlens.indexer.gallery import checked_s
 from kinlens.models import JobState
 from kinlens.service.concurrency import OwnThreads, Recent
 from kinlens.service.encoding.cache import Cache
-from kinlens.service.encoding.lanes import Lanes
 from kinlens.service.encoding.model import Models
+from kinlens.service.encoding.threads import SearchThreads
 from kinlens.service.galleries.registry import Registry
 from kinlens.service.health import Health
 from kinlens.service.observe.metrics import Metrics
@@ -136,23 +136,27 @@ def _families() -> Sequence[GaugeMetricFamily]:
     ]
 
 
-def publish(metrics: Metrics, lanes: Lanes, cache: Cache, health: Health) -> None:
+def publish(metrics: Metrics, search_threads: SearchThreads, cache: Cache, health: Health) -> None:
     """The values that are read whenever the metrics are."""
-    metrics.gauge("kinlens_queue_depth", "Searches that wait for a lane.", lambda: lanes.waiting)
+    metrics.gauge(
+        "kinlens_queue_depth",
+        "Searches that wait for a search thread.",
+        lambda: search_threads.waiting,
+    )
     metrics.gauge(
         "kinlens_decoder_restarts",
         "Processes that decode and were replaced.",
-        lambda: lanes.restarts,
+        lambda: search_threads.restarts,
     )
     metrics.gauge(
         "kinlens_decoder_kills",
         "Processes that decode and were ended for time or memory.",
-        lambda: lanes.kills,
+        lambda: search_threads.kills,
     )
     metrics.gauge(
         "kinlens_decoder_sandbox_layers",
         "Layers of the sandbox of decoding processes that hold; 2 are all.",
-        lambda: sum(layer.holds for layer in lanes.layers),
+        lambda: sum(layer.holds for layer in search_threads.layers),
         "livemin",
     )
     metrics.gauge(

@@ -19,10 +19,10 @@ from kinlens.service.access.keys import KeyStore, open_keys
 from kinlens.service.concurrency import BoundedPool, within
 from kinlens.service.encoding.cache import Cache, LruCache
 from kinlens.service.encoding.decoders import create_decoder
-from kinlens.service.encoding.lanes import Lanes
 from kinlens.service.encoding.model import Encoder, Models
 from kinlens.service.encoding.redis_cache import RedisStore
 from kinlens.service.encoding.sandbox import Layer, absences, holding
+from kinlens.service.encoding.threads import SearchThreads
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.feedback import FeedbackStore, open_feedback
 from kinlens.service.galleries.following import Following
@@ -55,7 +55,7 @@ class Runtime:
     metrics: Metrics
     cache: Cache
     pools: Mapping[str, BoundedPool]
-    lanes: Lanes
+    search_threads: SearchThreads
     renditions: Renditions
     searching: Pipeline
     sampler: RecallSampler
@@ -82,10 +82,10 @@ class Runtime:
 
     async def start(self) -> None:
         """Connect the cache, warm the models up, serve the galleries and keep them fresh."""
-        await self.lanes.start()
+        await self.search_threads.start()
         await asyncio.to_thread(self.cache.start)
         await self.registry.start(self.settings.reload_interval_ms / 1e3)
-        _log_sandbox(self.lanes.layers)  # known, since the models have embedded an image
+        _log_sandbox(self.search_threads.layers)  # known, since the models have embedded an image
         if self.sweeper is not None:
             self.sweeper.start()
         if self.jobs is not None:
@@ -125,7 +125,7 @@ class Runtime:
             for pool in self.pools.values():
                 ending.push_async_callback(asyncio.to_thread, pool.close)
             ending.push_async_callback(asyncio.to_thread, self.cache.close)
-            ending.push_async_callback(self.lanes.close)
+            ending.push_async_callback(self.search_threads.close)
             ending.push_async_callback(asyncio.to_thread, self.sampler.close)
             ending.push_async_callback(self.registry.stop)
             ending.push_async_callback(asyncio.to_thread, self.following.stop)
@@ -150,8 +150,8 @@ def build_runtime(
     cache.observe(metrics.observe_lookup)
     limit_s = settings.request_timeout_ms / 1e3
     pools = _create_pools(settings)
-    lanes = _create_lanes(settings)
-    connect = _connector(settings, cache, lanes, metrics)
+    search_threads = _create_search_threads(settings)
+    connect = _connector(settings, cache, search_threads, metrics)
     following = Following(settings)
     following.load()
     registry, models = open_registry(settings, connect, metrics, embedder, galleries)
@@ -161,7 +161,7 @@ def build_runtime(
     health = Health(registry, models, settings.ready_timeout_ms / 1e3, is_on_gpu)
     observer = Observer(metrics, registry, models, health, count_jobs)
     metrics.add(observer)
-    publish(metrics, lanes, cache, health)
+    publish(metrics, search_threads, cache, health)
     sampler = RecallSampler(registry, metrics, settings.recall_sample)
     feedback = None if settings.feedback == "off" else open_feedback(settings)
     tidy = [] if feedback is None else [feedback.tidy]
@@ -172,10 +172,10 @@ def build_runtime(
         metrics=metrics,
         cache=cache,
         pools=pools,
-        lanes=lanes,
-        renditions=_create_renditions(settings, lanes),
+        search_threads=search_threads,
+        renditions=_create_renditions(settings, search_threads),
         searching=Pipeline(
-            registry, lanes, cache, metrics, sampler, limit_s, settings.no_match_prior
+            registry, search_threads, cache, metrics, sampler, limit_s, settings.no_match_prior
         ),
         sampler=sampler,
         health=health,
@@ -212,17 +212,19 @@ def _log_sandbox(layers: Sequence[Layer]) -> None:
         log.info("decoder sandbox", layers=holding(layers))
 
 
-def _create_lanes(settings: Settings) -> Lanes:
+def _create_search_threads(settings: Settings) -> SearchThreads:
     limits = settings.decode_isolation, settings.decode_memory_mb, settings.decode_timeout_ms / 1e3
     make = partial(create_decoder, *limits)
-    return Lanes(make, settings.lanes, settings.queue_size, settings.request_timeout_ms / 1e3)
+    return SearchThreads(
+        make, settings.search_threads, settings.queue_size, settings.request_timeout_ms / 1e3
+    )
 
 
-def _create_renditions(settings: Settings, lanes: Lanes) -> Renditions:
-    at_once = max(1, settings.lanes // 2)
+def _create_renditions(settings: Settings, search_threads: SearchThreads) -> Renditions:
+    at_once = max(1, settings.search_threads // 2)
     waiting = _FILES_PER_SEARCH * settings.queue_size
     limit_s = settings.request_timeout_ms / 1e3
-    return Renditions(lanes, settings.image_limits(), at_once, waiting, limit_s)
+    return Renditions(search_threads, settings.image_limits(), at_once, waiting, limit_s)
 
 
 def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
@@ -230,25 +232,25 @@ def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
     overdue_s = settings.request_timeout_ms / 1e3
     return {
         "body": BoundedPool("body", _BODY_READERS, settings.queue_size),
-        "lookup": BoundedPool("lookup", settings.lanes, waiting),
+        "lookup": BoundedPool("lookup", settings.search_threads, waiting),
         "write": BoundedPool("write", _WRITERS, settings.queue_size, overdue_s),
-        "file": BoundedPool("file", settings.lanes, waiting, overdue_s),
+        "file": BoundedPool("file", settings.search_threads, waiting, overdue_s),
         "filter": BoundedPool("filter", 1, settings.queue_size),
         "feedback": BoundedPool("feedback", 1, settings.queue_size),
     }
 
 
 def _connector(
-    settings: Settings, cache: Cache, lanes: Lanes, metrics: Metrics
+    settings: Settings, cache: Cache, search_threads: SearchThreads, metrics: Metrics
 ) -> Callable[[Embedder], Encoder]:
-    at_once = 1 if settings.device == "cuda" else settings.lanes
+    at_once = 1 if settings.device == "cuda" else settings.search_threads
 
     def connect(embedder: Embedder) -> Encoder:
         batch_size, on_batch = settings.images_at_once(), metrics.batch_size.observe
         workers = _create_workers(settings, embedder)
         if workers is not None:
-            lanes.use(workers)
-        return Encoder(embedder, cache, lanes, batch_size, at_once, on_batch, workers)
+            search_threads.use(workers)
+        return Encoder(embedder, cache, search_threads, batch_size, at_once, on_batch, workers)
 
     return connect
 
@@ -261,7 +263,7 @@ def _create_workers(settings: Settings, embedder: Embedder) -> Workers | None:
     if not isinstance(embedder, OnnxEmbedder):  # no bundle that another process could open
         return None
     limits = settings.decode_memory_mb, settings.decode_timeout_ms / 1e3
-    return Workers(embedder, *limits, settings.lanes)
+    return Workers(embedder, *limits, settings.search_threads)
 
 
 def open_registry(

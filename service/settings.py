@@ -155,9 +155,9 @@ HttpAddress = Annotated[str, Field(pattern="^https?://")]
 RedisUrl = Annotated[SecretStr, _checked(lambda url: check_url(url.get_secret_value()))]
 
 
-def lanes_of(processes: int) -> int:
-    """Lanes of each of `processes`: more than cores, because a lane that searches or waits for
-    Python's lock leaves its core idle.
+def search_threads_of(processes: int) -> int:
+    """Search threads of each of `processes`: more than cores, because a thread that searches or
+    waits for Python's lock leaves its core idle.
     """
     return core_count() // processes + (2 if processes == 1 else 1)
 
@@ -212,7 +212,7 @@ class Settings(BaseSettings):
 
     batch_size: int = Field(default=0, ge=0)
     queue_size: int = Field(default=64, ge=1)
-    lanes: int = Field(default_factory=lambda: lanes_of(1), ge=1)
+    search_threads: int = Field(default_factory=lambda: search_threads_of(1), ge=1)
     decode_isolation: bool = True
     decode_memory_mb: int = Field(default=1024, ge=256)
     decode_timeout_ms: int = Field(default=5_000, ge=1)
@@ -258,7 +258,7 @@ class Settings(BaseSettings):
         workers = str(given.get("workers", 1))
         if not workers.isdecimal() or int(workers) < 1:
             return given  # the field itself refuses it
-        return {"lanes": lanes_of(int(workers))} | given
+        return {"search_threads": search_threads_of(int(workers))} | given
 
     @model_validator(mode="after")
     def _default_k_fits(self) -> Self:

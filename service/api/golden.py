@@ -1,6 +1,6 @@
 """The golden set of a gallery over HTTP: queries that the owner labelled, and how it does on them.
 
-A run takes one lane at a time and waits for it as every search does, so it holds up nobody.
+A run uses one search thread at a time and queues for it like a search, so it delays nobody.
 """
 
 import hashlib

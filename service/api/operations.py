@@ -53,7 +53,7 @@ async def ready(
         indexes={name: IndexPlace(**asdict(place)) for name, place in readiness.indexes.items()},
         free_memory_mb=round(free_memory_mb()),
         free_gpu_memory_mb=readiness.free_gpu_memory_mb,
-        queue_depth=runtime.lanes.waiting,
+        queue_depth=runtime.search_threads.waiting,
         redis=runtime.cache.remote_state,
         checks=readiness.checks,
         last_error=readiness.last_error,

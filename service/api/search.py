@@ -206,7 +206,7 @@ async def _explained(
 
         key, picture = await runtime.read("the picture", read, served=served)
         limit_s = runtime.settings.request_timeout_ms / 1e3
-        found = await explain(runtime.lanes, served, query, picture, limit_s)
+        found = await explain(runtime.search_threads, served, query, picture, limit_s)
         return ExplainAnswer(
             bundle_id=served.model.bundle_id,
             gallery=served.name,

@@ -28,7 +28,7 @@ from kinlens.service.encoding.cache import (
     encode_vector,
 )
 from kinlens.service.encoding.decoders import Decoder, NoProcessError, Vector
-from kinlens.service.encoding.lanes import BulkKind, Lanes
+from kinlens.service.encoding.threads import BulkKind, SearchThreads
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.observe.tracing import span
 
@@ -149,15 +149,15 @@ class Encoder:
     """Turns images into vectors, and caches them.
 
     Where several calls run at once on a CPU, `workers` decode and embed. Otherwise the decoder of
-    the lane decodes and this process embeds. A GPU gets batches; a call that is alone on a CPU gets
-    all cores. The arguments between `lanes` and `workers` are those of the `Batcher`.
+    the search thread decodes and this process embeds. A GPU gets batches; a call that is alone on a
+    CPU gets all cores. The arguments between `search_threads` and `workers` are those of the `Batcher`.
     """
 
     def __init__(
         self,
         embedder: Embedder,
         cache: Cache,
-        lanes: Lanes,
+        search_threads: SearchThreads,
         batch_size: int,
         at_once: int,
         on_batch: Callable[[int], None],
@@ -165,13 +165,13 @@ class Encoder:
     ) -> None:
         self._embedder = embedder
         self._cache = cache
-        self._lanes = lanes
+        self._search_threads = search_threads
         self._workers = workers
         self._on_batch = on_batch
 
         def embed(images: Images) -> Embeddings:  # no method: a cycle would keep the session alive
             """With all cores where nothing else wants one."""
-            return (embedder.embed_alone if lanes.is_alone else embedder.embed)(images)
+            return (embedder.embed_alone if search_threads.is_alone else embedder.embed)(images)
 
         self._batcher = Batcher(embed, batch_size, at_once, on_batch)
 
@@ -204,7 +204,7 @@ class Encoder:
     def start_workers(self, image: bytes, vector: Vector) -> None:
         """Start the workers, if there are to be any; the model gives `vector` for `image`."""
         if self._workers is not None:
-            self._workers.start(image, vector, self._lanes.layers)
+            self._workers.start(image, vector, self._search_threads.layers)
 
     def _computed_by_workers(
         self, decoder: Decoder, views: Sequence[View], guard: Guard
@@ -213,7 +213,7 @@ class Encoder:
         workers = self._workers
         if workers is None or not workers.is_ready:
             return None
-        if workers.gains_alone and self._lanes.is_alone:
+        if workers.gains_alone and self._search_threads.is_alone:
             return None
         vectors, decode_ms, started = [], 0.0, time.perf_counter()
         with span("embed"):
@@ -223,7 +223,7 @@ class Encoder:
                         vector, took_ms = workers.embed(view.data, view.box, decoder)
                 except NoProcessError:
                     if workers.owns(decoder):
-                        raise  # the lane repeats the call with another decoder
+                        raise  # the search thread repeats the call with another decoder
                     return None
                 vectors.append(vector)
                 decode_ms += took_ms
@@ -248,7 +248,7 @@ class Encoder:
         return vectors, Stages((decoded - started) * 1e3, (embedded - decoded) * 1e3)
 
     async def encode(self, data: bytes, digest: str, kind: BulkKind = "write") -> Vector:
-        """The vector (D,) of the image `data`, whose sha256 is `digest`, once a lane is free.
+        """The vector (D,) of the image `data` with sha256 `digest`, once a search thread is free.
 
         Calls share the bulk limit of their kind.
 
@@ -262,8 +262,8 @@ class Encoder:
                 vector = self.compute(decoder, [view])[0][0]
             return vector
 
-        async with self._lanes.bulk_limit(kind):
-            return await self._lanes.run(work, patient=True)
+        async with self._search_threads.bulk_limit(kind):
+            return await self._search_threads.run(work, patient=True)
 
     async def infer(self, data: bytes) -> Vector:
         """The vector (D,) of an image without any cache and ahead of all that waits."""
@@ -273,7 +273,7 @@ class Encoder:
             vector: Vector = self._batcher.embed(image[np.newaxis])[0]
             return vector
 
-        return await self._lanes.run(work, urgent=True, patient=True)
+        return await self._search_threads.run(work, urgent=True, patient=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -258,7 +258,7 @@ class Bundles:
             settings.gpu_memory_mb,
             settings.alone_threads(),
             settings.engine,
-            settings.lanes,
+            settings.search_threads,
         )
 
     def primary(self) -> str:

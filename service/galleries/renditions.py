@@ -16,7 +16,7 @@ from kinlens.embedder.preprocess import MAX_SIDE_PX, ImageLimits
 from kinlens.indexer.pictures import ANY_SIZE
 from kinlens.service.concurrency import SingleFlight, within
 from kinlens.service.encoding.cache import LruCache
-from kinlens.service.encoding.lanes import Lanes
+from kinlens.service.encoding.threads import SearchThreads
 
 SIDES_PX = (160, 320, 640)
 """Longest sides of the small pictures that can be asked for."""
@@ -33,10 +33,15 @@ class Renditions:
     """
 
     def __init__(
-        self, lanes: Lanes, limits: ImageLimits, at_once: int, waiting: int, limit_s: float
+        self,
+        search_threads: SearchThreads,
+        limits: ImageLimits,
+        at_once: int,
+        waiting: int,
+        limit_s: float,
     ) -> None:
         """`limits` are those of uploads; bytes do not count, since the file is here already."""
-        self._lanes = lanes
+        self._search_threads = search_threads
         self._limits = replace(limits, max_bytes=ANY_SIZE.max_bytes)
         self._places = asyncio.Semaphore(at_once)
         self._most = at_once + waiting
@@ -73,7 +78,7 @@ class Renditions:
         try:
             async with self._places:
                 data = await read()
-                made = await self._lanes.render(data, self._limits, side_px)
+                made = await self._search_threads.render(data, self._limits, side_px)
         except ImageCostError as error:
             now = time.monotonic()
             self._costly = {name: until for name, until in self._costly.items() if until > now}

@@ -226,7 +226,7 @@ def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
         settings.precision,
         settings.gpu_memory_mb,
         engine=settings.engine,
-        callers=settings.lanes,
+        callers=settings.search_threads,
     )
     return Plan(**found, session=session)
 

@@ -20,8 +20,8 @@ from kinlens.indexer.pictures import ANY_SIZE
 from kinlens.indexer.types import combined_query
 from kinlens.service.concurrency import within
 from kinlens.service.encoding.decoders import Decoder
-from kinlens.service.encoding.lanes import Lanes
 from kinlens.service.encoding.model import View
+from kinlens.service.encoding.threads import SearchThreads
 from kinlens.service.galleries.registry import Served
 from kinlens.service.search.pipeline import Abandoned
 from kinlens.service.search.query import Query
@@ -44,9 +44,9 @@ class Explanation:
 
 
 async def explain(
-    lanes: Lanes, served: Served, query: Query, picture: bytes, limit_s: float
+    search_threads: SearchThreads, served: Served, query: Query, picture: bytes, limit_s: float
 ) -> Explanation:
-    """Where `picture`, that of an item, matches `query`; worked out in a lane, as a search is.
+    """Where `picture`, that of an item, matches `query`; computed in a search thread.
 
     Raises: GalleryConflictError if the bundle has no map, InvalidParameterError for a query without
         an image, ImageError for its images; ItemNotFoundError if `picture` cannot be shown,
@@ -63,11 +63,11 @@ async def explain(
             "image is missing; send the image of the search, of an item its own picture."
         )
     abandoned = Abandoned()
-    served.take()  # until the lane is done with it
+    served.take()  # until the search thread is done with it
     try:
         cure = "Send fewer images and crops, or try again in a second."
         async with within(limit_s, "The explanation", cure):
-            return await lanes.run(
+            return await search_threads.run(
                 lambda decoder: _explained(decoder, served, query, picture, abandoned),
                 after=served.give_back,
             )

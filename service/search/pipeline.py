@@ -1,6 +1,6 @@
 """The path of a query, from top to bottom: queries in, ranked results out. It knows no HTTP.
 
-event loop: lease of gallery and model ──► lane (one thread):
+event loop: lease of gallery and model ──► search thread (one thread):
     cached? ─► decode ─► embed ─► search in the gallery ─► JSON ─► cache
 
 One search in so many is run again exactly, in the background: how good are the answers?
@@ -34,8 +34,8 @@ from kinlens.indexer.types import Facet, Group, Item, SearchOptions, combined_qu
 from kinlens.service.concurrency import DaemonThreads, too_late, within
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
 from kinlens.service.encoding.decoders import Decoder, Vector
-from kinlens.service.encoding.lanes import Lanes
 from kinlens.service.encoding.model import Stages, View
+from kinlens.service.encoding.threads import SearchThreads
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import Registry, Served
 from kinlens.service.galleries.view import GalleryView
@@ -86,7 +86,7 @@ class Pipeline:
     def __init__(
         self,
         registry: Registry,
-        lanes: Lanes,
+        search_threads: SearchThreads,
         cache: Cache,
         metrics: Metrics,
         sampler: "RecallSampler",
@@ -94,7 +94,7 @@ class Pipeline:
         prior: float,
     ) -> None:
         self._registry = registry
-        self._lanes = lanes
+        self._search_threads = search_threads
         self._cache = cache
         self._metrics = metrics
         self._sampler = sampler
@@ -117,7 +117,7 @@ class Pipeline:
     async def _search(self, query: Query) -> Answer:
         with self._metrics.in_flight.track_inprogress(), self._registry.lease(query.gallery) as own:
             async with within(self._limit_s, *_LIMITED):
-                return await self._in_a_lane(own, query)
+                return await self._in_a_search_thread(own, query)
 
     async def search_all(self, queries: Sequence[Query | Exception]) -> list[Answer | Exception]:
         """Answer queries at the same time, each by itself: what fails is an error in its place,
@@ -130,7 +130,7 @@ class Pipeline:
         names = {query.gallery for query in queries if isinstance(query, Query)}
         await asyncio.gather(*(self._registry.refresh_if_unknown(name) for name in names))
         with ExitStack() as leases:
-            leases.enter_context(self._lanes.batch())
+            leases.enter_context(self._search_threads.batch())
             leases.enter_context(self._metrics.in_flight.track_inprogress())
             leased = {name: self._leased(name, leases) for name in names}
             tasks = [asyncio.create_task(self._outcome(query, leased)) for query in queries]
@@ -154,8 +154,8 @@ class Pipeline:
         if isinstance(served, KinlensError):
             return served
         try:
-            async with self._lanes.bulk_limit("batch"):
-                return await self._in_a_lane(served, query, patient=True)
+            async with self._search_threads.bulk_limit("batch"):
+                return await self._in_a_search_thread(served, query, patient=True)
         except Exception as error:
             # Also what nobody foresaw: the other queries are answered all the same.
             return error
@@ -166,16 +166,18 @@ class Pipeline:
         except KinlensError as error:
             return error
 
-    async def _in_a_lane(self, served: Served, query: Query, *, patient: bool = False) -> Answer:
+    async def _in_a_search_thread(
+        self, served: Served, query: Query, *, patient: bool = False
+    ) -> Answer:
         abandoned, started = Abandoned(), time.perf_counter()
         # Where nobody waits no turn is to be had. To name a query with a long filter takes long.
-        may_go_first = not patient and query.where is None and self._lanes.waiting > 0
+        may_go_first = not patient and query.where is None and self._search_threads.waiting > 0
         # The curve of the last search: to look for a new one is to wait for the disk.
         is_at_hand = may_go_first and self._cache.has(self._key(served, query, served.calibrated))
         served.refuse_if_hanging(self._limit_s)
-        served.take()  # until the lane is done with it, also if nobody waits for that any more
+        served.take()  # until the search thread is done, even if the client has disconnected
         try:
-            return await self._lanes.run(
+            return await self._search_threads.run(
                 lambda decoder: self._answer(decoder, served, query, abandoned, started),
                 urgent=is_at_hand,
                 patient=patient,
@@ -192,7 +194,7 @@ class Pipeline:
         abandoned: Abandoned,
         started: float,
     ) -> Answer:
-        """The whole work for a query, in a lane."""
+        """The whole work for a query, in a search thread."""
         abandoned.check()
         served.refuse_if_hanging(self._limit_s)  # it may have begun while this waited
         waited_s = time.perf_counter() - started

@@ -257,7 +257,11 @@ def test_ctrl_c_ends_it_well_as_soon_as_it_says_where_it_is(
 def test_what_was_accepted_is_finished_nothing_new_is_taken_and_a_second_signal_ends_it_at_once(
     tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
 ) -> None:
-    settings = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}", "lanes": 2}
+    settings = {
+        "bundle": tiny_bundle.path,
+        "galleries": f"shop={tiny_gallery}",
+        "search_threads": 2,
+    }
     limits = {"request_timeout_ms": 600_000, "shutdown_timeout_s": 600, "may_be_killed": True}
     process = own_process(tmp_path / "log", code=["-c", HANGING], **settings, **limits)
     with process as service, ThreadPoolExecutor(1) as clients:

@@ -101,7 +101,7 @@ WRONG = {
     "decode_memory_mb": ["100"],
     "max_held_bytes": ["0"],
     "shutdown_timeout_s": ["0"],
-    "lanes": ["0"],
+    "search_threads": ["0"],
     "unknown": ["1"],
     "redis_url": [
         "http://user:hunter2@cache",
@@ -198,7 +198,7 @@ def test_processes_share_the_cores_unless_told_otherwise(
 ) -> None:
     monkeypatch.setattr("kinlens.service.settings.core_count", lambda: 8)
     monkeypatch.setenv("KINLENS_WORKERS", workers)
-    assert Settings().lanes == share
-    assert Settings(workers=2).lanes == 5
-    monkeypatch.setenv("KINLENS_LANES", "5")
-    assert Settings().lanes == 5
+    assert Settings().search_threads == share
+    assert Settings(workers=2).search_threads == 5
+    monkeypatch.setenv("KINLENS_SEARCH_THREADS", "5")
+    assert Settings().search_threads == 5

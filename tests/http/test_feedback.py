@@ -112,7 +112,7 @@ def test_many_senders_and_two_processes_keep_each_feedback_once(
 ) -> None:
     settings: dict[str, Any] = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
     settings |= {"state": tmp_path / "state", "feedback": "pairs", "decode_isolation": "false"}
-    with own_process(tmp_path / "log", workers=2, lanes=2, **settings) as service:
+    with own_process(tmp_path / "log", workers=2, search_threads=2, **settings) as service:
 
         def post(path: str, **sent: Any) -> httpx.Response:
             # a connection each, so that either process may get it

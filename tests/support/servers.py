@@ -40,7 +40,7 @@ from tests.tiny import encoded, picture
 
 WAIT_S = 20.0
 CREATED_AT = "2026-01-01T00:00:00+00:00"
-DEFAULTS: dict[str, Any] = {"lanes": 2, "decode_isolation": False}
+DEFAULTS: dict[str, Any] = {"search_threads": 2, "decode_isolation": False}
 
 
 def free_port() -> int:

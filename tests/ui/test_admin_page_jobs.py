@@ -30,7 +30,7 @@ def shop(
         *(tmp_path_factory.mktemp("jobs"), tiny_bundle, make_tiny_bundle(seed=1)),
         reload_interval_ms=50,
         decode_isolation=False,
-        lanes=1,
+        search_threads=1,
         request_timeout_ms=60_000,
         feedback="pairs",
         training_weights=("mobilenet=/weights/mobilenet.pth",),

@@ -116,7 +116,7 @@ def test_threads_have_a_worker_each_and_share_one_server(tiny_bundle: Bundle) ->
 def test_a_worker_of_another_model_embeds_nothing_for_this_one(
     tiny_bundle: Bundle, make_tiny_bundle
 ) -> None:
-    """A lane may hold a worker of any model, where a service has several."""
+    """A search thread may hold a worker of any model, where a service has several."""
     other, data = make_tiny_bundle(seed=7), encoded(picture(1))
     with running(tiny_bundle) as workers, running(other) as others:
         until(lambda: workers.is_ready and others.is_ready)

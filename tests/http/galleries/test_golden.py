@@ -128,7 +128,7 @@ def test_labelling_ends_at_the_time_limit(tmp_path: Path, data: list[bytes]) -> 
 def test_while_a_run_waits_for_the_model_searches_are_answered(
     stocked: Shop, model: GatedEmbedder
 ) -> None:
-    """It has one image in the model at a time, so a lane is left for others."""
+    """It has one image in the model at a time, so a search thread is left for others."""
     golden = GoldenSet(stocked.folder)
     new = [NewQuery(encoded(picture(100 + n)), Label(no_match=True)) for n in range(6)]
     with closing(Gallery.open(stocked.folder)) as gallery:

@@ -254,7 +254,7 @@ def test_searches_and_reads_that_hang_leave_their_threads_to_other_galleries(
 ) -> None:
     galleries = {"hung": hanging, "shop": FakeGallery(embedder, PICTURES)}
     service = start_service(
-        galleries=galleries, lanes=2, request_timeout_ms=2_000, ready_timeout_ms=500
+        galleries=galleries, search_threads=2, request_timeout_ms=2_000, ready_timeout_ms=500
     )
     client = service.client
 
@@ -267,7 +267,7 @@ def test_searches_and_reads_that_hang_leave_their_threads_to_other_galleries(
         late = [clients.submit(ask) for _ in range(2)]
         for _ in late:
             hanging.started.acquire()
-        # Both lanes, or both readers of files, are in the gallery.
+        # Both search threads, or both readers of files, are in the gallery.
         assert [call.result().status_code for call in late] == [503, 503]
     until(lambda: "does not answer" in ask().text)
     refused = assert_problem(ask(), 503, "overloaded")
@@ -277,9 +277,9 @@ def test_searches_and_reads_that_hang_leave_their_threads_to_other_galleries(
     until(lambda: client.get("/ready").json()["checks"]["model"] == "ok")
     hanging.gate.set()
     until(lambda: ask().status_code == 200)
-    for number in range(3):  # as many lanes as before
+    for number in range(3):  # as many search threads as before
         assert service.search(PICTURES[number], gallery="shop").status_code == 200
-    assert service.runtime.lanes.is_alone
+    assert service.runtime.search_threads.is_alone
 
 
 def test_only_the_first_check_of_readiness_waits_for_a_gallery_that_hangs(
@@ -306,7 +306,9 @@ def test_a_question_that_takes_long_to_embed_is_no_gallery_that_hangs(
 ) -> None:
     """Else whoever sends many images would close the gallery to everybody else."""
     service = start_service(
-        galleries={"shop": FakeGallery(embedder, PICTURES)}, lanes=1, request_timeout_ms=300
+        galleries={"shop": FakeGallery(embedder, PICTURES)},
+        search_threads=1,
+        request_timeout_ms=300,
     )
     embedder.gate.clear()
     for number in range(2):

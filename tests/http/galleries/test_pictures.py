@@ -246,7 +246,7 @@ def test_a_picture_that_takes_too_long_is_503_and_so_are_those_behind_it(
     start_service, gallery, pictures, until, monkeypatch
 ) -> None:
     held = threading.Event()
-    service = start_service(request_timeout_ms=300, lanes=1)
+    service = start_service(request_timeout_ms=300, search_threads=1)
     monkeypatch.setattr(gallery, "item", lambda _: held.wait(WAIT_S))
     late = service.client.get("/galleries/shop/items/0/image")
     assert "0.3 s" in assert_problem(late, 503, "deadline-exceeded")["detail"]
@@ -312,16 +312,16 @@ def test_a_tiff_is_never_decoded_in_the_service_and_made_once(tmp_path, monkeypa
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("decoded in the service")
 
-    shop = start_shop(tmp_path, decode_isolation=True, lanes=1)
+    shop = start_shop(tmp_path, decode_isolation=True, search_threads=1)
     made: list[int] = []
-    lanes = shop.running.runtime.lanes
-    render = lanes.render
+    search_threads = shop.running.runtime.search_threads
+    render = search_threads.render
 
     async def counted(*arguments: Any) -> bytes:
         made.append(1)
         return await render(*arguments)
 
-    monkeypatch.setattr(lanes, "render", counted)
+    monkeypatch.setattr(search_threads, "render", counted)
     for module in ("kinlens.embedder.preprocess", "kinlens.indexer.pictures"):
         monkeypatch.setattr(f"{module}.decode", forbidden)
     shop.put({"k": encoded(picture(3, (3000, 400)), "TIFF")})
@@ -391,7 +391,7 @@ def test_a_picture_that_costs_too_much_is_503_and_not_tried_again_at_once(
         raise ImageCostError("killed")
 
     shop.put({"k": encoded(picture(5), "TIFF")})
-    monkeypatch.setattr(mall.running.runtime.lanes, "render", costly)
+    monkeypatch.setattr(mall.running.runtime.search_threads, "render", costly)
     for _ in range(3):
         assert_problem(shop.client.get(shop.link("k")), 503, "deadline-exceeded")
     assert tried == 1

@@ -369,7 +369,7 @@ def test_a_part_that_cannot_be_stopped_leaves_no_other_running(
         with pytest.raises(OSError, match="the disk is gone"):
             await runtime.stop()
         with pytest.raises(RuntimeError, match="have been closed"):
-            await runtime.lanes.run(lambda _: None)
+            await runtime.search_threads.run(lambda _: None)
         for pool in runtime.pools.values():
             with pytest.raises(RuntimeError, match="have been closed"):
                 await pool.run(lambda: None)

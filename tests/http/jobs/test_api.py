@@ -66,7 +66,7 @@ def shop(
         anonymous_scopes=("admin",),
         reload_interval_ms=50,
         decode_isolation=False,
-        lanes=1,
+        search_threads=1,
         request_timeout_ms=60_000,
     )
     made.build("busy")

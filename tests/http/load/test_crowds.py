@@ -60,7 +60,7 @@ def decoding(service: Running) -> set[int]:
             return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
         return 0
 
-    return {pid for pid in service.runtime.lanes.pids if resident_bytes(pid) > 150e6}
+    return {pid for pid in service.runtime.search_threads.pids if resident_bytes(pid) > 150e6}
 
 
 def stop_one(service: Running, but: set[int]) -> int:
@@ -97,15 +97,15 @@ def isolated(patient: Running) -> Iterator[Running]:
         until(lambda gauge=gauge: patient.metric(gauge) == 0)
     until(lambda: not decoding(patient))
     assert patient.client.get("/ready").status_code == 200
-    assert patient.metric("kinlens_decoder_restarts") == patient.runtime.lanes.restarts
+    assert patient.metric("kinlens_decoder_restarts") == patient.runtime.search_threads.restarts
 
 
 @pytest.fixture
 def undisturbed(isolated: Running) -> Iterator[Running]:
     """The same; no process may die."""
-    before = isolated.runtime.lanes.pids
+    before = isolated.runtime.search_threads.pids
     yield isolated
-    assert isolated.runtime.lanes.pids == before
+    assert isolated.runtime.search_threads.pids == before
 
 
 def test_24_clients_get_their_answers_while_8_leave_in_the_middle_of_a_batch(
@@ -129,7 +129,9 @@ def test_clients_that_leave_while_their_image_is_decoded_or_sent_disturb_nobody(
     undisturbed, pictures, heavy
 ) -> None:
     leaving, stopped = [], set[int]()
-    for _ in undisturbed.runtime.lanes.pids:  # each is stopped, or it may end before the others do
+    for _ in (
+        undisturbed.runtime.search_threads.pids
+    ):  # each is stopped, or it may end before the others do
         leaving.append(send_raw(undisturbed, new(heavy)))
         stopped.add(stop_one(undisturbed, stopped))
     leaving += [send_raw(undisturbed, new(pictures[n])) for n in range(4)]
@@ -157,7 +159,7 @@ def test_one_truncated_jpeg_among_31_good_ones_fails_alone(undisturbed, pictures
 def test_a_process_killed_once_in_the_middle_of_an_image_costs_no_answer_and_twice_its_own(
     isolated, pictures, heavy, deaths: int
 ) -> None:
-    before, killed = isolated.runtime.lanes.restarts, set()
+    before, killed = isolated.runtime.search_threads.restarts, set()
     with ThreadPoolExecutor(13) as clients:
         doomed = clients.submit(isolated.search, new(heavy))
         for _ in range(deaths):
@@ -170,13 +172,13 @@ def test_a_process_killed_once_in_the_middle_of_an_image_costs_no_answer_and_twi
             assert doomed.result().status_code == 200
         else:
             assert_problem(doomed.result(), 422, "image-too-costly")
-    assert isolated.runtime.lanes.restarts == before + deaths
+    assert isolated.runtime.search_threads.restarts == before + deaths
 
 
 def test_every_process_killed_at_once_is_replaced_and_the_service_ready_again(
     isolated, pictures
 ) -> None:
-    for pid in isolated.runtime.lanes.pids:
+    for pid in isolated.runtime.search_threads.pids:
         os.kill(pid, signal.SIGKILL)
     assert first_hits([isolated.search(new(pictures[4]))]) == [4]
 
@@ -194,7 +196,7 @@ def test_an_image_above_a_limit_of_decoding_is_422_and_the_others_are_answered(
         others = [clients.submit(service.search, data) for data in pictures]
         assert says in assert_problem(large.result(), 422, "image-too-costly")["detail"]
         assert first_hits(other.result() for other in others) == list(range(12))
-    assert service.runtime.lanes.kills == service.runtime.lanes.restarts >= 1
+    assert service.runtime.search_threads.kills == service.runtime.search_threads.restarts >= 1
 
 
 def test_a_model_that_fails_on_one_image_of_a_batch_fails_that_request_alone(
@@ -218,16 +220,16 @@ def test_a_model_that_fails_on_one_image_of_a_batch_fails_that_request_alone(
 def test_a_client_that_leaves_while_it_waits_costs_no_inference(
     start_service, embedder, pictures
 ) -> None:
-    service = start_service(lanes=1)
+    service = start_service(search_threads=1)
     embedder.gate.clear()
     before = len(embedder.batches)
     with ThreadPoolExecutor(1) as clients:
         first = clients.submit(service.search, pictures[0])
         until(lambda: len(embedder.batches) == before + 1)
         connection = send_raw(service, pictures[1])
-        until(lambda: service.runtime.lanes.waiting == 1)
+        until(lambda: service.runtime.search_threads.waiting == 1)
         connection.close()
-        until(lambda: service.runtime.lanes.waiting == 0)
+        until(lambda: service.runtime.search_threads.waiting == 0)
         embedder.gate.set()
         assert first.result().json()["hits"][0]["id"] == 0
     assert len(embedder.batches) == before + 1
@@ -236,7 +238,7 @@ def test_a_client_that_leaves_while_it_waits_costs_no_inference(
 def test_a_full_queue_answers_503_with_retry_after_and_recovers(
     start_service, embedder, pictures
 ) -> None:
-    service = start_service(queue_size=2, lanes=1)
+    service = start_service(queue_size=2, search_threads=1)
     embedder.gate.clear()
     before = len(embedder.batches)
     with ThreadPoolExecutor(3) as clients:
@@ -244,7 +246,7 @@ def test_a_full_queue_answers_503_with_retry_after_and_recovers(
         until(lambda: len(embedder.batches) == before + 1)
         for number in (1, 2):
             held.append(clients.submit(service.search, pictures[number]))
-            until(lambda depth=number: service.runtime.lanes.waiting == depth)
+            until(lambda depth=number: service.runtime.search_threads.waiting == depth)
         refused = service.search(pictures[3])
         embedder.gate.set()
         assert [call.result().status_code for call in held] == [200, 200, 200]
@@ -256,7 +258,7 @@ def test_a_full_queue_answers_503_with_retry_after_and_recovers(
 def test_batches_have_places_of_their_own_so_not_all_bodies_wait_here(
     start_service, embedder, pictures
 ) -> None:
-    service = start_service(queue_size=1, lanes=1)
+    service = start_service(queue_size=1, search_threads=1)
 
     def batch(data: bytes) -> Any:
         return service.client.post("/search/batch", files={"image": new(data)})
@@ -277,7 +279,7 @@ def test_batches_have_places_of_their_own_so_not_all_bodies_wait_here(
 def test_cached_answers_that_are_out_of_date_do_not_fill_the_queue_without_end(
     start_service, gallery, pictures, monkeypatch
 ) -> None:
-    service = start_service(queue_size=1, lanes=1)
+    service = start_service(queue_size=1, search_threads=1)
     service.search(pictures[0])
     monkeypatch.setattr(gallery, "version", gallery.version[::-1])
     searching, gate, search = threading.Semaphore(0), threading.Event(), gallery.search
@@ -292,7 +294,7 @@ def test_cached_answers_that_are_out_of_date_do_not_fill_the_queue_without_end(
         held = [clients.submit(service.search, pictures[1])]
         searching.acquire()
         held.append(clients.submit(service.search, pictures[2]))
-        until(lambda: service.runtime.lanes.waiting == 1)
+        until(lambda: service.runtime.search_threads.waiting == 1)
         outdated = [clients.submit(service.search, pictures[0]) for _ in range(3)]
         refused = next(as_completed(outdated))
         gate.set()
@@ -394,7 +396,7 @@ def test_a_search_that_nobody_waits_for_any_more_gives_its_thread_back(
                 raise
 
     galleries = {"shop": gallery, "endless": Endless(embedder, pictures, "endless")}
-    service = start_service(galleries=galleries, request_timeout_ms=500, lanes=2)
+    service = start_service(galleries=galleries, request_timeout_ms=500, search_threads=2)
     with ThreadPoolExecutor(4) as clients:
         ask = partial(service.search, gallery="endless")
         assert {answer.status_code for answer in clients.map(ask, pictures[:4])} == {503}

@@ -93,7 +93,7 @@ def padded(data: bytes) -> bytes:
 def test_bodies_are_counted_in_bytes_until_they_are_answered(
     start_service, embedder, pictures, until
 ) -> None:
-    service = start_service(**SMALL, lanes=1)
+    service = start_service(**SMALL, search_threads=1)
     embedder.gate.clear()
     with ThreadPoolExecutor(4) as clients:
         held = [clients.submit(service.search, padded(data)) for data in pictures[:4]]

@@ -74,7 +74,7 @@ def test_a_rolling_restart_behind_the_shipped_proxies_loses_no_request(
         "bundle": tiny_bundle.path,
         "galleries": f"shop={tiny_gallery}",
         "drain_s": DRAIN_S,
-        "lanes": 2,
+        "search_threads": 2,
         "decode_isolation": False,
         "trusted_proxies": "127.0.0.1",
         "allowed_hosts": f"{HOST},127.0.0.1",

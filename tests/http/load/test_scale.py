@@ -85,7 +85,7 @@ def fleet(
                 "redis_url": redis.url,
                 "redis_timeout_ms": int(REDIS_TIMEOUT_S * 1e3),
                 "anonymous_scopes": "admin",
-                "lanes": 2,
+                "search_threads": 2,
             }
             replicas = [
                 stack.enter_context(own_process(folder / f"{n}.log", **settings))

@@ -34,7 +34,7 @@ def bundle_copy(tiny_bundle: Bundle, tmp_path: Path) -> Path:
 @pytest.fixture
 def service(bundle_copy: Path, tiny_gallery: Path) -> Iterator[Running]:
     settings: dict[str, Any] = {"bundle": bundle_copy, "galleries": f"shop={tiny_gallery}"}
-    running = run(create_app(Settings(**settings, lanes=3)))
+    running = run(create_app(Settings(**settings, search_threads=3)))
     until(lambda: embedding(running))
     yield running
     running.close()
@@ -43,7 +43,7 @@ def service(bundle_copy: Path, tiny_gallery: Path) -> Iterator[Running]:
 def embedding(service: Running) -> list[int]:
     """The workers that searches use: no children of the service, but of its fork server."""
     search(service, [0] * 6)
-    return [pid for pid in service.runtime.lanes.pids if parent(pid) != os.getpid()]
+    return [pid for pid in service.runtime.search_threads.pids if parent(pid) != os.getpid()]
 
 
 def parent(pid: int) -> int:
@@ -80,10 +80,12 @@ def test_many_at_once_find_the_same_as_one_alone(service: Running) -> None:
 
 def test_only_workers_are_left_once_they_embed(service: Running) -> None:
     def are_workers() -> bool:
-        return bool(embedding(service)) and embedding(service) == service.runtime.lanes.pids
+        return (
+            bool(embedding(service)) and embedding(service) == service.runtime.search_threads.pids
+        )
 
     until(are_workers)
-    assert service.runtime.lanes.restarts == 0
+    assert service.runtime.search_threads.restarts == 0
 
 
 def test_killed_workers_and_a_killed_server_cost_no_answer(service: Running) -> None:
@@ -98,7 +100,7 @@ def test_killed_workers_and_a_killed_server_cost_no_answer(service: Running) -> 
         answers = clients.submit(search, service, [*range(8)] * 12)
         os.kill(server, signal.SIGKILL)
         assert keys(answers.result()) == [f"{number}.png" for number in range(8)] * 12
-    assert service.runtime.lanes.restarts > 1
+    assert service.runtime.search_threads.restarts > 1
     until(lambda: {parent(pid) for pid in embedding(service)} - {server, os.getpid()})
 
 
@@ -117,9 +119,9 @@ def test_a_model_with_several_threads_runs_in_the_service_alone(
     bundle_copy: Path, tiny_gallery: Path
 ) -> None:
     settings: dict[str, Any] = {"bundle": bundle_copy, "galleries": f"shop={tiny_gallery}"}
-    with closing(run(create_app(Settings(**settings, lanes=2, threads=2)))) as service:
+    with closing(run(create_app(Settings(**settings, search_threads=2, threads=2)))) as service:
         assert keys(search(service, range(8))) == [f"{number}.png" for number in range(8)]
-        pids = service.runtime.lanes.pids
+        pids = service.runtime.search_threads.pids
         assert {parent(pid) for pid in pids} == {os.getpid()}
         commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
         assert all(b"decode_worker" in command for command in commands)

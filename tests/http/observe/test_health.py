@@ -166,15 +166,15 @@ def test_readiness_does_not_wait_behind_a_long_queue_of_a_slow_model(
 ) -> None:
     slow = type(embedder)(delay_s=0.05)
     limits = {"ready_timeout_ms": 3_000, "request_timeout_ms": 60_000}
-    service = start_service(embedder=slow, queue_size=40, lanes=1, **limits)
+    service = start_service(embedder=slow, queue_size=40, search_threads=1, **limits)
     uploads = [pictures[0] + number.to_bytes(4, "big") for number in range(40)]
     slow.gate.clear()
     with ThreadPoolExecutor(40) as clients:
         answers = [clients.submit(service.search, upload) for upload in uploads]
-        until(lambda: service.runtime.lanes.waiting == 39)
+        until(lambda: service.runtime.search_threads.waiting == 39)
         slow.gate.set()
         ready = service.client.get("/ready")
-        assert service.runtime.lanes.waiting > 0, "the check waited for the queue"
+        assert service.runtime.search_threads.waiting > 0, "the check waited for the queue"
         assert ready.status_code == 200, ready.text
         assert [answer.result().status_code for answer in answers] == [200] * 40
 

@@ -89,7 +89,7 @@ def test_the_start_says_which_layers_of_the_decoder_sandbox_hold(
     with structlog.testing.capture_logs() as events:
         service = start_service(decode_isolation=is_isolated)
     [line] = [event for event in events if event["event"] == "decoder sandbox"]
-    layers = service.runtime.lanes.layers
+    layers = service.runtime.search_threads.layers
     names = {layer.name for layer in layers}
     assert names == ({"landlock", "seccomp"} if is_isolated else {"process"})
     held = [layer.name for layer in layers if layer.holds]

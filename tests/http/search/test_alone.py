@@ -27,7 +27,7 @@ def test_only_a_search_that_is_alone_has_all_cores(
     start_service: Any, pictures: list[bytes], until: Any
 ) -> None:
     embedder = Watched()
-    service = start_service(embedder=embedder, lanes=2)
+    service = start_service(embedder=embedder, search_threads=2)
     embedder.alone.clear()
     embedder.gate.clear()
     with ThreadPoolExecutor(2) as clients:

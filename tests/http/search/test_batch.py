@@ -155,7 +155,7 @@ def test_a_full_batch_leaves_room_for_a_single_search(
         batch = clients.submit(post, service, {"queries": queries}, BATCH)
         until(lambda: len(embedder.batches) >= 2)
         alone = clients.submit(service.search, pictures[0], k=1)
-        until(lambda: service.runtime.lanes.waiting == 1)
+        until(lambda: service.runtime.search_threads.waiting == 1)
         embedder.gate.set()
         assert alone.result().status_code == 200
         assert statuses(batch.result()) == [200] * 64

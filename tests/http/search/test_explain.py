@@ -166,7 +166,7 @@ def test_one_that_takes_too_long_is_503_and_holds_up_no_search(
     tmp_path: Path, pictures: dict[str, bytes]
 ) -> None:
     slow = Slow()
-    shop = start_shop(tmp_path, slow, request_timeout_ms=2_000, lanes=2)
+    shop = start_shop(tmp_path, slow, request_timeout_ms=2_000, search_threads=2)
     shop.put({"0.png": pictures["0.png"]})
     url = f"{shop.url}/items/{shop.items()['items'][0]['id']}/explain"
     answer = shop.client.post(url, files={"image": ("x.png", pictures["0.png"], "image/png")})

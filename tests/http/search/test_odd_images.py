@@ -64,8 +64,8 @@ def test_every_odd_image_gets_its_status_and_the_next_good_one_is_answered() -> 
             after = replace(GOOD, data=GOOD.data + number.to_bytes(4, "big"))  # in no cache
             fault = fault_of(image, send(service, image))
             faults[image.name] = fault or fault_of(after, send(service, after))
-        lanes = service.runtime.lanes
-        assert (lanes.restarts, lanes.kills, lanes.waiting) == (0, 0, 0)
+        search_threads = service.runtime.search_threads
+        assert (search_threads.restarts, search_threads.kills, search_threads.waiting) == (0, 0, 0)
         assert service.client.get("/ready").status_code == 200
     assert {name: fault for name, fault in faults.items() if fault} == {}
 
@@ -75,7 +75,7 @@ def test_an_image_that_claims_65535_px_costs_no_memory() -> None:
     claims = [i for i in odd_images() if i.name.startswith("claims-65535x65535")]
     assert len(claims) == 7
     assert all(len(image.data) < 2000 for image in claims)
-    with started(lanes=1) as service:
+    with started(search_threads=1) as service:
         for kind in ("JPEG", "AVIF", "HEIF"):
             good = replace(GOOD, data=fine(photograph(), kind))
             assert fault_of(good, send(service, good)) is None
@@ -84,7 +84,7 @@ def test_an_image_that_claims_65535_px_costs_no_memory() -> None:
             for image in claims:
                 sent = replace(image, data=image.data + number.to_bytes(4, "big"))
                 assert fault_of(image, send(service, sent)) is None
-        assert service.runtime.lanes.restarts == 0
+        assert service.runtime.search_threads.restarts == 0
         assert peak_bytes(service) - before < 16 * 2**20
 
 
@@ -93,6 +93,6 @@ def peak_bytes(service: Running) -> int:
 
     Of the latter it is address space, which counts what was asked for and never written to.
     """
-    peaks = {"self": "VmHWM:", **dict.fromkeys(service.runtime.lanes.pids, "VmPeak:")}
+    peaks = {"self": "VmHWM:", **dict.fromkeys(service.runtime.search_threads.pids, "VmPeak:")}
     lines = {process: Path(f"/proc/{process}/status").read_text() for process in peaks}
     return sum(1024 * int(lines[p].split(name)[1].split()[0]) for p, name in peaks.items())

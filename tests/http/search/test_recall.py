@@ -83,7 +83,7 @@ def test_what_looks_at_every_item_anyway_is_not_measured_nor_anything_at_zero(
 def test_searches_go_on_while_one_is_measured_and_only_one_is(
     start_service, gallery, pictures, until
 ) -> None:
-    service = start_service(recall_sample=1, lanes=1)
+    service = start_service(recall_sample=1, search_threads=1)
     gallery.gate.clear()
     for data in pictures:
         assert service.search(data).status_code == 200

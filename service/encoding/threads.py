@@ -1,6 +1,6 @@
-"""Lanes: threads that each do all the work of a search, with a decoder.
+"""Search threads: threads that each do all the work of a search, with a decoder.
 
-    event loop ── run(work) ──► waiting (bounded) ──► lane: work(decoder) ──► event loop
+    event loop ── run(work) ──► waiting (bounded) ──► search thread: work(decoder) ──► event loop
 
 A search is handed over once, and its image never leaves the caches of its core.
 """
@@ -26,9 +26,9 @@ BulkKind = Literal["batch", "write", "golden"]
 """Work of many calls: queries of a batch, images of items, queries of a golden set."""
 
 
-class Lanes:
-    """`count` lanes, and at most `queue_size` calls that wait for one. A lane whose call runs for
-    more than `overdue_s` seconds is replaced by a new one.
+class SearchThreads:
+    """`count` search threads, and a queue of at most `queue_size` calls. A thread whose call runs
+    for more than `overdue_s` seconds is replaced by a new one.
 
     A call gets a decoder from `make`, or from a pool of workers that is ready.
     """
@@ -50,7 +50,7 @@ class Lanes:
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a lane."""
+        """Calls that wait for a search thread."""
         return self._pool.waiting
 
     @property
@@ -131,7 +131,7 @@ class Lanes:
         patient: bool = False,
         after: Callable[[], None] = lambda: None,
     ) -> T:
-        """Call `work` in a lane, as `BoundedPool.run`.
+        """Call `work` in a search thread, as `BoundedPool.run`.
 
         Raises: OverloadedError when too many wait; what `work` raises.
         """

@@ -150,7 +150,7 @@ class Encoder:
 
     Where several calls run at once on a CPU, `workers` decode and embed. Otherwise the decoder of
     the search thread decodes and this process embeds. A GPU gets batches; a call that is alone on a
-    CPU gets all cores. The arguments between `search_threads` and `workers` configure the `Batcher`.
+    CPU gets all cores. The arguments from `search_threads` to `workers` configure the `Batcher`.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ PIP    := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu demo demo-check demo-inshop demo-sop demo-grocery test soak scale-check mutations check format bench clean
+.PHONY: help install install-gpu demo demo-check demo-inshop demo-sop demo-grocery test soak scale-check mutations check docs format bench clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -79,6 +79,13 @@ check: $(VENV)/.dev  ## Format, lint, types, architecture
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_architecture.py
+
+$(VENV)/.docs: $(VENV)/.training
+	$(PIP) --quiet --editable '.[cpu,training,docs]'
+	@touch $@
+
+docs: $(VENV)/.docs  ## The documentation site, into build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/.dev  ## Mend what ruff can mend
 	$(BIN)/ruff format .

@@ -38,6 +38,7 @@ APPS = {
 }
 FIRST = ("README", "galleries", "api", "client", "operations", "security", "service-jobs")
 """The README makes the gallery; the page about jobs replaces it."""
+TUTORIAL = "docs/tutorial.md"
 PAGES = sorted(
     [ROOT / "README.md", *(ROOT / "docs").glob("*.md")],
     key=lambda page: FIRST.index(page.stem) if page.stem in FIRST else len(FIRST),
@@ -67,7 +68,7 @@ TINY = [
     for word in ("--set", setting)
 ]
 SHORTER = {
-    "data": ["--products", "18", "--views", "4", "--size-px", "40"],
+    "data render": ["--products", "18", "--views", "4", "--size-px", "40"],
     "adapt": ["--backbone", TINY_TRUNK, "--weights", "weights.pth", *TINY],
     "fit": [
         *("--set", f"model.backbone={TINY_TRUNK}", "--set", "model.weights=weights.pth"),
@@ -220,7 +221,9 @@ class Terminal:
             if words[0] == "work":
                 self.work()
                 return ""
-            more = SHORTER.get(words[0], []) if name == "kinlens-train" else []
+            more = []
+            if name == "kinlens-train":
+                more = SHORTER.get(words[0]) or SHORTER.get(" ".join(words[:2]), [])
             done = CliRunner().invoke(APPS[name], [*words, *more])
         assert done.exit_code == 0, f"{done.output}{done.exception!r}"
         return done.stdout
@@ -280,13 +283,9 @@ class Terminal:
             worker.wait(1)
 
 
-@pytest.fixture(scope="module")
-def terminal(
-    tmp_path_factory: pytest.TempPathFactory, make_tiny_bundle: Callable[..., Bundle]
-) -> Iterator[Terminal]:
-    """In a folder where the README has been followed to its end."""
-    folder = tmp_path_factory.mktemp("documents")
-    new = make_tiny_bundle(1).path
+@contextlib.contextmanager
+def opened(folder: Path, new: Path) -> Iterator[Terminal]:
+    """A terminal in a folder that has what a reader brings along: weights, photos, a new bundle."""
     trainer = [sys.executable, ROOT / "tests/support/fake_trainer.py", new, 1, 3]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -302,8 +301,24 @@ def terminal(
             render_view(product, 90, size_px=64).save(folder / f"{name}.jpg", quality=95)
         (folder / "labelled.csv").write_text("image,class\nhat.jpg,p000-bag-MIRVI\n")
         with contextlib.closing(Terminal(folder)) as terminal:
-            terminal.follow("README.md")
             yield terminal
+
+
+@pytest.fixture(scope="module")
+def terminal(
+    tmp_path_factory: pytest.TempPathFactory, make_tiny_bundle: Callable[..., Bundle]
+) -> Iterator[Terminal]:
+    """In a folder where the README has been followed to its end."""
+    with opened(tmp_path_factory.mktemp("documents"), make_tiny_bundle(1).path) as terminal:
+        terminal.follow("README.md")
+        yield terminal
+
+
+def test_the_tutorial_runs_as_printed_from_an_empty_folder(
+    tmp_path: Path, make_tiny_bundle: Callable[..., Bundle]
+) -> None:
+    with opened(tmp_path, make_tiny_bundle(1).path) as terminal:
+        terminal.follow(TUTORIAL)
 
 
 def test_the_service_finds_each_image_that_the_readme_has_indexed(terminal: Terminal) -> None:
@@ -325,7 +340,7 @@ def test_the_service_finds_each_image_that_the_readme_has_indexed(terminal: Term
     "page", dict.fromkeys(block.page for block in BLOCKS if block.reason is None)
 )
 def test_a_page_runs_as_printed(page: str, terminal: Terminal) -> None:
-    if page != "README.md":
+    if page not in {"README.md", TUTORIAL}:
         terminal.follow(page)
 
 

@@ -21,6 +21,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the code of this checkout
+ICON = ROOT / "service/ui/shared/icon.svg"
 COMMANDS = {"kinlens-train": "training", "kinlens-index": "indexer", "kinlens-serve": "service"}
 PYTHON = {
     "kinlens": ("load_bundle", "open_gallery"),
@@ -52,6 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
+    files.append(File.generated(config, "assets/icon.svg", abs_src_path=str(ICON)))
     return files
 
 

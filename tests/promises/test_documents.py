@@ -1,9 +1,9 @@
-"""The blocks of README.md and docs/ as somebody types them, page by page, in one folder.
+"""The blocks of README.md and docs/ as a reader types them, page by page, in one folder.
 
-Each block of commands or Python runs, unless a comment before it says why it cannot:
-`<!-- not run: REASON -->`. Left out are benchmarks.md and results.md, whose commands take hours.
-Only the training is shortened, and the places of the shop, of the state folder and of the service
-are those of the test.
+Each block of commands or Python runs, unless a comment before it gives the reason:
+`<!-- not run: REASON -->`. The pages benchmarks.md and results.md are skipped: their commands take
+hours. The tutorial runs in a folder of its own, since it starts from nothing. Trainings are
+shortened, and the paths of the shop and of the state folder and the port are those of the test.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ COMMAND = re.compile(
     r"(?:kinlens-\w+|curl|make|python3?|pip|docker|torchrun|rsync) )"
     r"|.*\bclient\.\w+\(| *from \S+ import "
 )
-"""A line of a block that is to be run; Python without a fence is among them, and does not run."""
+"""A line of a block that is to be run, or that is Python without a fence, which does not run."""
 REASON = re.compile(r" *<!-- not run: (.+) -->")
 PHOTOS = ("photo", "new", "shoe", "hat", "street", "front", "side", "query", "shelf", "cat")
 SERVICE = "http://127.0.0.1:8000"
@@ -113,8 +113,8 @@ def blocks_of(page: Path) -> Iterator[Block]:
                 number += 1
             inside = lines[first:number]
         else:
-            told = REASON.match(line)
-            reason = told[1] if told else reason if not line else None
+            given = REASON.match(line)
+            reason = given[1] if given else reason if not line else None
             continue
         name = str(page.relative_to(ROOT))
         yield Block(name, first + 1, line.strip("` ") * (line[0] == "`"), "\n".join(inside), reason)
@@ -131,8 +131,8 @@ BLOCKS = [
 
 
 class Terminal:
-    """Types what the pages say, each with variables of its own. A service that a page takes for
-    granted is there for the next page, too.
+    """Types the commands of the pages, with separate variables for each page. The service that a
+    page takes for granted keeps running for the next page.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -285,7 +285,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def opened(folder: Path, new: Path) -> Iterator[Terminal]:
-    """A terminal in a folder that has what a reader brings along: weights, photos, a new bundle."""
+    """A terminal in a folder with the files of a reader: weights, photos and a new bundle."""
     trainer = [sys.executable, ROOT / "tests/support/fake_trainer.py", new, 1, 3]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -308,7 +308,7 @@ def opened(folder: Path, new: Path) -> Iterator[Terminal]:
 def terminal(
     tmp_path_factory: pytest.TempPathFactory, make_tiny_bundle: Callable[..., Bundle]
 ) -> Iterator[Terminal]:
-    """In a folder where the README has been followed to its end."""
+    """In a folder where all commands of the README have run."""
     with opened(tmp_path_factory.mktemp("documents"), make_tiny_bundle(1).path) as terminal:
         terminal.follow("README.md")
         yield terminal

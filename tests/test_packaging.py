@@ -128,7 +128,7 @@ def test_every_dependency_is_pinned_and_no_index_is_named() -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[^\s/]+( ;.*)?", line) for line in lines if line)
     pinned = {line.split("==")[0] for line in lines}
     wanted = [*PROJECT["dependencies"]]
-    for extra in ("core", "cpu", "training", "dev"):
+    for extra in ("core", "cpu", "training", "docs", "dev"):
         wanted += [one for one in EXTRAS[extra] if name_of(one) != "kinlens"]
     assert {name_of(requirement).lower() for requirement in wanted} <= pinned
 

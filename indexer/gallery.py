@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.embedder.durable import discard, hold, reach, write_whole
+from kinlens.embedder.durable import crash_point, discard, hold, write_whole
 from kinlens.embedder.errors import (
     BundleMismatchError,
     GalleryBusyError,
@@ -885,8 +885,8 @@ class Gallery(Searcher):
             raise GalleryError(f"The gallery {self._folder.path} is closed. Open it again.")
         with self._folder.writing(self.generation), self._writable.writing() as writer:
             yield writer
-            reach("write: before commit")
-        reach("write: after commit")
+            crash_point("write: before commit")
+        crash_point("write: after commit")
         if self._background is not None:
             self._background.nudge()
 

@@ -27,7 +27,7 @@ def set_fault_hook(hook: Hook | None) -> None:
 
 
 def crash_point(point: str) -> None:
-    """Call the fault hook of the tests, which may kill the process at `point`."""
+    """Say that the step `point` is reached."""
     for hook in _hooks:
         hook(point)
 

@@ -85,7 +85,7 @@ from kinlens.indexer.live.compaction import (
     due,
 )
 from kinlens.indexer.live.facets import facts_of
-from kinlens.indexer.live.search import Searcher, numbers_of
+from kinlens.indexer.live.search import Searcher, ids_of_keys
 from kinlens.indexer.live.snapshot import SnapshotKeeper
 from kinlens.indexer.pictures import ItemImage, item_image
 from kinlens.indexer.types import (
@@ -108,7 +108,7 @@ from kinlens.indexer.types import (
 from kinlens.values import AttributeKind, AttributeValue, Scalar
 
 _PAGE = 1000
-_AT_ONCE = 10_000  # items that one step of a change by filter takes
+_BATCH = 10_000  # items that one step of a change by filter takes
 _SPARSE = 10
 _MANY = 10_000  # items, whose attributes take a tenth of a second to read
 
@@ -145,7 +145,7 @@ class Gallery(Searcher):
             held.callback(self._catalog.close)
             _check_dim(generation, self.manifest, self._catalog)
             snapshots = SnapshotKeeper(self._catalog, generation, device, verify_hashes)
-            held.callback(snapshots.forget)
+            held.callback(snapshots.close)
             self._close = weakref.finalize(self, held.pop_all().close)
         super().__init__(snapshots, self.manifest.dim)
         self._image_root = image_root or Path(self.manifest.source_root)
@@ -315,7 +315,7 @@ class Gallery(Searcher):
                 generation=self.generation,
                 size=state.size,
                 delta=snapshot.delta.size,
-                tombstones=snapshot.dead_count - (0 if segment is None else segment.gone),
+                tombstones=snapshot.tombstone_count - (0 if segment is None else segment.gone),
                 compaction_due=self._due(reading.view, state),
                 segment=segment,
             )
@@ -430,7 +430,7 @@ class Gallery(Searcher):
     def entries(self, keys: Sequence[str]) -> list[Entry]:
         """Items with their vectors, in the order asked for. Raises: ItemNotFoundError."""
         with self._catalog.reading() as view:
-            numbers = numbers_of(view, keys)
+            numbers = ids_of_keys(view, keys)
             return _entries(view.known(numbers), view.vectors(numbers))
 
     def scan(self, batch_size: int = _PAGE) -> Iterator[list[Entry]]:
@@ -730,7 +730,7 @@ class Gallery(Searcher):
         Raises: FilterError; InvalidParameterError for a value of another kind than the attribute
             has; GalleryWriteError; GalleryBusyError.
         """
-        return self._in_steps(
+        return self._in_batches(
             where,
             "changed",
             lambda writer, items: writer.update(
@@ -744,18 +744,18 @@ class Gallery(Searcher):
 
         Raises: FilterError, GalleryWriteError, GalleryBusyError.
         """
-        return self._in_steps(where, "removed", CatalogWriter.remove_items)
+        return self._in_batches(where, "removed", CatalogWriter.remove_items)
 
-    def _in_steps(
+    def _in_batches(
         self, where: Filter, done: str, work: Callable[[CatalogWriter, Sequence[Item]], int]
     ) -> int:
         with self._snapshots.reading() as now:
             ids, _ = self._attributes_of(now).ids(self._among(now, where))
         count = 0
-        for start in range(0, len(ids), _AT_ONCE):
+        for start in range(0, len(ids), _BATCH):
             try:
                 with self._writing() as writer:
-                    items = writer.get(ids[start : start + _AT_ONCE]).values()
+                    items = writer.get(ids[start : start + _BATCH]).values()
                     count += work(writer, [i for i in items if where.matches(i.attributes)])
             except GalleryBusyError as error:
                 if not count:
@@ -906,14 +906,14 @@ class Gallery(Searcher):
                 ) from damage
             logging.getLogger(__name__).warning("the index is made again: %s", damage)
             try:
-                unless = functools.partial(_is_readable, self._snapshots)
+                skip_if = functools.partial(_is_readable, self._snapshots)
                 compact(
                     self._generation,
                     self.index_settings(),
                     wait=True,
                     keep_removed_s=KEEP_REMOVED_S,
                     from_scratch=True,
-                    unless=unless,
+                    skip_if=skip_if,
                 )
             except KinlensError as failure:
                 damage.add_note(f"It could not be made again by itself: {failure}")

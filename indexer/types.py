@@ -216,7 +216,7 @@ class SortBy:
         return chosen(values) if values else None
 
 
-def go_on() -> None:
+def no_checkpoint() -> None:
     """The checkpoint of a search that nobody ends early."""
 
 
@@ -252,7 +252,7 @@ class SearchOptions:
     diversity: float = 0.0
     boost: Boost | None = None
     sort_by: SortBy | None = None
-    checkpoint: Callable[[], None] = field(default=go_on, compare=False, repr=False)
+    checkpoint: Callable[[], None] = field(default=no_checkpoint, compare=False, repr=False)
 
     @property
     def reorders(self) -> bool:

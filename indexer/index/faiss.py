@@ -224,11 +224,11 @@ class SegmentIndex:
         """
         return self._brute_force(*self._checked(queries, k), allowed)
 
-    def reaching(self, query: Embeddings, least: float, allowed: Bits | None = None) -> Ids:
+    def range_search(self, query: Embeddings, least: float, allowed: Bits | None = None) -> Ids:
         """The positions of all vectors whose score for the query (1, D) is at least `least`, of
         those that the bitmap `allowed` leaves; by comparing with each.
         """
-        return reaching(self._vectors, query, least, allowed)
+        return range_search(self._vectors, query, least, allowed)
 
     def vectors(self, positions: Ids) -> Embeddings:
         """The full-precision vectors (N, D) at known positions (N,)."""
@@ -363,7 +363,7 @@ class SegmentIndex:
         return queries, min(k, self.size)
 
 
-def reaching(
+def range_search(
     vectors: StoredRows, query: Embeddings, least: float, allowed: Bits | None = None
 ) -> Ids:
     """The positions of all vectors (N, D) whose score for the query (1, D) is at least `least`,

@@ -386,7 +386,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class PreviousSegment:
     """The segment so far, in a folder: `moved` (N,) is the new row of each of its positions, -1 for
     one without an item, then or now.
     """
@@ -404,7 +404,7 @@ def write_segment(
     settings: IndexSettings,
     plans: Sequence[Plan],
     on_progress: Progress | None = None,
-    before: Before | None = None,
+    before: PreviousSegment | None = None,
 ) -> SegmentManifest:
     """Index rows, and write a segment of them into the empty `folder`; nothing is synced. The first
     of the `plans` is carried out that reaches the target of the `settings`.
@@ -550,7 +550,7 @@ def _can_follow(before: SegmentManifest, plan: Plan, settings: IndexSettings) ->
 
 
 def _updated(
-    before: Before, vectors: StoredRows, live: Ids, on_progress: Progress | None
+    before: PreviousSegment, vectors: StoredRows, live: Ids, on_progress: Progress | None
 ) -> _Made | None:
     manifest = before.manifest
     moved = before.moved

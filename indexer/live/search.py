@@ -112,9 +112,9 @@ class Searcher:
         k: int,
         options: SearchOptions | None = None,
     ) -> list[Hit]:
-        """The `k` items most similar to the items with keys `liked` and least similar to `disliked`.
+        """The `k` items most similar to the liked items and least similar to the disliked ones.
 
-        Liked and disliked items are not returned.
+        `liked` and `disliked` are keys; these items are not returned.
 
         Raises: ItemNotFoundError, InvalidParameterError, FilterError.
         """
@@ -270,7 +270,7 @@ def _plain_hits(
     options: SearchOptions,
     mask: FilterMask | None,
 ) -> list[list[Hit]] | None:
-    """The fast path for searches without reordering and deduplication: half the time of `best_hits`.
+    """The fast path without reordering and deduplication: half the time of `best_hits`.
 
     Takes the order of the index and reads only the rows that are returned. None if the rows come
     from another state than the snapshot.

@@ -146,7 +146,7 @@ def test_an_exported_gallery_is_imported_whole(
     for arguments, message in (
         ([tmp_path / "cut.parquet"], "cut.parquet"),
         ([tmp_path], "No gallery"),
-        ([file, "--name", "a/b"], "cannot stand in an address"),
+        ([file, "--name", "a/b"], "cannot be used in a URL"),
         ([file, "--memory-mb", "0.001"], "--memory-mb"),
     ):
         assert message in failure(run("import", *arguments, "--out", new))

@@ -466,8 +466,8 @@ REFUSED: dict[type[KinlensError], list[tuple[str, Callable[[VectorStore], object
         ("price", lambda s: s.add([entry("a", QUERY[0]), entry("b", QUERY[0], {"price": "x"})])),
         ("wrong.*norm", lambda s: s.add([*shop(3), entry("wrong", np.ones(DIM, np.float32))])),
         ("wrong.*twice", lambda s: s.add([WRONG, *shop(3), WRONG])),
-        ("'../up' is not a key", lambda s: s.add([replace(WRONG, key="../up")])),
-        ("None is not a key", lambda s: s.add([replace(WRONG, key=None)])),
+        ("'../up' is not a valid key", lambda s: s.add([replace(WRONG, key="../up")])),
+        ("None is not a valid key", lambda s: s.add([replace(WRONG, key=None)])),
         ("sha256 of 'wrong' is None", lambda s: s.add([replace(WRONG, sha256=None)])),
         *(
             ("Give a list of", lambda s, keys=keys: s.remove(keys))

@@ -191,7 +191,7 @@ class StateAttributes:
             found, last = later[later > after], None
         else:
             bits = among.segment & ~snapshot.tombstones
-            own, last = snapshot.segment.numbers_in(bits, after, limit)
+            own, last = snapshot.segment.ids_in(bits, after, limit)
             found = np.concatenate([own, later[later > after]])
         return found[:limit], int(later[-1]) if len(later) else last
 
@@ -211,7 +211,7 @@ class StateAttributes:
             values = [column.values[index] for index in (codes - 1).tolist()]
             ranked = [*zip(values, segment.numbers.of(rows).tolist(), strict=True)]
             if last:
-                equal, _ = segment.numbers_in(bits, -1, limit)
+                equal, _ = segment.ids_in(bits, -1, limit)
                 ranked += [(column.values[last - 1], item_id) for item_id in equal.tolist()]
             rest = rest & ~column.having([(1, len(column.values) + 1)], size)
         without: list[int] = []
@@ -226,7 +226,7 @@ class StateAttributes:
         ranked.sort(key=lambda one: one[0], reverse=order.descending)
         found = [item_id for _, item_id in ranked[:limit]]
         if len(found) < limit and segment is not None:
-            own, _ = segment.numbers_in(rest, -1, limit - len(found))
+            own, _ = segment.ids_in(rest, -1, limit - len(found))
             without += own.tolist()
         return np.array([*found, *sorted(without)][:limit], np.int64)
 

@@ -457,11 +457,13 @@ def test_a_missed_target_is_refused_with_what_was_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = StepIndex("hnsw", 10**9)
-    with pytest.raises(RecallError, match=r"hnsw finds 0\.0000.*target is 0\.95.*--target-recall"):
+    with pytest.raises(
+        RecallError, match=r"hnsw has a recall of 0\.0000.*target is 0\.95.*--target-recall"
+    ):
         tune(index, units(20), 0.95)  # type: ignore[arg-type]
     assert max(effort.value for effort in index.asked) == 4096
     monkeypatch.setattr("kinlens.indexer.index.kinds.IvfPq.k_factors", (1,))
-    with pytest.raises(RecallError, match=r"ivf-pq finds 0\.\d{4}.*--index"):
+    with pytest.raises(RecallError, match=r"ivf-pq has a recall of 0\.\d{4}.*--index"):
         written(
             tmp_path / "segments" / "s",
             units(N),

@@ -185,7 +185,7 @@ def check_schema(path: Path, connection: sqlite3.Connection) -> None:
     if version in (SCHEMA_VERSION, *_EARLIER):
         return
     if version == 1:
-        cure = "Build the gallery again from its images: kinlens-index build."
+        cure = "Rebuild the gallery from its images: kinlens-index build."
     elif version > SCHEMA_VERSION:
         cure = "Install a newer version of Kinlens."
     else:

@@ -346,8 +346,8 @@ class GpuCopy:
             free_mb = gpu_memory().free_mb
             if self.gpu_mb + RESERVE_MB > free_mb:
                 raise MemoryError(
-                    f"it needs {self.gpu_mb:,.0f} MB of GPU memory, of which "
-                    f"{free_mb:,.0f} MB are free and {RESERVE_MB:,.0f} MB are reserved for the model"
+                    f"it needs {self.gpu_mb:,.0f} MB of GPU memory, of which {free_mb:,.0f} MB "
+                    f"are free and {RESERVE_MB:,.0f} MB are reserved for the model"
                 )
             thread = GpuThread(self._make, _LOAD_S + self.gpu_mb * _MIB / _LOAD_BYTES_PER_S)
         except Exception as error:  # the CPU can answer after any error

@@ -105,7 +105,7 @@ class Plan:
         return max(self.memory_mb, self.build_memory_mb)
 
     def fits(self, budget_mb: float, gpu_mb: float | None = None) -> bool:
-        """Whether `budget_mb` of memory suffice, and the available GPU memory suffices for `gpu_mb`.
+        """Whether `budget_mb` of memory suffice, and `gpu_mb` of GPU memory are available.
 
         By default, `gpu_mb` is the GPU memory while searching.
         """

@@ -129,7 +129,7 @@ class StateAttributes:
     def is_nearly_unique(self, name: str) -> bool:
         """Whether this is a text attribute with a different value in nearly every item."""
         column = self._columns.get(name)
-        if column is None or column.kind != "text":
+        if column is None or column.type != "text":
             return False
         return len(column.values) > max(_MANY, column.present // 2)
 

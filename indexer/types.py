@@ -488,7 +488,7 @@ class VectorStore(Protocol):
         """Release files and memory."""
 
 
-def places_of(ids: Ids, known: Ids) -> Ids:
+def find_sorted(ids: Ids, known: Ids) -> Ids:
     """The position of each id in the ascending array `known`; -1 for ids that are not in it."""
     if not len(known):
         return np.full(ids.shape, -1, np.int64)

@@ -24,7 +24,7 @@ from kinlens.indexer.catalog.schema import (
     row_checksum,
 )
 from kinlens.indexer.catalog.vectors import VectorFile
-from kinlens.indexer.types import Ids, Item, places_of
+from kinlens.indexer.types import Ids, Item, find_sorted
 from kinlens.values import AttributeValue
 
 # Always reads complete rows with their crc: values from a covering index would not be verified.
@@ -195,7 +195,7 @@ class CatalogView:
         """
         wanted = np.asarray(ids, dtype=np.int64)
         known, vectors = self._arrays(self._all(_SOME_VECTORS, _json_ids(wanted)))
-        positions = places_of(wanted, known)
+        positions = find_sorted(wanted, known)
         if (positions < 0).any():
             raise damaged(self.connection, f"item {wanted[positions < 0][0]} has no vector")
         return vectors[positions]

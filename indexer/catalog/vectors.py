@@ -27,7 +27,7 @@ from numpy.lib import format as npy
 from kinlens.embedder.durable import hold, sync
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.types import Ids, Progress, StoredRows, VectorType, places_of
+from kinlens.indexer.types import Ids, Progress, StoredRows, VectorType, find_sorted
 
 VECTORS = "vectors"
 """The folder of a generation that contains the files of vectors."""
@@ -63,7 +63,7 @@ class RowNumbers:
     def rows_of(self, ids: Ids) -> Ids:
         """The row of each item id; -1 for ids without a row."""
         later = ids + (len(self.base) - self.last - 1)
-        return np.where(ids > self.last, later, places_of(ids, self.base))
+        return np.where(ids > self.last, later, find_sorted(ids, self.base))
 
     def rows_up_to(self, item_id: int) -> int:
         """Number of rows with ids up to and including `item_id`."""

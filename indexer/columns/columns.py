@@ -459,9 +459,9 @@ def _merged(
         ]
         some = [part[start:end] for part, start, end in zip(parts, starts, ends, strict=True)]
         different: list[Any] = sorted({value for own in some for value in own})
-        place_of = dict(zip(different, range(count, count + len(different)), strict=True))
+        index_of = dict(zip(different, range(count, count + len(different)), strict=True))
         for own, position, start, end in zip(some, positions, starts, ends, strict=True):
-            position[start:end] = np.fromiter(map(place_of.__getitem__, own), np.uint32, len(own))
+            position[start:end] = np.fromiter(map(index_of.__getitem__, own), np.uint32, len(own))
         merged.append(packed(different, type_))
         starts, count = ends, count + len(different)
     return joined(merged, type_), positions

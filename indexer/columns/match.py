@@ -71,7 +71,7 @@ def rows_beyond(name: str, values: Collection[Scalar], columns: Columns) -> Bits
     return others | ~column.having([(1, len(column.values) + 1)], columns.size)
 
 
-def place_of(value: Scalar, values: Sequence[Any]) -> int | None:
+def index_of(value: Scalar, values: Sequence[Any]) -> int | None:
     """The index of a value among ascending values; None if it is not one of them."""
     index = bisect_left(values, value)
     return index if index < len(values) and values[index] == value else None
@@ -80,7 +80,7 @@ def place_of(value: Scalar, values: Sequence[Any]) -> int | None:
 def _spans(where: Condition, values: Sequence[Any]) -> list[Span]:
     if isinstance(where, Equals | In):
         wanted = (where.value,) if isinstance(where, Equals) else where.values
-        indices = {place_of(value, values) for value in wanted} - {None}
+        indices = {index_of(value, values) for value in wanted} - {None}
         return [(index + 1, index + 2) for index in indices if index is not None]
     first, end = 0, len(values)
     if isinstance(where, Exists):

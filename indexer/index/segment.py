@@ -35,7 +35,7 @@ from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.kinds import KINDS, Effort, IndexKind, full
 from kinlens.indexer.index.plan import IndexSettings, Plan
 from kinlens.indexer.index.tune import Measure, Tuned, least_effort, tune
-from kinlens.indexer.types import Ids, IndexPlace, Progress, StoredRows, places_of
+from kinlens.indexer.types import Ids, IndexPlace, Progress, StoredRows, find_sorted
 
 _log = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ class _LegacyRowIds:
         return found
 
     def rows_of(self, ids: Ids) -> Ids:
-        positions = places_of(ids, self._sorted)
+        positions = find_sorted(ids, self._sorted)
         return np.where(positions < 0, -1, self._order[positions])
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kinlens.indexer.bits import Bits, count_of, empty_bits, has_bits, put_bits
 from kinlens.indexer.catalog.read import Attributes, CatalogView, State
 from kinlens.indexer.columns.columns import Chosen, Columns, ColumnsBuilder
-from kinlens.indexer.columns.match import place_of, rows_beyond, rows_matching
+from kinlens.indexer.columns.match import index_of, rows_beyond, rows_matching
 from kinlens.indexer.columns.values import Values
 from kinlens.indexer.filters.tree import Filter, In
 from kinlens.indexer.index.segment import Segment
@@ -58,7 +58,7 @@ class Spread:
 
     def count(self, value: Scalar) -> int:
         """Number of items with this value."""
-        index = place_of(value, self.values)
+        index = index_of(value, self.values)
         return self.later.get(value, 0) if index is None else int(self.counts[index])
 
     def sizes(self) -> dict[int, int]:
@@ -163,11 +163,11 @@ class StateAttributes:
         missing = selected.count - present + sum(not own for own in given)
         later: dict[Scalar, int] = {}
         for value, items in Counter(value for own in given for value in own).items():
-            place = self._own.place_of(name, value)
-            if place is None:
+            index = self._own.index_of(name, value)
+            if index is None:
                 later[value] = items
             else:
-                counts[place] += items
+                counts[index] += items
         return Spread(values, counts, later, missing)
 
     def span(self, name: str) -> tuple[float, float] | None:
@@ -315,13 +315,13 @@ class SegmentAttributes:
         with cached.lock:
             return cached.at(where, now, lambda it: rows_matching(it, self.columns, checkpoint))
 
-    def place_of(self, name: str, value: Scalar) -> int | None:
+    def index_of(self, name: str, value: Scalar) -> int | None:
         """The index of a value among the column's values; None if it is not one of them."""
         column = self.columns.get(name)
         if column is None:
             return None
         if (name, value) not in self._indices:
-            self._indices[name, value] = place_of(value, column.values)
+            self._indices[name, value] = index_of(value, column.values)
         return self._indices[name, value]
 
     def span(self, name: str, now: StateAttributes) -> tuple[float, float] | None:

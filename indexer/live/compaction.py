@@ -49,7 +49,7 @@ from kinlens.indexer.index.segment import (
     read_manifest,
     write_segment,
 )
-from kinlens.indexer.types import NUMBER_BYTES, Ids, Progress, VectorType, places_of
+from kinlens.indexer.types import NUMBER_BYTES, Ids, Progress, VectorType, find_sorted
 
 CATALOG = "catalog.sqlite"
 SEGMENTS = "segments"
@@ -306,7 +306,7 @@ class _Compaction:
             return None
         positions = np.arange(manifest.size)
         if rewritten is not None:
-            return PreviousSegment(folder, manifest, places_of(file.numbers.of(positions), ids))
+            return PreviousSegment(folder, manifest, find_sorted(file.numbers.of(positions), ids))
         moved = np.where(rows.gone[: manifest.size], -1, positions)
         return PreviousSegment(folder, manifest, moved)
 

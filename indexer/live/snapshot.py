@@ -31,7 +31,7 @@ from kinlens.indexer.index.faiss import range_search
 from kinlens.indexer.index.kinds import Effort
 from kinlens.indexer.index.segment import COPY_S, Segment
 from kinlens.indexer.live.compaction import SEGMENTS, collect
-from kinlens.indexer.types import Ids, Scores, places_of
+from kinlens.indexer.types import Ids, Scores, find_sorted
 from kinlens.values import Scalar, values_in
 
 _FIRST_CAPACITY = 256  # rows of a delta
@@ -109,7 +109,7 @@ class Delta:
 
     def positions_of(self, ids: Ids) -> NDArray[np.int64]:
         """The rows of these items; ids that are not in the delta are omitted."""
-        found = places_of(ids, self.ids)
+        found = find_sorted(ids, self.ids)
         return found[found >= 0]
 
     def nearest(
@@ -201,8 +201,8 @@ class Changes:
     def is_last(self) -> NDArray[np.bool_]:
         """Mask (E,) of the entries that no later entry replaces."""
         found = np.zeros(len(self.rows), np.bool_)
-        _, places = np.unique(self.rows[::-1], return_index=True)
-        found[len(self.rows) - 1 - places] = True
+        _, last = np.unique(self.rows[::-1], return_index=True)
+        found[len(self.rows) - 1 - last] = True
         return found
 
 

@@ -421,7 +421,7 @@ class Gallery(Searcher):
                 self._facts = (state.seq, facts)
             return facts
 
-    def held(self, sha256s: Sequence[str]) -> set[str]:
+    def contents(self, sha256s: Sequence[str]) -> set[str]:
         """The given contents that some item has."""
         with self._catalog.reading() as view:
             return set(view.content(sha256s))
@@ -1031,7 +1031,7 @@ def open_remote(
     )
 
 
-def contents_held(folder: Path | str, sha256s: Sequence[str]) -> set[str]:
+def stored_contents(folder: Path | str, sha256s: Sequence[str]) -> set[str]:
     """The given contents that the gallery in `folder` has or can restore; the index is not opened.
 
     Raises: GalleryNotFoundError, GalleryCorruptError.

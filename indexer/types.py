@@ -403,7 +403,7 @@ class VectorStore(Protocol):
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
         """The items with these keys, by key; unknown keys are omitted."""
 
-    def held(self, sha256s: Sequence[str]) -> set[str]:
+    def contents(self, sha256s: Sequence[str]) -> set[str]:
         """The given contents that some item has."""
 
     def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:

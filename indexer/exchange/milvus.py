@@ -395,7 +395,7 @@ class MilvusStore:
         found = self._now().strong().lookup("key", keys, ITEM)
         return {row["key"]: item_of(row) for row in found}
 
-    def held(self, sha256s: Sequence[str]) -> set[str]:
+    def contents(self, sha256s: Sequence[str]) -> set[str]:
         """As in the protocol, always "Strong": a picture that nobody holds is removed."""
         found = self._now().strong().lookup("sha256", sha256s, ["sha256"])
         return {row["sha256"] for row in found}

@@ -78,7 +78,7 @@ def test_what_cannot_be_a_key_or_a_number_is_unknown(gallery: Gallery) -> None:
     assert gallery.stored(["key\0tail", "\ud800", "", "x" * 5000]) == {}
     assert gallery.items_at([-5, 2**70, 77])[0] == []
     assert gallery.vectors([]).shape == (0, DIM)
-    assert gallery.held([]) == set()
+    assert gallery.contents([]) == set()
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def test_what_was_removed_is_in_no_fact_filter_or_content(stocked: Gallery) -> N
     contents = [one.sha256 for one in market()]
     stocked.add([replace(market()[0], key="twin")])
     stocked.remove([one.key for one in market()])
-    assert stocked.held(contents) == {contents[0]}
+    assert stocked.contents(contents) == {contents[0]}
     stocked.remove(["twin"])
-    assert stocked.held(contents) == set()
+    assert stocked.contents(contents) == set()
     assert stocked.page(0, 1, parse_filter("not sale = true or price >= 0")).total == 0
     facts = {one.name: one for one in stocked.attribute_facts()}
     assert facts["colour"].values == ()

@@ -532,7 +532,7 @@ def test_items_are_found_by_number_key_and_content(store: VectorStore) -> None:
     number = stored["key3"].id
     assert store.item(number) == stored["key3"]
     contents = [entries[3].sha256, "0" * 64]
-    assert store.held(contents) == {entries[3].sha256}
+    assert store.contents(contents) == {entries[3].sha256}
     (vector,) = store.vectors_of_contents(contents).values()
     np.testing.assert_allclose(vector, entries[3].vector, atol=1e-6)
     assert store.remove_items([number, 2**62, -1]) == 1
@@ -540,7 +540,7 @@ def test_items_are_found_by_number_key_and_content(store: VectorStore) -> None:
     for gone in (number, 2**63, -1):
         with pytest.raises(ItemNotFoundError, match=str(gone)):
             store.item(gone)
-    assert store.held(["0" * 64]) == set()
+    assert store.contents(["0" * 64]) == set()
 
 
 def test_pages_follow_the_order_of_numbers(store: VectorStore) -> None:

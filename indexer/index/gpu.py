@@ -43,7 +43,7 @@ RETRY_S, MAX_RETRY_S = 10.0, 600.0
 """Pause before an index that lacked memory is copied to the GPU again; doubled each time."""
 
 RESERVE_MB = 2048.0
-"""GPU memory that indexes leave free for the model and CUDA itself."""
+"""GPU memory reserved for the model and CUDA itself."""
 
 TEMP_BYTES = 256 * 2**20
 """GPU memory that each index reserves for searches."""
@@ -71,7 +71,7 @@ _MIB = 2**20
 
 
 def why_no_gpu() -> str | None:
-    """Why FAISS cannot use a GPU here, and what to do; None if it can."""
+    """Why FAISS cannot use a GPU here, with a remedy; None if it can."""
     if not hasattr(faiss, "StandardGpuResources"):
         return (
             "The installed faiss has no GPU support. Run pip install 'kinlens[gpu]' on a machine "

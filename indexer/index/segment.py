@@ -40,7 +40,7 @@ from kinlens.indexer.types import Ids, IndexPlace, Progress, StoredRows, find_so
 _log = logging.getLogger(__name__)
 
 INDEX = "index.faiss"
-GONE = "gone.bin"
+REMOVED = "gone.bin"
 COLUMNS = "columns.bin"
 MANIFEST = "segment.json"
 
@@ -164,7 +164,7 @@ def read_manifest(folder: Path) -> SegmentManifest:
         ) from error
     if manifest.vectors and manifest.digest != manifest.computed_digest:
         raise GalleryCorruptError(f"{path} is damaged: it does not match its digest. {_CURE}")
-    expected = {GONE} if manifest.vectors else {_OWN_VECTORS, _OWN_IDS}
+    expected = {REMOVED} if manifest.vectors else {_OWN_VECTORS, _OWN_IDS}
     expected |= {INDEX} if KINDS[manifest.kind].faiss_class else set()
     if manifest.files.keys() - {COLUMNS} != expected:
         raise GalleryCorruptError(
@@ -263,7 +263,7 @@ class Segment:
 
     index: finds positions.
     numbers: the item id of each position.
-    gone: bitmap of the positions without an item.
+    removed: bitmap of the positions without an item.
     tuned: the effort that reaches the target recall.
     columns: the attributes by position; None in a segment of an earlier version.
     """
@@ -273,7 +273,7 @@ class Segment:
         manifest: SegmentManifest,
         index: SegmentIndex,
         numbers: RowIdMap,
-        gone: Bits,
+        removed: Bits,
         columns: Columns | None,
         file: VectorFile | None,
     ) -> None:
@@ -283,7 +283,7 @@ class Segment:
         self.tuned = manifest.tuned
         self.index = index
         self.numbers = numbers
-        self.gone = gone
+        self.removed = removed
         self._file = file  # keeps it open, and so on disk
 
     @classmethod
@@ -305,13 +305,13 @@ class Segment:
             shape = (manifest.size, manifest.dim)
             vectors: StoredRows = mapped(folder / _OWN_VECTORS, np.float32, shape)
             numbers = _LegacyRowIds(mapped(folder / _OWN_IDS, np.int64, shape[:1]))
-            gone, file = empty_bits(manifest.size), None
+            removed, file = empty_bits(manifest.size), None
         else:
             file = VectorFile.open(folder.parent.parent / VECTORS / manifest.vectors, manifest.dim)
             vectors, numbers = file.rows(manifest.size), file.numbers
-            gone = np.fromfile(folder / GONE, np.uint8)
-            if len(gone) != (manifest.size + 7) // 8:
-                raise GalleryCorruptError(f"{folder / GONE} has the wrong length. {_CURE}")
+            removed = np.fromfile(folder / REMOVED, np.uint8)
+            if len(removed) != (manifest.size + 7) // 8:
+                raise GalleryCorruptError(f"{folder / REMOVED} has the wrong length. {_CURE}")
         codes = folder / INDEX if INDEX in manifest.files else None
         columns = None
         if COLUMNS in manifest.files:
@@ -319,7 +319,7 @@ class Segment:
         index = SegmentIndex.open(manifest.kind, vectors, codes, manifest.items)
         if device == "cuda":
             index.use_gpu(f"The index {manifest.kind} in {folder}", manifest.parameters)
-        return cls(manifest, index, numbers, gone, columns, file)
+        return cls(manifest, index, numbers, removed, columns, file)
 
     @property
     def unindexed(self) -> int:
@@ -341,7 +341,7 @@ class Segment:
         positions = self.numbers.rows_of(np.asarray(ids, np.int64))
         is_there = (positions >= 0) & (positions < self.size)
         if self.manifest.gone:
-            is_there &= ~has_bits(self.gone, np.where(is_there, positions, 0))
+            is_there &= ~has_bits(self.removed, np.where(is_there, positions, 0))
         return np.where(is_there, positions, -1)
 
     def ids_in(self, bits: Bits, after: int, limit: int | None) -> tuple[Ids, int | None]:
@@ -375,22 +375,22 @@ class Segment:
 class Rows:
     """The rows to index: the first `size` rows of a file of vectors.
 
-    gone: mask (size,) of rows without an item; at least one row has an item.
+    removed: mask (size,) of rows without an item; at least one row has an item.
     """
 
     file: VectorFile
     size: int
-    gone: NDArray[np.bool_]
+    removed: NDArray[np.bool_]
 
     @property
     def is_full(self) -> bool:
         """Whether every row has an item."""
-        return not self.gone.any()
+        return not self.removed.any()
 
     @property
     def live(self) -> Ids:
         """The rows that have an item, ascending."""
-        return np.flatnonzero(~self.gone)
+        return np.flatnonzero(~self.removed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +428,7 @@ def write_segment(
     plans = [plan for plan in plans if rows.is_full or not KINDS[plan.kind].needs_all_rows]
     vectors = rows.file.rows(rows.size)
     files = {
-        GONE: _write(folder / GONE, packed_bits(rows.gone)),
+        REMOVED: _write(folder / REMOVED, packed_bits(rows.removed)),
         COLUMNS: write_columns(folder / COLUMNS, columns),
     }
     plan, built = plans[0], None

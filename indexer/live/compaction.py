@@ -172,7 +172,7 @@ def compaction_lock(generation: Path, wait: bool) -> Iterator[None]:
 
 
 class _Compaction:
-    """One run of a compaction."""
+    """One run of a compaction; a call of `run` does all the work."""
 
     def __init__(
         self,
@@ -307,16 +307,16 @@ class _Compaction:
         positions = np.arange(manifest.size)
         if rewritten is not None:
             return PreviousSegment(folder, manifest, find_sorted(file.numbers.of(positions), ids))
-        moved = np.where(rows.gone[: manifest.size], -1, positions)
+        moved = np.where(rows.removed[: manifest.size], -1, positions)
         return PreviousSegment(folder, manifest, moved)
 
 
 def _rows(file: VectorFile | None, ids: Ids, last_given: int) -> Rows:
     """The rows of a file up to the id `last_given`; rows of other items than `ids` are removed."""
     assert file is not None
-    gone = np.ones(file.numbers.rows_up_to(last_given), np.bool_)
-    gone[file.rows_of(ids)] = False
-    return Rows(file, len(gone), gone)
+    removed = np.ones(file.numbers.rows_up_to(last_given), np.bool_)
+    removed[file.rows_of(ids)] = False
+    return Rows(file, len(removed), removed)
 
 
 def _check_space(folder: Path, plan: Plan | None, others: float) -> None:

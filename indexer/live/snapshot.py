@@ -236,7 +236,7 @@ class Snapshot:
         delta = Delta.of(*view.added_since(state.segment_seq))
         tombstones, count = empty_bits(0), 0
         if segment is not None:
-            tombstones, count = segment.gone, segment.manifest.gone
+            tombstones, count = segment.removed, segment.manifest.gone
         loaded = cls(state, state.base, segment, tombstones, count, delta)
         return loaded._with_tombstones(view.removed_since(state.segment_seq))
 

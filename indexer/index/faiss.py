@@ -15,11 +15,11 @@ from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, count_of, has_bits, packed_bits, positions_in
 from kinlens.indexer.index.gpu import LEAST_BYTES, MAX_K, GpuCopy, reason_of
 from kinlens.indexer.index.kinds import (
-    KINDS,
+    INDEX_TYPES,
     TUNED_AT,
     Effort,
     IndexKind,
-    Kind,
+    IndexType,
     found_by,
     full,
     scaled,
@@ -65,15 +65,17 @@ class SegmentIndex:
     vectors. The CPU answers all others, and all searches after a GPU error.
     """
 
-    def __init__(self, kind: IndexKind, vectors: StoredRows, codes: faiss.Index | None) -> None:
+    def __init__(
+        self, index_type: IndexKind, vectors: StoredRows, codes: faiss.Index | None
+    ) -> None:
         """`codes` contain the rows of `vectors` to search; without codes, all rows."""
-        self.kind = kind
-        self._kind = KINDS[kind]
+        self.kind = index_type
+        self._type = INDEX_TYPES[index_type]
         self._vectors = vectors
         self._codes = codes
         self._is_half = vectors.dtype == np.float16
         self._flat = _flat_over(vectors)
-        self._top = self._flat if codes is None else self._kind.searched(codes, self._flat)
+        self._top = self._flat if codes is None else self._type.searched(codes, self._flat)
         self._gpu: GpuCopy | None = None
 
     @classmethod
@@ -91,13 +93,13 @@ class SegmentIndex:
         Raises: InvalidParameterError, ProviderError.
         """
         _check(vectors, plan.dim)
-        kind = KINDS[plan.kind]
+        index_type = INDEX_TYPES[plan.kind]
         rows = np.arange(len(vectors)) if rows is None else rows
         codes = None
-        if kind.faiss_class is not None:
+        if index_type.faiss_class is not None:
             _set_threads(core_count() if len(rows) >= _PARALLEL_FROM else 1)
-            codes = kind.codes(vectors, rows, plan.parameters)
-        if kind.is_extensible:
+            codes = index_type.codes(vectors, rows, plan.parameters)
+        if index_type.is_extensible:
             _grow(codes, vectors, rows, on_progress)
         elif on_progress is not None:
             on_progress(len(rows))
@@ -106,7 +108,7 @@ class SegmentIndex:
     @classmethod
     def open(
         cls,
-        kind: IndexKind,
+        index_type: IndexKind,
         vectors: StoredRows,
         path: Path | None,
         count: int | None = None,
@@ -119,13 +121,13 @@ class SegmentIndex:
         Raises: GalleryCorruptError.
         """
         if path is None:
-            return cls(kind, vectors, None)
+            return cls(index_type, vectors, None)
         shape = (len(vectors) if count is None else count, vectors.shape[1])
-        return cls(kind, vectors, _read_codes(path, KINDS[kind], shape))
+        return cls(index_type, vectors, _read_codes(path, INDEX_TYPES[index_type], shape))
 
     @classmethod
     def updated(
-        cls, kind: IndexKind, path: Path, vectors: StoredRows, count: int, moved: Ids
+        cls, index_type: IndexKind, path: Path, vectors: StoredRows, count: int, moved: Ids
     ) -> "SegmentIndex":
         """Open an index of `count` rows written by `save`, and move it to other `vectors`.
 
@@ -133,7 +135,7 @@ class SegmentIndex:
 
         Raises: GalleryCorruptError.
         """
-        codes = _read_codes(path, KINDS[kind], (count, vectors.shape[1]))
+        codes = _read_codes(path, INDEX_TYPES[index_type], (count, vectors.shape[1]))
         # Bits of rows that are not in the index are ignored by FAISS.
         codes.remove_ids(faiss.IDSelectorBitmap(packed_bits(moved < 0)))
         if not np.array_equal(moved[moved >= 0], np.flatnonzero(moved >= 0)):
@@ -141,7 +143,7 @@ class SegmentIndex:
                 if size := codes.invlists.list_size(number):
                     rows = faiss.rev_swig_ptr(codes.invlists.get_ids(number), size)
                     rows[:] = moved[rows]
-        return cls(kind, vectors, codes)
+        return cls(index_type, vectors, codes)
 
     def extended(self, rows: Ids, on_progress: Progress | None = None) -> "SegmentIndex":
         """A new index with additional rows; it must be `is_extensible`. Invalidates this one."""
@@ -156,8 +158,8 @@ class SegmentIndex:
         count = self.size if self._codes is None else int(self._codes.ntotal)
         if 4 * count * self.dim < LEAST_BYTES:
             return
-        needed = self._kind.gpu_bytes(count, self.dim, parameters)
-        load = self._kind.on_gpu(self._vectors, self._codes)
+        needed = self._type.gpu_bytes(count, self.dim, parameters)
+        load = self._type.on_gpu(self._vectors, self._codes)
         self._gpu = GpuCopy(name, load, needed, self.dim)
 
     @property
@@ -179,7 +181,7 @@ class SegmentIndex:
             raise InvalidParameterError("A flat index has no codes to save, only its vectors.")
         with HashedFile(path) as file:
             writer = faiss.PyCallbackIOWriter(file.write, _BLOCK)
-            faiss.write_index(self._codes, writer, self._kind.write_flags)
+            faiss.write_index(self._codes, writer, self._type.write_flags)
         return file.facts
 
     @property
@@ -216,7 +218,7 @@ class SegmentIndex:
         # Over-fetch and filter: faster than FAISS with a bitmap. If the filter excludes the nearest
         # vectors, too few hits remain and the search is repeated, so recall does not suffer.
         wide = int(_OVERFETCH * k * self.size / max(1, count)) + _MIN_OVERFETCH
-        is_scan = self._kind.is_scan and not (wide <= MAX_K and self.is_on_gpu)
+        is_scan = self._type.is_scan and not (wide <= MAX_K and self.is_on_gpu)
         part = SCAN_EXACT_PART if is_scan else EXACT_PART
         if count <= max(EXACT_BELOW, part * self.size):
             return self._brute_force(queries, k, allowed)
@@ -276,7 +278,7 @@ class SegmentIndex:
         """Whether comparing with `count` vectors is at most as much work as finding `wide` hits."""
         if wide * effort.k_factor >= count:
             return True
-        return self._kind.is_graph and _STEP_COST * scaled(effort.value, wide, self.size) >= count
+        return self._type.is_graph and _STEP_COST * scaled(effort.value, wide, self.size) >= count
 
     def _brute_force(
         self, queries: Embeddings, k: int, allowed: Bits | None = None
@@ -309,7 +311,7 @@ class SegmentIndex:
         def search(some: Embeddings) -> tuple[Scores, Ids]:
             found = self._found_on_gpu(some, wide, effort)
             if found is None:
-                parameters = _parameters(self._kind, self.nlist, self.size, effort, wide)
+                parameters = _parameters(self._type, self.nlist, self.size, effort, wide)
                 found = found_by(self._top, some, wide, parameters)
             found = ordered(*found)
             if allowed is not None:
@@ -323,10 +325,10 @@ class SegmentIndex:
     ) -> tuple[Scores, Ids] | None:
         """The `k` best from the GPU; None if it cannot answer."""
         value = scaled(effort.on_gpu, k, self.size)
-        if k > MAX_K or value > self._kind.gpu_max_effort or not self.is_on_gpu:
+        if k > MAX_K or value > self._type.gpu_max_effort or not self.is_on_gpu:
             return None
         assert self._gpu is not None
-        factor = self._kind.gpu_factor
+        factor = self._type.gpu_factor
         wide = min(factor * k, self.size)
         found = self._gpu.search(queries, wide, value)
         if found is None or factor == 1:
@@ -355,7 +357,7 @@ class SegmentIndex:
         hardest = Effort(self.nlist, _FAR_K_FACTOR * effort.k_factor)
         if allowed is None or not self.nlist or k * hardest.k_factor >= count:
             return self._brute_force(queries, k, allowed)
-        parameters = self._kind.search_parameters(self.nlist, self.size, hardest, k, allowed)
+        parameters = self._type.search_parameters(self.nlist, self.size, hardest, k, allowed)
 
         def search(some: Embeddings) -> tuple[Scores, Ids]:
             return ordered(*found_by(self._top, some, k, parameters))
@@ -461,10 +463,10 @@ def ordered(scores: Scores, positions: Ids) -> tuple[Scores, Ids]:
 
 @lru_cache(maxsize=256)
 def _parameters(
-    kind: Kind, nlist: int, size: int, effort: Effort, k: int
+    index_type: IndexType, nlist: int, size: int, effort: Effort, k: int
 ) -> faiss.SearchParameters:
     """Cached: for a single query in a small index, creating them takes as long as the search."""
-    return kind.search_parameters(nlist, size, effort, k)
+    return index_type.search_parameters(nlist, size, effort, k)
 
 
 def _flat_over(vectors: StoredRows) -> faiss.IndexFlatCodes:
@@ -495,9 +497,9 @@ def _grow(codes: faiss.Index, vectors: StoredRows, rows: Ids, on_progress: Progr
             on_progress(len(batch))
 
 
-def _read_codes(path: Path, kind: Kind, shape: tuple[int, int]) -> faiss.Index:
+def _read_codes(path: Path, index_type: IndexType, shape: tuple[int, int]) -> faiss.Index:
     try:
-        codes = faiss.read_index(str(path), kind.read_flags)
+        codes = faiss.read_index(str(path), index_type.read_flags)
     except (RuntimeError, MemoryError) as error:
         raise GalleryCorruptError(
             f"{path} is not a readable index: it is missing, truncated or damaged "
@@ -505,11 +507,11 @@ def _read_codes(path: Path, kind: Kind, shape: tuple[int, int]) -> faiss.Index:
         ) from error
     own = faiss.downcast_index(codes.index) if isinstance(codes, faiss.IndexIDMap) else codes
     found = (type(own), codes.metric_type, codes.ntotal, codes.d)
-    if found != (kind.faiss_class, faiss.METRIC_INNER_PRODUCT, *shape):
+    if found != (index_type.faiss_class, faiss.METRIC_INNER_PRODUCT, *shape):
         raise GalleryCorruptError(
             f"{path} has {codes.ntotal:,} vectors of length {codes.d} in a "
             f"{type(own).__name__}, but the segment has {shape[0]:,} of length "
-            f"{shape[1]} in an index {kind.name}. {_CURE}"
+            f"{shape[1]} in an index {index_type.name}. {_CURE}"
         )
     return codes
 

@@ -2,7 +2,7 @@
 
 An index finds candidates by compressed codes. They are then rescored with the full-precision
 vectors, which are memory-mapped from disk. To add an index type, write a class and add it to
-`KINDS`.
+`INDEX_TYPES`.
 """
 
 import math
@@ -83,7 +83,7 @@ class Effort:
         return self.gpu or self.value
 
 
-class Kind(ABC):
+class IndexType(ABC):
     """An index type. In all methods, n is the number of vectors and dim their length."""
 
     name: ClassVar[IndexKind]
@@ -208,7 +208,7 @@ class Kind(ABC):
         return faiss.SearchParameters(**selected)
 
 
-class Flat(Kind):
+class Flat(IndexType):
     """Brute force: no codes; compares with all vectors."""
 
     name = "flat"
@@ -245,7 +245,7 @@ class Flat(Kind):
         return faiss.SearchParameters()
 
 
-class Hnsw(Kind):
+class Hnsw(IndexType):
     """A graph over 8-bit codes (Malkov and Yashunin 2016, https://arxiv.org/abs/1603.09320)."""
 
     name: ClassVar[IndexKind] = "hnsw"
@@ -294,7 +294,7 @@ class Hnsw(Kind):
         return faiss.SearchParametersHNSW(efSearch=value, **selected)
 
 
-class IvfPq(Kind):
+class IvfPq(IndexType):
     """Inverted lists of 4-bit product quantisation codes, compared in registers (FastScan).
 
     The centroids come from spherical k-means; each code represents a pair of components.
@@ -461,13 +461,15 @@ class Cagra(Hnsw):
         return self._parameters(nlist, scaled(effort.value, k, size), selected)
 
 
-KINDS: Mapping[IndexKind, Kind] = {kind.name: kind for kind in (Flat(), Hnsw(), Cagra(), IvfPq())}
+INDEX_TYPES: Mapping[IndexKind, IndexType] = {
+    one.name: one for one in (Flat(), Hnsw(), Cagra(), IvfPq())
+}
 """Every index type, ordered from few vectors to many."""
 
 
-def kinds_on(device: str) -> list[Kind]:
+def index_types_on(device: str) -> list[IndexType]:
     """The index types that a device can build."""
-    return [kind for kind in KINDS.values() if device in kind.devices]
+    return [one for one in INDEX_TYPES.values() if device in one.devices]
 
 
 def found_by(

@@ -14,7 +14,7 @@ from kinlens.embedder.errors import PlanError, ProviderError
 from kinlens.embedder.machine import core_count, free_memory_mb
 from kinlens.embedder.machine import memory_mb as machine_memory_mb
 from kinlens.indexer.index.gpu import RESERVE_MB, gpu_memory, why_no_gpu
-from kinlens.indexer.index.kinds import KINDS, Device, IndexKind, Kind, kinds_on
+from kinlens.indexer.index.kinds import INDEX_TYPES, Device, IndexKind, IndexType, index_types_on
 from kinlens.indexer.types import NUMBER_BYTES, VectorType
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Plan:
     @property
     def gpu_peak_mb(self) -> float:
         """The highest GPU memory, while a compaction builds the next index there."""
-        return self.gpu_memory_mb * (2 if KINDS[self.kind].gpu_builds else 1)
+        return self.gpu_memory_mb * (2 if INDEX_TYPES[self.kind].gpu_builds else 1)
 
     @property
     def peak_mb(self) -> float:
@@ -124,7 +124,7 @@ class Plan:
     def lines(self) -> list[str]:
         """A readable description, one fact per line."""
         parameters = ", ".join(f"{name} {value:,}" for name, value in self.parameters.items())
-        is_known = KINDS[self.kind].is_scan
+        is_known = INDEX_TYPES[self.kind].is_scan
         facts = {
             "index": f"{self.kind} on {self.device}" + f" ({parameters})" * bool(parameters),
             "searched on": _DEVICES[self.device],
@@ -184,7 +184,7 @@ def plans_for(
     """
     if settings.device == "cpu":
         return _plans_on(n, dim, settings, vector_type)
-    is_known = settings.kind in {kind.name for kind in kinds_on("cpu")}
+    is_known = settings.kind in {one.name for one in index_types_on("cpu")}
     on_cpu = replace(settings, device="cpu", kind=settings.kind if is_known else "auto")
     try:
         found = _plans_on(n, dim, settings, vector_type)
@@ -200,27 +200,27 @@ def _plans_on(n: int, dim: int, settings: IndexSettings, vector_type: VectorType
     first = plan_index(n, dim, settings, vector_type, replaces=True)
     if settings.kind != "auto":
         return [first]
-    kinds = kinds_on(settings.device)
-    index = kinds.index(KINDS[first.kind])
+    index_types = index_types_on(settings.device)
+    chosen = index_types.index(INDEX_TYPES[first.kind])
     plans = [
-        _plan(kind, n, dim, settings, "another one failed", first.gpu_free_mb, vector_type)
-        for kind in (*kinds[index + 1 :], *kinds[:index][::-1])
-        if not kind.problem(n, dim, vector_type)
+        _plan(index_type, n, dim, settings, "another one failed", first.gpu_free_mb, vector_type)
+        for index_type in (*index_types[chosen + 1 :], *index_types[:chosen][::-1])
+        if not index_type.problem(n, dim, vector_type)
     ]
     budget = _budget_mb(settings)
     return [first, *(plan for plan in plans if plan.fits(budget, plan.gpu_peak_mb))]
 
 
-def check_target(kind: IndexKind, target_recall: float) -> None:
+def check_target(name: IndexKind, target_recall: float) -> None:
     """Check a target recall. Raises: PlanError if it is out of range, or too high for the type."""
     if not 0 < target_recall <= 1:
         raise PlanError(
             f"The target recall must be above 0 and at most 1, not {target_recall}. Change "
             "--target-recall."
         )
-    if KINDS[kind].least_recall < 1 and target_recall >= EXACT_TARGET:
+    if INDEX_TYPES[name].least_recall < 1 and target_recall >= EXACT_TARGET:
         raise PlanError(
-            f"The index {kind} is approximate, but a target recall of {target_recall} needs an "
+            f"The index {name} is approximate, but a target recall of {target_recall} needs an "
             f"exact one. Choose --index flat, or a --target-recall below {EXACT_TARGET}."
         )
 
@@ -234,29 +234,29 @@ def _first_that_fits(
     vector_type: VectorType,
 ) -> Plan:
     refused: list[Plan] = []
-    for kind, reason in _preferred(n, dim, settings.device, settings.target_recall):
-        if kind.problem(n, dim, vector_type):
+    for index_type, reason in _preferred(n, dim, settings.device, settings.target_recall):
+        if index_type.problem(n, dim, vector_type):
             continue
         if refused:
             reason = "; ".join(f"{plan.kind} needs {plan.shortage(budget)}" for plan in refused)
-        plan = _plan(kind, n, dim, settings, reason, gpu_mb, vector_type)
+        plan = _plan(index_type, n, dim, settings, reason, gpu_mb, vector_type)
         if plan.fits(budget, plan.gpu_peak_mb):
             return plan
         refused.append(plan)
     raise PlanError(_does_not_fit(min(refused, key=lambda plan: plan.peak_mb), budget))
 
 
-def _preferred(n: int, dim: int, device: str, target_recall: float) -> list[tuple[Kind, str]]:
+def _preferred(n: int, dim: int, device: str, target_recall: float) -> list[tuple[IndexType, str]]:
     """The preferred index type and smaller ones, each with a reason."""
+    index_types = index_types_on(device)
     if target_recall >= EXACT_TARGET:
-        return [(kinds_on(device)[0], f"a target recall of {target_recall} needs an exact index")]
-    kinds = kinds_on(device)
-    first = next(index for index, kind in enumerate(kinds) if kind.is_preferred(n, dim, device))
-    return [(kind, kind.reason(n, dim)) for kind in kinds[first:]]
+        return [(index_types[0], f"a target recall of {target_recall} needs an exact index")]
+    first = next(i for i, one in enumerate(index_types) if one.is_preferred(n, dim, device))
+    return [(index_type, index_type.reason(n, dim)) for index_type in index_types[first:]]
 
 
 def _plan(
-    kind: Kind,
+    index_type: IndexType,
     n: int,
     dim: int,
     settings: IndexSettings,
@@ -264,17 +264,17 @@ def _plan(
     gpu_mb: float,
     vector_type: VectorType,
 ) -> Plan:
-    parameters = kind.parameters(n, dim)
+    parameters = index_type.parameters(n, dim)
     full = float(NUMBER_BYTES[vector_type]) * n * dim
-    codes = kind.code_bytes(n, dim, parameters)
+    codes = index_type.code_bytes(n, dim, parameters)
     is_on_gpu = settings.device == "cuda"
     if is_on_gpu:
-        resident = kind.host_bytes(n, dim, parameters)
+        resident = index_type.host_bytes(n, dim, parameters)
     else:
-        resident = full if kind.is_scan else kind.memory_bytes(n, dim, parameters)
+        resident = full if index_type.is_scan else index_type.memory_bytes(n, dim, parameters)
     written_s = full / _WRITE_BYTES_PER_S
     return Plan(
-        kind=kind.name,
+        kind=index_type.name,
         n=n,
         dim=dim,
         device=settings.device,
@@ -282,12 +282,12 @@ def _plan(
         mapped_mb=full / _MIB,
         code_bytes=codes,
         disk_mb=(full + codes + ITEM_DISK_BYTES * n) / _MIB,
-        build_memory_mb=(kind.build_bytes(n, dim, parameters) + _BUILD_ITEM_BYTES * n) / _MIB
+        build_memory_mb=(index_type.build_bytes(n, dim, parameters) + _BUILD_ITEM_BYTES * n) / _MIB
         + _BASE_BUILD_MB,
-        build_minutes=(written_s + kind.build_s(n, dim, parameters, core_count())) / 60,
-        expected_recall=max(kind.least_recall, settings.target_recall),
+        build_minutes=(written_s + index_type.build_s(n, dim, parameters, core_count())) / 60,
+        expected_recall=max(index_type.least_recall, settings.target_recall),
         reason=reason,
-        gpu_memory_mb=kind.gpu_bytes(n, dim, parameters) / _MIB if is_on_gpu else 0.0,
+        gpu_memory_mb=index_type.gpu_bytes(n, dim, parameters) / _MIB if is_on_gpu else 0.0,
         gpu_free_mb=gpu_mb,
         parameters=parameters,
     )
@@ -318,18 +318,18 @@ def _check_device(device: str) -> None:
         raise PlanError(f"{why} Or choose --index-device cpu.")
 
 
-def _named(kind: str, device: str) -> Kind:
-    names = [known.name for known in kinds_on(device)]
-    for known in KINDS.values():
-        if kind == known.name and device in known.devices:
+def _named(name: str, device: str) -> IndexType:
+    names = [known.name for known in index_types_on(device)]
+    for known in INDEX_TYPES.values():
+        if name == known.name and device in known.devices:
             return known
-    if kind in KINDS:
+    if name in INDEX_TYPES:
         other = "cpu" if device == "cuda" else "cuda"
         raise PlanError(
-            f"The index {kind} cannot be built on {device}. Choose --index-device {other}, or "
+            f"The index {name} cannot be built on {device}. Choose --index-device {other}, or "
             f"--index auto, {', '.join(names)}."
         )
-    raise PlanError(f"Unknown index {kind!r}. Choose --index auto, {', '.join(names)}.")
+    raise PlanError(f"Unknown index {name!r}. Choose --index auto, {', '.join(names)}.")
 
 
 def _budget_mb(settings: IndexSettings) -> float:
@@ -347,9 +347,8 @@ def _gpu_mb(settings: IndexSettings, replaces: bool) -> float:
 
 
 def _does_not_fit(plan: Plan, budget: float) -> str:
-    smaller = (
-        "" if plan.kind == kinds_on(plan.device)[-1].name else ", choose a smaller one with --index"
-    )
+    is_smallest = plan.kind == index_types_on(plan.device)[-1].name
+    smaller = "" if is_smallest else ", choose a smaller one with --index"
     return (
         f"The index {plan.kind} for {plan.n:,} vectors of length {plan.dim} needs {plan.needs}: "
         f"{plan.shortage(budget)}. Raise --memory-mb if the machine has more{smaller}, or change "

@@ -32,7 +32,7 @@ from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, positi
 from kinlens.indexer.catalog.vectors import VECTORS, RowNumbers, VectorFile
 from kinlens.indexer.columns.columns import Column, Columns, write_columns
 from kinlens.indexer.index.faiss import SegmentIndex
-from kinlens.indexer.index.kinds import KINDS, Effort, IndexKind, full
+from kinlens.indexer.index.kinds import INDEX_TYPES, Effort, IndexKind, full
 from kinlens.indexer.index.plan import IndexSettings, Plan
 from kinlens.indexer.index.tune import Measure, Tuned, least_effort, tune
 from kinlens.indexer.types import Ids, IndexPlace, Progress, StoredRows, find_sorted
@@ -165,7 +165,7 @@ def read_manifest(folder: Path) -> SegmentManifest:
     if manifest.vectors and manifest.digest != manifest.computed_digest:
         raise GalleryCorruptError(f"{path} is damaged: it does not match its digest. {_CURE}")
     expected = {REMOVED} if manifest.vectors else {_OWN_VECTORS, _OWN_IDS}
-    expected |= {INDEX} if KINDS[manifest.kind].faiss_class else set()
+    expected |= {INDEX} if INDEX_TYPES[manifest.kind].faiss_class else set()
     if manifest.files.keys() - {COLUMNS} != expected:
         raise GalleryCorruptError(
             f"{path} lists the files {sorted(manifest.files)}, but an index {manifest.kind} "
@@ -330,11 +330,13 @@ class Segment:
     def place(self) -> IndexPlace:
         """The device that searches it, and its memory."""
         manifest, gpu = self.manifest, self.index.gpu
-        kind, facts = KINDS[manifest.kind], (manifest.items, manifest.dim, manifest.parameters)
+        index_type = INDEX_TYPES[manifest.kind]
+        size = manifest.items, manifest.dim, manifest.parameters
         if gpu is None or not self.index.is_on_gpu:
             reason = None if gpu is None else gpu.reason
-            return IndexPlace(kind.name, "cpu", kind.memory_bytes(*facts) / _MIB, reason=reason)
-        return IndexPlace(kind.name, "cuda", kind.host_bytes(*facts) / _MIB, gpu.gpu_mb)
+            memory_mb = index_type.memory_bytes(*size) / _MIB
+            return IndexPlace(index_type.name, "cpu", memory_mb, reason=reason)
+        return IndexPlace(index_type.name, "cuda", index_type.host_bytes(*size) / _MIB, gpu.gpu_mb)
 
     def positions_of(self, ids: Ids) -> Ids:
         """The position of each item (N,); -1 for items that are not in the segment."""
@@ -425,7 +427,7 @@ def write_segment(
     """
     started = perf_counter()
     live = rows.live
-    plans = [plan for plan in plans if rows.is_full or not KINDS[plan.kind].needs_all_rows]
+    plans = [plan for plan in plans if rows.is_full or not INDEX_TYPES[plan.kind].needs_all_rows]
     vectors = rows.file.rows(rows.size)
     files = {
         REMOVED: _write(folder / REMOVED, packed_bits(rows.removed)),
@@ -443,7 +445,7 @@ def write_segment(
             if not plans or not is_open:  # an index that was requested by name is not replaced
                 raise
             _log.warning("%s The index %s is built instead.", error, plans[0].kind)
-    if KINDS[plan.kind].faiss_class:
+    if INDEX_TYPES[plan.kind].faiss_class:
         files[INDEX] = built.index.save(folder / INDEX)
     built.index.close()
     manifest = SegmentManifest(
@@ -485,14 +487,14 @@ def _indexed(
     plan: Plan, vectors: StoredRows, live: Ids, target: float, on_progress: Progress | None
 ) -> _Built:
     """Build and tune an index. Held-out queries are added after tuning."""
-    kind = KINDS[plan.kind]
-    if kind.is_scan:  # exact, so no queries are held out
+    index_type = INDEX_TYPES[plan.kind]
+    if index_type.is_scan:  # exact, so no queries are held out
         index = SegmentIndex.build(plan, vectors, live, on_progress)
         return _trained(index, tune(index, full(vectors[live[:SMALL]]), target), 0, plan)
     is_held_out = _held_out(len(live))
     kept, later = live[~is_held_out], live[is_held_out]
     queries = full(vectors[later if len(later) else live])
-    if kind.is_extensible:
+    if index_type.is_extensible:
         flags = np.zeros(len(vectors), np.bool_)
         flags[kept] = True
         index = SegmentIndex.build(plan, vectors, kept, on_progress)
@@ -537,7 +539,7 @@ def _tuned_after(
         if gpu is None:
             raise
         _log.warning("On the CPU: %s", error)
-        hardest = Effort(KINDS[index.kind].efforts(index.size, index.nlist)[-1])
+        hardest = Effort(INDEX_TYPES[index.kind].efforts(index.size, index.nlist)[-1])
         return Measure(index, queries, target)(hardest).tuned
 
 
@@ -550,7 +552,7 @@ def _trained(
 def _can_update(previous: SegmentManifest, plan: Plan, settings: IndexSettings) -> bool:
     """Whether the current index can be updated instead of rebuilt."""
     return (
-        KINDS[plan.kind].is_updatable
+        INDEX_TYPES[plan.kind].is_updatable
         and (previous.kind, previous.target_recall) == (plan.kind, settings.target_recall)
         and previous.parameters.keys() == plan.parameters.keys()
         and previous.trained_on <= MAX_SIZE_RATIO * plan.n

@@ -11,7 +11,7 @@ from kinlens.embedder.errors import RecallError
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits
 from kinlens.indexer.index.faiss import SegmentIndex
-from kinlens.indexer.index.kinds import KINDS, TUNED_AT, Effort
+from kinlens.indexer.index.kinds import INDEX_TYPES, TUNED_AT, Effort
 from kinlens.indexer.types import SAME_SCORE, Ids, Scores
 
 _SCAN_QUERIES = 100
@@ -48,7 +48,7 @@ def tune(
 
     Raises: RecallError.
     """
-    if KINDS[index.kind].is_scan:
+    if INDEX_TYPES[index.kind].is_scan:
         queries = queries[:_SCAN_QUERIES]
     return least_effort(Measure(index, queries, target, k, allowed))
 
@@ -56,11 +56,11 @@ def tune(
 def least_effort(measure: "Measure") -> Tuned:
     """The fastest effort that reaches the target of `measure`. Raises: RecallError."""
     index, target = measure.index, measure.target
-    kind = KINDS[index.kind]
+    index_type = INDEX_TYPES[index.kind]
     best: Tuned | None = None
     fastest = math.inf
-    for k_factor in (1,) if index.is_on_gpu else kind.k_factors:
-        found = _smallest(measure, k_factor, kind.efforts(index.size, index.nlist))
+    for k_factor in (1,) if index.is_on_gpu else index_type.k_factors:
+        found = _smallest(measure, k_factor, index_type.efforts(index.size, index.nlist))
         if found is None:
             continue
         if found.seconds >= _FASTER * fastest:

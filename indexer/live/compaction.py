@@ -38,7 +38,7 @@ from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
 from kinlens.indexer.columns.columns import COLUMN_BYTES, Columns, ColumnsBuilder
 from kinlens.indexer.folder.layout import disk_errors_explained
-from kinlens.indexer.index.kinds import KINDS
+from kinlens.indexer.index.kinds import INDEX_TYPES
 from kinlens.indexer.index.plan import IndexSettings, Plan, plans_for
 from kinlens.indexer.index.segment import (
     COLUMNS,
@@ -216,7 +216,7 @@ class _Compaction:
             state, ids, file = view.state(), view.live_ids(), view.file
             type_: VectorType = "fp32" if file is None else file.type
             plans = plans_for(len(ids), view.dim, self._settings, type_) if len(ids) else []
-            is_packed = bool(plans) and KINDS[plans[0].kind].needs_all_rows
+            is_packed = bool(plans) and INDEX_TYPES[plans[0].kind].needs_all_rows
             is_wanted = self._is_to_write(view, ids, is_packed)
             rewritten = self._rewritten(view, ids) if is_wanted else None
             if not len(ids):

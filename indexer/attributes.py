@@ -40,7 +40,7 @@ def _plain(value: Any) -> Any:
     return date_text(value) if isinstance(value, date) else value
 
 
-def kind_of(value: object) -> AttributeKind:
+def type_of(value: object) -> AttributeKind:
     """The attribute type of one value. Raises: ValueError for None, a list and other objects."""
     found = _TYPES.get(type(value))
     if found is not None:
@@ -51,7 +51,7 @@ def kind_of(value: object) -> AttributeKind:
     raise ValueError(f"{value!r:.80} is not a text, a number or true/false")
 
 
-def checked_kind(value: AttributeValue) -> AttributeKind:
+def checked_type(value: AttributeValue) -> AttributeKind:
     """The attribute type of a value or a tuple of values, after checking that it can be stored.
 
     Raises: ValueError for no value, NaN, infinity, integers beyond 64 bits, invalid Unicode, values
@@ -59,7 +59,7 @@ def checked_kind(value: AttributeValue) -> AttributeKind:
     """
     if isinstance(value, tuple):
         return _type_of_all(value)
-    type_ = kind_of(value)
+    type_ = type_of(value)
     if isinstance(value, str):
         if not value.isascii() and _SURROGATE.search(value):
             raise ValueError(f"{value!r:.80} is not valid Unicode")
@@ -80,7 +80,7 @@ def _type_of_all(values: tuple[Scalar, ...]) -> AttributeKind:
         raise ValueError(f"a list of {len(values):,} values; give at most {MAX_LIST:,}")
     if any(isinstance(value, list | tuple) for value in values):
         raise ValueError("a list in a list. Give texts, numbers or true/false in a list")
-    types = [checked_kind(value) for value in values]
+    types = [checked_type(value) for value in values]
     for type_, value in zip(types, values, strict=True):
         if type_ != types[0]:
             raise ValueError(

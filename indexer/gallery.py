@@ -45,7 +45,7 @@ from kinlens.indexer.calibration import (
     is_changed,
 )
 from kinlens.indexer.catalog.database import Catalog, catalog_view
-from kinlens.indexer.catalog.entries import check_key, checked_keys, learn_kinds
+from kinlens.indexer.catalog.entries import check_key, checked_keys, learn_types
 from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.vectors import NUMBERS, VECTORS
 from kinlens.indexer.catalog.write import CatalogWriter
@@ -1103,16 +1103,16 @@ def copy_bytes(folder: Path | str) -> int:
 
 
 def check_item(
-    key: str, attributes: Mapping[str, AttributeValue], kinds: dict[str, AttributeKind]
+    key: str, attributes: Mapping[str, AttributeValue], types: dict[str, AttributeKind]
 ) -> None:
     """Check key and attributes of an item before its image is embedded.
 
-    kinds: the types from `Gallery.schema`; new attributes are added to it.
+    types: the types from `Gallery.schema`; new attributes are added to it.
 
     Raises: InvalidParameterError.
     """
     check_key(key)
-    learn_kinds(kinds, key, attributes)
+    learn_types(types, key, attributes)
 
 
 def _is_readable(snapshots: SnapshotKeeper) -> bool:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.attributes import as_stored, check_name, checked_kind, is_printable
+from kinlens.indexer.attributes import as_stored, check_name, checked_type, is_printable
 from kinlens.indexer.types import Entry, Item
 from kinlens.values import AttributeKind, AttributeValue
 
@@ -111,20 +111,20 @@ def with_stored(
     return [stored(entry) for entry in entries]
 
 
-def learn_kinds(
-    kinds: dict[str, AttributeKind], key: str, attributes: Mapping[str, AttributeValue]
+def learn_types(
+    types: dict[str, AttributeKind], key: str, attributes: Mapping[str, AttributeValue]
 ) -> None:
-    """Check attributes against the known types `kinds`, and add the types of new names to it.
+    """Check attributes against the known types `types`, and add the types of new names to it.
 
     Raises: InvalidParameterError naming attribute, type, value and key.
     """
     for name, value in as_stored(attributes).items():
         try:
-            type_ = checked_kind(value)
-            known = kinds.get(name)
+            type_ = checked_type(value)
+            known = types.get(name)
             if known is None:
                 check_name(name)
-                kinds[name] = known = type_
+                types[name] = known = type_
         except ValueError as error:
             raise InvalidParameterError(f"Attribute {name!r:.160} of {key!r}: {error}.") from error
         if type_ != known:

@@ -135,7 +135,7 @@ class CatalogView:
 
     def schema(self) -> Schema:
         """Every attribute that was ever used, with its type."""
-        return dict(sorted((name, kind) for _, name, kind, _ in self._names()))
+        return dict(sorted((name, type_) for _, name, type_, _ in self._names()))
 
     def get(self, ids: Sequence[ItemId] | Ids) -> dict[ItemId, Item]:
         """The items with these ids; unknown ids are omitted."""

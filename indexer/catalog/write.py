@@ -11,7 +11,7 @@ import numpy as np
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import as_stored
-from kinlens.indexer.catalog.entries import checked_vectors, learn_kinds, with_stored
+from kinlens.indexer.catalog.entries import checked_vectors, learn_types, with_stored
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import (
     REMOVED,
@@ -63,7 +63,7 @@ class CatalogWriter(CatalogView):
         super().__init__(connection, file)
         self.has_written = False  # into the file of vectors
         self._seq: int | None = None
-        self._kinds: dict[str, AttributeKind] = {**self.schema()}
+        self._types: dict[str, AttributeKind] = {**self.schema()}
 
     def add(
         self,
@@ -94,9 +94,9 @@ class CatalogWriter(CatalogView):
         entries = with_stored(entries, known, owned)
         for entry in entries:
             _check_within(entry.key, entry.attributes, within)
-        kinds = dict(self._kinds)
+        types = dict(self._types)
         for entry in entries:
-            learn_kinds(kinds, entry.key, entry.attributes)
+            learn_types(types, entry.key, entry.attributes)
         new = [n for n, e in enumerate(entries) if not _has_content(known.get(e.key), e)]
         updated = [
             (known[e.key], e)
@@ -105,7 +105,7 @@ class CatalogWriter(CatalogView):
         ]
         replaced = [known[entries[n].key].id for n in new if entries[n].key in known]
         if new or updated:
-            self._learn(kinds)
+            self._learn(types)
             self._delete([*self.get(replaced).values()])
             self._insert([entries[n] for n in new], vectors[new])
             for item, entry in updated:
@@ -135,9 +135,9 @@ class CatalogWriter(CatalogView):
         missing = [key for key in changes if key not in found]
         if missing:
             raise ItemNotFoundError(f"No item has the key {missing[0]!r:.200}. Add it first.")
-        kinds = dict(self._kinds)
+        types = dict(self._types)
         for key, change in changes.items():
-            learn_kinds(kinds, key, {n: v for n, v in change.items() if v is not None})
+            learn_types(types, key, {n: v for n, v in change.items() if v is not None})
         differ = 0
         for key, change in changes.items():
             item = items[found[key]]
@@ -145,7 +145,7 @@ class CatalogWriter(CatalogView):
             attributes = {name: value for name, value in merged.items() if value is not None}
             _check_within(key, attributes, within)
             if attributes != item.attributes:
-                self._learn(kinds)
+                self._learn(types)
                 self._set(item, attributes, item.path, item.format)
                 differ += 1
         if differ:
@@ -181,14 +181,14 @@ class CatalogWriter(CatalogView):
             fit = [n for n, item in enumerate(items) if within.matches(item.attributes)]
             items, vectors = [items[n] for n in fit], vectors[fit]
         if items:
-            kinds = dict(self._kinds)
+            types = dict(self._types)
             entries = [
                 Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
                 for item, vector in zip(items, vectors, strict=True)
             ]
             for entry in entries:
-                learn_kinds(kinds, entry.key, entry.attributes)
-            self._learn(kinds)
+                learn_types(types, entry.key, entry.attributes)
+            self._learn(types)
             self._insert(entries, vectors)
             self._many("DELETE FROM removed WHERE id = ?", [(item.id,) for item in items])
             seal(self.connection)
@@ -276,13 +276,13 @@ class CatalogWriter(CatalogView):
         row = (path, format_, text, self._next_seq(), crc, item.id)
         self.connection.execute(_UPDATE_ITEM, row)
 
-    def _learn(self, kinds: Mapping[str, AttributeKind]) -> None:
+    def _learn(self, types: Mapping[str, AttributeKind]) -> None:
         """Store new attribute names."""
-        for name in kinds.keys() - self._kinds.keys():
+        for name in types.keys() - self._types.keys():
             self.connection.execute(
-                "INSERT INTO names (name, kind, total) VALUES (?, ?, 0)", (name, kinds[name])
+                "INSERT INTO names (name, kind, total) VALUES (?, ?, 0)", (name, types[name])
             )
-            self._kinds[name] = kinds[name]
+            self._types[name] = types[name]
 
     def _next_seq(self) -> int:
         """The number of this write; incremented once, at its first change."""

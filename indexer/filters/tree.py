@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from kinlens.embedder.errors import FilterError
-from kinlens.indexer.attributes import Schema, check_name, checked_kind, kind_of
+from kinlens.indexer.attributes import Schema, check_name, checked_type, type_of
 from kinlens.values import AttributeKind, AttributeValue, Scalar
 
 MAX_DEPTH = 64
@@ -72,7 +72,7 @@ class _Condition:
         """Set `value_type`. Raises: FilterError for an invalid name or value, or mixed types."""
         try:
             check_name(self.name)
-            types = [checked_kind(value) for value in values]
+            types = [checked_type(value) for value in values]
         except ValueError as error:
             raise FilterError(f"A filter cannot use this: {error}.") from error
         for type_, value in zip(types, values, strict=True):
@@ -98,7 +98,7 @@ class Equals(_Condition):
         self._set_type((self.value,))
 
     def _fits(self, value: Scalar) -> bool:
-        return value == self.value and kind_of(value) == self.value_type
+        return value == self.value and type_of(value) == self.value_type
 
     def _shown(self) -> str:
         return f"{self.value!r:.80}"
@@ -125,7 +125,7 @@ class In(_Condition):
         object.__setattr__(self, "_set", frozenset(self.values))
 
     def _fits(self, value: Scalar) -> bool:
-        return value in self._set and kind_of(value) == self.value_type
+        return value in self._set and type_of(value) == self.value_type
 
     def _shown(self) -> str:
         return f"{self.values[0]!r:.80}"
@@ -166,7 +166,7 @@ class Range(_Condition):
         return [(n, v) for n, v in zip(_ABOVE, values, strict=True) if v is not None]
 
     def _fits(self, value: Scalar) -> bool:
-        if kind_of(value) != self.value_type:
+        if type_of(value) != self.value_type:
             return False
         return all(_ABOVE[name](value, limit) for name, limit in self.limits)
 

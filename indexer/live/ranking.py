@@ -294,7 +294,9 @@ class _Search:
         n, excluded = first, 0
         while (groups := self._settled(pool)) is None:
             keys = [key for key, _ in self._split(pool)]
-            values = [value for kind, value in keys if kind is not None][:_MAX_EXCLUDED_VALUES]
+            values = [value for is_boolean, value in keys if is_boolean is not None][
+                :_MAX_EXCLUDED_VALUES
+            ]
             found_new_groups = len(values) > excluded
             n = min(2 * n, max(n, _MAX_OVERFETCH * first)) if found_new_groups else 2 * n
             pool = pool.joined(Pool.of(self.source.outside(self.row, values, n), n))
@@ -327,9 +329,9 @@ class _Search:
 
     def _members(self, key: _Key, own: Sequence[Candidate]) -> Sequence[Candidate]:
         """The members to return, given the best members `own` of a group."""
-        kind, value = key
+        is_boolean, value = key
         size = self.grouping.size
-        if kind is None or len(own) >= size:
+        if is_boolean is None or len(own) >= size:
             return own
 
         def settled(pool: Pool) -> list[Candidate] | None:

@@ -1087,7 +1087,7 @@ def copy_bytes(folder: Path | str) -> int:
         segment, name = view.state().segment, view.file_name
         size = 0
         if view.file is not None:
-            size += view.file.bytes_of(view.file.numbers.rows_up_to(view.last_given()))
+            size += view.file.bytes_of(view.file.row_ids.rows_up_to(view.last_given()))
         # Not the size of the file: the latest pages may be in the log only.
         pages, page_bytes = (
             int(view.connection.execute(f"PRAGMA {name}").fetchone()[0])

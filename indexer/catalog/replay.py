@@ -178,7 +178,7 @@ def _replace(writer: CatalogWriter, rows: Sequence[tuple[Any, ...]]) -> None:
         vectors = np.frombuffer(data, file.dtype).reshape(len(added), file.dim)
         ids = np.array([row[0] for row in added], np.int64)
         # The file may be newer than this part and have no rows for items that a later part removes.
-        has_row = file.numbers.rows_of(ids) >= 0
+        has_row = file.row_ids.rows_of(ids) >= 0
         file.write(ids[has_row], vectors[has_row])
 
 

@@ -43,7 +43,7 @@ _DTYPES = {"fp32": np.float32, "fp16": np.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class RowNumbers:
+class RowIds:
     """Maps rows to item ids: the first B rows have the ids `base` (B,), ascending.
 
     Later rows have the ids `last` + 1, `last` + 2 and so on, without gaps.
@@ -87,7 +87,7 @@ class VectorFile:
             cleanup.callback(os.close, hold(folder))
             self.folder = folder
             self.dim = dim
-            self.numbers, self.last = _numbers(folder / NUMBERS)
+            self.row_ids, self.last = _read_ids(folder / NUMBERS)
             self.type: VectorType = "fp16" if (folder / ROWS["fp16"]).is_file() else "fp32"
             self.dtype = np.dtype(_DTYPES[self.type])
             self.path = folder / ROWS[self.type]
@@ -176,7 +176,7 @@ class VectorFile:
 
     def rows_of(self, ids: Ids) -> Ids:
         """The row of each of these items. Raises: GalleryCorruptError for one without a row."""
-        rows = self.numbers.rows_of(ids)
+        rows = self.row_ids.rows_of(ids)
         if rows.min(initial=0) < 0:
             raise GalleryCorruptError(
                 f"{self.path} has no vector of item {ids[rows < 0][0]}. {_RESTORE}"
@@ -187,7 +187,7 @@ class VectorFile:
         """Write the vectors (N, D) of items without syncing; rows of committed items must not be
         overwritten. Raises: OSError.
         """
-        rows = self.numbers.rows_of(ids)
+        rows = self.row_ids.rows_of(ids)
         data = np.ascontiguousarray(vectors, self.dtype)
         ends = np.append(np.flatnonzero(np.diff(rows) != 1) + 1, len(rows)).tolist()
         start = 0
@@ -201,7 +201,7 @@ class VectorFile:
 
     def lengthen(self, last_given: int) -> None:
         """Extend the file to have a row for each id up to `last_given`, including removed items."""
-        size = self.bytes_of(self.numbers.rows_up_to(last_given))
+        size = self.bytes_of(self.row_ids.rows_up_to(last_given))
         if self.path.stat().st_size < size:
             os.truncate(self.path, size)
 
@@ -217,7 +217,7 @@ class VectorFile:
         folder.mkdir(parents=True)
         shutil.copyfile(self.folder / NUMBERS, folder / NUMBERS)
         on_progress((folder / NUMBERS).stat().st_size)
-        rows = self.rows(self.numbers.rows_up_to(last_given))
+        rows = self.rows(self.row_ids.rows_up_to(last_given))
         with (folder / ROWS[self.type]).open("xb") as file:
             for start in range(0, len(rows), _COPY_ROWS):
                 on_progress(file.write(rows[start : start + _COPY_ROWS].data))
@@ -246,7 +246,7 @@ _shared: "weakref.WeakValueDictionary[Path, VectorFile]" = weakref.WeakValueDict
 _sharing = threading.Lock()
 
 
-def _numbers(path: Path) -> tuple[RowNumbers, int]:
+def _read_ids(path: Path) -> tuple[RowIds, int]:
     """The ids in a file, and the highest assigned id.
 
     Raises: FileNotFoundError, GalleryCorruptError.
@@ -262,5 +262,5 @@ def _numbers(path: Path) -> tuple[RowNumbers, int]:
         raise GalleryCorruptError(f"{path} does not fit its checksum. {_RESTORE}")
     base, last = found[:-2], int(found[-2])
     if len(base) == last:  # no gaps, so rows can be computed without a lookup
-        return RowNumbers(_NO_IDS, 0), last
-    return RowNumbers(base, last), last
+        return RowIds(_NO_IDS, 0), last
+    return RowIds(base, last), last

@@ -29,7 +29,7 @@ from kinlens.embedder.durable import FileFacts, HashedFile
 from kinlens.embedder.errors import GalleryCorruptError, ProviderError, RecallError
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, positions_in
-from kinlens.indexer.catalog.vectors import VECTORS, RowNumbers, VectorFile
+from kinlens.indexer.catalog.vectors import VECTORS, RowIds, VectorFile
 from kinlens.indexer.columns.columns import Column, Columns, write_columns
 from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.kinds import INDEX_TYPES, Effort, IndexKind, full
@@ -262,7 +262,7 @@ class Segment:
     """An open segment.
 
     index: finds positions.
-    numbers: the item id of each position.
+    row_ids: the item id of each position.
     removed: bitmap of the positions without an item.
     tuned: the effort that reaches the target recall.
     columns: the attributes by position; None in a segment of an earlier version.
@@ -272,7 +272,7 @@ class Segment:
         self,
         manifest: SegmentManifest,
         index: SegmentIndex,
-        numbers: RowIdMap,
+        row_ids: RowIdMap,
         removed: Bits,
         columns: Columns | None,
         file: VectorFile | None,
@@ -282,7 +282,7 @@ class Segment:
         self.columns = columns
         self.tuned = manifest.tuned
         self.index = index
-        self.numbers = numbers
+        self.row_ids = row_ids
         self.removed = removed
         self._file = file  # keeps it open, and so on disk
 
@@ -300,15 +300,15 @@ class Segment:
         manifest = read_manifest(folder)
         for name, facts in manifest.files.items():
             check_file(folder / name, facts, verify_hashes)
-        numbers: RowIdMap
+        row_ids: RowIdMap
         if manifest.vectors is None:
             shape = (manifest.size, manifest.dim)
             vectors: StoredRows = mapped(folder / _OWN_VECTORS, np.float32, shape)
-            numbers = _LegacyRowIds(mapped(folder / _OWN_IDS, np.int64, shape[:1]))
+            row_ids = _LegacyRowIds(mapped(folder / _OWN_IDS, np.int64, shape[:1]))
             removed, file = empty_bits(manifest.size), None
         else:
             file = VectorFile.open(folder.parent.parent / VECTORS / manifest.vectors, manifest.dim)
-            vectors, numbers = file.rows(manifest.size), file.numbers
+            vectors, row_ids = file.rows(manifest.size), file.row_ids
             removed = np.fromfile(folder / REMOVED, np.uint8)
             if len(removed) != (manifest.size + 7) // 8:
                 raise GalleryCorruptError(f"{folder / REMOVED} has the wrong length. {_CURE}")
@@ -319,7 +319,7 @@ class Segment:
         index = SegmentIndex.open(manifest.kind, vectors, codes, manifest.items)
         if device == "cuda":
             index.use_gpu(f"The index {manifest.kind} in {folder}", manifest.parameters)
-        return cls(manifest, index, numbers, removed, columns, file)
+        return cls(manifest, index, row_ids, removed, columns, file)
 
     @property
     def unindexed(self) -> int:
@@ -340,7 +340,7 @@ class Segment:
 
     def positions_of(self, ids: Ids) -> Ids:
         """The position of each item (N,); -1 for items that are not in the segment."""
-        positions = self.numbers.rows_of(np.asarray(ids, np.int64))
+        positions = self.row_ids.rows_of(np.asarray(ids, np.int64))
         is_there = (positions >= 0) & (positions < self.size)
         if self.manifest.gone:
             is_there &= ~has_bits(self.removed, np.where(is_there, positions, 0))
@@ -351,21 +351,21 @@ class Segment:
 
         The second result is the highest item id of all positions in `bits`; None if it is empty.
         """
-        if not isinstance(self.numbers, RowNumbers):
-            found = np.sort(self.numbers.of(positions_in(bits, self.size)))
+        if not isinstance(self.row_ids, RowIds):
+            found = np.sort(self.row_ids.of(positions_in(bits, self.size)))
             last = int(found[-1]) if len(found) else None
             return found[found > after][:limit], last
-        first = self.numbers.rows_up_to(after) // 8
+        first = self.row_ids.rows_up_to(after) // 8
         own = bits[first:]
         if limit is not None:  # the first 8 positions may be before `after`
             counts = np.cumsum(np.bitwise_count(own), dtype=np.int64)
             own = own[: int(np.searchsorted(counts, limit + 8)) + 1]
         count = min(8 * len(own), self.size - 8 * first)
-        found = self.numbers.of(8 * first + positions_in(own, max(count, 0)))
+        found = self.row_ids.of(8 * first + positions_in(own, max(count, 0)))
         filled = np.flatnonzero(bits)[-2:]
         ends = [p for byte in filled.tolist() for p in range(8 * byte, 8 * byte + 8)]
         there = [p for p in ends if p < self.size and bits[p >> 3] >> (p & 7) & 1]
-        last = int(self.numbers.of(np.array(there[-1:], np.int64))[0]) if there else None
+        last = int(self.row_ids.of(np.array(there[-1:], np.int64))[0]) if there else None
         return found[found > after][:limit], last
 
     def close(self) -> None:

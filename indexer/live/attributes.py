@@ -209,7 +209,7 @@ class StateAttributes:
         if column is not None and segment is not None:
             rows, codes, bits, last = column.first(selected.rows, limit, order.descending)
             values = [column.values[index] for index in (codes - 1).tolist()]
-            ranked = [*zip(values, segment.numbers.of(rows).tolist(), strict=True)]
+            ranked = [*zip(values, segment.row_ids.of(rows).tolist(), strict=True)]
             if last:
                 equal, _ = segment.ids_in(bits, -1, limit)
                 ranked += [(column.values[last - 1], item_id) for item_id in equal.tolist()]

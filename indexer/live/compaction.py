@@ -232,13 +232,13 @@ class _Compaction:
             columns, moved = None, None
             if previous is None or file is None:
                 for some, attributes in view.attributes():
-                    builder.add(rows.file.numbers.rows_of(some).tolist(), attributes)
+                    builder.add(rows.file.row_ids.rows_of(some).tolist(), attributes)
             else:
                 changed = view.attributes_since(state.segment_seq)
                 some = np.array([item_id for item_id, _ in changed], np.int64)
-                builder.add(rows.file.numbers.rows_of(some).tolist(), [own for _, own in changed])
+                builder.add(rows.file.row_ids.rows_of(some).tolist(), [own for _, own in changed])
                 columns = Columns.open(previous.folder / COLUMNS, previous.manifest.size)
-                old, moved = file.numbers.rows_of(some), previous.moved.copy()
+                old, moved = file.row_ids.rows_of(some), previous.moved.copy()
                 moved[old[(old >= 0) & (old < len(moved))]] = -1
         manifest = write_segment(
             stage,
@@ -259,7 +259,7 @@ class _Compaction:
         """
         if view.file is None:
             return True
-        size = view.file.numbers.rows_up_to(view.last_given())
+        size = view.file.row_ids.rows_up_to(view.last_given())
         removed = size - len(ids)
         is_wanted = self._keep_removed_s <= 0 or is_packed or removed > MAX_REMOVED_ROWS * size
         return removed > 0 and is_wanted
@@ -306,7 +306,7 @@ class _Compaction:
             return None
         positions = np.arange(manifest.size)
         if rewritten is not None:
-            return PreviousSegment(folder, manifest, find_sorted(file.numbers.of(positions), ids))
+            return PreviousSegment(folder, manifest, find_sorted(file.row_ids.of(positions), ids))
         moved = np.where(rows.removed[: manifest.size], -1, positions)
         return PreviousSegment(folder, manifest, moved)
 
@@ -314,7 +314,7 @@ class _Compaction:
 def _rows(file: VectorFile | None, ids: Ids, last_given: int) -> Rows:
     """The rows of a file up to the id `last_given`; rows of other items than `ids` are removed."""
     assert file is not None
-    removed = np.ones(file.numbers.rows_up_to(last_given), np.bool_)
+    removed = np.ones(file.row_ids.rows_up_to(last_given), np.bool_)
     removed[file.rows_of(ids)] = False
     return Rows(file, len(removed), removed)
 

@@ -280,7 +280,7 @@ class Snapshot:
     def id_of(self, row: int) -> int:
         """The id of the item in a row."""
         if row < self.segment_size and self.segment is not None:
-            return int(self.segment.numbers.of(np.array([row]))[0])
+            return int(self.segment.row_ids.of(np.array([row]))[0])
         return int(self.delta.ids[row - self.segment_size])
 
     def rows_of(self, ids: Ids) -> Ids:
@@ -377,7 +377,7 @@ class Snapshot:
         found = self.segment.index.vectors(positions)
         if len(rows):
             found = np.concatenate([found, self.delta.vectors[rows]])
-        return np.concatenate([self.segment.numbers.of(positions), self.delta.ids[rows]]), found
+        return np.concatenate([self.segment.row_ids.of(positions), self.delta.ids[rows]]), found
 
     def _in_segment(
         self,
@@ -432,7 +432,7 @@ class Snapshot:
 
     def _ids_at(self, positions: NDArray[np.int64]) -> Ids:
         assert self.segment is not None
-        ids = self.segment.numbers.of(positions)
+        ids = self.segment.row_ids.of(positions)
         is_missing = positions < 0
         return np.where(is_missing, -1, ids) if np.count_nonzero(is_missing) else ids
 

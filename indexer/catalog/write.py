@@ -57,7 +57,7 @@ DELETE FROM names WHERE name NOT IN (
 class CatalogWriter(CatalogView):
     """A view that also writes; all changes have the same `seq`. Let exceptions end the block."""
 
-    __slots__ = ("_kinds", "_seq", "has_written")
+    __slots__ = ("_seq", "_types", "has_written")
 
     def __init__(self, connection: sqlite3.Connection, file: VectorFile | None = None) -> None:
         super().__init__(connection, file)

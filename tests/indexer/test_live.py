@@ -345,7 +345,7 @@ def test_a_second_compaction_is_refused_by_the_process_of_the_first(
 ) -> None:
     gallery.add(entries(range(10)))
     generation = generation_of(out)
-    with compaction.alone(generation, wait=False):
+    with compaction.compaction_lock(generation, wait=False):
         with pytest.raises(GalleryBusyError, match=r"process \(\d+\) is compacting"):
             gallery.compact()
         gallery.add(entries(range(10, 12)))  # changes go on

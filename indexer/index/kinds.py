@@ -128,7 +128,7 @@ class IndexType(ABC):
 
     @abstractmethod
     def is_preferred(self, n: int, dim: int, device: str) -> bool:
-        """Whether this type is the best choice if memory is plentiful and no earlier one is."""
+        """Whether to prefer this type to later ones in `INDEX_TYPES`, given enough memory."""
 
     @abstractmethod
     def reason(self, n: int, dim: int) -> str:

@@ -461,7 +461,7 @@ class Asked:
     @classmethod
     def begin(cls, store: VectorStore, queries: Sequence[GoldenQuery]) -> "Asked":
         """Before the first query is asked."""
-        own = len(store.held([query.sha256 for query in queries]))
+        own = len(store.contents([query.sha256 for query in queries]))
         return cls(store.bundle_id, store.generation, store.version, store.size, own)
 
     @classmethod

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.calibration import product_attribute
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Ids, Item, Progress, Scores, SearchOptions, places_of
+from kinlens.indexer.types import Ids, Item, Progress, Scores, SearchOptions, find_sorted
 
 K = 10
 """Neighbours that every item asks for. If all of them are near, more are asked for."""
@@ -393,7 +393,7 @@ class _Near:
 
     def _places(self, ids: Ids) -> NDArray[np.int32]:
         """Where these numbers stand, any shape; -1 for those that have come since, and for -1."""
-        return places_of(ids, self._ids).astype(np.int32)
+        return find_sorted(ids, self._ids).astype(np.int32)
 
 
 def members_of(gallery: Gallery, groups: Sequence[NearGroup]) -> Iterator[list[Member]]:

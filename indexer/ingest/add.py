@@ -125,7 +125,7 @@ class Ingest:
 
     def run(self, settings: EmbedSettings, on_progress: Progress | None = None) -> None:
         """Raises: as `add_source`."""
-        held = self.gallery.held
+        held = self.gallery.contents
         with embedded_batches(self.source, self.embedder, held, settings) as batches:
             for batch in batches:
                 self._take(batch)

@@ -26,7 +26,7 @@ from kinlens.embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from kinlens.indexer.gallery import contents_held, current_generation, pictures_folder
+from kinlens.indexer.gallery import current_generation, pictures_folder, stored_contents
 from kinlens.service.concurrency import DaemonThreads
 
 T = TypeVar("T")
@@ -161,7 +161,7 @@ class PictureFolder:
                 self._locked(_COPIED, fcntl.LOCK_EX | fcntl.LOCK_NB),
             ):
                 contents = sorted(list_contents())
-                for sha256 in set(contents) - contents_held(self._gallery, contents):
+                for sha256 in set(contents) - stored_contents(self._gallery, contents):
                     self._path(sha256).unlink(missing_ok=True)
         except BlockingIOError:
             return False

@@ -147,7 +147,7 @@ class Served:
         if self.path is not None:
             PictureFolder(self.path).discard(sha256s)
         elif self._shared is not None:
-            self._shared.discard(sha256s, self.gallery.held)
+            self._shared.discard(sha256s, self.gallery.contents)
 
     def check_generation(self, version: str | None, current: str | None = None) -> None:
         """Numbers of items belong to one generation of a gallery; in another they name other items.

@@ -120,9 +120,9 @@ class GalleryView:
             if facts.values or facts.minimum is not None or self._has(facts.name)
         )
 
-    def held(self, sha256s: Sequence[str]) -> set[str]:
+    def contents(self, sha256s: Sequence[str]) -> set[str]:
         """Which of these contents some item has, of all: pictures are kept once for all."""
-        return self.whole.held(sha256s)
+        return self.whole.contents(sha256s)
 
     def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         """As of the whole gallery: the vector of a picture is the same for everybody."""

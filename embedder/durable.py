@@ -26,7 +26,7 @@ def set_fault_hook(hook: Hook | None) -> None:
     _hooks[:] = [] if hook is None else [hook]
 
 
-def reach(point: str) -> None:
+def crash_point(point: str) -> None:
     """Say that the step `point` is reached."""
     for hook in _hooks:
         hook(point)
@@ -34,13 +34,13 @@ def reach(point: str) -> None:
 
 def sync(path: Path, step: str) -> None:
     """Bring a file, or the names in a folder, to the disk. Raises: OSError."""
-    reach(f"{step}: before sync of {path.name}")
+    crash_point(f"{step}: before sync of {path.name}")
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    reach(f"{step}: after sync of {path.name}")
+    crash_point(f"{step}: after sync of {path.name}")
 
 
 def sync_tree(folder: Path, step: str) -> None:
@@ -64,9 +64,9 @@ def make_folder(folder: Path, step: str) -> None:
 
 def rename(source: Path, target: Path, step: str) -> None:
     """Give `source` the name `target`, whatever had it, for good. Raises: OSError."""
-    reach(f"{step}: before rename")
+    crash_point(f"{step}: before rename")
     source.replace(target)
-    reach(f"{step}: after rename")
+    crash_point(f"{step}: after rename")
     sync(target.parent, step)
 
 

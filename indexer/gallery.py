@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.embedder.durable import discard, hold, reach, write_whole
+from kinlens.embedder.durable import crash_point, discard, hold, write_whole
 from kinlens.embedder.errors import (
     BundleMismatchError,
     GalleryBusyError,
@@ -66,6 +66,7 @@ from kinlens.indexer.folder.manifest import (
 from kinlens.indexer.folder.manifest import (
     GalleryFacts as GalleryFacts,
 )
+from kinlens.indexer.images import ItemImage, item_image
 from kinlens.indexer.index.gpu import gpu_memory as gpu_memory
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.index.segment import HASHED_BELOW
@@ -87,7 +88,6 @@ from kinlens.indexer.live.compaction import (
 from kinlens.indexer.live.facets import facts_of
 from kinlens.indexer.live.search import Searcher, numbers_of
 from kinlens.indexer.live.snapshot import SnapshotKeeper
-from kinlens.indexer.pictures import ItemImage, item_image
 from kinlens.indexer.types import (
     AttributeFacts,
     Consistency,
@@ -885,8 +885,8 @@ class Gallery(Searcher):
             raise GalleryError(f"The gallery {self._folder.path} is closed. Open it again.")
         with self._folder.writing(self.generation), self._writable.writing() as writer:
             yield writer
-            reach("write: before commit")
-        reach("write: after commit")
+            crash_point("write: before commit")
+        crash_point("write: after commit")
         if self._background is not None:
             self._background.nudge()
 

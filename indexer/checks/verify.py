@@ -19,11 +19,11 @@ from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import read_manifest
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.golden import GoldenSet
+from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import Segment
 from kinlens.indexer.live.compaction import CATALOG, SEGMENTS
 from kinlens.indexer.live.ranking import check_search
 from kinlens.indexer.live.snapshot import open_segment
-from kinlens.indexer.pictures import source_bytes
 from kinlens.indexer.types import SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
 from kinlens.values import values_in
 

@@ -26,8 +26,8 @@ from kinlens.indexer.commands.options import (
 )
 from kinlens.indexer.gallery import Gallery, current_manifest
 from kinlens.indexer.golden import Asked, GoldenSet, NewQuery, embedded, labelled, threshold_of
+from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.sources import parse_value, read_table
-from kinlens.indexer.pictures import read_image
 from kinlens.indexer.types import VectorStore
 
 app = typer.Typer(no_args_is_help=True)

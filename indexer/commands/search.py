@@ -30,7 +30,7 @@ from kinlens.indexer.commands.options import (
 )
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.pictures import ANY_SIZE
+from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.types import (
     Group,
     Grouping,

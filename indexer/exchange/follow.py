@@ -19,10 +19,10 @@ from pathlib import Path
 from kinlens.embedder.bundle import sha256_of
 from kinlens.embedder.durable import (
     FileFacts,
+    crash_point,
     discard,
     exclusive,
     make_folder,
-    reach,
     rename,
     staged,
     sync_tree,
@@ -175,8 +175,8 @@ class Follower:
                 snapshot.last_given,
                 snapshot.names,
             )
-            reach("follow: before commit")
-        reach("follow: after commit")
+            crash_point("follow: before commit")
+        crash_point("follow: after commit")
 
     def _adopt(self, catalog: Catalog, snapshot: Snapshot, generation: Path) -> None:
         """Switch to the segment, and the file of vectors, of the snapshot."""
@@ -190,8 +190,8 @@ class Follower:
                 held.enter_context(self._segment(generation, snapshot))
             with catalog.writing() as writer:
                 writer.adopt_segment(snapshot.segment, snapshot.segment_seq, file=file)
-                reach("follow: before adoption")
-            reach("follow: after adoption")
+                crash_point("follow: before adoption")
+            crash_point("follow: after adoption")
 
     @contextlib.contextmanager
     def _segment(self, generation: Path, snapshot: Snapshot) -> Iterator[None]:
@@ -247,7 +247,7 @@ class Follower:
         path = self._downloads / facts.sha256
         if _has(path, facts):
             return path
-        reach("follow: before download")
+        crash_point("follow: before download")
         part = path.with_name(f"{path.name}.part")
         with self._store_errors_explained():
             try:

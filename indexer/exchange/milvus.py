@@ -67,6 +67,7 @@ from kinlens.indexer.exchange.milvus_load import (
 )
 from kinlens.indexer.filters.tree import Filter, In, check_attribute, check_boosted, check_grouped
 from kinlens.indexer.folder.manifest import GalleryFacts
+from kinlens.indexer.images import ItemImage, item_image
 from kinlens.indexer.live.ranking import (
     Candidate,
     Fetch,
@@ -77,7 +78,6 @@ from kinlens.indexer.live.ranking import (
     check_search,
 )
 from kinlens.indexer.live.rerank import reorder_of
-from kinlens.indexer.pictures import ItemImage, item_image
 from kinlens.indexer.types import (
     MAX_COUNTED_VALUES,
     AttributeFacts,

@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from kinlens.embedder.bundle import sha256_of
-from kinlens.embedder.durable import FileFacts, exclusive, hold, holder, reach
+from kinlens.embedder.durable import FileFacts, crash_point, exclusive, hold, holder
 from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryConflictError,
@@ -42,11 +42,11 @@ from kinlens.indexer.catalog.vectors import NUMBERS, VectorFile
 from kinlens.indexer.exchange.objects import ObjectFolder
 from kinlens.indexer.folder.layout import PICTURES, PUBLISH, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import PRECISIONS, REPORT, GalleryManifest, read_manifest
+from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
 from kinlens.indexer.index.segment import brief
 from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
 from kinlens.indexer.live.compaction import CATALOG, SEGMENTS
-from kinlens.indexer.pictures import source_bytes
 from kinlens.indexer.types import Ids, Item, Progress
 
 SNAPSHOT = "snapshot.json"
@@ -331,9 +331,9 @@ class _Publication:
         is_new |= last is not None and min(last.retired.values(), default=now) < now - RETIRED_S
         if is_new:
             snapshot = self._retire(snapshot)
-            reach("publish: before snapshot")
+            crash_point("publish: before snapshot")
             self._store.write(SNAPSHOT, snapshot.model_dump_json(indent=1).encode())
-            reach("publish: after snapshot")
+            crash_point("publish: after snapshot")
         return PublishReport(
             address=self._store.address,
             seq=row.seq,
@@ -435,7 +435,7 @@ class _Publication:
         facts = FileFacts(bytes=path.stat().st_size, sha256=sha256_of(path))
         name = f"{OBJECTS}/{facts.sha256}"
         if facts.sha256 not in self._known and self._store.size(name) != facts.bytes:
-            reach("publish: before upload")
+            crash_point("publish: before upload")
             self._store.upload(path, name)
             self._uploaded += facts.bytes
         return facts

@@ -16,8 +16,8 @@ from kinlens.embedder.errors import GalleryError, ImageError, SourceError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.preprocess import ImageLimits, read_header
 from kinlens.embedder.session import Embedder
+from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.ingest.sources import Record, Source, check_names
-from kinlens.indexer.pictures import ANY_SIZE
 from kinlens.indexer.types import Entry
 
 Known = Callable[[Sequence[str]], Collection[str]]

@@ -23,9 +23,9 @@ from kinlens.embedder.errors import SourceError
 from kinlens.embedder.formats import SUFFIXES
 from kinlens.indexer.exchange.objects import ObjectFolder, files_at, is_local
 from kinlens.indexer.exchange.parquet import read_dump, write_entries
+from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.embed import Failure
 from kinlens.indexer.ingest.sources import Record, walk
-from kinlens.indexer.pictures import read_image
 from kinlens.indexer.types import Dump, Entry
 
 MANIFEST = "manifest.json"

@@ -18,7 +18,7 @@ from kinlens.embedder.errors import SourceError
 from kinlens.embedder.formats import SUFFIXES
 from kinlens.indexer.attributes import Schema, is_printable
 from kinlens.indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
-from kinlens.indexer.pictures import printable, read_image
+from kinlens.indexer.images import printable, read_image
 from kinlens.values import AttributeKind, AttributeValue, Scalar, date_text
 
 KINDS: tuple[AttributeKind, ...] = get_args(AttributeKind)

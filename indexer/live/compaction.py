@@ -13,13 +13,13 @@ import numpy as np
 from pydantic import BaseModel
 
 from kinlens.embedder.durable import (
+    crash_point,
     discard,
     exclusive,
     holder,
     in_use,
     is_stage,
     make_folder,
-    reach,
     rename,
     staged,
     sweep,
@@ -198,10 +198,10 @@ class _Work:
                 name = f"{state.seq:012d}-{os.urandom(4).hex()}"
                 sync_tree(stage, "segment")
                 rename(stage, segments / name, "segment")
-            reach("adopt: before commit")
+            crash_point("adopt: before commit")
             with catalog.writing() as writer:
                 writer.adopt_segment(name, state.seq, self._keep_removed_s, file)
-            reach("adopt: after commit")
+            crash_point("adopt: after commit")
         return name, manifest
 
     def _write(

@@ -25,11 +25,11 @@ from pydantic import BaseModel, ValidationError
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.durable import (
+    crash_point,
     discard,
     exclusive,
     holder,
     make_folder,
-    reach,
     rename,
     staged,
     sync_tree,
@@ -426,7 +426,7 @@ def _put_state(source: Path, state: Path, on_progress: Progress) -> None:
     for file in sorted(files, key=lambda file: (file.parent == source, file.name == _KEYS)):
         target = state / file.relative_to(source)
         make_folder(target.absolute().parent, _STEP)
-        reach(f"{_STEP}: before {file.name}")
+        crash_point(f"{_STEP}: before {file.name}")
         if file.suffix == ".sqlite":
             target.touch(mode=0o600)
             _copy_database(file, target)

@@ -28,6 +28,7 @@ from kinlens.indexer.golden import (
     labelled,
     threshold_of,
 )
+from kinlens.indexer.images import ANY_SIZE, read_image
 from kinlens.indexer.ingest.rebuild import (
     Follower,
     ReadImage,
@@ -37,7 +38,6 @@ from kinlens.indexer.ingest.rebuild import (
     swap_in,
 )
 from kinlens.indexer.ingest.sources import Record
-from kinlens.indexer.pictures import ANY_SIZE, read_image
 from kinlens.indexer.types import Item, Progress
 from kinlens.service.galleries.pictures import PictureFolder
 from kinlens.service.jobs.params import (

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kinlens.embedder.errors import ImageTooManyBytesError, SourceError
+from kinlens.indexer.images import inside, read_image
 from kinlens.indexer.ingest.sources import (
     Source,
     csv_changes,
@@ -13,7 +14,6 @@ from kinlens.indexer.ingest.sources import (
     folder_source,
     split_source,
 )
-from kinlens.indexer.pictures import inside, read_image
 from tests.indexer.conftest import PICTURES
 
 

@@ -178,10 +178,10 @@ def test_a_gallery_that_cannot_vouch_says_why_and_the_bundle_is_asked(
 ) -> None:
     gallery = make(photos(products, views))
     gallery.calibrate()
-    said = choose(gallery.calibration(), None, "It was exported without held-out images.")
+    said = choose(gallery.calibration(), None, "The model was exported without held-out images.")
     assert isinstance(said, str)
     assert reason in said
-    assert "It was exported without held-out images." in said
+    assert "The model was exported without held-out images." in said
     unlike = choose(gallery.calibration(), BUNDLE, None)
     assert isinstance(unlike, str)
     assert f"The gallery has {views:.1f} images" in unlike or "products" in unlike

@@ -249,5 +249,5 @@ def test_a_gallery_names_the_precision_that_it_was_made_in_and_mixes_no_two_othe
         ("golden", "run", tmp_path / "other"),
     ):
         line = failure(invoke(*command, "--bundle", bundle, "--precision", "int8"))
-        assert "'other' was made in bf16, the model runs in int8" in line
+        assert "'other' was built in bf16, but the model runs in int8" in line
         assert "--precision fp32" in line

@@ -147,7 +147,7 @@ def test_a_name_with_control_characters_is_left_out_and_reported(shop: Path, bui
     report = build()
     assert report.indexed == 6
     assert [failure.reason for failure in report.failures] == [
-        "Its name cannot be stored: it has control characters or is too long. Rename the file."
+        "The file name cannot be stored: it has control characters or is too long. Rename the file."
     ]
 
 

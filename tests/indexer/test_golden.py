@@ -319,7 +319,7 @@ def test_the_commands_label_list_run_and_remove(run: Run, built: Path, photos: P
     assert (report["recall_at_1"], report["no_match_precision"]) == (1, 1)
     text = run(*ask).stdout
     assert "recall@1   1.0000 (0.3424 to 1.0000)" in text
-    assert "give --min-score" in text
+    assert "pass --min-score" in text
     assert len(printed(run("golden", "runs", built, "--json"))["runs"]) == 2
     assert len(run("golden", "runs", built).stdout.splitlines()) == 3
     left = printed(run("golden", "remove", built, lines[0][:12], "--json"))
@@ -337,7 +337,7 @@ def test_the_commands_label_list_run_and_remove(run: Run, built: Path, photos: P
         ("--query PHOTOS/gone.png --no-match", "gone.png"),
         ("--query PHOTOS/list.csv --no-match", "list.csv cannot be used"),
         ("--csv PHOTOS/two.csv", "two.csv:2"),
-        ("--csv PHOTOS/none.csv", "names no images"),
+        ("--csv PHOTOS/none.csv", "lists no images"),
     ],
 )
 def test_a_wrong_label_is_one_line_of_what_to_do(
@@ -349,4 +349,4 @@ def test_a_wrong_label_is_one_line_of_what_to_do(
     assert says in failure(run("golden", "add", built, *words))
     assert printed(run("golden", "list", built, "--json")) == {"queries": []}
     assert "is empty" in failure(run("golden", "run", built, "--bundle", "b"))
-    assert "0 queries have the number" in failure(run("golden", "remove", built, "0f"))
+    assert "0 queries have an id that starts with" in failure(run("golden", "remove", built, "0f"))

@@ -66,7 +66,7 @@ def test_a_good_folder_is_healthy(shop: Path) -> None:
     [
         (b"", "0 bytes"),
         (b"<html></html>", "supported format"),
-        (b"\xff\xd8\xff\xe0 and then nothing", "header is damaged"),
+        (b"\xff\xd8\xff\xe0 and then nothing", "header of the JPEG image is damaged"),
         (TRUNCATED, "truncated"),
         (encoded(Image.new("1", (16400, 8))), "16384 px per side"),
     ],

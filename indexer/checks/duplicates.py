@@ -287,7 +287,7 @@ _scores_by_gallery: weakref.WeakKeyDictionary[Gallery, tuple[int, float]] = (
 
 
 def near_score(gallery: Gallery) -> float:
-    """The score of `floor_of`, cached for searches until the size of the gallery changes by 10 %."""
+    """The score of `floor_of`, cached until the size of the gallery changes by 10 %."""
     size, score = _scores_by_gallery.get(gallery, (0, 0.0))
     if not score or abs(gallery.size - size) > _CHANGED_PART * size:
         size, score = gallery.size, floor_of(gallery).score

@@ -25,7 +25,14 @@ from kinlens.indexer.commands.options import (
     PrecisionOption,
 )
 from kinlens.indexer.gallery import Gallery, current_manifest
-from kinlens.indexer.golden import Asked, GoldenSet, NewQuery, embedded, labelled, threshold_of
+from kinlens.indexer.golden import (
+    GoldenResults,
+    GoldenSet,
+    NewQuery,
+    embedded,
+    labelled,
+    threshold_of,
+)
 from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.sources import parse_value, read_table
 from kinlens.indexer.types import VectorStore
@@ -152,7 +159,7 @@ def run(
             with progress(len(queries), "Embedding", "images") as advance:
                 vectors = embedded(golden, queries, embedder, advance)
             threshold = threshold_of(embedder.calibration) if min_score is None else min_score
-            report = Asked.of(store, queries, vectors).report(threshold, worst)
+            report = GoldenResults.of(store, queries, vectors).report(threshold, worst)
             golden.keep(report)
             assert isinstance(store, Gallery)
             store.calibrate_golden(partial(labelled, store, queries, vectors))

@@ -283,7 +283,7 @@ class MilvusStore:
         """
         return self._now().version
 
-    def look(self) -> str:
+    def current_generation(self) -> str:
         """The generation that is current now, which this follows unless its bundle is another."""
         with contextlib.suppress(BundleMismatchError):
             return self._now().facts.generation

@@ -168,9 +168,9 @@ def test_items_that_get_their_product_later_are_calibrated(make: Callable[..., G
 @pytest.mark.parametrize(
     ("products", "views", "reason"),
     [
-        (15, 6, "It has 15 products; at least 16 are needed"),
-        (60, 1, "Its products have 1.0 images on average; at least 16 products need 3"),
-        (60, 2, "Its products have 2.0 images on average"),
+        (15, 6, "The gallery has 15 products; at least 16 are needed"),
+        (60, 1, "The products have 1.0 images on average; at least 16 products need 3"),
+        (60, 2, "The products have 2.0 images on average"),
     ],
 )
 def test_a_gallery_that_cannot_vouch_says_why_and_the_bundle_is_asked(
@@ -204,7 +204,7 @@ def test_without_an_attribute_that_names_products_there_is_none(
     gallery = make(photos(40, 4), attribute="shelf")
     gallery.calibrate()
     said = choose(gallery.calibration(), BUNDLE, None)
-    assert "No attribute says which items show one product" in str(said)
+    assert "No attribute names the product of an item" in str(said)
     gallery.calibrate("shelf")
     assert usable(gallery).product == "shelf"
     gallery.calibrate()  # it is remembered

@@ -87,7 +87,7 @@ def test_what_the_server_lacks_is_refused_by_name_and_changes_nothing(
         version = store.version
         with pytest.raises(PlanError, match=r"version v2\.3.*came with 2\.6"):
             published(milvus_server, "kept", shop(60), index="ivf-rabitq")
-        with pytest.raises(PlanError, match="is not one of Milvus"):
+        with pytest.raises(PlanError, match="is not an index type on Milvus"):
             published(milvus_server, "kept", shop(60), index="cagra")
         monkeypatch.setattr(milvus_index, "_SINCE", {})
         with pytest.raises(PlanError, match="does not make an index ivf-rabitq"):

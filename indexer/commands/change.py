@@ -135,7 +135,7 @@ def unremove(
     keys_from: Annotated[Path | None, typer.Option(help="Text file with one key per line.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Restore removed items, up to a day after their removal or until `compact`.
+    """Restore removed items, for at least a day after their removal or until `compact`.
 
     They get new item ids. Keys that belong to a new item are skipped.
     """

@@ -64,7 +64,7 @@ def duplicates(
     min_score: Annotated[
         float | None,
         typer.Option(
-            min=-1, max=1, help="Minimum cosine [0.95, or higher if products look alike]."
+            min=-1, max=1, help="Minimum cosine; by default 0.95, or higher if products look alike."
         ),
     ] = None,
     exact: Annotated[

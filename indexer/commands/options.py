@@ -56,12 +56,15 @@ MemoryOption = Annotated[
 RecallOption = Annotated[
     float | None,
     typer.Option(
-        "--target-recall", min=0.01, max=1.0, help="Recall@10 that the index must reach [0.98]."
+        "--target-recall",
+        min=0.01,
+        max=1.0,
+        help="Recall@10 that the index must reach; by default 0.98.",
     ),
 ]
 IndexDeviceOption = Annotated[
     Device | None,
-    typer.Option("--index-device", help="Device that searches the index [cpu]."),
+    typer.Option("--index-device", help="Device that searches the index; by default cpu."),
 ]
 VectorTypeOption = Annotated[
     VectorType,

@@ -105,7 +105,9 @@ def calibrate(
     gallery: GalleryArgument,
     product: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Attribute that names the product [product, class]."),
+        typer.Option(
+            metavar="NAME", help="Attribute that names the product; by default product, else class."
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:

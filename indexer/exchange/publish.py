@@ -264,14 +264,14 @@ class _Publication:
         self._known = set() if before is None else before.objects()
         self._is_requested = pictures
         self._stored_images: set[str] = set()  # sha256 of images
-        self._images = self._missing = 0
-        self._pictures = pictures or (before is not None and before.pictures)
+        self._uploaded_images = self._missing = 0
+        self._with_images = pictures or (before is not None and before.pictures)
         self._image_root = image_root or Path(self._manifest.source_root)
         self._uploaded = 0
 
     def run(self, started: float) -> PublishReport:
         """Upload the missing objects, then the snapshot."""
-        shown = self._upload_pictures() if self._pictures else 0
+        shown = self._upload_images() if self._with_images else 0
         for _ in range(_ATTEMPTS):
             with catalog_view(self._generation / CATALOG) as view, contextlib.ExitStack() as stack:
                 state = view.state()
@@ -296,9 +296,9 @@ class _Publication:
             )
         last, now = self._last, time.time()
         changed, deltas = self._deltas(view, view.file, row.seq, row.segment_seq)
-        if self._pictures:
+        if self._with_images:
             for item in view.get(view.changed_since(shown)).values():
-                self._upload_picture(item)  # items that were added during the upload
+                self._upload_image(item)  # items that were added during the upload
         segment_files: dict[str, FileFacts] = {}
         if row.segment is not None:
             folder = self._generation / SEGMENTS / row.segment
@@ -333,7 +333,7 @@ class _Publication:
             row_numbers=row_numbers,
             segment_files=segment_files,
             files=files,
-            pictures=self._pictures,
+            pictures=self._with_images,
         )
         is_new = last is None or _content(last) != _content(snapshot)
         is_new |= last is not None and min(last.retired.values(), default=now) < now - RETIRED_S
@@ -348,7 +348,7 @@ class _Publication:
             items=row.size,
             changed_items=changed,
             uploaded_bytes=self._uploaded,
-            pictures=self._images,
+            pictures=self._uploaded_images,
             missing_pictures=self._missing,
             elapsed_s=time.perf_counter() - started,
         )
@@ -395,7 +395,7 @@ class _Publication:
                 write_part(path, view, chunk, since, not start, self._on_progress)
                 yield self._upload(path)
 
-    def _upload_pictures(self) -> int:
+    def _upload_images(self) -> int:
         """Upload the missing images; returns the write up to which this was done.
 
         It uses many short views of the catalogue, because the write-ahead log cannot be truncated
@@ -415,24 +415,24 @@ class _Publication:
             with catalog_view(self._generation / CATALOG) as view:
                 items = view.get(ids[start : start + _BATCH])
             for item in items.values():
-                self._upload_picture(item)
+                self._upload_image(item)
         return seq
 
-    def _upload_picture(self, item: Item) -> None:
+    def _upload_image(self, item: Item) -> None:
         name = f"{PICTURES}/{item.sha256[:2]}/{item.sha256}"
         if item.sha256 in self._stored_images or self._store.exists(name):
             return
         try:
-            data = self._picture(item)
+            data = self._image_of(item)
         except (KinlensError, OSError):
             self._missing += 1  # an item that was stored as a vector only, or a lost file
             return
         self._store.write(name, data)
         self._stored_images.add(item.sha256)
         self._uploaded += len(data)
-        self._images += 1
+        self._uploaded_images += 1
 
-    def _picture(self, item: Item) -> bytes:
+    def _image_of(self, item: Item) -> bytes:
         """The image of an item. Raises: OSError, SourceError, ImageTooManyBytesError."""
         uploaded = self._folder.path / PICTURES / item.sha256[:2] / item.sha256
         if not item.path or uploaded.is_file():

@@ -289,7 +289,7 @@ def folder_source(folder: Path | str, root: Path | str | None = None) -> Source:
     if not folder.is_relative_to(root):
         raise SourceError(
             f"The folder {folder} is outside {root}, the image root of the gallery. Move or copy "
-            "the images below that folder, or build a gallery of their own."
+            "the images below that folder, or build a separate gallery."
         )
 
     def records() -> Iterator[Record]:

@@ -165,7 +165,9 @@ def assigned(
     for text in assign:
         name, value = _assignment(text, schema)
         if name in values:
-            raise InvalidParameterError(f"--set {text}: {name} is set twice. Set it once.")
+            raise InvalidParameterError(
+                f"--set {text}: {name} occurs twice in --set and --unset. Name it once."
+            )
         values[name] = value
     return values
 

@@ -59,7 +59,7 @@ def test_a_list_changes_many_items_or_none(run: Run, priced: Path, tmp_path: Pat
         (["--set", "size:nubmer=1"], "names the type 'nubmer'; the types are text, number, bool"),
         (["--set", "price:text=1"], "'price' is a number"),
         (["--set", "price"], "--set price: there is no '='. Write --set name=value."),
-        (["--set", "price=1", "--unset", "price"], "price is set twice"),
+        (["--set", "price=1", "--unset", "price"], "price occurs twice"),
         (["gone", "--set", "price=1"], "'gone'"),
     ],
 )

@@ -130,8 +130,9 @@ def _load_avif() -> None:
 
     if not AvifImagePlugin.SUPPORTED:
         raise UnsupportedFormatError(
-            "The image is an AVIF file, which the Pillow build on the server cannot read. Install "
-            "the official Pillow wheel (pip install --force-reinstall pillow), or send a JPEG."
+            "The image is an AVIF file, which this build of Pillow cannot read. Convert it to "
+            "JPEG, or install the official Pillow wheel where Kinlens runs: pip install "
+            "--force-reinstall pillow."
         )
     # Pillow has no other way to set this. Images are decoded in parallel, each on one core.
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
@@ -142,8 +143,9 @@ def _load_heic() -> None:
         from pillow_heif import register_heif_opener
     except ImportError as error:
         raise UnsupportedFormatError(
-            "The image is a HEIC file, a phone format, and the server has no HEIC decoder. Install "
-            "it on the server (pip install 'kinlens[heif]'), or send a JPEG."
+            "The image is a HEIC file (a format of phones), and no HEIC decoder is installed. "
+            "Convert it to JPEG, or install the decoder where Kinlens runs: pip install "
+            "'kinlens[heif]'."
         ) from error
     if "HEIF" not in Image.OPEN:
         register_heif_opener(

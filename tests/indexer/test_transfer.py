@@ -435,6 +435,6 @@ def test_a_key_twice_is_named_and_changes_nothing(
         with pytest.raises(InvalidParameterError):
             import_gallery(dump([*entries, replace(entries[0], key="")]), tmp_path / "shop")
     twins = [*entries[: 400 + distance], replace(entries[7], sha256="f" * 64)]
-    with pytest.raises(InvalidParameterError, match="Key 'key 7' .* twice"):
+    with pytest.raises(InvalidParameterError, match=r"Key 'key 7' .* twice"):
         import_gallery(dump(twins), tmp_path / "shop")
     assert not (tmp_path / "shop" / "CURRENT").exists()

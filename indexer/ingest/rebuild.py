@@ -169,7 +169,7 @@ class Follower:
             pairs += [self._take(candidate, some, on_progress)]
         both = np.concatenate(pairs)
         self._ids, self._copies = both[np.argsort(both[:, 0])].T
-        # Only now: an old id in the candidate may have become the copy of another item.
+        # Remove old copies, except those that are now the copy of another item.
         remove_in_parts(candidate, np.setdiff1d(old, self._copies))
         self._seq = seq
         return len(fresh) + len(removed)

@@ -291,7 +291,7 @@ def test_a_gallery_of_which_a_quarter_is_alike_is_warned_of_unless_it_has_copies
 
 
 @pytest.mark.parametrize(
-    ("copies", "others", "is_crowd"), [(20, 0, False), (21, 0, True), (21, 2079, False)]
+    ("copies", "others", "is_cluster"), [(20, 0, False), (21, 0, True), (21, 2079, False)]
 )
 def test_a_crowd_is_more_than_20_items_and_more_than_a_part_in_100(
     gallery: Gallery, copies: int, others: int, is_cluster: bool

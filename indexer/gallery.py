@@ -65,6 +65,7 @@ from kinlens.indexer.folder.manifest import (
 from kinlens.indexer.folder.manifest import (
     GalleryFacts as GalleryFacts,
 )
+from kinlens.indexer.images import ItemImage, item_image
 from kinlens.indexer.index.gpu import gpu_memory as gpu_memory
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.index.segment import HASHED_BELOW
@@ -86,7 +87,6 @@ from kinlens.indexer.live.compaction import (
 from kinlens.indexer.live.facets import facts_of
 from kinlens.indexer.live.search import Searcher, ids_of_keys
 from kinlens.indexer.live.snapshot import SnapshotKeeper
-from kinlens.indexer.pictures import ItemImage, item_image
 from kinlens.indexer.types import (
     AttributeFacts,
     Consistency,

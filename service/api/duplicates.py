@@ -11,7 +11,7 @@ from kinlens.embedder.errors import InvalidParameterError, OverloadedError
 from kinlens.indexer.checks.duplicates import (
     Member,
     NearDuplicates,
-    crowds_of,
+    clusters_of,
     find_duplicates,
     members_of,
 )
@@ -121,7 +121,7 @@ def _comparable(served: Served) -> Gallery:
 
 
 def _crowds(name: str, gallery: Gallery, near: NearDuplicates) -> Iterator[NearCrowd]:
-    for crowd in crowds_of(gallery, near):
+    for crowd in clusters_of(gallery, near):
         examples = [item_model(name, gallery, item) for item in crowd.examples]
         yield NearCrowd(items=crowd.items, examples=examples, detail=crowd.detail)
 

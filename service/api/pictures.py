@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BeforeValidator
 
 from kinlens.embedder import errors
-from kinlens.indexer.pictures import ItemImage, is_shown, item_bytes, shown
+from kinlens.indexer.images import ItemImage, is_shown, item_bytes, shown
 from kinlens.indexer.types import Item
 from kinlens.service.api.galleries import FAILURES, ItemId, Version
 from kinlens.service.galleries.registry import Served

@@ -487,7 +487,7 @@ class Registry:
         if served is None or not isinstance(gallery := served.opened, MilvusStore):
             return self._locations.look(place)
         try:
-            current = gallery.look()
+            current = gallery.current_generation()
         except KinlensError as error:
             structlog.get_logger().warning(
                 "gallery on Milvus cannot be looked at", gallery=place.name, detail=str(error)

@@ -13,7 +13,7 @@ from kinlens.embedder.errors import (
     OverloadedError,
 )
 from kinlens.embedder.preprocess import MAX_SIDE_PX, ImageLimits
-from kinlens.indexer.pictures import ANY_SIZE
+from kinlens.indexer.images import ANY_SIZE
 from kinlens.service.concurrency import SingleFlight, within
 from kinlens.service.encoding.cache import LruCache
 from kinlens.service.encoding.threads import SearchThreads

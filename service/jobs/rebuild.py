@@ -21,13 +21,14 @@ from kinlens.indexer.checks.compare import Comparison, compare
 from kinlens.indexer.gallery import Gallery, copy_bytes, current_manifest
 from kinlens.indexer.golden import (
     MIN_JUDGED,
-    Asked,
+    GoldenResults,
     GoldenSet,
     change,
     embedded,
     labelled,
     threshold_of,
 )
+from kinlens.indexer.images import ANY_SIZE, read_image
 from kinlens.indexer.ingest.rebuild import (
     Follower,
     ReadImage,
@@ -37,7 +38,6 @@ from kinlens.indexer.ingest.rebuild import (
     swap_in,
 )
 from kinlens.indexer.ingest.sources import Record
-from kinlens.indexer.pictures import ANY_SIZE, read_image
 from kinlens.indexer.types import Item, Progress
 from kinlens.service.galleries.pictures import PictureFolder
 from kinlens.service.jobs.params import (
@@ -306,9 +306,9 @@ def _judged_by_golden(
             why = "the new model may have been trained on all of it"
         return replace(otherwise, note=f"The golden set was not asked: {why}.")
     old = opened(plan.old_bundle, plan.session)
-    before = Asked.of(follower.gallery, queries, embedded(golden, queries, old))
+    before = GoldenResults.of(follower.gallery, queries, embedded(golden, queries, old))
     vectors = embedded(golden, queries, follower.embedder)
-    after = Asked.of(new, queries, vectors)
+    after = GoldenResults.of(new, queries, vectors)
     try:
         new.calibrate_golden(partial(labelled, new, queries, vectors))
     except GalleryError as error:  # the gallery is made, and its probabilities can be fitted later

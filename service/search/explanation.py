@@ -16,7 +16,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.explain import Grid, shares
 from kinlens.embedder.types import SHORT, Embeddings
-from kinlens.indexer.pictures import ANY_SIZE
+from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.types import combined_query
 from kinlens.service.concurrency import within
 from kinlens.service.encoding.decoders import Decoder

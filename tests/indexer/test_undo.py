@@ -201,5 +201,7 @@ def test_the_command_brings_items_back(run: Run, stocked: Gallery, tmp_path: Pat
     report = printed(run("unremove", path, "--keys-from", tmp_path / "keys", "--json"))
     assert report == {"restored": 2, "left": []}
     assert stocked.size == 60
-    assert "Give keys or --keys-from" in usage(run("unremove", path))
-    assert "keeps nothing" in failure(run("unremove", "milvus://localhost:1/shop", "k1"))
+    assert "Pass either keys or --keys-from" in usage(run("unremove", path))
+    assert "does not keep removed items" in failure(
+        run("unremove", "milvus://localhost:1/shop", "k1")
+    )

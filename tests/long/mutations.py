@@ -82,9 +82,9 @@ MUTATIONS = {
     ),
     "claims": Mutation(
         "embedder/preprocess.py",
-        '        raise ImageTooLargeError(\n            f"The image claims too many pixels',
+        '        raise ImageTooLargeError(\n            f"The image has too many pixels',
         '        bytearray(b"x" * (150 << 20))\n'
-        '        raise ImageTooLargeError(\n            f"The image claims too many pixels',
+        '        raise ImageTooLargeError(\n            f"The image has too many pixels',
         ("tests/http/search/test_odd_images.py", "-k", "costs_no_memory"),
     ),
 }

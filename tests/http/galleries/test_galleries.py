@@ -103,7 +103,7 @@ def test_a_description_holds_what_filters_index_and_page_need(shop, data) -> Non
     assert described["provider"] == "FakeExecutionProvider"
     assert described["image_root_missing"] is False
     assert described["calibration"] is None
-    assert "No attribute says which items show one product" in described["no_calibration"]
+    assert "No attribute names the product of an item" in described["no_calibration"]
     [threshold] = described["thresholds"]
     assert (threshold["false_matches"], threshold["search_score"]) == (0.01, 0.75)
 

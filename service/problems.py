@@ -1,4 +1,4 @@
-"""Errors as RFC 9457 problem details: one table from the error tree to statuses."""
+"""Errors as RFC 9457 problem details, with one table from error classes to statuses."""
 
 import re
 import reprlib
@@ -17,7 +17,9 @@ from kinlens.embedder import errors
 from kinlens.embedder.errors import KinlensError, OverloadedError, RateLimitedError
 
 MEDIA_TYPE = "application/problem+json"
-INTERNAL_TEXT = "Something failed inside the service. Its log has the cause under this request_id."
+INTERNAL_TEXT = (
+    "Something failed inside the service. The service log has the cause under this request_id."
+)
 _RETRY_AFTER_S = 1
 _MAX_FAULTS = 20
 _SHOWN = 80
@@ -25,14 +27,14 @@ _MAX_MESSAGE = 1_000
 _SHOWN_CHARACTERS = 40
 _LARGEST_SHOWN = 10**18
 
-_NO_WHOLE_NUMBER = "{given} is not a whole number; use digits alone."
+_NO_WHOLE_NUMBER = "{given} is not a whole number; use only digits."
 _NO_NUMBER = "{given} is not a number; use digits, with a point before decimals."
 _NO_BOOLEAN = "{given} is neither true nor false; use one of the two."
 _NO_LIST = "{name} must be a list{got}; use a list."
 _NO_OBJECT = "{name} must be an object{got}; use names with values, such as {{...}}."
-_TEXTS = {  # by the type of a fault of pydantic; other types have its own words
+_TEXTS = {  # by pydantic's error type; other types use pydantic's message
     "missing": "{name} is missing; send it{where}.",
-    "extra_forbidden": "{name} is not a parameter here; /docs lists them.",
+    "extra_forbidden": "{name} is not a parameter here; /docs lists the parameters.",
     "json_invalid": "The body is not valid JSON: {error}. Send valid JSON.",
     "string_pattern_mismatch": "{given} does not have the right form; use {form}.",
     "greater_than": "{given} is too small; use a number above {gt:,}.",
@@ -58,14 +60,14 @@ _HEX = re.compile(r"\^\[0-9a-f\]\{(\d+(?:,\d+)?)\}\$")
 _FORMS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$": "1 to 64 letters, digits, dots, hyphens and underscores, "
     "the first a letter or digit",
-    "^https?://": "an address that begins with http:// or https://",
+    "^https?://": "a URL that begins with http:// or https://",
     r"\S": "a text that is not blank",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one class of error is shown; only a `public` message is meant for the client."""
+    """How errors of one class are shown; clients only see the message if it is `public`."""
 
     status: int
     title: str
@@ -87,9 +89,9 @@ OVERLOADED = Kind(503, "Too busy", "overloaded")
 BODY_TOO_LARGE = Kind(413, "Request body too large", "body-too-large")
 BODY_TOO_SLOW = Kind(408, "Request body too slow", "body-too-slow")
 CLIENT_GONE = Kind(499, "Client gone", "client-gone")
-"""Nobody reads this answer; the log and the metrics have its status."""
+"""The client has disconnected, so only the log and the metrics show this status."""
 
-KINDS: dict[type[KinlensError], Kind] = {  # a class without a row is shown as its parent
+KINDS: dict[type[KinlensError], Kind] = {  # a class without a row uses that of its parent
     errors.KinlensError: INTERNAL,
     errors.ImageError: Kind(422, "Unusable image", "unusable-image"),
     errors.EmptyImageError: Kind(400, "Empty image", "empty-image"),
@@ -127,7 +129,7 @@ KINDS: dict[type[KinlensError], Kind] = {  # a class without a row is shown as i
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The row of the table for an error: its own class or the nearest parent."""
+    """The entry of `KINDS` for an error: that of its class or its nearest parent."""
     for cls in type(error).__mro__:
         if cls in KINDS:
             return KINDS[cls]
@@ -143,7 +145,7 @@ def problem(
     headers: Mapping[str, str] | None = None,
     faults: Sequence[Mapping[str, str]] = (),
 ) -> JSONResponse:
-    """A problem response. Each 503 says when to ask again."""
+    """Build a problem response; each 503 has a Retry-After header."""
     content = _document(kind, detail, request_id, instance)
     if faults:
         content["errors"] = faults
@@ -154,19 +156,21 @@ def problem(
 
 
 def described(error: Exception, *, request_id: str, instance: str) -> dict[str, Any]:
-    """An error as problem details inside another answer: that of one query of several."""
+    """An error as problem details inside another answer, as for one query of a batch."""
     kind, detail, faults = _told(error)
     return _document(kind, detail, request_id, instance) | {"errors": faults or None}
 
 
 def request_id_of(scope: Any) -> str:
-    """The id that the gate gave to this request."""
+    """The id that the gate assigned to this request."""
     return str(scope.get("state", {}).get("request_id", ""))
 
 
 async def from_error(request: Request, error: Exception) -> JSONResponse:
-    """Any error as a problem: a KinlensError by its row, parameters that do not fit each by name,
-    and the rest as a 500 with nothing of its inside.
+    """Convert any error to a problem response.
+
+    A KinlensError uses its row in `KINDS`, invalid parameters are listed by name, and any other
+    error is a 500 without internal details.
     """
     kind, detail, faults = _told(error)
     headers = {}
@@ -178,17 +182,17 @@ async def from_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def from_gone(request: Request, _: Exception) -> JSONResponse:
-    """A client that left before its answer."""
-    return problem(CLIENT_GONE, "The client left before its answer.", **_where(request))
+    """The response for a client that disconnected before its answer."""
+    return problem(CLIENT_GONE, "The client disconnected before its answer.", **_where(request))
 
 
 async def from_http(request: Request, error: Exception) -> JSONResponse:
-    """Unknown addresses, wrong methods and malformed forms."""
+    """Convert errors of Starlette: unknown paths, wrong methods and malformed forms."""
     assert isinstance(error, HTTPException)
     phrase = HTTPStatus(error.status_code).phrase
     detail, headers = str(error.detail), dict(error.headers or {})
     if error.status_code == HTTPStatus.NOT_FOUND and detail == phrase:
-        detail = f"Nothing is at {request.url.path}. /openapi.json lists the addresses."
+        detail = f"{request.url.path} does not exist. /openapi.json lists the paths."
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"{request.method} is not allowed here; use {headers.get('Allow', 'GET')}."
     kind = Kind(error.status_code, phrase, phrase.lower().replace(" ", "-"))
@@ -206,12 +210,12 @@ def _document(kind: Kind, detail: str, request_id: str, instance: str) -> dict[s
 
 
 def _encodable(text: str) -> str:
-    """`text` with ? in place of halves of surrogate pairs, which UTF-8 has no bytes for."""
+    """`text` with ? in place of lone surrogates, which UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()
 
 
 def _told(error: Exception) -> tuple[Kind, str, list[dict[str, str]]]:
-    """The kind of an error, its detail and faults; the text of an internal one goes to the log."""
+    """The kind of an error, its detail and its faults; an internal error is only logged."""
     if isinstance(error, RequestValidationError):
         found = error.errors()
         faults = [_fault(entry) for entry in found[:_MAX_FAULTS]]
@@ -227,10 +231,9 @@ def _told(error: Exception) -> tuple[Kind, str, list[dict[str, str]]]:
 
 
 def fault_text(fault: Any, name: str, where: str = "") -> str:
-    """What pydantic found about `name`: its value, the limit and the cure.
+    """The message for a pydantic error about `name`: its value, the limit and what to do.
 
-    A fault without an input is described without its value. `where` says where to send what is
-    missing.
+    The value is omitted if the error has no input. `where` is the place to send a missing value.
     """
     text = _TEXTS.get(fault["type"])
     if text is None:
@@ -250,7 +253,7 @@ def fault_text(fault: Any, name: str, where: str = "") -> str:
 
 
 def path_of(location: Sequence[str | int]) -> str:
-    """A place inside a body as a client writes it: images[0].crops."""
+    """A location inside a body as a client writes it: images[0].crops."""
     name = ""
     for part in location:
         name += f"[{part}]" if isinstance(part, int) else f"{'.' if name else ''}{part[:_SHOWN]}"
@@ -258,7 +261,7 @@ def path_of(location: Sequence[str | int]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of a request in a message: short, whatever it is."""
+    """A short text for a value of a request, for messages."""
     if isinstance(value, str):
         return value[:_SHOWN_CHARACTERS]
     if isinstance(value, int) and abs(value) > _LARGEST_SHOWN:
@@ -269,7 +272,7 @@ def shown(value: Any) -> str:
 
 
 def _form(pattern: str) -> str:
-    """A regular expression in words."""
+    """Describe a regular expression in words."""
     if digits := _HEX.fullmatch(pattern):
         least, _, most = digits[1].partition(",")
         return f"{least}{most and f' to {most}'} of the characters 0-9 and a-f"
@@ -282,6 +285,6 @@ def _fault(entry: Any) -> dict[str, str]:
     if entry["type"] == "json_invalid":
         location = location[:1]  # the rest is a position, not a name
     name = _encodable(path_of(location[1:] or location) or "request")
-    where = " in the JSON body" if is_body else f" in the address, as ?{name}=..."
+    where = " in the JSON body" if is_body else f" in the URL, as ?{name}=..."
     message = fault_text(entry, name, where)
     return {"name": name, "message": _encodable(message[:_MAX_MESSAGE])}

@@ -66,8 +66,7 @@ class HitModel(BaseModel):
 
 
 class GroupModel(BaseModel):
-    """Items with the same value of an attribute, best first; `value` is null for items without it.
-    """
+    """Items with the same value of an attribute, best first; `value` is null for items without it."""
 
     value: Scalar | None
     score: float
@@ -200,9 +199,9 @@ class GalleryModel(BaseModel):
         bool, Field(description="Whether the service created it and can delete it.")
     ] = False
     writable: Annotated[bool, Field(description="Whether items can be added.")] = False
-    has_map: Annotated[
-        bool, Field(description="Whether its bundle supports POST .../explain.")
-    ] = False
+    has_map: Annotated[bool, Field(description="Whether its bundle supports POST .../explain.")] = (
+        False
+    )
 
 
 class Galleries(BaseModel):
@@ -249,8 +248,7 @@ class IndexModel(BaseModel):
 
 
 class ThresholdModel(BaseModel):
-    """At `search_score` or above, the best hit is wrong in a fraction `false_matches` of searches.
-    """
+    """At `search_score` or above, the best hit is wrong in a fraction `false_matches` of searches."""
 
     false_matches: float
     search_score: float
@@ -266,7 +264,9 @@ class CalibrationModel(BaseModel):
     product: str
     products: int
     views: float
-    searches: Annotated[int | None, Field(description="Number of searches the curve was fitted to.")]
+    searches: Annotated[
+        int | None, Field(description="Number of searches the curve was fitted to.")
+    ]
     wrong_hits: Annotated[
         int | None, Field(description="Number of wrong hits among the ten best of these searches.")
     ]
@@ -299,9 +299,7 @@ class GalleryDetail(GalleryModel):
     ] = False
     provider: str
     image_root_missing: bool
-    feedback: Annotated[
-        FeedbackMode, Field(description="What POST /feedback stores.")
-    ] = "off"
+    feedback: Annotated[FeedbackMode, Field(description="What POST /feedback stores.")] = "off"
 
 
 class FeedbackCounts(BaseModel):
@@ -357,9 +355,9 @@ class ItemPage(BaseModel):
     offset: int
     items: list[ItemModel]
     last: Annotated[int | None, Field(description="Highest id of a matching item.")] = None
-    generation: Annotated[
-        str | None, Field(description="Generation these item ids belong to.")
-    ] = None
+    generation: Annotated[str | None, Field(description="Generation these item ids belong to.")] = (
+        None
+    )
     facets: Facets = None
 
 

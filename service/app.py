@@ -1,4 +1,4 @@
-"""`create_app`: the parts of a service put together, with its middleware in a visible list."""
+"""`create_app`: connects the parts of a service into an ASGI app."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -51,9 +51,9 @@ def create_app(
     galleries: Mapping[str, Opened] | None = None,
     cache: Cache | None = None,
 ) -> FastAPI:
-    """The service as an ASGI app. What is not given is opened as the settings say, and closed.
+    """Create the service as an ASGI app. Omitted parts are opened from the settings, and closed.
 
-    An `embedder` that is given keeps its own limits for images.
+    A given `embedder` keeps its own image limits.
 
     Raises: BundleError, GalleryError.
     """
@@ -92,7 +92,7 @@ def create_app(
         access.router,
         operations.router,
     ):
-        # Not included: FastAPI compares each route of an included router several times a request.
+        # Not `include_router`: FastAPI would match each route several times per request.
         app.router.routes.extend(
             context.original_route for context in iter_route_contexts(router.routes)
         )
@@ -102,7 +102,7 @@ def create_app(
 
 
 def _middleware(runtime: Runtime, rates: RateLimits) -> list[Middleware]:
-    """Outermost first."""
+    """The middleware, outermost first."""
     settings = runtime.settings
     return [
         Middleware(

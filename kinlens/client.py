@@ -611,7 +611,7 @@ class AsyncClient(_BaseClient):
     async def train(
         self, job: str, gallery: str, **options: Unpack[calls.TrainOptions]
     ) -> api.JobModel:
-        """Start a job that trains a model and rebuilds the gallery with it if it passes its gate."""
+        """Start a job that trains a model, and rebuilds the gallery with it if it passes."""
         body = {"job": job, "gallery": gallery, **options}
         return await self._start("jobs", "train", json=body)
 

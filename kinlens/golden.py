@@ -52,7 +52,7 @@ class GoldenOutcome(BaseModel, frozen=True):
     problem: str = ""
 
     def quality(self, threshold: float | None) -> float:
-        """The quality in [0, 1]: the precision, or for `no_match` 1 if no hit passes `threshold`."""
+        """The quality in [0, 1]: the precision; for `no_match`, 1 if no hit passes `threshold`."""
         if self.query.no_match:
             return float(threshold is None or self.best_score < threshold)
         return self.precision

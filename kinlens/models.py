@@ -66,7 +66,7 @@ class HitModel(BaseModel):
 
 
 class GroupModel(BaseModel):
-    """Items with the same value of an attribute, best first; `value` is null for items without it."""
+    """Items with the same value of an attribute, best first; null for items without it."""
 
     value: Scalar | None
     score: float
@@ -248,7 +248,7 @@ class IndexModel(BaseModel):
 
 
 class ThresholdModel(BaseModel):
-    """At `search_score` or above, the best hit is wrong in a fraction `false_matches` of searches."""
+    """At `search_score` or above, a fraction `false_matches` of the best hits is wrong."""
 
     false_matches: float
     search_score: float

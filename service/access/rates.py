@@ -214,13 +214,13 @@ class LocalCounts:
         """The number of stored callers, per rate."""
         return len(self._paid_at_us)
 
-    def hit(self, rates: Sequence[Rate], kind: str, caller: str, charge: Charge) -> list[Said]:
+    def hit(self, rates: Sequence[Rate], kind: str, caller: str, charge: Charge) -> list[Debt]:
         """Count a charge against each rate."""
         now = self._clock_ns() // 1_000
         self._sweep(now)
         return [self._hit(rate, (kind, caller, rate), charge, now) for rate in rates]
 
-    def _hit(self, rate: Rate, key: tuple[str, str, Rate], charge: Charge, now: int) -> Said:
+    def _hit(self, rate: Rate, key: tuple[str, str, Rate], charge: Charge, now: int) -> Debt:
         owed = max(0, self._paid_at_us.get(key, 0) - now)
         fits = owed + charge.must_fit * rate.interval_us <= rate.amount * rate.interval_us
         if fits:
@@ -252,7 +252,7 @@ class SharedCounts:
 
     async def hit(
         self, rates: Sequence[Rate], kind: str, caller: str, charge: Charge
-    ) -> list[Said] | None:
+    ) -> list[Debt] | None:
         """Count a charge against each rate; None if Redis does not answer, for any reason."""
         budget = request_budget(self._timeout_s)
         given_s = budget.left_s

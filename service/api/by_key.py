@@ -87,7 +87,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         summary="Where a hit matches, by key",
     )
     async def explain(request: Request, name: str, key: Key) -> Response:
-        """Which regions of query and hit contribute to the score; send the request of the search."""
+        """Which regions of query and hit contribute to the score; send the body of the search."""
         number, generation = await _number_of(runtime, name, key)
         return await explanation_of(runtime, request, name, number, generation)
 

@@ -306,7 +306,7 @@ class ClientGoneError(Exception):
 
 
 class Connection:
-    """A connection with one request at a time; the server calls `end` when the client disconnects."""
+    """A connection with one request at a time; the server calls `end` if the client disconnects."""
 
     def __init__(self) -> None:
         self.is_gone = False

@@ -18,7 +18,7 @@ _MAX_FIELDS = 8  # header lines of a part, and parameters of one of them
 _STEP = 2**20  # bytes searched at once; holds the GIL for a few milliseconds
 _END = b"\r\n\r\n"
 _FIELD = re.compile(rb"([!#-'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n]*)")
-# Only quotes and backslashes are unescaped, since Windows paths contain literal backslashes. A value
+# Only quotes and backslashes are unescaped: Windows paths contain literal backslashes. A value
 # without a closing quote extends to the end, so no part of the text is scanned twice.
 _PARAMETER = re.compile(rb';[ \t]*([^\s;=]+)[ \t]*=[ \t]*(?:"((?:\\"|[^"])*+)(?:"|$)|([^;]*))')
 _ESCAPED = re.compile(rb"\\([\"\\])")

@@ -70,7 +70,7 @@ def test_settings_that_do_not_go_together_are_told_in_our_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KINLENS_FEEDBACK", "pairs")
-    assert "settings: feedback = pairs needs a folder" in refused("--bundle", "x")
+    assert "settings: feedback = pairs needs a state folder" in refused("--bundle", "x")
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def places(
         ("--bundle NOWHERE --gallery GALLERY --workers 2 --port TAKEN", ["127.0.0.1:TAKEN"]),
         ("--port 9000 check", ["after the command"]),
         ("--port 99999", ["port = '99999' is too large; use 65,535 or less."]),
-        ("--port web", ["port = 'web' is not a whole number; use digits alone."]),
+        ("--port web", ["port = 'web' is not a whole number; use only digits."]),
         ("--workers 0", ["workers = '0' is too small; use 1 or more."]),
         ("--device tpu", ["device = 'tpu' is not a valid choice; use 'cpu' or 'cuda'."]),
         ("--redis-url redis://user:hunter2@cache:abc/0", ["redis_url"]),

@@ -32,12 +32,12 @@ from kinlens.service.api import (
 from kinlens.service.api import galleries as gallery_routes
 from kinlens.service.encoding.cache import Cache
 from kinlens.service.galleries.locations import Opened
-from kinlens.service.http.bodies import BodyLimit, ClientGoneError
+from kinlens.service.http.bodies import BodyLimit, ClientDisconnectedError
 from kinlens.service.http.gate import Gate, bounds_of, open_rates
 from kinlens.service.http.openapi import install_openapi
 from kinlens.service.observe.metrics_shared import kept_fresh
 from kinlens.service.observe.tracing import Tracing, open_tracing
-from kinlens.service.problems import from_error, from_gone, from_http
+from kinlens.service.problems import from_disconnect, from_error, from_http
 from kinlens.service.runtime import Runtime, build_runtime
 from kinlens.service.settings import Settings
 
@@ -75,7 +75,7 @@ def create_app(
             KinlensError: from_error,
             RequestValidationError: from_error,
             HTTPException: from_http,
-            ClientGoneError: from_gone,
+            ClientDisconnectedError: from_disconnect,
         },
     )
     app.state.runtime = runtime
@@ -117,7 +117,7 @@ def _middleware(runtime: Runtime, rates: RateLimits) -> list[Middleware]:
             BodyLimit,
             bounds=bounds_of(settings),
             timeout_s=settings.body_timeout_ms / 1e3,
-            max_held_bytes=settings.max_held_bytes,
+            max_total_bytes=settings.max_held_bytes,
         ),
     ]
 

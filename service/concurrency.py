@@ -156,8 +156,8 @@ class BoundedPool:
     ) -> None:
         self._name = name
         self._limit = workers + queue_size
-        self._places = threading.BoundedSemaphore(self._limit)
-        self._urgent_places = threading.BoundedSemaphore(self._limit)
+        self._permits = threading.BoundedSemaphore(self._limit)
+        self._urgent_permits = threading.BoundedSemaphore(self._limit)
         self._threads = DaemonThreads(name, workers, overdue_s)
 
     @property
@@ -170,7 +170,7 @@ class BoundedPool:
         work: Callable[[], T],
         *,
         urgent: bool = False,
-        patient: bool = False,
+        bulk: bool = False,
         after: Callable[[], None] = lambda: None,
     ) -> T:
         """Call `work` in a thread.
@@ -180,27 +180,27 @@ class BoundedPool:
             urgent: run it before all others; urgent calls have their own permits, as many as the
                 other calls share.
             patient: needs no permit and is never refused. The caller must limit the number of such
-                calls, for example with `place`.
+                calls, for example with `permit`.
             after: called in any thread once the work has ended, was refused or was dropped.
 
         Raises: OverloadedError if no permit is free.
         """
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(after)
-            if not patient:
-                cleanup.enter_context(self.place(urgent=urgent))
+            if not bulk:
+                cleanup.enter_context(self.permit(urgent=urgent))
             future = self._threads.submit(work, urgent=urgent)
             until_done = cleanup.pop_all()
             future.add_done_callback(lambda _: until_done.close())
         return await asyncio.wrap_future(future)
 
     @contextlib.contextmanager
-    def place(self, *, urgent: bool = False) -> Iterator[None]:
+    def permit(self, *, urgent: bool = False) -> Iterator[None]:
         """Hold one permit, for example for all bulk calls of a request.
 
         Raises: OverloadedError if none is free.
         """
-        permits = self._urgent_places if urgent else self._places
+        permits = self._urgent_permits if urgent else self._permits
         if not permits.acquire(blocking=False):
             raise OverloadedError(
                 f"{self._limit} requests are in the {self._name} stage, which is its limit. "

@@ -21,7 +21,7 @@ from kinlens.service.galleries.registry import Registry, Served, probe
 _MIN_COSINE = 0.999
 _UNKNOWN = "unknown"
 _OK = "ok"
-_GONE = "gone"
+_REMOVED = "removed"
 _SERVICE = "service"
 _OF_GALLERIES = ("gallery ", "reload ")
 
@@ -85,7 +85,7 @@ class Health:
         """`is_on_gpu`: whether galleries are searched on a GPU."""
         self.passed = True
         self.has_started = False
-        self.is_ending = False
+        self.is_draining = False
         self._registry = registry
         self._models = models
         self._threads = OwnThreads("probe")
@@ -107,13 +107,13 @@ class Health:
         """
         found = await self._recent.get()
         self.has_started = self.has_started or found.ready
-        if not self.is_ending:
+        if not self.is_draining:
             return found
         return replace(found, ready=False, checks=found.checks | {_SERVICE: "shutting down"})
 
     def end(self) -> None:
         """Start the drain: report not ready, so load balancers send requests elsewhere."""
-        self.is_ending = True
+        self.is_draining = True
         structlog.get_logger().info("drain started")
 
     async def _check(self) -> Readiness:
@@ -130,7 +130,7 @@ class Health:
         names = self._registry.names()
         found = await asyncio.gather(*(self._check_gallery(name, fit) for name in names))
         for name, (verdict, version, place) in zip(names, found, strict=True):
-            if verdict != _GONE:
+            if verdict != _REMOVED:
                 checks[f"gallery {name}"], versions[name] = verdict, version
                 indexes |= {} if place is None else {name: place}
         # A bad gallery is bad in every replica, so it must not take this replica out of service:
@@ -179,7 +179,7 @@ class Health:
                 limit_s = 0.0 if self._threads.is_running(served) else self._timeout_s
                 version, is_searchable, place = await self._threads.run(served, check, limit_s)
         except GalleryNotFoundError:
-            return _GONE, _UNKNOWN, None
+            return _REMOVED, _UNKNOWN, None
         except Exception as error:
             return self._verdict(error), _UNKNOWN, None
         return _OK if is_searchable else "the search found nothing", version, place

@@ -66,7 +66,7 @@ _FORMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ProblemType:
     """How errors of one class are shown; clients only see the message if it is `public`."""
 
     status: int
@@ -80,64 +80,72 @@ class Kind:
         return f"urn:kinlens:problem:{self.slug}"
 
 
-BAD_REQUEST = Kind(400, "Bad Request", "bad-request")
-UNKNOWN_HOST = Kind(400, "Unknown host", "unknown-host")
-UNSUPPORTED_MEDIA = Kind(415, "Unsupported Media Type", "unsupported-media-type")
-INTERNAL = Kind(500, "Internal error", "internal", public=False)
-INVALID = Kind(422, "Invalid parameter", "invalid-parameter")
-OVERLOADED = Kind(503, "Too busy", "overloaded")
-BODY_TOO_LARGE = Kind(413, "Request body too large", "body-too-large")
-BODY_TOO_SLOW = Kind(408, "Request body too slow", "body-too-slow")
-CLIENT_GONE = Kind(499, "Client gone", "client-gone")
+BAD_REQUEST = ProblemType(400, "Bad Request", "bad-request")
+UNKNOWN_HOST = ProblemType(400, "Unknown host", "unknown-host")
+UNSUPPORTED_MEDIA = ProblemType(415, "Unsupported Media Type", "unsupported-media-type")
+INTERNAL = ProblemType(500, "Internal error", "internal", public=False)
+INVALID = ProblemType(422, "Invalid parameter", "invalid-parameter")
+OVERLOADED = ProblemType(503, "Too busy", "overloaded")
+BODY_TOO_LARGE = ProblemType(413, "Request body too large", "body-too-large")
+BODY_TOO_SLOW = ProblemType(408, "Request body too slow", "body-too-slow")
+CLIENT_DISCONNECTED = ProblemType(499, "Client gone", "client-gone")
 """The client has disconnected, so only the log and the metrics show this status."""
 
-KINDS: dict[type[KinlensError], Kind] = {  # a class without a row uses that of its parent
+PROBLEM_TYPES: dict[
+    type[KinlensError], ProblemType
+] = {  # a class without a row uses that of its parent
     errors.KinlensError: INTERNAL,
-    errors.ImageError: Kind(422, "Unusable image", "unusable-image"),
-    errors.EmptyImageError: Kind(400, "Empty image", "empty-image"),
-    errors.ImageTooManyBytesError: Kind(413, "Image has too many bytes", "image-too-many-bytes"),
-    errors.ImageTooLargeError: Kind(413, "Image has too many pixels", "image-too-large"),
-    errors.UnsupportedFormatError: Kind(415, "Unsupported image format", "unsupported-format"),
-    errors.CorruptImageError: Kind(422, "Corrupt image", "corrupt-image"),
-    errors.ImageCostError: Kind(422, "Image costs too much", "image-too-costly"),
-    errors.BundleError: Kind(503, "The model cannot answer", "model-unavailable", public=False),
-    errors.GalleryError: Kind(
+    errors.ImageError: ProblemType(422, "Unusable image", "unusable-image"),
+    errors.EmptyImageError: ProblemType(400, "Empty image", "empty-image"),
+    errors.ImageTooManyBytesError: ProblemType(
+        413, "Image has too many bytes", "image-too-many-bytes"
+    ),
+    errors.ImageTooLargeError: ProblemType(413, "Image has too many pixels", "image-too-large"),
+    errors.UnsupportedFormatError: ProblemType(
+        415, "Unsupported image format", "unsupported-format"
+    ),
+    errors.CorruptImageError: ProblemType(422, "Corrupt image", "corrupt-image"),
+    errors.ImageCostError: ProblemType(422, "Image costs too much", "image-too-costly"),
+    errors.BundleError: ProblemType(
+        503, "The model cannot answer", "model-unavailable", public=False
+    ),
+    errors.GalleryError: ProblemType(
         503, "The gallery cannot answer", "gallery-unavailable", public=False
     ),
-    errors.GalleryNotFoundError: Kind(404, "Unknown gallery", "unknown-gallery"),
-    errors.ItemNotFoundError: Kind(404, "Unknown item", "unknown-item"),
-    errors.GalleryConflictError: Kind(409, "Conflict with the gallery", "gallery-conflict"),
-    errors.GalleryBusyError: Kind(503, "The gallery is being changed", "gallery-busy"),
-    errors.SearchError: Kind(503, "The search cannot be answered", "search-unavailable"),
+    errors.GalleryNotFoundError: ProblemType(404, "Unknown gallery", "unknown-gallery"),
+    errors.ItemNotFoundError: ProblemType(404, "Unknown item", "unknown-item"),
+    errors.GalleryConflictError: ProblemType(409, "Conflict with the gallery", "gallery-conflict"),
+    errors.GalleryBusyError: ProblemType(503, "The gallery is being changed", "gallery-busy"),
+    errors.SearchError: ProblemType(503, "The search cannot be answered", "search-unavailable"),
     errors.InvalidParameterError: INVALID,
-    errors.FilterError: Kind(422, "Invalid filter", "invalid-filter"),
+    errors.FilterError: ProblemType(422, "Invalid filter", "invalid-filter"),
     errors.OverloadedError: OVERLOADED,
-    errors.DeadlineExceededError: Kind(503, "Took too long", "deadline-exceeded"),
-    errors.AccessError: Kind(403, "Not allowed", "not-allowed"),
-    errors.KeyMissingError: Kind(401, "API key needed", "key-needed"),
-    errors.KeyNotFoundError: Kind(404, "Unknown key", "unknown-key"),
-    errors.ScopeError: Kind(403, "Scope needed", "scope-needed"),
-    errors.KeysUnreadableError: Kind(503, "Keys cannot be read", "keys-unreadable"),
-    errors.RateLimitedError: Kind(429, "Too many requests", "rate-limited"),
-    errors.StateError: Kind(
+    errors.DeadlineExceededError: ProblemType(503, "Took too long", "deadline-exceeded"),
+    errors.AccessError: ProblemType(403, "Not allowed", "not-allowed"),
+    errors.KeyMissingError: ProblemType(401, "API key needed", "key-needed"),
+    errors.KeyNotFoundError: ProblemType(404, "Unknown key", "unknown-key"),
+    errors.ScopeError: ProblemType(403, "Scope needed", "scope-needed"),
+    errors.KeysUnreadableError: ProblemType(503, "Keys cannot be read", "keys-unreadable"),
+    errors.RateLimitedError: ProblemType(429, "Too many requests", "rate-limited"),
+    errors.StateError: ProblemType(
         503, "The state folder cannot be used", "state-unavailable", public=False
     ),
-    errors.StateMissingError: Kind(409, "No folder for state", "state-missing"),
-    errors.JobNotFoundError: Kind(404, "Unknown job", "unknown-job"),
-    errors.JobConflictError: Kind(409, "Conflict with the job", "job-conflict"),
+    errors.StateMissingError: ProblemType(409, "No folder for state", "state-missing"),
+    errors.JobNotFoundError: ProblemType(404, "Unknown job", "unknown-job"),
+    errors.JobConflictError: ProblemType(409, "Conflict with the job", "job-conflict"),
 }
 
 
-def kind_of(error: BaseException) -> Kind:
-    """The entry of `KINDS` for an error: that of its class or its nearest parent."""
+def problem_type_of(error: BaseException) -> ProblemType:
+    """The entry of `PROBLEM_TYPES` for an error: that of its class or its nearest parent."""
     for cls in type(error).__mro__:
-        if cls in KINDS:
-            return KINDS[cls]
+        if cls in PROBLEM_TYPES:
+            return PROBLEM_TYPES[cls]
     return INTERNAL
 
 
 def problem(
-    kind: Kind,
+    kind: ProblemType,
     detail: str,
     *,
     request_id: str,
@@ -157,7 +165,7 @@ def problem(
 
 def described(error: Exception, *, request_id: str, instance: str) -> dict[str, Any]:
     """An error as problem details inside another answer, as for one query of a batch."""
-    kind, detail, faults = _told(error)
+    kind, detail, faults = _described(error)
     return _document(kind, detail, request_id, instance) | {"errors": faults or None}
 
 
@@ -169,10 +177,10 @@ def request_id_of(scope: Any) -> str:
 async def from_error(request: Request, error: Exception) -> JSONResponse:
     """Convert any error to a problem response.
 
-    A KinlensError uses its row in `KINDS`, invalid parameters are listed by name, and any other
-    error is a 500 without internal details.
+    A KinlensError uses its entry in `PROBLEM_TYPES`, and invalid parameters are listed by name. Any
+    other error is a 500 without internal details.
     """
-    kind, detail, faults = _told(error)
+    kind, detail, faults = _described(error)
     headers = {}
     if isinstance(error, OverloadedError | RateLimitedError):
         headers["Retry-After"] = str(error.retry_after_s)
@@ -181,9 +189,11 @@ async def from_error(request: Request, error: Exception) -> JSONResponse:
     return problem(kind, detail, headers=headers, faults=faults, **_where(request))
 
 
-async def from_gone(request: Request, _: Exception) -> JSONResponse:
-    """The response for a client that disconnected before its answer."""
-    return problem(CLIENT_GONE, "The client disconnected before its answer.", **_where(request))
+async def from_disconnect(request: Request, _: Exception) -> JSONResponse:
+    """The response if the client disconnected before its answer."""
+    return problem(
+        CLIENT_DISCONNECTED, "The client disconnected before its answer.", **_where(request)
+    )
 
 
 async def from_http(request: Request, error: Exception) -> JSONResponse:
@@ -195,7 +205,7 @@ async def from_http(request: Request, error: Exception) -> JSONResponse:
         detail = f"{request.url.path} does not exist. /openapi.json lists the paths."
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"{request.method} is not allowed here; use {headers.get('Allow', 'GET')}."
-    kind = Kind(error.status_code, phrase, phrase.lower().replace(" ", "-"))
+    kind = ProblemType(error.status_code, phrase, phrase.lower().replace(" ", "-"))
     return problem(kind, detail, headers=headers, **_where(request))
 
 
@@ -203,7 +213,7 @@ def _where(request: Request) -> dict[str, Any]:
     return {"request_id": request_id_of(request.scope), "instance": request.url.path}
 
 
-def _document(kind: Kind, detail: str, request_id: str, instance: str) -> dict[str, Any]:
+def _document(kind: ProblemType, detail: str, request_id: str, instance: str) -> dict[str, Any]:
     content = {"type": kind.type, "title": kind.title, "status": kind.status}
     texts = {"detail": _encodable(detail), "instance": _encodable(instance)}
     return content | texts | {"request_id": request_id}
@@ -214,7 +224,7 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _told(error: Exception) -> tuple[Kind, str, list[dict[str, str]]]:
+def _described(error: Exception) -> tuple[ProblemType, str, list[dict[str, str]]]:
     """The kind of an error, its detail and its faults; an internal error is only logged."""
     if isinstance(error, RequestValidationError):
         found = error.errors()
@@ -223,7 +233,7 @@ def _told(error: Exception) -> tuple[Kind, str, list[dict[str, str]]]:
         if len(found) > _MAX_FAULTS:
             detail += f" {len(found) - _MAX_FAULTS:,} more are not shown."
         return INVALID, detail, faults
-    kind = kind_of(error)
+    kind = problem_type_of(error)
     if kind.public:
         return kind, str(error), []
     structlog.get_logger().error("internal error", exc_info=error)

@@ -148,7 +148,7 @@ def _each(check: Callable[[str], object]) -> AfterValidator:
 _Split = BeforeValidator(_split)
 _EmptyIsNone = BeforeValidator(lambda value: value or None)
 Words = Annotated[tuple[str, ...], NoDecode, _Split]
-Places = Annotated[Words, AfterValidator(_named_once)]
+NamedPaths = Annotated[Words, AfterValidator(_named_once)]
 Duration = Annotated[float, BeforeValidator(_duration)]
 Rate = Annotated[str, _checked(parse_rates)]
 HttpAddress = Annotated[str, Field(pattern="^https?://")]
@@ -171,8 +171,8 @@ class Settings(BaseSettings):
 
     bundle: Path | None = None
     galleries: Annotated[Words, _each(_check_gallery)] = ()
-    image_roots: Places = ()
-    pictures: Places = ()
+    image_roots: NamedPaths = ()
+    pictures: NamedPaths = ()
     follow: Duration = Field(
         default="5s", validate_default=True, ge=0.1, le=86_400, allow_inf_nan=False
     )
@@ -228,8 +228,8 @@ class Settings(BaseSettings):
 
     jobs: Literal["here", "elsewhere"] = "here"
     training_command: Annotated[str, Field(pattern=r"\S")] = "kinlens-train"
-    training_data: Places = ()
-    training_weights: Annotated[Places, _each(_check_weights)] = ()
+    training_data: NamedPaths = ()
+    training_weights: Annotated[NamedPaths, _each(_check_weights)] = ()
     otlp_endpoint: Annotated[HttpAddress | None, _EmptyIsNone] = None
 
     request_timeout_ms: int = Field(default=10_000, ge=1)

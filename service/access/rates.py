@@ -98,7 +98,7 @@ class Addresses:
         )
 
 
-def address_of(scope: Scope) -> str:
+def client_address(scope: Scope) -> str:
     """The client address that the gate has found for this request."""
     return str(scope["state"]["address"])
 

@@ -14,7 +14,7 @@ from kinlens.service.access.audit import AuditLog, note
 from kinlens.service.access.keys import MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
 from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
-from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
+from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
 T = TypeVar("T")
@@ -22,14 +22,14 @@ _MAX_DAYS = 3_650
 _MAX_ENTRIES = 1_000
 _HOUR = timedelta(hours=1)
 _STATE = (
-    KINDS[errors.StateMissingError],
-    KINDS[errors.StateError],
-    KINDS[errors.InvalidParameterError],
-    KINDS[errors.DeadlineExceededError],
-    KINDS[errors.OverloadedError],
+    PROBLEM_TYPES[errors.StateMissingError],
+    PROBLEM_TYPES[errors.StateError],
+    PROBLEM_TYPES[errors.InvalidParameterError],
+    PROBLEM_TYPES[errors.DeadlineExceededError],
+    PROBLEM_TYPES[errors.OverloadedError],
 )
 _CHANGES = (*_STATE, BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW)
-_UNKNOWN = KINDS[errors.KeyNotFoundError]
+_UNKNOWN = PROBLEM_TYPES[errors.KeyNotFoundError]
 _NO_STORE = {"Cache-Control": "no-store"}
 
 Name = Annotated[str, Path(max_length=64, description="The name of a key.")]

@@ -16,7 +16,7 @@ from kinlens.models import ExplainAnswer, ItemModel, PatchAnswer, RemoveAnswer, 
 from kinlens.service.access.audit import note
 from kinlens.service.api.galleries import FAILURES, Version
 from kinlens.service.api.items import UNKNOWN_ITEM, WRITES, Changes, item_model
-from kinlens.service.api.pictures import PICTURE_ANSWERS, PictureSize, picture_of
+from kinlens.service.api.pictures import IMAGE_ANSWERS, ImageSize, image_of
 from kinlens.service.api.requests import SearchFields
 from kinlens.service.api.search import (
     EXPLAIN,
@@ -94,15 +94,15 @@ def build_router(runtime: Runtime) -> APIRouter:
     @router.get(
         f"{_PART}/image",
         response_class=Response,
-        responses=PICTURE_ANSWERS,
+        responses=IMAGE_ANSWERS,
         summary="The image of an item by key",
     )
     async def image(
-        request: Request, name: str, key: Key, version: Version = None, size: PictureSize = None
+        request: Request, name: str, key: Key, version: Version = None, size: ImageSize = None
     ) -> Response:
         """The image in a format that browsers can show."""
         number, generation = await _number_of(runtime, name, key)
-        return await picture_of(runtime, request, name, number, version or generation, size)
+        return await image_of(runtime, request, name, number, version or generation, size)
 
     @router.get(
         _ITEM, responses=problems(*FAILURES, UNKNOWN_ITEM), summary="Describe an item by key"

@@ -23,10 +23,10 @@ from kinlens.service.galleries.registry import Served
 from kinlens.service.http.openapi import problems
 from kinlens.service.search.pipeline import Abandoned
 
-MOST_ITEMS = 10_000
+MAX_ITEMS = 10_000
 """Maximum number of items in a gallery that a request may search for near-duplicates."""
 
-_MOST_GROUPS = 200
+_MAX_GROUPS = 200
 _at_work = threading.Lock()  # one run at a time, since it uses all cores
 
 router = APIRouter()
@@ -38,9 +38,9 @@ router = APIRouter()
 async def duplicates(
     runtime: Service,
     name: str,
-    offset: Annotated[int, Query(ge=0, le=MOST_ITEMS)] = 0,
+    offset: Annotated[int, Query(ge=0, le=MAX_ITEMS)] = 0,
     limit: Annotated[
-        int, Query(ge=1, le=_MOST_GROUPS, description="Maximum number of groups.")
+        int, Query(ge=1, le=_MAX_GROUPS, description="Maximum number of groups.")
     ] = 50,
     min_score: Annotated[
         float | None,
@@ -77,7 +77,7 @@ async def duplicates(
                 items=sum(map(len, near.groups)),
                 offset=offset,
                 warning=near.warning,
-                crowds=list(_crowds(name, gallery, near)),
+                crowds=list(_clusters(name, gallery, near)),
                 groups=[
                     [_item(name, gallery, one) for one in group]
                     for group in members_of(gallery, page)
@@ -85,12 +85,12 @@ async def duplicates(
             )
 
         try:
-            return await runtime.read("the near-duplicates", lambda: _alone(served, read))
+            return await runtime.read("the near-duplicates", lambda: _exclusively(served, read))
         finally:
             over.end()
 
 
-def _alone(served: Served, read: Callable[[], DuplicatesAnswer]) -> DuplicatesAnswer:
+def _exclusively(served: Served, read: Callable[[], DuplicatesAnswer]) -> DuplicatesAnswer:
     """Run `read` with a lease on `served`, since it continues briefly after a cancellation."""
     if not _at_work.acquire(blocking=False):
         raise OverloadedError(
@@ -115,19 +115,19 @@ def _comparable(served: Served) -> Gallery:
             f"Gallery {served.name} is on Milvus; near-duplicates need a gallery in a folder. Copy "
             "it with kinlens-index import, and run kinlens-index duplicates."
         )
-    if gallery.size > MOST_ITEMS:
+    if gallery.size > MAX_ITEMS:
         raise InvalidParameterError(
             f"Gallery {served.name} has {gallery.size:,} items; the limit for near-duplicates over "
-            f"HTTP is {MOST_ITEMS:,}. Run kinlens-index duplicates GALLERY --out near.html on the "
+            f"HTTP is {MAX_ITEMS:,}. Run kinlens-index duplicates GALLERY --out near.html on the "
             "machine of the service."
         )
     return gallery
 
 
-def _crowds(name: str, gallery: Gallery, near: NearDuplicates) -> Iterator[NearCrowd]:
-    for crowd in crowds_of(gallery, near):
-        examples = [item_model(name, gallery, item) for item in crowd.examples]
-        yield NearCrowd(items=crowd.items, examples=examples, detail=crowd.detail)
+def _clusters(name: str, gallery: Gallery, near: NearDuplicates) -> Iterator[NearCrowd]:
+    for cluster in crowds_of(gallery, near):
+        examples = [item_model(name, gallery, item) for item in cluster.examples]
+        yield NearCrowd(items=cluster.items, examples=examples, detail=cluster.detail)
 
 
 def _item(name: str, gallery: Gallery, member: Member) -> NearItem:

@@ -22,13 +22,13 @@ from kinlens.service.http.bodies import (
     read_model,
 )
 from kinlens.service.http.openapi import problems
-from kinlens.service.problems import KINDS
+from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
 _MAX_ANSWER_ID = 8_192  # the key of an item has up to 1,024 characters of 4 bytes each
 _MAX_KEY = 1_024
 _WHAT = "or writing the feedback"
-_STATE = KINDS[errors.StateError]
+_STATE = PROBLEM_TYPES[errors.StateError]
 _CSV = "text/csv"
 
 
@@ -63,7 +63,7 @@ router = APIRouter()
 @router.post(
     "/feedback",
     status_code=204,
-    responses=problems(*FAILURES, *BODY_FAILURES, KINDS[errors.ItemNotFoundError], _STATE),
+    responses=problems(*FAILURES, *BODY_FAILURES, PROBLEM_TYPES[errors.ItemNotFoundError], _STATE),
     summary="Report whether an item was right",
     openapi_extra={"requestBody": {"required": True, "content": _CONTENT}},
 )

@@ -31,7 +31,7 @@ from kinlens.service.problems import (
     BAD_REQUEST,
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
-    KINDS,
+    PROBLEM_TYPES,
     UNSUPPORTED_MEDIA,
 )
 from kinlens.service.runtime import Runtime
@@ -39,33 +39,33 @@ from kinlens.service.search.pipeline import calibrated_by
 from kinlens.service.settings import Settings
 
 _READING = (
-    KINDS[errors.OverloadedError],
-    KINDS[errors.DeadlineExceededError],
-    KINDS[errors.GalleryError],
+    PROBLEM_TYPES[errors.OverloadedError],
+    PROBLEM_TYPES[errors.DeadlineExceededError],
+    PROBLEM_TYPES[errors.GalleryError],
 )
 FAILURES = (
-    KINDS[errors.GalleryNotFoundError],
-    KINDS[errors.InvalidParameterError],
+    PROBLEM_TYPES[errors.GalleryNotFoundError],
+    PROBLEM_TYPES[errors.InvalidParameterError],
     *_READING,
 )
 """Problems that every request about a gallery can return."""
 
 CHANGE_FAILURES = (
     *FAILURES,
-    KINDS[errors.GalleryConflictError],
-    KINDS[errors.StateMissingError],
-    KINDS[errors.GalleryBusyError],
+    PROBLEM_TYPES[errors.GalleryConflictError],
+    PROBLEM_TYPES[errors.StateMissingError],
+    PROBLEM_TYPES[errors.GalleryBusyError],
 )
 
 BODY_FAILURES = (BAD_REQUEST, BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA)
 IMAGE_FAILURES = (
-    KINDS[errors.EmptyImageError],
-    KINDS[errors.ImageTooManyBytesError],
-    KINDS[errors.ImageTooLargeError],
-    KINDS[errors.ImageCostError],
-    KINDS[errors.UnsupportedFormatError],
-    KINDS[errors.CorruptImageError],
-    KINDS[errors.BundleError],
+    PROBLEM_TYPES[errors.EmptyImageError],
+    PROBLEM_TYPES[errors.ImageTooManyBytesError],
+    PROBLEM_TYPES[errors.ImageTooLargeError],
+    PROBLEM_TYPES[errors.ImageCostError],
+    PROBLEM_TYPES[errors.UnsupportedFormatError],
+    PROBLEM_TYPES[errors.CorruptImageError],
+    PROBLEM_TYPES[errors.BundleError],
 )
 
 ItemId = Annotated[int, Path(ge=0, le=2**63 - 1)]

@@ -41,14 +41,14 @@ from kinlens.service.galleries.registry import Served
 from kinlens.service.http.bodies import as_faults, fault, media_type_of, parse_json
 from kinlens.service.http.forms import parse_form
 from kinlens.service.http.openapi import problems
-from kinlens.service.problems import KINDS
+from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
 _SHOWN = 80
 _QUERIES_PER_LIMIT = 16
-_UNKNOWN = KINDS[errors.ItemNotFoundError]
-_KEPT = (*FAILURES, KINDS[errors.GalleryConflictError])
-_MODEL = (KINDS[errors.SearchError], KINDS[errors.BundleError])
+_UNKNOWN = PROBLEM_TYPES[errors.ItemNotFoundError]
+_KEPT = (*FAILURES, PROBLEM_TYPES[errors.GalleryConflictError])
+_MODEL = (PROBLEM_TYPES[errors.SearchError], PROBLEM_TYPES[errors.BundleError])
 _LABEL_TEXT = (
     'The right items, as JSON: {"keys": ["a", "b"]}, {"attribute": "product", "value": 12} or '
     '{"no_match": true}.'
@@ -79,7 +79,11 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
 @router.post(
     "",
     responses=problems(
-        *CHANGE_FAILURES, *_MODEL, *BODY_FAILURES, *IMAGE_FAILURES, KINDS[errors.FilterError]
+        *CHANGE_FAILURES,
+        *_MODEL,
+        *BODY_FAILURES,
+        *IMAGE_FAILURES,
+        PROBLEM_TYPES[errors.FilterError],
     ),
     summary="Label a query",
     openapi_extra={"requestBody": {"required": True, "content": {FORM: {"schema": _ADD_FORM}}}},
@@ -211,11 +215,11 @@ async def _run(
             vector = await _vector(runtime, served, golden, query)
             work = partial(ask, gallery, query, vector)
             vectors[query.sha256] = vector
-            begun.outcomes.append(await pool.run(work, patient=True))
+            begun.outcomes.append(await pool.run(work, bulk=True))
         if isinstance(gallery, Gallery):
             known = partial(labelled, gallery, queries, vectors)
             fit = partial(gallery.calibrate_golden, known)
-            await pool.run(fit, patient=True)
+            await pool.run(fit, bulk=True)
     return begun.report(threshold_of(model.calibration) if min_score is None else min_score)
 
 
@@ -224,7 +228,7 @@ async def _vector(
 ) -> Vector | errors.KinlensError:
     read = partial(golden.image, query.sha256)
     try:
-        data = await runtime.pools["file"].run(read, patient=True)
+        data = await runtime.pools["file"].run(read, bulk=True)
         return await served.model.encoder.encode(data, query.sha256, "golden")
     except (ImageError, errors.ItemNotFoundError) as error:  # ItemNotFoundError: was removed since
         return error

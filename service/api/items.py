@@ -64,7 +64,14 @@ from kinlens.service.http.bodies import (
 )
 from kinlens.service.http.forms import Part, parse_form
 from kinlens.service.http.openapi import problems
-from kinlens.service.problems import KINDS, described, fault_text, path_of, request_id_of, shown
+from kinlens.service.problems import (
+    PROBLEM_TYPES,
+    described,
+    fault_text,
+    path_of,
+    request_id_of,
+    shown,
+)
 from kinlens.service.runtime import Runtime
 from kinlens.values import AttributeValue
 
@@ -76,8 +83,8 @@ _MAX_OFFSET = 10**9
 _MAX_PREFIX = 1024
 _SHOWN = 80
 _CHANGED: tuple[Status, ...] = ("added", "replaced", "updated")
-_FILTER = KINDS[errors.FilterError]
-UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
+_FILTER = PROBLEM_TYPES[errors.FilterError]
+UNKNOWN_ITEM = PROBLEM_TYPES[errors.ItemNotFoundError]
 WRITES = (*CHANGE_FAILURES, *BODY_FAILURES)
 
 
@@ -334,7 +341,7 @@ async def remove(
 
 @router.post(
     "/delete",
-    responses=problems(*WRITES, _FILTER, KINDS[errors.GalleryConflictError]),
+    responses=problems(*WRITES, _FILTER, PROBLEM_TYPES[errors.GalleryConflictError]),
     summary="Remove many items",
     openapi_extra=body_docs(RemoveItems),
 )

@@ -23,20 +23,20 @@ from kinlens.service.jobs.params import (
     TrainParams,
 )
 from kinlens.service.jobs.store import Job
-from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
+from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, PROBLEM_TYPES
 
 _STATE = (
-    KINDS[errors.StateMissingError],
-    KINDS[errors.StateError],
-    KINDS[errors.InvalidParameterError],
+    PROBLEM_TYPES[errors.StateMissingError],
+    PROBLEM_TYPES[errors.StateError],
+    PROBLEM_TYPES[errors.InvalidParameterError],
 )
-_UNKNOWN = KINDS[errors.JobNotFoundError]
+_UNKNOWN = PROBLEM_TYPES[errors.JobNotFoundError]
 _CHANGES = (
     *_STATE,
-    KINDS[errors.GalleryNotFoundError],
-    KINDS[errors.GalleryConflictError],
-    KINDS[errors.GalleryError],
-    KINDS[errors.JobConflictError],
+    PROBLEM_TYPES[errors.GalleryNotFoundError],
+    PROBLEM_TYPES[errors.GalleryConflictError],
+    PROBLEM_TYPES[errors.GalleryError],
+    PROBLEM_TYPES[errors.JobConflictError],
     BAD_REQUEST,
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,

@@ -13,7 +13,7 @@ from kinlens.service.access.binding import of_caller
 from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
 from kinlens.service.observe.metrics import CONTENT_TYPE
-from kinlens.service.problems import KINDS
+from kinlens.service.problems import PROBLEM_TYPES
 
 router = APIRouter()
 
@@ -28,7 +28,7 @@ async def live() -> Live:
     "/ready",
     response_model=Ready,
     responses={
-        **problems(KINDS[GalleryNotFoundError], KINDS[InvalidParameterError]),
+        **problems(PROBLEM_TYPES[GalleryNotFoundError], PROBLEM_TYPES[InvalidParameterError]),
         503: {"model": Ready, "description": "A check failed."},
     },
     summary="Readiness",

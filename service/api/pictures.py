@@ -13,24 +13,24 @@ from kinlens.service.api.galleries import FAILURES, ItemId, Version
 from kinlens.service.galleries.registry import Served
 from kinlens.service.galleries.renditions import SIDES_PX
 from kinlens.service.http.openapi import problems
-from kinlens.service.problems import KINDS
+from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
 Size = Literal[160, 320, 640]
 AS_SIZE = BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text))
 """A validator that converts the text of a query parameter to a size."""
 
-_UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
-_PICTURE = {"content": {"image/*": {}}, "description": "The image."}
+_UNKNOWN_ITEM = PROBLEM_TYPES[errors.ItemNotFoundError]
+_IMAGE = {"content": {"image/*": {}}, "description": "The image."}
 _SIZE_TEXT = (
     f"Return a JPEG with this maximum side in pixels, one of {', '.join(map(str, SIDES_PX))}; "
     "default: the stored image, with BMP, TIFF and HEIC converted to JPEG."
 )
 
 
-PictureSize = Annotated[Size | None, AS_SIZE, Query(description=_SIZE_TEXT)]
-PICTURE_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: _PICTURE,
+ImageSize = Annotated[Size | None, AS_SIZE, Query(description=_SIZE_TEXT)]
+IMAGE_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: _IMAGE,
     304: {"description": "Unchanged since the given ETag."},
     **problems(*FAILURES, _UNKNOWN_ITEM),
 }
@@ -43,7 +43,7 @@ def build_router(runtime: Runtime) -> APIRouter:
     @router.get(
         "/galleries/{name}/items/{item_id}/image",
         response_class=Response,
-        responses=PICTURE_ANSWERS,
+        responses=IMAGE_ANSWERS,
         summary="The image of an item",
     )
     async def item_image(
@@ -51,15 +51,15 @@ def build_router(runtime: Runtime) -> APIRouter:
         name: str,
         item_id: ItemId,
         version: Version = None,
-        size: PictureSize = None,
+        size: ImageSize = None,
     ) -> Response:
         """The image in a format that browsers can show."""
-        return await picture_of(runtime, request, name, item_id, version, size)
+        return await image_of(runtime, request, name, item_id, version, size)
 
     return router
 
 
-async def picture_of(
+async def image_of(
     runtime: Runtime,
     request: Request,
     name: str,
@@ -77,11 +77,11 @@ async def picture_of(
             # Raises if the item was removed.
             await runtime.read("the image", lambda: gallery.item(item_id), served=served)
             return Response(status_code=304, headers=headers)
-        data, media_type = await _picture(runtime, served, item_id, size)
+        data, media_type = await _image(runtime, served, item_id, size)
     return Response(data, media_type=media_type, headers=headers)
 
 
-async def _picture(
+async def _image(
     runtime: Runtime, served: Served, item_id: int, size: int | None
 ) -> tuple[bytes, str]:
     """The image of an item and its media type; decoding is done by the decode workers."""
@@ -92,9 +92,9 @@ async def _picture(
         as_it_is = size is None and is_shown(item.format)
         return item, shown(original(served, item), item.format) if as_it_is else None
 
-    item, picture = await runtime.read("the image", find, served=served)
-    if picture is not None:
-        return picture.data, picture.media_type
+    item, image = await runtime.read("the image", find, served=served)
+    if image is not None:
+        return image.data, image.media_type
 
     async def read() -> bytes:
         return await runtime.read("the image", lambda: original(served, item), served=served)

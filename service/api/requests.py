@@ -390,7 +390,7 @@ class SearchFields(Strict):
     ]
 
     @model_validator(mode="after")
-    def _is_within_reach(self, info: ValidationInfo) -> Self:
+    def _is_within_limits(self, info: ValidationInfo) -> Self:
         limits = _limits(info)
         k, offset, size = self.k or limits.default_k, self.offset or 0, self.group_size or 1
         if offset + k > limits.max_k:
@@ -621,7 +621,7 @@ def _one_of_batch(value: Any, limits: Settings) -> Query | Exception:
 def _batch_from_form(request: Request, body: bytes, limits: Settings) -> list[Query | Exception]:
     images, pairs = read_form(request, body)
     if not images:
-        raise _nothing_asked()
+        raise _empty_query()
     _check("queries", len(images), limits.max_batch_queries)
     search = _with_images(pairs, images[:1], limits)
     shared, crops = search.query(limits), search.images[0].crops
@@ -688,11 +688,11 @@ def _with_images(pairs: Pairs, images: Sequence[bytes], limits: Settings) -> Sea
 def _checked(value: Any, limits: Settings) -> SearchRequest:
     search = checked(SearchRequest, value, limits)
     if not search.images and not search.positives:
-        raise _nothing_asked()
+        raise _empty_query()
     return search
 
 
-def _nothing_asked() -> RequestValidationError:
+def _empty_query() -> RequestValidationError:
     return fault(
         "image",
         "image and positives are missing; send at least one image, or the key of an item.",

@@ -31,16 +31,16 @@ from kinlens.service.api.requests import (
 from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.http.bodies import JSON, while_connected
 from kinlens.service.http.openapi import problems
-from kinlens.service.problems import KINDS, described, request_id_of
+from kinlens.service.problems import PROBLEM_TYPES, described, request_id_of
 from kinlens.service.runtime import Runtime
 from kinlens.service.search.explanation import explain
 from kinlens.service.search.query import Answer, Query
 from kinlens.service.settings import Settings
 
 _HEADERS = {"Cache-Control": "no-store"}
-SIMILAR = (*FAILURES, KINDS[errors.ItemNotFoundError], KINDS[errors.FilterError])
-_SEARCH = (*SIMILAR, *BODY_FAILURES, *IMAGE_FAILURES, KINDS[errors.SearchError])
-EXPLAIN = (*_SEARCH, KINDS[errors.GalleryConflictError])
+SIMILAR = (*FAILURES, PROBLEM_TYPES[errors.ItemNotFoundError], PROBLEM_TYPES[errors.FilterError])
+_SEARCH = (*SIMILAR, *BODY_FAILURES, *IMAGE_FAILURES, PROBLEM_TYPES[errors.SearchError])
+EXPLAIN = (*_SEARCH, PROBLEM_TYPES[errors.GalleryConflictError])
 _PNG = (  # red and blue, 8 x 8 px
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGklEQVR42mM8ISfHAANhDKvgbCYGHGBw"
     "SgAAioUCFJLJ2DgAAAAASUVORK5CYII="
@@ -112,7 +112,9 @@ def build_router(runtime: Runtime) -> APIRouter:
         responses={
             200: {"description": "An outcome for each query, in order."},
             **problems(
-                *BODY_FAILURES, KINDS[errors.InvalidParameterError], KINDS[errors.OverloadedError]
+                *BODY_FAILURES,
+                PROBLEM_TYPES[errors.InvalidParameterError],
+                PROBLEM_TYPES[errors.OverloadedError],
             ),
         },
         openapi_extra=_batch_docs(limits),
@@ -207,9 +209,9 @@ async def _explained(
             item = served.gallery.item(item_id)
             return item.key, original(served, item)
 
-        key, picture = await runtime.read("the image", read, served=served)
+        key, image = await runtime.read("the image", read, served=served)
         limit_s = runtime.settings.request_timeout_ms / 1e3
-        found = await explain(runtime.search_threads, served, query, picture, limit_s)
+        found = await explain(runtime.search_threads, served, query, image, limit_s)
         return ExplainAnswer(
             bundle_id=served.model.bundle_id,
             gallery=served.name,
@@ -279,13 +281,13 @@ def _answer_id(answer: Answer, feedback: FeedbackStore, like: str) -> str | None
 
     For several liked items without an image, it is about the first item.
     """
-    views, picture = answer.query.views, ""
+    views, image = answer.query.views, ""
     if len(views) == 1 and views[0].box is None:
-        picture = views[0].digest
+        image = views[0].digest
     item = "" if views else like or next(iter(answer.query.positives), "")
-    if not picture and not item:
+    if not image and not item:
         return None
-    question = Question(answer.gallery, answer.gallery_version, picture, item)
+    question = Question(answer.gallery, answer.gallery_version, image, item)
     return feedback.sign(question)
 
 

@@ -29,11 +29,11 @@ from kinlens.embedder.errors import KinlensError
 from kinlens.service.app import create_app
 from kinlens.service.http.server import (
     Server,
-    address_of,
     config_of,
     listen,
     prepared,
     share_the_interpreter,
+    url_of,
 )
 from kinlens.service.observe.logs import configure_logs
 from kinlens.service.observe.metrics_shared import forget, restarts_counter, shared_folder
@@ -85,7 +85,7 @@ class WorkerSlot:
 
     process: SpawnProcess | None = None
     pipe: Connection | None = None
-    said: str | None = None
+    last_report: str | None = None
     failures: int = 0
     started_at: float = 0.0
     start_at: float = 0.0
@@ -95,7 +95,7 @@ class WorkerSlot:
         """Read the reports of the child."""
         with contextlib.suppress(EOFError, OSError):
             while self.pipe is not None and self.pipe.poll():
-                self.said = self.pipe.recv()
+                self.last_report = self.pipe.recv()
                 self.silent_s = 0.0
 
     def reason(self) -> str:
@@ -103,9 +103,9 @@ class WorkerSlot:
         assert self.process is not None
         if self.silent_s > HUNG_S:
             return f"A process did not respond for {HUNG_S:g} s and was killed."
-        when = "starting" if self.said is None else "serving"
+        when = "starting" if self.last_report is None else "serving"
         code = self.process.exitcode
-        return self.said or f"A process exited with status {code} while {when}; see its log."
+        return self.last_report or f"A process exited with status {code} while {when}; see its log."
 
     def clear(self, metrics: Path) -> None:
         """Remove a child that has ended."""
@@ -149,16 +149,16 @@ class _Parent:
                     if slot.process is not None and not slot.process.is_alive():
                         slot.listen()
                         self._replace(slot, slot.reason())
-                if not self._is_serving and all(slot.said == "" for slot in self._slots):
+                if not self._is_serving and all(slot.last_report == "" for slot in self._slots):
                     self._is_serving = True
-                    typer.echo(f"Kinlens is at {address_of(self._reserved)} (Ctrl-C ends it)")
+                    typer.echo(f"Kinlens is at {url_of(self._reserved)} (Ctrl-C ends it)")
         finally:
             self._end_all()
 
     def _start_due(self) -> None:
         for slot in self._slots:
             if slot.process is None and time.monotonic() >= slot.start_at:
-                slot.said, slot.silent_s, slot.started_at = None, 0.0, time.monotonic()
+                slot.last_report, slot.silent_s, slot.started_at = None, 0.0, time.monotonic()
                 try:
                     self._start(slot)
                 except OSError as error:  # out of memory or processes, maybe temporarily
@@ -196,7 +196,7 @@ class _Parent:
 
     def _check(self, slot: WorkerSlot, waited_s: float) -> None:
         """Read the reports of a child, and kill it if it hangs."""
-        if slot.said == "":
+        if slot.last_report == "":
             slot.silent_s += waited_s
         slot.listen()
         if slot.process is not None and slot.silent_s > HUNG_S:

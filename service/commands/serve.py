@@ -10,7 +10,7 @@ from kinlens.service.app import create_app
 from kinlens.service.commands import options
 from kinlens.service.commands.check import exposures
 from kinlens.service.commands.processes import serve_processes
-from kinlens.service.http.server import address_of, listen, reserve, serve_on
+from kinlens.service.http.server import listen, reserve, serve_on, url_of
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.observe.logs import configure_logs
 from kinlens.service.runtime import missing_image_roots
@@ -49,7 +49,7 @@ def serve(
     listener = listen(settings.host, settings.port)
 
     def announce() -> None:
-        typer.echo(f"Kinlens is at {address_of(listener)} (Ctrl-C ends it)")
+        typer.echo(f"Kinlens is at {url_of(listener)} (Ctrl-C ends it)")
         _warn([*missing_image_roots(service.state.runtime.galleries), *exposures(settings)])
 
     with contextlib.suppress(KeyboardInterrupt):

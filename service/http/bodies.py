@@ -23,7 +23,7 @@ from kinlens.embedder.errors import InvalidParameterError
 from kinlens.service.problems import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
-    CLIENT_GONE,
+    CLIENT_DISCONNECTED,
     OVERLOADED,
     fault_text,
     path_of,
@@ -31,7 +31,7 @@ from kinlens.service.problems import (
     request_id_of,
 )
 
-BodyKind = Literal["plain", "keys", "picture", "image", "batch"]
+BodyKind = Literal["plain", "keys", "form_image", "image", "batch"]
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class Bounds:
         is_json = media_type == JSON or media_type.endswith("+json")
         if kind == "batch" or (kind == "image" and is_json):
             return self.batch_bytes + FORM_BYTES
-        if kind == "image" or (kind == "picture" and not is_json):
+        if kind == "image" or (kind == "form_image" and not is_json):
             return self.image_bytes + FORM_BYTES
         plain = _KEYS_BYTES if kind == "keys" else _PLAIN_BYTES
         return min(plain, self.image_bytes + FORM_BYTES)
@@ -83,7 +83,7 @@ class Bounds:
         return max(self.image_bytes, self.batch_bytes) + FORM_BYTES
 
 
-class HeldBytes:
+class BufferedBytes:
     """Total bytes of the request bodies in memory, with a limit.
 
     Only received bytes count, so a client cannot block others with a large Content-Length. Above
@@ -96,11 +96,11 @@ class HeldBytes:
         self.count = 0
         self.arriving: dict[_Body, None] = {}  # oldest first
 
-    def take(self, body: "_Body", more: int) -> None:
+    def add(self, body: "_Body", more: int) -> None:
         """Count `more` bytes of `body`; evict the oldest incomplete bodies, or `body` itself."""
         self.arriving.setdefault(body)
         while self.count + more > self.limit and not body.refusal:
-            next(iter(self.arriving)).give_way()
+            next(iter(self.arriving)).evict()
         if not body.refusal:
             self.count += more
 
@@ -111,16 +111,16 @@ class _RefusedError(Exception):
 
 class BodyLimit:
     """Refuses a body that is too large for its route (413), that is incomplete after `timeout_s`
-    (408), or that raises the total of all bodies above `max_held_bytes` (503).
+    (408), or that raises the total of all bodies above `max_total_bytes` (503).
     """
 
     def __init__(
-        self, app: ASGIApp, *, bounds: Bounds, timeout_s: float, max_held_bytes: int
+        self, app: ASGIApp, *, bounds: Bounds, timeout_s: float, max_total_bytes: int
     ) -> None:
         self.app = app
         self._bounds = bounds
         self._timeout_s = timeout_s
-        self._held = HeldBytes(max_held_bytes)
+        self._buffered = BufferedBytes(max_total_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _has_body(scope):
@@ -128,7 +128,7 @@ class BodyLimit:
             return
         max_bytes = self._bounds.of(scope["state"]["route"].rule.body, media_type_of(scope))
         claimed = _claimed_bytes(scope)
-        body = _Body(receive, max_bytes, self._timeout_s, self._held)
+        body = _Body(receive, max_bytes, self._timeout_s, self._buffered)
         if claimed is not None and claimed > max_bytes:
             body.refusal = "large"
         started = False
@@ -172,11 +172,14 @@ class BodyLimit:
             ),
             "evicted": (
                 OVERLOADED,
-                f"The bodies of all requests use more than {self._held.limit:,} bytes, which is "
-                "the limit. Try again in a second, or raise KINLENS_MAX_HELD_BYTES.",
+                f"The bodies of all requests use more than {self._buffered.limit:,} bytes, which "
+                "is the limit. Try again in a second, or raise KINLENS_MAX_HELD_BYTES.",
             ),
             "ending": (OVERLOADED, "The service is stopping. Try again in a second."),
-            "disconnected": (CLIENT_GONE, "The client disconnected before its body was complete."),
+            "disconnected": (
+                CLIENT_DISCONNECTED,
+                "The client disconnected before its body was complete.",
+            ),
         }[body.refusal]
         return problem(kind, text, request_id=request_id_of(scope), instance=scope["path"])
 
@@ -187,11 +190,13 @@ class _Body:
     `refusal` is the reason of a refusal: large, slow, evicted, ending or disconnected; else empty.
     """
 
-    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float, held: HeldBytes) -> None:
+    def __init__(
+        self, receive: Receive, max_bytes: int, timeout_s: float, buffered: BufferedBytes
+    ) -> None:
         self.refusal = ""
         self.complete = False
         self.max_bytes = max_bytes
-        self._held = held
+        self._buffered = buffered
         self._receive = receive
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._timeout: asyncio.Timeout | None = None
@@ -224,7 +229,7 @@ class _Body:
         self.complete = not message.get("more_body", False)
         return message
 
-    def give_way(self) -> None:
+    def evict(self) -> None:
         """Refuse this body now to free memory for others."""
         self.refusal = "evicted"
         self.release()
@@ -233,8 +238,8 @@ class _Body:
 
     def release(self) -> None:
         """Stop counting the body: it is no longer in memory."""
-        self._held.arriving.pop(self, None)
-        self._held.count -= self._bytes
+        self._buffered.arriving.pop(self, None)
+        self._buffered.count -= self._bytes
         self._bytes = 0
 
     def _count(self, message: Message) -> None:
@@ -245,11 +250,11 @@ class _Body:
         elif self._bytes + count > self.max_bytes:
             self.refusal = "large"
         elif not self.refusal:
-            self._held.take(self, count)
+            self._buffered.add(self, count)
         if not self.refusal:
             self._bytes += count
         if self.complete:
-            self._held.arriving.pop(self, None)
+            self._buffered.arriving.pop(self, None)
 
 
 async def refuse(
@@ -301,7 +306,7 @@ def media_type_of(request: Request | Scope) -> str:
     return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-class ClientGoneError(Exception):
+class ClientDisconnectedError(Exception):
     """The client closed the connection, so no answer is needed."""
 
 
@@ -309,12 +314,12 @@ class Connection:
     """A connection with one request at a time; the server calls `end` if the client disconnects."""
 
     def __init__(self) -> None:
-        self.is_gone = False
+        self.is_disconnected = False
         self._task: asyncio.Task[Any] | None = None
 
     def end(self) -> None:
         """Cancel the running work for this client."""
-        self.is_gone = True
+        self.is_disconnected = True
         if self._task is not None:
             self._task.cancel()
 
@@ -326,12 +331,12 @@ class Connection:
         self._task = task = asyncio.current_task()
         assert task is not None
         try:
-            if self.is_gone:
+            if self.is_disconnected:
                 task.cancel()
             return await work
         except asyncio.CancelledError:
-            if self.is_gone and not task.uncancel():
-                raise ClientGoneError from None
+            if self.is_disconnected and not task.uncancel():
+                raise ClientDisconnectedError from None
             raise
         finally:
             self._task = None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-_PLACES = {
+_SOURCES = {
     "application/json": "JSON",
     "multipart/form-data": "form",
     "application/octet-stream": "body",
@@ -78,14 +78,14 @@ def _operation(document: _Schema, path: str, method: str, operation: _Schema) ->
 
 def _parameters(document: _Schema, operation: _Schema) -> str:
     """A table with a row for each field; equal fields of several sources share a row."""
-    places: dict[_Field, list[str]] = {}
-    for place, field in _sent(document, operation):
-        places.setdefault(field, []).append(place)
+    sources: dict[_Field, list[str]] = {}
+    for source, field in _sent(document, operation):
+        sources.setdefault(field, []).append(source)
     rows = "".join(
         f'<tr><th scope="row"><code>{escape(field.name)}</code></th><td>{", ".join(found)}</td>'
         f"<td>{escape(field.kind)}</td><td>{_value(field.default)}</td>"
         f"<td>{escape(field.limits)}</td><td>{_prose(field.text)}</td></tr>"
-        for field, found in places.items()
+        for field, found in sources.items()
     )
     if not rows:
         return ""
@@ -102,11 +102,11 @@ def _sent(document: _Schema, operation: _Schema) -> Iterator[tuple[str, _Field]]
             _field(document, parameter["name"], schema, text, parameter.get("required", False)),
         )
     for media_type, content in operation.get("requestBody", {}).get("content", {}).items():
-        place = _PLACES.get(media_type, media_type)
+        source = _SOURCES.get(media_type, media_type)
         schema = _choice(document, content["schema"])
         if schema.get("properties"):
             for field in _inside(document, schema):
-                yield place, field
+                yield source, field
         else:
             yield media_type, _field(document, "(the whole body)", schema, "", is_required=True)
 

@@ -44,7 +44,13 @@ from kinlens.service.access import keys
 from kinlens.service.access.audit import AuditLog, Change, warn
 from kinlens.service.access.binding import calling
 from kinlens.service.access.keys import FreshKeys, KeyStore
-from kinlens.service.access.rates import Account, Addresses, RateLimits, SharedCounts, address_of
+from kinlens.service.access.rates import (
+    Account,
+    Addresses,
+    RateLimits,
+    SharedCounts,
+    client_address,
+)
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.http.bodies import BodyKind, Bounds, refuse
 from kinlens.service.observe.metrics import Metrics
@@ -63,7 +69,7 @@ _READ = frozenset({"GET", "HEAD"})
 _CHANGE = frozenset({"PUT", "PATCH", "DELETE"})
 _POST = frozenset({"POST"})
 
-Reach = Literal["nothing", "items", "galleries", "service"]
+Extent = Literal["none", "items", "galleries", "service"]
 """The part of the service that a route is about.
 
 - nothing: no gallery; bindings of keys do not matter.
@@ -80,7 +86,7 @@ class Rule:
     methods: frozenset[str]
     path: str
     scope: keys.Scope | None
-    reach: Reach
+    extent: Extent
     body: BodyKind = "plain"
     stores: bool = False
     """Whether it stores data although the scope `search` is enough."""
@@ -88,15 +94,15 @@ class Rule:
 
 _G = r"/galleries/[^/]+"
 RULES = (
-    Rule(_READ, r"/(live|startup|docs|openapi\.json|admin)?", None, "nothing"),
-    Rule(_READ, r"/ui/", None, "nothing"),
+    Rule(_READ, r"/(live|startup|docs|openapi\.json|admin)?", None, "none"),
+    Rule(_READ, r"/ui/", None, "none"),
     Rule(_READ, r"/ready", None, "items"),
     Rule(_READ, r"/metrics", None, "service"),
     Rule(_POST, r"/search", "search", "items", "image"),
     Rule(_POST, r"/search/batch", "search", "items", "batch"),
     Rule(_POST, rf"{_G}/golden", "write", "galleries", "image"),
     Rule(_READ | _CHANGE | {"POST"}, rf"{_G}/golden(/.*)?", "write", "galleries"),
-    Rule(_POST, r"/feedback", "search", "items", "picture", stores=True),
+    Rule(_POST, r"/feedback", "search", "items", "form_image", stores=True),
     Rule(_READ, rf"{_G}/feedback", "admin", "galleries"),
     Rule(_READ, rf"{_G}/duplicates", "admin", "galleries"),
     Rule(_POST, rf"{_G}/items/(.+)/explain", "search", "items", "image"),
@@ -288,21 +294,21 @@ class Gate:
         state["route"] = route = self._routes(scope).match(scope["method"], scope["path"])
         state["template"] = "unmatched" if route is None else route.template
         state["address"] = self._addresses.of(scope)
-        answering = _Answering(self, scope, send)
+        observed = _ObservedAnswer(self, scope, send)
         with structlog.contextvars.bound_contextvars(request_id=request_id, **trace_fields()):
             try:
                 bad = self._bad_request(scope)
                 if bad is None:
-                    await self._inside(scope, receive, answering.send)
+                    await self._inside(scope, receive, observed.send)
                 else:
-                    await refuse(bad, scope, receive, answering.send, drain_bytes=self._drain_bytes)
+                    await refuse(bad, scope, receive, observed.send, drain_bytes=self._drain_bytes)
             except Exception as error:
-                if answering.status:
+                if observed.status:
                     raise
                 answer = await from_error(Request(scope), error)
-                await answer(scope, receive, answering.send)
+                await answer(scope, receive, observed.send)
             finally:
-                await answering.end()
+                await observed.end()
 
     async def note(self, scope: Scope, status: int) -> None:
         """Write a change to the audit log, unless it was refused with a 4xx other than 403."""
@@ -324,7 +330,7 @@ class Gate:
             by=state["principal"],
             status=status,
             key_id=state["key"].id if has_key else None,
-            client=address_of(scope),
+            client=client_address(scope),
             request_id=state["request_id"],
             **named | state.get("change", {}),
         )
@@ -353,7 +359,7 @@ class Gate:
         try:
             if route is not None and route.rule.scope is not None:
                 await self._authorize(scope, route.rule, route.rule.scope)
-            elif route is not None and route.rule.reach != "nothing":
+            elif route is not None and route.rule.extent != "none":
                 await self._recognize(scope, route.rule)
             if route is None or route.rule.scope is not None:
                 await self._count(scope)
@@ -384,7 +390,7 @@ class Gate:
                 f"The key {key.name} has the scopes {', '.join(key.scopes)}; this needs {needed}. "
                 f"Create one with kinlens-serve keys create NAME --scope {needed}."
             )
-        _refuse_beyond(key, rule.reach)
+        _refuse_beyond(key, rule.extent)
 
     async def _recognize(self, scope: Scope, rule: Rule) -> None:
         """Identify the key on a public route, so a bound key only sees what it is bound to."""
@@ -395,7 +401,7 @@ class Gate:
         with contextlib.suppress(StateError, AccessError):  # a public route stays public
             key = await self._keys.known(text) or await self._created(scope, text)
         if key is not None:
-            _refuse_beyond(key, rule.reach)
+            _refuse_beyond(key, rule.extent)
             scope["state"]["principal"] = key.name
             scope["state"]["key"] = key
 
@@ -404,7 +410,7 @@ class Gate:
 
         Reading the file is costly, so every attempt is rate-limited, including those with new keys.
         """
-        verdict = await self._rates.hit("failure", address_of(scope))
+        verdict = await self._rates.hit("failure", client_address(scope))
         if not verdict.allowed:
             raise RateLimitedError(
                 f"This address sent too many unknown API keys. Try again in "
@@ -439,7 +445,7 @@ class Gate:
         """Count a request against the rate of its key, or of its address if it has no key."""
         key: keys.Key | None = scope["state"].get("key")
         if key is None:
-            account = Account(self._rates, "address", address_of(scope))
+            account = Account(self._rates, "address", client_address(scope))
         else:
             account = Account(self._rates, "key", key.id, key.rates(self._per_key))
         scope["state"]["account"] = account
@@ -525,13 +531,13 @@ class Gate:
             method=scope["method"],
             status=status,
             principal=state["principal"],
-            client=address_of(scope),
+            client=client_address(scope),
             bytes=sent,
             ms=round(seconds * 1e3, 1),
         )
 
 
-class _Answering:
+class _ObservedAnswer:
     """Observes one answer while it is sent; `status` is 0 until it has started."""
 
     def __init__(self, gate: Gate, scope: Scope, send: Send) -> None:
@@ -596,15 +602,15 @@ def open_rates(settings: Settings) -> RateLimits:
     return RateLimits(rates, shared)
 
 
-def _refuse_beyond(key: keys.Key, reach: Reach) -> None:
+def _refuse_beyond(key: keys.Key, extent: Extent) -> None:
     """Raises: AccessError if the binding of a key does not cover the extent of a route."""
     binding = key.binding()
-    if reach == "service" and binding.is_bound:
+    if extent == "service" and binding.is_bound:
         raise AccessError(
             f"The key {key.name} is bound to some galleries, but this affects the whole service. "
             "Send a key that was created without --gallery."
         )
-    if reach == "galleries" and binding.where is not None:
+    if extent == "galleries" and binding.where is not None:
         raise AccessError(
             f"The key {key.name} has a filter, but this affects all items of a gallery. Send a "
             "key that was created without --filter."

@@ -18,13 +18,13 @@ from kinlens.service.access import keys
 from kinlens.service.concurrency import Recent
 from kinlens.service.http.bodies import JSON
 from kinlens.service.http.docs_page import render_docs
-from kinlens.service.http.gate import Reach, rule_of
+from kinlens.service.http.gate import Extent, rule_of
 from kinlens.service.problems import (
     INTERNAL,
-    KINDS,
     MEDIA_TYPE,
+    PROBLEM_TYPES,
     UNKNOWN_HOST,
-    Kind,
+    ProblemType,
 )
 
 _METHODS = frozenset({"get", "head", "post", "put", "patch", "delete"})
@@ -42,15 +42,15 @@ _SCHEMES = {
         "description": "The API key in a separate header.",
     },
 }
-_REFUSED: dict[Reach, str] = {
+_REFUSED: dict[Extent, str] = {
     "galleries": " Refused to keys with a filter.",
     "service": " Refused to keys that are bound to galleries.",
 }
 _REFUSALS = (
-    KINDS[errors.AccessError],
-    KINDS[errors.KeyMissingError],
-    KINDS[errors.ScopeError],
-    KINDS[errors.RateLimitedError],
+    PROBLEM_TYPES[errors.AccessError],
+    PROBLEM_TYPES[errors.KeyMissingError],
+    PROBLEM_TYPES[errors.ScopeError],
+    PROBLEM_TYPES[errors.RateLimitedError],
 )  # problems of the gate for operations that need a scope
 _PROBLEM = {"$ref": "#/components/schemas/Problem"}
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
@@ -70,7 +70,7 @@ _TEXTS = {
 }
 
 
-def problems(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
+def problems(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
     """The `responses=` of a route: these problems and the ones that every route can return."""
     responses: dict[int | str, dict[str, Any]] = {}
     for kind in sorted({*kinds, UNKNOWN_HOST, INTERNAL}, key=lambda k: (k.status, k.slug)):
@@ -166,13 +166,13 @@ def _add_security(document: dict[str, Any], anonymous: Iterable[keys.Scope]) -> 
             operation["security"] += [{name: [scope]} for name in _SCHEMES]
             operation["security"] += [{}] if scope in free else []
             text = operation.get("description", "")
-            needs = f"Needs the scope `{scope}`.{_REFUSED.get(rule.reach, '')}"
+            needs = f"Needs the scope `{scope}`.{_REFUSED.get(rule.extent, '')}"
             operation["description"] = f"{text}\n\n{needs}".strip()
             for status, response in refusals.items():
                 operation["responses"].setdefault(str(status), response)
 
 
-def _example(kind: Kind) -> dict[str, Any]:
+def _example(kind: ProblemType) -> dict[str, Any]:
     return {
         "type": kind.type,
         "title": kind.title,

@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-class _WholeAnswers:
+class _HeadBuffer:
     """A transport that buffers the head of an answer and sends it together with the body."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -188,7 +188,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.write_timeout_s = write_timeout_s
         self.limits = limits
         self.connection = Connection()
-        self._answers: _WholeAnswers
+        self._head_buffer: _HeadBuffer
         self._unused_bytes = 0
         self._is_in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
@@ -202,8 +202,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for the head of a request."""
-        self._answers = _WholeAnswers(transport)
-        super().connection_made(self._answers)  # type: ignore[arg-type]
+        self._head_buffer = _HeadBuffer(transport)
+        super().connection_made(self._head_buffer)  # type: ignore[arg-type]
         # Makes uvicorn call `pause_writing` for any unread bytes.
         transport.set_write_buffer_limits(high=0)
         self.limits.begin_idle(self)
@@ -272,7 +272,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Mark the connection as idle; uvicorn's keep-alive timer limits the wait."""
-        self._answers.flush()
+        self._head_buffer.flush()
         super().on_response_complete()
         if self.is_idle or self.cycle.more_body:
             self.limits.begin_idle(self)
@@ -424,7 +424,7 @@ def _bound(host: str, port: int, shared: bool) -> socket.socket:
     return bound
 
 
-def address_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
     """The URL of the service for a browser."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"

@@ -19,7 +19,7 @@ from typing import TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-_TOLD_EVERY_S = 30.0
+_REPORT_EVERY_S = 30.0
 _SECRETS = (  # text that a line must contain for the pattern to be tried, pattern, replacement
     ("kl_", re.compile(r"\b(kl_[0-9a-f]+_)[0-9a-f]+"), r"\1***"),
     ("@", re.compile(r"(\w://)[^/\s\"@]+@"), r"\1***@"),
@@ -167,12 +167,12 @@ class Repeats:
     """Counts an event for reports at most once per `every_s`."""
 
     def __init__(
-        self, every_s: float = _TOLD_EVERY_S, clock: Callable[[], float] = time.monotonic
+        self, every_s: float = _REPORT_EVERY_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._every_s = every_s
         self._clock = clock
         self._count = 0
-        self._told_at = -math.inf
+        self._reported_at = -math.inf
 
     def add(self) -> None:
         """Count one event."""
@@ -181,9 +181,9 @@ class Repeats:
     def due(self) -> int:
         """The number of events since the last report, if a report is due; otherwise 0."""
         now = self._clock()
-        if now - self._told_at < self._every_s:
+        if now - self._reported_at < self._every_s:
             return 0
         count, self._count = self._count, 0
         if count:
-            self._told_at = now
+            self._reported_at = now
         return count

@@ -211,7 +211,7 @@ class Galleries(BaseModel):
     galleries: list[GalleryModel]
     unavailable: Annotated[
         list[str],
-        Field(description="Galleries that cannot be opened or reached; `/ready` shows why."),
+        Field(description="Galleries that cannot be opened or do not respond; see `/ready`."),
     ] = []
 
 

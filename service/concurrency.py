@@ -179,8 +179,8 @@ class BoundedPool:
             work: the call.
             urgent: run it before all others; urgent calls have their own permits, as many as the
                 other calls share.
-            patient: needs no permit and is never refused. The caller must limit the number of such
-                calls, for example with `permit`.
+            bulk: run it without a permit, so it is never refused. The caller must limit the number
+                of such calls, for example with `permit`.
             after: called in any thread once the work has ended, was refused or was dropped.
 
         Raises: OverloadedError if no permit is free.

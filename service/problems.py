@@ -88,7 +88,7 @@ INVALID = ProblemType(422, "Invalid parameter", "invalid-parameter")
 OVERLOADED = ProblemType(503, "Too busy", "overloaded")
 BODY_TOO_LARGE = ProblemType(413, "Request body too large", "body-too-large")
 BODY_TOO_SLOW = ProblemType(408, "Request body too slow", "body-too-slow")
-CLIENT_DISCONNECTED = ProblemType(499, "Client gone", "client-gone")
+CLIENT_DISCONNECTED = ProblemType(499, "Client disconnected", "client-gone")
 """The client has disconnected, so only the log and the metrics show this status."""
 
 PROBLEM_TYPES: dict[
@@ -165,7 +165,7 @@ def problem(
 
 def described(error: Exception, *, request_id: str, instance: str) -> dict[str, Any]:
     """An error as problem details inside another answer, as for one query of a batch."""
-    kind, detail, faults = _described(error)
+    kind, detail, faults = _details_of(error)
     return _document(kind, detail, request_id, instance) | {"errors": faults or None}
 
 
@@ -180,7 +180,7 @@ async def from_error(request: Request, error: Exception) -> JSONResponse:
     A KinlensError uses its entry in `PROBLEM_TYPES`, and invalid parameters are listed by name. Any
     other error is a 500 without internal details.
     """
-    kind, detail, faults = _described(error)
+    kind, detail, faults = _details_of(error)
     headers = {}
     if isinstance(error, OverloadedError | RateLimitedError):
         headers["Retry-After"] = str(error.retry_after_s)
@@ -224,7 +224,7 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _described(error: Exception) -> tuple[ProblemType, str, list[dict[str, str]]]:
+def _details_of(error: Exception) -> tuple[ProblemType, str, list[dict[str, str]]]:
     """The kind of an error, its detail and its faults; an internal error is only logged."""
     if isinstance(error, RequestValidationError):
         found = error.errors()

@@ -298,7 +298,7 @@ def open_registry(
         locations,
         models,
         primary,
-        open_gallery=lambda place: open_gallery(place, settings, metrics.observe_milvus),
+        open_gallery=lambda location: open_gallery(location, settings, metrics.observe_milvus),
         on_failure=lambda name: metrics.reload_failures.labels(name).inc(),
     )
     return registry, models

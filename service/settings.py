@@ -157,7 +157,7 @@ RedisUrl = Annotated[SecretStr, _checked(lambda url: check_url(url.get_secret_va
 
 def search_threads_of(processes: int) -> int:
     """The default number of search threads per process: more than cores, since a thread that
-    searches or waits for the GIL leaves its core idle.
+    searches or waits for the GIL does not use its core.
     """
     return core_count() // processes + (2 if processes == 1 else 1)
 

@@ -103,7 +103,7 @@ class AuditLog:
             for line in _lines(path):
                 if before is None or line.number < before:
                     found.append(line)
-                    before = line.number  # a rotation meanwhile would repeat lines
+                    before = line.number  # a concurrent rotation would repeat lines
                 if len(found) == limit:
                     return found
         return found

@@ -182,7 +182,7 @@ def parse_rates(text: str) -> tuple[Rate, ...]:
     if len(rates) < len(found) or any(rate.amount < 1 for rate in rates):
         raise ValueError(
             f"{text!r} is not a rate; write for example 600/minute or 10/second;5000/hour, or "
-            "leave it empty for no limit"
+            "an empty text for no limit"
         )
     return rates
 

@@ -83,9 +83,9 @@ async def feedback(runtime: Service, request: Request) -> None:
             f"Gallery {question.gallery} has no item {sent.item[:200]!r}. Send the key of an item "
             "of the answer; it may have been removed since."
         )
-    picture = b"" if image is None else await _picture(runtime, store, question, image)
+    stored_image = b"" if image is None else await _stored_image(runtime, store, question, image)
     if await runtime.read(
-        _WHAT, lambda: store.add(question, sent.item, sent.action, picture), "feedback"
+        _WHAT, lambda: store.add(question, sent.item, sent.action, stored_image), "feedback"
     ):
         runtime.metrics.feedback.labels(sent.action).inc()
 
@@ -151,7 +151,7 @@ async def _read(request: Request, runtime: Runtime) -> tuple[FeedbackModel, byte
     return await off_loop(runtime, read, short=len(body) <= INLINE_BYTES)
 
 
-async def _picture(
+async def _stored_image(
     runtime: Runtime, store: FeedbackStore, question: Question, image: bytes
 ) -> bytes:
     """The small JPEG to store for a query image, or b"" if it is stored already.

@@ -77,7 +77,7 @@ class WorkerSlot:
     """The slot of one child process.
 
     Attributes:
-        said: the last report: None before the first, "" while it serves, or why it cannot start.
+        last_report: None before the first, "" while it serves, or why it cannot start.
         failures: the number of consecutive failures.
         start_at: the earliest time for the next start.
         silent_s: the time since the last report.

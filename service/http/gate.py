@@ -72,7 +72,7 @@ _POST = frozenset({"POST"})
 Extent = Literal["none", "items", "galleries", "service"]
 """The part of the service that a route is about.
 
-- nothing: no gallery; bindings of keys do not matter.
+- none: no gallery; bindings of keys do not matter.
 - items: items that the filter of a key can exclude.
 - galleries: whole galleries; keys with a filter are refused.
 - service: more than some galleries; all bound keys are refused.

@@ -326,7 +326,7 @@ class Connection:
     async def keep(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` in the task of the request; cancel it if the client disconnects.
 
-        Raises: ClientGoneError, any error of `work`.
+        Raises: ClientDisconnectedError, any error of `work`.
         """
         self._task = task = asyncio.current_task()
         assert task is not None
@@ -345,7 +345,7 @@ class Connection:
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`; cancel it if the client disconnects and the server reports that.
 
-    Raises: ClientGoneError, any error of `work`.
+    Raises: ClientDisconnectedError, any error of `work`.
     """
     connection: Connection = request.scope["state"].get("connection") or Connection()
     return await connection.keep(work)

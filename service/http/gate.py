@@ -641,7 +641,7 @@ def _request_id(scope: Scope) -> str:
 def _sent_key(scope: Scope) -> str | None:
     """The key of a request, None without a key, or "" (invalid) for two different keys.
 
-    An `Authorization` header of another scheme is ignored: it is meant for a proxy.
+    An `Authorization` header of another scheme is ignored: it may be meant for a proxy.
     """
     headers = Headers(scope=scope)
     bearers = [h for h in headers.getlist("authorization") if h.lower().startswith(_BEARER)]

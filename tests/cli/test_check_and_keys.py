@@ -128,7 +128,7 @@ def test_keys_are_bound_listed_and_rotated_and_the_audit_log_says_so(tmp_path: P
     assert key.binding().where is not None
     rotated = call("keys", "rotate", "shop7", "--overlap-hours", "2", *state)
     assert rotated.exit_code == 0, rotated.output
-    assert "2 more hours" in rotated.stderr
+    assert "valid for 2 hours" in rotated.stderr
     for text in (made.stdout, rotated.stdout):
         assert asyncio.run(FreshKeys(store).known(text.strip())) is not None
     listed = call("keys", "list", *state).stdout

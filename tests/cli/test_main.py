@@ -215,7 +215,7 @@ def test_images_that_moved_are_shown_from_their_new_root_and_missing_ones_are_na
     assert statuses == {"shop/1": 404, "shop/2": 200, "other/1": 404, "other/2": 404}
     (event,) = service.events("image root is missing")
     assert event["level"] == "warning"
-    assert "missing is no folder" in event["detail"]
+    assert "missing is not a folder" in event["detail"]
     assert f"Warning: {event['detail']}" in service.output.splitlines()
     assert "--image-root other=DIR" in service.output
 

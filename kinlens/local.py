@@ -1,4 +1,4 @@
-"""Bundles and galleries in the process of the caller, without a service."""
+"""Bundles and galleries in the caller's process, without a service."""
 
 from pathlib import Path
 from typing import Literal
@@ -46,7 +46,7 @@ def open_gallery(
 
     Args:
         path: a folder that `kinlens-index build` wrote.
-        bundle: the model of the queries. A gallery that was built with another one is refused.
+        bundle: the model for queries. A gallery that was built with another bundle is refused.
         device: "cuda" searches on an NVIDIA GPU and needs `kinlens[gpu]`.
 
     Returns:

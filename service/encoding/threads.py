@@ -136,7 +136,7 @@ class SearchThreads:
         Raises: OverloadedError when too many wait; what `work` raises.
         """
         return await self._pool.run(
-            lambda: self._with_decoder(work), urgent=urgent, patient=patient, after=after
+            lambda: self._with_decoder(work), urgent=urgent, bulk=patient, after=after
         )
 
     async def render(self, data: bytes, limits: ImageLimits, side_px: int) -> bytes:

@@ -122,7 +122,7 @@ class Items:
     async def put(self, gallery: str, items: Sequence[NewItem]) -> Put:
         """Store items; each fails alone. Raises: StateMissingError if this service stores none."""
 
-        run = partial(self._pool.run, patient=True)
+        run = partial(self._pool.run, bulk=True)
 
         async def put(served: Served) -> Put:
             pictures = self._place_for_pictures(served)
@@ -132,7 +132,7 @@ class Items:
             await asyncio.gather(*(self._embed(served.model, draft, deadline) for draft in unknown))
             return await run(lambda: _store(served, pictures, drafts))
 
-        with self._pool.place():
+        with self._pool.permit():
             return await self._changing(gallery, put)
 
     async def patch(self, gallery: str, changes: Changes) -> Changed:

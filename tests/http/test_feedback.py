@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused_by_name(shop: Shop, pictures: list[bytes])
     assert "'clicked', 'bought' or 'wrong'" in problem["detail"]
     assert_problem(send(shop, named, "x" * 2_000, "wrong"), 422, "invalid-parameter")
     other = send(shop, named, "1.png", "wrong", pictures[6])
-    assert "not the picture" in assert_problem(other, 422, "invalid-parameter")["detail"]
+    assert "not the image" in assert_problem(other, 422, "invalid-parameter")["detail"]
     by_item = send(shop, similar(shop, "1.png"), "2.png", "wrong", pictures[6])
     assert_problem(by_item, 422, "invalid-parameter")
     huge = {"answer_id": named, "item": "1.png", "action": "x" * 20_000}

@@ -290,9 +290,9 @@ def comparable(answer: httpx.Response, *names: str) -> Any:
 def test_each_route_has_a_row_that_says_what_a_bound_key_meets(market: Market) -> None:
     served = RouteTable(market.shop.running.app.routes).served
     assert {f"{one.method} {one.template}" for one in served if one.method != "HEAD"} == {*ASKED}
-    of = {f"{one.method} {one.template}": one.rule.reach for one in served if one.method != "HEAD"}
-    assert {route for route, reach in of.items() if reach == "service"} == OF_THE_SERVICE
-    assert {route for route, reach in of.items() if reach == "galleries"} == OF_GALLERIES
+    of = {f"{one.method} {one.template}": one.rule.extent for one in served if one.method != "HEAD"}
+    assert {route for route, extent in of.items() if extent == "service"} == OF_THE_SERVICE
+    assert {route for route, extent in of.items() if extent == "galleries"} == OF_GALLERIES
 
 
 @pytest.mark.parametrize("route", ASKED)

@@ -21,7 +21,7 @@ from kinlens.service.api.galleries import FAILURES, Service
 from kinlens.service.api.items import item_model
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.openapi import problems
-from kinlens.service.search.pipeline import Abandoned
+from kinlens.service.search.pipeline import CancelToken
 
 MOST_ITEMS = 10_000
 """Items of the largest gallery that is looked through while somebody waits."""
@@ -55,7 +55,7 @@ async def duplicates(
     instead: it shows a placeholder, or the score is too low. Galleries of more than 10,000 items
     are for the command line.
     """
-    over = Abandoned()
+    over = CancelToken()
     async with runtime.registry.find(name) as served:
 
         def read() -> DuplicatesAnswer:
@@ -85,7 +85,7 @@ async def duplicates(
         try:
             return await runtime.read("the near-duplicates", lambda: _alone(served, read))
         finally:
-            over.end()
+            over.cancel()
 
 
 def _alone(served: Served, read: Callable[[], DuplicatesAnswer]) -> DuplicatesAnswer:
@@ -93,12 +93,12 @@ def _alone(served: Served, read: Callable[[], DuplicatesAnswer]) -> DuplicatesAn
     if not _at_work.acquire(blocking=False):
         raise OverloadedError("Near-duplicates are looked for already. Try again in a second.")
     try:
-        if not served.take():
+        if not served.acquire():
             raise OverloadedError("The gallery has just been replaced. Try again in a second.")
         try:
             return read()
         finally:
-            served.give_back()
+            served.release()
     finally:
         _at_work.release()
 

@@ -56,7 +56,7 @@ from kinlens.service.galleries.locations import (
     known_bundles,
     managed_folder,
 )
-from kinlens.service.galleries.pictures import PictureFolder
+from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.jobs.store import JobFolders, JobStore
 from kinlens.service.settings import REPLICAS, Settings
 
@@ -116,7 +116,7 @@ def expected_bytes(settings: Settings) -> int:
     for place in _in_folders(settings):
         if place.path is not None:
             size += copy_bytes(place.path)
-            size += _size(PictureFolder(place.path).files())
+            size += _size(UploadFolder(place.path).files())
     for folder, _ in _bundles(settings).values():
         size += _size(_files(folder))
     return size + (_size(_state_files(settings.state)) if settings.state is not None else 0)
@@ -246,10 +246,10 @@ def _save_galleries(
 ) -> Iterator[SavedGallery]:
     for place in _in_folders(settings):
         assert place.path is not None
-        target, pictures = _gallery_in(stage, place.name), PictureFolder(place.path)
+        target, pictures = _gallery_in(stage, place.name), UploadFolder(place.path)
         with contextlib.ExitStack() as held:
             with contextlib.suppress(GalleryWriteError):  # read-only, so nothing is removed there
-                held.enter_context(pictures.staying())
+                held.enter_context(pictures.removal_paused())
             try:
                 saved = backup_gallery(place.path, target, on_progress)
             except KinlensError:
@@ -411,10 +411,10 @@ def _put_bundle(
 
 def _put_gallery(source: Path, target: Path, replace: bool, on_progress: Progress) -> None:
     make_folder(target.absolute(), _STEP)
-    pictures = PictureFolder(target)
+    pictures = UploadFolder(target)
     # Before the catalogue that shows them, and no sweep takes them until it is there.
-    with pictures.staying():
-        for file in PictureFolder(source).files():
+    with pictures.removal_paused():
+        for file in UploadFolder(source).files():
             pictures.write(file.name, file.read_bytes())
             on_progress(file.stat().st_size)
         restore_gallery(source, target, replace=replace, on_progress=on_progress)

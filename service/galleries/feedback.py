@@ -214,7 +214,7 @@ class FeedbackStore:
         with self._transaction() as connection:
             sql = "DELETE FROM feedback WHERE gallery = coalesce(?, gallery)"
             removed = connection.execute(sql, (gallery,)).rowcount
-            self._drop_pictures(connection)
+            self._drop_images(connection)
         return removed
 
     def tidy(self) -> None:
@@ -222,7 +222,7 @@ class FeedbackStore:
         oldest = _today() - timedelta(days=self._days)
         with self._transaction() as connection:
             connection.execute("DELETE FROM feedback WHERE day < ?", (oldest.isoformat(),))
-            self._drop_pictures(connection)
+            self._drop_images(connection)
 
     def close(self) -> None:
         """Let go of the file; a call that hangs keeps it."""
@@ -251,7 +251,7 @@ class FeedbackStore:
                 "folder that --state names."
             ) from error
 
-    def _drop_pictures(self, connection: sqlite3.Connection) -> None:
+    def _drop_images(self, connection: sqlite3.Connection) -> None:
         named = {name for (name,) in connection.execute("SELECT DISTINCT picture FROM feedback")}
         for file in self._pictures.iterdir():
             if file.stem not in named:  # also what an interrupted write left

@@ -32,8 +32,8 @@ from kinlens.indexer.types import Entry, Item
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.encoding.model import Model
 from kinlens.service.galleries.locations import Gallery
-from kinlens.service.galleries.pictures import PictureFolder, SharedPictures
 from kinlens.service.galleries.registry import Registry, Served
+from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.galleries.view import GalleryView
 from kinlens.values import AttributeKind, AttributeValue
 
@@ -125,7 +125,7 @@ class Items:
         run = partial(self._pool.run, patient=True)
 
         async def put(served: Served) -> Put:
-            pictures = self._place_for_pictures(served)
+            pictures = self._upload_store(served)
             drafts = await run(lambda: _drafts(served.gallery, items))
             deadline = time.monotonic() + -(-len(items) // _IMAGES_PER_LIMIT) * self._limit_s
             unknown = [draft for draft in drafts if draft.error is None and draft.vector is None]
@@ -189,8 +189,8 @@ class Items:
         with self._registry.lease(gallery) as served:
             return await work(served)
 
-    def _place_for_pictures(self, served: Served) -> PictureFolder | SharedPictures:
-        pictures = served.pictures
+    def _upload_store(self, served: Served) -> UploadFolder | SharedUploads:
+        pictures = served.uploads
         if pictures is None and served.is_remote:
             raise StateMissingError(
                 f"There is no place for the pictures of gallery {served.name}, which lies on "
@@ -289,9 +289,7 @@ def _check_count(key: str, attributes: Collection[str]) -> None:
         )
 
 
-def _store(
-    served: Served, pictures: PictureFolder | SharedPictures, drafts: Sequence[_Draft]
-) -> Put:
+def _store(served: Served, pictures: UploadFolder | SharedUploads, drafts: Sequence[_Draft]) -> Put:
     """Keep the pictures, then store the items; what nobody shows afterwards goes.
 
     Raises: GalleryBusyError, GalleryWriteError, and then nothing was stored.
@@ -305,13 +303,13 @@ def _store(
     }
     replaced = [item.sha256 for key, item in old.items() if item.sha256 != entries[key].sha256]
     try:
-        with pictures.keeping(uploads):
+        with pictures.storing(uploads):
             _add(served, good, entries)
     except KinlensError:
-        served.discard_pictures([*uploads])
+        served.discard_uploads([*uploads])
         raise
     failed = [draft.sha256 for draft in good.values() if draft.error is not None]
-    served.discard_pictures([*replaced, *failed])
+    served.discard_uploads([*replaced, *failed])
     new = gallery.stored([*entries])
     return Put([draft.outcome(entries, old, new) for draft in drafts], gallery.version)
 
@@ -419,7 +417,7 @@ def _remove_where(served: Served, where: Filter) -> Changed:
 def _discard_removed(served: Served, contents: Sequence[str]) -> None:
     """In a folder the removal can be undone for a while: a sweep discards them after that."""
     if served.is_remote:
-        served.discard_pictures(contents)
+        served.discard_uploads(contents)
 
 
 def _uploaded(items: Iterable[Item]) -> list[str]:

@@ -20,7 +20,7 @@ from kinlens.embedder.types import SHORT
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore, current_generation, current_manifest, open_remote
 from kinlens.indexer.types import MILVUS, OnCall, checked_name, milvus_address, unobserved
-from kinlens.service.galleries.pictures import SharedPictures
+from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.settings import Settings, is_followed, split_gallery, split_named
 
@@ -59,7 +59,7 @@ class GalleryLocation:
     generation: str | None
     image_root: Path | None = None
     address: str = ""
-    pictures: SharedPictures | None = None
+    uploads: SharedUploads | None = None
     follows: str | None = None
     given: Opened | None = None
 
@@ -84,8 +84,8 @@ class Locations:
         self._managed = None if settings.state is None else managed_folder(settings.state)
         self._roots = dict(split_gallery(entry) for entry in settings.image_roots)
         limit_s = settings.pictures_timeout_ms / 1e3
-        self._pictures = {
-            name: SharedPictures(address, limit_s)
+        self._uploads = {
+            name: SharedUploads(address, limit_s)
             for name, address in map(split_named, settings.pictures)
             if name is not None
         }
@@ -100,7 +100,7 @@ class Locations:
                 )
             self._named[name] = text
         self._followed = followed(settings)
-        self._picture_limit_s = limit_s
+        self._upload_limit_s = limit_s
         self._check()
 
     def list_galleries(self) -> list[GalleryLocation]:
@@ -139,13 +139,11 @@ class Locations:
         root = self._roots.get(name)
         if name in self._followed:
             address, path = self._followed[name]
-            pictures = SharedPictures(f"{address.rstrip('/')}/pictures", self._picture_limit_s)
-            return GalleryLocation(
-                name, path, False, None, root, pictures=pictures, follows=address
-            )
+            uploads = SharedUploads(f"{address.rstrip('/')}/pictures", self._upload_limit_s)
+            return GalleryLocation(name, path, False, None, root, uploads=uploads, follows=address)
         if not text.startswith(MILVUS):
             return GalleryLocation(name, Path(text), False, None, root)
-        return GalleryLocation(name, None, False, None, root, text, self._pictures.get(name))
+        return GalleryLocation(name, None, False, None, root, text, self._uploads.get(name))
 
     def _managed_folders(self) -> list[Path]:
         if self._managed is None or not self._managed.is_dir():
@@ -161,7 +159,7 @@ class Locations:
                     f"{', '.join(known) or 'none'}."
                 )
         remote = [name for name, text in self._named.items() if text.startswith(MILVUS)]
-        for name in self._pictures:
+        for name in self._uploads:
             if name not in remote:
                 raise GalleryNotFoundError(
                     f"--pictures names {name!r}, which is no gallery on Milvus of this service; "

@@ -22,8 +22,8 @@ from kinlens.service.access.binding import of_caller
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.locations import managed_folder
-from kinlens.service.galleries.pictures import PictureFolder
 from kinlens.service.galleries.registry import Registry
+from kinlens.service.galleries.uploads import UploadFolder
 
 _SHOWN = 64
 
@@ -103,7 +103,7 @@ class ManagedGalleries:
                     f"Job {job.id} ({job.kind}) works with gallery {path.name!r}. Wait until "
                     f"it has ended, or end it: POST /jobs/{job.id}/cancel."
                 )
-            with PictureFolder(path).deleted():
+            with UploadFolder(path).deleting():
                 delete_gallery(path)
 
     async def _model(self, bundle_id: str | None) -> Model:

@@ -47,7 +47,7 @@ from kinlens.service.galleries.locations import (
     Opened,
     is_name,
 )
-from kinlens.service.galleries.pictures import PictureFolder, SharedPictures
+from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.observe.logs import Repeats
 
@@ -98,7 +98,7 @@ class Served:
         self.follows = location.follows
         self.is_remote = isinstance(gallery, MilvusStore)
         self.calibrated: Calibrated | str = "Nothing was searched for yet"  # what a search found
-        self._shared = location.pictures
+        self._shared = location.uploads
         self._use = _Use(close)
 
     def seen_by(self, binding: Binding) -> "Served":
@@ -124,13 +124,13 @@ class Served:
         return repr(self.gallery.where) if isinstance(self.gallery, GalleryView) else ""
 
     @property
-    def pictures(self) -> PictureFolder | SharedPictures | None:
+    def uploads(self) -> UploadFolder | SharedUploads | None:
         """The pictures that were uploaded for it, or published with the gallery that it follows;
         None if there is no place for them.
         """
         if self.path is None or self.follows is not None:
             return self._shared
-        return PictureFolder(self.path)
+        return UploadFolder(self.path)
 
     def refuse_if_followed(self) -> None:
         """Refuse changes of a copy. Raises: GalleryConflictError."""
@@ -140,12 +140,12 @@ class Served:
                 "service that publishes it."
             )
 
-    def discard_pictures(self, sha256s: Sequence[str]) -> None:
+    def discard_uploads(self, sha256s: Sequence[str]) -> None:
         """Remove those that were uploaded with these contents and that no item shows any more."""
         if self.follows is not None:
             return
         if self.path is not None:
-            PictureFolder(self.path).discard(sha256s)
+            UploadFolder(self.path).discard(sha256s)
         elif self._shared is not None:
             self._shared.discard(sha256s, self.gallery.held)
 
@@ -187,13 +187,13 @@ class Served:
                 f"{longest:.0f} s. Check its disk. Try again when it answers."
             )
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Be a user; False after the end."""
         with self._use.lock:
             self._use.users += bool(self._use.users)
             return bool(self._use.users)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Be a user no longer."""
         with self._use.lock:
             self._use.users -= 1
@@ -277,7 +277,7 @@ class Registry:
         self._close_opened()
         all_served, self._served = self._served, {}
         for served in all_served.values():
-            served.give_back()
+            served.release()
         await self._models.keep(())
         await asyncio.to_thread(self._join)
 
@@ -315,13 +315,13 @@ class Registry:
         ends. Raises: GalleryNotFoundError naming the known ones.
         """
         served = self._get(name)
-        while not served.take():  # replaced at this moment
+        while not served.acquire():  # replaced at this moment
             served = self._get(name)
         served = served.seen_by(of_caller())
         try:
             yield served
         finally:
-            served.give_back()
+            served.release()
 
     @contextlib.asynccontextmanager
     async def find(self, name: str | None) -> AsyncIterator[Served]:
@@ -540,7 +540,7 @@ class Registry:
         if isinstance(gallery, IndexedGallery):
             gallery.compact_in_background(only_calibrate=not location.managed)
         if old is not None:
-            old.give_back()
+            old.release()
 
     def _forget(self, name: str) -> None:
         """A gallery is gone."""
@@ -548,7 +548,7 @@ class Registry:
         self._served = {other: own for other, own in self._served.items() if other != name}
         self.failures.clear(name)
         if gone is not None:
-            gone.give_back()
+            gone.release()
 
     def _close(self, location: GalleryLocation, gallery: Opened) -> None:
         """In a thread of its own: it may take as long as a compaction."""

@@ -207,8 +207,8 @@ class JobManager:
                     self._begin(job, folders, lock)
                 else:
                     _kill(folders)  # what its process has left
-                    self.store.fail(job.id, _epitaph(self.store.get(job.id)))
-                    folders.drop_pictures()
+                    self.store.fail(job.id, _reason_of_death(self.store.get(job.id)))
+                    folders.drop_images()
 
     def _begin(self, job: Job, folders: JobFolders, lock: int) -> None:
         """Start the process of a job if it is its turn; if that fails, so has the job."""
@@ -257,7 +257,7 @@ def _kill(folders: JobFolders) -> None:
                 os.killpg(os.getpgid(int(folder.name)), signal.SIGKILL)
 
 
-def _epitaph(job: Job) -> str:
+def _reason_of_death(job: Job) -> str:
     found = "The gallery is as it was."
     if job.committed:
         found = f"GET /galleries/{job.gallery} tells by the bundle_id whether it changed."

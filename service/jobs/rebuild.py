@@ -39,7 +39,7 @@ from kinlens.indexer.ingest.rebuild import (
 from kinlens.indexer.ingest.sources import Record
 from kinlens.indexer.pictures import ANY_SIZE, read_image
 from kinlens.indexer.types import Item, Progress
-from kinlens.service.galleries.pictures import PictureFolder
+from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.jobs.params import (
     Gate,
     ModelParams,
@@ -109,7 +109,7 @@ class Context:
     def read_image(self) -> ReadImage:
         """How to read the picture of an item: from the image root, or as it was uploaded."""
         root = self.plan.image_root or Path(current_manifest(self.plan.gallery).source_root)
-        pictures = PictureFolder(self.plan.gallery)
+        pictures = UploadFolder(self.plan.gallery)
 
         def read(item: Item | Record) -> bytes:
             if item.path:
@@ -163,7 +163,7 @@ def compact_gallery(context: Context) -> None:
         index = context.progress("make the index", 0.0, 0.99, gallery.size)
         report = gallery.compact(wait=True, on_progress=index)
         context.tell(segment=report.segment, elapsed_s=round(report.elapsed_s, 3))
-    PictureFolder(context.plan.gallery).sweep()  # of items that cannot come back any more
+    UploadFolder(context.plan.gallery).sweep()  # of items that cannot come back any more
 
 
 def swap_gallery(context: Context) -> None:
@@ -189,11 +189,11 @@ def _swap_gallery(context: Context, other: Path) -> None:
             new={"bundle_id": source.bundle_id, "items": source.size},
             swapped=False,
         )
-    own, others = PictureFolder(plan.gallery), PictureFolder(other)
+    own, others = UploadFolder(plan.gallery), UploadFolder(other)
     steps = iter(
-        (lambda: own.take_in(others.root), context.commit)
+        (lambda: own.import_from(others.root), context.commit)
     )  # before and in the last moment
-    with own.receiving(others):
+    with own.copying_from(others):
         manifest = adopt(
             plan.gallery,
             other,

@@ -77,7 +77,7 @@ class JobFolders:
         """Whether a training can go on from finished epochs or folds."""
         return (self.run / "checkpoint.pt").is_file() or any(self.run.glob("fold-*"))
 
-    def drop_pictures(self) -> None:
+    def drop_images(self) -> None:
         """Remove the copied pictures, unless a training can go on with them."""
         if not self.can_resume:
             shutil.rmtree(self.data, ignore_errors=True)

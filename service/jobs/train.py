@@ -65,7 +65,7 @@ def train_gallery(context: Context) -> None:
     try:
         _fit(context, params)
     finally:
-        folders.drop_pictures()
+        folders.drop_images()
     epochs = _epochs_in(run)
     result = _json(run / "result.json")
     figures = {name: result[name] for name in _RESULTS if name in result}
@@ -87,7 +87,7 @@ def train_gallery(context: Context) -> None:
         checkpoint.unlink()
     for fold in run.glob("fold-*"):
         shutil.rmtree(fold, ignore_errors=True)
-    folders.drop_pictures()
+    folders.drop_images()
 
 
 def seen_by(run: Path, root: Path, feedback: Path) -> Seen | None:

@@ -23,8 +23,8 @@ from tests.support.seams import (
     Job,
     JobManager,
     JobStore,
-    PictureFolder,
     Question,
+    UploadFolder,
 )
 from tests.support.waiting import until
 from tests.tiny import encoded, picture
@@ -142,7 +142,7 @@ def test_pictures_come_from_the_image_root_and_from_the_uploads(shop: JobShop) -
     gallery = shop.gallery()
     [entry] = gallery.entries(["class-0/0.png"])
     data = (shop.pictures / entry.path).read_bytes()
-    with PictureFolder(gallery.path).keeping({entry.sha256: data}):
+    with UploadFolder(gallery.path).storing({entry.sha256: data}):
         gallery.add([replace(entry, path=""), replace(entry, key="other", path="")])
     gallery.close()
     (shop.pictures / entry.path).unlink()

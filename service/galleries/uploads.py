@@ -40,7 +40,7 @@ _SWEEP_S = 3600.0
 _AT_ONCE = 16
 
 
-class PictureFolder:
+class UploadFolder:
     """The uploaded pictures of one gallery: GALLERY/pictures/<ab>/<sha256>, beside its generations.
 
     Thread safe, also between processes; every call may block.
@@ -64,7 +64,7 @@ class PictureFolder:
             raise GalleryCorruptError(f"An uploaded picture cannot be read: {error}.") from error
 
     @contextlib.contextmanager
-    def keeping(self, contents: Mapping[str, bytes]) -> Iterator[None]:
+    def storing(self, contents: Mapping[str, bytes]) -> Iterator[None]:
         """Keep these for good, by sha256; nothing is discarded until the block, which names them
         in the catalogue, ends.
 
@@ -79,7 +79,7 @@ class PictureFolder:
             yield
 
     @contextlib.contextmanager
-    def receiving(self, other: "PictureFolder") -> Iterator[None]:
+    def copying_from(self, other: "UploadFolder") -> Iterator[None]:
         """The gallery of `other` is copied into this one: no picture of either goes until the block
         ends. Raises: GalleryWriteError.
         """
@@ -91,7 +91,7 @@ class PictureFolder:
             yield
 
     @contextlib.contextmanager
-    def staying(self) -> Iterator[None]:
+    def removal_paused(self) -> Iterator[None]:
         """No picture is removed until the block ends: what shows them is being copied.
 
         Raises: GalleryWriteError.
@@ -110,10 +110,10 @@ class PictureFolder:
             try:
                 self.read(sha256)
             except KinlensError:
-                make_folder(self._path(sha256).parent, "picture")
-                write_whole(self._path(sha256), data, "picture")
+                make_folder(self._path(sha256).parent, "upload")
+                write_whole(self._path(sha256), data, "upload")
 
-    def take_in(self, root: Path) -> None:
+    def import_from(self, root: Path) -> None:
         """Link the pictures below `root`, a folder as this one; on another disk they are copied.
 
         Raises: GalleryWriteError.
@@ -122,10 +122,10 @@ class PictureFolder:
             for shard in _shards(root):
                 chosen = [name for name in _contents(shard) if not self.has(name)]
                 for name in chosen:
-                    make_folder(self.root / shard.name, "picture")
+                    make_folder(self.root / shard.name, "upload")
                     self._link(shard / name)
                 if chosen:
-                    sync(self.root / shard.name, "picture")
+                    sync(self.root / shard.name, "upload")
 
     def discard(self, sha256s: Iterable[str]) -> None:
         """Remove those of these contents that no item of the gallery shows.
@@ -145,7 +145,7 @@ class PictureFolder:
                 return
 
     @contextlib.contextmanager
-    def deleted(self) -> Iterator[None]:
+    def deleting(self) -> Iterator[None]:
         """Nothing is added until the block ends, in which the gallery is deleted.
 
         Raises: GalleryBusyError if it is not there; GalleryWriteError.
@@ -171,11 +171,11 @@ class PictureFolder:
         return True
 
     def _write(self, path: Path, data: bytes) -> None:
-        make_folder(path.parent, "picture")
+        make_folder(path.parent, "upload")
         if path.is_file():
-            sync(path.parent, "picture")  # another thread may be about to
+            sync(path.parent, "upload")  # another thread may be about to
         else:
-            write_whole(path, data, "picture")
+            write_whole(path, data, "upload")
 
     def _link(self, file: Path) -> None:
         try:
@@ -183,7 +183,7 @@ class PictureFolder:
         except FileExistsError:
             pass
         except OSError:  # of another disk, or of one without links
-            write_whole(self._path(file.name), file.read_bytes(), "picture")
+            write_whole(self._path(file.name), file.read_bytes(), "upload")
 
     @contextlib.contextmanager
     def _locked(self, name: str, kind: int) -> Iterator[None]:
@@ -191,7 +191,7 @@ class PictureFolder:
         with self._disk_errors_explained():
             if not self.root.is_dir():
                 self.root.mkdir(exist_ok=True)
-                sync(self._gallery, "picture")
+                sync(self._gallery, "upload")
             descriptor = os.open(self.root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, kind)
@@ -302,7 +302,7 @@ class Sweeper:
     def _sweep_every_hour(self) -> None:
         while not self._stopped.is_set():
             for gallery in self._list_galleries():
-                PictureFolder(gallery).sweep(self._stopped.is_set)
+                UploadFolder(gallery).sweep(self._stopped.is_set)
             for tidy in self._tidy:
                 try:
                     tidy()
@@ -313,7 +313,7 @@ class Sweeper:
             self._stopped.wait(_SWEEP_S)
 
 
-class SharedPictures:
+class SharedUploads:
     """Uploaded pictures of a gallery on Milvus: files ADDRESS/<ab>/<sha256>, in a folder or
     anywhere that fsspec reaches, which any number of services change without a lock among them.
     Each request for a file blocks for at most `limit_s`. Thread safe.
@@ -340,7 +340,7 @@ class SharedPictures:
             raise _missing() from error
 
     @contextlib.contextmanager
-    def keeping(self, contents: Mapping[str, bytes]) -> Iterator[None]:
+    def storing(self, contents: Mapping[str, bytes]) -> Iterator[None]:
         """Keep these, by sha256, before and after the block that names them in the catalogue.
 
         Raises: GalleryWriteError, EngineUnavailableError.
@@ -415,8 +415,8 @@ class _Store:
         path = f"{self._root}/{_name(sha256)}"
         if "file" in self._files.protocol:
             # An object store writes in one step, but fsspec writes a local file in place.
-            make_folder(Path(path).parent, "picture")
-            write_whole(Path(path), data, "picture")
+            make_folder(Path(path).parent, "upload")
+            write_whole(Path(path), data, "upload")
         else:
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(path, data)

@@ -149,11 +149,11 @@ class Health:
     async def _check_model(self, model: Model) -> str:
         try:
             async with asyncio.timeout(self._timeout_s):
-                vector = await model.encoder.infer(model.known_image)
+                vector = await model.encoder.infer(model.reference_image)
         except Exception as error:
             # Any failure at all makes the service unready; the class says enough to the outside.
             return self._verdict(error)
-        cosine = float(vector @ model.known_vector)
+        cosine = float(vector @ model.reference_vector)
         ok = cosine >= _MIN_COSINE
         return _OK if ok else f"the known image gives another vector: {cosine:.4f}"
 

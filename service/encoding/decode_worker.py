@@ -48,7 +48,7 @@ that the model could not run.
 
 ERROR_BYTES = 4096
 _TEXT_CHARACTERS = 500
-_KNOWN_ORDERS = 64
+_CACHED_ORDERS = 64
 _MIB = 2**20
 
 EMBED_S = 30.0
@@ -60,7 +60,7 @@ Rendering = tuple[ImageLimits, int]
 """An order for a JPEG: limits, longest side in pixels."""
 
 
-@lru_cache(_KNOWN_ORDERS)
+@lru_cache(_CACHED_ORDERS)
 def pack_order(
     spec: Preprocessing, limits: ImageLimits, box: Box | None, embed: bool = False
 ) -> bytes:
@@ -70,14 +70,14 @@ def pack_order(
     return json.dumps(order).encode()
 
 
-@lru_cache(_KNOWN_ORDERS)
+@lru_cache(_CACHED_ORDERS)
 def pack_rendering(limits: ImageLimits, side_px: int) -> bytes:
     """How to render an image as a JPEG, as JSON."""
     sizes = (limits.max_bytes, limits.max_megapixels, limits.max_side_px)
     return json.dumps({"limits": sizes, "side": side_px}).encode()
 
 
-@lru_cache(_KNOWN_ORDERS)
+@lru_cache(_CACHED_ORDERS)
 def unpack_order(packed: bytes) -> Order | Rendering:
     """The order that `pack_order` or `pack_rendering` packed."""
     order = json.loads(packed)

@@ -226,7 +226,8 @@ class ProcessDecoder:
         """The unit vector (dim,) of an image, and the milliseconds for decoding it. The process
         must have a model with `dim` dimensions.
 
-        Raises: as `decode`.
+        Raises: ImageError (ImageCostError if the process was killed or crashed),
+            InvalidParameterError for the box, NoProcessError if no process can be started.
         """
         order = pack_order(spec, limits, box, embed=True)
         content = self._ask(order, data, 4 * (dim + 1), EMBED_S)
@@ -238,7 +239,10 @@ class ProcessDecoder:
         return vector, decode_ms if 0 <= decode_ms <= 1e3 * self._timeout_s else 0.0
 
     def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
-        """Render an image as a JPEG of at most `side_px` a side. Raises: as `decode`."""
+        """Render an image as a JPEG of at most `side_px` a side.
+
+        Raises: ImageError (ImageCostError if the process was killed or crashed), NoProcessError.
+        """
         content = self._ask(pack_rendering(limits, side_px), data, 3 * side_px**2).tobytes()
         if not content.startswith(_JPEG):
             self._replace(_Outcome.INVALID)
@@ -248,7 +252,7 @@ class ProcessDecoder:
     def _ask(self, order: bytes, data: bytes, max_bytes: int, more_s: float = 0.0) -> Pixels:
         """The content of the answer, at most `max_bytes`; `more_s` extends the limit of decoding.
 
-        Raises: as `decode`.
+        Raises: ImageError, InvalidParameterError, NoProcessError, SearchError.
         """
         for _ in range(_ATTEMPTS):
             outcome, content = self._attempt(order, data, max_bytes, more_s)

@@ -280,14 +280,14 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """A running bundle. `known_vector` (D,) is the vector of `known_image` at the warm-up; health
-    checks compare with it.
+    """A running bundle. `reference_vector` (D,) is the vector of `reference_image` at the warm-up;
+    health checks compare with it.
     """
 
     embedder: Embedder
     encoder: Encoder
-    known_image: bytes = field(repr=False)
-    known_vector: Vector = field(repr=False)
+    reference_image: bytes = field(repr=False)
+    reference_vector: Vector = field(repr=False)
 
     @property
     def bundle_id(self) -> str:
@@ -369,7 +369,7 @@ class Models:
         encoder = self._connect(embedder)
         image = embedder.known_images()[0]
         model = Model(embedder, encoder, image, await encoder.infer(image))
-        encoder.start_workers(image, model.known_vector)
+        encoder.start_workers(image, model.reference_vector)
         self._models[bundle_id] = model
         structlog.get_logger().info(
             "model started",

@@ -51,7 +51,7 @@ class Workers:
         self._lock = threading.Lock()
         self._pause_s = _FIRST_PAUSE_S
         self._end = weakref.finalize(self, _end, self.pool, self._server)
-        self._known: tuple[bytes, Vector, frozenset[str]]
+        self._reference: tuple[bytes, Vector, frozenset[str]]
 
     @staticmethod
     def can_run() -> bool:
@@ -69,7 +69,7 @@ class Workers:
         Workers are ready once one of them returns the `expected` vector (D,) of `image`, in a
         sandbox with all the active `layers` of other decoders.
         """
-        self._known = image, expected, frozenset(active_names(layers))
+        self._reference = image, expected, frozenset(active_names(layers))
         self._embedder.drop_single_session()  # otherwise the model is in memory three times
         self._start()
 
@@ -137,7 +137,7 @@ class Workers:
 
     def _try_to_start(self) -> str | None:
         """Start the server and its first worker; the reason if they are unusable, or None."""
-        image, expected, layers = self._known
+        image, expected, layers = self._reference
         try:
             self._server.start()
         except OSError as error:
@@ -151,7 +151,7 @@ class Workers:
         else:
             cosine = float(vector @ expected)
             if cosine < _SAME_COSINE:
-                fault = f"wrong vector for a known image: cosine {cosine:.4f}"
+                fault = f"wrong vector for the reference image: cosine {cosine:.4f}"
             elif missing := layers.difference(active_names(worker.layers)):
                 fault = f"their sandbox lacks {', '.join(sorted(missing))}"
         if fault is None:

@@ -182,7 +182,7 @@ class Items:
         return await self._changing(gallery, lambda own: self._pool.run(lambda: work(own)))
 
     async def _changing(self, gallery: str, work: Callable[[Served], Awaitable[T]]) -> T:
-        """Do `work` in the current gallery; once more if that is replaced during the work."""
+        """Do `work` in the current gallery, and repeat it if that was replaced during the work."""
         try:
             async with self._registry.find(gallery) as served:
                 served.refuse_if_followed()
@@ -266,9 +266,9 @@ def _drafts(gallery: Gallery, items: Sequence[NewItem]) -> list[_Draft]:
             except KinlensError as error:
                 draft.error = error
             seen.add(draft.item.key)
-    known = gallery.vectors_of_contents([draft.sha256 for draft in drafts if draft.sha256])
+    stored = gallery.vectors_of_contents([draft.sha256 for draft in drafts if draft.sha256])
     for draft in drafts:
-        draft.vector = known.get(draft.sha256)
+        draft.vector = stored.get(draft.sha256)
     return drafts
 
 
@@ -336,9 +336,9 @@ def _status(stored: Item | None, entry: Entry) -> Status:
         return "added"
     if stored.sha256 != entry.sha256:
         return "replaced"
-    known = (stored.path, stored.format, dict(stored.attributes))
+    before = (stored.path, stored.format, dict(stored.attributes))
     kept = stored.attributes if entry.keeps else {}
-    same = known == (entry.path, entry.format, {**kept, **entry.attributes})
+    same = before == (entry.path, entry.format, {**kept, **entry.attributes})
     return "unchanged" if same else "updated"
 
 

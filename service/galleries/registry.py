@@ -662,12 +662,12 @@ class Failures:
 
 
 def probe(gallery: Opened, model: Model) -> tuple[str, bool]:
-    """Search a gallery with the known image of its model. Returns its version, and whether the
+    """Search a gallery with the reference image of its model. Returns its version, and whether the
     search works: a gallery with items has hits, and all scores are finite. Concurrent changes are
     allowed. Raises: GalleryError.
     """
     version, size = gallery.version, gallery.size
-    [hits] = gallery.search(np.ascontiguousarray(model.known_vector[np.newaxis]), 1)
+    [hits] = gallery.search(np.ascontiguousarray(model.reference_vector[np.newaxis]), 1)
     is_found = bool(hits) or not size or gallery.version != version
     return version, is_found and all(math.isfinite(hit.score) for hit in hits)
 

@@ -131,9 +131,9 @@ class UploadFolder:
         While the gallery is being copied or cannot be read nothing is removed; a later `sweep`
         does it.
         """
-        known = {sha256 for sha256 in sha256s if self.has(sha256)}
-        if known:
-            self._clear(lambda: known)
+        stored = {sha256 for sha256 in sha256s if self.has(sha256)}
+        if stored:
+            self._clear(lambda: stored)
 
     def sweep(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """Remove every image that no item uses, and leftovers of interrupted writes. It stops early

@@ -230,13 +230,13 @@ def _swap_candidate(context: Context, candidate: Path) -> None:
         context.report(
             old={"bundle_id": old.bundle_id}, new={"bundle_id": bundle_id}, swapped=False
         )
-        known: Set[int] = frozenset()
+        missing_ids: Set[int] = frozenset()
         with contextlib.suppress(OSError, ValueError):
             file = candidate.parents[1] / "jobs" / maker.id / "missing.json"
             missing = json.loads(file.read_text(encoding="utf-8"))
             if missing["generation"] == old.generation:  # the ids are valid only in this one
-                known = frozenset(missing["items"])
-        _swap_in(context, follower, candidate, 0.1, params.max_missing, known)
+                missing_ids = frozenset(missing["items"])
+        _swap_in(context, follower, candidate, 0.1, params.max_missing, missing_ids)
 
 
 def rebuild_gallery(context: Context) -> None:
@@ -275,8 +275,8 @@ def replace_model(
             on_progress=context.progress("embed images", start, embedded, old.size),
             on_indexed=context.progress("build the index", embedded, indexed, old.size),
         )
-        known = frozenset(follower.failures)
-        missing = {"generation": old.generation, "items": sorted(known)}
+        missing_ids = frozenset(follower.failures)
+        missing = {"generation": old.generation, "items": sorted(missing_ids)}
         context.folders.missing.write_text(json.dumps(missing), encoding="utf-8")
         context.report(rebuild=report.model_dump(mode="json"), swapped=False)
         context.at("compare old and new", indexed)
@@ -295,9 +295,9 @@ def replace_model(
 
 def _calibrate_as(old: Gallery, new: Gallery) -> None:
     """Calibrate the new gallery with the product attribute that was chosen for the old one."""
-    known = old.calibration()
-    if known is not None and known.is_chosen and known.product in new.schema():
-        new.calibrate(known.product)
+    calibration = old.calibration()
+    if calibration is not None and calibration.is_chosen and calibration.product in new.schema():
+        new.calibrate(calibration.product)
 
 
 def _judged_by_golden(
@@ -312,9 +312,9 @@ def _judged_by_golden(
     decide, the verdict `otherwise` with the reason as a note.
     """
     plan, golden, seen = context.plan, GoldenSet(context.plan.gallery), questions.seen
-    known = golden.queries()
-    queries = [one for one in known if seen is not None and one.sha256 not in seen]
-    if not known:
+    golden_queries = golden.queries()
+    queries = [one for one in golden_queries if seen is not None and one.sha256 not in seen]
+    if not golden_queries:
         return otherwise
     if plan.old_bundle is None or not queries:
         why = "the bundle of the old model is unknown to this service"
@@ -346,9 +346,9 @@ def _swap_in(
     candidate: Path,
     start: float,
     max_missing: float,
-    known: Set[int],
+    missing_ids: Set[int],
 ) -> None:
-    """Publish a candidate. It lacks the items with the ids `known`; of all others, at most the part
+    """Publish a candidate that lacks the items `missing_ids`. Of all others, at most the part
     `max_missing` may have lost their images since.
     """
     try:
@@ -356,12 +356,12 @@ def _swap_in(
             follower,
             candidate,
             max_missing=max_missing,
-            known_missing=known,
+            known_missing=missing_ids,
             on_progress=context.progress("publish", start, 0.99, copy_bytes(candidate)),
             before_publish=context.commit,
         )
     finally:
-        missing = missing_since(follower, known)
+        missing = missing_since(follower, missing_ids)
         shown = [failure.model_dump(mode="json") for failure in missing[:_SHOWN]]
         context.report(missing_since={"count": len(missing), "failures": shown})
     context.report(swapped=True, generation=manifest.generation)

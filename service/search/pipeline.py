@@ -206,10 +206,10 @@ class Pipeline:
         if query.min_probability is not None and isinstance(calibrated, str):
             raise uncalibrated(query.min_probability, calibrated)
         key = self._key(served, query, calibrated)
-        results, known = self._cached(served, query, key, version)
+        results, cached = self._cached(served, query, key, version)
         stages, is_cached = Stages(), results is not None
         if results is None:
-            vectors, stages = self._vectors(decoder, served, query, known, cancel_token)
+            vectors, stages = self._vectors(decoder, served, query, cached, cancel_token)
             before = time.perf_counter()
             with served.reading(), span("search"):
                 found = find(served, query, vectors, calibrated, self._prior, cancel_token)
@@ -271,7 +271,7 @@ class Pipeline:
         decoder: Decoder,
         served: Served,
         query: Query,
-        known: Sequence[Vector | None],
+        cached: Sequence[Vector | None],
         cancel_token: CancelToken,
     ) -> tuple[list[Vector], Stages]:
         """The vector of every view; views without a cached vector are decoded and embedded
@@ -290,13 +290,13 @@ class Pipeline:
                     raise type(error)(f"Image {view.number}: {error}") from error
                 raise
 
-        missing = [view for view, vector in zip(query.views, known, strict=True) if vector is None]
+        missing = [view for view, vector in zip(query.views, cached, strict=True) if vector is None]
         if not missing:
-            return [vector for vector in known if vector is not None], Stages()
+            return [vector for vector in cached if vector is not None], Stages()
         computed, stages = encoder.compute(decoder, missing, guard)
         cancel_token.check()
         rest = iter(computed)
-        vectors = [next(rest) if vector is None else vector for vector in known]
+        vectors = [next(rest) if vector is None else vector for vector in cached]
         return vectors, stages
 
     def _observe(self, stages: Stages) -> None:
@@ -425,8 +425,8 @@ def _best_of(
     best: dict[object, tuple[T, int]] = {}
     for number, ranked in enumerate(found):
         for one in ranked:
-            known = best.get(identity(one))
-            if known is None or one.score > known[0].score:
+            current = best.get(identity(one))
+            if current is None or one.score > current[0].score:
                 best[identity(one)] = one, number
     return sorted(best.values(), key=lambda each: (-each[0].score, tie(each[0])))
 
@@ -458,8 +458,8 @@ def _targets(
     disliked = np.asarray(stored[len(positives) :], dtype=np.float32)
     items = gallery.stored(keys)
     exclude = frozenset(item.id for item in items.values())
-    known = [items[key] for key in positives if key in items]
-    return combined_query(liked, disliked)[np.newaxis], exclude, known
+    liked_items = [items[key] for key in positives if key in items]
+    return combined_query(liked, disliked)[np.newaxis], exclude, liked_items
 
 
 def _prior_of(gallery: IndexedGallery, product: str, liked: Sequence[Item], prior: float) -> float:

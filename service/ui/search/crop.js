@@ -1,5 +1,5 @@
-// Boxes over the query picture, each [left, top, width, height] in fractions of it. Drawn, moved and
-// resized with mouse, pen, touch or the keyboard.
+// Boxes over the query image, each [left, top, width, height] in fractions of it. They are drawn, moved
+// and resized with mouse, pen, touch or the keyboard.
 
 import { element } from "/ui/shared/dom.js";
 
@@ -31,7 +31,7 @@ function between([x0, y0], [x1, y1]) {
   return [Math.min(x0, x1), Math.min(y0, y1), Math.abs(x1 - x0), Math.abs(y1 - y0)];
 }
 
-// onChange(boxes) after each gesture; announce(text) says sizes to screen readers.
+// onChange(boxes) is called after each gesture, announce(text) with sizes for screen readers.
 export class Cropper {
   constructor(stage, layer, { onChange, announce }) {
     Object.assign(this, { stage, layer, onChange, announce, shown: [], timer: 0, following: 0 });
@@ -42,7 +42,7 @@ export class Cropper {
     return this.shown.map(({ box }) => box);
   }
 
-  // Replaces all boxes without a call of onChange; the reader's own gesture goes first.
+  // Replaces all boxes without a call of onChange. Ignored during a gesture of the user.
   set(boxes) {
     const isSame = JSON.stringify(boxes) === JSON.stringify(this.boxes);
     if (isSame || this.following > 0 || this.timer !== 0) return;
@@ -52,9 +52,9 @@ export class Cropper {
     this.#paint();
   }
 
-  // A box in the middle, in focus.
+  // Adds a box in the middle and focuses it.
   add() {
-    if (this.shown.length >= LIMIT) return this.announce(`There are ${LIMIT} boxes, which is the limit.`);
+    if (this.shown.length >= LIMIT) return this.announce(`The limit of ${LIMIT} boxes is reached.`);
     const made = this.#make(NEW_BOX);
     this.#paint();
     made.frame.focus();
@@ -123,7 +123,7 @@ export class Cropper {
     return [clamp(x, 0, 1), clamp(y, 0, 1)];
   }
 
-  // Follows the pointer until it is lifted; `cancelled` after a gesture that the browser took over.
+  // Follows the pointer until it is lifted. `cancelled` is true if the browser took over the gesture.
   #follow(event, target, onMove, onEnd) {
     const mine = ({ pointerId }) => pointerId === event.pointerId;
     const stop = new AbortController();
@@ -148,7 +148,7 @@ export class Cropper {
     let made = null;
     const grow = (place) => {
       const box = between(start, place);
-      if (made === null && Math.max(box[2], box[3]) < SMALLEST) return; // not yet more than a click
+      if (made === null && Math.max(box[2], box[3]) < SMALLEST) return; // still a click
       made ??= this.#make(box);
       made.box = box;
       this.#paint();
@@ -182,7 +182,7 @@ export class Cropper {
       event.preventDefault();
       event.stopPropagation();
       this.#remove(made);
-      this.announce(this.shown.length > 0 ? "Part removed" : "Searching with the whole picture");
+      this.announce(this.shown.length > 0 ? "Part removed" : "Searching with the whole photo");
       (this.shown.at(-1)?.frame ?? this.stage.parentElement.querySelector("button"))?.focus();
       return this.#changed();
     }

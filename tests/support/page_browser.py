@@ -226,7 +226,7 @@ def intercept(page: Page, pattern: str, times: int | None = None) -> list[Route]
 
 
 def received(page: Page, pending: Sequence[Route], count: int) -> None:
-    """Wait until so many requests were intercepted."""
+    """Wait until `count` requests were intercepted."""
     for _ in range(WAIT_MS // 50):
         if len(pending) >= count:
             return

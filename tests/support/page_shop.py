@@ -232,9 +232,7 @@ class Shop:
 
     async def describe(self, name: str) -> dict[str, Any]:
         return self.about(name) | {
-            "attributes": [
-                self.attribute(name, a) for item in self.galleries[name][:1] for a in item.attributes
-            ],
+            "attributes": [self.attribute(name, a) for a in self.attribute_names(name)],
             "calibration": self.calibration,
             "no_calibration": None if self.calibration else "The gallery was not calibrated yet",
             "thresholds": THRESHOLDS,
@@ -243,6 +241,9 @@ class Shop:
             "image_root_missing": False,
             "feedback": self.feedback,
         }
+
+    def attribute_names(self, gallery: str) -> list[str]:
+        return [name for item in self.galleries[gallery][:1] for name in item.attributes]
 
     def attribute(self, gallery: str, name: str) -> dict[str, Any]:
         stock = self.galleries[gallery]

@@ -140,7 +140,7 @@ def test_the_key_form_and_the_empty_gallery_have_no_violation(
         page.keyboard.press("Enter")
         expect(page.get_by_test_id("error-detail")).to_contain_text("not known")
         assert violations(page) == []
-    name = "a-gallery-with-a-name-that-goes-on-and-on"
+    name = "a-gallery-with-a-very-long-name-of-words"
     shop.stock(name, count=0)
     page = open_admin(f"/admin?gallery={name}")
     expect(page.get_by_test_id("items-empty")).to_be_visible()

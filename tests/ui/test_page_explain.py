@@ -22,7 +22,7 @@ def heat(page: Page, where: str) -> Locator:
     return page.locator(f"{where} canvas")
 
 
-def place(layer: Locator, over: Locator) -> list[float]:
+def position(layer: Locator, over: Locator) -> list[float]:
     """left, top, width, height of a layer in fractions of the element below it."""
     inner, outer = layer.bounding_box(), over.bounding_box()
     assert inner is not None
@@ -45,7 +45,7 @@ def test_a_toggle_shows_the_regions_of_both_images_and_another_replaces_it(
     assert heat(results, "#stage").evaluate(HEAT) == QUERY
     # The model sees the middle: here 0.8 of each side.
     middle = pytest.approx([0.1, 0.1, 0.8, 0.8], abs=0.02)
-    assert place(first.locator("canvas"), first.locator(".card-image")) == middle
+    assert position(first.locator("canvas"), first.locator(".card-image")) == middle
 
     toggles.nth(2).click()
     expect(results.get_by_test_id("card").nth(2).locator("canvas")).to_have_count(1)
@@ -76,7 +76,7 @@ def test_of_a_part_its_middle_is_covered(results: Page) -> None:
     side = 0.8 * 0.6 * min(box["width"], box["height"])
     across, down = side / box["width"], side / box["height"]
     expected = [(1 - across) / 2, (1 - down) / 2, across, down]
-    assert place(layer, stage) == pytest.approx(expected, abs=0.02)
+    assert position(layer, stage) == pytest.approx(expected, abs=0.02)
 
 
 def test_a_failure_is_shown_and_a_model_without_a_map_has_no_toggle(

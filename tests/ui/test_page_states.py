@@ -58,12 +58,6 @@ def test_a_search_shows_a_skeleton_ends_by_escape_cancel_or_a_newer_one_and_show
     shop_page.get_by_test_id("about").locator("summary").click()
     expect(shop_page.get_by_test_id("about")).to_contain_text("Answered in 16 ms")
     expect(shop_page.get_by_test_id("about-list")).to_contain_text("Embed")
-    bars = shop_page.get_by_test_id("timing-bar").locator("span")
-    decode, embed, *rest = bars.evaluate_all(
-        "(parts) => parts.map((part) => part.getBoundingClientRect().width)"
-    )
-    assert embed > 3 * decode > 0
-    assert len(rest) == 2
 
 
 @pytest.mark.parametrize("status", [429, 503])

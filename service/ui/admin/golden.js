@@ -6,7 +6,7 @@ import { moment, table } from "/ui/admin/status.js";
 import { busily } from "/ui/admin/work.js";
 import { galleryPath } from "/ui/shared/api.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
-import { plural, valueText } from "/ui/shared/format.js";
+import { valueText } from "/ui/shared/format.js";
 import { imageOf } from "/ui/shared/images.js";
 
 const SHOWN_RUNS = 20;

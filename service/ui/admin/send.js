@@ -3,11 +3,11 @@
 
 import { putItems } from "/ui/admin/api.js";
 import { problemOf } from "/ui/shared/alerts.js";
+import { withRetries } from "/ui/shared/retries.js";
 
 const MOST_FILES = 8;
 const MOST_BYTES = 8 * 2 ** 20;
 const TRIES = 4;
-const SECOND_MS = 1000;
 
 function* batches(entries) {
   let batch = [];
@@ -24,33 +24,11 @@ function* batches(entries) {
   if (batch.length > 0) yield batch;
 }
 
-function pause(wait_ms, signal) {
-  return new Promise((resolve, reject) => {
-    const timer = setTimeout(resolve, wait_ms);
-    signal.addEventListener("abort", () => {
-      clearTimeout(timer);
-      reject(signal.reason);
-    }, { once: true });
-  });
-}
-
-// Repeats work() after the wait that a busy service asks for with Retry-After.
-async function withRetries(work, signal) {
-  for (let attempt = 1; ; attempt += 1) {
-    try {
-      return await work();
-    } catch (error) {
-      if (error?.name === "AbortError") throw error;
-      const problem = problemOf(error);
-      if (!problem.canRetry || attempt === TRIES) throw problem;
-      await pause(Math.max(problem.retryAfter_s, attempt) * SECOND_MS, signal);
-    }
-  }
-}
+const waitOf = ({ canRetry, retryAfter_s }, attempt) => (canRetry ? Math.max(retryAfter_s, attempt) : 0);
 
 async function sendBatch(gallery, batch, signal) {
   try {
-    const { items } = await withRetries(() => putItems(gallery, batch, signal), signal);
+    const { items } = await withRetries(() => putItems(gallery, batch, signal), TRIES, waitOf, signal);
     items.forEach(({ status, problem }, index) => {
       Object.assign(batch[index], { state: status, note: problem?.detail ?? "" });
     });

@@ -2,10 +2,10 @@
 
 import { titleOf } from "/ui/search/cards.js";
 import { problemOf } from "/ui/shared/alerts.js";
-import { Problem } from "/ui/shared/api.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
 import { percent, plural } from "/ui/shared/format.js";
 import { imageOf } from "/ui/shared/images.js";
+import { withRetries } from "/ui/shared/retries.js";
 
 const AT_ONCE = 4;
 const SHOWN = 6;
@@ -96,31 +96,11 @@ export function showRows(rows, handlers) {
   showSummary(rows);
 }
 
-const pause = (wait_s, signal) =>
-  new Promise((resolve, reject) => {
-    const timer = setTimeout(resolve, wait_s * 1e3);
-    signal.addEventListener("abort", () => {
-      clearTimeout(timer);
-      reject(signal.reason);
-    }, { once: true });
-  });
-
-// Repeats work() after the wait that a busy service asks for with Retry-After, a few times.
-async function withRetries(work, signal) {
-  for (let tries = 1; ; tries += 1) {
-    try {
-      return await work();
-    } catch (error) {
-      const waits = error instanceof Problem && error.retryAfter_s > 0;
-      if (tries === TRIES || !waits) throw error;
-      await pause(Math.min(error.retryAfter_s, MAX_WAIT_S), signal);
-    }
-  }
-}
+const waitOf = ({ retryAfter_s }) => Math.min(retryAfter_s, MAX_WAIT_S);
 
 async function runRow(row, ask, signal) {
   try {
-    const answer = await withRetries(() => ask(row.query, signal), signal);
+    const answer = await withRetries(() => ask(row.query, signal), TRIES, waitOf, signal);
     if (!signal.aborted) Object.assign(row, { answer, state: "done" });
   } catch (error) {
     if (signal.aborted) return; // the caller that cancelled the run sets the states of its rows

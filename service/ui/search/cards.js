@@ -19,7 +19,11 @@ function subtitleOf(key, attributes = {}) {
   const facts = Object.entries(attributes)
     .filter(([name, value]) => ![...TITLE_NAMES, "currency"].includes(name) && String(value).length <= LONG_FACT)
     .filter(([, value]) => value !== titleOf(key, attributes))
-    .map(([name, value]) => (typeof value === "string" ? value : `${labelOf(name)} ${attributeText(name, value, attributes)}`));
+    .map(([name, value]) => {
+      const text = attributeText(name, value, attributes);
+      const isClear = typeof value === "string" || text !== valueText(value);
+      return isClear ? text : `${labelOf(name)} ${text}`;
+    });
   return facts.slice(0, SHOWN_FACTS).join(" · ") || splitKey(key).folder;
 }
 

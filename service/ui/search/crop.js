@@ -92,10 +92,10 @@ export class Cropper {
     this.shown.forEach((made, index) => {
       const [left, top, width, height] = made.box;
       const size = `${whole(width)}% wide and ${whole(height)}% high`;
-      const place = `${whole(left)}% from the left, ${whole(top)}% from the top`;
+      const position = `${whole(left)}% from the left, ${whole(top)}% from the top`;
       const values = { left, top, width, height };
       for (const [name, part] of Object.entries(values)) made.node.style[name] = `${part * 100}%`;
-      made.frame.setAttribute("aria-label", `Part ${index + 1}: ${size}, ${place}`);
+      made.frame.setAttribute("aria-label", `Part ${index + 1}: ${size}, ${position}`);
       for (const [corner, handle] of Object.entries(made.handles)) {
         handle.setAttribute("aria-label", `Part ${index + 1}, ${CORNERS[corner]} corner: ${size}`);
       }
@@ -116,7 +116,7 @@ export class Cropper {
     this.onChange(boxes);
   }
 
-  #place(event) {
+  #point(event) {
     const area = this.stage.getBoundingClientRect();
     const x = (event.clientX - area.left) / area.width;
     const y = (event.clientY - area.top) / area.height;
@@ -136,7 +136,7 @@ export class Cropper {
     };
     this.following += 1;
     target.setPointerCapture(event.pointerId);
-    listen("pointermove", (next) => onMove(this.#place(next)));
+    listen("pointermove", (next) => onMove(this.#point(next)));
     listen("pointerup", () => end(false));
     listen("pointercancel", () => end(true));
   }
@@ -144,10 +144,10 @@ export class Cropper {
   #draw(event) {
     if (event.button !== 0 || event.target !== this.layer || this.shown.length >= LIMIT) return;
     event.preventDefault();
-    const start = this.#place(event);
+    const start = this.#point(event);
     let made = null;
-    const grow = (place) => {
-      const box = between(start, place);
+    const grow = (point) => {
+      const box = between(start, point);
       if (made === null && Math.max(box[2], box[3]) < SMALLEST) return; // still a click
       made ??= this.#make(box);
       made.box = box;
@@ -164,7 +164,7 @@ export class Cropper {
   #drag(event, made, corner) {
     if (event.button !== 0) return;
     event.stopPropagation();
-    const [before, start] = [made.box, this.#place(event)];
+    const [before, start] = [made.box, this.#point(event)];
     const shift = ([x, y]) => {
       const [dx, dy] = [x - start[0], y - start[1]];
       made.box = corner === null ? moved(before, dx, dy) : pulled(before, corner, dx, dy);

@@ -10,14 +10,12 @@ const FEW = 2; // fewer hidden options than this need no button
 const TYPING_MS = 400;
 const RESERVED = new Set(["and", "or", "not"]); // operators of the JSON form, not attributes
 
-const isBool = ({ kind }) => kind === "bool" || kind === "boolean";
-
 // An attribute keeps its entry after its last value was removed.
 export const hasValues = ({ kind, values, minimum }) => kind === "number" ? minimum != null : values?.length !== 0;
 
-function isUseful({ name, kind, values, minimum, maximum, ...rest }) {
+function isUseful({ name, kind, values, minimum, maximum }) {
   if (RESERVED.has(name)) return false;
-  if (isBool({ kind, ...rest })) return true;
+  if (kind === "boolean") return true;
   if (kind === "number") return minimum !== null && minimum !== undefined && minimum < maximum;
   const counts = values ?? [];
   return counts.length > 1 && counts.some(({ count }) => count > 1);
@@ -148,7 +146,7 @@ function boolFilter({ name }, condition, change) {
 }
 
 function fieldOf(attribute, condition, change) {
-  if (isBool(attribute)) return boolFilter(attribute, condition, change);
+  if (attribute.kind === "boolean") return boolFilter(attribute, condition, change);
   return (attribute.kind === "number" ? numberFilter : textFilter)(attribute, condition, change);
 }
 

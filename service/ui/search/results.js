@@ -10,7 +10,6 @@ import { capitalized, milliseconds, percent, plural } from "/ui/shared/format.js
 import { imageOf, showImage } from "/ui/shared/images.js";
 
 const PLACEHOLDERS = 12;
-const STAGES = ["decode", "embed", "search"];
 
 export function showQuery(query) {
   hideHeat();
@@ -128,27 +127,10 @@ export function filterCards(entry) {
   announce([ui.summary.textContent, more].filter(Boolean).join(". "));
 }
 
-function segment(stage, part) {
-  const made = element("span", { className: `stage-${stage}` });
-  made.style.flexGrow = String(part);
-  made.title = stage;
-  return made;
-}
-
-function showTimings(timings) {
-  const staged = STAGES.map((stage) => [stage, timings[stage] ?? 0]);
-  const spent = staged.reduce((sum, [, ms]) => sum + ms, 0);
-  const rest = Math.max((timings.total ?? spent) - spent, 0);
-  const parts = [...staged, ["other", rest]].filter(([, ms]) => ms > 0);
-  ui["timing-bar"].hidden = parts.length === 0;
-  ui["timing-bar"].replaceChildren(...parts.map(([stage, ms]) => segment(stage, ms)));
-}
-
 function showAbout({ answer }) {
   const { total } = answer.timings_ms;
   const speed = total === undefined ? "Answered" : `Answered in ${milliseconds(total)}`;
   ui["about-summary"].textContent = answer.cached ? `${speed}, from the cache` : speed;
-  showTimings(answer.timings_ms);
   const times = Object.entries(answer.timings_ms);
   const pairs = [
     ...times.map(([stage, ms]) => [capitalized(stage), milliseconds(ms)]),
@@ -158,10 +140,6 @@ function showAbout({ answer }) {
     ["Request", answer.requestId],
   ];
   ui["about-list"].replaceChildren(...definitions(pairs.filter(([, text]) => text)));
-  for (const term of ui["about-list"].querySelectorAll("dt")) {
-    const stage = term.textContent.toLowerCase();
-    if (STAGES.includes(stage)) term.classList.add("keyed", `key-${stage}`);
-  }
 }
 
 function showStart() {

@@ -52,9 +52,11 @@ def test_without_a_key_the_page_asks_for_one_and_shows_what_a_wrong_one_lacks(
             expect(page.get_by_test_id("error-detail")).to_contain_text(message)
             expect(page.locator("main")).to_be_hidden()
         page.get_by_test_id("key").fill(shop.key)
-        page.get_by_test_id("key-save").click()
+        page.keyboard.press("Enter")
         expect(rows(page)).to_have_count(3)
         expect(page.get_by_test_id("error")).to_be_hidden()
+        expect(page.locator("main")).to_be_focused()
+        expect(page.locator("main")).to_have_css("outline-style", "none")
         assert page.evaluate("sessionStorage.getItem('kinlens.key')") == shop.key
         assert page.evaluate("Object.keys(localStorage)") == []
         page.get_by_test_id("forget-key").click()

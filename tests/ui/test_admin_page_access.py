@@ -150,6 +150,8 @@ def test_the_key_form_and_the_empty_gallery_have_no_violation(
 
 
 def test_a_phone_has_large_targets_and_no_violation(open_view: OpenPage, shop: AdminShop) -> None:
+    linked = open_view("galleries", **PHONE)
+    expect(linked.get_by_test_id("to-galleries")).to_be_in_viewport(ratio=0.9)
     page = open_view("items", **PHONE)
     page.get_by_test_id("pick").first.check()
     targets = SMALL_TARGETS.replace("input", "input:not([type=checkbox])", 1)

@@ -140,5 +140,5 @@ def test_a_read_only_gallery_is_shown_as_such(page: Page) -> None:
     answer = {"bundle_id": "b", "galleries": [closed]}
     page.route("**/galleries", lambda route: route.fulfill(json=answer))
     page.reload()
-    expect(page.get_by_test_id("add-closed")).to_contain_text("cannot be changed here")
+    expect(page.get_by_test_id("add-closed")).to_contain_text("shop is read-only")
     expect(page.get_by_test_id("add-pick")).to_be_disabled()

@@ -309,7 +309,7 @@ def test_the_status_shows_the_index_the_model_and_readiness(page: Page, allowed:
     page.get_by_test_id("to-status").click()
     index = page.get_by_test_id("status-index")
     expect(index).to_contain_text("No compaction needed")
-    for term in ("Kind of index", "Added since", "Removed since", "recall", "Generation"):
+    for term in ("Kind of index", "Added since", "Removed since", "Recall", "Generation"):
         expect(index).to_contain_text(term)
     expect(page.get_by_test_id("status-model")).to_contain_text("CPUExecutionProvider")
     expect(page.get_by_test_id("status-attributes")).to_contain_text("class-0 (4)")

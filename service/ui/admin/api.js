@@ -6,7 +6,7 @@ const sent = async (method, url, content, signal) => bodyOf(await sendJson(metho
 
 // Checks that this tab has admin rights. Resolves to the reason why there are no jobs, or "".
 // Throws: Problem with `needsKey` without these rights.
-export async function knock() {
+export async function checkAccess() {
   try {
     await getJson("/jobs?limit=1");
     return "";

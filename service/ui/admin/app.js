@@ -1,7 +1,7 @@
 // The admin page: access, the current view and the chosen gallery.
 
 import { startAdd, showAdd } from "/ui/admin/add.js";
-import { knock } from "/ui/admin/api.js";
+import { checkAccess } from "/ui/admin/api.js";
 import { startConfirm } from "/ui/admin/confirm.js";
 import { showDuplicates, startDuplicates } from "/ui/admin/duplicates.js";
 import { startEdit } from "/ui/admin/edit.js";
@@ -86,7 +86,7 @@ async function afterJob() {
 async function enter() {
   const isFirst = document.body.dataset.access === "asking" && !getKey();
   try {
-    state.noJobs = await knock();
+    state.noJobs = await checkAccess();
     await loadGalleries();
   } catch (error) {
     const problem = problemOf(error);

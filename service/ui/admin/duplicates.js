@@ -4,7 +4,7 @@ import { deleteItems, findDuplicates } from "/ui/admin/api.js";
 import { confirmed } from "/ui/admin/confirm.js";
 import { chosen, state } from "/ui/admin/state.js";
 import { UNDO_TEXT, offerUndo } from "/ui/admin/undo.js";
-import { busily } from "/ui/admin/work.js";
+import { whileBusy } from "/ui/admin/work.js";
 import { element, ui } from "/ui/shared/dom.js";
 import { plural, someOf, valueText } from "/ui/shared/format.js";
 import { emptyView, toHash } from "/ui/shared/link.js";
@@ -46,7 +46,7 @@ async function remove(keys, button, group) {
     action: "Delete",
   });
   if (!isSure) return;
-  await busily(button, async () => {
+  await whileBusy(button, async () => {
     const { removed } = await deleteItems(name, { keys, keep });
     forget(keys, group);
     offerUndo(`${plural(removed, "item")} deleted.`, name, keys, async () => {
@@ -161,6 +161,6 @@ export function startDuplicates(whenChanged) {
   onChanged = whenChanged;
   ui["near-form"].addEventListener("submit", (event) => {
     event.preventDefault();
-    busily(ui["near-find"], find);
+    whileBusy(ui["near-find"], find);
   });
 }

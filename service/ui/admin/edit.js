@@ -3,7 +3,7 @@
 import { patchItems } from "/ui/admin/api.js";
 import { AttributeEditor } from "/ui/admin/attributes.js";
 import { describeChosen, state } from "/ui/admin/state.js";
-import { busily, failureText } from "/ui/admin/work.js";
+import { whileBusy, failureText } from "/ui/admin/work.js";
 import { ui } from "/ui/shared/dom.js";
 import { imageOf } from "/ui/shared/images.js";
 
@@ -55,7 +55,7 @@ function done(isSaved) {
 async function submit(event) {
   event.preventDefault();
   ui["edit-error"].textContent = "";
-  await busily(
+  await whileBusy(
     ui["edit-save"],
     async () => {
       await save(editor.read());

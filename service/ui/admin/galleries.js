@@ -4,7 +4,7 @@ import { createGallery, deleteGallery, getJobOptions } from "/ui/admin/api.js";
 import { confirmed } from "/ui/admin/confirm.js";
 import { choose, loadGalleries, modelChoice, state } from "/ui/admin/state.js";
 import { moment } from "/ui/admin/status.js";
-import { busily } from "/ui/admin/work.js";
+import { whileBusy } from "/ui/admin/work.js";
 import { showNotice } from "/ui/shared/alerts.js";
 import { element, optionsOf, ui } from "/ui/shared/dom.js";
 import { plural } from "/ui/shared/format.js";
@@ -19,7 +19,7 @@ async function remove({ name, size }, button) {
     word: name,
   });
   if (!isSure) return;
-  await busily(button, async () => {
+  await whileBusy(button, async () => {
     await deleteGallery(name);
     showNotice(`${name} was deleted.`);
     await loadGalleries();
@@ -75,6 +75,6 @@ async function create() {
 export function startGalleries() {
   ui["gallery-form"].addEventListener("submit", (event) => {
     event.preventDefault();
-    busily(event.submitter ?? ui["gallery-form"], create);
+    whileBusy(event.submitter ?? ui["gallery-form"], create);
   });
 }

@@ -3,7 +3,7 @@
 import { listGolden, listGoldenRuns, runGolden } from "/ui/admin/api.js";
 import { chosen, state } from "/ui/admin/state.js";
 import { moment, table } from "/ui/admin/status.js";
-import { busily } from "/ui/admin/work.js";
+import { whileBusy } from "/ui/admin/work.js";
 import { galleryPath } from "/ui/shared/api.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
 import { valueText } from "/ui/shared/format.js";
@@ -89,7 +89,7 @@ export async function load() {
 }
 
 export function startGolden() {
-  ui["golden-run"].addEventListener("click", () => busily(ui["golden-run"], async () => {
+  ui["golden-run"].addEventListener("click", () => whileBusy(ui["golden-run"], async () => {
     await runGolden(state.name);
     await load();
     announce("The run of the golden set is done.");

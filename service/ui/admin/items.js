@@ -5,7 +5,7 @@ import { confirmed } from "/ui/admin/confirm.js";
 import { editItem } from "/ui/admin/edit.js";
 import { state } from "/ui/admin/state.js";
 import { UNDO_TEXT, offerUndo } from "/ui/admin/undo.js";
-import { busily, failed } from "/ui/admin/work.js";
+import { whileBusy, failed } from "/ui/admin/work.js";
 import { showNotice } from "/ui/shared/alerts.js";
 import { Problem, listItems } from "/ui/shared/api.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
@@ -168,14 +168,14 @@ async function deleteKeys(keys, button) {
     text: `${someOf(keys)} will no longer be found in ${name}. ${UNDO_TEXT}`,
     action: "Delete",
   });
-  if (isSure) await busily(button, () => remove(name, { keys }));
+  if (isSure) await whileBusy(button, () => remove(name, { keys }));
 }
 
 // Asks for the count again: the gallery may have changed since the list was loaded.
 async function deleteFiltered() {
   const { name } = state;
   const { filter } = view;
-  await busily(ui["filter-delete"], async () => {
+  await whileBusy(ui["filter-delete"], async () => {
     const { total } = await listItems(name, { limit: 1, filter });
     if (name !== state.name) return;
     const isSure = await confirmed({

@@ -4,7 +4,7 @@ import { changeJob, getLog } from "/ui/admin/api.js";
 import { confirmed } from "/ui/admin/confirm.js";
 import { isRefused, reportNodes } from "/ui/admin/report.js";
 import { moment } from "/ui/admin/status.js";
-import { busily, failed } from "/ui/admin/work.js";
+import { whileBusy, failed } from "/ui/admin/work.js";
 import { definitions, element, ui } from "/ui/shared/dom.js";
 
 export const KINDS = {
@@ -137,7 +137,7 @@ export class JobPanel {
     button.addEventListener("click", async () => {
       if (what === "keep") return this.hide();
       if (!(await this.#isSure(job, what))) return;
-      await busily(button, async () => this.onChange(await changeJob(this.id, what)));
+      await whileBusy(button, async () => this.onChange(await changeJob(this.id, what)));
     });
     return button;
   }

@@ -70,7 +70,7 @@ async function askNow() {
   announceEnds(before);
 }
 
-// Asks now and then at intervals. Only one request runs at a time.
+// Asks at once and then at intervals. Only one request runs at a time.
 export async function follow() {
   clearTimeout(timer);
   if (state.noJobs) return;

@@ -1,5 +1,5 @@
-// Sends images in requests of a few: several share the cost of a request, and few of them keep the
-// progress visible and limit the effect of a refusal.
+// Sends images in small batches: the images of a batch share the cost of a request, and a small batch
+// keeps the progress visible and limits the effect of a refusal.
 
 import { putItems } from "/ui/admin/api.js";
 import { problemOf } from "/ui/shared/alerts.js";

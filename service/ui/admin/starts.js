@@ -3,7 +3,7 @@
 import { getJobOptions, startJob } from "/ui/admin/api.js";
 import { AttributeEditor } from "/ui/admin/attributes.js";
 import { describeChosen, modelChoice, state } from "/ui/admin/state.js";
-import { busily, failureText } from "/ui/admin/work.js";
+import { whileBusy, failureText } from "/ui/admin/work.js";
 import { element, optionsOf, ui } from "/ui/shared/dom.js";
 import { plural } from "/ui/shared/format.js";
 
@@ -85,7 +85,7 @@ function form(kind, title, text, button, parts, read) {
       box.open = false;
       await onStarted(job);
     };
-    busily(send, start, (fault) => {
+    whileBusy(send, start, (fault) => {
       error.textContent = fault instanceof RangeError ? fault.message : failureText(fault);
     });
   });

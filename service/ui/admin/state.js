@@ -1,4 +1,4 @@
-// Which galleries there are, which one is chosen, and who wants to know when that changes.
+// The list of galleries, the chosen one, and the listeners for changes of both.
 
 import { describeGallery, listGalleries } from "/ui/shared/api.js";
 

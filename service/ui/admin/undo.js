@@ -1,7 +1,7 @@
 // Reports that items were deleted, with a button that restores them.
 
 import { restoreItems } from "/ui/admin/api.js";
-import { busily } from "/ui/admin/work.js";
+import { whileBusy } from "/ui/admin/work.js";
 import { showNotice } from "/ui/shared/alerts.js";
 import { element } from "/ui/shared/dom.js";
 import { plural } from "/ui/shared/format.js";
@@ -22,7 +22,7 @@ async function restore(name, keys) {
 export function offerUndo(text, name, keys, whenBack) {
   const button = element("button", { type: "button", className: "small notice-action", textContent: "Undo" });
   button.dataset.testid = "undo";
-  button.addEventListener("click", () => busily(button, async () => {
+  button.addEventListener("click", () => whileBusy(button, async () => {
     await restore(name, keys);
     await whenBack();
   }));

@@ -43,7 +43,7 @@ export function failureText(error) {
 }
 
 // Runs work() with the button disabled and passes errors to `report`.
-export async function busily(button, work, report = failed) {
+export async function whileBusy(button, work, report = failed) {
   if (button.ariaDisabled === "true") return;
   button.ariaDisabled = "true";
   try {

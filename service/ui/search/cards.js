@@ -18,8 +18,9 @@ export function titleOf(key, attributes = {}) {
 function subtitleOf(key, attributes = {}) {
   const facts = Object.entries(attributes)
     .filter(([name, value]) => ![...TITLE_NAMES, "currency"].includes(name) && String(value).length <= LONG_FACT)
-    .filter(([, value]) => value !== titleOf(key, attributes))
+    .filter(([, value]) => value !== false && value !== titleOf(key, attributes))
     .map(([name, value]) => {
+      if (value === true) return labelOf(name);
       const text = attributeText(name, value, attributes);
       const isClear = typeof value === "string" || text !== valueText(value);
       return isClear ? text : `${labelOf(name)} ${text}`;
@@ -160,7 +161,7 @@ export function groupCard(group, handlers) {
   const count = element("span", { className: "image-note group-count", textContent: countText(group.hits.length, isProduct ? "view" : "photo") });
   count.dataset.testid = "group-count";
   const button = searchButton(best, handlers, ...(group.value === null ? [] : [count]));
-  if (value !== titleOf(best.key, best.attributes)) button.querySelector(".key").prepend(badge);
+  if (!isProduct && value !== titleOf(best.key, best.attributes)) button.querySelector(".key").prepend(badge);
   const made = item(best, button, handlers, ...others(group, group.hits, handlers));
   made.classList.add("group");
   return made;

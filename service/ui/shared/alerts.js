@@ -7,7 +7,7 @@ import { setKey } from "/ui/shared/key.js";
 const SECOND_MS = 1000;
 let counting = 0;
 let again = null;
-let home = null; // gets the focus when a message with the focus closes
+let home = null; // gets the focus when a focused message closes
 
 export function problemOf(error) {
   if (error instanceof Problem) return error;

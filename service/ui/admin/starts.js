@@ -15,7 +15,7 @@ const STARTS = {
   current: "the model of this gallery",
 };
 const NO_MODEL =
-  "There is no other model. Train one, or put its bundle into the folder `bundles` of the state folder.";
+  "There is no other model. Train one, or put its bundle into the bundles folder of the state folder (--state).";
 const NO_DATA = "To offer a folder of images here, set KINLENS_TRAINING_DATA=NAME=DIR.";
 const NO_WEIGHTS = "To offer a file of weights here, set KINLENS_TRAINING_WEIGHTS=NAME=PATH.";
 let onStarted = () => {};
@@ -167,10 +167,10 @@ function trainForm(found, options) {
     field("Images", data, options.data.length > 0 ? "" : NO_DATA),
     field("Start from", weights, hasWeights ? "" : NO_WEIGHTS),
     ...feedbackField(found),
-    field("Epochs", input("epochs", "number", { min: 1, step: 1, placeholder: "default of the job" })),
+    field("Epochs", input("epochs", "number", { min: 1, step: 1, placeholder: "Default of the job" })),
     classField(attributes),
     lossField(0),
-    field("Minimum recall@1 (%)", percent("min_recall_at_1", "", { placeholder: "none" }), "The share of first answers that must be right."),
+    field("Minimum recall@1 (%)", percent("min_recall_at_1", "", { placeholder: "None" }), "The share of first answers that must be right."),
     swapField(),
     jobs,
     more,

@@ -29,11 +29,11 @@ CALIBRATION = Calibration.model_validate(
 class AdminShop:
     """A service that only lets keys change it, and the secret of one that may do all."""
 
-    def __init__(self, state: Path, pictures: list[bytes], **settings: Any) -> None:
+    def __init__(self, state: Path, images: list[bytes], **settings: Any) -> None:
         given = {"anonymous_scopes": ("search",), "create": False} | settings
         self.shop: Shop = start_shop(state, FakeEmbedder(calibration=CALIBRATION), **given)
         self.url = str(self.shop.client.base_url)
-        self.pictures = pictures
+        self.images = images
         self.key = self.make_key("office", "admin")
         self.shop.client.headers["Authorization"] = f"Bearer {self.key}"
 
@@ -51,7 +51,7 @@ class AdminShop:
         if count == 0:
             return
         numbers = range(count)[::step]
-        images = {f"i/{n:02d}.png": self.pictures[n % len(self.pictures)] for n in numbers}
+        images = {f"i/{n:02d}.png": self.images[n % len(self.images)] for n in numbers}
         texts = [
             json.dumps({"colour": COLOURS[n % 3], "price": n, "sale": n % 2 == 0}) for n in numbers
         ]
@@ -88,12 +88,12 @@ def row(page: Page, key: str) -> Locator:
 def drop(page: Page, *files: tuple[str, bytes]) -> None:
     """Drop files, each (name, bytes), on the view for adding."""
     expect(page.get_by_test_id("add-drop")).to_be_visible()
-    pictures = ((name, "image/png", data) for name, data in files)
-    page_browser.send_files(page, *pictures, where="[data-testid=add-drop]")
+    images = ((name, "image/png", data) for name, data in files)
+    page_browser.send_files(page, *images, where="[data-testid=add-drop]")
 
 
 def added(page: Page) -> list[str]:
-    """What the list of pictures says of each, once nothing is under way."""
+    """The state of each listed image, once nothing is being sent."""
     expect(page.get_by_test_id("queue-clear")).to_be_visible()
     return page.get_by_test_id("queue-state").all_text_contents()
 

@@ -73,7 +73,7 @@ def find_chromium() -> str | None:
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """One browser for the tests of a folder; its loop ends with them, for those that have theirs.
+    """One browser for the tests of a folder. Its event loop ends with them: others run their own.
 
     A page without settings of its own lives in the browser's first context, where one page stays
     open and with it a process: to start these takes longer than most tests.
@@ -98,7 +98,7 @@ def opening(
 ) -> Iterator[OpenPage]:
     """Opens pages below `url` with nothing stored; `before` prepares them.
 
-    Nothing but what is `allowed` may be said of errors in their consoles.
+    Consoles may log only errors that contain a text of `allowed`.
     """
     shared = browser.contexts[0]
     opened: list[Page] = []
@@ -161,26 +161,26 @@ def send_files(
     page.evaluate(SEND_FILES, [how, where, coded])
 
 
-def send_picture(page: Page, data: bytes, name: str = "query.png", how: str = "drop") -> None:
+def send_image(page: Page, data: bytes, name: str = "query.png", how: str = "drop") -> None:
     send_files(page, (name, "image/png", data), how=how)
 
 
 def drop_item(page: Page, shop: Shop, number: int) -> None:
-    """Drop the picture of an item and wait for the answer."""
-    send_picture(page, shop.galleries["shop"][number].data, f"mine-{number}.png")
+    """Drop the image of an item and wait for the answer."""
+    send_image(page, shop.galleries["shop"][number].data, f"mine-{number}.png")
     settled(page)
     expect(page.get_by_test_id("query-name")).to_have_text(f"mine-{number}.png")
 
 
 def drop_many(page: Page, shop: Shop, count: int, broken: int | None = None) -> None:
-    """Drop pictures 0.png, 1.png .. of the first items; one of them may be no image."""
+    """Drop the images 0.png, 1.png .. of the first items. The file `broken` is not an image."""
     stock = shop.galleries["shop"]
     data = [b"no image" if n == broken else stock[n % 24].data for n in range(count)]
     send_files(page, *((f"{n}.png", "image/png", d) for n, d in enumerate(data)))
 
 
 def settled(page: Page) -> None:
-    """Waits until nothing is under way and results are there."""
+    """Waits until no search runs and the results are shown."""
     expect(page.locator("body")).to_have_attribute("data-state", "results")
     expect(page.get_by_test_id("results")).to_have_attribute("aria-busy", "false")
 
@@ -214,24 +214,24 @@ def until(page: Page, expression: str) -> None:
     pytest.fail(f"never true: {expression}")
 
 
-def holding(page: Page, pattern: str, times: int | None = None) -> list[Route]:
-    """The next requests to such addresses, which wait until a test lets them go."""
-    held: list[Route] = []
+def intercept(page: Page, pattern: str, times: int | None = None) -> list[Route]:
+    """The next requests to matching URLs, which wait until the test continues them."""
+    pending: list[Route] = []
 
-    def hold(route: Route) -> None:
-        held.append(route)
+    def collect(route: Route) -> None:
+        pending.append(route)
 
-    page.route(pattern, hold, times=times)
-    return held
+    page.route(pattern, collect, times=times)
+    return pending
 
 
-def received(page: Page, held: Sequence[Route], count: int) -> None:
-    """Wait until a route has been given that many requests."""
+def received(page: Page, pending: Sequence[Route], count: int) -> None:
+    """Wait until `count` requests were intercepted."""
     for _ in range(WAIT_MS // 50):
-        if len(held) >= count:
+        if len(pending) >= count:
             return
         page.wait_for_timeout(50)
-    pytest.fail(f"{len(held)} requests came, not {count}")
+    pytest.fail(f"{len(pending)} requests came, not {count}")
 
 
 def tab_to(page: Page, test_id: str, limit: int = 40) -> None:

@@ -58,7 +58,7 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Item:
-    """One product picture."""
+    """One product image."""
 
     id: int
     key: str
@@ -146,10 +146,10 @@ def wanted_of(fields: FormData | QueryParams, **given: str) -> Wanted:
 
 
 def problem(status: int, title: str, detail: str) -> JSONResponse:
-    said = models.Problem(
+    body = models.Problem(
         type="about:blank", title=title, status=status, detail=detail, request_id="r1"
     )
-    return JSONResponse(said.model_dump(), status, media_type="application/problem+json")
+    return JSONResponse(body.model_dump(), status, media_type="application/problem+json")
 
 
 def no_image(_: Request, __: Exception) -> Response:
@@ -196,7 +196,7 @@ class Shop:
         app.post(f"{item}/explain", response_model=models.ExplainAnswer)(self.explain)
         app.post("/search", response_model=models.SearchAnswer)(self.search)
         app.post("/feedback", status_code=204)(self.judge)
-        app.get(f"{item}/image")(self.picture)
+        app.get(f"{item}/image")(self.image)
         app.get("/favicon.ico")(lambda: Response())  # of pages that are not the page
         app.get("/")(lambda: FileResponse(UI / "search" / "index.html"))
         app.mount("/ui", StaticFiles(directory=UI))
@@ -232,7 +232,7 @@ class Shop:
 
     async def describe(self, name: str) -> dict[str, Any]:
         return self.about(name) | {
-            "attributes": [self.attribute(name, a) for a in self.galleries[name][0].attributes],
+            "attributes": [self.attribute(name, a) for a in self.attribute_names(name)],
             "calibration": self.calibration,
             "no_calibration": None if self.calibration else "The gallery is not calibrated yet",
             "thresholds": THRESHOLDS,
@@ -242,8 +242,12 @@ class Shop:
             "feedback": self.feedback,
         }
 
+    def attribute_names(self, gallery: str) -> list[str]:
+        return [name for item in self.galleries[gallery][:1] for name in item.attributes]
+
     def attribute(self, gallery: str, name: str) -> dict[str, Any]:
-        values = [item.attributes[name] for item in self.galleries[gallery]]
+        stock = self.galleries[gallery]
+        values = [item.attributes[name] for item in stock if name in item.attributes]
         if name == "price":
             limits = {"minimum": min(values), "maximum": max(values)}
             return {"name": name, "kind": "number", "values": None} | limits
@@ -260,7 +264,7 @@ class Shop:
     async def show(self, name: str, number: int) -> dict[str, Any]:
         return self.entry(name, self.found(name, number))
 
-    async def picture(self, name: str, number: int) -> Response:
+    async def image(self, name: str, number: int) -> Response:
         return Response(self.found(name, number).data, media_type="image/png")
 
     async def page_of_items(
@@ -291,10 +295,10 @@ class Shop:
             self.open_searches -= 1
 
     async def judge(self, request: Request) -> None:
-        """Notes the fields of a feedback, and the size of its picture."""
+        """Notes the fields of a feedback, and the size of its image."""
         async with request.form() as form:
-            said = {k: v if isinstance(v, str) else str(v.size) for k, v in form.items()}
-        self.judged_items.append(said)
+            fields = {k: v if isinstance(v, str) else str(v.size) for k, v in form.items()}
+        self.judged_items.append(fields)
 
     async def explain(self, name: str, number: int, request: Request) -> dict[str, Any]:
         """The lower right quarter of the item, the upper left of each part of the query."""
@@ -363,7 +367,7 @@ class Shop:
         }
 
     def shares(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """The probability of each item, by its key: they compete for what `no_match` leaves."""
+        """The probability of each item, by its key: they share the rest of `no_match`."""
         if self.calibration is None or not scores:
             return {}
         weights = {key: float(np.exp(20 * score)) for key, score in scores.items()}
@@ -373,7 +377,7 @@ class Shop:
     def grouped(self, wanted: Wanted, hits: list[dict[str, Any]]) -> list[dict[str, Any]]:
         values: dict[Any, list[dict[str, Any]]] = {}
         for hit in hits:
-            values.setdefault(hit["attributes"][wanted.group_by], []).append(hit)
+            values.setdefault(hit["attributes"].get(wanted.group_by), []).append(hit)
         return [
             {"value": value, "hits": some[: wanted.group_size]}
             | {name: some[0].get(name) for name in ("score", "view")}

@@ -30,7 +30,7 @@ def fake_shop(shop_server: tuple[Shop, str]) -> Shop:
 
 @pytest.fixture
 def allowed() -> list[str]:
-    """What a console may say of errors; a test adds what it causes."""
+    """Errors that a console may log; a test adds those that it causes."""
     return []
 
 
@@ -53,14 +53,14 @@ def shop_page(open_shop: OpenPage) -> Page:
 
 @pytest.fixture
 def results(shop_page: Page, fake_shop: Shop) -> Page:
-    """The results of the first item's picture."""
+    """The results of the first item's image."""
     drop_item(shop_page, fake_shop, 0)
     return shop_page
 
 
 @pytest.fixture(scope="package")
 def shop(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Iterator[AdminShop]:
-    """A real service, the same for all tests, which stock its galleries anew."""
+    """A real service, the same for all tests, which refill its galleries."""
     made = AdminShop(tmp_path_factory.mktemp("state"), pictures)
     yield made
     made.shop.close()

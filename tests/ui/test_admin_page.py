@@ -13,7 +13,7 @@ from tests.support.page_browser import (
     FOCUSED,
     PHONE,
     OpenPage,
-    holding,
+    intercept,
     received,
     too_wide,
     violations,
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.browser
 def page(open_admin: OpenPage, shop: AdminShop, allowed: list[str]) -> Page:
     """The items of a gallery of twelve."""
     shop.stock()
-    allowed.append("404")  # the picture of an item that was deleted while it was being fetched
+    allowed.append("404")  # the image of an item that was deleted while it was being fetched
     page = open_admin("/admin?gallery=shop")
     expect(rows(page)).to_have_count(FEW)
     return page
 
 
-def test_without_a_key_the_page_asks_for_one_and_tells_what_a_wrong_one_lacks(
+def test_without_a_key_the_page_asks_for_one_and_shows_what_a_wrong_one_lacks(
     browser: Browser, shop: AdminShop
 ) -> None:
     shop.stock(count=3)
@@ -46,15 +46,17 @@ def test_without_a_key_the_page_asks_for_one_and_tells_what_a_wrong_one_lacks(
             "This needs an API key with the scope admin."
         )
         assert page.evaluate(FOCUSED) == "key"
-        for text, says in [("kl_no", "not known"), (writer, "feed has the scopes write")]:
+        for text, message in [("kl_no", "not known"), (writer, "feed has the scopes write")]:
             page.get_by_test_id("key").fill(text)
             page.get_by_test_id("key-save").click()
-            expect(page.get_by_test_id("error-detail")).to_contain_text(says)
+            expect(page.get_by_test_id("error-detail")).to_contain_text(message)
             expect(page.locator("main")).to_be_hidden()
         page.get_by_test_id("key").fill(shop.key)
-        page.get_by_test_id("key-save").click()
+        page.keyboard.press("Enter")
         expect(rows(page)).to_have_count(3)
         expect(page.get_by_test_id("error")).to_be_hidden()
+        expect(page.locator("main")).to_be_focused()
+        expect(page.locator("main")).to_have_css("outline-style", "none")
         assert page.evaluate("sessionStorage.getItem('kinlens.key')") == shop.key
         assert page.evaluate("Object.keys(localStorage)") == []
         page.get_by_test_id("forget-key").click()
@@ -67,11 +69,11 @@ def test_the_golden_set_is_run_and_shows_its_figures_and_worst_answers(
 ) -> None:
     shop.stock()
     page = open_admin("/admin?gallery=shop#golden")
-    expect(page.get_by_test_id("golden-empty")).to_contain_text("No query is labelled yet")
+    expect(page.get_by_test_id("golden-empty")).to_contain_text("no labelled queries yet")
     expect(page.get_by_test_id("golden-run")).to_be_disabled()
     labels = ({"keys": ["i/00.png"]}, {"keys": ["i/05.png"]}, {"no_match": True})
     for number, label in enumerate(labels):
-        files = {"image": ("q.png", shop.pictures[number])}
+        files = {"image": ("q.png", shop.images[number])}
         answer = shop.shop.client.post(
             "/galleries/shop/golden", files=files, data={"label": json.dumps(label)}
         )
@@ -91,7 +93,7 @@ def test_the_golden_set_is_run_and_shows_its_figures_and_worst_answers(
     assert too_wide(page) == []
 
 
-def test_while_no_key_exists_the_page_says_how_to_make_one(
+def test_while_no_key_exists_the_page_shows_how_to_create_one(
     browser: Browser, tmp_path: Path
 ) -> None:
     closed = start_shop(tmp_path, anonymous_scopes=("search",), create=False)
@@ -104,7 +106,7 @@ def test_while_no_key_exists_the_page_says_how_to_make_one(
     closed.close()
 
 
-def test_a_key_that_is_revoked_meanwhile_brings_the_form_back(
+def test_a_key_that_is_revoked_brings_the_form_back(
     browser: Browser, shop: AdminShop, until: Callable[[Callable[[], bool]], None]
 ) -> None:
     shop.stock(count=3)
@@ -143,7 +145,7 @@ def test_items_are_found_by_key_and_by_filter_and_all_that_fit_are_deleted_after
     expect(page.get_by_test_id("filter-error")).not_to_be_empty()
     page.get_by_test_id("filter").fill("price > 1000")
     page.get_by_test_id("find").click()
-    expect(page.get_by_test_id("items-empty")).to_contain_text("Nothing fits")
+    expect(page.get_by_test_id("items-empty")).to_contain_text("No matching items")
 
     page.get_by_test_id("key-search").fill("")
     page.get_by_test_id("filter").fill('colour = "red"')
@@ -176,7 +178,7 @@ def test_attributes_are_edited_as_rows_and_as_json_and_one_item_is_deleted_after
     edit.get_by_test_id("attributes-json").click()
     edit.locator("textarea").fill('{"colour": {"red": 1}}')
     page.get_by_test_id("edit-save").click()
-    expect(page.get_by_test_id("edit-error")).to_contain_text("colour must be a text")
+    expect(page.get_by_test_id("edit-error")).to_contain_text("colour must be a string")
     edit.locator("textarea").fill('{"colour": "pink"}')
     page.get_by_test_id("edit-save").click()
     expect(row(page, "i/00.png")).to_contain_text("colour pink")
@@ -206,12 +208,12 @@ def test_a_question_is_about_what_it_was_asked_for_however_slow_an_answer_is(
     """The count of "all that fit" comes while another item is asked about, and deletes nothing."""
     page.get_by_test_id("filter").fill("price >= 0")
     page.keyboard.press("Enter")
-    held = holding(page, "**/items?*limit=1&*")
+    pending = intercept(page, "**/items?*limit=1&*")
     page.get_by_test_id("filter-delete").click()
     row(page, "i/03.png").get_by_test_id("delete-item").click()
-    received(page, held, 1)
+    received(page, pending, 1)
     with page.expect_response("**/items?*limit=1&*"):
-        held[0].continue_()
+        pending[0].continue_()
     expect(page.get_by_test_id("filter-delete")).to_be_enabled()
     expect(page.locator("#confirm-title")).to_have_text("Delete 1 item?")
     page.get_by_test_id("confirm-yes").click()
@@ -222,22 +224,22 @@ def test_a_question_is_about_what_it_was_asked_for_however_slow_an_answer_is(
 def test_an_answer_about_one_gallery_opens_nothing_in_another(page: Page, shop: AdminShop) -> None:
     shop.stock("zdepot", count=3)
     page.reload()
-    held = holding(page, "**/galleries/shop")
+    pending = intercept(page, "**/galleries/shop")
     row(page, "i/00.png").get_by_test_id("edit-item").dblclick()
-    received(page, held, 2)
-    held[0].continue_()
+    received(page, pending, 2)
+    pending[0].continue_()
     expect(page.get_by_test_id("edit")).to_be_visible()
     fill_row(page, 1, "price", "number", "77")
     with page.expect_response("**/galleries/shop"):
-        held[1].continue_()
+        pending[1].continue_()
     expect(page.locator(".attribute-row").nth(1).get_by_label("Value")).to_have_value("77")
     page.get_by_test_id("edit-cancel").click()
     row(page, "i/01.png").get_by_test_id("edit-item").click()
-    received(page, held, 3)
+    received(page, pending, 3)
     page.get_by_test_id("gallery").select_option("zdepot")
     expect(rows(page)).to_have_count(3)
     with page.expect_response("**/galleries/shop"):
-        held[2].continue_()
+        pending[2].continue_()
     expect(page.get_by_test_id("edit")).to_be_hidden()
     shop.shop.client.delete("/galleries/zdepot")
 
@@ -327,7 +329,7 @@ def test_an_answer_that_fails_can_be_asked_for_again(page: Page, allowed: list[s
     expect(page.get_by_test_id("error")).to_be_hidden()
 
 
-def test_the_status_says_where_probabilities_come_from_or_why_there_are_none(page: Page) -> None:
+def test_the_status_shows_where_probabilities_come_from_or_why_there_are_none(page: Page) -> None:
     page.get_by_test_id("to-status").click()
     found = page.get_by_test_id("status-calibration")
     expect(found).to_contain_text("Give items an attribute `product` or `class`")

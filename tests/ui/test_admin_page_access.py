@@ -1,4 +1,4 @@
-"""Everybody can use the admin page: axe-core, keyboard alone, any width, light and dark."""
+"""Everybody can use the admin page: axe-core, keyboard only, any width, light and dark."""
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
@@ -82,7 +82,7 @@ def with_jobs(page: Page) -> None:
     expect(page.get_by_test_id("job-log")).to_contain_text("step")
 
 
-def test_items_dialogs_and_pictures_to_add_have_no_violation(
+def test_items_dialogs_and_images_to_add_have_no_violation(
     open_view: OpenPage, shop: AdminShop
 ) -> None:
     page = open_view("items")
@@ -96,7 +96,7 @@ def test_items_dialogs_and_pictures_to_add_have_no_violation(
     assert violations(page, "dialog[open]") == []
     page.keyboard.press("Escape")
     page.get_by_test_id("to-add").click()
-    drop(page, ("i/00.png", shop.pictures[0]), ("broken.png", b"no picture"))
+    drop(page, ("i/00.png", shop.images[0]), ("broken.png", b"no image"))
     page.get_by_test_id("queue-key").first.fill("i/00.png")
     assert violations(page) == []
     page.get_by_test_id("queue-send").click()
@@ -140,7 +140,7 @@ def test_the_key_form_and_the_empty_gallery_have_no_violation(
         page.keyboard.press("Enter")
         expect(page.get_by_test_id("error-detail")).to_contain_text("not known")
         assert violations(page) == []
-    name = "a-gallery-with-a-name-that-goes-on-and-on"
+    name = "a-gallery-with-a-very-long-name-of-words"
     shop.stock(name, count=0)
     page = open_admin(f"/admin?gallery={name}")
     expect(page.get_by_test_id("items-empty")).to_be_visible()
@@ -150,6 +150,8 @@ def test_the_key_form_and_the_empty_gallery_have_no_violation(
 
 
 def test_a_phone_has_large_targets_and_no_violation(open_view: OpenPage, shop: AdminShop) -> None:
+    linked = open_view("galleries", **PHONE)
+    expect(linked.get_by_test_id("to-galleries")).to_be_in_viewport(ratio=0.9)
     page = open_view("items", **PHONE)
     page.get_by_test_id("pick").first.check()
     targets = SMALL_TARGETS.replace("input", "input:not([type=checkbox])", 1)
@@ -160,7 +162,7 @@ def test_a_phone_has_large_targets_and_no_violation(open_view: OpenPage, shop: A
     assert page.evaluate(targets) == []
     page.get_by_test_id("edit-cancel").tap()
     page.get_by_test_id("to-add").tap()
-    drop(page, ("new.png", shop.pictures[0]))
+    drop(page, ("new.png", shop.images[0]))
     assert page.evaluate(targets) == []
     for view in ("status", "galleries"):
         page.get_by_test_id(f"to-{view}").tap()
@@ -176,7 +178,7 @@ def test_nothing_scrolls_sideways_at_any_width(open_view: OpenPage, shop: AdminS
     expect(rows(page).first).to_be_visible()
     assert too_wide(page) == []
     page.get_by_test_id("to-add").click()
-    drop(page, (f"{'long-name' * 12}.png", shop.pictures[0]))
+    drop(page, (f"{'long-name' * 12}.png", shop.images[0]))
     assert too_wide(page) == []
     for view in ("status", "galleries"):
         page.get_by_test_id(f"to-{view}").click()
@@ -188,7 +190,7 @@ def test_nothing_scrolls_sideways_at_any_width(open_view: OpenPage, shop: AdminS
     assert too_wide(page) == []
 
 
-def test_the_keyboard_alone_edits_deletes_and_skips_to_the_view_and_no_request_leaves_the_service(
+def test_the_keyboard_alone_edits_deletes_and_skips_to_the_view_without_foreign_requests(
     open_view: OpenPage, shop: AdminShop
 ) -> None:
     page = open_view("items")

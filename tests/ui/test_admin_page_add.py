@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import Page, Route, expect
 
 from tests.support.admin_page import AdminShop, added, drop, fill_row
-from tests.support.page_browser import FOCUSED, OpenPage, holding, received
+from tests.support.page_browser import FOCUSED, OpenPage, intercept, received
 
 pytestmark = pytest.mark.browser
 
@@ -25,15 +25,15 @@ def send(page: Page) -> list[str]:
     return added(page)
 
 
-def test_dropped_pictures_are_added_under_names_that_differ_with_common_attributes(
+def test_dropped_images_are_added_under_different_names_with_common_attributes(
     page: Page, shop: AdminShop
 ) -> None:
     page.get_by_test_id("attributes-add-row").first.click()
     fill_row(page, 0, "season", "text", "summer")
     page.get_by_test_id("attributes-add-row").first.click()
     fill_row(page, 1, "price", "number", "5")
-    drop(page, *((f"new-{n}.png", shop.pictures[n]) for n in (0, 1, 1)))
-    expect(page.get_by_test_id("queue-title")).to_have_text("3 pictures to add")
+    drop(page, *((f"new-{n}.png", shop.images[n]) for n in (0, 1, 1)))
+    expect(page.get_by_test_id("queue-title")).to_have_text("3 images to add")
     page.get_by_test_id("queue-send").click()
     expect(page.get_by_test_id("queue-error")).to_contain_text("have the key new-1.png")
     assert page.evaluate(FOCUSED) == "queue-key"
@@ -46,12 +46,12 @@ def test_dropped_pictures_are_added_under_names_that_differ_with_common_attribut
     assert shop.attributes("new-1.png2") == {"season": "summer", "price": 5}
 
 
-def test_each_result_is_told_and_a_failed_picture_fails_alone(page: Page, shop: AdminShop) -> None:
+def test_each_result_is_shown_and_only_the_broken_image_fails(page: Page, shop: AdminShop) -> None:
     attributes = '{"colour": "red", "price": 0, "sale": true}'
     page.get_by_test_id("attributes-json").first.click()
     page.get_by_test_id("attributes-text").first.fill(attributes)
-    drop(page, ("0.png", shop.pictures[0]), ("1.png", shop.pictures[7]), ("x.png", b"no picture"))
-    drop(page, ("new.png", shop.pictures[5]))
+    drop(page, ("0.png", shop.images[0]), ("1.png", shop.images[7]), ("x.png", b"no image"))
+    drop(page, ("new.png", shop.images[5]))
     page.get_by_test_id("queue-key").nth(0).fill("i/00.png")
     page.get_by_test_id("queue-key").nth(1).fill("i/01.png")
     states = send(page)
@@ -67,7 +67,7 @@ def test_each_result_is_told_and_a_failed_picture_fails_alone(page: Page, shop: 
     assert page.evaluate(FOCUSED) == "add-pick"
 
 
-def test_picked_pictures_can_have_their_own_attributes_and_wait_for_a_busy_service(
+def test_picked_images_can_have_their_own_attributes_and_wait_for_a_busy_service(
     page: Page, shop: AdminShop, allowed: list[str]
 ) -> None:
     allowed.append("503")
@@ -81,7 +81,7 @@ def test_picked_pictures_can_have_their_own_attributes_and_wait_for_a_busy_servi
 
     page.route("**/items", refuse_once)
     files: list[Any] = [
-        {"name": f"own-{n}.png", "mimeType": "image/png", "buffer": shop.pictures[n]}
+        {"name": f"own-{n}.png", "mimeType": "image/png", "buffer": shop.images[n]}
         for n in range(2)
     ]
     page.get_by_test_id("add-files").set_input_files(files)
@@ -96,7 +96,7 @@ def test_picked_pictures_can_have_their_own_attributes_and_wait_for_a_busy_servi
     assert shop.attributes("own-1.png") == {"season": "winter"}
 
 
-def test_many_pictures_are_sent_in_parts_and_can_be_stopped(page: Page, shop: AdminShop) -> None:
+def test_many_images_are_sent_in_batches_and_can_be_stopped(page: Page, shop: AdminShop) -> None:
     asked: list[Route] = []
 
     def hold_the_second(route: Route) -> None:
@@ -105,7 +105,7 @@ def test_many_pictures_are_sent_in_parts_and_can_be_stopped(page: Page, shop: Ad
         asked.append(route)
 
     page.route("**/items", hold_the_second)
-    drop(page, *((f"many-{n:02d}.png", shop.pictures[n % 12]) for n in range(20)))
+    drop(page, *((f"many-{n:02d}.png", shop.images[n % 12]) for n in range(20)))
     page.get_by_test_id("queue-send").click()
     expect(page.get_by_test_id("queue-state").nth(7)).to_have_text("Added")
     page.get_by_test_id("queue-stop").click()
@@ -119,26 +119,26 @@ def test_many_pictures_are_sent_in_parts_and_can_be_stopped(page: Page, shop: Ad
     assert len(shop.keys(key_prefix="many-")) == 20
 
 
-def test_pictures_that_come_while_others_are_sent_wait_for_their_turn(
+def test_images_that_are_dropped_while_others_are_sent_stay_in_the_list(
     page: Page, shop: AdminShop
 ) -> None:
-    held = holding(page, "**/galleries/shop/items", times=1)
-    drop(page, ("n0.png", shop.pictures[0]))
+    pending = intercept(page, "**/galleries/shop/items", times=1)
+    drop(page, ("n0.png", shop.images[0]))
     page.get_by_test_id("queue-send").click()
     expect(page.get_by_test_id("queue-stop")).to_be_visible()
-    received(page, held, 1)
-    drop(page, ("n1.png", shop.pictures[1]))
+    received(page, pending, 1)
+    drop(page, ("n1.png", shop.images[1]))
     expect(page.get_by_test_id("queue-row")).to_have_count(2)
-    held[0].continue_()
+    pending[0].continue_()
     assert added(page)[0] in {"Added", "Unchanged"}
     assert send(page)[1] == "Added"
     assert shop.keys(key_prefix="n") == ["n0.png", "n1.png"]
 
 
-def test_a_gallery_that_cannot_be_changed_says_so(page: Page) -> None:
+def test_a_read_only_gallery_is_shown_as_such(page: Page) -> None:
     closed = {"name": "shop", "size": 2, "bundle_id": "b", "writable": False, "managed": False}
     answer = {"bundle_id": "b", "galleries": [closed]}
     page.route("**/galleries", lambda route: route.fulfill(json=answer))
     page.reload()
-    expect(page.get_by_test_id("add-closed")).to_contain_text("cannot be changed here")
+    expect(page.get_by_test_id("add-closed")).to_contain_text("shop is read-only")
     expect(page.get_by_test_id("add-pick")).to_be_disabled()

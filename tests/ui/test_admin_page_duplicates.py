@@ -17,7 +17,7 @@ pytestmark = pytest.mark.browser
 def test_groups_are_shown_and_one_of_each_is_deleted_after_a_question(
     open_admin: OpenPage, shop: AdminShop, allowed: list[str]
 ) -> None:
-    allowed.append("404")  # the picture of an item that was deleted while it was being fetched
+    allowed.append("404")  # the image of an item that was deleted while it was being fetched
     allowed.append("ERR_FAILED")
     shop.stock(count=0)
     products = {f"p{n}": encoded(picture(n)) for n in range(4)}
@@ -27,8 +27,8 @@ def test_groups_are_shown_and_one_of_each_is_deleted_after_a_question(
     groups, text = page.get_by_test_id("near-group"), page.get_by_test_id("duplicates-text")
     assert violations(page) == []
     least = page.get_by_test_id("near-least")
-    expect(least).to_be_empty()  # the gallery says what is near
-    page.get_by_test_id("near-look").click()
+    expect(least).to_be_empty()  # the gallery has a default
+    page.get_by_test_id("near-find").click()
     expect(groups).to_have_count(2)
     expect(text).to_contain_text("2 groups with 4 items")
     expect(text).to_contain_text("the default of this gallery")
@@ -75,7 +75,7 @@ def test_a_score_below_the_default_is_obeyed_without_buttons_and_errors_stay_in_
     assert violations(page) == []
     least.fill("")
     page.route("**/duplicates?*", lambda route: route.abort())
-    page.get_by_test_id("near-look").click()
+    page.get_by_test_id("near-find").click()
     expect(page.get_by_test_id("error")).to_be_visible()
     expect(text).to_be_empty()
     expect(page.get_by_test_id("duplicates-warning")).to_be_hidden()
@@ -94,12 +94,12 @@ def test_all_but_one_of_a_group_are_deleted_and_never_the_last_one(
     shop.shop.put(copies, "shop", product="c")
     shop.shop.put({"d0": encoded(picture(5)), "d1": encoded(picture(5))}, "shop", product="d")
     page = open_admin("/admin?gallery=shop#duplicates", reduced_motion="reduce")
-    page.get_by_test_id("near-look").click()
+    page.get_by_test_id("near-find").click()
     groups = page.get_by_test_id("near-group")
     expect(groups).to_have_count(2)
     expect(groups.last.get_by_test_id("near-only")).to_have_count(0)
     shop.shop.client.delete("/galleries/shop/items", params={"key": "d1"}).raise_for_status()
-    groups.last.get_by_test_id("near-delete").first.click()  # of d0, whose copy has just gone
+    groups.last.get_by_test_id("near-delete").first.click()  # of d0, whose copy was just deleted
     page.get_by_test_id("confirm-yes").click()
     expect(page.get_by_test_id("error")).to_contain_text("Nothing was removed")
     assert set(shop.keys()) == {*copies, "d0"}
@@ -124,7 +124,7 @@ def test_items_that_name_different_products_are_deleted_one_at_a_time(
     for product in "abc":
         shop.shop.put({f"shoe {product}": encoded(picture(1))}, "shop", product=product)
     page = open_admin("/admin?gallery=shop#duplicates", reduced_motion="reduce")
-    page.get_by_test_id("near-look").click()
+    page.get_by_test_id("near-find").click()
     group = page.get_by_test_id("near-group")
     expect(group).to_contain_text("These items have different values of product.")
     expect(group.get_by_test_id("near-delete")).to_have_count(3)
@@ -132,7 +132,7 @@ def test_items_that_name_different_products_are_deleted_one_at_a_time(
     assert violations(page) == []
 
 
-def test_a_gallery_without_a_calibration_is_looked_through_and_a_crowd_has_no_buttons(
+def test_a_gallery_without_a_calibration_is_searched_for_duplicates_and_a_cluster_has_no_buttons(
     browser: Browser, tmp_path: Path, allowed: list[str]
 ) -> None:
     market = start_shop(tmp_path)
@@ -145,12 +145,12 @@ def test_a_gallery_without_a_calibration_is_looked_through_and_a_crowd_has_no_bu
         with opening(browser, str(market.client.base_url), None, allowed) as open_it:
             for settings in sizes:
                 page = open_it("/admin?gallery=shop#duplicates", **settings)
-                page.get_by_test_id("near-look").click()
-                crowd = page.get_by_test_id("near-crowd")
-                expect(crowd).to_contain_text("32 items, 86% of the gallery")
-                expect(crowd).to_contain_text("placeholder")
-                expect(crowd.get_by_test_id("near-item")).to_have_count(6)
-                expect(crowd.locator("button")).to_have_count(0)
+                page.get_by_test_id("near-find").click()
+                cluster = page.get_by_test_id("near-cluster")
+                expect(cluster).to_contain_text("32 items, 86% of the gallery")
+                expect(cluster).to_contain_text("placeholder")
+                expect(cluster.get_by_test_id("near-item")).to_have_count(6)
+                expect(cluster.locator("button")).to_have_count(0)
                 expect(page.get_by_test_id("near-delete")).to_have_count(2)
                 expect(page.get_by_test_id("error")).to_be_hidden()
                 assert violations(page) == []

@@ -92,7 +92,7 @@ def test_the_model_is_compared_first_and_put_in_place_by_hand(page: Page, shop: 
     start(page, "rebuild", bundle_id=shop.new.bundle_id, swap="never")
     ended(page, "done")
     detail = page.get_by_test_id("job-detail")
-    expect(detail.get_by_test_id("job-step")).to_contain_text("waits to be put in place")
+    expect(detail.get_by_test_id("job-step")).to_contain_text("ready to be put in place")
     expect(detail.get_by_test_id("report-gate")).to_contain_text("Good enough")
     table = detail.get_by_test_id("report-table")
     expect(table.locator("thead")).to_contain_text("Difference")
@@ -138,7 +138,7 @@ def test_a_training_shows_progress_and_a_log_that_follows_and_is_cancelled(page:
     page.get_by_test_id("confirm-yes").click()
     ended(page, "cancelled")
     page.get_by_test_id("to-status").click()
-    expect(page.get_by_test_id("status-feedback")).to_contain_text("Called wrong")
+    expect(page.get_by_test_id("status-feedback")).to_contain_text("Marked wrong")
     page.get_by_test_id("to-jobs").click()
     expect(page.get_by_test_id("to-jobs")).to_have_text("Jobs")
     expect(detail.get_by_test_id("job-resume")).to_be_visible()
@@ -202,7 +202,7 @@ def test_a_refused_gallery_has_one_verdict_the_figures_that_decided_and_no_tempt
     detail = page.get_by_test_id("job-detail")
     expect(detail.get_by_test_id("job-state")).to_have_text("refused")
     expect(page.get_by_test_id("job").get_by_test_id("job-state")).to_have_text("refused")
-    expect(detail.get_by_test_id("job-step")).to_contain_text("The old one stays in place")
+    expect(detail.get_by_test_id("job-step")).to_contain_text("The old version stays in place")
     decided = detail.get_by_test_id("report-golden")
     expect(decided).to_be_visible()
     for figure in ("51.79%", "35.71%", "-16.08 points"):
@@ -217,7 +217,7 @@ def test_a_refused_gallery_has_one_verdict_the_figures_that_decided_and_no_tempt
     assert log.evaluate("node => getComputedStyle(node, '::before').content") == (
         '"This job wrote nothing"'
     )
-    expect(detail.locator(".job-buttons .primary")).to_have_text("Keep the old one")
+    expect(detail.locator(".job-buttons .primary")).to_have_text("Keep the old version")
     detail.get_by_test_id("job-swap").click()
     page.get_by_test_id("confirm-no").click()
     assert not [line for line in asked if line.startswith("POST")]
@@ -232,24 +232,24 @@ def test_a_gallery_that_passed_is_put_in_place_by_the_main_button(page: Page) ->
     detail = page.get_by_test_id("job-detail")
     expect(detail.get_by_test_id("job-state")).to_have_text("done")
     expect(detail.get_by_test_id("report-table")).to_be_visible()
-    expect(detail.locator(".job-buttons .primary")).to_have_text("Put the new one in place")
+    expect(detail.locator(".job-buttons .primary")).to_have_text("Put the new version in place")
 
 
-def test_the_finished_log_of_a_rebuild_says_what_it_did(page: Page) -> None:
+def test_the_finished_log_of_a_rebuild_shows_its_steps(page: Page) -> None:
     start(page, "rebuild", swap="never")
     ended(page, "done")
     log = page.get_by_test_id("job-detail").get_by_test_id("job-log")
-    for said in ("embed pictures", "compare old and new", "good enough: recall@1"):
-        expect(log).to_contain_text(said)
+    for step in ("embed pictures", "compare old and new", "good enough: recall@1"):
+        expect(log).to_contain_text(step)
 
 
-def test_recalls_of_a_training_are_rounded_and_beside_those_before_it(page: Page) -> None:
+def test_recalls_of_a_training_are_rounded_and_shown_with_those_before_it(page: Page) -> None:
     figures = {"R@1": 200 / 3, "MAP@R": 11.456619, "density_pairs": 0.891141}
     training = {"figures": figures, "trunk": {"R@1": 61.0}, "epochs": [2, 2]}
     open_job(page, {"training": training, "swapped": True})
-    told = "on classes kept aside: R@1 66.7%, MAP@R 11.5%; before: R@1 61.0%."
+    recall = "on unseen classes: R@1 66.7%, MAP@R 11.5%; before: R@1 61.0%."
     expect(page.get_by_test_id("report-training")).to_have_text(
-        f"Trained for 2 of 2 rounds; {told}"
+        f"Trained for 2 of 2 epochs; {recall}"
     )
 
 
@@ -279,9 +279,7 @@ def test_jobs_are_started_from_forms_and_followed_to_their_end_or_refused_in_the
     expect(form.get_by_label("Name")).to_have_value("data.root")
 
 
-def test_where_there_is_nothing_to_choose_the_page_says_why_and_what_to_do(
-    page: Page, shop: JobShop
-) -> None:
+def test_without_options_the_page_shows_why_and_what_to_do(page: Page, shop: JobShop) -> None:
     def lacking(route: Route) -> None:
         known = route.fetch().json()
         assert {one["bundle_id"] for one in known["bundles"]} >= {shop.new.bundle_id}
@@ -289,10 +287,10 @@ def test_where_there_is_nothing_to_choose_the_page_says_why_and_what_to_do(
 
     page.route("**/jobs/options", lacking)
     page.reload()
-    for kind, says in (("rebuild", "put its bundle into"), ("train", "Install the extra")):
+    for kind, message in (("rebuild", "put its bundle into"), ("train", "Install the extra")):
         form = page.get_by_test_id(f"open-{kind}")
         form.locator("summary").click()
-        expect(form).to_contain_text(says)
+        expect(form).to_contain_text(message)
         expect(form.locator("form")).to_have_count(0)
 
 
@@ -310,8 +308,8 @@ def test_the_status_shows_the_index_the_model_and_readiness(page: Page, allowed:
     allowed.append("503")
     page.get_by_test_id("to-status").click()
     index = page.get_by_test_id("status-index")
-    expect(index).to_contain_text("Nothing to tidy up")
-    for term in ("Kind of index", "Added since", "Removed since", "recall", "Generation"):
+    expect(index).to_contain_text("No compaction needed")
+    for term in ("Kind of index", "Added since", "Removed since", "Recall", "Generation"):
         expect(index).to_contain_text(term)
     expect(page.get_by_test_id("status-model")).to_contain_text("CPUExecutionProvider")
     expect(page.get_by_test_id("status-attributes")).to_contain_text("class-0 (4)")
@@ -342,7 +340,7 @@ def test_the_status_shows_the_index_the_model_and_readiness(page: Page, allowed:
     expect(box).not_to_contain_text("Index of cups")
 
 
-def test_without_a_state_folder_there_are_no_jobs_and_the_page_says_why(
+def test_without_a_state_folder_there_are_no_jobs_and_the_page_shows_why(
     browser: Browser, start_service: StartService
 ) -> None:
     service = start_service(anonymous_scopes=("admin",))

@@ -9,13 +9,13 @@ from playwright.sync_api import Page, expect
 from tests.support.admin_page import FEW, AdminShop
 from tests.support.page_browser import (
     OpenPage,
-    holding,
+    intercept,
     judge,
     keys,
     received,
     search_with_card,
     send_files,
-    send_picture,
+    send_image,
     settled,
 )
 
@@ -32,14 +32,14 @@ def page(open_admin: OpenPage, shop: AdminShop) -> Page:
 
 
 def search(page: Page, shop: AdminShop) -> Any:
-    """Drop the picture of the first item; the service's answer, once it is shown."""
+    """Drop the image of the first item; the service's answer, once it is shown."""
     with page.expect_response("**/search") as answered:
-        send_picture(page, shop.pictures[0])
+        send_image(page, shop.images[0])
     settled(page)
     return answered.value.json()
 
 
-def test_a_picture_finds_itself_a_click_searches_with_a_result_and_its_link_shows_the_same(
+def test_an_image_finds_itself_a_click_searches_with_a_result_and_its_link_shows_the_same(
     page: Page, shop: AdminShop, open_admin: OpenPage
 ) -> None:
     asked: list[str] = []
@@ -48,10 +48,12 @@ def test_a_picture_finds_itself_a_click_searches_with_a_result_and_its_link_show
     page.get_by_test_id("k").select_option("10")
     answer = search(page, shop)
     expect(page.get_by_test_id("card")).to_have_count(answer["k"])
-    expect(page.get_by_test_id("key")).to_be_hidden()  # which is asked for after a refusal alone
+    expect(page.get_by_test_id("key")).to_be_hidden()  # which is requested only after a refusal
     assert answer["k"] == 10
     assert keys(page)[0] == "i/00.png"
-    assert float(page.get_by_test_id("score").first.inner_text()) == pytest.approx(1, abs=2e-3)
+    score = page.get_by_test_id("score").first
+    expect(score).to_have_text("1.00")
+    expect(score.locator("..")).to_contain_text("Similarity")  # not a share, so without a bar
     expect(page.get_by_test_id("probability")).to_have_count(0)  # no attribute names the product
     expect(page.get_by_test_id("chance")).to_be_hidden()
     first = page.get_by_test_id("card").first.locator("img")
@@ -76,10 +78,10 @@ def test_a_picture_finds_itself_a_click_searches_with_a_result_and_its_link_show
     assert keys(other) == keys(page)
 
 
-def test_a_click_finds_the_item_that_is_shown_in_a_gallery_that_was_made_again(
+def test_a_click_finds_the_item_that_is_shown_in_a_gallery_that_was_rebuilt(
     page: Page, shop: AdminShop, allowed: list[str]
 ) -> None:
-    allowed.append("404")  # pictures of the version before
+    allowed.append("404")  # images of the previous version
     search(page, shop)
     clicked = keys(page)[1]
     shop.stock(step=-1)
@@ -88,16 +90,16 @@ def test_a_click_finds_the_item_that_is_shown_in_a_gallery_that_was_made_again(
     assert clicked not in keys(page)
 
 
-def test_a_picture_before_the_list_of_galleries_searches_the_gallery_of_the_address(
+def test_an_image_before_the_list_of_galleries_searches_the_gallery_of_the_address(
     page: Page, shop: AdminShop
 ) -> None:
     shop.stock("aisle", count=0)  # the first of the list
-    held = holding(page, "**/galleries", times=1)
+    pending = intercept(page, "**/galleries", times=1)
     page.reload()
-    received(page, held, 1)
+    received(page, pending, 1)
     search(page, shop)
     expect(page.get_by_test_id("card")).to_have_count(12)
-    held[0].continue_()
+    pending[0].continue_()
     expect(page.get_by_test_id("gallery")).to_have_value("shop")
     expect(page.get_by_test_id("gallery-size")).to_have_text("12 items to search")
     shop.shop.client.delete("/galleries/aisle")
@@ -111,13 +113,13 @@ def test_a_click_finds_the_item_that_is_shown_while_another_gallery_is_awaited(
     search(page, shop)
     expect(page.get_by_test_id("card").nth(1)).to_be_visible()
     clicked = keys(page)[1]
-    held = holding(page, "**/search", times=1)
+    pending = intercept(page, "**/search", times=1)
     page.get_by_test_id("gallery").select_option("zdepot")
-    received(page, held, 1)
+    received(page, pending, 1)
     search_with_card(page, 1)
     expect(page.get_by_test_id("query-name")).to_have_text(clicked.split("/")[1])
     expect(page.get_by_test_id("score").first).to_have_text(re.compile(r"^(1\.00|0\.99)"))
-    assert clicked in keys(page), "it is not left out: it is one of the other gallery"
+    assert clicked in keys(page), "it is not excluded, since it belongs to the other gallery"
     shop.shop.client.delete("/galleries/zdepot")
 
 
@@ -163,7 +165,7 @@ def test_filters_groups_parts_likes_and_suggested_scores_of_the_real_service(
     expect(cards).to_have_count(8)
     page.get_by_test_id("group").select_option("colour")
     expect(page.get_by_test_id("group-value")).to_have_count(2)
-    expect(page.get_by_test_id("group-count").first).to_have_text("4 pictures")
+    expect(page.get_by_test_id("group-count").first).to_have_text("4 photos")
     page.get_by_test_id("clear-all").click()
     page.get_by_test_id("group").select_option("")
 
@@ -202,12 +204,12 @@ def test_what_the_service_refuses_is_explained_in_its_words_and_the_answer_stays
     answer["hits"] = answer["hits"][:3]
     for hit in answer[
         "hits"
-    ]:  # as if the gallery was built anew before the pictures were asked for
+    ]:  # as if the gallery had been rebuilt before the images were requested
         hit["image"] = f"/galleries/shop/items/{hit['id']}/image?version=000000000000"
     page.route("**/search", lambda route: route.fulfill(json=answer))
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    send_picture(page, shop.pictures[1])
+    send_image(page, shop.images[1])
     expect(page.get_by_test_id("card").locator("img.broken")).to_have_count(3)
     detail = page.get_by_test_id("error-detail")
     expect(detail).to_contain_text("This link is from version 000000000000 of gallery shop")

@@ -1,4 +1,4 @@
-"""Everybody can use the page: axe-core, keyboard alone, any width, light and dark, no motion."""
+"""Everybody can use the page: axe-core, keyboard only, any width, light and dark, no motion."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.support.page_browser import (
     judge,
     keys,
     send_files,
-    send_picture,
+    send_image,
     settled,
     tab_to,
     too_wide,
@@ -98,12 +98,12 @@ def test_a_batch_dialogs_errors_and_the_key_form_have_no_violation(
     assert too_wide(page) == []
     headers = {"Retry-After": "30"}
     page.route("**/search", lambda route: route.fulfill(status=503, headers=headers))
-    send_picture(page, fake_shop.galleries["shop"][0].data)
+    send_image(page, fake_shop.galleries["shop"][0].data)
     expect(page.get_by_test_id("error-retry")).to_be_disabled()
     assert violations(page) == []
     page.unroute("**/search")
     fake_shop.key = "kl_1_secret"
-    send_picture(page, fake_shop.galleries["shop"][0].data)
+    send_image(page, fake_shop.galleries["shop"][0].data)
     expect(page.get_by_test_id("key")).to_be_visible()
     assert violations(page) == []
 
@@ -187,7 +187,7 @@ def test_the_keyboard_alone_picks_searches_narrows_likes_and_skips(
     expect(summary).to_be_focused()
 
 
-def test_a_picture_is_pasted_from_a_checkbox_but_not_from_a_text_field(
+def test_an_image_is_pasted_from_a_checkbox_but_not_from_a_text_field(
     results: Page, fake_shop: Shop
 ) -> None:
     pasted = ("pasted.png", "image/png", fake_shop.galleries["shop"][1].data)
@@ -199,9 +199,9 @@ def test_a_picture_is_pasted_from_a_checkbox_but_not_from_a_text_field(
     send_files(results, pasted, how="paste", where=":focus")
     expect(results.get_by_test_id("query-name")).to_have_text("pasted.png")
     settled(results)
-    said = results.get_by_test_id("summary").inner_text()
-    assert "best 1.00" in said
-    expect(results.get_by_test_id("live")).to_contain_text(said)
+    text = results.get_by_test_id("summary").inner_text()
+    assert "best 1.00" in text
+    expect(results.get_by_test_id("live")).to_contain_text(text)
 
 
 def test_the_focus_is_always_visible(results: Page) -> None:
@@ -235,6 +235,6 @@ def test_the_colours_follow_the_system_until_one_is_chosen(open_shop: OpenPage) 
 def test_nothing_moves_for_those_who_want_no_motion(open_shop: OpenPage, fake_shop: Shop) -> None:
     page = opened(open_shop)
     page.route("**/search", lambda route: None)
-    send_picture(page, fake_shop.galleries["shop"][0].data)
+    send_image(page, fake_shop.galleries["shop"][0].data)
     expect(page.get_by_test_id("progress")).to_be_visible()
     assert page.evaluate("document.getAnimations().length") == 0

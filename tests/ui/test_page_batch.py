@@ -1,4 +1,4 @@
-"""Many pictures at once, and the camera."""
+"""Batches of images, and the camera."""
 
 import re
 from typing import Any
@@ -18,13 +18,13 @@ NO_CAMERA = """Object.defineProperty(navigator, "mediaDevices", { value: {
 PLAIN_HTTP = "Object.defineProperty(navigator, 'mediaDevices', { value: undefined });"
 
 
-def test_dropped_images_get_a_row_each_that_opens_and_a_failure_stays_alone(
+def test_dropped_images_get_a_row_each_that_opens_and_a_failure_affects_no_other(
     shop_page: Page, fake_shop: Shop, allowed: list[str]
 ) -> None:
     allowed.append("415")
     drop_many(shop_page, fake_shop, 6, broken=2)
     rows = shop_page.get_by_test_id("batch-row")
-    expect(shop_page.get_by_test_id("summary")).to_have_text("6 images: 5 answered, 1 failed")
+    expect(shop_page.get_by_test_id("summary")).to_have_text("6 photos: 5 answered, 1 failed")
     expect(rows).to_have_count(6)
     expect(rows.nth(2)).to_have_attribute("data-state", "failed")
     expect(rows.nth(2)).to_contain_text("The bytes are no image")
@@ -51,7 +51,7 @@ def test_a_batch_shows_its_progress_asks_four_at_a_time_and_works_on_behind_an_o
     settled(shop_page)
     shop_page.keyboard.press("Escape")
     shop_page.go_back()
-    expect(shop_page.get_by_test_id("summary")).to_have_text("14 images: 14 answered")
+    expect(shop_page.get_by_test_id("summary")).to_have_text("14 photos: 14 answered")
     expect(shop_page.get_by_test_id("results")).to_have_attribute("aria-busy", "false")
     expect(shop_page.get_by_test_id("progress")).to_be_hidden()
     assert 2 <= fake_shop.most_searches <= 4
@@ -95,7 +95,7 @@ def test_a_second_batch_ends_the_first_whose_rows_can_be_tried_again(
     drop_many(shop_page, fake_shop, 9)
     expect(shop_page.locator(".batch-row[data-state=done]").first).to_be_visible()
     drop_many(shop_page, fake_shop, 2)
-    expect(shop_page.get_by_test_id("summary")).to_have_text("2 images: 2 answered")
+    expect(shop_page.get_by_test_id("summary")).to_have_text("2 photos: 2 answered")
     shop_page.go_back()
     expect(shop_page.get_by_test_id("batch-row")).to_have_count(9)
     expect(shop_page.get_by_test_id("results")).to_have_attribute("aria-busy", "false")
@@ -125,7 +125,7 @@ def test_many_images_can_be_picked_and_filtered_together_by_a_busy_service(
         {"name": f"{n}.png", "mimeType": "image/png", "buffer": stock[n].data} for n in range(2)
     ]
     shop_page.get_by_test_id("file").set_input_files(files)
-    expect(shop_page.get_by_test_id("summary")).to_have_text("2 images: 2 answered")
+    expect(shop_page.get_by_test_id("summary")).to_have_text("2 photos: 2 answered")
     assert len(refused) == 1
     shop_page.get_by_role("checkbox", name="jar").check()
     for row in range(2):
@@ -133,32 +133,32 @@ def test_many_images_can_be_picked_and_filtered_together_by_a_busy_service(
     assert [wanted.filter for wanted in fake_shop.asked[-2:]] == [{"class": {"in": ["jar"]}}] * 2
 
 
-def test_several_pictures_can_be_one_search_whose_cards_say_which_of_them_they_are_like(
+def test_several_images_can_be_one_search_whose_cards_show_the_matching_one(
     shop_page: Page, fake_shop: Shop
 ) -> None:
     field = shop_page.get_by_test_id("combine-field")
     expect(field).to_be_hidden()
     drop_many(shop_page, fake_shop, 3)
-    expect(shop_page.get_by_test_id("summary")).to_have_text("3 images: 3 answered")
-    shop_page.get_by_label("Several pictures").select_option("best")
+    expect(shop_page.get_by_test_id("summary")).to_have_text("3 photos: 3 answered")
+    shop_page.get_by_label("Several photos").select_option("best")
     settled(shop_page)
     assert fake_shop.asked[-1].combine == "best"
     names, found = keys(shop_page)[:3], shop_page.get_by_test_id("found-with")
     assert sorted(names) == ["mug/000.png", "mug/001.png", "mug/002.png"]
-    assert found.all_inner_texts()[:3] == [f"Picture {int(name[4:7]) + 1}" for name in names]
+    assert found.all_inner_texts()[:3] == [f"Photo {int(name[4:7]) + 1}" for name in names]
     expect(found).to_have_count(20)
     card = shop_page.get_by_test_id("card-search").first
-    expect(card).to_have_attribute("aria-label", re.compile("found with picture [123]$"))
-    pictures = shop_page.get_by_test_id("query-pictures").get_by_role("img")
-    expect(pictures).to_have_count(3)
-    expect(pictures.nth(1)).to_have_attribute("alt", "Picture 2: 1.png")
+    expect(card).to_have_attribute("aria-label", re.compile("found with photo [123]$"))
+    photos = shop_page.get_by_test_id("query-images").get_by_role("img")
+    expect(photos).to_have_count(3)
+    expect(photos.nth(1)).to_have_attribute("alt", "Photo 2: 1.png")
     # The service takes neither votes nor another order with it.
     expect(shop_page.get_by_test_id("like")).to_have_count(0)
     expect(shop_page.get_by_test_id("order-field")).to_be_hidden()
     expect(shop_page.get_by_test_id("stage")).to_be_hidden()
     shop_page.get_by_test_id("where").first.click()
     number = int(names[0][4:7])
-    expect(shop_page.locator("#query-pictures li").nth(number).locator("canvas")).to_have_count(1)
+    expect(shop_page.locator("#query-images li").nth(number).locator("canvas")).to_have_count(1)
     expect(shop_page.get_by_test_id("heat")).to_have_count(2)
 
     shop_page.go_back()
@@ -168,7 +168,7 @@ def test_several_pictures_can_be_one_search_whose_cards_say_which_of_them_they_a
     settled(shop_page)
     shop_page.get_by_test_id("combine").focus()
     shop_page.get_by_test_id("combine").select_option("")
-    expect(shop_page.get_by_test_id("summary")).to_have_text("3 images: 3 answered")
+    expect(shop_page.get_by_test_id("summary")).to_have_text("3 photos: 3 answered")
     expect(shop_page.get_by_test_id("combine")).to_be_focused()
     shop_page.get_by_test_id("batch-open").first.click()
     settled(shop_page)
@@ -176,17 +176,17 @@ def test_several_pictures_can_be_one_search_whose_cards_say_which_of_them_they_a
     expect(shop_page.get_by_test_id("like")).to_have_count(20)
 
 
-def test_a_real_service_finds_each_picture_and_each_part_of_one_again(
+def test_a_real_service_finds_each_image_and_each_part_of_one_again(
     open_admin: OpenPage, shop: AdminShop
 ) -> None:
     shop.stock()
     page = open_admin("/#gallery=shop&k=2&combine=best")
     expect(page.get_by_test_id("sample")).not_to_have_count(0)
-    send_files(page, *((f"{n}.png", "image/png", shop.pictures[n]) for n in (3, 5)))
+    send_files(page, *((f"{n}.png", "image/png", shop.images[n]) for n in (3, 5)))
     settled(page)
     names, found = keys(page), page.get_by_test_id("found-with")
     assert sorted(names) == ["i/03.png", "i/05.png"]
-    assert found.all_inner_texts() == [f"Picture {1 + (n == 'i/05.png')}" for n in names]
+    assert found.all_inner_texts() == [f"Photo {1 + (n == 'i/05.png')}" for n in names]
     page.get_by_test_id("group").select_option("colour")
     expect(page.get_by_test_id("group-count")).to_have_count(2)
     expect(found).to_have_count(2)
@@ -196,12 +196,12 @@ def test_a_real_service_finds_each_picture_and_each_part_of_one_again(
     assert {*linked.get_by_test_id("found-with").all_inner_texts()} == {"Part 1", "Part 2"}
 
 
-def test_more_pictures_than_one_search_takes_are_refused_and_their_rows_are_still_there(
+def test_more_images_than_one_search_takes_are_refused_and_their_rows_are_still_there(
     shop_page: Page, fake_shop: Shop, allowed: list[str]
 ) -> None:
     allowed.append("422")
     drop_many(shop_page, fake_shop, 2)
-    expect(shop_page.get_by_test_id("summary")).to_have_text("2 images: 2 answered")
+    expect(shop_page.get_by_test_id("summary")).to_have_text("2 photos: 2 answered")
     refusal = {"title": "Too many", "detail": "Send at most 1."}
     shop_page.route("**/search", lambda route: route.fulfill(status=422, json=refusal))
     shop_page.get_by_test_id("combine").select_option("best")
@@ -210,7 +210,7 @@ def test_more_pictures_than_one_search_takes_are_refused_and_their_rows_are_stil
     expect(shop_page.get_by_test_id("combine")).to_have_value("")
 
 
-def test_the_camera_takes_a_picture_and_searches(open_shop: OpenPage) -> None:
+def test_the_camera_takes_a_photo_and_searches(open_shop: OpenPage) -> None:
     page = open_shop(permissions=["camera"])
     page.get_by_test_id("camera").click()
     expect(page.get_by_test_id("camera-dialog")).to_be_visible()
@@ -220,7 +220,7 @@ def test_the_camera_takes_a_picture_and_searches(open_shop: OpenPage) -> None:
     assert page.evaluate("document.getElementById('camera-video').srcObject") is None
 
 
-def test_a_blocked_camera_says_why_and_offers_a_file(open_shop: OpenPage) -> None:
+def test_a_blocked_camera_shows_why_and_offers_a_file(open_shop: OpenPage) -> None:
     page = open_shop(before=lambda page: page.add_init_script(NO_CAMERA))
     page.get_by_test_id("camera").click()
     expect(page.get_by_test_id("camera-text")).to_contain_text("The camera is blocked")

@@ -1,4 +1,4 @@
-"""Where a result matches: a toggle on each card, a heat map over both pictures."""
+"""Where a result matches: a toggle on each card, a heat map over both images."""
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
@@ -22,8 +22,8 @@ def heat(page: Page, where: str) -> Locator:
     return page.locator(f"{where} canvas")
 
 
-def place(layer: Locator, over: Locator) -> list[float]:
-    """left, top, width, height of a layer in fractions of what it lies over."""
+def position(layer: Locator, over: Locator) -> list[float]:
+    """left, top, width, height of a layer in fractions of the element below it."""
     inner, outer = layer.bounding_box(), over.bounding_box()
     assert inner is not None
     assert outer is not None
@@ -32,7 +32,7 @@ def place(layer: Locator, over: Locator) -> list[float]:
     return [left, top, inner["width"] / across, inner["height"] / down]
 
 
-def test_a_toggle_shows_the_regions_of_both_pictures_and_another_takes_its_place(
+def test_a_toggle_shows_the_regions_of_both_images_and_another_replaces_it(
     results: Page,
 ) -> None:
     toggles = results.get_by_test_id("where")
@@ -45,7 +45,7 @@ def test_a_toggle_shows_the_regions_of_both_pictures_and_another_takes_its_place
     assert heat(results, "#stage").evaluate(HEAT) == QUERY
     # The model sees the middle: here 0.8 of each side.
     middle = pytest.approx([0.1, 0.1, 0.8, 0.8], abs=0.02)
-    assert place(first.locator("canvas"), first.locator(".picture")) == middle
+    assert position(first.locator("canvas"), first.locator(".card-image")) == middle
 
     toggles.nth(2).click()
     expect(results.get_by_test_id("card").nth(2).locator("canvas")).to_have_count(1)
@@ -59,7 +59,7 @@ def test_a_toggle_shows_the_regions_of_both_pictures_and_another_takes_its_place
     expect(results.get_by_test_id("heat")).to_have_count(2)
     search_with_card(results, 1)
     expect(results.get_by_test_id("heat")).to_have_count(0)
-    results.get_by_test_id("where").first.click()  # asked with the picture of the item
+    results.get_by_test_id("where").first.click()  # sent with the image of the item
     expect(results.get_by_test_id("heat")).to_have_count(2)
 
 
@@ -76,10 +76,10 @@ def test_of_a_part_its_middle_is_covered(results: Page) -> None:
     side = 0.8 * 0.6 * min(box["width"], box["height"])
     across, down = side / box["width"], side / box["height"]
     expected = [(1 - across) / 2, (1 - down) / 2, across, down]
-    assert place(layer, stage) == pytest.approx(expected, abs=0.02)
+    assert position(layer, stage) == pytest.approx(expected, abs=0.02)
 
 
-def test_what_fails_is_told_and_a_model_without_a_map_has_no_toggle(
+def test_a_failure_is_shown_and_a_model_without_a_map_has_no_toggle(
     open_shop: OpenPage, fake_shop: Shop, results: Page, allowed: list[str]
 ) -> None:
     allowed.append("404")

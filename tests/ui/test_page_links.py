@@ -54,11 +54,11 @@ def test_a_link_holds_a_group_and_a_part_and_finds_its_item_by_the_key_after_a_r
     assert parse_qs(urlsplit(page.url).fragment)["item"] == ["6"]
 
 
-def test_a_link_to_what_is_gone_says_so(open_shop: OpenPage, allowed: list[str]) -> None:
+def test_a_link_to_a_removed_item_shows_a_message(open_shop: OpenPage, allowed: list[str]) -> None:
     allowed.append("404")
     page = open_shop("/#gallery=attic&item=99&key=none.png")
-    expect(page.get_by_test_id("notice-text")).to_contain_text("no gallery attic here")
-    expect(page.get_by_test_id("error-title")).to_have_text("The item is gone")
+    expect(page.get_by_test_id("notice-text")).to_contain_text("no gallery attic")
+    expect(page.get_by_test_id("error-title")).to_have_text("The item was removed")
 
 
 def test_a_broken_link_opens_the_start(open_shop: OpenPage) -> None:
@@ -72,18 +72,18 @@ def test_a_broken_link_opens_the_start(open_shop: OpenPage) -> None:
     expect(page.get_by_test_id("k")).to_have_value("20")
 
 
-def test_the_link_of_an_upload_says_gently_what_it_cannot_hold(
+def test_the_link_of_an_upload_notes_that_its_photo_is_missing(
     open_shop: OpenPage, fake_shop: Shop
 ) -> None:
     page = open_shop(permissions=["clipboard-read", "clipboard-write"])
     expect(page.get_by_test_id("sample")).to_have_count(8)
     drop_item(page, fake_shop, 0)
     page.get_by_test_id("copy-link").click()
-    expect(page.get_by_test_id("notice-text")).to_contain_text("Your picture stays in this browser")
+    expect(page.get_by_test_id("notice-text")).to_contain_text("stays in this browser")
     copied = page.evaluate("navigator.clipboard.readText()")
     assert copied == page.url
     other = open_shop(f"/#{urlsplit(copied).fragment}")
-    expect(other.get_by_test_id("notice-text")).to_contain_text("choose a picture")
+    expect(other.get_by_test_id("notice-text")).to_contain_text("Choose a photo")
     expect(other.get_by_test_id("error")).to_be_hidden()
 
 

@@ -1,5 +1,6 @@
 """Narrowing a search on the page: parts, likes, filters, groups, the minimum score."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -43,7 +44,7 @@ HEAR = """() => {
 
 
 def wait_for_crops(page: Page, shop: Shop, *expected: list[float]) -> None:
-    """Waits for a search with these boxes, each within 2% of the picture."""
+    """Waits for a search with these boxes, each within 2% of the image."""
     for _ in range(100):
         crops = shop.asked[-1].crop
         if len(crops) == len(expected) and np.allclose(crops, expected, rtol=0, atol=0.02):
@@ -54,7 +55,7 @@ def wait_for_crops(page: Page, shop: Shop, *expected: list[float]) -> None:
 
 
 def draw_with_mouse(page: Page, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """From one place of the query picture to another, both in fractions of it."""
+    """From one point of the query image to another, both in fractions of it."""
     left, top, width, height = box_of(page.get_by_test_id("stage"))
     page.mouse.move(left + start[0] * width, top + start[1] * height)
     page.mouse.down()
@@ -80,7 +81,7 @@ def test_boxes_drawn_with_the_mouse_are_one_search_moved_and_removed(
     wait_for_crops(results, fake_shop, [0.05, 0.05, 0.25, 0.25], [0.6, 0.6, 0.3, 0.3])
 
     results.get_by_test_id("min-score").fill("1")
-    expect(results.get_by_test_id("empty-title")).to_have_text("No match")
+    expect(results.get_by_test_id("summary")).to_have_text("No match")
     expect(results.get_by_test_id("empty-text")).to_contain_text("The closest item has a score of")
     results.get_by_test_id("empty-min").click()
     expect(results.get_by_test_id("card").filter(visible=True)).to_have_count(20)
@@ -149,7 +150,7 @@ def test_filters_come_from_the_attributes_and_their_chips_undo_them(
     expect(cards).to_have_count(2)
     where = {"colour": {"in": ["red"]}, "price": {"<=": 10}, "sale": False}
     assert fake_shop.asked[-1].filter == where
-    expect(chips).to_have_text(["colour: red", "price up to 10", "sale: no"])
+    expect(chips).to_have_text(["Colour: red", "Price up to 10", "Sale: no"])
 
     results.get_by_test_id("chip-remove").first.click()
     expect(option(results, "red")).not_to_be_checked()
@@ -168,7 +169,8 @@ def test_filters_come_from_the_attributes_and_their_chips_undo_them(
 def test_the_minimum_score_filters_without_a_request(results: Page, fake_shop: Shop) -> None:
     cards = results.get_by_test_id("card").filter(visible=True)
     before = len(fake_shop.asked)
-    scores = [float(text) for text in results.get_by_test_id("score").all_inner_texts()]
+    titles = [found.get_attribute("title") for found in results.get_by_test_id("score").all()]
+    scores = [float(title.removeprefix("Similarity ")) for title in titles if title]
     sure = results.get_by_test_id("probability").first.inner_text()
     expected = sum(score >= 0.8 for score in scores)
     assert 0 < expected < len(scores)
@@ -182,12 +184,12 @@ def test_the_minimum_score_filters_without_a_request(results: Page, fake_shop: S
     assert len(fake_shop.asked) == before
 
 
-def test_without_calibration_there_are_scores_alone(open_shop: OpenPage, fake_shop: Shop) -> None:
+def test_without_calibration_there_are_only_scores(open_shop: OpenPage, fake_shop: Shop) -> None:
     fake_shop.calibration = None
     page = open_shop()
     drop_item(page, fake_shop, 0)
     expect(page.get_by_test_id("probability")).to_have_count(0)
-    expect(page.locator(".score-bar")).to_have_count(0)  # a cosine is no share
+    expect(page.locator(".score-bar")).to_have_count(0)  # a cosine is not a share
     expect(page.get_by_test_id("chance")).to_be_hidden()
     expect(page.get_by_test_id("presets")).to_contain_text("100")  # they are of the bundle
     expect(page.locator("main")).not_to_contain_text("%")
@@ -215,13 +217,13 @@ def test_the_chance_that_no_result_is_right_is_prominent_from_one_half_on(
     expect(chance).to_be_hidden()
 
 
-def test_groups_show_their_best_picture_their_count_and_their_others(results: Page) -> None:
+def test_groups_show_their_best_image_their_count_and_their_others(results: Page) -> None:
     results.get_by_test_id("group").select_option("class")
     expect(results.get_by_test_id("card")).to_have_count(4)
     expect(results.get_by_test_id("summary")).to_contain_text("4 groups")
     expect(results.get_by_test_id("group-value").first).to_have_text("mug")
-    expect(results.get_by_test_id("group-count").first).to_have_text("6 pictures")
-    # Of the group and not of its best picture, or disjoint groups would have more than 100 %.
+    expect(results.get_by_test_id("group-count").first).to_have_text("6 photos")
+    # Of the group and not of its best image, or disjoint groups would have more than 100 %.
     sure = [
         int(text.rstrip(" %")) for text in results.get_by_test_id("probability").all_inner_texts()
     ]
@@ -234,6 +236,53 @@ def test_groups_show_their_best_picture_their_count_and_their_others(results: Pa
     expect(results.get_by_test_id("query-kind")).to_have_text("Searching with the item")
 
 
+def test_cards_show_a_currency_and_groups_name_the_attribute_that_an_item_lacks(
+    open_shop: OpenPage, fake_shop: Shop
+) -> None:
+    stock = [
+        replace(item, attributes={**item.attributes, "currency": "EUR", "unit_size": item.id % 12})
+        for item in fake_shop.galleries["shop"]
+    ]
+    few = {"class": "mug", "price": 7.5, "currency": "coins"}
+    fake_shop.galleries["shop"] = [*stock[:23], replace(stock[23], attributes=few)]
+    page = open_shop()
+    drop_item(page, fake_shop, 0)
+    first = page.locator('[data-key="mug/000.png"]')
+    expect(first.locator(".key-folder")).to_have_text("mug · red · €1.00")
+    first.locator("summary").click()
+    expect(first.locator("dt")).to_contain_text(["Class", "Colour", "Price", "Sale", "Unit size"])
+    page.get_by_label("Group by").select_option("Colour")
+    expect(page.get_by_test_id("group-value")).to_have_count(4)
+    lacking = page.get_by_test_id("card").filter(has_text="Without colour")
+    expect(lacking).to_contain_text("mug · 7.5 coins")
+    expect(lacking.get_by_test_id("group-count")).to_have_count(0)
+    expect(page.get_by_test_id("group-count").first).to_have_text("7+ photos")
+    expect(page.get_by_test_id("group-others").first.locator("summary")).to_contain_text("Next 6")
+
+
+def test_long_lists_of_values_show_how_many_more_there_are(
+    open_shop: OpenPage, fake_shop: Shop
+) -> None:
+    fake_shop.galleries["shop"] = [
+        replace(item, attributes={"brand": f"brand {item.id % 12:02d}"})
+        for item in fake_shop.galleries["shop"]
+    ]
+    page = open_shop("/#filter=" + json.dumps({"brand": {"in": ["brand 11"]}}))
+    drop_item(page, fake_shop, 0)
+    options = page.locator(".option").filter(visible=True)
+    expect(options).to_have_count(9)  # eight and the chosen one
+    more = page.get_by_test_id("filter-more")
+    expect(more).to_have_text("Show 3 more")
+    page.get_by_label("Find a value of Brand").fill("09")
+    expect(options).to_have_count(1)
+    expect(more).to_be_hidden()
+    page.get_by_label("Find a value of Brand").fill("")
+    more.click()
+    expect(options).to_have_count(12)
+    expect(option(page, "brand 08")).to_be_focused()
+    expect(more).to_be_hidden()
+
+
 def test_where_there_are_products_each_can_be_one_result_with_its_number_of_views(
     open_shop: OpenPage, fake_shop: Shop
 ) -> None:
@@ -244,7 +293,7 @@ def test_where_there_are_products_each_can_be_one_result_with_its_number_of_view
     page = open_shop()
     expect(page.get_by_test_id("sample")).to_have_count(8)
     drop_item(page, fake_shop, 0)
-    page.get_by_label("Group by").select_option("product: one result each")
+    page.get_by_label("Group by").select_option("Product (one result each)")
     expect(page.get_by_test_id("card")).to_have_count(5)
     expect(page.get_by_test_id("summary")).to_contain_text("5 products")
     expect(page.get_by_test_id("group-count").first).to_have_text("5 views")
@@ -255,7 +304,7 @@ def test_where_there_are_products_each_can_be_one_result_with_its_number_of_view
     expect(page.get_by_test_id("group-count")).to_have_text("4 views")
 
 
-def test_of_several_parts_the_best_can_count_and_the_cards_say_which(
+def test_of_several_parts_the_best_can_count_and_the_cards_show_which(
     results: Page, fake_shop: Shop, open_shop: OpenPage
 ) -> None:
     draw_with_mouse(results, (0.05, 0.05), (0.4, 0.4))
@@ -271,7 +320,7 @@ def test_of_several_parts_the_best_can_count_and_the_cards_say_which(
     settled(results)
     assert fake_shop.asked[-1].combine == "best"
     expect(results.get_by_test_id("chip")).to_have_count(0)
-    expect(results.get_by_test_id("notice")).to_contain_text("Likes, dislikes and another order")
+    expect(results.get_by_test_id("notice")).to_contain_text("Likes, dislikes and the order")
     found = results.get_by_test_id("found-with")
     expect(found).to_have_count(20)
     assert {*found.all_inner_texts()} <= {"Part 1", "Part 2"}
@@ -281,7 +330,7 @@ def test_of_several_parts_the_best_can_count_and_the_cards_say_which(
     wait_for_crops(results, fake_shop)
     expect(found).to_have_count(0)
     expect(results.get_by_test_id("like")).to_have_count(20)
-    expect(results.get_by_test_id("combine")).to_be_visible()  # the way out of the choice
+    expect(results.get_by_test_id("combine")).to_be_visible()  # to undo the choice
 
     item, parts = "item=6&key=box/006.png", "crop=0,0,0.5,1&crop=0.5,0,0.5,1"
     linked = open_shop(f"/#gallery=shop&combine=best&{item}&{parts}")
@@ -349,11 +398,11 @@ def test_likes_and_dislikes_refine_with_the_mouse_or_arrow_keys_and_l_and_chips_
     assert fake_shop.asked[-1].positive[0] == before[1]
 
 
-@pytest.mark.parametrize("kept", ["off", "pairs", "pictures"])
-def test_votes_are_sent_as_feedback_where_the_shop_wants_it_and_the_page_says_so(
-    kept: str, open_shop: OpenPage, fake_shop: Shop
+@pytest.mark.parametrize("mode", ["off", "pairs", "pictures"])
+def test_votes_are_sent_as_feedback_if_the_shop_wants_it_and_the_page_shows_a_note(
+    mode: str, open_shop: OpenPage, fake_shop: Shop
 ) -> None:
-    fake_shop.feedback = kept
+    fake_shop.feedback = mode
     page = open_shop()
     expect(page.get_by_test_id("sample")).to_have_count(8)
     drop_item(page, fake_shop, 0)
@@ -361,10 +410,10 @@ def test_votes_are_sent_as_feedback_where_the_shop_wants_it_and_the_page_says_so
     shown = {
         "off": "",
         "pairs": "sent to the shop, ",
-        "pictures": "sent to the shop with the picture",
+        "pictures": "sent to the shop with the photo",
     }
-    expect(note).to_contain_text(shown[kept])
-    expect(note).to_be_visible(visible=kept != "off")
+    expect(note).to_contain_text(shown[mode])
+    expect(note).to_be_visible(visible=mode != "off")
     liked, size = keys(page)[5], str(len(fake_shop.galleries["shop"][0].data))
     judge(page, "like", 5, chips=1)
     page.get_by_test_id("chip-remove").click()
@@ -372,12 +421,12 @@ def test_votes_are_sent_as_feedback_where_the_shop_wants_it_and_the_page_says_so
     settled(page)
     disliked = keys(page)[3]
     judge(page, "dislike", 3, chips=1)
-    picture = {"image": size} if kept == "pictures" else {}
+    image = {"image": size} if mode == "pictures" else {}
     sent = [
-        {"answer_id": "answer-1", "item": liked, "action": "clicked"} | picture,
-        {"answer_id": "answer-3", "item": disliked, "action": "wrong"} | picture,
+        {"answer_id": "answer-1", "item": liked, "action": "clicked"} | image,
+        {"answer_id": "answer-3", "item": disliked, "action": "wrong"} | image,
     ]
-    assert fake_shop.judged_items == ([] if kept == "off" else sent)
+    assert fake_shop.judged_items == ([] if mode == "off" else sent)
 
 
 @pytest.mark.parametrize("is_phone", [False, True])

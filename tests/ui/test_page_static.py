@@ -55,7 +55,7 @@ def test_every_resource_is_a_local_file_that_exists(page: Page) -> None:
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=short)
-def test_a_script_imports_from_its_folder_and_the_shared_one_alone(path: Path) -> None:
+def test_a_script_imports_only_from_its_folder_and_the_shared_one(path: Path) -> None:
     for line in path.read_text().splitlines():
         if line.startswith("import"):
             found = re.fullmatch(r'import .+ from "/ui/(\w+)/.+";', line)
@@ -112,7 +112,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_controls_stand_out_as_wcag_aa_wants_where_axe_looks_at_text_alone(scheme: str) -> None:
+def test_controls_stand_out_as_wcag_aa_wants_since_axe_checks_only_text(scheme: str) -> None:
     colours = schemes()[scheme]
     ratios = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in CONTROL_PAIRS}
     assert {pair: ratio for pair, ratio in ratios.items() if ratio < 3.0} == {}

@@ -1,4 +1,4 @@
-// Adding items: pictures that are dropped or picked, their keys and attributes, what became of each.
+// Adding items: images that are dropped or picked, their keys and attributes, and the result of each.
 
 import { AttributeEditor } from "/ui/admin/attributes.js";
 import { editAttributes, knownAttributes } from "/ui/admin/edit.js";
@@ -8,7 +8,7 @@ import { close } from "/ui/admin/work.js";
 import { problemOf } from "/ui/shared/alerts.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
 import { plural, valueText } from "/ui/shared/format.js";
-import { pictureOf } from "/ui/shared/pictures.js";
+import { imageOf } from "/ui/shared/images.js";
 
 const WORDS = {
   waiting: "Not sent yet",
@@ -51,14 +51,14 @@ function rowOf(entry) {
   edit.dataset.testid = "queue-edit";
   edit.append(element("span", { className: "sr-only", textContent: ` of ${entry.file.name}` }));
   edit.addEventListener("click", () => editEntry(entry));
-  const drop = element("button", { type: "button", className: "small", textContent: "Leave out" });
+  const drop = element("button", { type: "button", className: "small", textContent: "Remove" });
   drop.append(element("span", { className: "sr-only", textContent: ` ${entry.file.name}` }));
-  drop.addEventListener("click", () => leaveOut(entry));
+  drop.addEventListener("click", () => discard(entry));
   const state = element("p", { className: "queue-state" });
   state.dataset.testid = "queue-state";
   const text = element("div", { className: "queue-text" }, key, element("p", { className: "queue-attributes hint" }), state);
   const buttons = element("div", { className: "queue-buttons" }, edit, drop);
-  const row = element("li", { className: "queue-row" }, pictureOf(entry.url, ""), text, buttons);
+  const row = element("li", { className: "queue-row" }, imageOf(entry.url, ""), text, buttons);
   row.dataset.testid = "queue-row";
   return row;
 }
@@ -68,7 +68,7 @@ async function editEntry(entry) {
   show(entry);
 }
 
-function leaveOut(entry) {
+function discard(entry) {
   URL.revokeObjectURL(entry.url);
   const next = entry.row.nextElementSibling ?? entry.row.previousElementSibling;
   entry.row.remove();
@@ -84,8 +84,8 @@ function resultText() {
 
 function titleText() {
   const open = entries.filter(({ state }) => OPEN.includes(state)).length;
-  if (sending !== null) return `Sending ${plural(entries.length, "picture")}`;
-  return resultText() || `${plural(open, "picture")} to add`;
+  if (sending !== null) return `Sending ${plural(entries.length, "image")}`;
+  return resultText() || `${plural(open, "image")} to add`;
 }
 
 function showQueue() {
@@ -94,7 +94,7 @@ function showQueue() {
   ui["queue-form"].hidden = entries.length === 0;
   ui["queue-title"].textContent = titleText();
   ui["queue-send"].hidden = sending !== null || open.length === 0;
-  ui["queue-send"].textContent = isRetry ? "Try the failed ones again" : `Add ${plural(open.length, "picture")} to ${chosen()?.name}`;
+  ui["queue-send"].textContent = isRetry ? "Try the failed ones again" : `Add ${plural(open.length, "image")} to ${chosen()?.name}`;
   ui["queue-stop"].hidden = ui["queue-progress"].hidden = sending === null;
   ui["queue-clear"].hidden = sending !== null;
   ui["queue-progress"].max = entries.length;
@@ -123,13 +123,13 @@ function take(files) {
   announce(ui["queue-title"].textContent);
 }
 
-// What keeps the list from being sent, with the field to change; null if nothing does.
+// The first problem that prevents sending, with the field to change, or null.
 function faultIn(open) {
   const seen = new Set();
   for (const { key, row } of open) {
     const field = row.querySelector("input");
-    if (key.trim() === "") return { field, text: "A picture has no key." };
-    if (seen.has(key)) return { field, text: `Two pictures have the key ${key}. Change one of them.` };
+    if (key.trim() === "") return { field, text: "An image has no key." };
+    if (seen.has(key)) return { field, text: `Two images have the key ${key}. Change one of them.` };
     seen.add(key);
   }
   return null;
@@ -192,19 +192,19 @@ function acceptDrops() {
 
 const mayAdd = () => chosen()?.writable === true;
 
-// Shown again whenever another gallery is chosen.
+// Also called when another gallery is chosen.
 export async function showAdd() {
   const name = chosen()?.name;
   ui["add-closed"].hidden = mayAdd();
   ui["add-closed"].textContent = name
-    ? `${name} cannot be changed here. The service needs a folder of its own (--state DIR) and the right to write to the gallery's folder.`
+    ? `${name} is read-only. To change it, the service needs a state folder (--state DIR) and write access to the folder of the gallery.`
     : "There is no gallery yet. Create one first.";
   for (const button of ui["add-drop"].querySelectorAll("button")) button.disabled = !mayAdd();
   showQueue();
   editor.know(name ? await knownAttributes() : []);
 }
 
-// whenChanged() after items were added.
+// whenChanged() is called after items were added.
 export function startAdd(whenChanged) {
   onChanged = whenChanged;
   editor = new AttributeEditor(ui["add-attributes"]);

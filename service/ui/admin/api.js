@@ -1,12 +1,12 @@
-// What the admin page asks of the service, beyond what the search page asks.
+// The requests of the admin page that the search page does not send.
 
 import { bodyOf, galleryPath, getJson, Problem, request, sendJson } from "/ui/shared/api.js";
 
 const sent = async (method, url, content, signal) => bodyOf(await sendJson(method, url, content, signal));
 
-// Whether this tab may administer. Resolves to the reason why there are no jobs, or "".
-// Throws: Problem with `needsKey` where it may not.
-export async function knock() {
+// Checks that this tab has admin rights. Resolves to the reason why there are no jobs, or "".
+// Throws: Problem with `needsKey` without these rights.
+export async function checkAccess() {
   try {
     await getJson("/jobs?limit=1");
     return "";
@@ -16,7 +16,7 @@ export async function knock() {
   }
 }
 
-// The verdicts of readiness come with 200 and with 503.
+// The checks of readiness come with status 200 and with 503.
 export async function getReady() {
   try {
     return await getJson("/ready");
@@ -31,13 +31,13 @@ export const createGallery = (name, bundleId) =>
 
 export const deleteGallery = (name) => request(galleryPath(name), { method: "DELETE" });
 
-// entries: [{key, file, attributes}]. Resolves to what became of each, in their order.
+// entries: [{key, file, attributes}]. Resolves to the result of each, in their order.
 export async function putItems(gallery, entries, signal) {
   const form = new FormData();
   for (const { key, file, attributes } of entries) {
     form.append("image", file, file.name);
     form.append("key", key);
-    // Nothing entered keeps what an item under this key has.
+    // null keeps the attributes of an existing item with this key.
     form.append("attributes", Object.keys(attributes).length > 0 ? JSON.stringify(attributes) : "null");
   }
   return bodyOf(await request(`${galleryPath(gallery)}/items`, { method: "PUT", body: form, signal }));
@@ -47,7 +47,7 @@ export async function putItems(gallery, entries, signal) {
 export const patchItems = (gallery, changes) =>
   sent("PATCH", `${galleryPath(gallery)}/items`, { changes });
 
-// which: {keys} or {filter}; {keys, keep} fails if no item of `keep` is there. Resolves to
+// which: {keys} or {filter}. {keys, keep} fails if no item of `keep` exists. Resolves to
 // {removed, version}.
 export const deleteItems = (gallery, which) =>
   sent("POST", `${galleryPath(gallery)}/items/delete`, which);
@@ -67,7 +67,7 @@ export const findDuplicates = (gallery, wanted) =>
 
 export const listJobs = async (limit) => (await getJson(`/jobs?limit=${limit}`)).jobs;
 
-// The training jobs, data sets, weights and bundles that jobs can be given by name.
+// The training jobs, data sets, weights and bundles that a job can name.
 export const getJobOptions = () => getJson("/jobs/options");
 
 export const getLog = (id, offset) => getJson(`/jobs/${id}/log?offset=${offset}`);

@@ -1,7 +1,7 @@
-// The admin page: who may enter, which view is shown, which gallery it is about.
+// The admin page: access, the current view and the chosen gallery.
 
 import { startAdd, showAdd } from "/ui/admin/add.js";
-import { knock } from "/ui/admin/api.js";
+import { checkAccess } from "/ui/admin/api.js";
 import { startConfirm } from "/ui/admin/confirm.js";
 import { showDuplicates, startDuplicates } from "/ui/admin/duplicates.js";
 import { startEdit } from "/ui/admin/edit.js";
@@ -49,12 +49,15 @@ async function showView() {
   shown = name;
   for (const view of document.querySelectorAll(".view")) view.hidden = view.dataset.view !== name;
   for (const link of ui.views.querySelectorAll("a")) {
-    if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+    if (link.hash !== `#${name}`) link.removeAttribute("aria-current");
+    else {
+      link.setAttribute("aria-current", "page");
+      link.scrollIntoView({ block: "nearest", inline: "nearest" }); // on a phone the views scroll sideways
+    }
   }
   document.title = `${ui[`${name}-title`].textContent} · Kinlens admin`;
   if (isOther) {
-    hideError(); // it was about the view before
+    hideError(); // it is about the previous view
     ui[`${name}-title`].focus();
   }
   try {
@@ -74,7 +77,7 @@ async function refresh() {
   }
 }
 
-// After a job the gallery may have another generation, model and size.
+// A job may have changed the generation, model and size of the gallery.
 async function afterJob() {
   await refresh();
   if (shown === "jobs" && !isStarting()) await showStarts().catch(failed);
@@ -83,7 +86,7 @@ async function afterJob() {
 async function enter() {
   const isFirst = document.body.dataset.access === "asking" && !getKey();
   try {
-    state.noJobs = await knock();
+    state.noJobs = await checkAccess();
     await loadGalleries();
   } catch (error) {
     const problem = problemOf(error);

@@ -12,18 +12,18 @@ function checkedObject(text) {
   try {
     found = JSON.parse(text || "{}");
   } catch (error) {
-    throw new RangeError(`This is no JSON: ${error.message}.`);
+    throw new RangeError(`This must be valid JSON: ${error.message}.`);
   }
   if (found === null || typeof found !== "object" || Array.isArray(found)) {
     throw new RangeError('Write one object, such as {"colour": "red", "price": 5}.');
   }
   const isOne = (value) => ["string", "number", "boolean"].includes(typeof value);
   const wrong = Object.entries(found).find(([, value]) => !(Array.isArray(value) ? value.every(isOne) : isOne(value)));
-  if (wrong) throw new RangeError(`${wrong[0]} must be a text, a number, true or false, or a list of these.`);
+  if (wrong) throw new RangeError(`${wrong[0]} must be a string, a number, true or false, or a list of these.`);
   return found;
 }
 
-// Fields of one line would change these: several values, line breaks, and spaces around a name.
+// The fields of a row cannot show these: several values, line breaks, and spaces around a name.
 const needsJson = (attributes) =>
   Object.entries(attributes).some(([name, value]) => name !== name.trim() || Array.isArray(value) || /[\r\n]/.test(value));
 
@@ -42,15 +42,15 @@ function valueField(kind, value) {
 function readValue(name, kind, text) {
   if (kind === "boolean") return text === "true";
   if (kind === "text") return text;
-  if (text.trim() === "" || !Number.isFinite(Number(text))) throw new RangeError(`${name} needs a number.`);
+  if (text.trim() === "" || !Number.isFinite(Number(text))) throw new RangeError(`${name} must be a number.`);
   return Number(text);
 }
 
 let editors = 0;
 
-// An editor in `place`. `known` are the gallery's attributes: they suggest names and kinds.
+// An editor in `container`. `known`, the gallery's attributes, suggests names and kinds.
 export class AttributeEditor {
-  constructor(place) {
+  constructor(container) {
     editors += 1;
     this.names = element("datalist", { id: `attribute-names-${editors}` });
     this.rows = element("ul", { className: "attribute-rows" });
@@ -60,7 +60,7 @@ export class AttributeEditor {
     this.add = this.#button("add-row", () => this.#addRow("", "", true));
     this.turn = this.#button("json", () => this.#turn());
     const buttons = element("div", { className: "attribute-buttons" }, this.add, this.turn);
-    place.replaceChildren(this.names, this.rows, this.text, this.error, buttons);
+    container.replaceChildren(this.names, this.rows, this.text, this.error, buttons);
     this.show({}, []);
   }
 
@@ -77,13 +77,13 @@ export class AttributeEditor {
     else this.#showRows(attributes);
   }
 
-  // Other suggestions; what is being written stays.
+  // Replaces the suggestions and keeps the entered values.
   know(known) {
     this.kinds = new Map(known.map(({ name, kind }) => [name, kind]));
     this.names.replaceChildren(...known.map(({ name }) => element("option", { value: name })));
   }
 
-  // Throws: RangeError with what does not fit.
+  // Throws: RangeError that names the invalid attribute.
   read() {
     if (this.isJson) return checkedObject(this.text.value);
     const found = new Map();
@@ -91,7 +91,7 @@ export class AttributeEditor {
       const key = name.value.trim();
       if (key === "" && value.value === "") continue;
       if (key === "") throw new RangeError("An attribute has no name.");
-      if (found.has(key)) throw new RangeError(`${key} is there twice.`);
+      if (found.has(key)) throw new RangeError(`The attribute ${key} is listed twice.`);
       found.set(key, readValue(key, kind.value, value.value));
     }
     return Object.fromEntries(found);
@@ -143,7 +143,7 @@ export class AttributeEditor {
     label.setAttribute("list", this.names.id);
     const kind = element("select", { className: "attribute-kind", ariaLabel: "Kind" }, ...optionsOf(KINDS));
     const row = element("li", { className: "attribute-row" }, label, kind);
-    const place = (content) => {
+    const setValue = (content) => {
       const field = valueField(kind.value, content);
       field.classList.add("attribute-value");
       field.ariaLabel = "Value";
@@ -151,13 +151,13 @@ export class AttributeEditor {
       kind.after(field);
     };
     kind.value = kindOf(value);
-    place(value);
-    kind.addEventListener("change", () => place(row.querySelector(".attribute-value").value));
+    setValue(value);
+    kind.addEventListener("change", () => setValue(row.querySelector(".attribute-value").value));
     label.addEventListener("input", () => {
       const expected = this.kinds.get(label.value.trim());
       if (!expected || expected === kind.value || row.querySelector(".attribute-value").value !== "") return;
       kind.value = expected;
-      place("");
+      setValue("");
     });
     row.append(this.#removal(row));
     this.rows.append(row);

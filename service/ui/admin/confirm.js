@@ -1,4 +1,4 @@
-// Asks before something is lost.
+// Asks for confirmation before something is deleted.
 
 import { ui } from "/ui/shared/dom.js";
 
@@ -6,14 +6,14 @@ let answer = null;
 let typed = "";
 
 function done(isYes) {
-  const tell = answer;
+  const resolve = answer;
   answer = null;
   if (ui.confirm.open) ui.confirm.close();
-  tell?.(isYes);
+  resolve?.(isYes);
 }
 
-// Resolves to whether the reader said yes; not while another question is open. With `word`, only
-// after that has been typed.
+// Resolves to whether the user confirmed; false while another question is open. With `word`, the user
+// must type it first.
 export function confirmed({ title, text, action, word = "" }) {
   if (ui.confirm.open) return Promise.resolve(false);
   typed = word;

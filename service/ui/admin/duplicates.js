@@ -1,14 +1,14 @@
-// Groups of items that show one product, with buttons that delete all but one at most.
+// Groups of items that show one product, with buttons that delete all but one.
 
 import { deleteItems, findDuplicates } from "/ui/admin/api.js";
 import { confirmed } from "/ui/admin/confirm.js";
 import { chosen, state } from "/ui/admin/state.js";
 import { UNDO_TEXT, offerUndo } from "/ui/admin/undo.js";
-import { busily } from "/ui/admin/work.js";
+import { whileBusy } from "/ui/admin/work.js";
 import { element, ui } from "/ui/shared/dom.js";
 import { plural, someOf, valueText } from "/ui/shared/format.js";
 import { emptyView, toHash } from "/ui/shared/link.js";
-import { pictureOf } from "/ui/shared/pictures.js";
+import { imageOf } from "/ui/shared/images.js";
 
 const SHOWN = 50;
 let about = "";
@@ -23,18 +23,18 @@ function facts({ score, newest, same_content: isSame, attributes }) {
   return [element("span", { className: "state", textContent: "Newest" }), line];
 }
 
-// A group of one is none any more.
+// Removes deleted items from a group, and the group if fewer than two items remain.
 function forget(keys, group) {
   for (const row of group.querySelectorAll("li")) {
     if (keys.includes(row.dataset.key)) row.remove();
   }
-  const left = group.querySelectorAll("li");
-  if (left.length > 1) return left[0].querySelector("button").focus();
+  const rows = group.querySelectorAll("li");
+  if (rows.length > 1) return rows[0].querySelector("button").focus();
   group.remove();
   ui["duplicates-title"].focus();
 }
 
-// At least one item of the group stays, also if somebody else deletes another one meanwhile.
+// At least one item of the group stays, even if another user deletes others at the same time.
 async function remove(keys, button, group) {
   const { name } = state;
   const shown = [...group.querySelectorAll("li")].map(({ dataset }) => dataset.key);
@@ -46,11 +46,11 @@ async function remove(keys, button, group) {
     action: "Delete",
   });
   if (!isSure) return;
-  await busily(button, async () => {
+  await whileBusy(button, async () => {
     const { removed } = await deleteItems(name, { keys, keep });
     forget(keys, group);
     offerUndo(`${plural(removed, "item")} deleted.`, name, keys, async () => {
-      await Promise.all([onChanged(), state.name === name && look()]);
+      await Promise.all([onChanged(), state.name === name && find()]);
       ui["duplicates-title"].focus();
     });
     await onChanged();
@@ -64,7 +64,7 @@ function action(text, key, testId, extra = "") {
   return button;
 }
 
-// One at a time where the items name different products: one of them may be right.
+// Items of different products are deleted only one at a time: they may not be duplicates.
 function buttonsOf({ key }, items, group, areOne) {
   const drop = action("Delete", key, "near-delete", "danger");
   drop.addEventListener("click", () => remove([key], drop, group));
@@ -80,7 +80,7 @@ function buttonsOf({ key }, items, group, areOne) {
 function rowOf(item, ...more) {
   const { id, key, image } = item;
   const query = { kind: "item", id, key, gallery: state.name, crops: [] };
-  const link = element("a", { href: `/${toHash(emptyView(state.name), query)}`, className: "near-picture" }, pictureOf(image, ""));
+  const link = element("a", { href: `/${toHash(emptyView(state.name), query)}`, className: "near-image" }, imageOf(image, ""));
   link.ariaLabel = `Search with ${key}`;
   const name = element("p", { className: "near-key", textContent: key });
   const row = element("li", { className: "near-item" }, link, name, ...more);
@@ -96,10 +96,10 @@ function listOf(rows, testId, text, ...before) {
   return group;
 }
 
-// Too many items to be copies of a product: nothing to delete, something to find out.
-function crowdOf({ items, examples, detail }) {
+// A cluster is too large for copies of one product, so it has no delete buttons.
+function clusterOf({ items, examples, detail }) {
   const rows = examples.map((item) => rowOf(item));
-  return listOf(rows, "near-crowd", `${plural(items, "item")} that look alike`, element("p", { className: "verdict attention", textContent: detail }));
+  return listOf(rows, "near-cluster", `${plural(items, "item")} that look alike`, element("p", { className: "verdict attention", textContent: detail }));
 }
 
 function groupOf(items, canDelete, product) {
@@ -115,15 +115,15 @@ function groupOf(items, canDelete, product) {
   return group;
 }
 
-function textOf({ total, items, crowds, min_score: least, floor }) {
+function textOf({ total, items, crowds: clusters, min_score: least, floor }) {
   const source = least === floor.score ? ", the default of this gallery" : "";
   const near = `cosine at least ${least.toFixed(4)}${source}`;
-  if (total === 0 && crowds.length === 0) return `No two items are that near (${near}).`;
+  if (total === 0 && clusters.length === 0) return `No duplicates found (${near}).`;
   const rest = total > SHOWN ? `; the largest ${SHOWN} are shown` : "";
   return `${plural(total, "group")} with ${plural(items, "item")}, ${near}${rest}.`;
 }
 
-async function look() {
+async function find() {
   const least = ui["near-least"].value;
   clear();
   ui["duplicates-text"].textContent = "Comparing every item with its neighbours…";
@@ -135,7 +135,7 @@ async function look() {
     ui["duplicates-warning"].hidden = answer.warning === null;
     ui["duplicates-warning"].textContent = answer.warning ?? "";
     const groups = answer.groups.map((items) => groupOf(items, answer.warning === null, answer.floor.attribute));
-    ui.duplicates.replaceChildren(...answer.crowds.map(crowdOf), ...groups);
+    ui.duplicates.replaceChildren(...answer.crowds.map(clusterOf), ...groups);
     text = textOf(answer);
   } finally {
     if (about === name) ui["duplicates-text"].textContent = text;
@@ -148,19 +148,19 @@ function clear() {
   ui["duplicates-text"].textContent = "";
 }
 
-// What was found in another gallery goes.
+// Clears the groups of another gallery.
 export function showDuplicates() {
-  ui["near-look"].disabled = chosen() === null;
+  ui["near-find"].disabled = chosen() === null;
   if (about === state.name) return;
   about = "";
   clear();
 }
 
-// whenChanged() after items were deleted or came back.
+// whenChanged() is called after items were deleted or restored.
 export function startDuplicates(whenChanged) {
   onChanged = whenChanged;
   ui["near-form"].addEventListener("submit", (event) => {
     event.preventDefault();
-    busily(ui["near-look"], look);
+    whileBusy(ui["near-find"], find);
   });
 }

@@ -1,33 +1,33 @@
-// The dialog that edits the attributes of one item, or of one picture that waits to be added.
+// The dialog that edits the attributes of one item or of one image in the list to add.
 
 import { patchItems } from "/ui/admin/api.js";
 import { AttributeEditor } from "/ui/admin/attributes.js";
 import { describeChosen, state } from "/ui/admin/state.js";
-import { busily, failureText } from "/ui/admin/work.js";
+import { whileBusy, failureText } from "/ui/admin/work.js";
 import { ui } from "/ui/shared/dom.js";
-import { pictureOf } from "/ui/shared/pictures.js";
+import { imageOf } from "/ui/shared/images.js";
 
 let editor = null;
 let save = null;
 let answer = null;
 
 function changesBetween(before, after) {
-  const gone = Object.keys(before).filter((name) => !Object.hasOwn(after, name));
+  const removed = Object.keys(before).filter((name) => !Object.hasOwn(after, name));
   const other = Object.entries(after).filter(([name, value]) => JSON.stringify(before[name]) !== JSON.stringify(value));
-  return { ...Object.fromEntries(gone.map((name) => [name, null])), ...Object.fromEntries(other) };
+  return { ...Object.fromEntries(removed.map((name) => [name, null])), ...Object.fromEntries(other) };
 }
 
-// The attributes that the gallery knows; without them there are no suggestions.
+// The attributes of the gallery, as suggestions.
 export const knownAttributes = async () =>
   (await describeChosen().catch(() => null))?.attributes ?? [];
 
-// Resolves to whether `keep(attributes)` took them; not while another is edited.
+// Resolves to whether `keep(attributes)` succeeded; false while another item is edited.
 export async function editAttributes({ key, image, attributes }, keep) {
   const { name } = state;
   const known = await knownAttributes();
   if (ui.edit.open || name !== state.name) return false;
   ui["edit-title"].textContent = key;
-  ui["edit-picture"].replaceChildren(pictureOf(image, ""));
+  ui["edit-image"].replaceChildren(imageOf(image, ""));
   ui["edit-error"].textContent = "";
   editor.show(attributes, known);
   save = keep;
@@ -46,16 +46,16 @@ export function editItem(item) {
 }
 
 function done(isSaved) {
-  const tell = answer;
+  const resolve = answer;
   answer = null;
   if (ui.edit.open) ui.edit.close();
-  tell?.(isSaved);
+  resolve?.(isSaved);
 }
 
 async function submit(event) {
   event.preventDefault();
   ui["edit-error"].textContent = "";
-  await busily(
+  await whileBusy(
     ui["edit-save"],
     async () => {
       await save(editor.read());

@@ -1,10 +1,10 @@
-// Making and deleting galleries.
+// Creates and deletes galleries.
 
 import { createGallery, deleteGallery, getJobOptions } from "/ui/admin/api.js";
 import { confirmed } from "/ui/admin/confirm.js";
 import { choose, loadGalleries, modelChoice, state } from "/ui/admin/state.js";
 import { moment } from "/ui/admin/status.js";
-import { busily } from "/ui/admin/work.js";
+import { whileBusy } from "/ui/admin/work.js";
 import { showNotice } from "/ui/shared/alerts.js";
 import { element, optionsOf, ui } from "/ui/shared/dom.js";
 import { plural } from "/ui/shared/format.js";
@@ -14,14 +14,14 @@ const SHORT = 12;
 async function remove({ name, size }, button) {
   const isSure = await confirmed({
     title: `Delete the gallery ${name}?`,
-    text: `Its ${plural(size, "item")} and the pictures added here go with it. This cannot be undone.`,
+    text: `Its ${plural(size, "item")} and the images added here are deleted too. This cannot be undone.`,
     action: "Delete the gallery",
     word: name,
   });
   if (!isSure) return;
-  await busily(button, async () => {
+  await whileBusy(button, async () => {
     await deleteGallery(name);
-    showNotice(`${name} is deleted.`);
+    showNotice(`${name} was deleted.`);
     await loadGalleries();
     ui["galleries-title"].focus();
   });
@@ -43,9 +43,9 @@ function rowOf(gallery) {
   const notes = [
     plural(size, "item"),
     `model ${model.slice(0, SHORT)}`,
-    `made ${moment(created)}`,
-    ...(writable ? [] : ["cannot be changed here"]),
-    ...(managed ? [] : ["named when the service was started, so not deleted here"]),
+    `created ${moment(created)}`,
+    ...(writable ? [] : ["read-only"]),
+    ...(managed ? [] : ["set at the start of the service, so it cannot be deleted here"]),
   ];
   const text = element("div", { className: "gallery-text" }, element("h2", { textContent: name }));
   text.append(element("p", { className: "hint", textContent: notes.join(" · ") }));
@@ -58,7 +58,7 @@ export async function showGalleries() {
   ui["gallery-list"].replaceChildren(...state.galleries.map(rowOf));
   const { bundles } = state.noJobs ? { bundles: [] } : await getJobOptions();
   const chosenModel = ui["gallery-model"].value;
-  ui["gallery-model"].replaceChildren(...optionsOf([["", "That of the service"], ...bundles.map(modelChoice)]));
+  ui["gallery-model"].replaceChildren(...optionsOf([["", "The model of the service"], ...bundles.map(modelChoice)]));
   ui["gallery-model"].value = chosenModel;
   if (ui["gallery-model"].selectedIndex < 0) ui["gallery-model"].value = "";
 }
@@ -69,12 +69,12 @@ async function create() {
   state.name = name;
   await loadGalleries();
   choose(name);
-  showNotice(`${name} is there, still empty.`);
+  showNotice(`${name} was created. Add items to it.`);
 }
 
 export function startGalleries() {
   ui["gallery-form"].addEventListener("submit", (event) => {
     event.preventDefault();
-    busily(event.submitter ?? ui["gallery-form"], create);
+    whileBusy(event.submitter ?? ui["gallery-form"], create);
   });
 }

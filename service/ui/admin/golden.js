@@ -1,17 +1,17 @@
-// How the gallery does on the queries that its owner labelled: figures over time, the worst answers.
+// The golden set, labelled queries of the gallery: its figures over time and its wrong answers.
 
 import { listGolden, listGoldenRuns, runGolden } from "/ui/admin/api.js";
 import { chosen, state } from "/ui/admin/state.js";
 import { moment, table } from "/ui/admin/status.js";
-import { busily } from "/ui/admin/work.js";
+import { whileBusy } from "/ui/admin/work.js";
 import { galleryPath } from "/ui/shared/api.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
-import { plural, valueText } from "/ui/shared/format.js";
-import { pictureOf } from "/ui/shared/pictures.js";
+import { valueText } from "/ui/shared/format.js";
+import { imageOf } from "/ui/shared/images.js";
 
 const SHOWN_RUNS = 20;
-const HEAD = ["When", "Model", "Items", "First right", "In first 5", "In first 10", "MAP@R", "No match kept silent"];
-const EMPTY = "No query is labelled yet. Label photographs that customers send: kinlens-index golden add, or POST /galleries/NAME/golden.";
+const HEAD = ["When", "Model", "Items", "Recall@1", "Recall@5", "Recall@10", "MAP@R", "No-match precision"];
+const EMPTY = "There are no labelled queries yet. Label images that customers send, with kinlens-index golden add or POST /galleries/NAME/golden.";
 
 const part = (value) => (value === null ? "–" : `${(value * 100).toFixed(1)}%`);
 
@@ -27,16 +27,16 @@ function overTime(runs) {
   return element("div", { className: "panel-box golden-runs", tabIndex: 0, role: "region", ariaLabel: "Figures over time" }, made);
 }
 
-function basis({ judged, no_match: none, left_out: left, own_pictures: own, recall_at_1_interval: interval, threshold }) {
-  const texts = [`In the last run ${plural(judged, "photograph")} had a right item, ${none} had none.`];
-  if (interval) texts.push(`First right lies between ${part(interval[0])} and ${part(interval[1])} (95%).`);
+function basis({ judged, no_match: none, left_out: skipped, own_pictures: own, recall_at_1_interval: interval, threshold }) {
+  const texts = [`Last run: ${judged} queries with a right item, ${none} without.`];
+  if (interval) texts.push(`Recall@1 is between ${part(interval[0])} and ${part(interval[1])} (95% confidence).`);
   if (threshold !== null) texts.push(`A match is a score of ${threshold.toFixed(3)} or more.`);
-  if (left > 0) texts.push(`${left} were left out, as the list below says.`);
-  if (own > 0) texts.push(`${own} are pictures of items themselves, which find themselves.`);
+  if (skipped > 0) texts.push(`${skipped} were skipped; the list below shows why.`);
+  if (own > 0) texts.push(`${own} are the images of items and find themselves.`);
   return element("p", { className: "hint", textContent: texts.join(" ") });
 }
 
-const thumb = (link, alt) => element("div", { className: "thumb" }, pictureOf(link, alt));
+const thumb = (link, alt) => element("div", { className: "thumb" }, imageOf(link, alt));
 
 const wanted = ({ keys, attribute, value }) =>
   attribute === null ? keys.join(", ") || "no match" : `${attribute} = ${valueText(value)}`;
@@ -47,23 +47,24 @@ function worstRow(one, known, generation) {
   const row = element("li", { className: "panel-box golden-row" });
   row.dataset.testid = "golden-worst";
   if (known.has(query.sha256)) row.append(thumb(`${path}/golden/${query.sha256}/image?size=160`, `Query ${query.name}`));
-  const found = one.best_key === null ? "nothing" : `${one.best_key} (${one.best_score.toFixed(3)})`;
-  const place = one.rank === null ? "" : `; right at ${one.rank}`;
-  const text = element("div", { className: "golden-text" });
-  text.append(element("p", { textContent: `Wanted: ${wanted(query)}` }));
-  text.append(element("p", { className: "hint", textContent: one.problem || `Found first: ${found}${place}` }));
-  row.append(text);
   if (one.best_id !== null && generation === chosen()?.generation) {
     row.append(thumb(`${path}/items/${one.best_id}/image?version=${generation}&size=160`, `Found ${one.best_key}`));
   }
+  const found = one.best_key === null ? "nothing" : `${one.best_key} (${one.best_score.toFixed(3)})`;
+  const rank = one.rank === null ? "" : `; first right answer at rank ${one.rank}`;
+  const text = element("div", { className: "golden-text" });
+  text.append(element("p", { textContent: `Wanted: ${wanted(query)}` }));
+  text.append(element("p", { className: "hint", textContent: one.problem || `Found first: ${found}${rank}` }));
+  row.append(text);
   return row;
 }
 
 function worst({ worst: rows, generation }, queries) {
   const known = new Set(queries.map(({ sha256 }) => sha256));
-  if (rows.length === 0) return [element("p", { className: "verdict good", textContent: "Every query was answered right." })];
-  const list = element("ol", { className: "golden-list" }, ...rows.map((one) => worstRow(one, known, generation)));
-  return [element("h2", { textContent: "The worst answers of the last run" }), list];
+  const wrong = rows.filter(({ rank, problem }) => rank !== 1 || problem);
+  if (wrong.length === 0) return [element("p", { className: "verdict good", textContent: "The first answer to every query was right." })];
+  const list = element("ol", { className: "golden-list" }, ...wrong.map((one) => worstRow(one, known, generation)));
+  return [element("h2", { textContent: "Wrong answers of the last run" }), list];
 }
 
 function show(queries, runs, reason = EMPTY) {
@@ -88,9 +89,9 @@ export async function load() {
 }
 
 export function startGolden() {
-  ui["golden-run"].addEventListener("click", () => busily(ui["golden-run"], async () => {
+  ui["golden-run"].addEventListener("click", () => whileBusy(ui["golden-run"], async () => {
     await runGolden(state.name);
     await load();
-    announce("The golden set was run.");
+    announce("The run of the golden set is done.");
   }));
 }

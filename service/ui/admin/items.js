@@ -5,13 +5,13 @@ import { confirmed } from "/ui/admin/confirm.js";
 import { editItem } from "/ui/admin/edit.js";
 import { state } from "/ui/admin/state.js";
 import { UNDO_TEXT, offerUndo } from "/ui/admin/undo.js";
-import { busily, failed } from "/ui/admin/work.js";
+import { whileBusy, failed } from "/ui/admin/work.js";
 import { showNotice } from "/ui/shared/alerts.js";
 import { Problem, listItems } from "/ui/shared/api.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
 import { plural, someOf, valueText } from "/ui/shared/format.js";
 import { emptyView, toHash } from "/ui/shared/link.js";
-import { pictureOf } from "/ui/shared/pictures.js";
+import { imageOf } from "/ui/shared/images.js";
 
 const PAGE = 50;
 const selected = new Set();
@@ -55,13 +55,12 @@ function rowOf(item) {
   row.dataset.key = item.key;
   row.dataset.testid = "row";
   row.classList.toggle("selected", selected.has(item.key));
-  const picture = pictureOf(item.image, "");
   const query = { kind: "item", id: item.id, key: item.key, gallery: state.name, crops: [] };
-  const link = element("a", { href: `/${toHash(emptyView(state.name), query)}`, className: "thumb" }, picture);
+  const link = element("a", { href: `/${toHash(emptyView(state.name), query)}`, className: "thumb" }, imageOf(item.image, ""));
   link.ariaLabel = `Search with ${item.key}`;
   row.append(
     element("td", { className: "col-pick" }, tick(item.key, row)),
-    element("td", { className: "col-picture" }, link),
+    element("td", { className: "col-image" }, link),
     element("th", { scope: "row", className: "item-key", textContent: item.key }),
     element("td", { className: "item-attributes" }, attributeList(item.attributes)),
     element(
@@ -90,17 +89,17 @@ function showBulk() {
   ui["bulk-text"].textContent = selected.size > 0 ? `${plural(selected.size, "item")} selected` : "";
   ui["bulk-delete"].hidden = ui["bulk-clear"].hidden = selected.size === 0;
   ui["filter-delete"].hidden = !canDeleteFiltered;
-  ui["filter-delete"].textContent = `Delete all ${view.total.toLocaleString("en")} that fit the filter`;
+  ui["filter-delete"].textContent = `Delete all ${view.total.toLocaleString("en")} matching`;
 }
 
 function showEmpty() {
   const isNarrowed = view.prefix !== "" || view.filter !== "";
   ui["items-empty"].hidden = view.total > 0;
   ui["items-frame"].hidden = view.total === 0;
-  ui["items-empty-title"].textContent = isNarrowed ? "Nothing fits" : "This gallery is empty";
+  ui["items-empty-title"].textContent = isNarrowed ? "No matching items" : "This gallery is empty";
   ui["items-empty-text"].textContent = isNarrowed
-    ? "No item has such a key and fits the filter. Change one of them."
-    : "Add pictures, and they can be found at once.";
+    ? "No item matches the key and the filter. Change one of them."
+    : "Add images here. They can be found at once.";
   ui["items-empty-add"].hidden = isNarrowed;
 }
 
@@ -169,19 +168,19 @@ async function deleteKeys(keys, button) {
     text: `${someOf(keys)} will no longer be found in ${name}. ${UNDO_TEXT}`,
     action: "Delete",
   });
-  if (isSure) await busily(button, () => remove(name, { keys }));
+  if (isSure) await whileBusy(button, () => remove(name, { keys }));
 }
 
-// Asks for the count again: the list may be older than what is in the gallery now.
+// Asks for the count again: the gallery may have changed since the list was loaded.
 async function deleteFiltered() {
   const { name } = state;
   const { filter } = view;
-  await busily(ui["filter-delete"], async () => {
+  await whileBusy(ui["filter-delete"], async () => {
     const { total } = await listItems(name, { limit: 1, filter });
     if (name !== state.name) return;
     const isSure = await confirmed({
       title: `Delete ${plural(total, "item")}?`,
-      text: `All items of ${name} that fit ${filter} will be deleted. This page cannot undo it.`,
+      text: `All items of ${name} that match ${filter} will be deleted. This page cannot undo it.`,
       action: `Delete ${total.toLocaleString("en")}`,
     });
     if (isSure) await remove(name, { filter });
@@ -203,7 +202,7 @@ function find() {
   load().then(() => announce(ui["items-count"].textContent));
 }
 
-// Another gallery is seen from its first item on.
+// Starts at the first item, for another gallery.
 export function reset() {
   selected.clear();
   ui["key-search"].value = ui.filter.value = "";
@@ -212,7 +211,7 @@ export function reset() {
 }
 
 function pickAll() {
-  const isWanted = ui["pick-all"].checked; // each click below shows anew what is selected
+  const isWanted = ui["pick-all"].checked; // each click below changes this box
   for (const box of ui.rows.querySelectorAll("input")) {
     if (box.checked !== isWanted) box.click();
   }
@@ -225,7 +224,7 @@ function pickNone() {
   ui["pick-all"].focus();
 }
 
-// whenChanged() after items were deleted.
+// whenChanged() is called after items were deleted.
 export function startItems(whenChanged) {
   onChanged = whenChanged;
   ui.finder.addEventListener("submit", (event) => {

@@ -1,10 +1,10 @@
-// One job: how far it is, what it writes, what it found, and what can be done about it.
+// One job: its progress, log, report and buttons.
 
 import { changeJob, getLog } from "/ui/admin/api.js";
 import { confirmed } from "/ui/admin/confirm.js";
 import { isRefused, reportNodes } from "/ui/admin/report.js";
 import { moment } from "/ui/admin/status.js";
-import { busily, failed } from "/ui/admin/work.js";
+import { whileBusy, failed } from "/ui/admin/work.js";
 import { definitions, element, ui } from "/ui/shared/dom.js";
 
 export const KINDS = {
@@ -20,16 +20,16 @@ const MOST_CHARACTERS = 200_000;
 export const isActive = ({ state }) => ACTIVE.includes(state);
 export const titleOf = ({ kind, gallery }) => `${KINDS[kind] ?? kind}: ${gallery}`;
 
-// What it does, or what became of it beyond its state.
+// The current step of a job, or its outcome if the state does not show it.
 export function stepText(job) {
-  if (isRefused(job)) return "The old one stays in place";
+  if (isRefused(job)) return "The old version stays in place";
   if (job.became === "placed") return "Put in place by a swap";
-  if (job.became === "dropped") return "Dropped: a newer job has made another one since";
-  if (job.waits) return "The new one waits to be put in place";
+  if (job.became === "dropped") return "Discarded: a newer job made another version";
+  if (job.waits) return "The new version is ready to be put in place";
   return job.state === "succeeded" || job.state === "cancelled" ? "" : job.step;
 }
 
-// In one word, as the verdict of its report has it.
+// One word for the state, or "refused" if the gate refused the result.
 export const stateText = (job) => (isRefused(job) ? "refused" : (STATES[job.state] ?? job.state));
 
 export const stateBadge = (job) => {
@@ -47,16 +47,16 @@ export function progressOf(job) {
   return bar;
 }
 
-// `onChange(job)` gets what a button made of it.
+// onChange(job) is called with the job after a button changed it.
 export class JobPanel {
   constructor(onChange) {
-    Object.assign(this, { onChange, id: null, offset: 0, reading: false, told: "" });
+    Object.assign(this, { onChange, id: null, offset: 0, reading: false, shown: "" });
     this.title = element("h2", { id: "job-title" });
     this.close = element("button", { type: "button", className: "small", textContent: "Close" });
     this.close.addEventListener("click", () => this.hide());
     this.body = element("div", { className: "job-body" });
     this.buttons = element("div", { className: "buttons job-buttons" });
-    this.log = element("pre", { className: "log", tabIndex: 0, role: "region", ariaLabel: "What the job wrote" });
+    this.log = element("pre", { className: "log", tabIndex: 0, role: "region", ariaLabel: "Log of the job" });
     this.log.dataset.testid = "job-log";
     const details = element("details", { className: "log-box", open: true }, element("summary", { textContent: "Log" }), this.log);
     const head = element("div", { className: "job-head" }, this.title, this.close);
@@ -67,7 +67,7 @@ export class JobPanel {
 
   open(job) {
     if (job.id !== this.id) {
-      Object.assign(this, { id: job.id, offset: 0, told: "" });
+      Object.assign(this, { id: job.id, offset: 0, shown: "" });
       this.log.textContent = "";
     }
     ui["job-detail"].hidden = false;
@@ -83,12 +83,12 @@ export class JobPanel {
     ui.jobs.querySelector(`[data-id="${id}"] button`)?.focus();
   }
 
-  // Built anew only if something is new: what is selected and in focus stays.
+  // Rebuilds the panel only if the job changed, so that selection and focus stay.
   show(job) {
     this.log.dataset.empty = isActive(job) ? "Nothing written yet" : "This job wrote nothing";
     const now = JSON.stringify(job);
-    if (now !== this.told) {
-      this.told = now;
+    if (now !== this.shown) {
+      this.shown = now;
       this.title.textContent = titleOf(job);
       this.body.replaceChildren(...this.#about(job));
       this.#showButtons(job);
@@ -105,10 +105,10 @@ export class JobPanel {
       .map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : String(value)]);
     const pairs = [
       ["Started by", job.by],
-      ["Asked for", moment(job.created_at)],
+      ["Created", moment(job.created_at)],
       ...(job.ended_at ? [["Ended", moment(job.ended_at)]] : []),
       ...params,
-      ["Number", job.id],
+      ["Job id", job.id],
     ];
     const more = element("details", { className: "fold" }, element("summary", { textContent: "Details" }));
     more.append(element("dl", { className: "facts-list" }, ...definitions(pairs)));
@@ -120,11 +120,11 @@ export class JobPanel {
     const wanted = [];
     if (isActive(job)) wanted.push(["cancel", "Cancel the job", "secondary"]);
     if (job.waits && isRefused(job)) {
-      wanted.push(["keep", "Keep the old one", "primary"], ["swap", "Put the new one in place anyway", "secondary"]);
+      wanted.push(["keep", "Keep the old version", "primary"], ["swap", "Put the new version in place anyway", "secondary"]);
     } else if (job.waits) {
-      wanted.push(["swap", "Put the new one in place", "primary"]);
+      wanted.push(["swap", "Put the new version in place", "primary"]);
     }
-    if (["rebuild", "train"].includes(job.kind) && ["failed", "cancelled"].includes(job.state)) wanted.push(["resume", "Go on with it", "secondary"]);
+    if (["rebuild", "train"].includes(job.kind) && ["failed", "cancelled"].includes(job.state)) wanted.push(["resume", "Resume", "secondary"]);
     const now = [job.id, ...wanted.map(([what]) => what)].join();
     if (now === this.buttons.dataset.shown) return;
     this.buttons.dataset.shown = now;
@@ -137,7 +137,7 @@ export class JobPanel {
     button.addEventListener("click", async () => {
       if (what === "keep") return this.hide();
       if (!(await this.#isSure(job, what))) return;
-      await busily(button, async () => this.onChange(await changeJob(this.id, what)));
+      await whileBusy(button, async () => this.onChange(await changeJob(this.id, what)));
     });
     return button;
   }
@@ -145,20 +145,20 @@ export class JobPanel {
   async #isSure(job, what) {
     if (what === "swap" && isRefused(job)) {
       return confirmed({
-        title: "Put a refused gallery in place?",
-        text: `It was found not good enough to replace the old one. Customers of ${job.gallery} get its answers at once.`,
+        title: "Put a refused version in place?",
+        text: `It was not good enough to replace the old version. Customers of ${job.gallery} get its answers at once.`,
         action: "Put it in place",
       });
     }
     if (what !== "cancel") return true;
     return confirmed({
       title: "Cancel this job?",
-      text: `${titleOf(job)} ends, and the gallery stays as it was.`,
+      text: `${titleOf(job)} stops. The gallery does not change.`,
       action: "Cancel the job",
     });
   }
 
-  // Follows: what is new is put at the end, which stays in sight if it was.
+  // Appends new lines of the log and keeps its end in view if it was.
   async readLog() {
     if (this.reading) return;
     this.reading = true;

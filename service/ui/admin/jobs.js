@@ -1,4 +1,4 @@
-// The jobs: listed, followed each second while one runs, and started.
+// The list of jobs, updated each second while one runs.
 
 import { listJobs } from "/ui/admin/api.js";
 import { JobPanel, isActive, progressOf, stateBadge, stateText, stepText, titleOf } from "/ui/admin/job.js";
@@ -29,7 +29,7 @@ function rowOf(job) {
   return row;
 }
 
-// Rows that say the same as before stay, with the focus in them.
+// Unchanged rows are kept, so that the focus stays.
 function showList() {
   const before = new Map([...ui.jobs.children].map((row) => [row.dataset.id, row]));
   const rows = jobs.map((job) => {
@@ -46,7 +46,7 @@ function showList() {
   ui["jobs-count"].textContent = active === 0 ? "" : `${active} running`;
 }
 
-function tellEnds(before) {
+function announceEnds(before) {
   const running = new Set(before.filter(isActive).map(({ id }) => id));
   const ended = jobs.filter((job) => running.has(job.id) && !isActive(job));
   for (const job of ended) announce(`${titleOf(job)} is ${stateText(job)}`);
@@ -61,16 +61,16 @@ async function askNow() {
   } catch (error) {
     const problem = problemOf(error);
     if (problem.needsKey) return close(problem);
-    ui["jobs-text"].textContent = `${problem.title}. Asked again in a moment.`;
+    ui["jobs-text"].textContent = `${problem.title}. Trying again.`;
     return;
   }
   showList();
   const open = jobs.find(({ id }) => id === panel.id);
   if (open) panel.show(open);
-  tellEnds(before);
+  announceEnds(before);
 }
 
-// Asks now, and goes on asking. One answer is waited for at a time.
+// Asks at once and then at intervals. Only one request runs at a time.
 export async function follow() {
   clearTimeout(timer);
   if (state.noJobs) return;
@@ -81,7 +81,7 @@ export async function follow() {
   if (isOpen && !document.hidden) timer = setTimeout(follow, jobs.some(isActive) ? RUNNING_MS : RESTING_MS);
 }
 
-// A job that was just started or changed is shown at once.
+// Opens a job that was just started or changed.
 export async function showJob(job) {
   jobs = withWaiting([job, ...jobs.filter(({ id }) => id !== job.id)]);
   showList();
@@ -89,7 +89,7 @@ export async function showJob(job) {
   await follow();
 }
 
-// whenEnded() after a job that was seen running has ended.
+// whenEnded() is called after a running job ended.
 export function startJobs(whenEnded) {
   onEnded = whenEnded;
   panel = new JobPanel(showJob);

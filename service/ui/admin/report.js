@@ -1,4 +1,4 @@
-// What a job found, as a table of old and new, and whether the new one was good enough.
+// The report of a job: a comparison of old and new, and whether the new version was good enough.
 
 import { table } from "/ui/admin/status.js";
 import { element } from "/ui/shared/dom.js";
@@ -18,7 +18,7 @@ function difference(before, after, show, change) {
 
 const signed = (show) => (value) => `${value > 0 ? "+" : "−"}${show(Math.abs(value))}`;
 
-// Rows of what was measured of either; what nobody measured is left out.
+// Rows of figures. A figure that was measured for neither side is omitted.
 function figureRows(lines, before, after) {
   const isMeasured = ([, name]) => [before, after].some((side) => side[name] !== undefined && side[name] !== null);
   return lines.filter(isMeasured).map(([text, name, show, change]) =>
@@ -32,9 +32,9 @@ function goldenTable({ golden: { old: before, new: after, judged, ...both } }) {
   const rows = figureRows([
     ["First answer right (recall@1)", "recall_at_1", share, points],
     ["Right answers ranked first (MAP@R)", "map_at_r", share, points],
-    ["No match recognised", "no_match_precision", share, points],
+    ["No-match precision", "no_match_precision", share, points],
   ], old, now);
-  const made = table(`Golden set, ${count(judged)} queries judged`, HEADS, rows);
+  const made = table(`Golden set, ${count(judged)} queries`, HEADS, rows);
   made.dataset.testid = "report-golden";
   return made;
 }
@@ -44,11 +44,11 @@ function comparison({ old: before, new: after, k = 10 }) {
     ["First answer right (recall@1)", "recall_at_1", share, points],
     [`Right among the first ${k} (recall@${k})`, "recall_at_k", share, points],
     ["Items", "items", count, signed(count)],
-    ["Time of one search", "ms_per_query", time, signed(time)],
+    ["Latency of one search", "ms_per_query", time, signed(time)],
   ];
   const rows = figureRows(lines, before, after);
   const models = ["Model", before.bundle_id.slice(0, 12), after.bundle_id.slice(0, 12), before.bundle_id === after.bundle_id ? "the same" : ""];
-  const made = table("Items of the gallery, asked among the others", HEADS, [models, ...rows]);
+  const made = table("Items of the gallery, each searched among the others", HEADS, [models, ...rows]);
   made.dataset.testid = "report-table";
   return made;
 }
@@ -63,15 +63,15 @@ function basis({ overlap_at_k: overlap, k, judged, queries, class_attribute: nam
   const texts = [];
   if (typeof overlap === "number") texts.push(`Old and new agree on ${share(overlap)} of the first ${k} answers.`);
   if (typeof queries === "number") {
-    texts.push(`Asked with ${count(queries)} items; ${count(judged)} can be judged by ${name}.`);
+    texts.push(`Queried with ${count(queries)} items; ${count(judged)} of them can be judged by ${name}.`);
   }
   return texts.length > 0 ? [line(texts.join(" "), "report-basis", "hint")] : [];
 }
 
 function gateLine({ gate }) {
   if (!gate) return [];
-  const word = gate.passed ? "Good enough to replace the old one" : "Refused, not good enough to replace the old one";
-  return [line(`${word}: ${gate.reason}`, "report-gate", `verdict ${gate.passed ? "good" : "attention"}`)];
+  const word = gate.passed ? "Good enough to replace the old version" : "Refused: not good enough to replace the old version";
+  return [line(`${word}. ${gate.reason}`, "report-gate", `verdict ${gate.passed ? "good" : "attention"}`)];
 }
 
 function training({ training: found }) {
@@ -81,52 +81,52 @@ function training({ training: found }) {
     .map(([name, value]) => `${name} ${value.toFixed(1)}%`).join(", ");
   const [epoch, total] = found.epochs ?? [];
   const [after, before] = [recalls(found.figures), recalls(found.trunk)];
-  const told = after && `; on classes kept aside: ${after}`;
-  const rounds = `Trained for ${epoch} of ${total} rounds${told}${before && `; before: ${before}`}.`;
+  const recall = after && `; on unseen classes: ${after}`;
+  const epochs = `Trained for ${epoch} of ${total} epochs${recall}${before && `; before: ${before}`}.`;
   const choice = found.choice ? [line(found.choice, "report-choice", "hint")] : [];
-  return [line(rounds, "report-training", "hint"), ...choice, ...(found.verdict ? [line(found.verdict, "report-gain", "hint")] : [])];
+  return [line(epochs, "report-training", "hint"), ...choice, ...(found.verdict ? [line(found.verdict, "report-gain", "hint")] : [])];
 }
 
 function rebuilt({ rebuild: found }) {
   if (!found || !found.missing) return [];
   const names = found.failures.slice(0, LISTED_FAILURES).map((one) => one.key ?? Object.values(one)[0]).join(", ");
-  return [line(`${count(found.missing)} of ${count(found.found)} items were left out, as their pictures cannot be read: ${names}.`, "report-missing", "verdict attention")];
+  return [line(`${count(found.missing)} of ${count(found.found)} items were skipped because their images cannot be read: ${names}.`, "report-missing", "verdict attention")];
 }
 
 function rest({ segment }) {
-  return segment ? [line("The index was made anew.", "report-segment")] : [];
+  return segment ? [line("The index was rebuilt.", "report-segment")] : [];
 }
 
-// Figures that did not decide stay behind a fold, so that one verdict is to be read.
+// Figures that did not decide are folded, so that the report shows one verdict.
 function folded(nodes) {
   if (nodes.length === 0) return [];
-  const made = element("details", { className: "fold" }, element("summary", { textContent: "Other figures, which did not decide" }), ...nodes);
+  const made = element("details", { className: "fold" }, element("summary", { textContent: "Other figures (not used for the decision)" }), ...nodes);
   made.dataset.testid = "report-others";
   return [made];
 }
 
-// Whether the job made a gallery that its gate refused, and nobody put in place since.
+// Whether the gate refused the result of the job and it was not put in place since.
 export const isRefused = ({ state, report }) =>
   state === "succeeded" && report?.gate?.passed === false && report.swapped !== true;
 
-// Nodes that say what `report` says; none for a job without one.
+// The nodes that show `report`; none for a job without one.
 export function reportNodes(report) {
   if (!report) return [];
   const items = report.old && report.new ? [comparison(report), ...basis(report)] : [];
   const golden = report.golden ? [goldenTable(report)] : [];
   const isGolden = report.gate?.by === "golden";
-  const [deciding, others] = isGolden ? [golden, items] : [items, golden];
+  const [deciding, second] = isGolden ? [golden, items] : [items, golden];
   const note = report.gate?.note ? [line(report.gate.note, "report-note", "hint")] : [];
-  const asides = [...others, ...training(report), ...note];
-  const told = report.gate ? folded(asides) : asides;
-  const swapped = report.swapped ? [line("The new one is in place.", "report-swapped", "verdict good")] : [];
-  return [...gateLine(report), ...deciding, ...told, ...rebuilt(report), ...rest(report), ...swapped];
+  const asides = [...second, ...training(report), ...note];
+  const others = report.gate ? folded(asides) : asides;
+  const swapped = report.swapped ? [line("The new version is in place.", "report-swapped", "verdict good")] : [];
+  return [...gateLine(report), ...deciding, ...others, ...rebuilt(report), ...rest(report), ...swapped];
 }
 
 const MODEL_JOBS = ["rebuild", "train"];
 const REPLACING = [...MODEL_JOBS, "swap"];
 
-// `jobs`, newest first, each with `waits`: whether what it made can be put in place by hand; and with
+// Adds two fields to `jobs`, newest first. `waits`: whether its result can be put in place by hand.
 // `became`: "placed" if a swap put it in place, "dropped" if a newer job made it obsolete.
 export function withWaiting(jobs) {
   const [replaced, placed] = [new Set(), new Set()];

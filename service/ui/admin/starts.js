@@ -1,9 +1,9 @@
-// The forms that start jobs, built from what the service knows of the chosen gallery.
+// The forms that start jobs, built from the description of the chosen gallery.
 
 import { getJobOptions, startJob } from "/ui/admin/api.js";
 import { AttributeEditor } from "/ui/admin/attributes.js";
 import { describeChosen, modelChoice, state } from "/ui/admin/state.js";
-import { busily, failureText } from "/ui/admin/work.js";
+import { whileBusy, failureText } from "/ui/admin/work.js";
 import { element, optionsOf, ui } from "/ui/shared/dom.js";
 import { plural } from "/ui/shared/format.js";
 
@@ -15,9 +15,9 @@ const STARTS = {
   current: "the model of this gallery",
 };
 const NO_MODEL =
-  "No other model is known here. Train one, or put its bundle into the folder bundles of the state folder.";
-const NO_DATA = "Name a folder of pictures with KINLENS_TRAINING_DATA=NAME=DIR, and it can be chosen here.";
-const NO_WEIGHTS = "Name a file of weights with KINLENS_TRAINING_WEIGHTS=NAME=PATH, and it can be chosen here.";
+  "There is no other model. Train one, or put its bundle into the bundles folder of the state folder (--state).";
+const NO_DATA = "To offer a folder of images here, set KINLENS_TRAINING_DATA=NAME=DIR.";
+const NO_WEIGHTS = "To offer a file of weights here, set KINLENS_TRAINING_WEIGHTS=NAME=PATH.";
 let onStarted = () => {};
 let fields = 0;
 
@@ -49,18 +49,18 @@ const percent = (name, value, more = {}) =>
   input(name, "number", { min: 0, max: 100, step: "any", value, inputMode: "decimal", ...more });
 
 const swapField = () =>
-  field("When it is ready", select("swap", [["auto", "put it in place if it is good enough"], ["never", "wait until I put it in place"]]));
+  field("When it is ready", select("swap", [["auto", "Replace the gallery if it is good enough"], ["never", "Wait for my approval"]]));
 
 function classField(attributes) {
   const names = attributes.filter(({ kind }) => kind !== "number").map(({ name }) => name);
   if (!names.includes(CLASS)) names.push(CLASS);
   const control = select("class_attribute", names.map((name) => [name, name]));
   control.value = CLASS;
-  return field("Judge answers by", control, "An answer is right if it has the same value as the item it was asked for.");
+  return field("Judge answers by", control, "An answer is right if it has the same value as the query item.");
 }
 
 const lossField = (value) =>
-  field("May lose, in percent", percent("max_recall_loss", value, { required: true }), "How much fewer first answers may be right.");
+  field("Largest allowed drop (%)", percent("max_recall_loss", value, { required: true }), "By how many percentage points recall@1 may fall.");
 
 function boxOf(kind, title, content) {
   const box = element("details", { className: "start", name: "start" }, element("summary", { textContent: title }), content);
@@ -68,7 +68,7 @@ function boxOf(kind, title, content) {
   return box;
 }
 
-// In place of a form that has nothing to choose from: why, and the cure.
+// Replaces a form without options: the reason and what to do.
 const closed = (kind, title, why) => boxOf(kind, title, element("p", { className: "hint", textContent: why }));
 
 function form(kind, title, text, button, parts, read) {
@@ -85,7 +85,7 @@ function form(kind, title, text, button, parts, read) {
       box.open = false;
       await onStarted(job);
     };
-    busily(send, start, (fault) => {
+    whileBusy(send, start, (fault) => {
       error.textContent = fault instanceof RangeError ? fault.message : failureText(fault);
     });
   });
@@ -94,25 +94,25 @@ function form(kind, title, text, button, parts, read) {
 }
 
 function compactForm({ index }) {
-  const found = `${plural(index.delta, "item")} added and ${index.tombstones.toLocaleString("en")} removed since the index was made.`;
-  const due = index.compaction_due ? ` It is time: ${index.compaction_due}.` : "";
-  return form("compact", "Compact", `Makes the index anew, without what was removed. ${found}${due}`, "Start to compact", [], () => ({}));
+  const found = `${plural(index.delta, "item")} added and ${index.tombstones.toLocaleString("en")} removed since the index was built.`;
+  const due = index.compaction_due ? ` Compaction is due: ${index.compaction_due}.` : "";
+  return form("compact", "Compact", `Rebuilds the index without the removed items. ${found}${due}`, "Start compaction", [], () => ({}));
 }
 
 function swapForm() {
   const others = state.galleries.filter(({ name }) => name !== state.name);
-  const text = `The items of another gallery become those of ${state.name}, at once and for everybody.`;
-  if (others.length === 0) return closed("swap", "Swap", "There is no other gallery to take over. Create one under Galleries.");
+  const text = `Replaces the items of ${state.name} with those of another gallery, at once and for all users.`;
+  if (others.length === 0) return closed("swap", "Swap", "There is no other gallery. Create one under Galleries.");
   const control = select("with", others.map(({ name, size }) => [name, `${name}, ${plural(size, "item")}`]));
-  return form("swap", "Swap", text, "Start to swap", [field("Take over from", control)], (data) => ({ with: data.get("with") }));
+  return form("swap", "Swap", text, "Start swap", [field("Replace with", control)], (data) => ({ with: data.get("with") }));
 }
 
 function rebuildForm({ attributes, bundle_id: own }, { bundles }) {
   const models = bundles.filter(({ bundle_id: id }) => id !== own).map(modelChoice);
   if (models.length === 0) return closed("rebuild", "Change the model", NO_MODEL);
-  const model = field("Model", select("bundle_id", models), "The model of the service, and those in its state folder.");
+  const model = field("Model", select("bundle_id", models), "The model of the service and the models in its state folder.");
   const parts = [model, classField(attributes), lossField(1), swapField()];
-  return form("rebuild", "Change the model", "Makes the gallery again with another model beside the old one, and compares both.", "Start to rebuild", parts, (data) => ({
+  return form("rebuild", "Change the model", "Builds a second version of the gallery with another model and compares both.", "Start rebuild", parts, (data) => ({
     bundle_id: data.get("bundle_id"),
     class_attribute: data.get("class_attribute"),
     max_recall_loss: Number(data.get("max_recall_loss")) / 100,
@@ -140,8 +140,8 @@ function trainParams(data, overrides) {
 
 function feedbackField({ feedback }) {
   if (feedback === "off") return [];
-  const control = select("feedback", [["", "leave it out"], ["yes", "learn from it too"]]);
-  return [field("Feedback of customers", control, "What they clicked, bought and called wrong; Status says how much there is.")];
+  const control = select("feedback", [["", "Do not use"], ["yes", "Use for training"]]);
+  return [field("Feedback of customers", control, "Clicks, purchases and results marked wrong. Status shows how many there are.")];
 }
 
 function trainForm(found, options) {
@@ -154,34 +154,34 @@ function trainForm(found, options) {
     "details",
     { className: "more" },
     element("summary", { textContent: "Another training job (research)" }),
-    field("Training job", job, `${RECOMMENDED} is the recommended one and takes ten minutes up to 1,200 images; adapt takes one or two and gains less; the others repeat published experiments.`),
+    field("Training job", job, `${RECOMMENDED} is recommended: ten minutes for up to 1,200 images. adapt takes one or two minutes and gains less. The others repeat published experiments.`),
   );
   jobs.dataset.testid = "research-jobs";
-  const data = select("data", [["", "those of the gallery"], ...named(options.data)]);
-  const weights = select("weights", [["", "as the job says"], ...named(options.weights)]);
+  const data = select("data", [["", "Images of the gallery"], ...named(options.data)]);
+  const weights = select("weights", [["", "Default of the job"], ...named(options.weights)]);
   const hasWeights = options.weights.some((name) => !(name in STARTS));
-  const place = element("div");
-  const overrides = new AttributeEditor(place);
-  const more = element("details", { className: "more" }, element("summary", { textContent: "Further settings" }), place);
+  const editor = element("div");
+  const overrides = new AttributeEditor(editor);
+  const more = element("details", { className: "more" }, element("summary", { textContent: "Further settings" }), editor);
   const parts = [
-    field("Pictures", data, options.data.length > 0 ? "" : NO_DATA),
+    field("Images", data, options.data.length > 0 ? "" : NO_DATA),
     field("Start from", weights, hasWeights ? "" : NO_WEIGHTS),
     ...feedbackField(found),
-    field("Rounds (epochs)", input("epochs", "number", { min: 1, step: 1, placeholder: "as the job says" })),
+    field("Epochs", input("epochs", "number", { min: 1, step: 1, placeholder: "Default of the job" })),
     classField(attributes),
     lossField(0),
-    field("Must get right, in percent", percent("min_recall_at_1", "", { placeholder: "anything" }), "How many first answers must be right at least."),
+    field("Minimum recall@1 (%)", percent("min_recall_at_1", "", { placeholder: "None" }), "The share of first answers that must be right."),
     swapField(),
     jobs,
     more,
   ];
-  const text = "Trains a model with pictures, then makes the gallery again with it and compares both. This takes long.";
-  return form("train", "Train a model", text, "Start to train", parts, (data) => trainParams(data, overrides.read()));
+  const text = "Trains a model on images, builds a second version of the gallery with it and compares both. This takes a while.";
+  return form("train", "Train a model", text, "Start training", parts, (data) => trainParams(data, overrides.read()));
 }
 
 let shownFor = ""; // the gallery of the forms
 
-// Builds the forms anew, for another gallery or after a change of it.
+// Rebuilds the forms, for another gallery or after a change of it.
 export async function showStarts() {
   if (state.noJobs || !state.name) {
     const text = state.noJobs || "There is no gallery yet. Create one first.";
@@ -192,16 +192,16 @@ export async function showStarts() {
   const wasOpen = isStarting();
   const [found, options] = await Promise.all([describeChosen(), getJobOptions()]);
   if (name !== state.name) return; // another call shows that one
-  if (shownFor === name && !wasOpen && isStarting()) return; // a form was opened meanwhile
+  if (shownFor === name && !wasOpen && isStarting()) return; // the user opened a form
   shownFor = name;
   const forms = [compactForm(found), swapForm(), rebuildForm(found, options), trainForm(found, options)];
   ui.starts.replaceChildren(element("h2", { textContent: `Start on ${name}` }), ...forms);
 }
 
-// Whether a form is open, and may be half filled in.
+// Whether a form is open and may be partly filled in.
 export const isStarting = () => ui.starts.querySelector(".start[open]") !== null;
 
-// whenStarted(job).
+// whenStarted(job) is called after a job was started.
 export function startStarts(whenStarted) {
   onStarted = whenStarted;
 }

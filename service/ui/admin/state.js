@@ -1,4 +1,4 @@
-// Which galleries there are, which one is chosen, and who wants to know when that changes.
+// The list of galleries, the chosen one, and the listeners for changes of both.
 
 import { describeGallery, listGalleries } from "/ui/shared/api.js";
 
@@ -9,10 +9,10 @@ export const state = { galleries: [], name: "", noJobs: "" };
 
 export const chosen = () => state.galleries.find(({ name }) => name === state.name) ?? null;
 
-// work() runs whenever another gallery is chosen, or the galleries changed.
+// work() runs when another gallery is chosen or the list of galleries changed.
 export const whenGalleryChanges = (work) => listeners.add(work);
 
-function tell() {
+function notify() {
   for (const work of listeners) work();
 }
 
@@ -21,25 +21,25 @@ export function choose(name) {
   const address = new URL(location.href);
   address.searchParams.set("gallery", name);
   history.replaceState(null, "", address);
-  tell();
+  notify();
 }
 
-// Asks again which galleries there are; the chosen one stays if it is still there.
+// Loads the list of galleries. The chosen one stays if it still exists.
 export async function loadGalleries() {
   state.galleries = await listGalleries();
   const wanted = state.name || new URLSearchParams(location.search).get("gallery");
   state.name = (state.galleries.find(({ name }) => name === wanted) ?? state.galleries[0])?.name ?? "";
-  tell();
+  notify();
 }
 
-// Only the sizes may have changed: nobody has to begin anew.
+// Updates the sizes of the galleries without resetting the view.
 export async function refreshSizes() {
   state.galleries = await listGalleries();
 }
 
 export const describeChosen = () => describeGallery(state.name);
 
-// A bundle as [id, text] to choose it by.
+// A bundle as [id, label] for a list of options.
 export function modelChoice({ bundle_id: id, backbone, created_at: created }) {
   const galleries = state.galleries.filter((gallery) => gallery.bundle_id === id).map(({ name }) => name);
   const use = galleries.length > 0 && `of ${galleries.join(", ")}`;

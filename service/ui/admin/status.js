@@ -1,4 +1,4 @@
-// How the chosen gallery, its index and its model are, and whether the service is ready.
+// The state of the chosen gallery, its index and its model, and whether the service is ready.
 
 import { getFeedback, getReady } from "/ui/admin/api.js";
 import { state } from "/ui/admin/state.js";
@@ -46,26 +46,26 @@ function indexBox({ index, size, generation, version }) {
     ["Items in the index", number(index.segment_items)],
     ["Added since", number(index.delta)],
     ["Removed since", number(index.tombstones)],
-    ["Neighbours found (recall)", `${part(index.recall)}${index.target_recall ? `, aim ${part(index.target_recall)}` : ""}`],
-    ["Index made", moment(index.created_at)],
+    ["Recall of the index", `${part(index.recall)}${index.target_recall ? `, target ${part(index.target_recall)}` : ""}`],
+    ["Index built", moment(index.created_at)],
     ...Object.entries(index.parameters).map(([name, value]) => [name, number(value)]),
     ["Generation", generation],
     ["Version", version.slice(0, 12)],
   ];
-  const verdict = due ? note(`Time to compact: ${due}`, "attention") : note("Nothing to tidy up", "good");
+  const verdict = due ? note(`Compaction is due: ${due}`, "attention") : note("No compaction needed", "good");
   return box("Index", "status-index", verdict, facts(pairs));
 }
 
 function scoresTable(thresholds) {
-  const head = ["Searches without a match that get an answer", "Score from"];
+  const head = ["False matches", "Minimum score"];
   const rows = thresholds.map((one) => [percent(one.false_matches), one.search_score.toFixed(3)]);
-  return table("Scores and what they mean", head, rows);
+  return table("Suggested minimum scores", head, rows);
 }
 
-// A small table: texts in `head`, and in each of `rows`, whose first cells are their headings.
+// A small table of texts. The first cell of each row is its heading.
 export function table(caption, head, rows) {
-  const cells = (row) => row.map((text, place) =>
-    element(place === 0 ? "th" : "td", { textContent: text, ...(place === 0 && { scope: "row" }) }));
+  const cells = (row) => row.map((text, index) =>
+    element(index === 0 ? "th" : "td", { textContent: text, ...(index === 0 && { scope: "row" }) }));
   return element(
     "table",
     { className: "small-table" },
@@ -78,19 +78,19 @@ export function table(caption, head, rows) {
 function modelBox({ bundle_id: id, dim, provider, thresholds, created_at: created, image_root_missing: isMissing }) {
   const pairs = [
     ["Model", id.slice(0, 16)],
-    ["Numbers per image", number(dim)],
+    ["Vector length", number(dim)],
     ["Runs on", provider],
-    ["Gallery made", moment(created)],
+    ["Gallery created", moment(created)],
   ];
   const found = box("Model", "status-model", facts(pairs));
-  if (isMissing) found.append(note("The folder of the images is gone: items are found, but not shown.", "attention"));
+  if (isMissing) found.append(note("The image folder is missing: items are found, but their images are not shown.", "attention"));
   if (thresholds.length > 0) found.append(scoresTable(thresholds));
   return found;
 }
 
 function calibrationBox({ calibration, no_calibration: why }) {
   const title = ["Probabilities", "status-calibration"];
-  if (calibration === null) return box(...title, note(`Results have scores alone. ${why ?? ""}`.trim(), "plain"));
+  if (calibration === null) return box(...title, note(`Results have scores but no probabilities. ${why ?? ""}`.trim(), "plain"));
   const { searches, wrong_hits: wrong, reason } = calibration;
   const fitted = searches === null ? [] : [
     ["Fitted to", `${number(searches)} searches with ${plural(wrong, "wrong hit")}`],
@@ -123,20 +123,20 @@ function attributesBox({ attributes }) {
 }
 
 function feedbackBox({ clicked, bought, wrong, pairs }) {
-  const counts = { Clicked: clicked, Bought: bought, "Called wrong": wrong, "Can be learnt from": pairs };
+  const counts = { Clicked: clicked, Bought: bought, "Marked wrong": wrong, "Usable for training": pairs };
   return box("Feedback", "status-feedback", facts(Object.entries(counts).map(([name, value]) => [name, number(value)])));
 }
 
-function placeOf({ device, gpu_memory_mb: taken, reason }) {
-  return device === "cuda" ? `on the GPU, ${number(Math.round(taken))} MB of it` : `on the CPU: ${reason}`;
+function deviceOf({ device, gpu_memory_mb: memory, reason }) {
+  return device === "cuda" ? `on the GPU, ${number(Math.round(memory))} MB of it` : `on the CPU: ${reason}`;
 }
 
 function readyBox({ status, checks, indexes = {}, queue_depth: waiting, redis, last_error: last }) {
   const isReady = status === "ready";
   const verdict = note(isReady ? "Ready to answer" : "Not ready", isReady ? "good" : "attention");
   const onGpu = Object.entries(indexes).filter(([, { device, reason }]) => device === "cuda" || reason);
-  const places = onGpu.map(([name, place]) => [`Index of ${name}`, placeOf(place)]);
-  const list = [...Object.entries(checks), ...places];
+  const devices = onGpu.map(([name, index]) => [`Index of ${name}`, deviceOf(index)]);
+  const list = [...Object.entries(checks), ...devices];
   const more = [["Searches waiting", number(waiting)], ["Shared cache", redis], ...(last ? [["Last error", last]] : [])];
   return box("Service", "status-ready", verdict, facts([...list, ...more]));
 }
@@ -149,12 +149,12 @@ function settle({ status, value, reason }, show) {
 
 async function chosenNow(name) {
   const found = await describeGallery(name);
-  return { ...found, said: found.feedback === "off" ? null : await getFeedback(name) };
+  return { ...found, counts: found.feedback === "off" ? null : await getFeedback(name) };
 }
 
 function boxesOf(found) {
   if (found === null) return [];
-  const more = found.said === null ? [] : [feedbackBox(found.said)];
+  const more = found.counts === null ? [] : [feedbackBox(found.counts)];
   return [indexBox(found), modelBox(found), calibrationBox(found), attributesBox(found), ...more];
 }
 

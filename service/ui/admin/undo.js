@@ -1,7 +1,7 @@
-// Says that items were deleted, with a button that brings them back.
+// Reports that items were deleted, with a button that restores them.
 
 import { restoreItems } from "/ui/admin/api.js";
-import { busily } from "/ui/admin/work.js";
+import { whileBusy } from "/ui/admin/work.js";
 import { showNotice } from "/ui/shared/alerts.js";
 import { element } from "/ui/shared/dom.js";
 import { plural } from "/ui/shared/format.js";
@@ -10,19 +10,19 @@ export const UNDO_TEXT = "This can be undone for a day, or until you compact the
 
 async function restore(name, keys) {
   const { restored } = await restoreItems(name, keys);
-  const left = keys.length - restored;
+  const missing = keys.length - restored;
   showNotice(
-    left === 0
+    missing === 0
       ? `${plural(restored, "item")} restored.`
-      : `${plural(restored, "item")} restored, ${left.toLocaleString("en")} not: a new item has the key, or the gallery was compacted since.`,
+      : `${plural(restored, "item")} restored, ${missing.toLocaleString("en")} not: the key is in use again, or the gallery was compacted.`,
   );
 }
 
-// whenBack() after items of the gallery `name` came back.
+// whenBack() is called after items of the gallery `name` were restored.
 export function offerUndo(text, name, keys, whenBack) {
   const button = element("button", { type: "button", className: "small notice-action", textContent: "Undo" });
   button.dataset.testid = "undo";
-  button.addEventListener("click", () => busily(button, async () => {
+  button.addEventListener("click", () => whileBusy(button, async () => {
     await restore(name, keys);
     await whenBack();
   }));

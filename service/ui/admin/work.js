@@ -1,4 +1,4 @@
-// Work that can fail: the message, the way back to the key form, busy buttons.
+// Work that can fail: its message, the return to the key form, and busy buttons.
 
 import { problemOf, showProblem } from "/ui/shared/alerts.js";
 import { Problem } from "/ui/shared/api.js";
@@ -6,15 +6,15 @@ import { ui } from "/ui/shared/dom.js";
 
 let enter = () => {};
 
-// `again` is called with a key that has just been typed.
+// `again` is called after a new key was entered.
 export function startWork(again) {
   enter = again;
 }
 
-// What the service says to programs about headers is of no use beside a form.
+// Advice about HTTP headers is for programs, not for the user of the form.
 const withoutHeaders = (text) => text.replace(/ Send (it|a valid key) as Authorization.*/s, "");
 
-// The page without its content: only the key form, with what the service said.
+// Hides the content of the page and shows only the key form with the service's message.
 export function close(problem, isFirst = false) {
   const { title, detail, ...facts } = problem;
   for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
@@ -25,7 +25,7 @@ export function close(problem, isFirst = false) {
   ui.key.focus();
 }
 
-// Shows what failed; `retry` repeats it where that can help and does no harm.
+// Shows an error. `retry` repeats the work if that can help.
 export function failed(error, retry = null) {
   if (error?.name === "AbortError") return;
   const problem = problemOf(error);
@@ -33,7 +33,7 @@ export function failed(error, retry = null) {
   else showProblem(problem, retry);
 }
 
-// A failure as one text for the place where it happened, or "" if the key form is shown for it.
+// An error as text to show next to a form, or "" if the key form is shown instead.
 export function failureText(error) {
   if (error?.name === "AbortError") return "";
   const problem = problemOf(error);
@@ -42,14 +42,14 @@ export function failureText(error) {
   return "";
 }
 
-// Runs work() with the button out of use; what it throws is shown by the message or by `tell`.
-export async function busily(button, work, tell = failed) {
+// Runs work() with the button disabled and passes errors to `report`.
+export async function whileBusy(button, work, report = failed) {
   if (button.ariaDisabled === "true") return;
   button.ariaDisabled = "true";
   try {
     await work();
   } catch (error) {
-    tell(error);
+    report(error);
   } finally {
     button.ariaDisabled = null;
   }

@@ -1,4 +1,4 @@
-// The search page: one search under way at most, one batch beside it, and a trail of answers.
+// The search page: at most one running search and one running batch, and a trail of answers.
 
 import { ask, checkedQuery, countValues, isBest, severalOf } from "/ui/search/ask.js";
 import { itemQuery, likesQuery, linkedQuery, renewed, uploadQuery, uploadsQuery } from "/ui/search/ask.js";
@@ -18,19 +18,18 @@ import { fetchImage, Problem } from "/ui/shared/api.js";
 import { announce, debounced, keepFocus, startSkip, ui } from "/ui/shared/dom.js";
 import { fromHash, toHash } from "/ui/shared/link.js";
 
-const UPLOAD_LINK = "This link was made with an uploaded picture, which stays in the browser it " +
-  "was chosen in. Its settings are set; choose a picture to search with them.";
-const COPIED_UPLOAD = "Link copied. Your picture stays in this browser: whoever opens the link gets " +
-  "the settings and chooses a picture of their own.";
-const LEFT_OUT = "Likes, dislikes and another order are left out: the best of several takes none of them.";
-const TOGETHER = 32; // pictures of one search, and their bytes
+const UPLOAD_LINK = "This link contains the settings of a search, but not its photo, which stays in the " +
+  "other browser. Choose a photo to search with these settings.";
+const COPIED_UPLOAD = "Link copied. It contains the settings but not your photo, which stays in this browser.";
+const NO_VOTES = "Likes, dislikes and the order are ignored when the best match of several counts.";
+const TOGETHER = 32; // most images of one search
 const TOGETHER_BYTES = 20 * 2 ** 20;
-const TOO_MANY = "These are too many or too large for one search, so there is a search for each.";
+const TOO_MANY = `One search takes up to ${TOGETHER} photos and 20 MB, so each photo is searched separately.`;
 const RENAME_MS = 250;
 const COUNT_MS = 300;
-let running = null; // {query, keep, controller} of the search under way
-let counting = null; // the controller of the counts under way
-let moves = 0; // counts new searches and steps in the history: what waited for something else gives way
+let running = null; // {query, keep, controller} of the running search
+let counting = null; // the controller of the running counts
+let moves = 0; // counts searches and steps in the history, so that slower work can detect that it is outdated
 
 const focusIsInResults = () => ui.results.contains(document.activeElement);
 const cropper = new Cropper(ui.stage, ui.crops, { onChange: changeCrops, announce });
@@ -40,7 +39,7 @@ const handlers = {
 };
 const batch = new BatchRun({ onOpen: openRow });
 
-// A vote that is taken back says nothing.
+// Removing a vote sends no feedback.
 function vote(kind, hit) {
   if (settings.voteOf(hit.key) !== kind) sendVote(kind, hit, trail.current());
   settings.toggleVote(kind, hit);
@@ -53,13 +52,13 @@ function showCrops(boxes) {
   ui["crop-add-text"].textContent = boxes.length === 0 ? "Select a part" : "Add part";
 }
 
-// Shows where the trail stands; a search under way ends.
+// Shows the current entry of the trail and cancels the running search.
 function settle(focusIsInside, isNew = false) {
   running?.controller.abort();
   running = null;
   const entry = trail.current();
   if (entry !== null) settings.restore(entry.view);
-  settings.offerCombine(entry?.kind === "batch" ? "pictures" : severalOf(entry?.query));
+  settings.offerCombine(entry?.kind === "batch" ? "images" : severalOf(entry?.query));
   results.showEntry(entry, handlers);
   showCrops(entry?.query?.crops ?? []);
   if (entry?.kind === "batch") batch.show(entry);
@@ -69,7 +68,7 @@ function settle(focusIsInside, isNew = false) {
   countSoon();
 }
 
-// Results never wait for the counts of the filters; without them the filters have those of all items.
+// Counted after the results, so that these never wait. If it fails, the counts of all items stay.
 const count = debounced(async () => {
   const names = settings.countable();
   if (names.length === 0) return;
@@ -95,7 +94,7 @@ async function search(query, keep) {
   settings.offerCombine(severalOf(query));
   if (isBest(query, settings.view)) {
     const { likes, dislikes, order } = settings.view;
-    if (likes.length || dislikes.length || order) showNotice(LEFT_OUT);
+    if (likes.length || dislikes.length || order) showNotice(NO_VOTES);
     settings.forgetVotes({ order: "" });
   }
   const wanted = settings.snapshot();
@@ -177,7 +176,7 @@ function searchAgain() {
   search(query, running?.keep ?? trail.replace);
 }
 
-// The same pictures as one search, or as one for each.
+// Repeats the search of several images as one search, or as one search for each.
 function gather() {
   const entry = trail.current();
   const isBatch = running === null && entry?.kind === "batch";
@@ -214,15 +213,15 @@ function settingsChanged(what) {
   countSoon();
 }
 
-// An <img> cannot say why it failed, a request can; once an answer is enough.
-async function explainPicture({ target }) {
+// An <img> gives no reason for its failure, a request does. One request for each answer is enough.
+async function explainImage({ target }) {
   const entry = trail.current();
   if (entry === null || entry.explained) return;
   entry.explained = true;
   try {
     await fetchImage(target.dataset.link);
   } catch (error) {
-    // A message that is shown may offer another try, which this one would take away.
+    // Do not replace a message that may offer another try.
     const isFirst = running === null && ui.error.hidden;
     if (isFirst && entry === trail.current()) showProblem(error, null);
   }
@@ -234,12 +233,12 @@ function cancel() {
   announce("Search cancelled");
 }
 
-// The view that the address says: settings at once, its item or liked items by a search.
+// Opens the view of the URL: its settings at once, its item or liked items with a search.
 async function openLink() {
-  const { view, item, picture } = fromHash(location.hash);
+  const { view, item, upload } = fromHash(location.hash);
   const names = settings.galleryNames();
   if (view.gallery && !names.includes(view.gallery)) {
-    showNotice(`There is no gallery ${view.gallery} here now; this is ${names[0]}.`);
+    showNotice(`There is no gallery ${view.gallery}. This is ${names[0]}.`);
   }
   if (!names.includes(view.gallery)) view.gallery = names[0] ?? "";
   settings.restore(view);
@@ -251,7 +250,7 @@ async function openLink() {
     return search(linkedQuery({ ...item, gallery }), trail.replace);
   }
   settle(false);
-  if (picture) showNotice(UPLOAD_LINK);
+  if (upload) showNotice(UPLOAD_LINK);
   if (view.likes.length > 0) search(likesQuery(), trail.replace);
 }
 
@@ -266,15 +265,15 @@ function walked() {
 function openRecent(entry) {
   if (entry.kind !== "upload") {
     if (location.hash === entry.hash) return walked();
-    location.hash = entry.hash; // ends in popstate
+    location.hash = entry.hash; // causes popstate
     return;
   }
-  if (!entry.thumb) return showNotice(`Choose ${entry.name} again: this browser kept no copy of it.`);
+  if (!entry.thumb) return showNotice(`Choose ${entry.name} again: this browser has no copy of it.`);
   const { view } = fromHash(entry.hash);
   if (settings.galleryNames().includes(view.gallery)) settings.restore(view);
   settings.describe(view.gallery);
   search(uploadQuery(fileOf(entry)), trail.push);
-  showNotice("This is a search with the small copy of your picture that this browser kept.");
+  showNotice("This search uses the small copy of your photo that this browser stored.");
 }
 
 async function copyLink() {
@@ -282,14 +281,14 @@ async function copyLink() {
   const isUpload = query === null || query.kind.startsWith("upload");
   try {
     await navigator.clipboard.writeText(location.href);
-    showNotice(isUpload ? COPIED_UPLOAD : "Link copied. It opens this very view.");
+    showNotice(isUpload ? COPIED_UPLOAD : "Link copied. It opens this view.");
   } catch {
-    showNotice("This browser keeps the clipboard closed: copy the address of this page instead.");
+    showNotice("This browser blocks the clipboard. Copy the address of this page instead.");
   }
 }
 
 async function start() {
-  settings.restore(fromHash(location.hash).view); // a picture may come before the list does
+  settings.restore(fromHash(location.hash).view); // an image may be dropped before the list arrives
   try {
     await settings.loadGalleries();
   } catch (error) {
@@ -306,7 +305,7 @@ function listen() {
   ui["copy-link"].addEventListener("click", copyLink);
   ui["crop-add"].addEventListener("click", () => cropper.add());
   ui["crop-clear"].addEventListener("click", () => cropper.clear());
-  ui.grid.addEventListener("error", explainPicture, true); // true: this event does not bubble
+  ui.grid.addEventListener("error", explainImage, true); // true: this event does not bubble
   ui["query-image"].addEventListener("error", () => ui["query-image"].classList.add("broken"));
   ui["query-image"].addEventListener("load", ({ target }) =>
     ui.stage.style.setProperty("--ratio", String(target.naturalWidth / target.naturalHeight)));
@@ -318,7 +317,7 @@ function listen() {
   });
 }
 
-// Wide screens show the settings beside the results, phones on demand.
+// Wide screens show the settings next to the results, phones on demand.
 function showSettings() {
   const isWide = matchMedia("(min-width: 48rem)");
   const apply = () => (ui.settings.open = isWide.matches && document.body.dataset.state !== "start");

@@ -1,16 +1,16 @@
-// What is asked of the service for a query and a view.
+// Sends a query and its view to the service.
 //
 // A query is one of
 //   {kind: "upload", name, image, preview, crops}
-//   {kind: "uploads", name, images, previews, preview, crops: []}: several of which the best counts
+//   {kind: "uploads", name, images, previews, preview, crops: []}: several images, the best match counts
 //   {kind: "item", id, key, name, gallery, link, preview, attributes, crops}
-//   {kind: "likes", name, preview: "", crops: []}: liked items alone, from a link without its picture
+//   {kind: "likes", name, preview: "", crops: []}: only liked items, from a link without its image
 
 import { explainHit, fetchImage, galleryPath, getItem, getSimilar, listItems, postSearch, Problem } from "/ui/shared/api.js";
 import { plural } from "/ui/shared/format.js";
 
 export const GROUP_SIZE = 7;
-export const PRODUCT = "product"; // the attribute that pictures of one product share
+export const PRODUCT = "product"; // the attribute that images of one product share
 const FEW = 20;
 
 export function uploadQuery(file) {
@@ -20,38 +20,38 @@ export function uploadQuery(file) {
 
 export function uploadsQuery(images) {
   const previews = images.map((image) => URL.createObjectURL(image));
-  return { kind: "uploads", name: plural(images.length, "picture"), images, previews, preview: previews[0], crops: [] };
+  return { kind: "uploads", name: plural(images.length, "photo"), images, previews, preview: previews[0], crops: [] };
 }
 
-// The query with previews of its own, for when those it had are released.
+// The query with new previews, because the old ones may have been released.
 export function renewed(query) {
   if (query.kind === "uploads") return uploadsQuery(query.images);
   return query.kind === "upload" ? { ...uploadQuery(query.image), name: query.name, crops: query.crops } : query;
 }
 
-// What a query, or null, has several of: "pictures", "parts" or "".
+// Returns "images" or "parts" if the query has several of them, otherwise "". `query` may be null.
 export function severalOf(query) {
-  if (query?.kind === "uploads") return "pictures";
+  if (query?.kind === "uploads") return "images";
   return query?.crops.length > 1 ? "parts" : "";
 }
 
-// Whether each picture or part is looked for by itself, and the best of them counts.
+// Whether each image or part is searched separately, and a result counts with its best match.
 export const isBest = (query, view) => view.combine === "best" && severalOf(query) !== "";
 
-// Which of them a result was found with.
+// Names the image or part that found a result.
 export function viewText({ crops }, { image, crop }) {
-  if (crop === null) return `picture ${image}`;
+  if (crop === null) return `photo ${image}`;
   const isIt = (box) => box.every((part, side) => Math.abs(part - crop[side]) < 1e-3);
   return `part ${crops.findIndex(isIt) + 1}`;
 }
 
-const picturesOf = async (query, signal) => query.images ?? [query.image ?? (await fetchImage(query.link, signal))];
+const imagesOf = async (query, signal) => query.images ?? [query.image ?? (await fetchImage(query.link, signal))];
 
 export function itemQuery(gallery, { id, key, image, attributes }) {
   return { kind: "item", id, key, name: key, gallery, link: image, preview: image, attributes, crops: [] };
 }
 
-// The item that a link names; whether it still exists is seen when it is asked.
+// The item that a link names. Whether it still exists is checked by `checkedQuery`.
 export function linkedQuery({ id, key, gallery, crops }) {
   const link = `${galleryPath(gallery)}/items/${id}/image`;
   const name = key || `item ${id}`;
@@ -66,14 +66,14 @@ async function itemNow({ id, key, gallery }) {
     throw error;
   });
   if (found !== null && (!key || found.key === key)) return found;
-  // Numbers are of one generation of the gallery; the key finds the item in the next.
+  // Ids change when the gallery is rebuilt; keys do not.
   const { items } = await listItems(gallery, { prefix: key, limit: FEW });
   const same = items.find((item) => item.key === key);
   if (same) return same;
-  throw new Problem("The item is gone", `Gallery ${gallery} has no item ${key} any more.`);
+  throw new Problem("The item was removed", `Gallery ${gallery} no longer has an item ${key}.`);
 }
 
-// The query with what the service says about its item now.
+// The query with the current id, image and attributes of its item.
 export async function checkedQuery(query) {
   if (query.kind !== "item") return query;
   const item = await itemNow(query);
@@ -94,14 +94,14 @@ export async function ask(query, view, signal, more = {}) {
   if (isHere) positives.unshift(query.key);
   const voted = { ...wanted, positives: [...new Set(positives)], negatives };
   if (isHere || query.kind === "likes") return postSearch(voted, signal);
-  const images = await picturesOf(query, signal);
+  const images = await imagesOf(query, signal);
   const combine = isBest(query, view) ? "best" : "";
   return postSearch({ ...voted, images, crops: query.crops, combine }, signal);
 }
 
-// {attribute: counts of its values} over all that passes the filters and the minimum score. What an
-// attribute's own filter leaves out is counted too: it tells what the other values would give. A
-// query is needed for the score alone; without one, or a score, no picture is sent.
+// Returns {attribute: counts of its values} over the items that pass the filters and the minimum
+// score. The filter of an attribute is ignored for its own counts, so they show what its other values
+// would give. Without a query or a minimum score no image is sent.
 // Throws: Problem, AbortError.
 export async function countValues(query, view, names, signal) {
   const filtered = names.filter((name) => name in view.filter);
@@ -117,10 +117,10 @@ export async function countValues(query, view, names, signal) {
   return Object.assign({}, ...(await Promise.all(counted)).map(({ facets }) => facets));
 }
 
-// Where a hit of this query, or of the view that found it, matches; an item asks with its picture.
+// Explains where a hit matches the query, or the image or part that found it. An item is sent as its image.
 // Throws: Problem, AbortError.
 export async function askWhere(query, view, hit, signal) {
-  const all = await picturesOf(query, signal);
+  const all = await imagesOf(query, signal);
   const [images, crops] = hit.view
     ? [[all[hit.view.image - 1]], hit.view.crop ? [hit.view.crop] : []]
     : [all, query.crops];

@@ -1,11 +1,11 @@
-// Many pictures at once: one row for each, a few searches at a time, every failure alone.
+// A batch of images: one row for each, a few searches at a time. A failure affects only its own row.
 
 import { titleOf } from "/ui/search/cards.js";
 import { problemOf } from "/ui/shared/alerts.js";
-import { Problem } from "/ui/shared/api.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
 import { percent, plural } from "/ui/shared/format.js";
-import { pictureOf } from "/ui/shared/pictures.js";
+import { imageOf } from "/ui/shared/images.js";
+import { withRetries } from "/ui/shared/retries.js";
 
 const AT_ONCE = 4;
 const SHOWN = 6;
@@ -17,12 +17,12 @@ export const rowOf = (query) => ({ query, answer: null, problem: null, state: "w
 
 const rowsIn = (answer) => answer.groups?.map(({ hits }) => hits[0]) ?? answer.hits;
 
-function hitPicture(hit) {
-  const picture = pictureOf(hit.image, hit.key);
-  picture.title = `${titleOf(hit.key, hit.attributes)} · ${hit.score.toFixed(3)}`;
+function hitImage(hit) {
+  const image = imageOf(hit.image, hit.key);
+  image.title = `${titleOf(hit.key, hit.attributes)} · ${hit.score.toFixed(2)}`;
   const caption = element("span", { className: "batch-score" });
   caption.textContent = hit.probability === null ? hit.score.toFixed(2) : percent(hit.probability);
-  return element("span", { className: "batch-hit" }, picture, caption);
+  return element("span", { className: "batch-hit" }, image, caption);
 }
 
 function stateText(row, handlers) {
@@ -39,7 +39,7 @@ function stateText(row, handlers) {
 function hitsOf(row, handlers) {
   if (row.state !== "done") return [];
   const passing = rowsIn(row.answer).filter(({ score }) => score >= handlers.minScore());
-  return passing.slice(0, SHOWN).map(hitPicture);
+  return passing.slice(0, SHOWN).map(hitImage);
 }
 
 function paint(row, handlers) {
@@ -49,7 +49,7 @@ function paint(row, handlers) {
   const state = element("span", { className: "batch-state", textContent: stateText(row, handlers) });
   state.dataset.testid = "batch-state";
   text.append(state);
-  const head = element("span", { className: "batch-query" }, pictureOf(preview, ""));
+  const head = element("span", { className: "batch-query" }, imageOf(preview, ""));
   const hits = element("span", { className: "batch-hits" }, ...hitsOf(row, handlers));
   const canOpen = row.state === "done";
   const main = element(canOpen ? "button" : "div", { className: "batch-open" }, head, text, hits);
@@ -73,7 +73,7 @@ export function showSummary(rows) {
   const count = (state) => rows.filter((row) => row.state === state).length;
   const [done, failed] = [count("done"), count("failed")];
   const isOver = done + failed === rows.length;
-  const parts = [`${plural(rows.length, "image")}: ${done} answered`];
+  const parts = [`${plural(rows.length, "photo")}: ${done} answered`];
   if (failed > 0) parts.push(`${failed} failed`);
   if (!isOver) parts.push(`${rows.length - done - failed} to go`);
   ui.summary.textContent = parts.join(", ");
@@ -96,40 +96,20 @@ export function showRows(rows, handlers) {
   showSummary(rows);
 }
 
-const pause = (wait_s, signal) =>
-  new Promise((resolve, reject) => {
-    const timer = setTimeout(resolve, wait_s * 1e3);
-    signal.addEventListener("abort", () => {
-      clearTimeout(timer);
-      reject(signal.reason);
-    }, { once: true });
-  });
-
-// A service that asks for patience gets it, a few times.
-async function patiently(work, signal) {
-  for (let left = TRIES - 1; ; left -= 1) {
-    try {
-      return await work();
-    } catch (error) {
-      const waits = error instanceof Problem && error.retryAfter_s > 0;
-      if (left === 0 || !waits) throw error;
-      await pause(Math.min(error.retryAfter_s, MAX_WAIT_S), signal);
-    }
-  }
-}
+const waitOf = ({ retryAfter_s }) => Math.min(retryAfter_s, MAX_WAIT_S);
 
 async function runRow(row, ask, signal) {
   try {
-    const answer = await patiently(() => ask(row.query, signal), signal);
+    const answer = await withRetries(() => ask(row.query, signal), TRIES, waitOf, signal);
     if (!signal.aborted) Object.assign(row, { answer, state: "done" });
   } catch (error) {
-    if (signal.aborted) return; // whoever ended the run says what becomes of its rows
+    if (signal.aborted) return; // the caller that cancelled the run sets the states of its rows
     row.state = "failed";
     row.problem = problemOf(error);
   }
 }
 
-// Searches for every row that waits, AT_ONCE at a time; ask(query, signal) gives an answer.
+// Searches for each waiting row, AT_ONCE at a time. ask(query, signal) resolves to an answer.
 export async function runRows(rows, ask, signal, onRow) {
   const queue = rows.filter(({ state }) => state === "waiting");
   const worker = async () => {

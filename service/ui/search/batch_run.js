@@ -1,4 +1,4 @@
-// The batch under way, one at most: its rows go on in the background while one of them is looked at.
+// The running batch, at most one. It continues in the background while one of its rows is open.
 
 import { ask, uploadQuery } from "/ui/search/ask.js";
 import { MAX_IMAGES, repaint, rowOf, runRows, showRows, showSummary } from "/ui/search/batch.js";
@@ -8,12 +8,12 @@ import { showNotice } from "/ui/shared/alerts.js";
 import { Problem } from "/ui/shared/api.js";
 import { keepFocus, ui } from "/ui/shared/dom.js";
 
-const CANCELLED = new Problem("Cancelled", "This picture was not searched for.");
+const CANCELLED = new Problem("Cancelled", "This photo was not searched.");
 
 const isOpen = ({ state }) => state === "waiting" || state === "running";
 
 export class BatchRun {
-  #run = null; // {entry, controller, parts} of the batch under way; a row tried again is a part
+  #run = null; // {entry, controller, parts} of the running batch; a repeated row is a part of it
 
   constructor({ onOpen }) {
     this.handlers = {
@@ -23,14 +23,14 @@ export class BatchRun {
     };
   }
 
-  // Whether the batch under way is the one on the page.
+  // Whether the running batch is the one on the page.
   get isShown() {
     return this.#run !== null && this.#run.entry === trail.current();
   }
 
   entryOf(files) {
     if (files.length > MAX_IMAGES) {
-      showNotice(`These are ${files.length} images; the first ${MAX_IMAGES} are searched for.`);
+      showNotice(`You chose ${files.length} photos. The first ${MAX_IMAGES} are searched.`);
     }
     const rows = files.slice(0, MAX_IMAGES).map((file) => rowOf(uploadQuery(file)));
     return { kind: "batch", rows, view: settings.snapshot() };
@@ -40,7 +40,7 @@ export class BatchRun {
     showRows(entry.rows, this.handlers);
   }
 
-  // Searches for those of `rows` that wait; a batch of another entry ends.
+  // Searches for the waiting ones of `rows` and cancels the batch of another entry.
   async start(entry, rows = entry.rows) {
     if (this.#run?.entry !== entry) this.#end();
     this.#run ??= { entry, controller: new AbortController(), parts: 0 };
@@ -53,7 +53,7 @@ export class BatchRun {
     if (mine.parts === 0 && this.#run === mine) this.#run = null;
   }
 
-  // The same pictures with other settings.
+  // Repeats the batch with new settings.
   restart(entry) {
     this.#end();
     entry.view = settings.snapshot();
@@ -62,7 +62,7 @@ export class BatchRun {
     return this.start(entry);
   }
 
-  // Ends the batch on the page; one in the background goes on.
+  // Cancels the batch on the page. A batch in the background continues.
   cancel() {
     if (!this.isShown) return;
     const { entry } = this.#run;

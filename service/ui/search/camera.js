@@ -1,13 +1,13 @@
-// A live camera in a dialog; without one, the phone's own camera or a file takes its place.
+// A live camera in a dialog. Where the browser has none, the camera app or a file replaces it.
 
 import { ui } from "/ui/shared/dom.js";
 
 const WIDEST_PX = 1920;
 const QUALITY = 0.92;
 const REASONS = {
-  NotAllowedError: "The camera is blocked for this page. Allow it in the browser, or choose a picture.",
-  NotFoundError: "There is no camera here. Choose a picture instead.",
-  NotReadableError: "Another program uses the camera. Close it, or choose a picture.",
+  NotAllowedError: "The camera is blocked for this page. Allow it in the browser, or choose a photo.",
+  NotFoundError: "There is no camera here. Choose a photo instead.",
+  NotReadableError: "Another program is using the camera. Close it, or choose a photo.",
 };
 let stream = null;
 let facing = "environment";

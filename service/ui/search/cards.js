@@ -1,9 +1,9 @@
-// Result cards: a picture to search with, its score, and what can be said about it.
+// Result cards: an image to search with, its score, its attributes and votes.
 
-import { GROUP_SIZE } from "/ui/search/ask.js";
+import { GROUP_SIZE, PRODUCT } from "/ui/search/ask.js";
 import { definitions, element, icon } from "/ui/shared/dom.js";
-import { capitalized, percent, plural, splitKey, valueText } from "/ui/shared/format.js";
-import { pictureOf } from "/ui/shared/pictures.js";
+import { attributeText, capitalized, labelOf, percent, plural, splitKey, valueText } from "/ui/shared/format.js";
+import { imageOf } from "/ui/shared/images.js";
 
 const TITLE_NAMES = ["title", "name", "product", "product_name"];
 const SHOWN_FACTS = 3;
@@ -14,20 +14,26 @@ export function titleOf(key, attributes = {}) {
   return named || splitKey(key).name || key;
 }
 
-// The second line: what the attributes say in a few words, else the folder.
+// The second line of a card: a few short attributes, or the folder of the key.
 function subtitleOf(key, attributes = {}) {
   const facts = Object.entries(attributes)
-    .filter(([name, value]) => !TITLE_NAMES.includes(name) && String(value).length <= LONG_FACT)
-    .filter(([, value]) => value !== titleOf(key, attributes))
-    .map(([name, value]) => (typeof value === "string" ? value : `${name} ${valueText(value)}`));
+    .filter(([name, value]) => ![...TITLE_NAMES, "currency"].includes(name) && String(value).length <= LONG_FACT)
+    .filter(([, value]) => value !== false && value !== titleOf(key, attributes))
+    .map(([name, value]) => {
+      if (value === true) return labelOf(name);
+      const text = attributeText(name, value, attributes);
+      const isClear = typeof value === "string" || text !== valueText(value);
+      return isClear ? text : `${labelOf(name)} ${text}`;
+    });
   return facts.slice(0, SHOWN_FACTS).join(" · ") || splitKey(key).folder;
 }
 
-// Without a calibration there is a score alone: it is no share of anything, so it fills no bar.
+// A cosine is not a share of anything, so without a calibration there is no bar.
 function score({ score: value, probability }) {
-  const number = element("span", { className: "score-value", textContent: value.toFixed(3) });
+  const number = element("span", { className: "score-value", textContent: value.toFixed(2) });
+  number.title = `Similarity ${value.toFixed(4)}`;
   number.dataset.testid = "score";
-  if (probability === null) return element("span", { className: "score" }, number);
+  if (probability === null) return element("span", { className: "score" }, "Similarity", number);
   const fill = element("span", { className: "score-fill" });
   fill.style.setProperty("--score-part", probability.toFixed(3));
   const bar = element("span", { className: "score-bar", ariaHidden: "true" }, fill);
@@ -61,7 +67,7 @@ function votes(hit, handlers) {
   return [element("div", { className: "votes" }, vote("like", hit, handlers), vote("dislike", hit, handlers))];
 }
 
-// Shows which regions make the score, where the model can tell.
+// The button that explains a score by its regions, if the model supports it.
 function where(hit, handlers) {
   if (handlers.onExplain === null) return [];
   const button = element("button", { type: "button", className: "where" }, icon("where"));
@@ -70,40 +76,40 @@ function where(hit, handlers) {
   button.dataset.testid = "where";
   button.setAttribute("aria-pressed", "false");
   button.addEventListener("click", () =>
-    handlers.onExplain(hit, button, button.closest(".card").querySelector(".picture")));
+    handlers.onExplain(hit, button, button.closest(".card").querySelector(".card-image")));
   return [button];
 }
 
-// Of details with one name a browser opens one alone: they take the same place below the card.
+// A browser opens only one of several details with the same name: they overlap below the card.
 function facts(hit) {
-  const pairs = Object.entries(hit.attributes ?? {}).map(([name, value]) => [name, valueText(value)]);
+  const pairs = Object.entries(hit.attributes ?? {}).map(([name, value]) => [labelOf(name), attributeText(name, value, hit.attributes)]);
   if (pairs.length === 0) return [];
   const summary = element("summary", { textContent: "Details" });
   summary.append(element("span", { className: "sr-only", textContent: ` of ${hit.key}` }));
   return [element("details", { className: "facts", name: `card-${hit.id}` }, summary, element("dl", {}, ...definitions(pairs)))];
 }
 
-// Which picture or part of the query it was found with, where there are several.
+// The image or part of the query that found the result, if there are several.
 function found(text) {
   if (text === "") return [];
-  const made = element("span", { className: "picture-note found-with", textContent: capitalized(text) });
+  const made = element("span", { className: "image-note found-with", textContent: capitalized(text) });
   made.dataset.testid = "found-with";
   return [made];
 }
 
 function searchButton(hit, handlers, ...more) {
   const view = handlers.viewText(hit);
-  const picture = element("span", { className: "picture" }, pictureOf(hit.image, hit.key), ...found(view), ...more);
+  const image = element("span", { className: "card-image" }, imageOf(hit.image, hit.key), ...found(view), ...more);
   const button = element(
     "button",
     { type: "button", className: "card-search" },
-    picture,
+    image,
     label(hit),
     score(hit),
   );
   const sure = hit.probability === null ? "" : `, ${percent(hit.probability)} sure`;
   const by = view === "" ? "" : `, found with ${view}`;
-  button.ariaLabel = `Search with ${titleOf(hit.key, hit.attributes)}, score ${hit.score.toFixed(3)}${sure}${by}`;
+  button.ariaLabel = `Search with ${titleOf(hit.key, hit.attributes)}, score ${hit.score.toFixed(2)}${sure}${by}`;
   button.dataset.testid = "card-search";
   button.addEventListener("click", () => handlers.onSelect(hit));
   return button;
@@ -116,16 +122,16 @@ function item(hit, button, handlers, ...more) {
   return made;
 }
 
-// handlers: onSelect(hit), onVote(kind, hit) or null, voteOf(key), onExplain(hit, button, picture) or
-// null, viewText(hit), picture: what one is called.
+// handlers: onSelect(hit), onVote(kind, hit) or null, voteOf(key), onExplain(hit, button, cardImage) or
+// null, viewText(hit), group: the attribute of the groups.
 export function card(hit, handlers) {
   return item(hit, searchButton(hit, handlers), handlers);
 }
 
-function otherPicture(hit, handlers) {
-  const button = element("button", { type: "button", className: "other" }, pictureOf(hit.image, ""));
-  button.ariaLabel = `Search with ${titleOf(hit.key, hit.attributes)}, score ${hit.score.toFixed(3)}`;
-  button.title = `${hit.key} · ${hit.score.toFixed(3)}`;
+function otherImage(hit, handlers) {
+  const button = element("button", { type: "button", className: "other" }, imageOf(hit.image, ""));
+  button.ariaLabel = `Search with ${titleOf(hit.key, hit.attributes)}, score ${hit.score.toFixed(2)}`;
+  button.title = `${hit.key} · ${hit.score.toFixed(2)}`;
   button.addEventListener("click", () => handlers.onSelect(hit));
   return element("li", {}, button);
 }
@@ -133,27 +139,29 @@ function otherPicture(hit, handlers) {
 function others(group, hits, handlers) {
   const rest = hits.slice(1);
   if (rest.length === 0) return [];
-  const summary = element("summary", { textContent: `${rest.length} more` });
+  const summary = element("summary", { textContent: hits.length < GROUP_SIZE ? `${rest.length} more` : `Next ${rest.length}` });
   summary.append(element("span", { className: "sr-only", textContent: ` of ${valueText(group.value)}` }));
-  const list = element("ol", { className: "others" }, ...rest.map((hit) => otherPicture(hit, handlers)));
+  const list = element("ol", { className: "others" }, ...rest.map((hit) => otherImage(hit, handlers)));
   const made = element("details", { className: "group-others", name: `card-${hits[0].id}` }, summary, list);
   made.dataset.testid = "group-others";
   return [made];
 }
 
-// The service sends GROUP_SIZE pictures of a group at most.
+// The service sends at most GROUP_SIZE hits of a group.
 const countText = (count, noun) => (count < GROUP_SIZE ? plural(count, noun) : `${count}+ ${noun}s`);
 
-// The best picture of a group; `group` is {value, probability, view, hits}, best first.
+// A card with the best hit of a group {value, probability, view, hits}. An item without the attribute is
+// a group of its own.
 export function groupCard(group, handlers) {
   const best = { ...group.hits[0], view: group.view, probability: group.probability };
-  const value = group.value === null ? "none" : valueText(group.value);
+  const isProduct = handlers.group === PRODUCT;
+  const value = group.value === null ? `Without ${labelOf(handlers.group).toLowerCase()}` : valueText(group.value);
   const badge = element("span", { className: "group-badge", textContent: value });
   badge.dataset.testid = "group-value";
-  const count = element("span", { className: "picture-note group-count", textContent: countText(group.hits.length, handlers.picture) });
+  const count = element("span", { className: "image-note group-count", textContent: countText(group.hits.length, isProduct ? "view" : "photo") });
   count.dataset.testid = "group-count";
-  const button = searchButton(best, handlers, count);
-  if (value !== titleOf(best.key, best.attributes)) button.querySelector(".key").prepend(badge);
+  const button = searchButton(best, handlers, ...(group.value === null ? [] : [count]));
+  if (!isProduct && value !== titleOf(best.key, best.attributes)) button.querySelector(".key").prepend(badge);
   const made = item(best, button, handlers, ...others(group, group.hits, handlers));
   made.classList.add("group");
   return made;
@@ -164,13 +172,13 @@ export function placeholders(count) {
     element(
       "li",
       { className: "card placeholder", ariaHidden: "true" },
-      element("span", { className: "picture" }),
+      element("span", { className: "card-image" }),
       element("span", { className: "line" }),
       element("span", { className: "line short" }),
     ));
 }
 
-// Arrow keys walk the cards of a grid; L and D vote for the one in focus, W shows where it matches.
+// Arrow keys move between the cards of a grid. L and D vote for the focused one, W shows where it matches.
 export function walkWithArrows(grid) {
   const shown = () => [...grid.querySelectorAll(".card:not([hidden]) .card-search")];
   const columns = () => getComputedStyle(grid).gridTemplateColumns.split(" ").length;

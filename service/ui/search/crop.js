@@ -1,5 +1,5 @@
-// Boxes over the query picture, each [left, top, width, height] in fractions of it. Drawn, moved and
-// resized with mouse, pen, touch or the keyboard.
+// Boxes over the query image, each [left, top, width, height] in fractions of it. They are drawn, moved
+// and resized with mouse, pen, touch or the keyboard.
 
 import { element } from "/ui/shared/dom.js";
 
@@ -31,7 +31,7 @@ function between([x0, y0], [x1, y1]) {
   return [Math.min(x0, x1), Math.min(y0, y1), Math.abs(x1 - x0), Math.abs(y1 - y0)];
 }
 
-// onChange(boxes) after each gesture; announce(text) says sizes to screen readers.
+// onChange(boxes) is called after each gesture, announce(text) with sizes for screen readers.
 export class Cropper {
   constructor(stage, layer, { onChange, announce }) {
     Object.assign(this, { stage, layer, onChange, announce, shown: [], timer: 0, following: 0 });
@@ -42,7 +42,7 @@ export class Cropper {
     return this.shown.map(({ box }) => box);
   }
 
-  // Replaces all boxes without a call of onChange; the reader's own gesture goes first.
+  // Replaces all boxes without a call of onChange. Ignored during a gesture of the user.
   set(boxes) {
     const isSame = JSON.stringify(boxes) === JSON.stringify(this.boxes);
     if (isSame || this.following > 0 || this.timer !== 0) return;
@@ -52,9 +52,9 @@ export class Cropper {
     this.#paint();
   }
 
-  // A box in the middle, in focus.
+  // Adds a box in the middle and focuses it.
   add() {
-    if (this.shown.length >= LIMIT) return this.announce(`There are ${LIMIT} boxes, which is the limit.`);
+    if (this.shown.length >= LIMIT) return this.announce(`The limit of ${LIMIT} boxes is reached.`);
     const made = this.#make(NEW_BOX);
     this.#paint();
     made.frame.focus();
@@ -92,10 +92,10 @@ export class Cropper {
     this.shown.forEach((made, index) => {
       const [left, top, width, height] = made.box;
       const size = `${whole(width)}% wide and ${whole(height)}% high`;
-      const place = `${whole(left)}% from the left, ${whole(top)}% from the top`;
+      const position = `${whole(left)}% from the left, ${whole(top)}% from the top`;
       const values = { left, top, width, height };
       for (const [name, part] of Object.entries(values)) made.node.style[name] = `${part * 100}%`;
-      made.frame.setAttribute("aria-label", `Part ${index + 1}: ${size}, ${place}`);
+      made.frame.setAttribute("aria-label", `Part ${index + 1}: ${size}, ${position}`);
       for (const [corner, handle] of Object.entries(made.handles)) {
         handle.setAttribute("aria-label", `Part ${index + 1}, ${CORNERS[corner]} corner: ${size}`);
       }
@@ -116,14 +116,14 @@ export class Cropper {
     this.onChange(boxes);
   }
 
-  #place(event) {
+  #point(event) {
     const area = this.stage.getBoundingClientRect();
     const x = (event.clientX - area.left) / area.width;
     const y = (event.clientY - area.top) / area.height;
     return [clamp(x, 0, 1), clamp(y, 0, 1)];
   }
 
-  // Follows the pointer until it is lifted; `cancelled` after a gesture that the browser took over.
+  // Follows the pointer until it is lifted. `cancelled` is true if the browser took over the gesture.
   #follow(event, target, onMove, onEnd) {
     const mine = ({ pointerId }) => pointerId === event.pointerId;
     const stop = new AbortController();
@@ -136,7 +136,7 @@ export class Cropper {
     };
     this.following += 1;
     target.setPointerCapture(event.pointerId);
-    listen("pointermove", (next) => onMove(this.#place(next)));
+    listen("pointermove", (next) => onMove(this.#point(next)));
     listen("pointerup", () => end(false));
     listen("pointercancel", () => end(true));
   }
@@ -144,11 +144,11 @@ export class Cropper {
   #draw(event) {
     if (event.button !== 0 || event.target !== this.layer || this.shown.length >= LIMIT) return;
     event.preventDefault();
-    const start = this.#place(event);
+    const start = this.#point(event);
     let made = null;
-    const grow = (place) => {
-      const box = between(start, place);
-      if (made === null && Math.max(box[2], box[3]) < SMALLEST) return; // not yet more than a click
+    const grow = (point) => {
+      const box = between(start, point);
+      if (made === null && Math.max(box[2], box[3]) < SMALLEST) return; // still a click
       made ??= this.#make(box);
       made.box = box;
       this.#paint();
@@ -164,7 +164,7 @@ export class Cropper {
   #drag(event, made, corner) {
     if (event.button !== 0) return;
     event.stopPropagation();
-    const [before, start] = [made.box, this.#place(event)];
+    const [before, start] = [made.box, this.#point(event)];
     const shift = ([x, y]) => {
       const [dx, dy] = [x - start[0], y - start[1]];
       made.box = corner === null ? moved(before, dx, dy) : pulled(before, corner, dx, dy);
@@ -182,7 +182,7 @@ export class Cropper {
       event.preventDefault();
       event.stopPropagation();
       this.#remove(made);
-      this.announce(this.shown.length > 0 ? "Part removed" : "Searching with the whole picture");
+      this.announce(this.shown.length > 0 ? "Part removed" : "Searching with the whole photo");
       (this.shown.at(-1)?.frame ?? this.stage.parentElement.querySelector("button"))?.focus();
       return this.#changed();
     }

@@ -1,22 +1,22 @@
-// Where a result matches: a heat map over its picture, and one over the query's. One at a time.
+// Where a result matches: a heat map over its image and one over the query image. One result at a time.
 
 import { askWhere } from "/ui/search/ask.js";
 import { showProblem } from "/ui/shared/alerts.js";
 import { Problem } from "/ui/shared/api.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
 
-// From no share of the score to the largest: red, green, blue, opacity.
+// From no share of the score to the largest share: red, green, blue, opacity.
 const COLOURS = [[68, 1, 84, 0], [190, 30, 90, 110], [250, 110, 40, 170], [255, 225, 90, 205]];
-const REBUILT = "The gallery was rebuilt since, and its numbers are others now. Search again.";
-let shown = null; // {button, controller, layers} of the result that is looked at
+const REBUILT = "The gallery was rebuilt after this search. Search again.";
+let shown = null; // {button, controller, layers} of the explained result
 
 function colourOf(level) {
-  const place = Math.min(Math.max(level, 0), 1) * (COLOURS.length - 1);
-  const [low, high] = [COLOURS[Math.floor(place)], COLOURS[Math.ceil(place)]];
-  return low.map((value, part) => value + (high[part] - value) * (place % 1));
+  const position = Math.min(Math.max(level, 0), 1) * (COLOURS.length - 1);
+  const [low, high] = [COLOURS[Math.floor(position)], COLOURS[Math.ceil(position)]];
+  return low.map((value, channel) => value + (high[channel] - value) * (position % 1));
 }
 
-// A pixel for each region; the browser smooths it over [left, top, width, height] in fractions.
+// Draws one pixel for each region. The browser smooths them over [left, top, width, height], in fractions.
 function layerOf(shares, [left, top, width, height]) {
   const canvas = element("canvas", { className: "heat", width: shares[0].length, height: shares.length });
   canvas.dataset.testid = "heat";
@@ -29,23 +29,23 @@ function layerOf(shares, [left, top, width, height]) {
   return canvas;
 }
 
-// The square in the middle of a part of a picture, whose side is `square` of the shorter one.
+// The central square of a part of an image. `square` is its side as a fraction of the shorter side.
 function centreOf([left, top, width, height], square, ratio) {
-  const side = Math.min(width * ratio, height) * square; // in heights of the picture
+  const side = Math.min(width * ratio, height) * square; // as a fraction of the image's height
   const [across, down] = [side / ratio, side];
   return [left + (width - across) / 2, top + (height - down) / 2, across, down];
 }
 
-function paint({ hit, query, square }, picture, view) {
-  const place = ui["query-pictures"].children[view?.image - 1] ?? ui.stage;
+function paint({ hit, query, square }, cardImage, view) {
+  const target = ui["query-images"].children[view?.image - 1] ?? ui.stage;
   const { naturalWidth, naturalHeight } = ui["query-image"];
-  const ratio = place === ui.stage ? naturalWidth / naturalHeight || 1 : 1;
+  const ratio = target === ui.stage ? naturalWidth / naturalHeight || 1 : 1;
   const whole = [0, 0, 1, 1];
-  const over = layerOf(hit, centreOf(whole, square, 1)); // cards and lists show the middle of pictures
-  picture.append(over);
+  const over = layerOf(hit, centreOf(whole, square, 1)); // cards show the middle of an image
+  cardImage.append(over);
   const others = query.map(({ crop, shares }) =>
     layerOf(shares, centreOf(crop ?? whole, square, ratio)));
-  place.append(...others);
+  target.append(...others);
   return [over, ...others];
 }
 
@@ -56,7 +56,7 @@ export function hideHeat() {
   shown = null;
 }
 
-export async function toggleHeat(hit, button, picture, { query, view }) {
+export async function toggleHeat(hit, button, cardImage, { query, view }) {
   const wasOn = shown?.button === button;
   hideHeat();
   if (wasOn) return;
@@ -66,9 +66,9 @@ export async function toggleHeat(hit, button, picture, { query, view }) {
   try {
     const answer = await askWhere(query, view, hit, mine.controller.signal);
     if (shown !== mine) return;
-    if (answer.key !== hit.key) throw new Problem("Another item by now", REBUILT);
-    mine.layers = paint(answer, picture, hit.view);
-    announce("The regions that match are shown over both pictures");
+    if (answer.key !== hit.key) throw new Problem("The item has changed", REBUILT);
+    mine.layers = paint(answer, cardImage, hit.view);
+    announce("The matching regions are shown over both photos");
   } catch (error) {
     if (shown !== mine) return;
     hideHeat();

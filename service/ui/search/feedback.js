@@ -1,22 +1,22 @@
-// Votes as feedback, where the operator wants it: which items were right for what was searched with.
+// Sends votes as feedback if the operator enabled it: which items were right for a query.
 
 import * as settings from "/ui/search/settings.js";
 import { postFeedback } from "/ui/shared/api.js";
 
 const ACTIONS = { like: "clicked", dislike: "wrong" };
 
-// Only an upload is a picture of its own; an item is known by its key.
-function pictureOf(query) {
+// The query image to send, or null. Only uploads are sent: the service already has the images of items.
+function queryImage(query) {
   if (settings.facts().feedback !== "pictures") return null;
   return query.kind === "upload" ? query.image : null;
 }
 
-// In the background and once: a vote that is not taken is no reason to disturb.
+// Sent once, in the background. A failure is ignored, since it does not affect the search.
 export async function sendVote(kind, hit, { query, answer }) {
   if (!answer.answer_id) return;
   try {
-    await postFeedback(answer.answer_id, hit.key, ACTIONS[kind], pictureOf(query));
+    await postFeedback(answer.answer_id, hit.key, ACTIONS[kind], queryImage(query));
   } catch {
-    // the search goes on without it
+    // ignored on purpose
   }
 }

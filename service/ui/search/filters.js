@@ -1,19 +1,21 @@
-// Filters built from what a gallery says about its attributes, in the service's JSON form:
+// Filters built from the description of a gallery's attributes, in the service's JSON form:
 // {"colour": {"in": ["red"]}, "price": {">=": 5, "<=": 20}, "sale": true}.
 
 import { debounced, element } from "/ui/shared/dom.js";
-import { valueText } from "/ui/shared/format.js";
+import { labelOf, valueText } from "/ui/shared/format.js";
 
-const SEARCHABLE_FROM = 10;
 const OPEN_AT_FIRST = 2;
+const SHOWN_OPTIONS = 8;
+const FEW = 2; // fewer hidden options than this need no button
 const TYPING_MS = 400;
-const WORDS = new Set(["and", "or", "not"]); // the JSON form cannot name attributes called so
+const RESERVED = new Set(["and", "or", "not"]); // operators of the JSON form, not attributes
 
-const isBool = ({ kind }) => kind === "bool" || kind === "boolean";
+// An attribute keeps its entry after its last value was removed.
+export const hasValues = ({ kind, values, minimum }) => kind === "number" ? minimum != null : values?.length !== 0;
 
-function isUseful({ name, kind, values, minimum, maximum, ...rest }) {
-  if (WORDS.has(name)) return false;
-  if (isBool({ kind, ...rest })) return true;
+function isUseful({ name, kind, values, minimum, maximum }) {
+  if (RESERVED.has(name)) return false;
+  if (kind === "boolean") return true;
   if (kind === "number") return minimum !== null && minimum !== undefined && minimum < maximum;
   const counts = values ?? [];
   return counts.length > 1 && counts.some(({ count }) => count > 1);
@@ -29,9 +31,9 @@ function checkbox({ value, count }, chosen, onToggle) {
   return element("label", { className: "option" }, box, name, number);
 }
 
-// What a count says of a value: null if it is one of the rarer ones, which are counted together.
+// The count of a value, or null for a rare one: these are counted together as `other`.
 function countOf({ values, other }, value) {
-  return values.find((known) => known.value === value)?.count ?? (other > 0 ? null : 0);
+  return values.find((one) => one.value === value)?.count ?? (other > 0 ? null : 0);
 }
 
 function bar({ from, to, count }, most) {
@@ -41,14 +43,14 @@ function bar({ from, to, count }, most) {
   return made;
 }
 
-function showBars(place, { bins, values }) {
+function showBars(chart, { bins, values }) {
   const bars = bins ?? values.map(({ value, count }) => ({ from: value, to: value, count }));
   const most = Math.max(...bars.map(({ count }) => count), 1);
-  place.hidden = bars.length < 2;
-  place.replaceChildren(...bars.map((one) => bar(one, most)));
+  chart.hidden = bars.length < 2;
+  chart.replaceChildren(...bars.map((one) => bar(one, most)));
 }
 
-// The counts of one attribute's values, in place: focus stays.
+// Updates the counts of one attribute in the existing elements, so that the focus stays.
 function showCount(part, facet) {
   for (const option of part.querySelectorAll(".option")) {
     const count = countOf(facet, option.querySelector("input").value);
@@ -63,14 +65,33 @@ function showCount(part, facet) {
   if (bars !== null) showBars(bars, facet);
 }
 
-function finder(name, options) {
+// The options with a field to find one and a button that shows the rest, if there are many.
+function optionList(name, options) {
+  const list = element("div", { className: "options" }, ...options);
+  let isOpen = options.length < SHOWN_OPTIONS + FEW;
+  if (isOpen) return [list];
   const field = element("input", { type: "search", className: "option-find", placeholder: "Find a value" });
-  field.ariaLabel = `Find a value of ${name}`;
-  field.addEventListener("input", () => {
+  field.ariaLabel = `Find a value of ${labelOf(name)}`;
+  const more = element("button", { type: "button", className: "small" });
+  more.dataset.testid = "filter-more";
+  const show = () => {
     const wanted = field.value.trim().toLowerCase();
-    for (const option of options) option.hidden = !option.textContent.toLowerCase().includes(wanted);
+    options.forEach((option, index) => {
+      const isListed = isOpen || index < SHOWN_OPTIONS || option.querySelector("input").checked;
+      option.hidden = !(wanted ? option.textContent.toLowerCase().includes(wanted) : isListed);
+    });
+    more.hidden = isOpen || wanted !== "";
+    more.textContent = `Show ${options.filter(({ hidden }) => hidden).length.toLocaleString("en")} more`;
+  };
+  field.addEventListener("input", show);
+  more.addEventListener("click", () => {
+    const next = options.find(({ hidden }) => hidden);
+    isOpen = true;
+    show();
+    next?.querySelector("input").focus();
   });
-  return field;
+  show();
+  return [field, list, more];
 }
 
 function textFilter({ name, values }, condition, change) {
@@ -80,11 +101,9 @@ function textFilter({ name, values }, condition, change) {
     else chosen.splice(chosen.indexOf(value), 1);
     change(chosen.length > 0 ? { in: [...chosen] } : null);
   };
-  const unlisted = chosen.filter((value) => !values.some((known) => known.value === value));
+  const unlisted = chosen.filter((value) => !values.some((one) => one.value === value));
   const all = [...unlisted.map((value) => ({ value, count: 0 })), ...values];
-  const options = all.map((value) => checkbox(value, chosen, toggle));
-  const list = element("div", { className: "options" }, ...options);
-  return values.length < SEARCHABLE_FROM ? [list] : [finder(name, options), list];
+  return optionList(name, all.map((value) => checkbox(value, chosen, toggle)));
 }
 
 function limitField(name, sign, word, bound, condition, onInput) {
@@ -95,7 +114,7 @@ function limitField(name, sign, word, bound, condition, onInput) {
     placeholder: valueText(bound),
     value: condition?.[sign] ?? "",
   });
-  field.ariaLabel = `${name}, ${word}`;
+  field.ariaLabel = `${labelOf(name)}, ${word}`;
   field.dataset.testid = `filter-${word}`;
   field.addEventListener("input", onInput);
   return field;
@@ -110,7 +129,7 @@ function numberFilter({ name, minimum, maximum }, condition, change) {
   }, TYPING_MS);
   const low = limitField(name, ">=", "from", minimum, condition, read);
   const high = limitField(name, "<=", "to", maximum, condition, read);
-  const bars = element("div", { className: "bars", role: "img", ariaLabel: `How many items by ${name}`, hidden: true });
+  const bars = element("div", { className: "bars", role: "img", ariaLabel: `Number of items by ${labelOf(name)}`, hidden: true });
   bars.dataset.testid = "filter-bars";
   return [bars, element("div", { className: "limits" }, low, element("span", { textContent: "to" }), high)];
 }
@@ -127,42 +146,42 @@ function boolFilter({ name }, condition, change) {
 }
 
 function fieldOf(attribute, condition, change) {
-  if (isBool(attribute)) return boolFilter(attribute, condition, change);
+  if (attribute.kind === "boolean") return boolFilter(attribute, condition, change);
   return (attribute.kind === "number" ? numberFilter : textFilter)(attribute, condition, change);
 }
 
-// The panel of one gallery's filters. onChange(filter) gets the whole filter with one attribute
-// changed; conditions that the panel cannot show are kept.
+// The panel of one gallery's filters. onChange(filter) is called with the whole filter. Conditions that
+// the panel cannot show are kept.
 export class FilterPanel {
-  constructor(place, onChange) {
-    Object.assign(this, { place, onChange, attributes: [], filter: {}, counts: {} });
+  constructor(container, onChange) {
+    Object.assign(this, { container, onChange, attributes: [], filter: {}, counts: {} });
   }
 
   names() {
     return this.attributes.filter(isUseful).map(({ name }) => name);
   }
 
-  // The counts of values as they are now, over all that passes; others stay as they are.
+  // Shows new counts of values. Attributes without new counts keep theirs.
   count(counts) {
     this.counts = counts;
-    for (const part of this.place.children) {
+    for (const part of this.container.children) {
       if (part.dataset.name in counts) showCount(part, counts[part.dataset.name]);
     }
   }
 
-  // Built anew only when something else than the panel itself changed it: focus stays.
+  // Rebuilds the panel only if the change came from elsewhere, so that the focus stays.
   show(attributes, filter) {
     const isSame = JSON.stringify(filter) === JSON.stringify(this.filter) &&
-      (attributes === this.attributes || this.place.contains(document.activeElement));
+      (attributes === this.attributes || this.container.contains(document.activeElement));
     if (attributes !== this.attributes) this.counts = {};
     Object.assign(this, { attributes, filter });
     if (isSame) return;
     const opened = new Map(
-      [...this.place.querySelectorAll("details")].map(({ dataset, open }) => [dataset.name, open]),
+      [...this.container.querySelectorAll("details")].map(({ dataset, open }) => [dataset.name, open]),
     );
     const useful = attributes.filter(isUseful);
-    this.place.hidden = useful.length === 0;
-    this.place.replaceChildren(
+    this.container.hidden = useful.length === 0;
+    this.container.replaceChildren(
       ...useful.map((attribute, index) => this.#part(attribute, index < OPEN_AT_FIRST, opened)),
     );
     this.count(this.counts);
@@ -175,12 +194,12 @@ export class FilterPanel {
       this.filter = condition === null ? others : { ...others, [name]: condition };
       this.onChange(this.filter);
     };
-    const legend = element("legend", { className: "sr-only", textContent: name });
+    const legend = element("legend", { className: "sr-only", textContent: labelOf(name) });
     const fields = fieldOf(attribute, this.filter[name], change);
     const made = element(
       "details",
       { className: "filter", open: opened.get(name) ?? (isEarly || name in this.filter) },
-      element("summary", { textContent: name }),
+      element("summary", { textContent: labelOf(name) }),
       element("fieldset", {}, legend, ...fields),
     );
     Object.assign(made.dataset, { name, testid: "filter" });
@@ -195,28 +214,28 @@ const without = (filter, name) => {
 
 function limitsText(name, condition) {
   const [low, high] = [condition[">="], condition["<="]];
-  if (low === undefined) return `${name} up to ${valueText(high)}`;
-  if (high === undefined) return `${name} from ${valueText(low)}`;
-  return `${name} ${valueText(low)} – ${valueText(high)}`;
+  if (low === undefined) return `${labelOf(name)} up to ${valueText(high)}`;
+  if (high === undefined) return `${labelOf(name)} from ${valueText(low)}`;
+  return `${labelOf(name)} ${valueText(low)} – ${valueText(high)}`;
 }
 
 const isLimits = (condition) =>
   Object.keys(condition).length > 0 && Object.keys(condition).every((sign) => [">=", "<="].includes(sign));
 
-// [{text, filter}]: one chip for each value; `filter` is what is left when the chip is removed.
+// Returns [{text, filter}], one chip for each value. `filter` is the filter without that value.
 export function filterChips(filter) {
   return Object.entries(filter).flatMap(([name, condition]) => {
     const chosen = chosenOf(condition);
     if (chosen.length > 0) {
       return chosen.map((value) => {
         const rest = chosen.filter((other) => other !== value);
-        const left = rest.length > 0 ? { ...filter, [name]: { in: rest } } : without(filter, name);
-        return { text: `${name}: ${valueText(value)}`, filter: left };
+        const others = rest.length > 0 ? { ...filter, [name]: { in: rest } } : without(filter, name);
+        return { text: `${labelOf(name)}: ${valueText(value)}`, filter: others };
       });
     }
     const isValue = condition === null || typeof condition !== "object";
-    if (isValue) return [{ text: `${name}: ${valueText(condition)}`, filter: without(filter, name) }];
-    const text = isLimits(condition) ? limitsText(name, condition) : `${name} ${JSON.stringify(condition)}`;
+    if (isValue) return [{ text: `${labelOf(name)}: ${valueText(condition)}`, filter: without(filter, name) }];
+    const text = isLimits(condition) ? limitsText(name, condition) : `${labelOf(name)} ${JSON.stringify(condition)}`;
     return [{ text, filter: without(filter, name) }];
   });
 }

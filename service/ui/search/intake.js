@@ -1,17 +1,17 @@
-// The ways in: drop, paste, pick. Each ends in onImages(files) or onRefused(title, detail).
+// Images that are dropped, pasted or picked. Each calls onImages(files) or onRefused(title, detail).
 
 const TEXT_FIELD = "textarea, " +
   ["email", "number", "password", "search", "tel", "text", "url"].map((type) => `input[type=${type}]`).join();
-const FORMATS = "Kinlens reads JPEG, PNG, WebP, AVIF, GIF, BMP and TIFF images, and HEIC where its operator installed it.";
+const FORMATS = "Use a JPEG, PNG, WebP, AVIF, GIF, BMP or TIFF photo. Some shops also accept HEIC.";
 
 function judge(files, { onImages, onRefused }, source) {
   const list = [...files];
-  // A file without a type may still be an image: the service decides.
+  // A file without a type may still be an image; the service checks it.
   const images = list.filter(({ type }) => type.startsWith("image/") || type === "");
   if (images.length > 0) return onImages(images);
-  if (list.length === 0) return onRefused(`There is no image in the ${source}`, FORMATS);
+  if (list.length === 0) return onRefused(`There is no photo in the ${source}`, FORMATS);
   const [{ name, type }] = list;
-  return onRefused(`“${name}” is not an image`, `Its type is ${type}. ${FORMATS}`);
+  return onRefused(`“${name}” is not a photo`, `Its type is ${type}. ${FORMATS}`);
 }
 
 function acceptDrops(handlers) {
@@ -33,7 +33,7 @@ function acceptDrops(handlers) {
 
 function acceptPastes(handlers) {
   addEventListener("paste", (event) => {
-    if (event.target instanceof Element && event.target.matches(TEXT_FIELD)) return; // a key or a number is being pasted
+    if (event.target instanceof Element && event.target.matches(TEXT_FIELD)) return; // text is being pasted
     event.preventDefault();
     judge(event.clipboardData?.files ?? [], handlers, "clipboard");
   });

@@ -1,12 +1,12 @@
-// The last searches of this browser, with small pictures: kept here alone, bounded, easy to forget.
+// The last searches with thumbnails, stored only in this browser, up to LIMIT.
 
 import { element, ui } from "/ui/shared/dom.js";
 import { ago } from "/ui/shared/format.js";
-import { isShown } from "/ui/shared/pictures.js";
+import { isShown } from "/ui/shared/images.js";
 import { stored } from "/ui/shared/storage.js";
 
 const LIMIT = 24;
-const THUMB_PX = 224; // about what a model looks at: an upload can be searched with again
+const THUMB_PX = 224; // the input size of a model, so that an upload can be searched again
 const QUALITY = 0.72;
 const kept = stored("localStorage", "kinlens.searches");
 
@@ -19,7 +19,7 @@ function read() {
   }
 }
 
-// A full storage takes fewer searches instead of none; a blocked one none beyond this page.
+// If the storage is full, the older half is dropped until the rest fits.
 function write(list) {
   for (let count = list.length; count > 0; count = Math.floor(count / 2)) {
     if (kept.set(JSON.stringify(list.slice(0, count)))) return;
@@ -47,7 +47,7 @@ function keep(entry) {
   if (ui["history-dialog"].open) show();
 }
 
-// Remembers a search; its picture is drawn from the <img> that shows it, once it does.
+// Adds a search to the history. Its thumbnail is drawn from `image`, the <img> of the query, once loaded.
 export async function remember(query, hash, image) {
   const entry = { hash, name: query.name, kind: query.kind, thumb: "", time: Date.now() };
   keep(entry);
@@ -55,13 +55,13 @@ export async function remember(query, hash, image) {
     if (!(await isShown(image, query.preview))) return;
     entry.thumb = thumbnail(image);
   } catch {
-    return; // a format that the browser cannot show is remembered by its name
+    return; // the browser cannot show this format: the entry has only a name
   }
-  const isKept = read().some(({ time }) => time === entry.time); // not forgotten meanwhile
+  const isKept = read().some(({ time }) => time === entry.time); // the user may have cleared the history
   if (isKept) keep(entry);
 }
 
-// The small picture of a past search as a file; the page's rules forbid fetch() of data: addresses.
+// The thumbnail of a past search as a file. The content security policy forbids fetch() of data: URLs.
 export function fileOf({ thumb, name }) {
   const bytes = Uint8Array.from(atob(thumb.split(",")[1] ?? ""), (letter) => letter.charCodeAt(0));
   return new File([bytes], name, { type: "image/jpeg" });
@@ -90,8 +90,8 @@ function row(entry) {
 function show() {
   const list = read();
   ui["history-text"].textContent = list.length > 0
-    ? "Kept in this browser alone, with small copies of the pictures."
-    : "Nothing yet. What you search for appears here, in this browser alone.";
+    ? "Stored only in this browser, with small copies of the photos."
+    : "No searches yet. Your searches appear here. They are stored only in this browser.";
   ui["history-list"].replaceChildren(...list.map(row));
   ui["history-clear"].hidden = list.length === 0;
 }

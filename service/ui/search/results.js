@@ -1,15 +1,15 @@
-// The answer on the page: cards or groups, what the minimum score leaves, the small print.
+// Shows an answer: cards or groups, the minimum score, the empty state, times and ids.
 
 import { card, groupCard, placeholders, titleOf } from "/ui/search/cards.js";
 import { isBest, PRODUCT, viewText } from "/ui/search/ask.js";
 import { hideHeat, toggleHeat } from "/ui/search/explain.js";
+import { EMPTY_TEXT } from "/ui/search/samples.js";
 import * as settings from "/ui/search/settings.js";
 import { announce, definitions, element, ui } from "/ui/shared/dom.js";
 import { capitalized, milliseconds, percent, plural } from "/ui/shared/format.js";
-import { pictureOf, showPicture } from "/ui/shared/pictures.js";
+import { imageOf, showImage } from "/ui/shared/images.js";
 
 const PLACEHOLDERS = 12;
-const STAGES = ["decode", "embed", "search"];
 
 export function showQuery(query) {
   hideHeat();
@@ -20,9 +20,9 @@ export function showQuery(query) {
   const isOne = query.preview !== "" && !query.previews;
   ui.stage.hidden = !isOne;
   ui["crop-tools"].hidden = !isOne;
-  showPictures(query);
+  showQueryImages(query);
   if (isOne && ui["query-image"].dataset.link !== query.preview) {
-    showPicture(ui["query-image"], query.preview);
+    showImage(ui["query-image"], query.preview);
   }
   ui["query-image"].alt = `Your query: ${query.name}`;
   ui["query-kind"].textContent = query.kind === "item" ? "Searching with the item" : "Searching with";
@@ -30,11 +30,11 @@ export function showQuery(query) {
   ui["query-name"].title = query.name;
 }
 
-function showPictures({ images = [], previews = [] }) {
-  ui["query-pictures"].hidden = previews.length === 0;
-  ui["query-pictures"].replaceChildren(...previews.map((link, place) => {
-    const picture = pictureOf(link, `Picture ${place + 1}: ${images[place].name}`);
-    return element("li", { title: images[place].name }, picture);
+function showQueryImages({ images = [], previews = [] }) {
+  ui["query-images"].hidden = previews.length === 0;
+  ui["query-images"].replaceChildren(...previews.map((link, index) => {
+    const image = imageOf(link, `Photo ${index + 1}: ${images[index].name}`);
+    return element("li", { title: images[index].name }, image);
   }));
 }
 
@@ -56,7 +56,7 @@ function summaryOf(shown, { answer, view }) {
   return sure === null ? `${amount}, ${best}` : `${amount}, ${best} · ${percent(sure)} sure`;
 }
 
-// The chance that nothing of the answer is right; "" where the gallery does not know it.
+// The probability that no result is right, as text; "" without a calibration.
 function chanceText({ answer, view }) {
   const { no_match_probability: chance } = answer;
   if (chance == null) return "";
@@ -78,7 +78,7 @@ function actions(hasFilter, hasMin) {
     button.dataset.testid = testid;
     button.addEventListener("click", () => {
       work();
-      ui.summary.focus({ preventScroll: true }); // the button is gone
+      ui.summary.focus({ preventScroll: true }); // the button was removed
     });
     return button;
   };
@@ -94,25 +94,24 @@ function adviceOf(answer) {
     const { probability, score } = bestOf(rows);
     const sure = probability === null ? "" : ` (${percent(probability)} sure)`;
     return `The closest item has a score of ${score.toFixed(2)}${sure}, below the minimum of ` +
-      `${settings.minText()}. Lower the minimum score, or try another picture or a part of this one.`;
+      `${settings.minText()}. Lower the minimum score, or try another photo or a part of this one.`;
   }
   if (Object.keys(settings.view.filter).length > 0) return "No item passes the filters. Remove some of them.";
-  if (answer.min_score != null) return "Nothing in this gallery is alike enough. Try another picture, or a part of it.";
-  return "This gallery has no items to compare with.";
+  if (answer.min_score != null) return "No item in this gallery is similar enough. Try another photo, or a part of this one.";
+  return EMPTY_TEXT;
 }
 
 function showEmpty(answer, isEmpty) {
   ui.empty.hidden = !isEmpty;
   if (!isEmpty) return;
-  const hasRows = rowsOf(answer).length > 0;
   const hasFilter = Object.keys(settings.view.filter).length > 0;
-  const isBare = !hasRows && !hasFilter && answer.min_score == null;
-  ui["empty-title"].textContent = isBare ? "Nothing to search in" : "No match";
-  ui["empty-text"].textContent = adviceOf(answer);
-  ui["empty-actions"].replaceChildren(...actions(hasFilter, hasRows));
+  const advice = adviceOf(answer);
+  ui.summary.textContent = advice === EMPTY_TEXT ? "This gallery is empty" : "No match";
+  ui["empty-text"].textContent = advice;
+  ui["empty-actions"].replaceChildren(...actions(hasFilter, rowsOf(answer).length > 0));
 }
 
-// Hides what is below the minimum score. All scores are here, so no request is needed.
+// Hides cards below the minimum score. The answer contains all scores, so no request is needed.
 export function filterCards(entry) {
   const { answer } = entry;
   const minimum = settings.minScore();
@@ -121,33 +120,17 @@ export function filterCards(entry) {
   cards.forEach((item, rank) => (item.hidden = rows[rank].score < minimum));
   const shown = cards.filter((item) => !item.hidden).length;
   showEmpty(answer, shown === 0);
-  ui.summary.textContent = shown > 0 ? summaryOf(shown, entry) : "No match";
+  if (shown > 0) ui.summary.textContent = summaryOf(shown, entry);
   const chance = shown > 0 ? chanceText(entry) : "";
   showChance(chance, answer);
-  announce(shown > 0 ? [ui.summary.textContent, chance].filter(Boolean).join(". ") : `No match. ${ui["empty-text"].textContent}`);
-}
-
-function segment(stage, part) {
-  const made = element("span", { className: `stage-${stage}` });
-  made.style.flexGrow = String(part);
-  made.title = stage;
-  return made;
-}
-
-function showTimings(timings) {
-  const known = STAGES.map((stage) => [stage, timings[stage] ?? 0]);
-  const spent = known.reduce((sum, [, ms]) => sum + ms, 0);
-  const rest = Math.max((timings.total ?? spent) - spent, 0);
-  const parts = [...known, ["other", rest]].filter(([, ms]) => ms > 0);
-  ui["timing-bar"].hidden = parts.length === 0;
-  ui["timing-bar"].replaceChildren(...parts.map(([stage, ms]) => segment(stage, ms)));
+  const more = shown > 0 ? chance : ui["empty-text"].textContent;
+  announce([ui.summary.textContent, more].filter(Boolean).join(". "));
 }
 
 function showAbout({ answer }) {
   const { total } = answer.timings_ms;
   const speed = total === undefined ? "Answered" : `Answered in ${milliseconds(total)}`;
   ui["about-summary"].textContent = answer.cached ? `${speed}, from the cache` : speed;
-  showTimings(answer.timings_ms);
   const times = Object.entries(answer.timings_ms);
   const pairs = [
     ...times.map(([stage, ms]) => [capitalized(stage), milliseconds(ms)]),
@@ -157,10 +140,6 @@ function showAbout({ answer }) {
     ["Request", answer.requestId],
   ];
   ui["about-list"].replaceChildren(...definitions(pairs.filter(([, text]) => text)));
-  for (const term of ui["about-list"].querySelectorAll("dt")) {
-    const stage = term.textContent.toLowerCase();
-    if (STAGES.includes(stage)) term.classList.add("keyed", `key-${stage}`);
-  }
 }
 
 function showStart() {
@@ -171,8 +150,8 @@ function showStart() {
 }
 
 function handlersOf(handlers, entry) {
-  const canExplain = settings.hasMap() && entry.query.kind !== "likes"; // which have no picture
-  const onExplain = (hit, button, picture) => toggleHeat(hit, button, picture, entry);
+  const canExplain = settings.hasMap() && entry.query.kind !== "likes"; // they have no image
+  const onExplain = (hit, button, cardImage) => toggleHeat(hit, button, cardImage, entry);
   const { query, view } = entry;
   return {
     ...handlers,
@@ -180,7 +159,7 @@ function handlersOf(handlers, entry) {
     onVote: isBest(query, view) ? null : handlers.onVote,
     onExplain: canExplain ? onExplain : null,
     viewText: (hit) => (hit.view ? viewText(query, hit.view) : ""),
-    picture: view.group === PRODUCT ? "view" : "picture",
+    group: view.group,
   };
 }
 
@@ -195,14 +174,14 @@ function showAnswer(entry, handlers) {
   filterCards(entry);
 }
 
-// A vote brings new cards: focus stays with the item if it is still there.
+// A vote replaces the cards. The focus stays on the item if it is still a result.
 function refocus(key, testid) {
   const same = [...ui.grid.children].find((item) => item.dataset.key === key);
   const target = same?.querySelector(`[data-testid="${testid}"]`);
   (target ?? ui.summary).focus({ preventScroll: true });
 }
 
-// The settled page: an entry of the trail, or null for the start.
+// Shows an entry of the trail, or the start page for null.
 export function showEntry(entry, handlers) {
   showBusy(false);
   const isBatch = entry?.kind === "batch";

@@ -1,14 +1,17 @@
-// Something to begin with: items of the gallery, spread over its first ones.
+// Sample queries on the start page: some of the first items of the gallery.
 
 import { itemQuery } from "/ui/search/ask.js";
 import { titleOf } from "/ui/search/cards.js";
 import * as settings from "/ui/search/settings.js";
 import { listItems } from "/ui/shared/api.js";
 import { element, ui } from "/ui/shared/dom.js";
-import { pictureOf } from "/ui/shared/pictures.js";
+import { imageOf } from "/ui/shared/images.js";
 
 const SHOWN = 8;
 const LOOKED_AT = 120;
+export const EMPTY_TEXT =
+  "There is nothing to search yet. The operator can add items on the page /admin, with kinlens-index add, " +
+  "or with PUT /galleries/NAME/items.";
 
 function spread(list) {
   const step = Math.max(list.length / SHOWN, 1);
@@ -22,7 +25,7 @@ async function queries(gallery) {
 }
 
 function sample(query, onOpen) {
-  const button = element("button", { type: "button", className: "sample" }, pictureOf(query.link, ""));
+  const button = element("button", { type: "button", className: "sample" }, imageOf(query.link, ""));
   button.ariaLabel = `Search with ${titleOf(query.name, query.attributes)}`;
   button.title = query.name;
   button.dataset.testid = "sample";
@@ -34,12 +37,14 @@ export function hideSamples() {
   ui.samples.hidden = true;
 }
 
-// onOpen(query) starts a search. Without items, or without leave to list them, there are none.
+// onOpen(query) starts a search. There are no samples if the gallery is empty or may not be listed.
 export async function showSamples(onOpen) {
   const { gallery } = settings.view;
   const found = await queries(gallery);
   const isStart = document.body.dataset.state === "start" && settings.view.gallery === gallery;
   if (!isStart) return;
   ui["sample-list"].replaceChildren(...found.map((query) => sample(query, onOpen)));
-  ui.samples.hidden = found.length === 0;
+  const isEmpty = settings.itemCount() === 0;
+  ui["samples-title"].textContent = isEmpty ? `This gallery is empty. ${EMPTY_TEXT}` : "Or start with one of these";
+  ui.samples.hidden = found.length === 0 && !isEmpty;
 }

@@ -1,34 +1,36 @@
 // The controls of a search: gallery, number of results, grouping, minimum score, filters, votes.
-// `view` (see link.js) is what is chosen now; the controls always show it.
+// `view` (see link.js) contains the current settings. The controls always show it.
 
 import { PRODUCT } from "/ui/search/ask.js";
-import { FilterPanel, filterChips } from "/ui/search/filters.js";
+import { FilterPanel, filterChips, hasValues } from "/ui/search/filters.js";
 import { describeGallery, listGalleries } from "/ui/shared/api.js";
 import { element, icon, optionsOf, ui } from "/ui/shared/dom.js";
-import { percent, plural, splitKey } from "/ui/shared/format.js";
+import { labelOf, percent, plural, splitKey } from "/ui/shared/format.js";
 import { emptyView } from "/ui/shared/link.js";
-import { pictureOf } from "/ui/shared/pictures.js";
+import { imageOf } from "/ui/shared/images.js";
 
 const FRESH_MS = 30_000;
 const NOTES = {
   pairs: "Your likes and dislikes are sent to the shop, without your name.",
-  pictures: "Your likes and dislikes are sent to the shop with the picture that you searched with, without your name.",
+  pictures: "Your likes and dislikes are sent to the shop with the photo that you searched with, without your name.",
 };
 const COMBINE = {
-  pictures: ["Several pictures", "a search for each", "one search, the best counts"],
-  parts: ["Several parts", "together as one", "the best one counts"],
+  images: ["Several photos", "Search each photo", "One search, best match counts"],
+  parts: ["Several parts", "Search their average", "Best match counts"],
 };
 const MOST_COUNTED = 8;
-const described = new Map(); // gallery name -> its description, or what little is known
+const described = new Map(); // gallery name -> its description
 let galleries = [];
 let panel = null;
 let onChange = () => {};
-let several = ""; // what there is several of: "pictures", "parts" or ""
+let several = ""; // which of them the query has several of: "images", "parts" or neither
 export let view = emptyView();
 
 export const snapshot = () => structuredClone(view);
 export const facts = () => described.get(view.gallery) ?? { attributes: [] };
-export const hasMap = () => facts().has_map ?? galleries.find(({ name }) => name === view.gallery)?.has_map;
+const listed = () => galleries.find(({ name }) => name === view.gallery);
+export const hasMap = () => facts().has_map ?? listed()?.has_map;
+export const itemCount = () => facts().size ?? listed()?.size;
 export const galleryNames = () => galleries.map(({ name }) => name);
 
 export function voteOf(key) {
@@ -36,7 +38,7 @@ export function voteOf(key) {
   return view.dislikes.some((item) => item.key === key) ? "dislike" : null;
 }
 
-// The lowest setting means no minimum, so that negative scores stay visible.
+// The lowest setting means no minimum: negative scores stay visible.
 export const minScore = () => view.min || -Infinity;
 
 export function minText() {
@@ -62,7 +64,7 @@ function preset({ false_matches: share, search_score: score }) {
   const value = Math.max(Math.ceil(score * 100) / 100, 0);
   const text = Math.round(1 / share).toLocaleString("en");
   const button = element("button", { type: "button", className: "preset", value, textContent: text });
-  button.title = `Of pictures that have no match here, ${percent(share)} get an answer all the same`;
+  button.title = `${percent(share)} of photos without a match get a wrong answer`;
   button.ariaLabel = `${text}: one wrong match in ${text}, score ${value.toFixed(2)}`;
   button.addEventListener("click", () => setMin(value));
   return button;
@@ -76,22 +78,22 @@ function showPresets() {
 }
 
 function showGroups() {
-  const names = facts().attributes.map(({ name }) => name);
+  const names = facts().attributes.filter(hasValues).map(({ name }) => name);
   if (view.group && !names.includes(view.group)) names.push(view.group);
-  const named = names.map((name) => [name, name === PRODUCT ? "product: one result each" : name]);
-  ui.group.replaceChildren(...optionsOf([["", "nothing"], ...named]));
+  const named = names.map((name) => [name, name === PRODUCT ? "Product (one result each)" : labelOf(name)]);
+  ui.group.replaceChildren(...optionsOf([["", "None"], ...named]));
   ui.group.value = view.group;
   ui["group-field"].hidden = names.length === 0;
 }
 
-// The best of several is for pictures and parts alone: without votes, and in the order of scores.
+// Offers the choice for several images or parts. The best match excludes votes and another order.
 export function offerCombine(what = several) {
   several = what;
   ui["combine-field"].hidden = several === "" && view.combine === "";
   ui["order-field"].hidden = several !== "" && view.combine === "best";
-  const [label, ...texts] = COMBINE[several] ?? COMBINE.pictures;
+  const [label, ...texts] = COMBINE[several] ?? COMBINE.images;
   ui["combine-label"].textContent = label;
-  texts.forEach((text, place) => (ui.combine.options[place].textContent = text));
+  texts.forEach((text, index) => (ui.combine.options[index].textContent = text));
   ui.combine.value = view.combine;
 }
 
@@ -111,7 +113,7 @@ function chip(text, word, remove, { className = "", image = null, mark = null } 
   });
   const made = element("li", { className: `chip ${className}` });
   if (mark) made.append(icon(mark));
-  if (image) made.append(pictureOf(image, ""));
+  if (image) made.append(imageOf(image, ""));
   made.append(element("span", { className: "chip-text", textContent: text, title: text }), button);
   made.dataset.testid = "chip";
   return made;
@@ -167,7 +169,7 @@ export const clearMin = () => setMin(0);
 
 function showGallery() {
   ui.gallery.value = view.gallery;
-  const size = facts().size ?? galleries.find(({ name }) => name === view.gallery)?.size;
+  const size = itemCount();
   ui["gallery-size"].textContent = size === undefined ? "" : `${plural(size, "item")} to search`;
 }
 
@@ -189,7 +191,7 @@ export function show() {
   showChips();
 }
 
-// The attributes whose values are counted while filters change: as many as the service takes.
+// The attributes whose values are counted while filters change, up to the service's limit.
 export const countable = () => (facts().facets ? panel.names().slice(0, MOST_COUNTED) : []);
 
 export const showCounts = (counts) => panel.count(counts);
@@ -204,7 +206,7 @@ export function restore(given) {
   show();
 }
 
-// A new query starts without the votes of the one before.
+// A new query starts without the votes of the previous one.
 export function forgetVotes(more = {}) {
   Object.assign(view, { likes: [], dislikes: [] }, more);
   show();
@@ -219,7 +221,7 @@ export function toggleVote(kind, { key, image }) {
   changed("votes");
 }
 
-// What the gallery's description adds is never needed for a search: without it the page has less.
+// A search works without the description of the gallery; the page then has no filters.
 export async function describe(name) {
   if (name && !described.has(name)) {
     const found = await describeGallery(name).catch(() => null);
@@ -228,11 +230,11 @@ export async function describe(name) {
   if (view.gallery === name) show();
 }
 
-// A gallery that changed is described again, once in a while: its counts follow.
+// Fetches the description of a changed gallery again, at most every FRESH_MS.
 export function keepUp({ gallery, gallery_version: version }) {
-  const known = described.get(gallery);
-  const isOld = known?.version && version && known.version !== version;
-  if (!isOld || Date.now() - known.at < FRESH_MS) return;
+  const cached = described.get(gallery);
+  const isOld = cached?.version && version && cached.version !== version;
+  if (!isOld || Date.now() - cached.at < FRESH_MS) return;
   described.delete(gallery);
   describe(gallery);
 }
@@ -243,7 +245,7 @@ export async function loadGalleries() {
   ui["gallery-field"].hidden = galleries.length < 2;
 }
 
-// Attributes and items are of one gallery: another one starts without them.
+// Filters, groups and votes refer to attributes and items of one gallery.
 async function changeGallery() {
   Object.assign(view, { gallery: ui.gallery.value, filter: {}, group: "", likes: [], dislikes: [] });
   show();
@@ -251,7 +253,7 @@ async function changeGallery() {
   onChange("gallery");
 }
 
-// onChange(what) after each change by the reader: gallery, k, group, order, combine, min, filter, votes or all.
+// onChange(what) is called after each change: gallery, k, group, order, combine, min, filter, votes or all.
 export function startSettings(whenChanged) {
   onChange = whenChanged;
   panel = new FilterPanel(ui.filters, (filter) => {

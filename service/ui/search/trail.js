@@ -1,4 +1,4 @@
-// Past views with their answers, kept in memory and walked with the browser's Back and Forward.
+// Past views with their answers, in memory, for the browser's Back and Forward.
 
 const LIMIT = 40;
 const entries = new Map();
@@ -8,7 +8,7 @@ export const previewsOf = (query) => query.previews ?? [query.preview];
 const previews = (entry) =>
   (entry.kind === "batch" ? entry.rows.map((row) => row.query) : [entry.query]).flatMap(previewsOf);
 
-// Frees the pictures of uploads, except those of entries.
+// Releases the blob URLs of uploads that no entry uses.
 export function release(urls) {
   const used = new Set([...entries.values()].flatMap(previews));
   for (const url of urls) {
@@ -24,7 +24,7 @@ function evictOldest() {
 
 export function push(entry, hash) {
   made += 1;
-  // timeOrigin tells this page load from earlier ones, whose states outlive their entries.
+  // timeOrigin distinguishes this page load from earlier ones: their history states outlive their entries.
   const key = `${performance.timeOrigin}-${made}`;
   entries.set(key, entry);
   if (entries.size > LIMIT) evictOldest();
@@ -46,7 +46,7 @@ export function replace(entry, hash) {
   history.replaceState({ key }, "", hash);
 }
 
-// The address alone, for what needs no new answer.
+// Changes only the URL, for settings that need no new answer.
 export function rename(hash) {
   history.replaceState(history.state, "", hash);
 }

@@ -1,4 +1,4 @@
-// Messages: what failed with its cure, the wait that the service asks for, the key it needs, notes.
+// Messages: errors with their fix, the wait from Retry-After, the form for an API key, and notes.
 
 import { Problem } from "/ui/shared/api.js";
 import { ui } from "/ui/shared/dom.js";
@@ -7,7 +7,7 @@ import { setKey } from "/ui/shared/key.js";
 const SECOND_MS = 1000;
 let counting = 0;
 let again = null;
-let home = null; // takes the focus of a message that goes
+let home = null; // gets the focus when a focused message closes
 
 export function problemOf(error) {
   if (error instanceof Problem) return error;
@@ -40,7 +40,7 @@ function showKeyForm(needed) {
   ui.key.value = "";
 }
 
-// `retry` repeats what failed; it is offered where another try can help.
+// `retry` repeats the failed request; the button is shown only where another try can help.
 export function showProblem(error, retry = null) {
   const problem = problemOf(error);
   const canRetry = retry !== null && (problem.canRetry || problem.needsKey);
@@ -65,7 +65,7 @@ export function hideError() {
   hide(ui.error);
 }
 
-// A gentle note: nothing failed. `action` is a button beside its text.
+// A note that is not an error. `action` is a button next to its text.
 export function showNotice(text, action = null) {
   ui["notice-text"].textContent = text;
   ui.notice.querySelector(".notice-action")?.remove();

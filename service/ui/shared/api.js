@@ -88,7 +88,7 @@ export const sendJson = (method, url, content, signal) =>
     headers: { "content-type": "application/json" },
   });
 
-// What an item of an answer was worth: clicked or wrong; `image` is the picture searched with, or null.
+// Sends feedback on a hit. `action` is clicked or wrong; `image` is the query image, or null.
 export function postFeedback(answerId, item, action, image) {
   const form = new FormData();
   for (const [name, text] of Object.entries({ answer_id: answerId, item, action })) form.append(name, text);
@@ -101,7 +101,6 @@ export const galleryPath = (name) => `/galleries/${encodeURIComponent(name)}`;
 export const listGalleries = async () => (await getJson("/galleries")).galleries;
 
 export const describeGallery = (name) => getJson(galleryPath(name));
-
 
 export const getItem = (gallery, id) => getJson(`${galleryPath(gallery)}/items/${id}`);
 
@@ -117,7 +116,7 @@ export async function fetchImage(link, signal) {
   return bodyOf(await request(link, { signal, headers: { accept: "image/*" } }), "blob");
 }
 
-// [name, text] of what every search can have.
+// The parameters that all searches share, as [name, text].
 function commonFields({ k, filter, groupBy, groupSize, order, minScore, facets }) {
   const fields = [["k", k]];
   if (filter && Object.keys(filter).length > 0) fields.push(["filter", JSON.stringify(filter)]);
@@ -133,7 +132,7 @@ async function answerOf(response) {
   return { ...answer, requestId: response.headers.get("x-request-id") ?? "" };
 }
 
-// Items like an item of the gallery, without that item.
+// The items most similar to an item of the gallery, without that item.
 export async function getSimilar(gallery, id, wanted, signal) {
   const query = new URLSearchParams(commonFields(wanted));
   return answerOf(await request(`${galleryPath(gallery)}/items/${id}/similar?${query}`, { signal }));
@@ -151,11 +150,11 @@ function searchForm({ images = [], crops = [], combine, gallery, positives = [],
   return form;
 }
 
-// Items like uploaded pictures, parts of one, liked items, and unlike disliked ones.
+// A search by uploaded images or parts of one image, with liked and disliked items.
 export async function postSearch(wanted, signal) {
   return answerOf(await request("/search", { method: "POST", body: searchForm(wanted), signal }));
 }
 
-// The share of its score that each region of a hit and of the query has.
+// The share of the score that each region of the hit and of the query contributes.
 export const explainHit = (gallery, id, wanted, signal) =>
   getJson(`${galleryPath(gallery)}/items/${id}/explain`, { method: "POST", body: searchForm(wanted), signal });

@@ -1,4 +1,4 @@
-// Making elements. Everything that comes from the service enters the page as text, never as markup.
+// Creates elements. Data from the service enters the page as text, never as markup, against injection.
 
 const SVG = "http://www.w3.org/2000/svg";
 const SHAPES = {
@@ -40,7 +40,7 @@ export function definitions(pairs) {
   ]);
 }
 
-// The skip link moves the focus alone: what follows # in the address says which view is shown.
+// The skip link only moves the focus: the fragment of the URL holds the view and must not change.
 export function startSkip(target) {
   document.querySelector(".skip").addEventListener("click", (event) => {
     event.preventDefault();
@@ -48,7 +48,7 @@ export function startSkip(target) {
   });
 }
 
-// A control that hides with the focus on it hands the focus to `home`.
+// Moves the focus to `home` if the focused control was hidden or removed.
 export function keepFocus(home) {
   const { activeElement: focused, body } = document;
   const isLost = focused === null || focused === body || !focused.checkVisibility();
@@ -58,7 +58,7 @@ export function keepFocus(home) {
 const ANNOUNCE_AFTER_MS = 250;
 let announcing = 0;
 
-// Said by screen readers; of several in a row the last.
+// Text for screen readers. Of several in quick succession only the last is read.
 export function announce(text) {
   clearTimeout(announcing);
   announcing = setTimeout(() => (ui.live.textContent = text), ANNOUNCE_AFTER_MS);

@@ -1,4 +1,4 @@
-// Numbers and names as people read them.
+// Numbers and names as text for people.
 
 export const plural = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 
@@ -6,6 +6,9 @@ export const milliseconds = (value) =>
   value < 10 ? `${value.toFixed(1)} ms` : `${Math.round(value)} ms`;
 
 export const capitalized = (word) => word.slice(0, 1).toUpperCase() + word.slice(1);
+
+// The name of an attribute as a label: "unit_price" becomes "Unit price".
+export const labelOf = (name) => capitalized(name.replaceAll(/[_-]+/g, " "));
 
 // Never 0 % or 100 %: a calibrated probability is neither.
 export function percent(probability) {
@@ -32,6 +35,16 @@ export function valueText(value) {
   if (value === true) return "yes";
   if (value === false) return "no";
   return typeof value === "number" ? String(Number(value.toPrecision(7))) : String(value);
+}
+
+// The value of an attribute as text. A price gets the `currency` of its item, if it has one.
+export function attributeText(name, value, { currency } = {}) {
+  if (!/price$/i.test(name) || typeof value !== "number" || typeof currency !== "string") return valueText(value);
+  try {
+    return value.toLocaleString("en", { style: "currency", currency });
+  } catch {
+    return `${valueText(value)} ${currency}`; // not an ISO 4217 code
+  }
 }
 
 const MINUTE_MS = 60_000;

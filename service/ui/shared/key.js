@@ -1,4 +1,4 @@
-// The API key of this tab: typed only when the service asks for one, forgotten with the tab.
+// The API key of this tab. It is asked for only after a refusal, and removed when the tab closes.
 
 import { stored } from "/ui/shared/storage.js";
 

@@ -1,11 +1,11 @@
-// A view as the part of the address after #, and back. Only what differs from the start is written.
+// Writes a view into the fragment of the URL and reads it back. Default values are omitted.
 
 export const DEFAULT_K = 20;
 const MAX_K = 10_000;
-const ORDERS = ["", "varied"]; // by score, unlike each other
+const ORDERS = ["", "varied"]; // "" is the order of scores
 
-// What can be chosen about a search: min is a score, filter the JSON form of the service's filters,
-// likes and dislikes are {key, image?}.
+// The settings of a search. `min` is a score, `filter` the JSON form of the service's filters,
+// `likes` and `dislikes` are lists of {key, image?}.
 export function emptyView(gallery = "") {
   return { gallery, k: DEFAULT_K, min: 0, filter: {}, group: "", order: "", combine: "", likes: [], dislikes: [] };
 }
@@ -68,9 +68,8 @@ function itemFrom(fields, gallery) {
   return { id, key: fields.get("key") ?? "", gallery: fields.get("from") ?? gallery, crops };
 }
 
-// {view, item, picture}: the item to search with, or null; picture "upload",
-// "uploads" or "batch" tells that the link was made of pictures that it cannot hold. What a link
-// says wrongly is left out.
+// Returns {view, item, upload}. `item` is the query item, or null. `upload` is "upload", "uploads" or
+// "batch" if the query was uploaded images, which a link cannot contain. Invalid values are ignored.
 export function fromHash(hash) {
   const fields = new URLSearchParams(hash.replace(/^#/, ""));
   const gallery = fields.get("gallery") ?? "";
@@ -86,5 +85,5 @@ export function fromHash(hash) {
     likes: fields.getAll("like").filter(Boolean).map(keyed),
     dislikes: fields.getAll("dislike").filter(Boolean).map(keyed),
   };
-  return { view, item: itemFrom(fields, gallery), picture: fields.get("picture") };
+  return { view, item: itemFrom(fields, gallery), upload: fields.get("picture") };
 }

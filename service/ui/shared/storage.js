@@ -1,4 +1,4 @@
-// The browser's storage, which may be blocked, full or hold what another version wrote.
+// The browser's storage. It may be blocked, full, or contain data of another version.
 
 function areaNamed(name) {
   try {
@@ -8,7 +8,7 @@ function areaNamed(name) {
   }
 }
 
-// One key of `localStorage` or `sessionStorage`. What the storage refuses lasts as long as the page.
+// One key of `localStorage` or `sessionStorage`. A value that the storage refuses lasts as long as the page.
 export function stored(areaName, key) {
   const area = areaNamed(areaName);
   let memory = null;
@@ -20,7 +20,7 @@ export function stored(areaName, key) {
         return memory;
       }
     },
-    // Whether it will outlive the page; null removes it.
+    // Returns whether the value outlives the page. null removes it.
     set(text) {
       memory = null;
       try {

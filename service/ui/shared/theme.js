@@ -1,9 +1,9 @@
-// Light or dark, set before the first paint: the system's choice unless this browser holds another.
-// A classic script on purpose; a module would run after the page has been painted once.
+// Sets light or dark before the first paint: the stored choice, or the system's.
+// A classic script on purpose: a module would run after the first paint, and the page would flash.
 
 (() => {
   const CHOICES = ["system", "light", "dark"];
-  const NAMES = { system: "as the system", light: "light", dark: "dark" };
+  const NAMES = { system: "same as system", light: "light", dark: "dark" };
   const dark = matchMedia("(prefers-color-scheme: dark)");
   let choice = stored();
 

@@ -1,11 +1,11 @@
-// Pictures of items. An <img> sends no API key, so with a key they are fetched when they come near.
+// Images of items. An <img> sends no API key, so with a key they are fetched when they scroll near.
 
 import { fetchImage } from "/ui/shared/api.js";
 import { getKey } from "/ui/shared/key.js";
 
 const NEAR = "400px";
 
-// A picture that comes when its <img> is gone or is to show another is dropped.
+// Drops an image that arrives after its <img> was removed or got another link.
 async function load(image) {
   const { link } = image.dataset;
   const blob = await fetchImage(link).catch(() => null);
@@ -15,7 +15,7 @@ async function load(image) {
   for (const end of ["load", "error"]) {
     image.addEventListener(end, () => URL.revokeObjectURL(url), { once: true });
   }
-  image.loading = "eager"; // a lazy one that is removed now would never end
+  image.loading = "eager"; // a lazy <img> that is removed now fires neither load nor error
   image.src = url;
 }
 
@@ -29,7 +29,7 @@ const watcher = new IntersectionObserver(
   { rootMargin: NEAR },
 );
 
-export function showPicture(image, link) {
+export function showImage(image, link) {
   image.classList.remove("broken");
   image.dataset.link = link;
   const isLocal = /^(blob|data):/.test(link);
@@ -38,11 +38,11 @@ export function showPicture(image, link) {
     image.src = link;
     return;
   }
-  image.removeAttribute("src"); // the picture of another link
+  image.removeAttribute("src"); // it still shows the previous link
   watcher.observe(image);
 }
 
-// Waits until the <img> shows `link`: false if it cannot, or shows another by then.
+// Waits until the <img> shows `link`. Resolves to false if it cannot, or has another link by then.
 export async function isShown(image, link) {
   if (image.dataset.link !== link) return false;
   if (!image.hasAttribute("src")) {
@@ -55,14 +55,14 @@ export async function isShown(image, link) {
   return image.dataset.link === link && image.naturalWidth > 0;
 }
 
-// An <img> that shows where it could not load; `link` comes from the service.
-export function pictureOf(link, alt) {
+// An <img> that gets the class `broken` if it cannot load. `link` comes from the service.
+export function imageOf(link, alt) {
   const image = Object.assign(document.createElement("img"), {
     loading: "lazy",
     decoding: "async",
     alt,
   });
   image.addEventListener("error", () => image.classList.add("broken"));
-  showPicture(image, link);
+  showImage(image, link);
   return image;
 }

@@ -9,7 +9,7 @@ from tests.support.page_browser import (
     OpenPage,
     drop_item,
     search_with_card,
-    send_picture,
+    send_image,
     settled,
     until,
 )
@@ -36,7 +36,7 @@ def with_key(page: Page) -> None:
 
 @pytest.fixture
 def keyed(open_shop: OpenPage, fake_shop: Shop) -> Page:
-    """The results of the first item's picture in a shop that wants a key."""
+    """The results of the first item's image in a shop that wants a key."""
     fake_shop.key = KEY
     page = open_shop(before=with_key)
     expect(page.get_by_test_id("sample")).to_have_count(8)
@@ -45,85 +45,83 @@ def keyed(open_shop: OpenPage, fake_shop: Shop) -> Page:
     return page
 
 
-def hold_pictures(page: Page) -> list[Route]:
-    """From now on pictures of items stay unanswered; they are put into the list."""
-    held: list[Route] = []
-    page.route("**/items/*/image", lambda route: held.append(route))
-    return held
+def intercept_images(page: Page) -> list[Route]:
+    """Collects requests for images of items, unanswered."""
+    pending: list[Route] = []
+    page.route("**/items/*/image", lambda route: pending.append(route))
+    return pending
 
 
-def let_go(page: Page, held: list[Route]) -> None:
-    for route in held:
+def release(page: Page, pending: list[Route]) -> None:
+    for route in pending:
         route.continue_()
     page.unroute("**/items/*/image")
 
 
-def test_a_late_picture_does_not_replace_the_one_of_a_newer_query(
+def test_a_late_image_does_not_replace_the_one_of_a_newer_query(
     keyed: Page, fake_shop: Shop
 ) -> None:
-    held = hold_pictures(keyed)
+    pending = intercept_images(keyed)
     search_with_card(keyed, 1)
-    assert keyed.evaluate(QUERY_SRC) is None  # not the picture of the query before
-    while not held:
+    assert keyed.evaluate(QUERY_SRC) is None  # not the image of the previous query
+    while not pending:
         keyed.wait_for_timeout(50)
     drop_item(keyed, fake_shop, 2)
     newer = keyed.evaluate(QUERY_SRC)
-    let_go(keyed, held)
+    release(keyed, pending)
     keyed.wait_for_timeout(500)
     assert keyed.evaluate(QUERY_SRC) == newer
     until(keyed, "made.size == 2")
 
 
-def test_the_history_waits_for_the_picture_of_its_query_and_forgets_it(keyed: Page) -> None:
+def test_the_history_waits_for_the_image_of_its_query_and_drops_it(keyed: Page) -> None:
     until(keyed, f"{SEARCHES}[0]?.thumb")
     [before] = keyed.evaluate(SEARCHES)
-    held = hold_pictures(keyed)
+    pending = intercept_images(keyed)
     search_with_card(keyed, 1)
     until(keyed, f"{SEARCHES}.length == 2")
     assert keyed.evaluate(SEARCHES)[0]["thumb"] == ""
-    let_go(keyed, held)
+    release(keyed, pending)
     until(keyed, f"{SEARCHES}[0].thumb")
     newest, older = keyed.evaluate(SEARCHES)
     assert newest["kind"] == "item"
     assert newest["thumb"] != before["thumb"]
     assert older == before
 
-    held = hold_pictures(keyed)
+    pending = intercept_images(keyed)
     search_with_card(keyed, 3)
     keyed.get_by_test_id("history-open").click()
     expect(keyed.get_by_test_id("history-entry")).to_have_count(3)
     keyed.get_by_test_id("history-clear").click()
-    let_go(keyed, held)
+    release(keyed, pending)
     until(keyed, f"{QUERY_SRC}?.startsWith('blob:')")
     keyed.wait_for_timeout(300)
     assert keyed.evaluate(SEARCHES) == []
 
 
 def test_an_avif_is_shown_and_a_heic_is_searched_with_unseen(results: Page) -> None:
-    send_picture(results, encoded(picture(1), "AVIF"), "photo.avif")
+    send_image(results, encoded(picture(1), "AVIF"), "photo.avif")
     expect(results.get_by_test_id("query-name")).to_have_text("photo.avif")
     until(results, "document.querySelector('[data-testid=query-image]').naturalWidth > 0")
-    send_picture(results, encoded(picture(2), "HEIF"), "photo.heic")
+    send_image(results, encoded(picture(2), "HEIF"), "photo.heic")
     expect(results.get_by_test_id("query-name")).to_have_text("photo.heic")
     settled(results)
     expect(results.get_by_test_id("error")).to_be_hidden()
     expect(results.get_by_test_id("crops")).to_be_hidden()
 
 
-def test_refused_uploads_and_broken_pictures_keep_no_memory(
-    keyed: Page, allowed: list[str]
-) -> None:
+def test_refused_uploads_and_broken_images_keep_no_memory(keyed: Page, allowed: list[str]) -> None:
     allowed += ["415", "500"]
     for number in range(3):
         with keyed.expect_response("**/search"):
-            send_picture(keyed, b"no image", f"{number}.png")
+            send_image(keyed, b"no image", f"{number}.png")
         expect(keyed.get_by_test_id("error")).to_be_visible()
         settled(keyed)
-    until(keyed, "made.size == 1")  # the picture of the search that is shown
+    until(keyed, "made.size == 1")  # the image of the current search
     assert keyed.evaluate(f"made.has({QUERY_SRC})")
 
     keyed.route("**/search", lambda route: route.fulfill(status=500, json={"title": "Broken"}))
-    send_picture(keyed, draw((9, 90, 200), 77), "again.png")
+    send_image(keyed, draw((9, 90, 200), 77), "again.png")
     expect(keyed.get_by_test_id("error-title")).to_have_text("Broken")
     keyed.unroute("**/search")
     keyed.get_by_test_id("error-retry").click()

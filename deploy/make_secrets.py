@@ -26,7 +26,7 @@ def main() -> None:
     for name, text in wanted.items():
         path = FOLDER / name
         path.write_text(text)
-        path.chmod(0o444)  # users of the containers must read it; the folder (0700) keeps others out
+        path.chmod(0o444)  # containers run as other users; the folder (0700) excludes the rest
         sys.stdout.write(f"wrote {path}\n")
 
 

@@ -84,7 +84,7 @@ def build_router(runtime: Runtime) -> APIRouter:
             **problems(*EXPLAIN),
         },
         openapi_extra=search_docs(limits),
-        summary="Where a hit matches, by key",
+        summary="Explain a hit by key",
     )
     async def explain(request: Request, name: str, key: Key) -> Response:
         """Which regions of query and hit contribute to the score; send the body of the search."""

@@ -157,7 +157,7 @@ def build_router(runtime: Runtime) -> APIRouter:
             **problems(*EXPLAIN),
         },
         openapi_extra=search_docs(limits),
-        summary="Where a hit matches",
+        summary="Explain a hit",
     )
     async def explain_hit(request: Request, name: str, item_id: ItemId) -> Response:
         """Which regions of query and hit contribute to the score; send the request of the search.

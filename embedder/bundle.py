@@ -1,11 +1,11 @@
-"""The model bundle on disk: written atomically, verified by hash. The one module that does both.
+"""Read and write a model bundle: written atomically, verified by hash.
 
 bundle/
   model.onnx          uint8 (N, 3, S, S) -> float32 (N, D), unit norm
-  model.int8.onnx     the same in other precisions, where they were exported: int8, fp16
-  model.map.onnx      where it was exported: float32 (N, D, h, w), whose sum over h, w is the vector
-  manifest.json       BundleManifest, stamped with the bundle_id
-  golden/             encoded images, their preprocessed tensors, their vectors by each precision
+  model.int8.onnx     optional files of the network in other precisions: int8, fp16
+  model.map.onnx      optional map: float32 (N, D, h, w), whose sum over h, w is the vector
+  manifest.json       BundleManifest with the bundle_id
+  golden/             encoded images, their preprocessed tensors, their vectors in each precision
 """
 
 import hashlib
@@ -44,17 +44,18 @@ _VECTORS = "vectors.npy"
 
 @dataclass(frozen=True, slots=True)
 class VariantFiles:
-    """The ONNX file of another precision, and what it makes of the golden images."""
+    """An ONNX file in another precision, and its vectors of the golden images."""
 
     model: Path
     golden_vectors: Embeddings
 
 
 class Bundle:
-    """A bundle; `open` has verified every hash.
+    """A bundle whose hashes `open` has verified.
 
-    `model_path` is the ONNX file in fp32, from which bf16 is computed too; of the `precisions` that
-    have a file fp32 is always one.
+    Attributes:
+        model_path: the ONNX file in fp32, which also serves bf16.
+        precisions: those with an ONNX file, fp32 first.
     """
 
     def __init__(self, path: Path, manifest: BundleManifest) -> None:
@@ -73,21 +74,21 @@ class Bundle:
         path = Path(path)
         if not (path / MANIFEST).is_file():
             raise BundleNotFoundError(
-                f"No model bundle at {path}: {MANIFEST} is missing. Give the folder that "
+                f"No model bundle at {path}: {MANIFEST} is missing. Pass the folder that "
                 "`kinlens-train export` wrote."
             )
         try:
             manifest = BundleManifest.model_validate_json((path / MANIFEST).read_bytes())
         except ValidationError as error:
             raise BundleCorruptError(
-                f"{path / MANIFEST} is not a bundle manifest this version can read: {error}"
+                f"{path / MANIFEST} is not a bundle manifest that this version can read: {error}"
             ) from error
         bundle = cls(path, manifest)
         bundle._verify()
         return bundle
 
     def model_file(self, precision: Precision) -> Path:
-        """The ONNX file of a precision. Raises: BundleError if the bundle lacks it."""
+        """Path of the ONNX file of a precision. Raises: BundleError if the bundle lacks it."""
         if precision not in (*self.precisions, "bf16"):
             raise BundleError(
                 f"The bundle {self.path} has no {precision} model, only "
@@ -97,7 +98,7 @@ class Bundle:
         return self.path / _model_name(precision)
 
     def modes(self) -> list[Mode]:
-        """What was compared with fp32 at the export, fp32 in onnxruntime first."""
+        """The modes that the export compared with fp32; fp32 in onnxruntime is first."""
         manifest = self.manifest
         known = [FP32, Mode("openvino", "fp32")]
         others: list[Mode] = [
@@ -108,10 +109,10 @@ class Bundle:
         return known + [mode for mode in others if manifest.comparison(mode) is not None]
 
     def map_file(self) -> Path:
-        """The ONNX file of the map. Raises: BundleError if the bundle lacks it."""
+        """Path of the ONNX file of the map. Raises: BundleError if the bundle lacks it."""
         if self.manifest.map is None:
             raise BundleError(
-                f"The bundle {self.path} has no map of its images, which tells where they match. "
+                f"The bundle {self.path} has no map, which is needed to show where images match. "
                 "Export it again with --map, and rebuild its galleries."
             )
         return self.path / MAP
@@ -127,9 +128,9 @@ class Bundle:
         return inputs
 
     def golden_vectors(self, mode: Mode = FP32) -> Embeddings:
-        """What that mode made of the golden images at the export, float32 (N, D).
+        """Vectors of the golden images by `mode`, computed at the export, float32 (N, D).
 
-        Raises: KeyError for another mode than those of `modes`.
+        Raises: KeyError if `mode` is not in `modes()`.
         """
         if mode.precision != "fp32" and self.manifest.comparison(mode) is None:
             raise KeyError(mode)
@@ -163,8 +164,8 @@ class Bundle:
             found = sha256_of(path)
             if found != digest:
                 raise BundleCorruptError(
-                    f"{path} has sha256 {found[:12]}, the manifest says {digest[:12]}: the file is "
-                    "damaged or was changed. Export or copy the bundle again."
+                    f"{path} has sha256 {found[:12]}, but the manifest has {digest[:12]}: the file "
+                    "is damaged or was changed. Export or copy the bundle again."
                 )
 
 
@@ -179,15 +180,18 @@ def write_bundle(
     map_model: Path | None = None,
     modes: Mapping[Mode, Embeddings] | None = None,
 ) -> Bundle:
-    """Write a bundle to the new folder `out`: either all of it is there or nothing.
+    """Write a bundle atomically to the new folder `out`.
 
-    `manifest` comes without hashes and id; both are filled in here. `variants` are the files of
-    the precisions that it names, `map_model` that of its map, `modes` the golden vectors of others.
+    Args:
+        manifest: without hashes and id, which are filled in here.
+        variants: the files of the precisions in `manifest.variants`.
+        map_model: the ONNX file of the map, if `manifest.map` is set.
+        modes: the golden vectors of the modes in `manifest.modes`.
 
     Raises: BundleError if `out` exists.
     """
     if out.exists():
-        raise BundleError(f"{out} exists already. Choose another folder or remove it first.")
+        raise BundleError(f"{out} already exists. Choose another folder or remove it first.")
     out.parent.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
@@ -210,7 +214,7 @@ def write_bundle(
         text = json.dumps(page, indent=2, ensure_ascii=False)
         (stage / MANIFEST).write_text(text + "\n", encoding="utf-8")
         stage.chmod(0o755)
-        sync_tree(stage, "bundle")  # else a power loss leaves an empty bundle
+        sync_tree(stage, "bundle")  # otherwise a power loss could leave an empty bundle
         rename(stage, out, "bundle")
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
@@ -219,7 +223,7 @@ def write_bundle(
 
 
 def _stamped(manifest: BundleManifest, stage: Path) -> BundleManifest:
-    """The manifest with the hashes of the files in `stage`, and its id."""
+    """The manifest with its id and the hashes of the files in `stage`."""
     golden = {p.name: sha256_of(p) for p in sorted((stage / GOLDEN).iterdir())}
     variants = {
         precision: variant.model_copy(update={"sha256": sha256_of(stage / _model_name(precision))})

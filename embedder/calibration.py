@@ -1,7 +1,7 @@
-"""From the scores of a search to probabilities. numpy only: the export, a gallery and a golden set
-fit the same curve.
+"""Convert the scores of a search to probabilities. The export, a gallery and a golden set all fit
+the curve defined here. Uses numpy only.
 
-Shapes: T searches, C candidates of each, F features.
+Shapes: T searches, C candidates per search, F features.
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,22 @@ from pydantic import BaseModel, ConfigDict, Field
 from kinlens.embedder.errors import CalibrationError
 
 CANDIDATES = 20
-"""The best hits of a search, which share its probability with all that is not among them."""
+"""Number of best hits per search that enter the curve one by one. All other items share one
+term."""
 
 TEN = 10
-"""The best hits that a fit is judged by."""
+"""Number of best hits by which a fit is judged."""
 
 MIN_WRONG = 100
-"""Wrong hits among the ten best of the fitted searches, without which no curve is fitted."""
+"""Minimum number of wrong hits among the ten best of all searches; below it no curve is fitted."""
 
 MIN_SEARCHES = 50
-"""Searches with a right hit among the candidates, without which no curve is fitted."""
+"""Minimum number of searches with a right candidate; below it no curve is fitted."""
 
 _BINS = 15
 _STEPS = 200
 _STEEPEST = 1e4
-_RIDGE = 1e-8  # holds what the searches leave open
+_RIDGE = 1e-8  # keeps parameters finite that the searches do not determine
 
 Scores = NDArray[np.floating]
 Numbers = NDArray[np.float64]
@@ -38,19 +39,19 @@ Right = NDArray[np.bool_]
 
 
 class Curve(BaseModel):
-    r"""How the probability of a search is shared among the products that it found.
+    r"""Distributes the probability of a search over the products that it found.
 
-    Product j has :math:`n_j` of the C candidates, the best of them with the score :math:`s_j`. The
-    best candidate of all scores :math:`s_1`, the last one :math:`s_C`, and :math:`\pi` is the prior
-    that the product which is asked for is absent from the gallery. With
+    Product j has :math:`n_j` of the C candidates; the best of them has the score :math:`s_j`. The
+    best candidate of all has the score :math:`s_1`, the last one :math:`s_C`. :math:`\pi` is the
+    prior probability that the searched product is absent from the gallery. With
 
     .. math::
         w_j &= (1 - \pi) \, n_j^b \, e^{a s_j} \\
         w_\text{below} &= (1 - \pi) \, e^{a s_C + c} \\
         w_\text{absent} &= \pi \, e^{d + e s_1 + f s_C}
 
-    product j is the one that was asked for with the probability :math:`w_j / \sum w`, so that
-    different products never have more than 1. Its items share it in proportion to
+    product j is the searched one with the probability :math:`w_j / \sum w`, so the probabilities
+    of all products never exceed 1. The items of a product share its probability in proportion to
     :math:`e^{a s_i}`. `slope` is a, `hits` b, `below` c (the product has a rank beyond C), `absent`
     d, `absent_best` e, `absent_last` f.
 
@@ -70,17 +71,19 @@ class Curve(BaseModel):
     def shares(
         self, scores: Scores, products: NDArray[np.integer], count: int, prior: float
     ) -> Numbers:
-        """The share of each item (N,). Those of the candidates depend on nothing else; items of
-        further products have at most the share of all that rank below, together.
+        """The share of the probability of each item (N,).
+
+        The shares of the candidates do not depend on the further items. Further items of products
+        without a candidate get, together, at most the share of all items below the candidates.
 
         Args:
             scores: (N,) cosines, each item once: first the candidates, the `CANDIDATES` best items
                 of the whole gallery, best first; then further items.
             products: (N,) a number for the product of each item.
-            count: how many are candidates; fewer mean that the gallery has no more items.
-            prior: that the product is absent, in [0, 1].
+            count: number of candidates; below `CANDIDATES` if the gallery has no more items.
+            prior: probability that the product is absent, in [0, 1].
         """
-        if not count or prior >= 1:  # the gallery is empty, or the product is known to be absent
+        if not count or prior >= 1:  # an empty gallery, or a product that is surely absent
             return np.zeros(len(scores))
         first, further = scores[:count], scores[count:]
         known, best, product, hits = np.unique(
@@ -106,14 +109,15 @@ class Curve(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Searches:
-    """What searches found, to fit a curve to.
+    """Results of searches with known answers, to fit a curve to.
 
-    scores: (T, C) of the best hits, best first; -inf where the gallery has no more items.
-    products: (T, C) a number for the product of each hit.
-    right: (T, C) whether the hit shows the product that was asked for.
-    absent: (T,) whether that product was left out of the gallery.
-    handicap: (T,) ln(v / (v - 1)) where one of the v images of the product is the query itself,
-        so a fresh photo would find v of them; 0 for other queries.
+    Attributes:
+        scores: (T, C) of the best hits, best first; -inf if the gallery has no more items.
+        products: (T, C) a number for the product of each hit.
+        right: (T, C) whether the hit shows the searched product.
+        absent: (T,) whether the searched product was excluded from the gallery.
+        handicap: (T,) ln(v / (v - 1)) if the query is one of the v images of its product, because
+            a new photo would find v of them; 0 for other queries.
     """
 
     scores: Numbers
@@ -130,13 +134,14 @@ class Searches:
 
     @classmethod
     def joined(cls, parts: Sequence["Searches"]) -> "Searches":
-        """All searches of the parts."""
+        """Concatenate searches."""
         return cls(*(np.concatenate([getattr(p, n) for p in parts]) for n in cls.__slots__))
 
     @property
     def wrong(self) -> int:
-        """Wrong hits among the ten best of the products that are there. Of absent ones every hit is
-        wrong, which says nothing about how alike two products are.
+        """Number of wrong hits among the ten best, over searches for present products.
+
+        For an absent product every hit is wrong, which is no evidence that products look alike.
         """
         present, ten = ~self.absent, slice(0, TEN)
         wrong = ~self.right[present, ten] & np.isfinite(self.scores[present, ten])
@@ -144,7 +149,9 @@ class Searches:
 
     @property
     def hits(self) -> tuple[Right, NDArray[np.int64]]:
-        """Of each hit (T, C): whether it is the best of its product, and how many hits that has."""
+        """For each hit (T, C): whether it is the best of its product, and the product's number of
+        hits.
+        """
         same = self._same
         earlier = np.tril(np.ones(same.shape[1:], bool), -1)
         is_best = np.isfinite(self.scores) & ~(same & earlier).any(axis=2)
@@ -152,26 +159,26 @@ class Searches:
 
     @property
     def _same(self) -> Right:
-        """Which hits show the same product (T, C, C)."""
+        """Whether two hits of a search show the same product (T, C, C)."""
         found = np.isfinite(self.scores)
         same: Right = self.products[:, :, None] == self.products[:, None, :]
         return same & found[:, :, None] & found[:, None, :]
 
     def probabilities(self, curve: Curve, prior: float) -> Numbers:
-        """That each hit is right (T, C): the share of its product; 0 where there is no hit."""
+        """Probability that each hit is right (T, C): the share of its product; 0 without a hit."""
         there, absent = _present(self), _absent(self)
         fitted = [*curve.model_dump().values()]
         logits = there.features @ np.array(fitted[:3]) + there.offsets
         with np.errstate(divide="ignore"):
             logits += np.log1p(-prior)
-            gone = absent.features[:, 1] @ np.array(fitted[3:]) + np.log(prior)
-        shares = _shares(np.append(logits, gone[:, None], axis=1))[:, :-2]
+            absence = absent.features[:, 1] @ np.array(fitted[3:]) + np.log(prior)
+        shares = _shares(np.append(logits, absence[:, None], axis=1))[:, :-2]
         of_product = np.einsum("tij,tj->ti", self._same, shares)
         shown: Numbers = np.where(np.isfinite(self.scores), of_product, 0.0)
         return shown
 
     def error(self, curve: Curve, prior: float) -> tuple[float, float]:
-        """The expected calibration error of the best hit, and of the ten best."""
+        """The expected calibration error of the best hit, and that of the ten best hits."""
         likely, found = self.probabilities(curve, prior), np.isfinite(self.scores)
         best, ten = (slice(None), slice(0, 1)), (slice(None), slice(0, TEN))
         first, all_ten = (
@@ -182,11 +189,13 @@ class Searches:
 
 
 def fit_curve(searches: Searches) -> Curve:
-    """The most likely curve, by Newton's method: first how the products of a gallery share what is
-    there, then when nothing is, with absent and present products weighed alike.
+    """Fit a curve by maximum likelihood, with Newton's method.
 
-    Raises: CalibrationError with the reason, where there is too little to fit or a higher score
-        does not make a hit more likely right.
+    The first step fits the shares of present products, the second step the absence of a product.
+    The second step gives absent and present products equal weight.
+
+    Raises: CalibrationError with the reason, if there are too few searches or a higher score does
+        not make a hit more likely right.
     """
     present = ~searches.absent
     findable = int((searches.right.any(axis=1) & present).sum())
@@ -195,20 +204,20 @@ def fit_curve(searches: Searches) -> Curve:
         if findable < MIN_SEARCHES:
             cure = "Add products, or more images of each"
         raise CalibrationError(
-            f"{len(searches):,} searches with {findable:,} right answers and {searches.wrong:,} "
+            f"{len(searches):,} searches gave {findable:,} right answers and {searches.wrong:,} "
             f"wrong hits among the ten best; at least {MIN_SEARCHES} and {MIN_WRONG} are needed. "
             f"{cure}"
         )
     is_used = searches.absent | searches.right.any(axis=1) | np.isfinite(searches.scores[:, -1])
     used = searches[is_used]
     there = _present(used)
-    fresh = there.offsets.copy()  # as a photo asks that is not in the gallery
+    fresh = there.offsets.copy()  # for a photo that is not in the gallery
     there.offsets[:, :-1] -= np.where(used.right, used.handicap[:, None], 0.0)
     found = _most_likely(there.where(~used.absent), np.array([20.0, 0.0, 0.0]))
     if not 0 < found[0] < _STEEPEST:
         raise CalibrationError(
             "A higher score does not make a hit more likely right. Train the model longer, or on "
-            "images more like these"
+            "images that are more similar to these"
         )
     logits = there.features @ found + fresh
     top = logits.max(axis=1)
@@ -217,16 +226,19 @@ def fit_curve(searches: Searches) -> Curve:
     kinds = [used.absent.sum(), (~used.absent).sum()]
     absent.weights[:] = np.where(used.absent, *(0.5 / max(count, 1) for count in kinds))
     middle = float(np.median(used.scores[:, 0]))
-    gone = _most_likely(absent, np.array([found[0] * middle, 0.0, 0.0]))
-    return Curve(**dict(zip(Curve.model_fields, [*found.tolist(), *gone.tolist()], strict=True)))
+    absence = _most_likely(absent, np.array([found[0] * middle, 0.0, 0.0]))
+    return Curve(**dict(zip(Curve.model_fields, [*found.tolist(), *absence.tolist()], strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """What each of J outcomes of a search weighs, to fit a conditional logit to.
+    """Data of a conditional logit with J possible outcomes per search.
 
-    features (T, J, F), offsets (T, J), -inf for what cannot be; outcome (T, J): what came true;
-    weights (T,) of the searches.
+    Attributes:
+        features: (T, J, F).
+        offsets: (T, J); -inf for an impossible outcome.
+        outcome: (T, J); true for the outcomes that occurred.
+        weights: (T,) of the searches.
     """
 
     features: Numbers
@@ -239,7 +251,7 @@ class _Choices:
 
 
 def _present(searches: Searches) -> _Choices:
-    """If the product is there: the best hit of each product, then "below the candidates"."""
+    """The outcomes if the product is present: each found product, then "below the candidates"."""
     count, width = searches.scores.shape
     is_best, hits = searches.hits
     features = np.zeros((count, width + 1, 3))
@@ -256,7 +268,7 @@ def _present(searches: Searches) -> _Choices:
 
 
 def _absent(searches: Searches) -> _Choices:
-    """Whether the product is there, or absent."""
+    """The two outcomes "present" and "absent"."""
     count = len(searches)
     features = np.zeros((count, 2, 3))
     features[:, 1, 0] = 1.0
@@ -279,10 +291,10 @@ def _shares(logits: Numbers) -> Numbers:
 
 
 def _most_likely(choices: _Choices, start: Numbers) -> Numbers:
-    """The parameters (F,) of the conditional logit that makes the outcomes most likely.
+    """The parameters (F,) with which a conditional logit makes the outcomes most likely.
 
-    Where several came true, the likelihood is that of their sum. The Hessian of the denominator
-    alone bounds that of the whole, so each step goes uphill.
+    If several outcomes of a search occurred, their probabilities are added. The Hessian of the
+    denominator bounds the full Hessian, so each step increases the likelihood.
     """
     features, offsets, weights = choices.features, choices.offsets, choices.weights
     masked = np.where(choices.outcome, 0.0, -np.inf)
@@ -318,7 +330,7 @@ def _most_likely(choices: _Choices, start: Numbers) -> Numbers:
 
 
 def calibration_error(probabilities: Numbers, right: Right) -> float:
-    """Expected calibration error: mean |probability - share of right ones| over 15 equal bins."""
+    """Expected calibration error: mean |probability - share of right hits| over 15 equal bins."""
     if not len(right):
         return 0.0
     order = np.argsort(probabilities, kind="stable")
@@ -331,12 +343,15 @@ def calibration_error(probabilities: Numbers, right: Right) -> float:
 
 
 class Threshold(BaseModel):
-    """Scores at which wrong answers become as rare as `false_matches`; accept `score >=` them.
+    """Minimum scores for a given rate of false matches; accept a hit if `score >=` the threshold.
 
-    `pair_score`: of all pairs of images of different classes, this share reaches it (the false
-    match rate of a comparison one to one). `search_score`: of all images whose class is absent from
-    the gallery, this share has a hit that reaches it (the rate of a search, one to many; it holds
-    for galleries of about `gallery_images`, and larger ones need a higher score).
+    Attributes:
+        false_matches: the rate, between 0 and 1.
+        pair_score: this share of all pairs of images of different classes reaches it (the false
+            match rate of a one-to-one comparison).
+        search_score: this share of the searches for an absent class has a hit that reaches it (the
+            rate of a one-to-many search). It holds for galleries of about `gallery_images` images;
+            larger galleries need a higher score.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -347,9 +362,9 @@ class Threshold(BaseModel):
 
 
 class ViewsCurve(BaseModel):
-    """A curve for galleries with `views` images of each of about `products` products.
+    """A curve for galleries with about `products` products and `views` images of each.
 
-    `wrong_hits` were among the ten best of the fitted searches.
+    `wrong_hits` is the number of wrong hits among the ten best of the fitted searches.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -361,21 +376,24 @@ class ViewsCurve(BaseModel):
 
 
 FEWEST, MOST = 0.25, 2.0
-"""A curve is offered for galleries of this many times the products that it was fitted on."""
+"""Range in which a curve is used, as the number of products relative to those it was fitted on."""
 
 NEAREST = 1.5
-"""A curve is offered for galleries with up to this many times more or fewer images of a product."""
+"""A curve is used if the number of images per product differs by at most this factor."""
 
 
 class Calibration(BaseModel):
-    """What scores are worth on held-out images: thresholds, and a curve for each number of views.
+    """The meaning of scores on held-out images: thresholds, and a curve per number of views.
 
-    Of `gallery_images` images of `classes` classes, none of which was trained on; `split` names
-    them. `auc` is the area under the ROC curve of the scores of all pairs, `auc_of_hits` that of
-    the best hits. `negative_pairs` are of different classes.
+    Attributes:
+        split: the split of the held-out images.
+        gallery_images, classes: number of images and of their classes, none of them trained on.
+        negative_pairs: number of pairs of different classes.
+        auc: area under the ROC curve of the scores of all pairs.
+        auc_of_hits: area under the ROC curve of the best hits.
     """
 
-    # Bundles of earlier versions hold the figures of another curve; their ids cover them.
+    # Bundles of earlier versions contain other keys, which their ids cover.
     model_config = ConfigDict(frozen=True, extra="allow")
 
     thresholds: tuple[Threshold, ...]
@@ -389,9 +407,9 @@ class Calibration(BaseModel):
     curves: tuple[ViewsCurve, ...] = Field(default=(), exclude_if=lambda curves: not curves)
 
     def curve_for(self, products: int, views: float) -> Curve:
-        """The curve for a gallery of so many products with `views` images each, on average.
+        """The curve for a gallery of `products` products with `views` images each, on average.
 
-        Raises: CalibrationError with the reason, where no curve was fitted on anything like it.
+        Raises: CalibrationError with the reason, if no curve was fitted on similar galleries.
         """
         if not self.curves:
             raise CalibrationError("The bundle has no curve. Export the model again")
@@ -399,12 +417,12 @@ class Calibration(BaseModel):
         if not near.views / NEAREST <= max(views, 1.0) <= near.views * NEAREST:
             fitted = ", ".join(str(one.views) for one in self.curves)
             raise CalibrationError(
-                f"The gallery has {views:.1f} images of a product; the curves of the bundle are "
+                f"The gallery has {views:.1f} images per product; the curves of the bundle are "
                 f"for {fitted}. Label a golden set"
             )
         if not FEWEST * near.products <= products <= MOST * near.products:
             raise CalibrationError(
-                f"The gallery has {products:,} products; the curve of the bundle holds for "
+                f"The gallery has {products:,} products; the curve of the bundle is valid for "
                 f"{FEWEST * near.products:.0f} to {MOST * near.products:.0f}. Label a golden set"
             )
         return near.curve

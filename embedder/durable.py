@@ -1,4 +1,4 @@
-"""Files that survive a crash: synced steps, locks between processes, hashes made while writing."""
+"""Crash-safe files: synced writes and renames, locks between processes, hashing while writing."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 Hook = Callable[[str], None]
-"""Called with the name of a step, before and after it; it may raise or end the process."""
+"""Called with the name of a crash point; it may raise or end the process."""
 
 _hooks: list[Hook] = []
 _STAGE = ".stage-"
@@ -22,29 +22,29 @@ _STALE_S = 3600.0
 
 
 def set_fault_hook(hook: Hook | None) -> None:
-    """Call `hook` at every step from now on; None takes it away. For tests."""
+    """Call `hook` at every crash point from now on; None removes it. For tests."""
     _hooks[:] = [] if hook is None else [hook]
 
 
-def reach(point: str) -> None:
-    """Say that the step `point` is reached."""
+def crash_point(point: str) -> None:
+    """A point at which a test may simulate a crash or an I/O error."""
     for hook in _hooks:
         hook(point)
 
 
 def sync(path: Path, step: str) -> None:
-    """Bring a file, or the names in a folder, to the disk. Raises: OSError."""
-    reach(f"{step}: before sync of {path.name}")
+    """Flush a file, or the entries of a folder, to the disk. Raises: OSError."""
+    crash_point(f"{step}: before sync of {path.name}")
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    reach(f"{step}: after sync of {path.name}")
+    crash_point(f"{step}: after sync of {path.name}")
 
 
 def sync_tree(folder: Path, step: str) -> None:
-    """Bring everything below `folder` to the disk. Raises: OSError."""
+    """Flush all files and folders below `folder` to the disk. Raises: OSError."""
     for entry in sorted(folder.iterdir()):
         if entry.is_dir():
             sync_tree(entry, step)
@@ -54,7 +54,7 @@ def sync_tree(folder: Path, step: str) -> None:
 
 
 def make_folder(folder: Path, step: str) -> None:
-    """Create a folder and the parents that it lacks, for good. Raises: OSError."""
+    """Create a folder and its missing parents, durably. Raises: OSError."""
     if not folder.is_dir():
         if not folder.parent.exists():
             make_folder(folder.parent, step)
@@ -63,16 +63,17 @@ def make_folder(folder: Path, step: str) -> None:
 
 
 def rename(source: Path, target: Path, step: str) -> None:
-    """Give `source` the name `target`, whatever had it, for good. Raises: OSError."""
-    reach(f"{step}: before rename")
+    """Rename `source` to `target` durably, replacing it. Raises: OSError."""
+    crash_point(f"{step}: before rename")
     source.replace(target)
-    reach(f"{step}: after rename")
+    crash_point(f"{step}: after rename")
     sync(target.parent, step)
 
 
 def write_whole(path: Path, data: bytes, step: str) -> None:
-    """Put `data` into `path` for good, readable by this user alone: who reads it finds the old
-    content or the new. Raises: OSError.
+    """Replace the content of `path` atomically and durably. Only this user can read the file.
+
+    Raises: OSError.
     """
     descriptor, name = tempfile.mkstemp(prefix=_STAGE, dir=path.parent)
     stage = Path(name)
@@ -87,7 +88,7 @@ def write_whole(path: Path, data: bytes, step: str) -> None:
 
 @contextlib.contextmanager
 def exclusive(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock file `path` alone; False if somebody has it and this does not `wait`."""
+    """Lock the file `path` exclusively; yields False if it is locked and `wait` is false."""
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,7 +103,7 @@ def exclusive(path: Path, *, wait: bool) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def shared(path: Path) -> Iterator[bool]:
-    """Hold the lock file `path` together with others; False if one process has it alone."""
+    """Lock the file `path` in shared mode; yields False if a process has it exclusively."""
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -113,7 +114,7 @@ def shared(path: Path) -> Iterator[bool]:
 
 
 def holder(path: Path) -> str:
-    """The number of the process that holds `path` alone, as far as is known."""
+    """The id of the process that last locked `path` exclusively, or "unknown"."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="ascii", errors="replace").strip() or "unknown"
     return "unknown"
@@ -122,8 +123,8 @@ def holder(path: Path) -> str:
 def hold(folder: Path) -> int:
     """Mark a folder as being read, until the returned descriptor is closed. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system without locks; pruning then does not wait
-        fcntl.flock(descriptor, fcntl.LOCK_SH)  # `in_use` holds it for a moment
+    with contextlib.suppress(OSError):  # file system without locks: pruning then does not wait
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # may block briefly, while `in_use` has the lock
     return descriptor
 
 
@@ -140,21 +141,21 @@ def in_use(folder: Path) -> bool:
 
 
 def sweep(parent: Path, prefix: str = _STAGE) -> None:
-    """Remove what interrupted writes and removals left below `parent`. Raises: OSError."""
+    """Remove the remains of interrupted writes and removals below `parent`. Raises: OSError."""
     for stage in parent.iterdir():
-        with contextlib.suppress(OSError):  # somebody else removes it
+        with contextlib.suppress(OSError):  # another process may remove it at the same time
             if not stage.name.startswith(prefix) or in_use(stage):
                 continue
             if stage.is_dir():
                 shutil.rmtree(stage, ignore_errors=True)
-            elif time.time() - stage.stat().st_mtime > _STALE_S:  # nobody marks a file as in use
+            elif time.time() - stage.stat().st_mtime > _STALE_S:  # files have no in-use mark
                 stage.unlink()
 
 
 @contextlib.contextmanager
 def staged(parent: Path, prefix: str = _STAGE) -> Iterator[Path]:
-    """An empty folder below `parent` to write aside in, marked as in use; gone afterwards unless
-    it was renamed. What interrupted writes left under this prefix goes first. Raises: OSError.
+    """A temporary folder below `parent`, marked as in use. It is removed afterwards unless it was
+    renamed. Remains of interrupted writes with this prefix are removed first. Raises: OSError.
     """
     sweep(parent, prefix)
     stage = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -168,12 +169,12 @@ def staged(parent: Path, prefix: str = _STAGE) -> Iterator[Path]:
 
 
 def is_stage(folder: Path) -> bool:
-    """Whether this is what an interrupted write left over."""
+    """Whether the name of `folder` is that of a temporary folder."""
     return folder.name.startswith(_STAGE)
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that nobody needs; a removal that is cut short is ended by the next write."""
+    """Remove an unused folder. The next write completes a removal that was interrupted."""
     with contextlib.suppress(OSError):
         if not is_stage(folder):
             unique = f"{_STAGE}{folder.name}-{os.urandom(4).hex()}"
@@ -191,7 +192,9 @@ class FileFacts(BaseModel):
 
 
 class HashedFile(contextlib.AbstractContextManager["HashedFile"]):
-    """Opened for writing, as a context manager; an error removes nothing. Raises: OSError."""
+    """A new file that is hashed while it is written. A context manager, which closes the file and
+    does not remove it after an error. Raises: OSError.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb")
@@ -199,8 +202,8 @@ class HashedFile(contextlib.AbstractContextManager["HashedFile"]):
         self._bytes = 0
 
     def write(self, data: Any) -> int:
-        """Append bytes, or anything with a contiguous buffer; how many bytes."""
-        # Through a Python file, because FAISS' own writer does not notice a full disk on closing.
+        """Append bytes, or any contiguous buffer; returns the number of bytes."""
+        # FAISS writes through this class, because its own writer misses a full disk on closing.
         view = memoryview(data)
         if not view.nbytes:
             return 0
@@ -212,7 +215,7 @@ class HashedFile(contextlib.AbstractContextManager["HashedFile"]):
 
     @property
     def facts(self) -> FileFacts:
-        """Of what was written so far."""
+        """Size and hash of the bytes written so far."""
         return FileFacts(bytes=self._bytes, sha256=self._hash.hexdigest())
 
     def __exit__(self, *_: object) -> None:

@@ -10,45 +10,45 @@
     │   └── ImageCostError              decoding took more time or memory than the limit
     ├── BundleError                     a model bundle that cannot be used
     │   ├── BundleNotFoundError
-    │   ├── BundleCorruptError          a hash or a manifest that does not fit
+    │   ├── BundleCorruptError          a wrong hash or an invalid manifest
     │   ├── GoldenMismatchError         the model does not reproduce its golden vectors
-    │   └── ProviderError               asked for a GPU and got a CPU
+    │   └── ProviderError               an engine or device that this machine lacks
     ├── GalleryError                    a gallery that cannot be used
     │   ├── GalleryNotFoundError
-    │   ├── GalleryCorruptError         a hash, a file or a catalogue that does not fit
-    │   ├── BundleMismatchError         made with another bundle
+    │   ├── GalleryCorruptError         a damaged or missing file, or a wrong hash
+    │   ├── BundleMismatchError         built with another bundle
     │   ├── ItemNotFoundError
-    │   ├── GalleryConflictError        a name that is taken, or a gallery that may not be changed
+    │   ├── GalleryConflictError        a name that is taken, or a gallery that must not be changed
     │   ├── SourceError                 a folder, CSV or split that cannot be indexed
-    │   ├── GalleryBusyError            another process is building or compacting it
-    │   ├── GalleryWriteError           a change that could not be made durable
+    │   ├── GalleryBusyError            another process builds or compacts it
+    │   ├── GalleryWriteError           a change that could not be written to the disk
     │   ├── PlanError                   an index that does not fit the machine
     │   ├── RecallError                 an index that misses its recall target
-    │   └── EngineUnavailableError      a vector database that does not answer
+    │   └── EngineUnavailableError      a vector database that does not respond
     ├── SearchError                     a request that cannot be answered
     │   ├── InvalidParameterError       k, min_score, ... outside their range
     │   ├── FilterError                 a filter that is malformed or does not fit the attributes
     │   ├── OverloadedError             the queue is full
-    │   └── DeadlineExceededError       waited longer than the limit
-    ├── AccessError                     a caller who may not do this
-    │   ├── KeyMissingError             no API key, or one that is not known
+    │   └── DeadlineExceededError       the request took longer than the limit
+    ├── AccessError                     a caller without the permission
+    │   ├── KeyMissingError             no API key, or an unknown one
     │   ├── KeyNotFoundError            no key of this name
-    │   ├── ScopeError                  a key without the scope that this needs
-    │   ├── KeysUnreadableError         a damaged file of API keys, so that none is accepted
+    │   ├── ScopeError                  a key without the required scope
+    │   ├── KeysUnreadableError         a damaged file of API keys: all keys are refused
     │   └── RateLimitedError            more requests than the rate allows
-    ├── StateError                      something a running service keeps on the disk
-    │   ├── StateMissingError           it was started without a folder to keep things in
+    ├── StateError                      the state that a service stores on the disk
+    │   ├── StateMissingError           the service was started without a state folder
     │   ├── JobNotFoundError
-    │   └── JobConflictError            a job that cannot start, stop or go on in its state
-    ├── CalibrationError                scores that cannot become probabilities
+    │   └── JobConflictError            a job that cannot start, stop or resume in its state
+    ├── CalibrationError                scores that cannot be turned into probabilities
     └── TrainingError                   a training job that cannot run
         ├── JobError                    a job file that does not fit its schema
-        ├── DatasetError                a data set that is missing or malformed
+        ├── DatasetError                a dataset that is missing or malformed
         ├── CheckpointError             a checkpoint or weight file that cannot be used
         ├── EvaluationError             embeddings that cannot be evaluated
-        └── ExportError                 a parity gate that was not passed
+        └── ExportError                 a failed parity gate
 
-Messages name the value, what was expected and what to do.
+A message names the value, the limit or expected value, and the remedy.
 """
 
 

@@ -1,7 +1,7 @@
-"""Where two images match: what share of their score each region of either has, also drawn.
+"""Show where two images match: the contribution of each region to the score, as a heat map.
 
-The map of an image says what each of its positions adds to its embedding. A cosine similarity is
-linear in either embedding, so it is a sum over the positions of either image as well.
+The map of an image holds the contribution of each position to the embedding. A cosine similarity
+is linear in either embedding, so it is also a sum over the positions of either image.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from kinlens.embedder.types import Images
 Grid = NDArray[np.float32]
 """Shares of a score, shape (h, w), over the central square that `Preprocessing` keeps."""
 
-# What a share from none to the largest looks like: red, green, blue, opacity.
+# Colours of shares from 0 to the largest: red, green, blue, opacity.
 _COLOURS = np.array(
     [(68, 1, 84, 0), (190, 30, 90, 110), (250, 110, 40, 170), (255, 225, 90, 205)], dtype=np.float64
 )
@@ -27,8 +27,9 @@ _COLOURS = np.array(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """The cosine similarity of two images, as a sum over the positions of either: `query` and
-    `hit` both sum to `score`, up to rounding.
+    """The cosine similarity of two images, split over the positions of each image.
+
+    `query` and `hit` both sum to `score`, up to rounding.
     """
 
     score: float
@@ -37,13 +38,13 @@ class Match:
 
 
 def shares(parts: NDArray[np.float32], vector: NDArray[np.float32]) -> Grid:
-    """Of the cosine with `vector` (D,), what each position has of an image with map (D, h, w)."""
+    """Split the cosine of an image, given as a map (D, h, w), with `vector` (D,) by position."""
     grid: Grid = np.tensordot(vector, parts, axes=1).astype(np.float32)
     return grid
 
 
 def explain(embedder: Embedder, query: NDArray[np.uint8], hit: NDArray[np.uint8]) -> Match:
-    """Where two preprocessed images, uint8 (3, S, S), match.
+    """Compute where two preprocessed images, uint8 (3, S, S), match.
 
     Raises: BundleError if the bundle has no map.
     """
@@ -55,9 +56,10 @@ def explain(embedder: Embedder, query: NDArray[np.uint8], hit: NDArray[np.uint8]
 
 
 def overlaid(image: Image.Image, grid: Grid, spec: Preprocessing) -> Image.Image:
-    """An upright RGB image under its shares (h, w): from clear for none to yellow for the largest.
+    """Draw the shares (h, w) over an upright RGB image, from transparent for 0 to yellow for the
+    largest.
 
-    Shares below 0, regions that speak against the match, are clear as well.
+    Negative shares (regions that lower the score) are transparent too.
     """
     left, top, right, bottom = map(round, central_box(image.size, spec))
     size = (max(1, right - left), max(1, bottom - top))
@@ -72,10 +74,10 @@ def overlaid(image: Image.Image, grid: Grid, spec: Preprocessing) -> Image.Image
 
 
 def side_by_side(images: Sequence[Image.Image], side_px: int = 480) -> Image.Image:
-    """Pictures beside each other, each fitted into a square of `side_px`, on white."""
+    """Place images next to each other on white, each fitted into a square of `side_px`."""
     sheet = Image.new("RGB", (len(images) * side_px, side_px), "white")
     for number, image in enumerate(images):
         shown = ImageOps.contain(image, (side_px, side_px))
-        place = number * side_px + (side_px - shown.width) // 2, (side_px - shown.height) // 2
-        sheet.paste(shown, place)
+        corner = number * side_px + (side_px - shown.width) // 2, (side_px - shown.height) // 2
+        sheet.paste(shown, corner)
     return sheet

@@ -1,4 +1,4 @@
-"""An embedder without a model, for tests of what stands behind it. Ships beside the real one."""
+"""An embedder without a model, for tests. It is part of the package, for use in other packages."""
 
 import io
 import time
@@ -12,13 +12,13 @@ from kinlens.embedder.manifest import FP32, Preprocessing
 from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
 from kinlens.embedder.types import Embeddings, Images, Maps
 
-_BLOCKS = 4  # of a side, in its map
+_BLOCKS = 4  # per side of a map
 
 
 class FakeEmbedder:
-    """Same calls as `OnnxEmbedder`; a vector is a fixed random projection of the centred pixels.
+    """Has the interface of `OnnxEmbedder`. A vector is a fixed random projection of the pixels.
 
-    Equal images give equal vectors, similar images similar ones. `delay_s` is slept in `embed`.
+    Equal images give equal vectors, similar images similar ones. `embed` sleeps for `delay_s`.
     """
 
     provider = "FakeExecutionProvider"
@@ -59,11 +59,13 @@ class FakeEmbedder:
         return unit
 
     def embed_alone(self, images: Images) -> Embeddings:
-        """The same."""
+        """uint8 (N, 3, S, S) to float32 (N, D), unit norm; identical to `embed`."""
         return self.embed(images)
 
     def maps(self, images: Images) -> Maps:
-        """uint8 (N, 3, S, S) to (N, D, 4, 4), which sum to the embeddings: each block's pixels."""
+        """uint8 (N, 3, S, S) to (N, D, 4, 4), one position per block of pixels. The sums over the
+        positions are the embeddings.
+        """
         side = images.shape[-1]
         products = _pixels(images)[..., None] * self._projection.reshape(1, 3, side, side, -1)
         starts = np.linspace(0, side, _BLOCKS, endpoint=False, dtype=np.int64)
@@ -74,7 +76,7 @@ class FakeEmbedder:
         return maps
 
     def known_images(self) -> list[bytes]:
-        """One small picture, encoded as PNG."""
+        """One small image, encoded as PNG."""
         ramp = np.linspace(0, 255, 48 * 48 * 3, dtype=np.uint8).reshape(48, 48, 3)
         buffer = io.BytesIO()
         Image.fromarray(ramp).save(buffer, "PNG")

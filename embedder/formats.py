@@ -1,7 +1,7 @@
-"""The formats of images: known by their first bytes, opened by Pillow.
+"""Image formats: detected from the first bytes, opened by Pillow.
 
-AVIF and HEIC lie in one kind of container, whose first box names its codecs. Their decoders are
-loaded with the first such image, so that a process which never sees one pays nothing for them.
+AVIF and HEIC share one container format, whose first box names the codecs. Their decoders are
+loaded with the first such image, so other processes pay nothing for them.
 """
 
 import contextlib
@@ -14,13 +14,15 @@ from PIL import Image, UnidentifiedImageError
 from kinlens.embedder.errors import UnsupportedFormatError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIC")
-"""Formats that are decoded, by content; of an animation the first frame. HEIC is an extra."""
+"""Formats that are decoded, detected from the content. Of an animation, the first frame is used.
+HEIC needs the extra `heif`."""
 
 SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"),
     *(".avif", ".heic", ".heif", ".hif"),
 )
-"""Names that a folder walk takes for images, in any case; the content decides in the end."""
+"""File name suffixes that a folder walk treats as images, in upper or lower case. The format is
+still detected from the content."""
 
 _LOADED_LATE = (
     *("MpoImagePlugin", "TiffImagePlugin", "WebPImagePlugin"),
@@ -40,15 +42,15 @@ _BRANDS = {
     **dict.fromkeys((b"heic", b"heix", b"heim", b"heis"), "HEIC"),
     **dict.fromkeys((b"hevc", b"hevx", b"hevm", b"hevs"), "HEIC"),
 }
-_OF_ANY_CODEC = (b"mif1", b"msf1")
-_MOST_BRANDS_BYTES = 512
+_GENERIC_BRANDS = (b"mif1", b"msf1")
+_MAX_BRANDS_BYTES = 512
 _HEADER_BYTES = 2**16
 _SIZE_BOX = re.compile(rb"ispe....(....)(....)", re.DOTALL)
-_HEADS = {"MPO": "JPEG", "HEIF": "HEIC"}
+_PILLOW_NAMES = {"MPO": "JPEG", "HEIF": "HEIC"}
 
 
 def format_of(data: bytes) -> str | None:
-    """The one of FORMATS that the first bytes announce; None for other content."""
+    """The format (one of FORMATS) that the first bytes indicate; None for other content."""
     for signature, name in _SIGNATURES.items():
         if data.startswith(signature):
             return name
@@ -56,18 +58,18 @@ def format_of(data: bytes) -> str | None:
         return "WEBP"
     if data[4:8] != b"ftyp":
         return None
-    brand, length = data[8:12], min(int.from_bytes(data[:4], "big"), _MOST_BRANDS_BYTES)
-    if brand not in _OF_ANY_CODEC:
+    brand, length = data[8:12], min(int.from_bytes(data[:4], "big"), _MAX_BRANDS_BYTES)
+    if brand not in _GENERIC_BRANDS:
         return _BRANDS.get(brand)
     others = {_BRANDS.get(data[at : at + 4]) for at in range(16, length, 4)}
     return next((name for name in _CONTAINERS if name in others), None)
 
 
 def open_image(data: bytes) -> Image.Image:
-    """The image with its header read.
+    """Open an image and read its header.
 
-    Raises: UnsupportedFormatError if the decoder of its format is not installed; what Pillow
-        raises.
+    Raises: UnsupportedFormatError if the decoder of its format is not installed; any exception of
+        Pillow.
     """
     kind = format_of(data)
     if kind in _LOADERS:
@@ -78,15 +80,14 @@ def open_image(data: bytes) -> Image.Image:
     except (UnidentifiedImageError, ValueError):
         if kind != "AVIF":
             raise
-        # A damaged EXIF block, which is read at once here, says nothing about the pixels.
+        # Pillow reads the EXIF block of an AVIF on opening; a damaged one must not hide the pixels.
         return Image.open(io.BytesIO(data.replace(b"Exif", b"skip")), formats=names)
 
 
 def load_all() -> None:
-    """Load the decoders of all formats now, for a process that will not be able to open a file.
+    """Load the decoders of all formats now, for a process that is about to lose file access.
 
-    Otherwise Pillow loads parts of itself, and AVIF and HEIC their libraries, with the first image
-    that needs them.
+    Pillow loads some plug-ins, and the AVIF and HEIC libraries, only when an image needs them.
     """
     Image.preinit()
     for name in _LOADED_LATE:
@@ -95,7 +96,7 @@ def load_all() -> None:
 
 
 def readable() -> tuple[str, ...]:
-    """The FORMATS whose decoders are installed."""
+    """The subset of FORMATS whose decoders are installed."""
     found = []
     for name in FORMATS:
         with contextlib.suppress(UnsupportedFormatError):
@@ -105,15 +106,15 @@ def readable() -> tuple[str, ...]:
 
 
 def name_of(image: Image.Image) -> str:
-    """The one of FORMATS that `open_image` found."""
-    # A phone's multi-picture file is a JPEG with more JPEGs behind it; the first is the photograph.
-    return _HEADS.get(str(image.format), str(image.format))
+    """The format (one of FORMATS) of an image that `open_image` opened."""
+    # MPO, written by phones, is a JPEG followed by further JPEGs. The first one is the photo.
+    return _PILLOW_NAMES.get(str(image.format), str(image.format))
 
 
 def claimed_size(data: bytes) -> tuple[int, int]:
-    """Width and height that the header of an AVIF or HEIC claims; 0, 0 without a claim.
+    """Width and height in pixels from the header of an AVIF or HEIC; (0, 0) if not found.
 
-    Their decoders refuse images above limits of their own without telling the size.
+    The AVIF and HEIC decoders reject images above their own limits without reporting the size.
     """
     if format_of(data) not in _CONTAINERS:
         return 0, 0
@@ -129,10 +130,11 @@ def _load_avif() -> None:
 
     if not AvifImagePlugin.SUPPORTED:
         raise UnsupportedFormatError(
-            "The content is an AVIF image, which this build of Pillow does not read. Install "
-            "Pillow's own wheel (pip install --force-reinstall pillow), or send a JPEG."
+            "The image is an AVIF file, which this build of Pillow cannot read. Convert it to "
+            "JPEG, or install the official Pillow wheel where Kinlens runs: pip install "
+            "--force-reinstall pillow."
         )
-    # Pillow has no other way to say it. Images are decoded side by side, each on one core.
+    # Pillow has no other way to set this. Images are decoded in parallel, each on one core.
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
 
@@ -141,8 +143,9 @@ def _load_heic() -> None:
         from pillow_heif import register_heif_opener
     except ImportError as error:
         raise UnsupportedFormatError(
-            "The content is a HEIC image, as phones take them, which needs the extra heif where "
-            "Kinlens runs: pip install 'kinlens[heif]'. Or send it as a JPEG."
+            "The image is a HEIC file (a format of phones), and no HEIC decoder is installed. "
+            "Convert it to JPEG, or install the decoder where Kinlens runs: pip install "
+            "'kinlens[heif]'."
         ) from error
     if "HEIF" not in Image.OPEN:
         register_heif_opener(

@@ -1,4 +1,4 @@
-"""The machine: cores, memory, processor, and whether FAISS can be loaded."""
+"""Facts about this machine: cores, memory, processor, and whether FAISS can be loaded."""
 
 import contextlib
 import functools
@@ -25,9 +25,9 @@ _CPU_LINES = ("model name", "flags", "Features", "CPU part")
 
 
 def core_count(group: Path = CONTROL_GROUP) -> int:
-    """Cores that this process may use: taskset, cpusets and containers may leave it fewer.
+    """Number of cores that this process may use, as limited by taskset, cpusets and containers.
 
-    A container's share of time, as of `--cpus 1.5`, is read from `group` and rounded up.
+    The CPU quota of a container, such as `--cpus 1.5`, is read from `group` and rounded up.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -39,9 +39,9 @@ def core_count(group: Path = CONTROL_GROUP) -> int:
 
 @functools.cache
 def quota_of(group: Path) -> float | None:
-    """Seconds of work in each second that the control group `group` allows; None: no limit.
+    """CPU quota of the control group `group`, in CPU seconds per second; None without a limit.
 
-    Read once in a process, for it stands in the way of every search.
+    Cached for the life of the process, because every search needs it.
     """
     for quota, period in (_version_2(group), _version_1(group)):
         with contextlib.suppress(ValueError):
@@ -67,7 +67,7 @@ def _text(path: Path) -> str:
 
 
 def memory_mb(cgroup: Path = CONTROL_GROUP) -> float:
-    """MiB of main memory that this process may use: a container may leave it less."""
+    """Main memory that this process may use, in MiB, as limited by a container."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name, _ in _CGROUP_MEMORY:
         text = _text(cgroup / name)
@@ -77,7 +77,7 @@ def memory_mb(cgroup: Path = CONTROL_GROUP) -> float:
 
 
 def free_memory_mb(cgroup: Path = CONTROL_GROUP) -> float:
-    """MiB of main memory that this process could still take, without swapping."""
+    """Main memory that this process can still allocate without swapping, in MiB."""
     free = [memory_mb(cgroup)]
     for line in _text(_MEMORY_INFO).splitlines():
         name, _, amount = line.partition(":")
@@ -92,7 +92,7 @@ def free_memory_mb(cgroup: Path = CONTROL_GROUP) -> float:
 
 
 def _file_cache(statistics: Path) -> int:
-    """Bytes that count as taken by a control group, and that the kernel would take back."""
+    """Bytes of file cache, which count as used by a control group but can be reclaimed."""
     found = 0
     for line in _text(statistics).splitlines():
         name, _, amount = line.partition(" ")
@@ -102,7 +102,7 @@ def _file_cache(statistics: Path) -> int:
 
 
 def processor() -> str:
-    """What tells kinds of processors apart: model and instructions."""
+    """Text that identifies the type of processor: model and instruction sets."""
     lines = []
     with contextlib.suppress(OSError):
         for line in _CPU_INFO.read_text().splitlines():
@@ -112,13 +112,13 @@ def processor() -> str:
 
 
 def cache_folder() -> Path:
-    """The folder for figures that can be computed again; it need not exist."""
+    """The folder for cached measurements; it need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kinlens"
 
 
 def require_faiss(command: str) -> None:
-    """Exit with one line if FAISS is missing, or if it cannot be loaded: the GPU package without
-    the CUDA libraries that it needs.
+    """Exit with a one-line message if FAISS is missing or cannot be loaded. The GPU package, for
+    example, fails to load without its CUDA libraries.
     """
     try:
         importlib.import_module("faiss")
@@ -127,13 +127,13 @@ def require_faiss(command: str) -> None:
     except Exception as error:
         raise SystemExit(
             f"Error: FAISS cannot be loaded: {' '.join(str(error).split())} Install it again with "
-            "all that it needs: pip install 'kinlens[gpu]' on a machine with an NVIDIA GPU, "
+            "its dependencies: pip install 'kinlens[gpu]' on a machine with an NVIDIA GPU, "
             "pip install 'kinlens[cpu]' on others."
         ) from None
 
 
 def print_version(asked: bool) -> None:
-    """What `--version` of every command does. It ends the process before any work begins."""
+    """Callback of `--version`: print the version and exit before any other work."""
     if asked:
         sys.stdout.write(f"kinlens {__version__}\n")
         raise SystemExit(0)

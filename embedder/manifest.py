@@ -1,4 +1,4 @@
-"""The manifest of a model bundle: frozen, versioned, an unknown key is an error."""
+"""The manifest of a model bundle: frozen and versioned. Unknown keys are errors."""
 
 import hashlib
 import json
@@ -13,17 +13,17 @@ Interpolation = Literal["bilinear", "bicubic", "lanczos"]
 Precision = Literal["fp32", "bf16", "int8", "fp16"]
 OtherPrecision = Literal["bf16", "int8", "fp16"]
 FilePrecision = Literal["int8", "fp16"]
-"""Those with an ONNX file of their own; bf16 is computed from the file in fp32."""
+"""Precisions with an ONNX file of their own; bf16 is computed from the fp32 file."""
 AskedPrecision = Literal["auto", "fp32", "bf16", "int8", "fp16"]
-"""What a setting may ask for; auto is one of the others, by the machine that runs it."""
+"""Precisions that a setting accepts; `auto` chooses one for the machine at run time."""
 
 Engine = Literal["onnxruntime", "openvino"]
 AskedEngine = Literal["auto", "onnxruntime", "openvino"]
-"""What a setting may ask for; auto is the faster one that the export measured."""
+"""Engines that a setting accepts; `auto` chooses the faster one that the export measured."""
 
 
 class Mode(NamedTuple):
-    """How a network is run: the engine, and the precision that it computes in."""
+    """How a network is run: the engine and the numeric precision."""
 
     engine: Engine
     precision: Precision
@@ -38,7 +38,7 @@ class Mode(NamedTuple):
 
 
 FP32 = Mode("onnxruntime", "fp32")
-"""What every other mode is compared with."""
+"""The reference mode, with which every other mode is compared."""
 
 
 HeldOutSplit = Literal["validation", "test"]
@@ -53,7 +53,7 @@ class _Frozen(BaseModel):
 
 
 class Preprocessing(_Frozen):
-    """Resize the shorter side to `resize_px`, cut the central square of `crop_px`."""
+    """Resize the shorter side to `resize_px`, crop the central square of `crop_px`."""
 
     resize_px: int = Field(ge=8, le=4096)
     crop_px: int = Field(ge=8, le=4096)
@@ -70,7 +70,7 @@ class Preprocessing(_Frozen):
 
 
 class Parity(_Frozen):
-    """How far the ONNX file is from the network that it was exported from."""
+    """Differences between the ONNX file and the network that it was exported from."""
 
     max_abs_difference: float
     batch_sizes: tuple[int, ...]
@@ -79,10 +79,12 @@ class Parity(_Frozen):
 
 
 class HeldOut(_Frozen):
-    """Images on which the precisions were compared: never trained on.
+    """Held-out images, never used for training, on which the precisions were compared.
 
-    `split` is "test" where the job keeps no validation classes. `recall` is that of `model.onnx`.
-    `no_calibration` is why the scores were not calibrated.
+    Attributes:
+        split: "test" if the job has no validation classes.
+        recall: of `model.onnx`.
+        no_calibration: why the scores were not calibrated; None if they were.
     """
 
     split: HeldOutSplit
@@ -92,9 +94,11 @@ class HeldOut(_Frozen):
 
 
 class Baseline(_Frozen):
-    """What the training began with on the test images of the model: `recall` over `queries`.
+    """Recall on the test images before the training.
 
-    `model` says what that was: the untrained trunk, or the model that it went on from.
+    Attributes:
+        model: the start of the training: the untrained trunk, or the model that was fine-tuned.
+        queries: number of queries behind `recall`.
     """
 
     model: str = "the untrained trunk"
@@ -103,13 +107,16 @@ class Baseline(_Frozen):
 
 
 class Comparison(_Frozen):
-    """A mode compared with fp32 in onnxruntime at export.
+    """Comparison of a mode with fp32 in onnxruntime, measured at export.
 
-    `recall` on the held-out images, `recall_at_1_loss` in points below `model.onnx` there, with its
-    paired 95 % interval. `mixed_recall_at_1_loss`: points lost where queries in this mode search a
-    gallery in fp32; `gallery_recall_at_1_loss`: where queries in fp32 search one in this mode.
-    `held_out_cosine`: the mean cosine to fp32 of the held-out images. `min_cosine`, `mean_cosine`:
-    of the golden images.
+    Attributes:
+        recall: on the held-out images.
+        recall_at_1_loss: points below `model.onnx` on these images.
+        recall_at_1_interval: the paired 95 % interval of that loss.
+        mixed_recall_at_1_loss: points lost if queries in this mode search a gallery in fp32.
+        gallery_recall_at_1_loss: points lost if queries in fp32 search a gallery in this mode.
+        held_out_cosine: mean cosine to fp32 over the held-out images.
+        min_cosine, mean_cosine: cosine to fp32 over the golden images.
     """
 
     recall: dict[str, float]
@@ -123,16 +130,18 @@ class Comparison(_Frozen):
 
 
 class Variant(Comparison):
-    """The same network as another ONNX file, compared in onnxruntime."""
+    """The network as an ONNX file in another precision, compared in onnxruntime."""
 
     sha256: str
 
 
 class MapFile(_Frozen):
-    """`model.map.onnx`: what each position of an image adds to its embedding.
+    """`model.map.onnx`: the contribution of each image position to the embedding.
 
-    `sum_difference` is the largest between the sums over positions and the embeddings, `difference`
-    the mean one between the maps of ONNX and torch, as a part of their mean size; golden images.
+    Attributes:
+        sum_difference: largest difference between a sum over positions and the embedding.
+        difference: mean difference between the maps of ONNX and torch, relative to their mean
+            size. Both are measured on the golden images.
     """
 
     sha256: str = ""
@@ -147,10 +156,10 @@ class GoldenHashes(_Frozen):
 
 
 class BundleManifest(_Frozen):
-    """All that is known about an exported model. `bundle_id` covers the model and this page.
+    """Metadata of an exported model. `bundle_id` is a hash of the model and this manifest.
 
-    `variants` are the other files, `modes` other ways to run a file, by `Mode.key`. Keys that a
-    manifest of schema 1 may lack are left out of page and id while they are empty.
+    `variants` are the files in other precisions; `modes` are other ways to run a file, by
+    `Mode.key`. Keys that were added to schema 1 later are omitted, also from the id, while empty.
     """
 
     schema_version: Literal[1] = 1
@@ -177,25 +186,25 @@ class BundleManifest(_Frozen):
     bundle_id: str = ""
 
     def comparison(self, mode: Mode) -> Comparison | None:
-        """How `mode` compares with fp32; None if nobody measured it."""
+        """The comparison of `mode` with fp32; None if it was not measured."""
         for precision, variant in self.variants.items():
             if mode == ("onnxruntime", precision):
                 return variant
         return self.modes.get(mode.key)
 
     def no_calibration(self) -> str | None:
-        """Why there is no calibration; None with one."""
+        """Why the bundle has no calibration; None if it has one."""
         if self.calibration is not None:
             return None
         reason = None if self.held_out is None else self.held_out.no_calibration
-        return reason or "It was exported without held-out images."
+        return reason or "The model was exported without held-out images."
 
     def computed_id(self) -> str:
-        """sha256 over this manifest without its id; `model_sha256` ties in the model file."""
+        """sha256 of this manifest without its id; it covers the model file by `model_sha256`."""
         content = self.model_dump(mode="json", exclude={"bundle_id"})
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def with_id(self) -> "BundleManifest":
-        """The same manifest, stamped with its own id."""
+        """A copy with `bundle_id` set to the computed id."""
         return self.model_copy(update={"bundle_id": self.computed_id()})

@@ -1,7 +1,7 @@
 """Image bytes to a preprocessed tensor: the only decoder and the only resize of the project.
 
-Training evaluation, indexing and serving all call `preprocess`, so that the same photograph gives
-the same pixels everywhere.
+Training evaluation, indexing and serving all call `preprocess`, so the same image gives the same
+pixels everywhere.
 """
 
 import io
@@ -34,13 +34,13 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SIDEWAYS = (5, 6, 7, 8)  # turns that make the width of the stored image its height
+_SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
 _STRIP_ROWS = 256
-_PILLOW_MEGAPIXELS = 178.0  # above this Pillow refuses by itself, whatever our limit says
-_BOX_TOLERANCE = 1e-6  # what rounding in a browser may add
+_PILLOW_MEGAPIXELS = 178.0  # Pillow rejects larger images, whatever our limit is
+_BOX_TOLERANCE = 1e-6  # for rounding errors in the browser
 
 MAX_SIDE_PX = 2048
-"""Of a picture that `render_jpeg` makes, in pixels."""
+"""Default limit of `render_jpeg` for the longer side, in pixels."""
 
 Box = tuple[float, float, float, float]
 """A part of an image: left, top, width, height as fractions 0..1 of the upright image."""
@@ -51,7 +51,7 @@ PixelBox = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """What an image may cost. All limits are checked before a pixel is decoded."""
+    """Limits on the size of an image. All are checked before a pixel is decoded."""
 
     max_bytes: int = 20 * 2**20
     max_megapixels: float = 64.0
@@ -60,14 +60,17 @@ class ImageLimits:
     def __post_init__(self) -> None:
         if not 0 < self.max_megapixels <= _PILLOW_MEGAPIXELS:
             raise ValueError(
-                f"max_megapixels = {self.max_megapixels} is outside 0..{_PILLOW_MEGAPIXELS:g}, "
-                "what the decoder can be trusted with; choose a smaller limit"
+                f"max_megapixels = {self.max_megapixels} is outside 0..{_PILLOW_MEGAPIXELS:g}, the "
+                "range of the decoder; choose a value in this range"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What the header claims: one of FORMATS, pixels as stored (of a JPEG or HEIC upright)."""
+    """Format (one of FORMATS) and size in pixels from the header of an image.
+
+    The size is that of the stored image; for JPEG and HEIC it is the size of the upright image.
+    """
 
     format: str
     width: int
@@ -88,15 +91,15 @@ def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
 
 
 def check_box(box: Sequence[float]) -> Box:
-    """`box` (left, top, width, height) if it lies in the image; rounding is cut off.
+    """Return `box` (left, top, width, height), clipped to the image by at most the tolerance.
 
-    Raises: InvalidParameterError.
+    Raises: InvalidParameterError if it is not inside the image or has no area.
     """
     if len(box) != 4 or not all(math.isfinite(value) for value in box):
         raise _bad_box(box, "is not four finite numbers")
     left, top, width, height = map(float, box)
     if min(left, top) < 0 or max(left + width, top + height) > 1 + _BOX_TOLERANCE:
-        raise _bad_box(box, "leaves the image")
+        raise _bad_box(box, "extends beyond the image")
     width, height = min(width, 1 - left), min(height, 1 - top)
     if width <= 0 or height <= 0:
         raise _bad_box(box, "has no area")
@@ -109,13 +112,13 @@ def decode(
     min_side_px: int | None = None,
     box: Box | None = None,
 ) -> Image.Image:
-    """Decode to an upright RGB image, transparency laid on white; with `box` that part alone.
+    """Decode to an upright RGB image on a white background; with `box`, only that part.
 
-    With `min_side_px` a JPEG is decoded at the smallest of its built-in scales at which the shorter
-    side of the result still has that many pixels: several times cheaper for a phone's photograph.
+    With `min_side_px`, a JPEG is decoded at the smallest built-in scale at which the shorter side
+    still has that many pixels. For photos from a phone this is several times cheaper.
 
-    Raises: as `read_header`; CorruptImageError also for a truncated file; InvalidParameterError
-        for a box outside the image or smaller than a pixel.
+    Raises: the errors of `read_header`; CorruptImageError also for a truncated file;
+        InvalidParameterError for a box outside the image or smaller than a pixel.
     """
     box = None if box is None else check_box(box)
     with _open(data, limits or ImageLimits()) as image:
@@ -128,10 +131,10 @@ def decode(
         except MemoryError:
             raise
         except Exception as error:
-            # Pillow's decoders raise many kinds of exception on damaged data.
+            # Pillow's decoders raise many exception types on damaged data.
             raise CorruptImageError(
-                f"The {name_of(image)} image is truncated or damaged. Export it again from its "
-                "source."
+                f"The {name_of(image)} image is truncated or damaged. Export it again from the "
+                "original, or send another file."
             ) from error
     return upright if box is None else _cut(upright, box)
 
@@ -139,11 +142,11 @@ def decode(
 def preprocess(
     data: bytes, spec: Preprocessing, limits: ImageLimits | None = None, box: Box | None = None
 ) -> NDArray[np.uint8]:
-    """Decode, resize the shorter side to `spec.resize_px`, cut the centre: uint8 (3, S, S).
+    """Decode, resize the shorter side to `spec.resize_px`, crop the centre: uint8 (3, S, S).
 
-    The part inside `box` is treated as if it were the whole picture.
+    With `box`, only that part of the image is used.
 
-    Raises: as `decode`.
+    Raises: the errors of `decode`.
     """
     image = decode(data, limits, spec.resize_px, box)
     square = central_box(image.size, spec)
@@ -151,9 +154,9 @@ def preprocess(
 
 
 def render_jpeg(data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
-    """A picture for the screen: upright, a JPEG whose longer side is at most `side_px`.
+    """An image for the screen: an upright JPEG whose longer side is at most `side_px` pixels.
 
-    Raises: as `decode`.
+    Raises: the errors of `decode`.
     """
     header = read_header(data, limits)
     scale = min(1.0, side_px / max(header.width, header.height))
@@ -168,9 +171,9 @@ def render_jpeg(data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) ->
 
 
 def central_box(size: tuple[int, int], spec: Preprocessing) -> PixelBox:
-    """The central square that `spec` keeps of an image of `size` = (width, height).
+    """The central square that `spec` crops from an image of `size` = (width, height).
 
-    Its corner lies on a whole pixel: half a pixel off would blur an image that needs no scaling.
+    Its corner is at a whole pixel: an offset of half a pixel would blur an unscaled image.
     """
     side = min(size) * spec.crop_px / spec.resize_px
     left, top = (size[0] - side) // 2, (size[1] - side) // 2
@@ -195,7 +198,7 @@ def _open(data: bytes, limits: ImageLimits) -> Image.Image:
         raise EmptyImageError("The image is empty (0 bytes). Send the content of an image file.")
     if len(data) > limits.max_bytes:
         raise ImageTooManyBytesError(
-            f"The image has {len(data):,} bytes; the limit is {limits.max_bytes:,}. "
+            f"The image has {len(data):,} bytes; the limit is {limits.max_bytes:,} bytes. "
             "Resize or compress it."
         )
     try:
@@ -204,7 +207,7 @@ def _open(data: bytes, limits: ImageLimits) -> Image.Image:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLargeError(
-            f"The image claims too many pixels ({error}); the limit is "
+            f"The image has too many pixels ({error}); the limit is "
             f"{limits.max_megapixels:g} megapixels. Resize it."
         ) from error
     except Exception as error:
@@ -213,8 +216,8 @@ def _open(data: bytes, limits: ImageLimits) -> Image.Image:
     _check_size(image.size, limits)
     if image.mode in ("I", "F"):
         raise UnsupportedFormatError(
-            f"The {name_of(image)} image has 32 bits a pixel, which have no agreed range of "
-            "brightness. Save it with 8 or 16 bits."
+            f"The {name_of(image)} image has 32 bits per pixel, a depth without a standard "
+            "brightness range. Save it with 8 or 16 bits per channel."
         )
     return image
 
@@ -225,19 +228,19 @@ def _check_size(size: tuple[int, int], limits: ImageLimits) -> None:
     if megapixels > limits.max_megapixels or max(width, height) > limits.max_side_px:
         raise ImageTooLargeError(
             f"The image is {width} x {height} px ({megapixels:.1f} MP); the limits are "
-            f"{limits.max_megapixels:g} MP and {limits.max_side_px} px a side. Resize it."
+            f"{limits.max_megapixels:g} MP and {limits.max_side_px} px per side. Resize it."
         )
 
 
 def _unreadable(data: bytes) -> CorruptImageError | UnsupportedFormatError:
     if format_of(data) is not None:
         return CorruptImageError(
-            "The image starts like a picture but its header is damaged. "
-            "Export it again from its source."
+            f"The header of the {format_of(data)} image is damaged. Export it again from the "
+            "original, or send another file."
         )
     return UnsupportedFormatError(
-        f"The content is not an image in a known format. Send one of {', '.join(readable())}; "
-        "the name of a file does not change its format."
+        f"The file is not an image in a supported format. Send one of {', '.join(readable())}. "
+        "The format is detected from the content, not from the file name."
     )
 
 
@@ -262,7 +265,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _deep_grey_to_rgb(image: Image.Image) -> Image.Image:
-    """16 bit grey: 0..65535 becomes 0..255, in strips, so that a scan needs little more memory."""
+    """Convert 16-bit grey, 0..65535, to RGB, 0..255, in strips to save memory on large scans."""
     values = np.asarray(image)
     grey = np.empty(values.shape, dtype=np.uint8)
     for start in range(0, len(values), _STRIP_ROWS):
@@ -275,12 +278,12 @@ def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(_EXIF_ORIENTATION, 1))
     except Exception:
-        # A damaged EXIF block says nothing about the pixels; the photograph is used as stored.
+        # The pixels may be fine when the EXIF block is damaged: use the image as stored.
         return 1
 
 
 def _cut(image: Image.Image, box: Box) -> Image.Image:
-    """The part of an upright image, on whole pixels."""
+    """Crop an upright image to `box`, rounded to whole pixels."""
     left, top, width, height = box
     if width * image.width < 1 or height * image.height < 1:
         raise _bad_box(box, "is smaller than one pixel of this image")
@@ -297,6 +300,6 @@ def _whole_pixels(start: float, length: float, size_px: int) -> tuple[int, int]:
 def _bad_box(box: Sequence[float], fault: str) -> InvalidParameterError:
     shown = ",".join(f"{value:g}" for value in box[:8])
     return InvalidParameterError(
-        f"crop = {shown} {fault}; send left,top,width,height as fractions of the upright image, "
-        "from 0 to 1, such as 0.25,0.25,0.5,0.5."
+        f"crop = {shown} {fault}; send left,top,width,height as fractions (0 to 1) of the upright "
+        "image, such as 0.25,0.25,0.5,0.5."
     )

@@ -1,8 +1,8 @@
-"""Run a model bundle: images in, unit vectors out, by the engine and in the precision asked for.
+"""Run a model bundle: images in, unit vectors out, with the configured engine and precision.
 
-Each mode is checked here against golden vectors, since what holds on one processor need not on
-another: x86 without VNNI adds the products of unsigned and signed 8-bit numbers in pairs, in 16
-bits, which saturates.
+Each mode is checked against golden vectors on the machine that runs it, because results differ
+between processors. For example, x86 without VNNI adds 8-bit products in pairs in 16 bits, which can
+saturate.
 """
 
 import itertools
@@ -32,9 +32,8 @@ from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
 from kinlens.embedder.types import Embed, Embeddings, Images, Maps
 
 MIN_OWN_COSINE: dict[Precision, float] = {"fp32": 0.999, "fp16": 0.999, "bf16": 0.99, "int8": 0.99}
-"""The least cosine to the golden vectors that the same mode gave at export. Kernels in few bits
-round where they please: a last bit that flips in an early layer grows, so int8 and bf16 on another
-processor are not as close."""
+"""Minimum cosine to the golden vectors of the same mode at export. It is lower for int8 and bf16:
+kernels round differently on each processor, and an error in an early layer grows."""
 
 MIN_FP32_COSINE: dict[Precision, float] = {
     "fp32": 0.999,
@@ -42,33 +41,33 @@ MIN_FP32_COSINE: dict[Precision, float] = {
     "bf16": 0.98,
     "int8": 0.98,
 }
-"""The mean cosine to the golden vectors of fp32, so that an export where int8 saturates does not
-bless itself."""
+"""Minimum mean cosine to the golden vectors of fp32. It detects an export on a machine where int8
+saturates, whose own golden vectors are wrong."""
 
 MIN_GAIN = 1.2
-"""How many times as fast as fp32 another mode must be. MobileNetV2 in int8 has 1.5 to 3 with VNNI,
-in bf16 1.5 to 2; less than a fifth is near what short runs differ by."""
+"""Minimum speed-up over fp32 for another mode. MobileNetV2 reaches 1.5 to 3 in int8 with VNNI and
+1.5 to 2 in bf16. Differences below 20 % are close to the noise of short runs."""
 
 FASTER: dict[str, OtherPrecision] = {"cpu": "int8", "cuda": "fp16"}
-"""The precision of a file that an export adds for a device."""
+"""The precision of the additional file that an export writes for a device."""
 
 _CURE: dict[Precision, str] = {
-    "fp32": "Its galleries would not fit; export it again or run it elsewhere.",
-    "fp16": "Run it in fp32 or with precision auto; its galleries fit every precision.",
-    "bf16": "Run it in fp32 or with precision auto here. Its galleries fit every precision.",
-    "int8": "It needs a processor with VNNI; run it in fp32 or with precision auto here. Its "
-    "galleries fit every precision.",
+    "fp32": "Its galleries would give wrong results; export it again or use another machine.",
+    "fp16": "Use precision fp32 or auto; existing galleries remain valid.",
+    "bf16": "Use precision fp32 or auto on this machine; existing galleries remain valid.",
+    "int8": "int8 needs a processor with VNNI; use precision fp32 or auto on this machine. "
+    "Existing galleries remain valid.",
 }
-_MAX_GOLDEN_PIXEL_DIFFERENCE = 0.5  # grey levels, mean over an image: rounding, not another resize
+_MAX_GOLDEN_PIXEL_DIFFERENCE = 0.5  # mean grey levels per image: allows rounding, no other resize
 _MAX_BATCH = 64
 _TIMED_RUNS = 5
 
 
 def speed_gains(embeds: Mapping[Mode, Embed], images: Images) -> dict[Mode, float]:
-    """How many times as fast as the first of `embeds` each one embeds `images`, here and now.
+    """Measure the speed of each mode on `images`, relative to the first mode.
 
-    The best of a few runs of each, in turn: what else the machine does can only slow a run down.
-    All have run on `images` before.
+    The modes run in turn and the best time of each counts, because other load can only slow a run
+    down. Every mode must have run on `images` before, as a warm-up.
     """
     best = dict.fromkeys(embeds, math.inf)
     for _ in range(_TIMED_RUNS):
@@ -81,16 +80,17 @@ def speed_gains(embeds: Mapping[Mode, Embed], images: Images) -> dict[Mode, floa
 
 
 def may_mix(one: str, other: str) -> bool:
-    """Whether the export compared vectors of two precisions, or mixtures such as fp32+int8.
+    """Whether vectors of two precisions, or mixtures such as fp32+int8, may be compared.
 
-    Engines do not count: golden vectors hold those of one precision near to fp32, and so together.
+    The export compares each precision with fp32 only. The engine does not matter: the golden
+    vectors keep all engines of one precision close to fp32.
     """
     pairs = itertools.product(one.split("+"), other.split("+"))
     return all(first == second or "fp32" in (first, second) for first, second in pairs)
 
 
 class Vectors(Protocol):
-    """What is made of vectors of one model."""
+    """A collection of vectors of one model, such as a gallery."""
 
     @property
     def name(self) -> str: ...
@@ -99,20 +99,23 @@ class Vectors(Protocol):
 
 
 def check_precision(gallery: Vectors, embedder: "Embedder") -> None:
-    """Raises: BundleMismatchError if the export compared no vectors of the two."""
+    """Check that the precisions of a gallery and an embedder may be mixed.
+
+    Raises: BundleMismatchError if the export did not compare them.
+    """
     precision = embedder.mode.precision
     if not may_mix(gallery.precision, precision):
         others = [one for one in gallery.precision.split("+") if may_mix(gallery.precision, one)]
         fitting = " or ".join(f"--precision {one}" for one in sorted({"fp32", *others}))
         raise BundleMismatchError(
-            f"Gallery {gallery.name!r} was made in {gallery.precision}, the model runs in "
-            f"{precision}: the export compared each with fp32 only. Use {fitting}, or build the "
-            "gallery again."
+            f"Gallery {gallery.name!r} was built in {gallery.precision}, but the model runs in "
+            f"{precision}; the export compared each of them with fp32 only. Use {fitting}, or "
+            "rebuild the gallery."
         )
 
 
 class Embedder(Protocol):
-    """Whatever turns image bytes into unit vectors. Thread safe."""
+    """Converts image bytes to unit vectors. Thread-safe."""
 
     bundle_id: str
     dim: int
@@ -132,22 +135,26 @@ class Embedder(Protocol):
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm; N >= 1."""
 
     def embed_alone(self, images: Images) -> Embeddings:
-        """The same, sooner if no other call runs: with more cores, if there are some for it."""
+        """As `embed`, but with more threads: lower latency if no other call runs."""
 
     def maps(self, images: Images) -> Maps:
-        """uint8 (N, 3, S, S) to (N, D, h, w), which sum to the embeddings in fp32. Raises:
-        BundleError without `has_map`.
+        """uint8 (N, 3, S, S) to (N, D, h, w), which sum to the embeddings in fp32.
+
+        Raises: BundleError without `has_map`.
         """
 
     def known_images(self) -> list[bytes]:
-        """Encoded images whose vectors are known; never empty."""
+        """Encoded images with known vectors; never empty."""
 
 
 class OnnxEmbedder:
-    """A bundle on an engine, checked against its golden vectors by `open`.
+    """A bundle on an engine; `open` checks it against its golden vectors.
 
-    `mode` is what runs, `precision_reason` says why and why no other; `provider` is what it really
-    runs on; without a `calibration`, `no_calibration` says why.
+    Attributes:
+        mode: the engine and precision that run.
+        precision_reason: why this mode was chosen, and why others were not.
+        provider: the provider of the engine that is in use.
+        calibration: None if there is none, for the reason in `no_calibration`.
     """
 
     def __init__(
@@ -177,17 +184,17 @@ class OnnxEmbedder:
         limits: ImageLimits | None = None,
         gains: Callable[[Mapping[Mode, Embed], Images], dict[Mode, float]] = speed_gains,
     ) -> "OnnxEmbedder":
-        """Load, assert the device, and reproduce the golden vectors of what runs.
+        """Load the model, check the device, and compare with the golden vectors.
 
-        `gains` measures how much faster other modes are, where `settings` leave that open. The
-        figures are kept in the cache folder, so the next start opens the chosen mode alone.
+        If `settings` allow several modes, `gains` measures their speed. The results are cached, so
+        the next start opens only the chosen mode.
 
         Raises: BundleError (not found, corrupt, precision absent, golden mismatch, provider).
         """
         settings, limits = settings or SessionSettings(), limits or ImageLimits()
         if not isinstance(bundle, Bundle):
             bundle = Bundle.open(bundle)
-        embedder = _Choice(bundle, settings, limits, gains).made()
+        embedder = _Choice(bundle, settings, limits, gains).open()
         if 0 < settings.threads < settings.alone_threads:
             more = replace(settings, threads=settings.alone_threads)
             path = bundle.model_file(embedder.mode.precision)
@@ -199,7 +206,7 @@ class OnnxEmbedder:
     def checked(
         cls, bundle: Bundle, settings: SessionSettings, limits: ImageLimits, mode: Mode
     ) -> "OnnxEmbedder":
-        """The bundle in `mode`, whose golden vectors hold. Raises: BundleError."""
+        """Load the bundle in `mode` and compare it with its golden vectors. Raises: BundleError."""
         model = load(bundle.model_file(mode.precision), settings, mode)
         embedder = cls(bundle, model, limits, mode)
         embedder._check_vectors(embedder.embed)
@@ -223,7 +230,7 @@ class OnnxEmbedder:
         return self.embed_images(Path(path).read_bytes() for path in paths)
 
     def embed_alone(self, images: Images) -> Embeddings:
-        """The same with `alone_threads`."""
+        """uint8 (N, 3, S, S) to float32 (N, D), unit norm, with `alone_threads` threads."""
         return self._run(self._alone, images)
 
     @property
@@ -232,7 +239,10 @@ class OnnxEmbedder:
         return self._alone is not self._model
 
     def drop_single_session(self) -> None:
-        """Free the session of `embed`, where other processes embed; it has the other one's then."""
+        """Free the session of `embed`, which then uses the one of `embed_alone`.
+
+        For a process whose workers do the embedding.
+        """
         self._model = self._alone
 
     def _run(self, model: Model, images: Images) -> Embeddings:
@@ -240,22 +250,23 @@ class OnnxEmbedder:
         try:
             vectors: Embeddings = np.concatenate([model.run(chunk) for chunk in chunks])
         except Exception as error:
-            # Both engines raise families of unrelated classes.
+            # Both engines raise exceptions without a common base class.
             raise BundleError(
                 f"The model {self.bundle_id[:12]} failed on {len(images)} image(s) of shape "
-                f"{images.shape[1:]} on {self.provider}: {error}. Use smaller batches, free memory."
+                f"{images.shape[1:]} on {self.provider}: {error}. Use smaller batches or free "
+                "memory."
             ) from error
         if not np.isfinite(vectors).all():
             raise BundleError(
                 f"The model {self.bundle_id[:12]} gave vectors that are not finite numbers. "
-                "Export it again and compare `kinlens-train evaluate` of both."
+                "Export it again, and compare both exports with `kinlens-train evaluate`."
             )
         return vectors
 
     def maps(self, images: Images) -> Maps:
-        """uint8 (N, 3, S, S) to what each position adds to the embedding in fp32, (N, D, h, w).
+        """uint8 (N, 3, S, S) to the contributions of the positions in fp32, (N, D, h, w).
 
-        A session of its own, on the CPU, opens at the first call, so that searches pay nothing.
+        The first call opens a separate session on the CPU, so searches without maps do not pay.
 
         Raises: BundleError (no map, corrupt, golden mismatch).
         """
@@ -268,7 +279,7 @@ class OnnxEmbedder:
                 if fault is not None:
                     raise GoldenMismatchError(
                         f"The map of the model {self.bundle_id[:12]} does not sum to the golden "
-                        f"vectors: {fault}. Export it again, or without --map."
+                        f"vectors: {fault}. Export the model again, or without --map."
                     )
                 self._map = model
         return self._map.run(images)
@@ -282,7 +293,7 @@ class OnnxEmbedder:
         is_known = self.mode in self.bundle.modes()
         own = self.bundle.golden_vectors(self.mode) if is_known else None
         images = self.bundle.golden_inputs()
-        # In pairs: onnxruntime keeps the memory of its largest batch for good.
+        # In pairs, because onnxruntime never frees the memory of its largest batch.
         pairs = [embed(images[start : start + 2]) for start in range(0, len(images), 2)]
         fault = golden_fault(self.mode.precision, np.concatenate(pairs), own, fp32)
         if fault is not None:
@@ -299,13 +310,13 @@ class OnnxEmbedder:
         if difference > _MAX_GOLDEN_PIXEL_DIFFERENCE:
             raise GoldenMismatchError(
                 f"Preprocessing of a golden image is off by {difference:.2f} grey levels on "
-                f"average, allowed are {_MAX_GOLDEN_PIXEL_DIFFERENCE}: this machine decodes or "
-                "resizes otherwise. Install the pinned version of pillow."
+                f"average; the limit is {_MAX_GOLDEN_PIXEL_DIFFERENCE}. This machine decodes or "
+                "resizes images differently. Install the pinned version of pillow."
             )
 
 
 class _Choice:
-    """Which mode of a bundle runs here."""
+    """Chooses the mode of a bundle for this machine."""
 
     def __init__(
         self,
@@ -320,8 +331,8 @@ class _Choice:
         self._gains = gains
         self._refused: dict[Mode, str] = {}
 
-    def made(self) -> OnnxEmbedder:
-        """Raises: BundleError."""
+    def open(self) -> OnnxEmbedder:
+        """The embedder in the chosen mode. Raises: BundleError."""
         modes = self._modes()
         if len(modes) == 1:
             return self._with_reason(self._opened(modes[0]), {})
@@ -332,21 +343,23 @@ class _Choice:
             try:
                 embedder = self._opened(best_of(known.gains))
             except BundleError:
-                pass  # something has changed that the file does not tell: measure again
+                pass  # something changed that the cache key does not cover: measure again
             else:
                 self._refused |= known.refused
                 return self._with_reason(embedder, known.gains)
         return self._measured(modes)
 
     def _on_gpu(self, modes: list[Mode]) -> OnnxEmbedder:
-        """fp16 if it holds: what it gains is known, and shows in full batches alone."""
+        """Choose fp16 if its golden vectors match. Not measured: its gain shows in full batches
+        only.
+        """
         plain = self._opened(modes[0])
         if plain.provider != PROVIDERS["cuda"]:
             self._refused[modes[1]] = "it needs the GPU"
         else:
             try:
                 fast = self._with_reason(self._opened(modes[1]), {})
-                fast.precision_reason = "its golden vectors hold"
+                fast.precision_reason = "its golden vectors match"
                 return fast
             except GoldenMismatchError as error:
                 self._refused[modes[1]] = str(error)
@@ -360,7 +373,7 @@ class _Choice:
                 opened[mode] = self._opened(mode)
             except BundleError as error:
                 if mode == FP32:
-                    raise  # no gallery would fit
+                    raise  # without fp32 no gallery could be searched correctly
                 refused[mode] = error
         if not opened:
             raise next(iter(refused.values()))
@@ -369,16 +382,17 @@ class _Choice:
         reasons = {mode: str(error) for mode, error in refused.items()}
         self._refused |= reasons
         if all(isinstance(error, GoldenMismatchError) for error in refused.values()):
-            # Other reasons may pass, as a lack of memory does.
+            # Not stored otherwise: other faults, such as a lack of memory, may be temporary.
             measured = Measured(gains, reasons)
             write_measured(self._bundle.bundle_id, modes, self._settings.threads, measured)
         return self._with_reason(opened[best_of(gains)], gains)
 
     def _modes(self) -> list[Mode]:
-        """What may run, the one first that others must beat; why not the rest is noted. What the
-        export did not measure may run if it was asked for and there is nothing else.
+        """The modes that may run; the first is the baseline that others must beat. Reasons against
+        the other modes are stored in `_refused`. A mode that the export did not measure is
+        returned only if it was requested and no other mode is available.
 
-        Raises: ProviderError, BundleError if nothing may.
+        Raises: ProviderError, BundleError if no mode may run.
         """
         settings, device = self._settings, self._settings.device
         engines: tuple[Engine, ...] = ("onnxruntime", "openvino")
@@ -393,7 +407,7 @@ class _Choice:
         asked = [Mode(engine, precision) for precision in precisions for engine in engines]
         for mode in asked:
             if settings.engine == "auto" and mode == ("openvino", "fp32"):
-                continue  # as fast as onnxruntime (docs/benchmarks.md), so nothing to measure
+                continue  # only as fast as onnxruntime (docs/benchmarks.md)
             reason = self._unfit(mode) or absence(mode, device)
             if reason is None:
                 modes.append(mode)
@@ -405,11 +419,14 @@ class _Choice:
         return [mode for mode in modes if mode in self._bundle.modes()] or modes
 
     def _unfit(self, mode: Mode) -> str | None:
-        """Why the choice is not `mode`, which this machine has."""
+        """Why `mode` must not be chosen; None if it may. Whether the machine has it is not checked.
+
+        Raises: BundleError if the requested precision is not in the bundle.
+        """
         if mode.precision not in (*self._bundle.precisions, "bf16"):
             if self._settings.precision == "auto":
                 return f"the bundle has no {mode.precision}"
-            self._bundle.model_file(mode.precision)  # says so, with the cure
+            self._bundle.model_file(mode.precision)  # raises the error
         if self._settings.precision != "auto":
             return None
         if mode not in self._bundle.modes():
@@ -419,7 +436,7 @@ class _Choice:
             return "the export, by an earlier version, did not measure it in pairs with fp32"
         others = [one for one in self._settings.galleries if not may_mix(one, mode.precision)]
         if others:
-            return f"a gallery holds vectors in {min(others)}, with which it was never compared"
+            return f"a gallery has vectors in {min(others)}, with which it was never compared"
         return None
 
     def _opened(self, mode: Mode) -> OnnxEmbedder:
@@ -444,7 +461,7 @@ class _Choice:
 
 
 def best_of(gains: Mapping[Mode, float]) -> Mode:
-    """The fastest mode, or the first if no other gains enough."""
+    """The fastest mode, or the first one if no other gains at least `MIN_GAIN`."""
     first, fastest = next(iter(gains)), max(gains, key=gains.__getitem__)
     return fastest if gains[fastest] >= MIN_GAIN else first
 
@@ -452,12 +469,12 @@ def best_of(gains: Mapping[Mode, float]) -> Mode:
 def golden_fault(
     precision: Precision, vectors: Embeddings, own: Embeddings | None, fp32: Embeddings
 ) -> str | None:
-    """What is wrong with golden vectors (N, D) made here, in figures; None if they hold.
+    """How golden vectors (N, D) from this machine miss the limits; None if they are within.
 
     Args:
-        precision: of the model that made `vectors`.
-        own: what the same mode gave at export; None if it was not tried there.
-        fp32: what the fp32 model gave at export.
+        precision: of the model that computed `vectors`.
+        own: vectors of this mode from the export; None if it was not measured there.
+        fp32: vectors of the fp32 model from the export.
     """
     least = MIN_FP32_COSINE[precision]
     if own is not None:

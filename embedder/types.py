@@ -1,4 +1,4 @@
-"""The smallest vocabulary of the project: what rooms hand to each other."""
+"""Types that several packages exchange."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,18 +18,19 @@ Embed = Callable[[Images], Embeddings]
 """Images (N, 3, S, S) to embeddings (N, D)."""
 
 Maps = NDArray[np.float32]
-"""What each position of an image adds to its embedding, shape (N, D, h, w): they sum to it."""
+"""Contribution of each image position to the embedding, shape (N, D, h, w). The sum over the
+positions is the embedding."""
 
 ItemId = int
 """Id of an item inside one gallery; never reused for another item or content."""
 
 SHORT = 12
-"""Hex digits of an id that are shown and used as names."""
+"""Number of hex digits of an id in messages and names."""
 
 
-@dataclass(slots=True)  # frozen, making the ten of a search would take a tenth of its own time
+@dataclass(slots=True)  # not frozen: creating ten frozen hits would cost 10 % of the search time
 class Hit:
-    """One answer of a search: an item and its cosine similarity to the query, in [-1, 1]."""
+    """One result of a search: an item and its cosine similarity to the query, in [-1, 1]."""
 
     id: ItemId
     key: str

@@ -1,4 +1,4 @@
-"""kinlens-index: build galleries, change them, search them, keep them."""
+"""The command kinlens-index: build, change, search and maintain galleries."""
 
 from typing import Annotated
 
@@ -27,7 +27,7 @@ except ModuleNotFoundError as missing:
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 for commands in (build, embed, change, search, verify, duplicates, upkeep, transfer):
     app.add_typer(commands.app)
-app.add_typer(golden.app, name="golden", help="Labelled queries, and how many are answered right.")
+app.add_typer(golden.app, name="golden", help="Measure a gallery with labelled queries.")
 
 
 @app.callback()
@@ -35,11 +35,11 @@ def start(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=print_version, is_eager=True, help="Print the version and end."
+            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
-    """Build image galleries, change, search and check them."""
+    """Build, change, search and check image galleries."""
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
-"""How likely a hit is right, judged by the gallery that answers: what is fitted, kept and used.
+"""Calibration of a gallery: the probability that a hit is right.
 
     GENERATION/calibration.json     curves that were fitted to this generation
 
-A curve comes from the best of three sources: the golden set of the gallery; its own labelled items,
-each of which searches among the others; the curves of the bundle. The file is derived from the rest
-of the generation: without it the first change or compaction makes it again.
+A curve comes from the best available source:
+
+1. the golden set of the gallery,
+2. its labelled items, each of which is a query against the others,
+3. the curves of the bundle.
+
+The file is derived from the rest of the generation. If it is missing, the first change or
+compaction recreates it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,50 +39,54 @@ CALIBRATION = "calibration.json"
 """The file of a calibration, in the folder of its generation."""
 
 PRODUCTS = ("product", "class")
-"""Attributes that name the product of an item, the best first: what an upload says, and the folder
-that a build found the image in."""
+"""Attributes that name the product of an item, the best first: the first one comes from uploads,
+the second one from the folder of the image in a build."""
 
 MIN_VIEWS = 3
-"""Only from this many images on may an item stand for a product of the same size. With two images
-it would find half of what a customer finds."""
+"""Minimum number of images of a product whose items may represent products of the same size. With
+two images, an item would find half of the images that a customer's photo finds."""
 
 MIN_PRODUCTS = 16
-"""With fewer products a curve is as much about them as about the gallery."""
+"""Minimum number of products. A curve of fewer would not be representative of the gallery."""
 
 LABELLED = 0.95
-"""The part of the items that need their product named: an unlabelled image of a product would count
-as a wrong answer."""
+"""Minimum share of items that name their product. An unlabelled image would count as a wrong
+hit."""
 
 SAMPLED = 2000
-"""Items that stand for all of them."""
+"""Number of items in the sample that represents the gallery."""
 
 DEFAULT_PRIOR = 0.1
-"""The probability that a product which is searched for is not in the gallery, before the search."""
+"""Prior probability that the searched product is not in the gallery."""
 
 _QUERIES = 1000
-_AT_ONCE = 32
-_REACH = 200  # hits of a fitted search: the candidates, and the own product to look past
+_BATCH = 32
+_DEPTH = 200  # maximum hits per fitted search: candidates, plus hits of the own product to skip
 _COPY = 1 - 1e-4  # a hit with this cosine is the query itself, or a copy of it
-_CHANGED = 0.2  # part of the items that may come or go before the curve is fitted again
-_EVEN = 0.9  # part of the products with about as many images as the average, for a bundle's curve
-_MISSED, _FEW = 0.1, 3  # part, and number, of searches that may find nobody to stand for them
+_CHANGED = 0.2  # share of items added or removed after which the curve is fitted again
+_EVEN = 0.9  # share of products with nearly the average number of images, for a bundle's curve
+_MISSED_SHARE, _MISSED_COUNT = 0.1, 3  # share plus number of drawn sizes without a suitable item
 
 Source = Literal["golden", "gallery", "bundle"]
 
 Sizes = Mapping[int, int]
-"""From a number of images to the number of products that have so many."""
+"""Maps a number of images to the number of products with that many images."""
 
 Labelled = tuple[NDArray[np.float32], str, Callable[[Hit], bool] | None]
-"""A photo of a golden set: its vector (D,), its label, and what tells a right hit; None if nothing
-is right.
+"""A photo of a golden set: its vector (D,), its label, and a function that recognises a right hit
+(None if no item is right).
 """
 
 
 class Fit(BaseModel, frozen=True):
-    """A curve and what it was fitted to: `searches` of `items` items (the highest id was `last`),
-    half of them for absent products; the others have `wrong_hits` among the ten best. `errors`: the
-    expected calibration error of the best hit and of the ten best, each half of the searches judged
-    by the curve of the other half.
+    """A fitted curve.
+
+    Attributes:
+        items, last: number of items of the gallery and the highest item id at the time of the fit.
+        searches: number of searches; half of them are for absent products.
+        wrong_hits: wrong hits among the ten best of the other searches.
+        errors: expected calibration error of the best hit and of the ten best hits, by
+            cross-validation: each half of the searches is judged by the curve of the other half.
     """
 
     curve: Curve
@@ -89,13 +98,16 @@ class Fit(BaseModel, frozen=True):
 
 
 class GalleryCalibration(BaseModel, frozen=True):
-    """What is known of one generation, when it had `items` items, the highest id of which was
-    `last`, after the write `seq`.
+    """The calibration of one generation.
 
-    `labelled` items have `product`, the attribute that names their product, with `products` values.
-    `is_chosen`: the owner named that attribute. `even`: the part of the products with about as many
-    images as the average. `gallery` and `golden` are the curves of these sources, or else the
-    reason why there is none; `golden` may be of other `items`.
+    Attributes:
+        items, last, seq: number of items, highest item id and last write at the time of the fit.
+        product: the attribute that names the product of an item.
+        is_chosen: whether the owner chose that attribute.
+        products, labelled: number of its values, and of the items that have it.
+        even: share of the products with nearly the average number of images.
+        gallery: the curve fitted to the items, or the reason why there is none.
+        golden: the curve fitted to the golden set, perhaps at another time, or the reason.
     """
 
     items: int
@@ -111,7 +123,7 @@ class GalleryCalibration(BaseModel, frozen=True):
 
     @property
     def views(self) -> float:
-        """Images of a product, on average."""
+        """Average number of images per product."""
         return self.labelled / max(self.products, 1)
 
     @property
@@ -121,15 +133,17 @@ class GalleryCalibration(BaseModel, frozen=True):
 
 
 def is_changed(part: float) -> bool:
-    """Whether a curve is outdated after this part of its items was added or removed."""
+    """Whether a curve is outdated after this share of its items was added or removed."""
     return part > _CHANGED
 
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """The curve that a gallery answers with, and the best of the sources that it is from.
+    """The curve that a gallery uses, and its source.
 
-    `reason` says why a better source was not used. `fit` has the figures of a fit to the gallery.
+    Attributes:
+        fit: the figures of the fit; None for a curve of the bundle.
+        reason: why a better source was not used.
     """
 
     source: Source
@@ -144,20 +158,20 @@ class Calibrated:
 def choose(
     stored: GalleryCalibration | None, bundle: Calibration | None, no_calibration: str | None
 ) -> Calibrated | str:
-    """The best source that there is; else why there is none."""
+    """The curve of the best source, or the reason why there is none."""
     if stored is None:
-        return "The gallery was not calibrated yet: kinlens-index calibrate"
+        return "The gallery is not calibrated yet. Run kinlens-index calibrate"
     if stored.product is None:
         names = " or ".join(f"`{name}`" for name in PRODUCTS)
         return (
-            f"No attribute says which items show one product. Give items an attribute {names}, "
-            "or name another one: kinlens-index calibrate --product"
+            f"No attribute names the product of an item. Give items an attribute {names}, or name "
+            "another one: kinlens-index calibrate --product"
         )
     if not stored.is_labelled:
         return (
             f"{stored.labelled:,} of {stored.items:,} items have the attribute "
             f"`{stored.product}`, which names their product; at least {LABELLED:.0%} are needed. "
-            "Give the others one too, then run kinlens-index calibrate"
+            "Set it for the others, then run kinlens-index calibrate"
         )
     about = (stored.product, stored.products, stored.views)
     golden = stored.golden
@@ -170,8 +184,8 @@ def choose(
         return f"{reasons}. {no_calibration or 'The bundle has no calibration'}"
     if stored.even < _EVEN:
         return (
-            f"{reasons}. The curves of the bundle are for products with equally many images, and "
-            f"{1 - stored.even:.0%} of the products have far more or fewer than the average of "
+            f"{reasons}. The curves of the bundle are for products with equal numbers of images, "
+            f"and {1 - stored.even:.0%} of the products have far more or fewer than the average of "
             f"{stored.views:.1f}. Label a golden set"
         )
     try:
@@ -185,9 +199,9 @@ class Shares:
     """The probabilities of one search: of hits, of groups, and that none of them is right.
 
     Args:
+        prior: probability that the product is absent.
         candidates: the best items of the whole gallery, without filter, best first.
-        shown: what the answer holds.
-        prior: that the product is absent.
+        shown: the hits of the answer.
     """
 
     def __init__(
@@ -209,11 +223,11 @@ class Shares:
             self._products[product] = self._products.get(product, 0.0) + share
 
     def of(self, hit: Hit) -> float:
-        """That a hit is right: that its product is the one that was asked for."""
+        """Probability that a hit is right, i.e. shows the searched product."""
         return min(1.0, self._products[_product_of(hit, self._name)])
 
     def of_group(self, group: Group, by: str) -> float:
-        """That the product is in a group of items with the same value of attribute `by`."""
+        """Probability that a group of items with the same value of `by` has the product."""
         if group.value is None:
             members = {hit.id for hit in group.hits}
             return sum(s for h, s in zip(self._hits, self._shares, strict=True) if h.id in members)
@@ -225,7 +239,7 @@ class Shares:
         )
 
     def of_none(self, hits: Iterable[Hit], groups: Iterable[Group] | None, by: str = "") -> float:
-        """That none of these hits, or of these groups, is right."""
+        """Probability that none of these hits, or of these groups, is right."""
         if groups is not None:
             found = sum(self.of_group(group, by) for group in groups)
         else:
@@ -247,7 +261,7 @@ def _identity(value: Scalar) -> object:
 
 
 class Searched(Protocol):
-    """What a fit needs of a gallery."""
+    """The methods of a gallery that a fit needs."""
 
     @property
     def size(self) -> int: ...
@@ -269,10 +283,10 @@ class Searched(Protocol):
 def fit_gallery(
     gallery: Searched, product: str | None = None, on_progress: Progress = lambda _: None
 ) -> GalleryCalibration:
-    """Let up to 1,000 labelled items search among the others, and fit a curve to what they find.
+    """Search for up to 1,000 labelled items among the others, and fit a curve to the results.
 
-    `product` names the attribute of the product; by default the first of `PRODUCTS` that half of
-    the items have. Raises: GalleryError, InvalidParameterError.
+    `product` is the attribute that names the product; by default the first of `PRODUCTS` that half
+    of the items have. Raises: GalleryError, InvalidParameterError.
     """
     items, vectors = gallery.sample(SAMPLED)
     size, last = gallery.size, gallery.last_id
@@ -283,7 +297,7 @@ def fit_gallery(
     named = {n: single(item.attributes.get(name)) for n, item in enumerate(items)}
     names = {n: value for n, value in named.items() if value is not None}
     sizes, counts = gallery.product_counts(name, [*{*names.values()}])
-    names = {n: value for n, value in names.items() if value in counts}  # the rest has gone since
+    names = {n: value for n, value in names.items() if value in counts}  # others were removed since
     products, images = sum(sizes.values()), sum(n * count for n, count in sizes.items())
     mean = images / max(products, 1)
     even = sum(count for n, count in sizes.items() if mean / NEAREST <= n <= mean * NEAREST)
@@ -298,60 +312,61 @@ def fit_gallery(
         gallery="",
     )
     if products < MIN_PRODUCTS:
-        reason = f"It has {products:,} products; at least {MIN_PRODUCTS} are needed"
+        reason = f"The gallery has {products:,} products; at least {MIN_PRODUCTS} are needed"
         return found.model_copy(update={"gallery": reason})
-    stand_ins = _stand_ins(names, counts, sizes)
-    if len({names[n] for n, _ in stand_ins}) < MIN_PRODUCTS or len(stand_ins) < MIN_SEARCHES:
+    chosen = _choose_queries(names, counts, sizes)
+    if len({names[n] for n, _ in chosen}) < MIN_PRODUCTS or len(chosen) < MIN_SEARCHES:
         reason = (
-            f"Its products have {mean:.1f} images on average; at least {MIN_PRODUCTS} products "
+            f"The products have {mean:.1f} images on average; at least {MIN_PRODUCTS} products "
             f"need {MIN_VIEWS} images or more, or more images than the others"
         )
         return found.model_copy(update={"gallery": reason})
-    asked = _search_own(gallery, items, vectors, stand_ins, name, names, counts, on_progress)
+    asked = _search_own(gallery, items, vectors, chosen, name, names, counts, on_progress)
     return found.model_copy(update={"gallery": _fitted(asked, size, last)})
 
 
-def _stand_ins(
+def _choose_queries(
     products: Mapping[int, Scalar], counts: Mapping[Scalar, int], sizes: Sizes
 ) -> list[tuple[int, int]]:
-    """Which items search, each with the number of images that its product shall have.
+    """Choose the query items, each with the number of images that its product shall have.
 
-    Customers ask for a product of one image as often as for one of twelve. An item cannot find
-    itself, so it stands for a photo of a product with fewer images: the other images of its own
-    product are left out of what it finds. Where fewer than `MIN_PRODUCTS` have more images, an item
-    stands for a product with as many. Ends early when too few products have somebody to stand for
-    them, since the rest would be another mixture.
+    Customers search for products with one image as often as for products with twelve, so the sizes
+    are drawn from the sizes of all products. An item cannot find itself, so it represents a photo
+    of a product with fewer images: some images of its product are omitted from its hits. If fewer
+    than `MIN_PRODUCTS` products have more images, an item represents a product of equal size. The
+    draw stops early if too many sizes have no suitable item, as the remaining queries would have
+    another distribution of sizes.
 
     Args:
-        products: of each item, by its place.
-        counts: the images of each product.
-        sizes: how many products have so many images.
+        products: the product of each item, by row.
+        counts: the number of images of each product.
+        sizes: the number of products of each size.
     """
     rng = np.random.default_rng(0)
     turns: dict[Scalar, int] = {}
     order = []
-    for place in rng.permutation([*products]).tolist():
-        turns[products[place]] = turns.get(products[place], 0) + 1
-        order.append((turns[products[place]], place))
-    order.sort(key=lambda one: one[0])  # every product once, in any order, then each again
-    ranked = [place for _, place in order]
+    for row in rng.permutation([*products]).tolist():
+        turns[products[row]] = turns.get(products[row], 0) + 1
+        order.append((turns[products[row]], row))
+    order.sort(key=lambda one: one[0])  # every product once, in random order, then a second time
+    ranked = [row for _, row in order]
 
-    def able(size: int) -> Iterator[int]:
-        larger = [place for place in ranked if counts[products[place]] > size]
-        if size >= MIN_VIEWS and len({products[place] for place in larger}) < MIN_PRODUCTS:
-            larger = [place for place in ranked if counts[products[place]] >= size]
+    def candidates_for(size: int) -> Iterator[int]:
+        larger = [row for row in ranked if counts[products[row]] > size]
+        if size >= MIN_VIEWS and len({products[row] for row in larger}) < MIN_PRODUCTS:
+            larger = [row for row in ranked if counts[products[row]] >= size]
         return iter(larger)
 
     share = np.array([*sizes.values()]) / sum(sizes.values())
-    waiting: dict[int, Iterator[int]] = {}
+    available: dict[int, Iterator[int]] = {}
     chosen: dict[int, int] = {}
     for drawn, size in enumerate(rng.choice([*sizes], _QUERIES, p=share).tolist()):
-        if size not in waiting:
-            waiting[size] = able(size)
-        place = next((one for one in waiting[size] if one not in chosen), None)
-        if place is not None:
-            chosen[place] = size
-        elif drawn + 1 - len(chosen) > _MISSED * drawn + _FEW:
+        if size not in available:
+            available[size] = candidates_for(size)
+        row = next((one for one in available[size] if one not in chosen), None)
+        if row is not None:
+            chosen[row] = size
+        elif drawn + 1 - len(chosen) > _MISSED_SHARE * drawn + _MISSED_COUNT:
             break
     return [*chosen.items()]
 
@@ -361,17 +376,17 @@ def fit_golden(
     product: str,
     queries: Iterable[Labelled],
 ) -> Fit | str:
-    """Fit a curve to what labelled photos find. Else why it cannot be fitted.
+    """Fit a curve to the hits of labelled photos; returns the reason if it cannot be fitted.
 
     Raises: GalleryError.
     """
     asked: list[list[Searches]] = []
     labels: set[str] = set()
     for vector, label, is_right in queries:
-        [hits] = gallery.search(vector[np.newaxis], _REACH)
+        [hits] = gallery.search(vector[np.newaxis], _DEPTH)
         others = [hit for hit in hits if hit.score < _COPY]
         right = [is_right is not None and is_right(hit) for hit in others]
-        trials = _trials(others, right, product, 0.0, len(hits) < _REACH)
+        trials = _trials(others, right, product, 0.0, len(hits) < _DEPTH)
         asked.append(trials[: 1 if is_right is None else 2])
         labels |= set() if is_right is None else {label}
     if len(labels) < MIN_PRODUCTS:
@@ -399,27 +414,29 @@ def _search_own(
     counts: Mapping[Scalar, int],
     on_progress: Progress,
 ) -> list[list[Searches]]:
-    """What each chosen item finds among the others, with so many images of its own product, and
-    among those of other products.
+    """Search for each chosen item.
+
+    Returns, per item, the search among other products only and the one with the chosen number of
+    images of its own product.
     """
     rng = np.random.default_rng(1)
     asked: list[list[Searches]] = []
     most = max(counts[products[n]] for n, _ in chosen)
-    reach = min(CANDIDATES + 1 + most, _REACH)
-    for start in range(0, len(chosen), _AT_ONCE):
-        some = chosen[start : start + _AT_ONCE]
-        found = gallery.search(vectors[[n for n, _ in some]], reach)
+    depth = min(CANDIDATES + 1 + most, _DEPTH)
+    for start in range(0, len(chosen), _BATCH):
+        some = chosen[start : start + _BATCH]
+        found = gallery.search(vectors[[n for n, _ in some]], depth)
         for (n, size), hits in zip(some, found, strict=True):
             own = products[n]
             others = counts[own] - 1
             kept = rng.permutation(others) < size
-            left = [hit for hit in hits if hit.id != items[n].id and hit.score < _COPY]
-            own_hits = [hit.id for hit in left if _product_of(hit, name) == _identity(own)]
+            remaining = [hit for hit in hits if hit.id != items[n].id and hit.score < _COPY]
+            own_hits = [hit.id for hit in remaining if _product_of(hit, name) == _identity(own)]
             omitted = {i for i, is_kept in zip(own_hits, kept, strict=False) if not is_kept}
-            left = [hit for hit in left if hit.id not in omitted]
-            right = [_product_of(hit, name) == _identity(own) for hit in left]
+            remaining = [hit for hit in remaining if hit.id not in omitted]
+            right = [_product_of(hit, name) == _identity(own) for hit in remaining]
             handicap = log(size / others) if size > others else 0.0
-            asked.append(_trials(left, right, name, handicap, len(hits) < reach))
+            asked.append(_trials(remaining, right, name, handicap, len(hits) < depth))
         on_progress(len(some))
     return asked
 
@@ -427,8 +444,10 @@ def _search_own(
 def _trials(
     hits: Sequence[Hit], right: Sequence[bool], name: str, handicap: float, is_all: bool
 ) -> list[Searches]:
-    """A search without the right product, and as it is. Nothing if the right product has so many
-    items that too few others were found; `is_all`: the gallery has no more items.
+    """Two searches from `hits`: without the right product, and unchanged.
+
+    Returns an empty list if the right product fills the hits, so too few others were found.
+    `is_all` means that the gallery has no more items.
     """
     wrong = [hit for hit, good in zip(hits, right, strict=True) if not good]
     if len(wrong) < CANDIDATES and not is_all:
@@ -454,8 +473,9 @@ def _search(
 
 
 def _fitted(asked: Sequence[Sequence[Searches]], items: int, last: ItemId) -> Fit | str:
-    """The curve of the searches of each query, in a gallery of so many items, with its error on
-    queries that it was not fitted to.
+    """Fit a curve to the searches of each query, with its error on queries outside the fit.
+
+    Returns the reason if it cannot be fitted.
     """
     usable = [
         (number, one)
@@ -482,7 +502,7 @@ def _fitted(asked: Sequence[Sequence[Searches]], items: int, last: ItemId) -> Fi
 
 
 def _crossed_errors(searches: Searches, is_even: NDArray[np.bool_]) -> tuple[float, float] | None:
-    """The searches of every other query judged by the curve of the rest, and the reverse."""
+    """Cross-validated errors: each half of the queries is judged by the curve of the other half."""
     errors = []
     for fitted in (is_even, ~is_even):
         try:

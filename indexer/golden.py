@@ -1,9 +1,9 @@
-"""A golden set: queries that the owner labelled, kept beside a gallery, and how it does on them.
+"""A golden set: labelled queries that are stored with a gallery, to measure its results.
 
-    GALLERY/golden.sqlite     queries with picture and label; the reports of runs
+    GALLERY/golden.sqlite     queries with image and label, and the reports of runs
 
-It belongs to the gallery and not to a generation: no build, swap or compaction touches it. The
-caller embeds the images. What the service answers about it is in `kinlens.golden`.
+It belongs to the gallery and not to a generation, so builds, swaps and compactions keep it. The
+caller embeds the images. The models of the HTTP API are in `kinlens.golden`.
 """
 
 import contextlib
@@ -45,16 +45,16 @@ GOLDEN = "golden.sqlite"
 """The file of a golden set, in the folder of its gallery."""
 
 MAX_QUERIES = 1_000
-"""Queries of one golden set."""
+"""Maximum number of queries of a golden set."""
 
 MAX_RIGHT = 10_000
-"""Items that one label may mean."""
+"""Maximum number of right items per query."""
 
 MIN_JUDGED = 20
-"""With fewer queries a golden set does not decide about a new model."""
+"""Minimum number of queries with which a golden set decides about a new model."""
 
 KEPT_RUNS = 500
-"""The newest reports, which are kept."""
+"""Number of reports to keep; older ones are deleted."""
 
 _TABLES = {
     "queries": "sha256 TEXT PRIMARY KEY, query TEXT NOT NULL, image BLOB NOT NULL",
@@ -64,17 +64,17 @@ _WAIT_S = 10.0
 _NAME = 200
 _BATCH = 16
 _KS = (1, 5, 10)
-_BESIDE = 16  # hits beyond those that are ranked, to see where a tie ends
-_WORST = 20
+_TIE_HITS = 16  # extra hits to fetch, so that ties at the last rank are complete
+_WORST_SHOWN = 20
 _FALSE_MATCHES = 0.01
 
 Vector = NDArray[np.float32]
 Embedded = Mapping[str, Vector | KinlensError]
-"""The vector (D,) of each query by its sha256, or why there is none."""
+"""The vector (D,) of each query by its sha256, or the error if there is none."""
 
 
 def judge_of(label: Label) -> Callable[[Hit], bool]:
-    """A function that says whether a hit is right."""
+    """A function that returns whether a hit is right."""
     if label.attribute is not None and label.value is not None:
         condition = Equals(label.attribute, label.value)
         return lambda hit: condition.matches(hit.attributes)
@@ -91,7 +91,7 @@ def right_items(label: Label, store: VectorStore) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NewQuery:
-    """A picture to be asked with, and what is right for it; `name` is shown, such as a file's."""
+    """A query image with its label; `name` is shown in reports, such as the file name."""
 
     data: bytes = field(repr=False)
     label: Label
@@ -99,8 +99,10 @@ class NewQuery:
 
 
 class GoldenChange(BaseModel, frozen=True):
-    """Two galleries on the `judged` queries that both can answer; the interval is of the change of
-    recall@1: a paired bootstrap over labels, None for fewer than two.
+    """Comparison of two galleries on the `judged` queries that have right items in both.
+
+    `change_interval` is that of the change of recall@1, by a paired bootstrap over labels; None for
+    fewer than two labels.
     """
 
     judged: int
@@ -117,7 +119,7 @@ class GoldenChange(BaseModel, frozen=True):
         return self.judged >= MIN_JUDGED
 
     def verdict(self, max_loss: float, least: float | None) -> tuple[bool, str]:
-        """Whether recall@1 falls by `max_loss` at most and reaches `least`, and the figures."""
+        """Whether recall@1 falls by at most `max_loss` and reaches `least`, and a text about it."""
         old, new = self.old_recall_at_1 or 0.0, self.new_recall_at_1 or 0.0
         low, high = self.change_interval or (new - old, new - old)
         text = (
@@ -135,7 +137,7 @@ class GoldenChange(BaseModel, frozen=True):
             chance = ", which may be chance" if high >= 0 else ""
             return False, f"{text}: {old - new:.4f} is lost{chance}; {max_loss:.4f} is allowed."
         if least is not None and new < least:
-            return False, f"{text}: the gate asks for {least:.4f}."
+            return False, f"{text}: at least {least:.4f} is required."
         return True, f"{text}."
 
 
@@ -144,32 +146,33 @@ def _figure(value: float | None) -> str:
 
 
 class GoldenSet:
-    """The golden set of the gallery in folder `gallery`; it may be empty. Any number of processes
-    may use it. Every method raises: GalleryCorruptError, GalleryWriteError.
+    """The golden set of the gallery in folder `gallery`, which may be empty.
+
+    Any number of processes may use it. Every method raises: GalleryCorruptError, GalleryWriteError.
     """
 
     def __init__(self, gallery: Path | str) -> None:
         self.file = Path(gallery) / GOLDEN
 
     def queries(self) -> list[GoldenQuery]:
-        """All queries, in the order in which they came."""
+        """All queries, in the order in which they were added."""
         rows = self._read("SELECT query FROM queries ORDER BY rowid")
         return [GoldenQuery.model_validate_json(text) for (text,) in rows]
 
     def image(self, sha256: str) -> bytes:
-        """The picture of a query. Raises: ItemNotFoundError."""
+        """The image of a query. Raises: ItemNotFoundError."""
         for (data,) in self._read("SELECT image FROM queries WHERE sha256 = ?", sha256):
             if hashlib.sha256(data).hexdigest() != sha256:
-                raise self._damaged(f"the picture of query {sha256[:SHORT]} is another one")
+                raise self._damaged(f"the image of query {sha256[:SHORT]} has another hash")
             return bytes(data)
         raise ItemNotFoundError(
-            f"The golden set has no query {sha256[:SHORT]}; it may have been removed. Take the "
+            f"The golden set has no query {sha256[:SHORT]}; it may have been removed. Use a "
             "sha256 from the list of its queries."
         )
 
     def add(self, new: Sequence[NewQuery], store: VectorStore) -> list[GoldenQuery]:
-        """Add queries, all or none; a picture that is there gets its new label. `store` is the
-        gallery, which must have what is right.
+        """Add all queries or none. An image that is already a query gets the new label. `store` is
+        the gallery, which must have the right items.
 
         Raises: InvalidParameterError, FilterError for a label that does not fit the gallery, or too
             many queries.
@@ -191,8 +194,8 @@ class GoldenSet:
         }
         if len(rows) < len(new):
             raise InvalidParameterError(
-                f"Of {len(new):,} queries only {len(rows):,} pictures differ. Label each picture "
-                "once, with all that is right for it."
+                f"{len(new):,} queries have only {len(rows):,} different images. Label each image "
+                "once, with all its right items."
             )
         with self._changing() as connection:
             connection.executemany(
@@ -209,7 +212,7 @@ class GoldenSet:
         return made
 
     def remove(self, sha256s: Iterable[str]) -> int:
-        """Remove queries; how many were there."""
+        """Remove queries; returns the number of removed ones."""
         if not self.file.is_file():
             return 0
         with self._changing() as connection:
@@ -219,12 +222,12 @@ class GoldenSet:
             return connection.total_changes - before
 
     def runs(self, limit: int = KEPT_RUNS) -> list[GoldenRun]:
-        """The newest reports that were kept, newest first."""
+        """Up to `limit` stored reports, newest first."""
         rows = self._read("SELECT report FROM runs ORDER BY number DESC LIMIT ?", limit)
         return [GoldenRun.model_validate_json(text) for (text,) in rows]
 
     def keep(self, run: GoldenRun) -> None:
-        """Add a report to those that are kept."""
+        """Store a report."""
         with self._changing() as connection:
             connection.execute("INSERT INTO runs (report) VALUES (?)", (run.model_dump_json(),))
             connection.execute(
@@ -232,7 +235,7 @@ class GoldenSet:
             )
 
     def check(self) -> None:
-        """Read everything: the pages of the file, and each picture."""
+        """Verify the database and all images. Raises: GalleryCorruptError."""
         for (found,) in self._read("PRAGMA integrity_check(1)"):
             if found != "ok":
                 raise self._damaged(str(found))
@@ -240,7 +243,7 @@ class GoldenSet:
             self.image(query.sha256)
 
     def copy_to(self, gallery: Path) -> None:
-        """Make it, as it is at one moment, the golden set of another folder; none is not copied."""
+        """Copy a consistent state to the gallery in another folder; an absent one is skipped."""
         if self.file.is_file():
             other = GoldenSet(gallery)
             with self._connected("rw") as source, other._connected("rwc") as target:
@@ -254,7 +257,7 @@ class GoldenSet:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction; what is raised in the block leaves everything as it was."""
+        """One transaction, which an exception rolls back."""
         with self._connected("rwc") as connection:
             connection.execute("BEGIN IMMEDIATE")
             with connection:
@@ -280,8 +283,8 @@ class GoldenSet:
 
     def _damaged(self, reason: str) -> GalleryCorruptError:
         return GalleryCorruptError(
-            f"The golden set {self.file} is damaged: {reason}. Take that file from a backup of the "
-            "gallery, or remove it and label its queries again."
+            f"The golden set {self.file} is damaged: {reason}. Restore that file from a backup of "
+            "the gallery, or remove it and label the queries again."
         )
 
 
@@ -292,19 +295,19 @@ def _check_labels(new: Sequence[NewQuery], store: VectorStore) -> None:
         given = (bool(label.keys), label.attribute is not None, label.no_match)
         if sum(given) != 1 or (label.attribute is None) is not (label.value is None):
             raise InvalidParameterError(
-                f"The label {label.model_dump(exclude_defaults=True)} of {_shown(one)} does not "
-                "say one thing. Give keys, or an attribute with its value, or no_match."
+                f"The label {label.model_dump(exclude_defaults=True)} of {_shown(one)} must have "
+                "exactly one of: keys, an attribute with a value, no_match."
             )
         if missing := [key for key in label.keys if key not in known]:
             raise InvalidParameterError(
-                f"The gallery {store.name} has no item {missing[0]!r:.200}, which is to be right "
-                f"for {_shown(one)}. Give keys that it has, or label the query as no match."
+                f"The gallery {store.name} has no item {missing[0]!r:.200}, named in the label of "
+                f"{_shown(one)}. Use existing keys, or label the query as no match."
             )
         count = 0 if label.no_match else right_items(label, store)
         if not label.no_match and not 1 <= count <= MAX_RIGHT:
             raise InvalidParameterError(
                 f"{count:,} items of {store.name} have {label.wanted}, the label of {_shown(one)}; "
-                f"expected 1 to {MAX_RIGHT:,}. Name another value, or label it as no match."
+                f"expected 1 to {MAX_RIGHT:,}. Use another value, or label the query as no match."
             )
 
 
@@ -318,8 +321,9 @@ def embedded(
     embedder: "Embedder",
     on_progress: Progress | None = None,
 ) -> dict[str, Vector | KinlensError]:
-    """The vectors of the queries by this model; a picture that it refuses, or that was removed
-    meanwhile, has its error. Raises: GalleryCorruptError.
+    """Embed the queries. An image that is refused, or was removed since, gets its error.
+
+    Raises: GalleryCorruptError.
     """
     found: dict[str, Vector | KinlensError] = {}
     for start in range(0, len(queries), _BATCH):
@@ -327,7 +331,7 @@ def embedded(
         for query in queries[start : start + _BATCH]:
             try:
                 pixels[query.sha256] = embedder.preprocess(golden.image(query.sha256))
-            except (ImageError, ItemNotFoundError) as error:  # or was removed since
+            except (ImageError, ItemNotFoundError) as error:
                 found[query.sha256] = error
         if pixels:
             vectors = embedder.embed(np.stack([*pixels.values()]))
@@ -340,11 +344,12 @@ def embedded(
 def labelled(
     store: VectorStore, queries: Iterable[GoldenQuery], vectors: Embedded, product: str
 ) -> Iterator[tuple[Vector, str, Callable[[Hit], bool] | None]]:
-    """The vector of each query, its label and what tells a right hit; None where nothing is.
+    """The vector of each query, its label and a function that recognises a right hit; None in place
+    of the function if no item is right.
 
-    A label that names items accepts every image of their products, by the attribute `product`.
-    Omitted are queries whose items have gone, and labels by another attribute, which do not say
-    which product is right.
+    A label with keys accepts every image of the products of these items, by the attribute
+    `product`. Queries whose items were removed are skipped, as are labels with another attribute,
+    which do not identify a product.
     """
     for query in queries:
         vector = vectors.get(query.sha256)
@@ -360,7 +365,7 @@ def labelled(
             if stored:
                 yield vector, label, _of_products(query, product, named)
         elif query.attribute == product:
-            with contextlib.suppress(FilterError):  # the gallery has no such attribute any more
+            with contextlib.suppress(FilterError):  # the attribute no longer exists
                 if right_items(query, store):
                     yield vector, str(query.value), judge_of(query)
 
@@ -371,19 +376,19 @@ def _of_products(query: GoldenQuery, product: str, named: set[Scalar]) -> Callab
 
 
 def ask(store: VectorStore, query: GoldenQuery, vector: Vector | KinlensError) -> GoldenOutcome:
-    """Search for a query as customers do, with the index as it is.
+    """Search for a query in the same way as for customers, through the index.
 
     Raises: GalleryError, InvalidParameterError for a vector of another length.
     """
     if isinstance(vector, KinlensError):
-        return GoldenOutcome(query=query, problem=f"Its picture cannot be used: {vector}")
+        return GoldenOutcome(query=query, problem=f"Its image cannot be used: {vector}")
     right = 0
     if not query.no_match:
-        with contextlib.suppress(FilterError):  # the gallery that was swapped in has no such thing
+        with contextlib.suppress(FilterError):  # the gallery was swapped, the attribute is missing
             right = right_items(query, store)
         if not 1 <= right <= MAX_RIGHT:
             return GoldenOutcome(
-                query=query, problem=f"{right:,} items of the gallery fit its label."
+                query=query, problem=f"{right:,} items of the gallery match its label."
             )
     hits = _hits(store, vector, max(_KS) if right else 1)
     best: dict[str, Any] = {}
@@ -392,7 +397,9 @@ def ask(store: VectorStore, query: GoldenQuery, vector: Vector | KinlensError) -
     rank, precision = None, 0.0
     if right:
         rank, precision = _judged(query, hits, right)
-    if right > max(_KS):  # an index that is asked for more looks further, also at the first places
+    # A deeper search, for MAP@R. It may also improve the first ranks of an approximate index, so
+    # the rank of the normal search takes precedence.
+    if right > max(_KS):
         later, precision = _judged(query, _hits(store, vector, right), right)
         if rank is None and later is not None:
             rank = max(later, max(_KS) + 1)
@@ -404,9 +411,9 @@ def _judged(query: GoldenQuery, hits: Sequence[Hit], right: int) -> tuple[int | 
 
 
 def _hits(store: VectorStore, vector: Vector, least: int) -> list[Hit]:
-    """The best `least` hits and, where these end in a tie, what belongs to it."""
+    """The best `least` hits, and further hits that tie with the last one."""
     hits: list[Hit] = []
-    for k in (least + _BESIDE, 4 * (least + _BESIDE), 16 * (least + _BESIDE)):
+    for k in (least + _TIE_HITS, 4 * (least + _TIE_HITS), 16 * (least + _TIE_HITS)):
         [hits] = store.search(vector[np.newaxis], k)
         if len(hits) < k or hits[-1].score < hits[least - 1].score - 2 * SAME_SCORE:
             break
@@ -420,22 +427,22 @@ def ranked(
 
     .. math:: \frac{1}{R} \sum_{i = 1}^{R} P(i) \, [\text{hit } i \text{ is right}]
 
-    with P(i) the precision of the i best. A wrong hit ranks before a right one unless it is worse
-    by more than 1e-5, as in the evaluation of a training.
+    with P(i) the precision of the i best hits. A wrong hit ranks before a right one unless its
+    score is lower by more than 1e-5, as in the evaluation of a training.
 
     References: A Metric Learning Reality Check (MAP@R), https://arxiv.org/abs/2003.08505
     """
     lowered = [
         (SAME_SCORE * good - score, good) for score, good in zip(scores, is_right, strict=True)
     ]
-    places = [place for place, (_, good) in enumerate(sorted(lowered), 1) if good]
-    precision = sum(found / place for found, place in enumerate(places, 1) if place <= right)
-    return places[0] if places else None, precision / right
+    ranks = [rank for rank, (_, good) in enumerate(sorted(lowered), 1) if good]
+    precision = sum(found / rank for found, rank in enumerate(ranks, 1) if rank <= right)
+    return ranks[0] if ranks else None, precision / right
 
 
 def threshold_of(calibration: Calibration | None) -> float | None:
-    """The score from which on a search is taken to have a match: that at which one in a hundred
-    without a match gets an answer all the same, or as near to it as the model knows.
+    """The minimum score of a match: the threshold with a false match rate nearest to 1 %, among
+    those of the model; None without one.
     """
     usable = [
         one for one in (calibration.thresholds if calibration else ()) if one.search_score < 1
@@ -446,9 +453,10 @@ def threshold_of(calibration: Calibration | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The golden set asked of a gallery; of one that changes meanwhile, `version` is that at the
-    beginning. `outcomes` are in the order of the queries.
+class GoldenResults:
+    """The results of a golden set on a gallery, in the order of the queries.
+
+    `version` is the version of the gallery before the first query.
     """
 
     bundle_id: str
@@ -459,23 +467,25 @@ class Asked:
     outcomes: list[GoldenOutcome] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, store: VectorStore, queries: Sequence[GoldenQuery]) -> "Asked":
-        """Before the first query is asked."""
-        own = len(store.held([query.sha256 for query in queries]))
+    def begin(cls, store: VectorStore, queries: Sequence[GoldenQuery]) -> "GoldenResults":
+        """Read the facts of the gallery before the first query."""
+        own = len(store.contents([query.sha256 for query in queries]))
         return cls(store.bundle_id, store.generation, store.version, store.size, own)
 
     @classmethod
-    def of(cls, store: VectorStore, queries: Sequence[GoldenQuery], vectors: Embedded) -> "Asked":
-        """All of them. Raises: as `ask`."""
+    def of(
+        cls, store: VectorStore, queries: Sequence[GoldenQuery], vectors: Embedded
+    ) -> "GoldenResults":
+        """Search for all queries. Raises: the errors of `ask`."""
         begun = cls.begin(store, queries)
         begun.outcomes.extend(ask(store, query, vectors[query.sha256]) for query in queries)
         return begun
 
-    def report(self, threshold: float | None, worst: int = _WORST) -> GoldenRun:
-        """Its figures. No `threshold`: those that need one are None."""
+    def report(self, threshold: float | None, worst: int = _WORST_SHOWN) -> GoldenRun:
+        """The report. Without a `threshold`, the figures that need one are None."""
         judged = [one for one in self.outcomes if one.right]
         nothing = [one for one in self.outcomes if one.query.no_match and not one.problem]
-        left_out = [one for one in self.outcomes if one.problem]
+        skipped = [one for one in self.outcomes if one.problem]
         recall = {k: _mean([one.rank is not None and one.rank <= k for one in judged]) for k in _KS}
         first = [one for one in judged if one.rank == 1]
         silent = found = None
@@ -493,7 +503,7 @@ class Asked:
             queries=len(self.outcomes),
             judged=len(judged),
             no_match=len(nothing),
-            left_out=len(left_out),
+            left_out=len(skipped),
             own_pictures=self.own_pictures,
             recall_at_1=recall[1],
             recall_at_1_interval=wilson(len(first), len(judged)) if judged else None,
@@ -503,7 +513,7 @@ class Asked:
             threshold=threshold,
             no_match_precision=silent,
             found=found,
-            worst=tuple([*bad, *left_out][:worst]),
+            worst=tuple([*bad, *skipped][:worst]),
         )
 
 
@@ -512,9 +522,11 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def change(
-    old: Asked, new: Asked, old_threshold: float | None, new_threshold: float | None
+    old: GoldenResults, new: GoldenResults, old_threshold: float | None, new_threshold: float | None
 ) -> GoldenChange:
-    """Both on the same queries, in the same order, each with a threshold of its own model."""
+    """Compare results of the same queries, in the same order, each with the threshold of its
+    model.
+    """
     pairs = [
         (before, after)
         for before, after in zip(old.outcomes, new.outcomes, strict=True)

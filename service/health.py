@@ -157,11 +157,11 @@ class Health:
     async def _check_model(self, model: Model) -> str:
         try:
             async with asyncio.timeout(self._timeout_s):
-                vector = await model.encoder.infer(model.known_image)
+                vector = await model.encoder.infer(model.reference_image)
         except Exception as error:
             # Any failure makes the service not ready; clients only see the class of the error.
             return self._verdict(error)
-        cosine = float(vector @ model.known_vector)
+        cosine = float(vector @ model.reference_vector)
         ok = cosine >= _MIN_COSINE
         return _OK if ok else f"the test image has another vector: cosine {cosine:.4f}"
 

@@ -29,9 +29,9 @@ from kinlens.service.galleries.following import Following
 from kinlens.service.galleries.items import Items
 from kinlens.service.galleries.locations import Bundles, Locations, Opened, open_gallery
 from kinlens.service.galleries.managed import ManagedGalleries
-from kinlens.service.galleries.pictures import Sweeper
 from kinlens.service.galleries.registry import Registry, Served
 from kinlens.service.galleries.renditions import Renditions
+from kinlens.service.galleries.uploads import Sweeper
 from kinlens.service.health import Health
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.observe.metrics import Metrics

@@ -36,7 +36,7 @@ FACADE = (
     "kinlens.indexer.types",
     "kinlens.indexer.golden",
     "kinlens.indexer.intervals",
-    "kinlens.indexer.pictures",
+    "kinlens.indexer.images",
     "kinlens.indexer.filters.",
     "kinlens.indexer.ingest.",
     "kinlens.indexer.checks.",

@@ -1,6 +1,6 @@
-"""What was measured on this machine before: how much faster each mode of a bundle is.
+"""Cache of speed measurements on this machine: how much faster each mode of a bundle is.
 
-One small file for each bundle and machine, in `kinlens/engines` below XDG_CACHE_HOME or ~/.cache.
+One small file per bundle and machine, in `kinlens/engines` below XDG_CACHE_HOME or ~/.cache.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from kinlens.embedder.manifest import Mode
 
 
 class Measured(NamedTuple):
-    """How many times as fast as the first each mode is, and why others were refused."""
+    """Speed of each mode relative to the first one, and the reasons why others were refused."""
 
     gains: Mapping[Mode, float]
     refused: Mapping[Mode, str]
 
 
 def read_measured(bundle_id: str, modes: Sequence[Mode], threads: int) -> Measured | None:
-    """What `write_measured` kept for the same machine, versions and modes; None without it."""
+    """The stored measurement for this machine and these versions and modes; None without one."""
     try:
         found = json.loads(_file(bundle_id, modes, threads).read_text(encoding="utf-8"))
         gains = {
@@ -37,7 +37,7 @@ def read_measured(bundle_id: str, modes: Sequence[Mode], threads: int) -> Measur
 
 
 def write_measured(bundle_id: str, modes: Sequence[Mode], threads: int, measured: Measured) -> None:
-    """Keep what was measured, if the folder can be written."""
+    """Store a measurement, if the cache folder is writable."""
     content = {
         "gains": {mode.key: gain for mode, gain in measured.gains.items()},
         "refused": {mode.key: why for mode, why in measured.refused.items()},

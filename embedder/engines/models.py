@@ -1,7 +1,7 @@
-"""One ONNX file on one engine: onnxruntime on a CPU or GPU, or OpenVINO on a CPU.
+"""Run an ONNX file on an engine: onnxruntime on a CPU or GPU, or OpenVINO on a CPU.
 
-OpenVINO is an extra (`pip install 'kinlens[openvino]'`): it computes in bf16 on processors that
-have the units for it, which onnxruntime leaves idle. It is imported when it is first asked for.
+OpenVINO is an extra (`pip install 'kinlens[openvino]'`). It uses the bf16 units of x86 processors,
+which onnxruntime does not. It is imported on first use.
 """
 
 import functools
@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it reports to Microsoft from 1.29 on
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # 1.29 and later report to Microsoft
 
 import onnxruntime as ort
 
@@ -28,17 +28,17 @@ from kinlens.embedder.manifest import AskedEngine, AskedPrecision, Engine, Mode
 from kinlens.embedder.types import Embeddings, Images
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-"""What onnxruntime calls a device."""
+"""The onnxruntime provider of each device."""
 
 OPENVINO = "OpenVINOExecutionProvider"
-"""What reports call OpenVINO, as onnxruntime would."""
+"""The name of OpenVINO in reports, in the style of onnxruntime."""
 
 _PROVIDER_OPTIONS: dict[str, dict[str, str]] = {
     "cpu": {},
     "cuda": {
-        # Looked up, where the default times all algorithms anew at each shape.
+        # The default benchmarks all algorithms for each new shape.
         "cudnn_conv_algo_search": "HEURISTIC",
-        # Not powers of two: FAISS and other processes share the memory.
+        # The default grows in powers of two, but FAISS and other processes share the memory.
         "arena_extend_strategy": "kSameAsRequested",
     },
 }
@@ -49,20 +49,20 @@ _ARM_BF16 = "mlas.enable_gemm_fastmath_arm64_bfloat16"
 class SessionSettings:
     """Where and how the model runs.
 
-    `threads` work on one call; 1 is best where several callers run at once, since then each core
-    has its own image. `alone_threads`, where they are more, work on a call of `embed_alone`, in a
-    session of its own, which takes as much memory again. `callers` is how many threads call at the
-    same time. `device = "cuda"` is refused if the model would run on the CPU, unless
-    `allow_cpu_fallback`.
-
-    `precision` chooses how the bundle is computed, `engine` by which library; "auto" takes the
-    fastest that was compared with fp32 at the export, whose golden vectors hold here and which is
-    worth it, fp32 in onnxruntime anywhere else. int8 and bf16 are made for the CPU, fp16 for the
-    GPU. `galleries` names the precisions of the vectors that will be searched: two others than fp32
-    were never compared with each other, so "auto" does not mix them.
-
-    Of several GPUs the process takes the first that CUDA_VISIBLE_DEVICES shows it, and of its
-    memory at most `gpu_memory_mb` MiB for the arena of the model; 0: as much as there is.
+    Attributes:
+        device: "cuda" raises if the model would run on the CPU, unless `allow_cpu_fallback`. It is
+            the first GPU in CUDA_VISIBLE_DEVICES.
+        threads: per call of `embed`. 1 is best with several callers: each core has its own image.
+        precision: int8 and bf16 are for the CPU, fp16 for the GPU. "auto" chooses the fastest mode
+            that the export compared with fp32, that reproduces its golden vectors on this machine
+            and that is fast enough; otherwise fp32 in onnxruntime.
+        gpu_memory_mb: limit for the arena of the model in MiB; 0 for no limit.
+        alone_threads: per call of `embed_alone`. If more than `threads`, a second session is
+            opened, which doubles the memory.
+        engine: "auto" chooses it together with the precision.
+        callers: number of threads that call at the same time.
+        galleries: the precisions of the galleries that will be searched. "auto" does not mix two
+            precisions other than fp32, as they were never compared with each other.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -77,16 +77,16 @@ class SessionSettings:
 
 
 class Model(Protocol):
-    """A network that is loaded. Thread safe."""
+    """A loaded network. Thread-safe."""
 
     provider: str
 
     def run(self, images: Images) -> Embeddings:
-        """uint8 (N, 3, S, S) to what the network gives, float32 (N, ...)."""
+        """uint8 (N, 3, S, S) to the output of the network, float32 (N, ...)."""
 
 
 class OnnxRuntimeModel:
-    """A session of onnxruntime."""
+    """An onnxruntime session."""
 
     def __init__(self, path: Path, settings: SessionSettings, precision: str = "fp32") -> None:
         """Raises: BundleCorruptError, ProviderError."""
@@ -101,10 +101,10 @@ class OnnxRuntimeModel:
 
 
 class OpenVinoModel:
-    """A network that OpenVINO compiled for one image: a batch is run image by image.
+    """A network that OpenVINO compiled for one image; a batch is run image by image.
 
-    A fixed shape is a quarter faster than a free one, and a batch would gain nothing on a CPU.
-    Several threads run at once, each in one of `streams`, if `threads` is 1.
+    A fixed shape is 25 % faster than a dynamic one, and batches are no faster on a CPU. If
+    `threads` is 1, several threads run at once, each in its own stream.
     """
 
     provider = OPENVINO
@@ -128,11 +128,11 @@ class OpenVinoModel:
             network.reshape(shape)
             self._compiled: Any = core.compile_model(network, "CPU", options)
         except Exception as error:
-            # OpenVINO raises RuntimeError for whatever it cannot read or compile.
+            # OpenVINO raises RuntimeError for any file that it cannot read or compile.
             text = str(error).strip().splitlines()[-1]
             raise BundleCorruptError(
                 f"{path} cannot be loaded by OpenVINO {openvino.__version__}: {text} "
-                "Run it with --engine onnxruntime."
+                "Use --engine onnxruntime."
             ) from error
         self._idle: list[Any] = []
 
@@ -147,7 +147,7 @@ class OpenVinoModel:
 
     @contextmanager
     def _request(self) -> Iterator[Any]:
-        """A request that no other thread uses; one that failed is dropped."""
+        """An inference request for this thread only. After an error it is discarded."""
         try:
             request = self._idle.pop()
         except IndexError:
@@ -157,7 +157,7 @@ class OpenVinoModel:
 
 
 def load(path: Path, settings: SessionSettings, mode: Mode) -> Model:
-    """The ONNX file at `path` in `mode`. Raises: BundleCorruptError, ProviderError."""
+    """Load the ONNX file at `path` in `mode`. Raises: BundleCorruptError, ProviderError."""
     if (fault := absence(mode, settings.device)) is not None:
         raise ProviderError(fault)
     kind = OpenVinoModel if mode.engine == "openvino" else OnnxRuntimeModel
@@ -165,7 +165,7 @@ def load(path: Path, settings: SessionSettings, mode: Mode) -> Model:
 
 
 def absence(mode: Mode, device: str = "cpu") -> str | None:
-    """Why this machine cannot run `mode`, with the cure; None if it can."""
+    """Why this machine cannot run `mode`, and what to do; None if it can."""
     if mode.engine == "openvino":
         if device != "cpu":
             return "OpenVINO runs on the CPU only. Use --engine onnxruntime with --device cuda."
@@ -174,24 +174,24 @@ def absence(mode: Mode, device: str = "cpu") -> str | None:
         try:
             has_bf16 = _has_bf16()
         except Exception as error:
-            # ImportError for a library that is missing, RuntimeError for a plug-in.
+            # ImportError for a missing library, RuntimeError for a missing plug-in.
             return f"OpenVINO does not start: {error}. Install it again, or use onnxruntime."
         if mode.precision == "bf16" and not has_bf16:
-            return "This processor has no units for bf16. Use --precision fp32 or int8."
+            return "This processor has no bf16 units. Use --precision fp32 or int8."
         return None
     if mode.precision == "bf16" and not _has_arm_bf16():
         return (
-            "onnxruntime computes in bf16 on ARM only, with Linux and units for it. Use --engine "
-            "openvino or auto."
+            "onnxruntime supports bf16 only on ARM processors with bf16 units, with Linux. Use "
+            "--engine openvino or auto."
         )
     return None
 
 
 def engine_versions() -> dict[Engine, str]:
-    """The versions of the engines that are installed."""
+    """The versions of the installed engines."""
     versions: dict[Engine, str] = {"onnxruntime": ort.__version__}
     if importlib.util.find_spec("openvino") is not None:
-        with suppress(PackageNotFoundError):  # an archive of Intel has no metadata
+        with suppress(PackageNotFoundError):  # Intel's archives have no package metadata
             versions["openvino"] = version("openvino")
     return versions
 
@@ -200,7 +200,7 @@ _core_lock = threading.Lock()
 
 
 def _openvino_core() -> Any:
-    """The one `openvino.Core` of the process; to make one takes 50 ms."""
+    """The `openvino.Core` of the process, shared because its creation takes 50 ms."""
     with _core_lock:
         return _new_core()
 
@@ -213,7 +213,7 @@ def _new_core() -> Any:
 
 
 def _has_arm_bf16() -> bool:
-    # Elsewhere onnxruntime ignores the option, and what is called bf16 would be fp32.
+    # Elsewhere onnxruntime ignores the option and silently computes in fp32.
     return platform.machine() == "aarch64" and " bf16" in processor()
 
 
@@ -222,16 +222,16 @@ def _has_bf16() -> bool:
 
 
 def run_plain(session: ort.InferenceSession, name: str, images: Images) -> Embeddings:
-    """A run on a CPU, of a batch as it is; `name` is that of the input."""
+    """Run a batch on a CPU; `name` is the name of the input."""
     vectors: Embeddings = session.run(None, {name: images})[0]
     return vectors
 
 
 def run_bucketed(session: ort.InferenceSession, name: str, images: Images) -> Embeddings:
-    """A run on a GPU: the batch is filled up to a power of two, and its buffers are bound.
+    """Run a batch on a GPU, padded to a power of two, with bound buffers.
 
-    A GPU library prepares itself for each new shape, which takes longer than the images that fill
-    the batch; with 1, 2, 4, ... 64 images there are seven shapes in all.
+    The GPU libraries prepare for each new shape, which takes longer than the padding images. With
+    1, 2, 4, ... 64 images there are only seven shapes.
     """
     count = len(images)
     size = 1 << (count - 1).bit_length()
@@ -247,13 +247,13 @@ def run_bucketed(session: ort.InferenceSession, name: str, images: Images) -> Em
 def create_session(
     model: Path, settings: SessionSettings, precision: str = "fp32"
 ) -> ort.InferenceSession:
-    """An ONNX file ready to run. Raises: BundleCorruptError, ProviderError."""
+    """Open an onnxruntime session for an ONNX file. Raises: BundleCorruptError, ProviderError."""
     wanted = PROVIDERS[settings.device]
     available = wanted in ort.get_available_providers()
-    told = dict(_PROVIDER_OPTIONS[settings.device])
+    provider_options = dict(_PROVIDER_OPTIONS[settings.device])
     if settings.device == "cuda" and settings.gpu_memory_mb:
-        told["gpu_mem_limit"] = str(settings.gpu_memory_mb << 20)
-    chosen = [(wanted, told)] if available else []
+        provider_options["gpu_mem_limit"] = str(settings.gpu_memory_mb << 20)
+    chosen = [(wanted, provider_options)] if available else []
     if settings.device != "cpu":
         chosen.append((PROVIDERS["cpu"], _PROVIDER_OPTIONS["cpu"]))
     options = ort.SessionOptions()
@@ -268,13 +268,13 @@ def create_session(
     try:
         session = ort.InferenceSession(model, options, providers=chosen)
     except Exception as error:
-        # onnxruntime raises a family of unrelated classes for a file that it cannot load.
+        # onnxruntime raises exceptions without a common base class for unreadable files.
         raise BundleCorruptError(f"{model} cannot be loaded: {error}") from error
     active = session.get_providers()[0]
     if active != wanted and not settings.allow_cpu_fallback:
         raise ProviderError(
-            f"Asked for {wanted}, but the model would run on {active}. Install the GPU packages "
-            "(pip install 'kinlens[gpu]') and check the driver, or allow the CPU with "
+            f"{wanted} was requested, but the model would run on {active}. Install the GPU "
+            "packages (pip install 'kinlens[gpu]') and check the driver, or allow the CPU with "
             "--allow-cpu-fallback."
         )
     return session

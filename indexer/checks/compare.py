@@ -1,4 +1,4 @@
-"""Two galleries of the same items by different models, compared before one replaces the other."""
+"""Compare two galleries of the same items by different models, before one replaces the other."""
 
 import contextlib
 from collections.abc import Collection, Sequence
@@ -16,14 +16,14 @@ from kinlens.indexer.intervals import over_classes, wilson
 from kinlens.values import AttributeValue, Scalar
 
 _SEED = 0
-_DRAWN = 10_000  # items, of which those that both galleries hold are asked for
+_SAMPLED = 10_000  # items to draw, from which those in both galleries are taken
 
 
 class Side(BaseModel, frozen=True):
     """One of the two galleries.
 
-    Recalls are parts in [0, 1], None where no item can be judged; the interval is Wilson's.
-    `ms_per_query` is the median of one search at a time.
+    Recalls are in [0, 1], or None if no item can be judged. The interval is Wilson's.
+    `ms_per_query` is the median latency of single searches, in milliseconds.
     """
 
     bundle_id: str
@@ -36,12 +36,16 @@ class Side(BaseModel, frozen=True):
 
 
 class Comparison(BaseModel, frozen=True):
-    """Answers of two galleries to the same `queries` stored items, each left out of its answer.
+    """Results of two galleries for the same queries, which are stored items.
 
-    An answer is right if its `class_attribute` is that of the query; `judged` queries, of `classes`
-    classes, have another item of their class. `change_interval` is of the recall@1 of the new less
-    that of the old: a bootstrap over classes, since photographs of one class are alike; None for
-    fewer than two. `overlap_at_k` is the part of the `k` answers that both give.
+    The query item itself is excluded from its results.
+
+    Attributes:
+        class_attribute: a hit is right if it has the query's value of this attribute.
+        judged: number of queries with another item of their class, of `classes` classes.
+        change_interval: of recall@1 of the new gallery minus that of the old one. A bootstrap over
+            classes, because images of one class are similar; None for fewer than two classes.
+        overlap_at_k: fraction of the top `k` hits that both galleries return.
     """
 
     class_attribute: str
@@ -63,9 +67,9 @@ def compare(
     sample: int = 1000,
     asked: Collection[str] | None = None,
 ) -> Comparison:
-    """Ask both galleries for the neighbours of up to `sample` items that both hold.
+    """Search both galleries for the neighbours of up to `sample` items that both have.
 
-    With `asked` only items with these keys are searched for, among all others.
+    With `asked`, only the items with these keys are queries; all items can be found.
 
     Raises: GalleryCorruptError.
     """
@@ -102,12 +106,12 @@ def compare(
 def _classes(
     old: Gallery, new: Gallery, name: str, sample: int, asked: Collection[str] | None
 ) -> dict[str, AttributeValue | None]:
-    """By key the classes of up to `sample` items that both galleries hold.
+    """The classes of up to `sample` items in both galleries, by key.
 
-    They are drawn from some of a large gallery, so that its size costs no memory.
+    They are drawn from a limited number of items, so memory does not grow with the gallery.
     """
     if asked is None:
-        items, _ = old.sample(max(_DRAWN, sample))
+        items, _ = old.sample(max(_SAMPLED, sample))
     else:
         items = [*old.stored(sorted(asked)).values()]
     known = new.stored([item.key for item in items])
@@ -121,11 +125,11 @@ def _classes(
 def _answers(
     gallery: Gallery, keys: Sequence[str], k: int
 ) -> tuple[dict[str, list[Hit]], list[float]]:
-    """The best `k` other items of each key, and the milliseconds of each search."""
+    """The best `k` other items for each key, and the latency of each search in milliseconds."""
     answers: dict[str, list[Hit]] = {}
     times = []
     for key in keys:
-        with contextlib.suppress(ItemNotFoundError):  # removed meanwhile
+        with contextlib.suppress(ItemNotFoundError):  # removed in the meantime
             [entry] = gallery.entries([key])
             started = perf_counter()
             [hits] = gallery.search(entry.vector[None], k + 1)
@@ -162,5 +166,5 @@ def _overlap(old: dict[str, list[Hit]], new: dict[str, list[Hit]]) -> float | No
 
 
 def _typed(value: AttributeValue | None) -> tuple[bool, AttributeValue | None]:
-    """So that True is not taken for 1."""
+    """The value with a flag that distinguishes True from 1."""
     return isinstance(value, bool), value

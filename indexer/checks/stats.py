@@ -1,4 +1,4 @@
-"""What is in a gallery."""
+"""Statistics of a gallery."""
 
 import contextlib
 from collections import Counter
@@ -14,7 +14,7 @@ from kinlens.values import Scalar, values_in
 
 
 class StoreStats(BaseModel, frozen=True):
-    """Facts about any gallery; `attributes` holds the number of distinct values of each."""
+    """Statistics of any gallery; `attributes` has the number of distinct values of each."""
 
     name: str
     version: str
@@ -28,10 +28,13 @@ class StoreStats(BaseModel, frozen=True):
 
 
 class GalleryStats(StoreStats):
-    """Facts about a gallery in a folder: the latest items are `delta`, not in the `index` yet.
+    """Statistics of a gallery in a folder.
 
-    `removed` items wait in the index for the next compaction; `recall` was measured when it was
-    made.
+    Attributes:
+        left_out: number of images that the build skipped.
+        recall: measured when the index was built.
+        delta: number of items that are not in the index yet.
+        removed: number of tombstones in the index, until the next compaction.
     """
 
     generation: str
@@ -48,8 +51,8 @@ class GalleryStats(StoreStats):
 
 
 def store_stats(store: VectorStore) -> StoreStats:
-    """Count what is in a gallery, whatever its engine."""
-    if isinstance(store, Gallery):  # without a look at each item, of which there may be many
+    """Statistics of a gallery on any engine."""
+    if isinstance(store, Gallery):  # counts in the database instead of reading each item
         formats, distinct = store.counts()
         attributes = {name: store.distinct(name) for name in store.schema()}
     else:
@@ -68,7 +71,7 @@ def store_stats(store: VectorStore) -> StoreStats:
 
 
 def _counted(store: VectorStore) -> tuple[dict[str, int], int, dict[str, int]]:
-    """Items by format, different contents, and different values by attribute."""
+    """Items by format, number of contents, and number of values by attribute."""
     formats: Counter[str] = Counter()
     contents: set[str] = set()
     values: dict[str, set[Scalar]] = {}
@@ -82,7 +85,7 @@ def _counted(store: VectorStore) -> tuple[dict[str, int], int, dict[str, int]]:
 
 
 def gallery_stats(path: Path | str) -> GalleryStats:
-    """Open the gallery in folder `path` and count. Raises: GalleryError."""
+    """Statistics of the gallery in folder `path`. Raises: GalleryError."""
     with contextlib.closing(Gallery.open(path)) as gallery:
         counts = store_stats(gallery)
         facts = gallery.facts()
@@ -102,7 +105,7 @@ def gallery_stats(path: Path | str) -> GalleryStats:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Files of a compaction may go while they are counted."""
+    """Total size of the files below `folder`. A compaction may remove files during the count."""
     total = 0
     for file in folder.rglob("*"):
         try:

@@ -1,4 +1,4 @@
-"""Check a gallery: its files, that every item finds itself, that a search finds its neighbours."""
+"""Check a gallery: files, whether items find themselves, and the recall of searches."""
 
 import contextlib
 from collections.abc import Sequence
@@ -19,32 +19,32 @@ from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import read_manifest
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.golden import GoldenSet
+from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import Segment
 from kinlens.indexer.live.compaction import CATALOG, SEGMENTS
 from kinlens.indexer.live.ranking import check_search
 from kinlens.indexer.live.snapshot import open_segment
-from kinlens.indexer.pictures import source_bytes
 from kinlens.indexer.types import SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
 from kinlens.values import values_in
 
 K = 10
-"""Neighbours that are looked for."""
+"""Number of neighbours with which recall is measured."""
 
 _EXACT = SearchOptions(exact=True)
 
 EXHAUSTIVE_UP_TO = 10_000
-"""Larger galleries are sampled unless another number is asked for."""
+"""Up to this size all items are checked by default; of larger galleries a sample is."""
 
 _SAMPLE = 1_000
 CHUNK = 4_096
-"""Items that are searched for at a time."""
+"""Items per batch of searches."""
 
-_IMAGES = 64  # embedded at a time
+_IMAGES = 64  # per batch of the embedder
 _SAME_IMAGE = 0.999
 
 
 def check_files(path: Path | str) -> None:
-    """Every hash of the index, and the integrity of the catalogue and the golden set.
+    """Check all hashes of the index, and the integrity of the catalogue and the golden set.
 
     Raises: GalleryCorruptError.
     """
@@ -57,13 +57,13 @@ def check_files(path: Path | str) -> None:
         while segment := catalog.state().segment:
             if segment == missing:
                 raise GalleryCorruptError(
-                    f"The segment {segment} is missing in {generation / SEGMENTS}. Make it again "
+                    f"The segment {segment} is missing in {generation / SEGMENTS}. Rebuild it "
                     "from the catalogue: kinlens-index compact GALLERY --rebuild."
                 )
             try:
                 opened = open_segment(generation / SEGMENTS / segment, "cpu", verify_hashes=True)
             except FileNotFoundError:
-                missing = segment  # unless a compaction has replaced it meanwhile
+                missing = segment  # retry once: a compaction may have replaced it
                 continue
             with catalog.reading() as view:
                 if view.state().segment == segment:
@@ -72,7 +72,7 @@ def check_files(path: Path | str) -> None:
 
 
 def _check_columns(view: CatalogView, segment: Segment) -> None:
-    """The columns hold what the items said when the segment was made."""
+    """Compare the attribute columns with the catalogue, for items unchanged since the segment."""
     if segment.columns is None:
         return
     changed = view.changed_since(view.state().segment_seq)
@@ -88,20 +88,20 @@ def _check_columns(view: CatalogView, segment: Segment) -> None:
                 if {*values} != {*values_in(some.get(name))}:
                     raise GalleryCorruptError(
                         f"The column {name!r} of the index has {values!r:.80} for item {number}, "
-                        f"which has {some.get(name)!r:.80}. Make the index again: kinlens-index "
+                        f"which has {some.get(name)!r:.80}. Rebuild the index: kinlens-index "
                         "compact GALLERY --rebuild."
                     )
 
 
 def size_of(path: Path | str) -> int:
-    """Number of items, whatever the state of the index. Raises: GalleryError."""
+    """Number of items, read without opening the index. Raises: GalleryError."""
     with catalog_view(GalleryFolder(path).current() / CATALOG) as view:
         return view.state().size
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Part of the true `k` nearest neighbours of `queries` vectors that a search finds."""
+    """Fraction of the true `k` nearest neighbours of `queries` vectors that a search finds."""
 
     value: float
     queries: int
@@ -116,7 +116,7 @@ def measured_recall(gallery: Gallery, queries: Embeddings) -> Recall:
 
 
 def own_recall(gallery: Gallery, ids: Sequence[int], vectors: Embeddings) -> Recall:
-    """Recall at 10 of stored vectors (Q, D), each without its own item."""
+    """Recall at 10 of stored vectors (Q, D), not counting the item of each vector."""
     own = np.asarray(ids, dtype=np.int64)[:, None]
     truth = _without(own, *gallery.nearest(vectors, K + 1, _EXACT))
     found = _without(own, *gallery.nearest(vectors, K + 1))
@@ -124,7 +124,7 @@ def own_recall(gallery: Gallery, ids: Sequence[int], vectors: Embeddings) -> Rec
 
 
 def _without(own: Ids, scores: Scores, ids: Ids) -> Scores:
-    """Scores (Q, k) of the others; the worst of k + 1 goes where an item has not found itself."""
+    """Scores (Q, k) of other items. If an item did not find itself, its worst hit is dropped."""
     others = np.where((ids == own) | (ids < 0), -np.inf, scores)
     return -np.sort(-others, axis=1)[:, :-1]
 
@@ -139,11 +139,13 @@ def _part_found(found: Scores, truth: Scores, queries: int) -> Recall:
 
 @dataclass(frozen=True, slots=True)
 class VerifySettings:
-    """What is checked, and with what.
+    """Settings of a check.
 
-    sample: number of items; None: all, or 1,000 of many. image_root: where the images are now.
-    queries: vectors (Q, D) to measure recall with, in place of stored ones. target_recall: in place
-    of the one that the index was made for.
+    Attributes:
+        sample: number of items; None for all, or 1,000 of a large gallery.
+        image_root: current folder of the images; None for that of the gallery.
+        queries: vectors (Q, D) to measure recall with; None for stored vectors.
+        target_recall: None for the target of the index.
     """
 
     sample: int | None = None
@@ -160,10 +162,12 @@ class Problem(BaseModel, frozen=True):
 
 
 class VerifyReport(BaseModel, frozen=True):
-    """What was checked: `from_images` tells whether the images were embedded anew.
+    """Result of a check.
 
-    `recall` is the part of the true 10 nearest neighbours that `recall_queries` searches found;
-    None if there was nothing to find.
+    Attributes:
+        from_images: whether the images were embedded again.
+        recall: fraction of the true 10 nearest neighbours that `recall_queries` searches found;
+            None if there were no neighbours.
     """
 
     name: str
@@ -179,7 +183,7 @@ class VerifyReport(BaseModel, frozen=True):
 
     @property
     def is_good(self) -> bool:
-        """No problems, and the recall that was asked for."""
+        """Whether there are no problems and recall reaches the target."""
         return not self.problems and (self.recall is None or self.recall >= self.target_recall)
 
 
@@ -189,17 +193,17 @@ def verify_gallery(
     settings: VerifySettings | None = None,
     on_progress: Progress | None = None,
 ) -> VerifyReport:
-    """Check all files, that each item of a sample finds itself or an equal one first, and recall.
+    """Check all files, whether each item of a sample finds itself or an equal item, and recall.
 
-    With an `embedder` the images are read and embedded again, so the check covers the whole road
-    from the file to the answer. Without, the stored vectors search for themselves: that says
-    nothing of vectors that stand under the wrong items, or were made of other images.
+    With an `embedder` the images are read and embedded again, so the check covers the whole path
+    from the file to the result. Otherwise the stored vectors are the queries, which does not detect
+    vectors that belong to other items or images.
 
     Raises: GalleryCorruptError for a damaged file; GalleryError if the gallery cannot be opened or
-        belongs to another bundle; InvalidParameterError for queries that do not fit.
+        belongs to another bundle; InvalidParameterError for queries of the wrong shape.
     """
     settings = settings or VerifySettings()
-    if settings.queries is not None:  # before the work of hours
+    if settings.queries is not None:  # fail before the work, which may take hours
         dim = read_manifest(GalleryFolder(path).current()).dim
         check_search(1, SearchOptions(), dim, settings.queries)
     check_files(path)
@@ -224,13 +228,13 @@ def verify_gallery(
 
 
 def sampled(ids: Ids, sample: int | None = None) -> Ids:
-    """`sample` of the item numbers, the same ones each time; None: all, or 1,000 of many."""
+    """A fixed sample of item ids; `sample` = None takes all, or 1,000 of a large gallery."""
     count = sample_size(len(ids), sample)
     return np.sort(np.random.default_rng(0).choice(ids, count, replace=False))
 
 
 def sample_size(size: int, sample: int | None = None) -> int:
-    """How many of `size` items are checked."""
+    """The number of items to check of `size` items."""
     wanted = (size if size <= EXHAUSTIVE_UP_TO else _SAMPLE) if sample is None else sample
     return min(size, wanted)
 
@@ -257,15 +261,18 @@ def _check(
 def _self_search(
     gallery: Gallery, items: Sequence[Item], vectors: Embeddings, queries: Embeddings
 ) -> list[Problem]:
-    """Faults of items (N) with stored `vectors` (N, D), each searched for with its query (N, D)."""
-    queries = normalised(queries, norms_of(queries))  # as a search does
+    """Search for each item (N) with its query (N, D) and compare with the stored `vectors` (N, D).
+
+    Returns the problems that were found.
+    """
+    queries = normalised(queries, norms_of(queries))  # as in a search
     own_scores = (queries * vectors).sum(axis=1)
     faults = {
         row: f"Its stored vector has cosine {own_scores[row]:.4f} to its image, expected 1."
         for row in np.flatnonzero(own_scores < _SAME_IMAGE).tolist()
     }
     rows = [row for row in range(len(items)) if row not in faults]
-    # An approximate index may miss a few; only what an exact search misses is wrong.
+    # An approximate index may miss a few items: only misses of an exact search are problems.
     for exact in (False, True):
         found = _not_first(
             gallery, [items[n] for n in rows], queries[rows], own_scores[rows], exact
@@ -282,7 +289,7 @@ def _not_first(
     own_scores: NDArray[np.float32],
     exact: bool,
 ) -> dict[int, str]:
-    """Of items (N) those that a search for their query (N, D) does not find first, and why."""
+    """The rows of items (N) that a search for their query (N, D) does not find first, and why."""
     if not items:
         return {}
     answers = gallery.search(queries, 1, SearchOptions(exact=exact))
@@ -291,21 +298,22 @@ def _not_first(
     faults = {}
     for row, (item, hits) in enumerate(zip(items, answers, strict=True)):
         if not hits:
-            faults[row] = "It finds nothing."
-        elif hits[0].id in stored:  # else removed or replaced meanwhile
+            faults[row] = "Its search finds nothing."
+        elif hits[0].id in stored:  # otherwise it was removed or replaced since the search
             score, own_score = hits[0].score, float(own_scores[row])
             found, vector = stored[hits[0].id]
             expected = min(1.0, float(queries[row] @ vector))
             if abs(score - expected) > SAME_SCORE:
                 faults[row] = (
-                    f"The index compares it with {found.key!r} as {score:.6f}, but the stored "
-                    f"vectors give {expected:.6f}. Make the index again: kinlens-index compact "
+                    f"The index gives it the score {score:.6f} with {found.key!r}, but the stored "
+                    f"vectors give {expected:.6f}. Rebuild the index: kinlens-index compact "
                     "GALLERY --rebuild."
                 )
             elif abs(score - own_score) > SAME_SCORE and found.sha256 != item.sha256:
-                # neither itself, nor a copy, nor one with an equal vector
+                # not itself, a copy, or an item with an equal vector
                 faults[row] = (
-                    f"It finds {found.key!r} ({score:.6f}) in place of itself ({own_score:.6f})."
+                    f"Its search finds {found.key!r} ({score:.6f}) instead of itself "
+                    f"({own_score:.6f})."
                 )
     return faults
 
@@ -327,7 +335,7 @@ def _report(
 ) -> VerifyReport:
     facts = gallery.facts()
     segment = facts.segment
-    made_for = 1.0 if segment is None else segment.target_recall
+    index_target = 1.0 if segment is None else segment.target_recall
     return VerifyReport(
         name=facts.name,
         version=facts.version,
@@ -338,5 +346,5 @@ def _report(
         index="" if segment is None else segment.kind,
         recall=recall.value if recall.k else None,
         recall_queries=recall.queries,
-        target_recall=settings.target_recall or made_for,
+        target_recall=settings.target_recall or index_target,
     )

@@ -1,4 +1,4 @@
-"""kinlens-index build, add: from image files into a gallery."""
+"""kinlens-index build, add: put image files into a gallery."""
 
 from pathlib import Path
 from typing import Annotated
@@ -49,14 +49,16 @@ app = typer.Typer()
 
 ImagesArgument = Annotated[
     Path | None,
-    typer.Argument(metavar="IMAGES", help="Folder of images; paths in a list start from it."),
+    typer.Argument(
+        metavar="IMAGES", help="Folder of images; the paths in a list are relative to it."
+    ),
 ]
 CsvOption = Annotated[
     Path | None,
     typer.Option(help="CSV list: columns key, path and attributes, such as colour,price:number."),
 ]
 SplitOption = Annotated[
-    Path | None, typer.Option(help="Data set list: lines of relative/path.jpg, class, ...")
+    Path | None, typer.Option(help="Dataset split file: lines of relative/path.jpg, class, ...")
 ]
 
 
@@ -64,18 +66,21 @@ SplitOption = Annotated[
     epilog="Example: kinlens-index build shop/images --bundle bundles/shop --out galleries/shop"
 )
 def build(
-    out: Annotated[Path, typer.Option(help="Folder of the gallery; a new one replaces it.")],
+    out: Annotated[Path, typer.Option(help="Folder of the gallery; its content is replaced.")],
     bundle: Annotated[
         Path | None, typer.Option(help="Model bundle that embeds the images.")
     ] = None,
     images: ImagesArgument = None,
     vectors: Annotated[
-        str | None, typer.Option(help="Vectors of `embed`, a folder or address: no image is read.")
+        str | None,
+        typer.Option(help="Folder or address of vectors from `embed`, in place of images."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name in addresses; that of the folder.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the gallery in URLs; by default that of the folder.")
+    ] = None,
     csv: CsvOption = None,
     split: SplitOption = None,
-    root: Annotated[Path | None, typer.Option(help="IMAGES under another name.")] = None,
+    root: Annotated[Path | None, typer.Option(help="Same as IMAGES.")] = None,
     index: IndexOption = None,
     memory_mb: MemoryOption = None,
     target_recall: RecallOption = None,
@@ -89,21 +94,21 @@ def build(
     workers: WorkersOption = 0,
     json: JsonOption = False,
 ) -> None:
-    """Build a gallery from a folder, a CSV list, a data set split, or vectors of `embed`.
+    """Build a gallery from a folder, a CSV list, a dataset split, or vectors of `embed`.
 
-    A build that was stopped continues with the same command. Unreadable images are left out and
+    To resume an interrupted build, run the same command again. Unreadable images are skipped and
     listed in report.json.
     """
     if images and root:
-        raise typer.BadParameter("Give IMAGES or --root, not both: they mean the same.")
+        raise typer.BadParameter("Pass IMAGES or --root, not both: they mean the same.")
     if vectors is not None:
         if images or root or csv or split:
-            raise typer.BadParameter("Give --vectors or images, not both.")
+            raise typer.BadParameter("Pass --vectors or images, not both.")
         given = options.given_settings(index, memory_mb, target_recall, index_device)
         _build_of_vectors(vectors, bundle, out, name, IndexSettings(**given), vector_type, json)
         return
     if bundle is None:
-        raise typer.BadParameter("Name the model with --bundle, or give --vectors.")
+        raise typer.BadParameter("Pass the model with --bundle, or pass --vectors.")
     with errors_shown():
         source = _new_source(images or root, csv, split)
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
@@ -120,7 +125,7 @@ def build(
 )
 def add(
     gallery: StoreArgument,
-    bundle: Annotated[Path, typer.Option(help="Model bundle that the gallery was made with.")],
+    bundle: Annotated[Path, typer.Option(help="Model bundle that the gallery was built with.")],
     images: ImagesArgument = None,
     csv: CsvOption = None,
     split: SplitOption = None,
@@ -134,11 +139,11 @@ def add(
     no_compact: NoCompactOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Add images to a gallery that is in use, or bring changed ones up to date.
+    """Add images to a gallery, or update changed ones, while the gallery is in use.
 
-    All paths start from the gallery's image root, so IMAGES must lie below it. Unchanged images are
-    skipped, known content is not embedded again. A run that was stopped continues with the same
-    command.
+    All paths are relative to the gallery's image root, so IMAGES must be below it. Unchanged images
+    are skipped, and content that the gallery already has is not embedded again. To resume an
+    interrupted run, run the same command again.
     """
     with errors_shown():
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
@@ -161,49 +166,50 @@ def _build_of_vectors(
     vector_type: VectorType,
     json: bool,
 ) -> None:
-    """Take in what `embed` has made; the bundle, if it is named, must be the one that made it."""
+    """Build from the vectors of `embed`. A bundle, if given, must be the one that embedded them."""
     with errors_shown():
         shards = VectorShards(vectors)
         dump = shards.dump(name or name_of(out))
-        made_with = dump.facts["bundle_id"]
-        if bundle is not None and Bundle.open(bundle).bundle_id != made_with:
+        bundle_id = dump.facts["bundle_id"]
+        if bundle is not None and Bundle.open(bundle).bundle_id != bundle_id:
             raise BundleMismatchError(
-                f"{vectors} was made with bundle {made_with[:SHORT]}, not with the one in {bundle}."
+                f"{vectors} was embedded with bundle {bundle_id[:SHORT]}, not with the one in "
+                f"{bundle}. Pass that bundle, or omit --bundle."
             )
         with progress(2 * dump.count, "Building") as advance:
             report = import_gallery(dump, out, name, settings, advance, vector_type)
         text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
-        left_out = tuple(shards.failures())
+        skipped = tuple(shards.failures())
         found = shards.manifest.images
-        print_report(report, json, text, *failure_lines(left_out, found, f"in {vectors}/parts"))
+        print_report(report, json, text, *failure_lines(skipped, found, f"in {vectors}/parts"))
 
 
 def _new_source(images: Path | None, csv: Path | None, split: Path | None) -> Source:
-    """What a new gallery is built from. Raises: SourceError; wrong usage."""
+    """The source of a new gallery. Raises: SourceError; BadParameter for wrong usage."""
     _refuse_both(csv, split)
     if csv:
         return csv_source(csv, images)
     if split:
         return split_source(split, images)
     if images is None:
-        raise typer.BadParameter("Give the folder IMAGES, or a list with --csv or --split.")
+        raise typer.BadParameter("Pass the folder IMAGES, or a list with --csv or --split.")
     return folder_source(images)
 
 
 def _further_source(
     images: Path | None, csv: Path | None, split: Path | None, root: Path, kinds: Schema
 ) -> Source:
-    """What is added to a gallery whose images are below `root`: there, all paths start from it.
+    """The source to add to a gallery with the image root `root`, to which all paths are relative.
 
-    Raises: SourceError; wrong usage.
+    Raises: SourceError; BadParameter for wrong usage.
     """
     _refuse_both(csv, split)
     if images is not None and (csv or split):
         raise typer.BadParameter(
-            "Give IMAGES or a list, not both: paths of a list start from the gallery's image root."
+            "Pass IMAGES or a list, not both: paths of a list are relative to the image root."
         )
     if images is None and not (csv or split):
-        raise typer.BadParameter("Give the folder IMAGES, or a list with --csv or --split.")
+        raise typer.BadParameter("Pass the folder IMAGES, or a list with --csv or --split.")
     if csv:
         return csv_source(csv, root, kinds)
     if split:
@@ -213,7 +219,7 @@ def _further_source(
 
 def _refuse_both(csv: Path | None, split: Path | None) -> None:
     if csv and split:
-        raise typer.BadParameter("Give --csv or --split, not both.")
+        raise typer.BadParameter("Pass --csv or --split, not both.")
 
 
 def _print_plan(source: Source, embedder: Embedder, settings: BuildSettings, json: bool) -> None:
@@ -246,8 +252,8 @@ def _print_build(report: BuildReport, folder: Path, json: bool) -> None:
         f"{report.duplicates:,} copies) in {report.elapsed_s:.1f} s, "
         f"{report.images_per_s:.1f} images/s."
     )
-    place = GalleryFolder(folder).current() / "report.json"
-    failures = failure_lines(report.failures, report.found, f"in {place}")
+    file = GalleryFolder(folder).current() / "report.json"
+    failures = failure_lines(report.failures, report.found, f"in {file}")
     print_report(report, json, text, *failures)
 
 

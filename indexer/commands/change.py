@@ -1,4 +1,4 @@
-"""kinlens-index update, remove, unremove: change what is in a gallery."""
+"""kinlens-index update, remove, unremove: change the items of a gallery."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ KeysArgument = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """How many of the named items differ now."""
+    """Number of named items, and of those that changed."""
 
     named: int
     changed: int
@@ -35,7 +35,7 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """How many items fitted; with --dry-run they are still there. `unknown` keys were not."""
+    """Number of removed items; with --dry-run, of items that match. `unknown` keys do not exist."""
 
     removed: int
     dry_run: bool
@@ -44,7 +44,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Unremoved:
-    """How many items came back; `left` keys have a new item, or nothing is kept of them."""
+    """Number of restored items. `left` are the keys that have a new item or no stored copy."""
 
     restored: int
     left: tuple[str, ...] = ()
@@ -61,11 +61,11 @@ def update(
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="New value; NAME:number=VALUE or NAME:text[]=A|B for a new attribute.",
+            help="Value to set. New attributes: NAME:number=VALUE or NAME:text[]=A|B.",
         ),
     ] = None,
     unset: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Attribute to take away.")
+        list[str] | None, typer.Option(metavar="NAME", help="Attribute to remove.")
     ] = None,
     csv: Annotated[
         Path | None, typer.Option(help="CSV list: column key, and the attributes to set.")
@@ -73,20 +73,20 @@ def update(
     where: WhereOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Change attributes of items; their images and vectors stay. All changes are made, or none;
-    with --where 10,000 in one step.
+    """Change attributes of items, without embedding their images again.
 
-    A value has the type that the attribute has in the gallery. A new attribute is text, unless
-    NAME:number or NAME:boolean says otherwise. NAME:text[]=S|M|L sets several values.
+    All changes are made or none, except with --where, which commits 10,000 items at a time. A value
+    has the type of the attribute in the gallery. A new attribute is text, unless it is written as
+    NAME:number or NAME:boolean. NAME:text[]=S|M|L sets several values.
     """
     _check_usage(keys, assign, unset, csv, where)
     with errors_shown(), stores.opened(gallery) as store:
         changes: Mapping[str, Mapping[str, AttributeValue | None]]
         values = assigned(assign or (), unset or (), store.schema())
         if where:
-            fitting = parse_filter(where)
-            named = store.page(0, 1, fitting).total
-            report = Updated(named, store.update_where(fitting, values))
+            condition = parse_filter(where)
+            named = store.page(0, 1, condition).total
+            report = Updated(named, store.update_where(condition, values))
         else:
             changes = csv_changes(csv, store.schema()) if csv else dict.fromkeys(keys or (), values)
             report = Updated(len(changes), store.update(changes))
@@ -99,28 +99,28 @@ def remove(
     gallery: StoreArgument,
     keys: KeysArgument = None,
     where: WhereOption = None,
-    keys_from: Annotated[
-        Path | None, typer.Option(help="Text file with a key on each line.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and remove nothing.")] = False,
+    keys_from: Annotated[Path | None, typer.Option(help="Text file with one key per line.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Count the items without removing them.")
+    ] = False,
     no_compact: NoCompactOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Remove items, by key or by filter. Nothing is asked: try --dry-run first.
+    """Remove items by key or by filter, without confirmation; try --dry-run first.
 
-    `unremove` brings them back for a day, and after that until the next compaction; `compact`
-    erases them at once.
+    `unremove` can restore them for at least one day, until the next automatic compaction. The
+    command `compact` erases them at once.
     """
     if sum(map(bool, (keys, where, keys_from))) != 1:
-        raise typer.BadParameter("Give keys, --where or --keys-from, and one of them alone.")
+        raise typer.BadParameter("Pass exactly one of: keys, --where, --keys-from.")
     with errors_shown(), stores.opened(gallery) as store:
         if where:
             report = _removed_where(store, where, dry_run)
         else:
             chosen = keys or _keys_in(keys_from)
             report = _removed_keys(store, list(dict.fromkeys(chosen)), dry_run)
-        said = "would be removed" if report.dry_run else "removed"
-        text = f"{report.removed:,} items {said}; {store.size:,} items in the gallery."
+        verb = "would be removed" if report.dry_run else "removed"
+        text = f"{report.removed:,} items {verb}; {store.size:,} items in the gallery."
         print_report(report, json, text)
         if report.unknown and not json:
             err.print(f"Not in the gallery: {_some(report.unknown)}", soft_wrap=True)
@@ -132,22 +132,19 @@ def remove(
 def unremove(
     gallery: StoreArgument,
     keys: KeysArgument = None,
-    keys_from: Annotated[
-        Path | None, typer.Option(help="Text file with a key on each line.")
-    ] = None,
+    keys_from: Annotated[Path | None, typer.Option(help="Text file with one key per line.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Undo the removal of items, for a day or until `compact`. They get new numbers.
+    """Restore removed items, for at least a day after their removal or until `compact`.
 
-    A key that a new item has stays as it is.
+    They get new item ids. Keys that belong to a new item are skipped.
     """
     if bool(keys) == bool(keys_from):
-        raise typer.BadParameter("Give keys or --keys-from, and one of them alone.")
+        raise typer.BadParameter("Pass either keys or --keys-from.")
     with errors_shown():
         if gallery.startswith(MILVUS):
             raise InvalidParameterError(
-                f"{gallery} is on Milvus, which keeps nothing of what was removed. Put the items "
-                "again."
+                f"{gallery} is on Milvus, which does not keep removed items. Add the items again."
             )
         with stores.opened(gallery) as store:
             assert isinstance(store, Gallery)
@@ -163,12 +160,14 @@ def unremove(
 def assigned(
     assign: Sequence[str], unset: Sequence[str], schema: Schema
 ) -> dict[str, AttributeValue | None]:
-    """What --set and --unset say. Raises: InvalidParameterError."""
+    """The new values of --set; None for --unset. Raises: InvalidParameterError."""
     values: dict[str, AttributeValue | None] = dict.fromkeys(unset)
     for text in assign:
         name, value = _assignment(text, schema)
         if name in values:
-            raise InvalidParameterError(f"--set {text}: {name} is named twice. Name it once.")
+            raise InvalidParameterError(
+                f"--set {text}: {name} occurs twice in --set and --unset. Name it once."
+            )
         values[name] = value
     return values
 
@@ -201,12 +200,12 @@ def _check_usage(
     where: str | None,
 ) -> None:
     if csv and (keys or assign or unset or where):
-        raise typer.BadParameter("Give --csv, or keys with --set and --unset, not both.")
+        raise typer.BadParameter("Pass --csv, or keys with --set and --unset, not both.")
     if keys and where:
-        raise typer.BadParameter("Give keys or --where, not both.")
+        raise typer.BadParameter("Pass keys or --where, not both.")
     if not csv and not ((keys or where) and (assign or unset)):
         raise typer.BadParameter(
-            "Give keys or --where with --set or --unset, or a list with --csv."
+            "Pass keys or --where with --set or --unset, or a list with --csv."
         )
 
 
@@ -223,7 +222,7 @@ def _keys_in(file: Path | None) -> list[str]:
         raise SourceError(f"Cannot read the keys in {file}: {reason}.") from error
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
-        raise SourceError(f"{file} holds no keys. Write one on each line.")
+        raise SourceError(f"{file} has no keys. Write one key per line.")
     return keys
 
 

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, progress and errors on stderr."""
+"""Output of the commands: results on stdout, progress and errors on stderr."""
 
 import contextlib
 import math
@@ -23,9 +23,9 @@ from kinlens.indexer.ingest.embed import Failure
 from kinlens.values import AttributeValue
 
 SHOWN = 10
-"""Failures, problems and the like that are printed; a report has all of them."""
+"""Number of failures or problems that are printed; a JSON report has all of them."""
 
-_SPEED_PERIOD_S = 600.0  # a batch may take minutes, and an estimate needs several of them
+_SPEED_PERIOD_S = 600.0  # covers several batches, each of which may take minutes
 
 out = Console(soft_wrap=True, markup=False, highlight=False, emoji=False)
 err = Console(stderr=True, markup=False, highlight=False, emoji=False)
@@ -33,32 +33,32 @@ err = Console(stderr=True, markup=False, highlight=False, emoji=False)
 
 @contextlib.contextmanager
 def errors_shown() -> Iterator[None]:
-    """End with code 1 and one line on stderr instead of a traceback."""
+    """Turn errors into one line on stderr and exit status 1, without a traceback."""
     try:
         yield
     except KinlensError as error:
         err.print(f"Error: {' '.join(str(error).split())}", soft_wrap=True)
         raise typer.Exit(1) from error
     except OSError as error:
-        place = f" {error.filename}" if error.filename else ""
+        file = f" {error.filename}" if error.filename else ""
         err.print(
-            f"Error: {error.strerror or error}{place}. Check it and try again.", soft_wrap=True
+            f"Error: {error.strerror or error}{file}. Check it and try again.", soft_wrap=True
         )
         raise typer.Exit(1) from error
     except MemoryError as error:
         err.print(
-            "Error: Not enough memory. Take a lower --batch-size or --workers, or a smaller index "
-            "with --memory-mb.",
+            "Error: Not enough memory. Reduce --batch-size or --workers, or limit the index with "
+            "--memory-mb.",
             soft_wrap=True,
         )
         raise typer.Exit(1) from error
     except KeyboardInterrupt as interrupt:
-        err.print("Stopped. Finished work is kept: run the same command again to continue.")
+        err.print("Interrupted. Finished work is kept; run the same command again to resume.")
         raise typer.Exit(1) from interrupt
 
 
 class Advance:
-    """Moves a progress bar by what was finished; the bar appears with the first call."""
+    """Advances a progress bar, which appears at the first call."""
 
     def __init__(self, progress: Progress, label: str, total: int) -> None:
         self._progress = progress
@@ -67,7 +67,7 @@ class Advance:
         self._task: TaskID | None = None
 
     def __call__(self, count: int) -> None:
-        """`count` more are finished."""
+        """Report `count` more finished units."""
         self._progress.advance(self.begin(), count)
 
     def begin(self) -> TaskID:
@@ -77,7 +77,7 @@ class Advance:
         return self._task
 
     def then(self, label: str, total: int) -> "Advance":
-        """A bar below this one, for the work that follows."""
+        """A bar below this one, for the next stage of the work."""
         return Advance(self._progress, label, total)
 
 
@@ -108,22 +108,22 @@ class _Speed(ProgressColumn):
 
 
 def print_report(report: object, json: bool, *lines: str) -> None:
-    """A model or a dataclass as one JSON object on stdout, or what it says to people."""
+    """Print a model or dataclass as JSON, or `lines` for people, on stdout."""
     if json:
         lines = (TypeAdapter(type(report)).dump_json(report, indent=2).decode(),)
     for line in lines:
         out.print(line)
 
 
-def failure_lines(failures: tuple[Failure, ...], found: int, rest: str) -> Iterator[str]:
-    """The first failures; `rest` says where all of them are."""
+def failure_lines(failures: tuple[Failure, ...], found: int, where: str) -> Iterator[str]:
+    """The first failures on one line each; `where` describes the location of the full list."""
     if not failures:
         return
-    yield f"Left out {len(failures):,} of {found:,} images:"
+    yield f"Skipped {len(failures):,} of {found:,} images:"
     for failure in failures[:SHOWN]:
         yield f"  {failure.key}: {failure.reason}"
     if len(failures) > SHOWN:
-        yield f"  ... and {len(failures) - SHOWN:,} more {rest}"
+        yield f"  ... and {len(failures) - SHOWN:,} more {where}"
 
 
 def shown(attributes: Mapping[str, AttributeValue]) -> str:
@@ -132,7 +132,7 @@ def shown(attributes: Mapping[str, AttributeValue]) -> str:
 
 
 def written(value: AttributeValue) -> str:
-    """A value as it is typed."""
+    """A value in the syntax of command options."""
     if isinstance(value, tuple):
         return "|".join(map(written, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""kinlens-index duplicates: one product photographed or listed twice."""
+"""kinlens-index duplicates: find products that were photographed or listed twice."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -7,10 +7,10 @@ import typer
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.indexer.checks.duplicates import (
-    Crowd,
+    Cluster,
     Floor,
     Member,
-    crowds_of,
+    clusters_of,
     find_duplicates,
     members_of,
 )
@@ -25,11 +25,12 @@ app = typer.Typer()
 
 @dataclass(frozen=True, slots=True)
 class DuplicatesReport:
-    """Groups of near-duplicates, the largest first, with `items` in all.
+    """Groups of near-duplicates, the largest first, with `items` items in all.
 
-    `crowds` are groups too large to be copies of a product; no group has their items. `warning`
-    says why no item may be removed because of its group. `recall` is that of the index that was
-    asked, 1 where all items were compared.
+    Attributes:
+        crowds: clusters that are too large for copies of a product; their items are in no group.
+        warning: why no item should be removed on the basis of its group; None if it may.
+        recall: of the index; 1 if all items were compared.
     """
 
     name: str
@@ -40,11 +41,11 @@ class DuplicatesReport:
     recall: float
     items: int
     warning: str | None
-    crowds: list[Crowd]
+    crowds: list[Cluster]
     groups: list[list[Member]]
 
     def text(self) -> str:
-        """The figures in a sentence."""
+        """The report as a sentence."""
         return (
             f"Groups of near-duplicates: {len(self.groups):,}, with {self.items:,} of the "
             f"{self.size:,} items of {self.name}; cosine at least {self.min_score:.5f}; "
@@ -52,7 +53,7 @@ class DuplicatesReport:
         )
 
     def warnings(self) -> list[str]:
-        """What to know before an item is removed."""
+        """The reasons for caution before an item is removed."""
         about = [f"{one.detail} The first one: {one.examples[0].key}." for one in self.crowds]
         return ([self.warning] if self.warning else []) + about
 
@@ -62,17 +63,21 @@ def duplicates(
     gallery: StoreArgument,
     min_score: Annotated[
         float | None,
-        typer.Option(min=-1, max=1, help="Least cosine [0.95, or more where products are alike]."),
+        typer.Option(
+            min=-1, max=1, help="Minimum cosine; by default 0.95, or higher if products look alike."
+        ),
     ] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Compare all with all.")] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Compare all items with all, without the index.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find items that show one product: photographed twice, or listed twice."""
+    """Find groups of items that probably show the same product."""
     with errors_shown():
         if gallery.startswith(MILVUS):
             raise InvalidParameterError(
-                f"Near-duplicates are looked for in galleries in a folder; {gallery} is on Milvus. "
-                f"Copy it: kinlens-index import {gallery} --out FOLDER."
+                f"Near-duplicates can be found only in galleries in a folder; {gallery} is on "
+                f"Milvus. Copy it: kinlens-index import {gallery} --out FOLDER."
             )
         with stores.opened(gallery) as store:
             assert isinstance(store, Gallery)
@@ -94,7 +99,7 @@ def duplicates(
                     recall=1.0 if segment is None else segment.recall,
                     items=sum(map(len, found)),
                     warning=near.warning,
-                    crowds=list(crowds_of(store, near)),
+                    crowds=list(clusters_of(store, near)),
                     groups=found,
                 )
     first = [group[:SHOWN] for group in report.groups[:SHOWN]]

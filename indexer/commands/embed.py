@@ -1,4 +1,4 @@
-"""Embed a large source on a cluster, before there is a gallery."""
+"""kinlens-index embed: embed a large source on a cluster, before a gallery is built."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,43 +17,46 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="Example: kinlens-index embed s3://shop/photographs --bundle bundles/shop --out "
+    epilog="Example: kinlens-index embed s3://shop/images --bundle bundles/shop --out "
     "s3://shop/vectors --ray auto"
 )
 def embed(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SOURCE", help="Folder, CSV list, or address of fsspec such as s3://shop/a."
+            metavar="SOURCE", help="Folder, CSV list, or fsspec address such as s3://shop/a."
         ),
     ],
     bundle: Annotated[Path, typer.Option(help="Model bundle that embeds the images.")],
-    out: Annotated[str, typer.Option(help="Folder or address of fsspec for the vectors.")],
+    out: Annotated[str, typer.Option(help="Folder or fsspec address for the vectors.")],
     root: Annotated[
         str | None,
-        typer.Option(help="Folder or address that the paths of a list start from; its own folder."),
+        typer.Option(
+            help="Folder or address that the paths of a list are relative to; by default the "
+            "folder of the list."
+        ),
     ] = None,
     ray: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="A Ray cluster, or auto; without, this machine."),
+        typer.Option(metavar="ADDRESS", help="Ray cluster, or auto; by default this machine only."),
     ] = None,
     device: DeviceOption = "cpu",
-    precision: Annotated[Precision, typer.Option(help="How the model computes.")] = "fp32",
-    engine: Annotated[Engine, typer.Option(help="What runs the model.")] = "onnxruntime",
+    precision: Annotated[Precision, typer.Option(help="Numeric precision of the model.")] = "fp32",
+    engine: Annotated[Engine, typer.Option(help="Library that runs the model.")] = "onnxruntime",
     batch_size: BatchOption = 32,
     shard_size: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Images in a file of vectors.")
+        int, typer.Option(min=1, max=100_000, help="Images per file of vectors.")
     ] = SHARD_SIZE,
     json: JsonOption = False,
 ) -> None:
     """Embed images into Parquet files, on all cores of this machine or on a Ray cluster.
 
-    What was stopped goes on with the same command: files that are there are not made again. Then
-    build a gallery of them: kinlens-index build --vectors OUT.
+    To resume an interrupted run, run the same command again; existing files are kept. Then build a
+    gallery: kinlens-index build --vectors OUT.
     """
     with errors_shown():
         given = _source(source, root)
-        # One thread, since there is an actor for each core.
+        # One thread, because there is one actor per core.
         session = SessionSettings(device, 1, precision=precision, engine=engine)
         with progress(given.count, "Embedding", "images") as advance:
             report = embed_on_cluster(
@@ -68,7 +71,7 @@ def embed(
             )
         text = (
             f"{out}: {report.items:,} vectors of {report.images:,} images in {report.shards:,} "
-            f"files ({report.embedded:,} images now). Build a gallery of them: kinlens-index build "
+            f"files ({report.embedded:,} images now). Build a gallery: kinlens-index build "
             f"--vectors {out} --out GALLERY"
         )
         failures = failure_lines(report.failures, report.images, "(--json lists all of them)")
@@ -78,7 +81,7 @@ def embed(
 def _source(text: str, root: str | None) -> Source:
     csv = Path(text) if text.lower().endswith(".csv") else None
     if csv is None and root is not None:
-        raise typer.BadParameter("--root is for a CSV list; SOURCE itself is the root of a folder.")
+        raise typer.BadParameter("--root is only for a CSV list. Omit it if SOURCE is a folder.")
     if csv is not None and root is not None and REMOTE in root:
         return remote_source(root, csv)
     if csv is not None:

@@ -1,4 +1,4 @@
-"""kinlens-index golden add, list, remove, run, runs: how good a gallery is for its customers."""
+"""kinlens-index golden add, list, remove, run, runs: measure a gallery with labelled queries."""
 
 import contextlib
 import csv as csv_text
@@ -25,9 +25,16 @@ from kinlens.indexer.commands.options import (
     PrecisionOption,
 )
 from kinlens.indexer.gallery import Gallery, current_manifest
-from kinlens.indexer.golden import Asked, GoldenSet, NewQuery, embedded, labelled, threshold_of
+from kinlens.indexer.golden import (
+    GoldenResults,
+    GoldenSet,
+    NewQuery,
+    embedded,
+    labelled,
+    threshold_of,
+)
+from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.sources import parse_value, read_table
-from kinlens.indexer.pictures import read_image
 from kinlens.indexer.types import VectorStore
 
 app = typer.Typer(no_args_is_help=True)
@@ -40,31 +47,37 @@ _KEYS = "keys"
 )
 def add(
     gallery: GalleryArgument,
-    query: Annotated[Path | None, typer.Option(help="Image that a customer may send.")] = None,
+    query: Annotated[
+        Path | None, typer.Option(help="Query image, such as a photo of a customer.")
+    ] = None,
     keys: Annotated[
-        str | None, typer.Option(help="Keys of the right items; one with a comma in quotes.")
+        str | None,
+        typer.Option(help="Keys of the right items, with commas; quote a key with a comma."),
     ] = None,
     attribute: Annotated[
-        str | None, typer.Option(metavar="NAME=VALUE", help="Items with this value are right.")
+        str | None,
+        typer.Option(metavar="NAME=VALUE", help="All items with this attribute value are right."),
     ] = None,
     no_match: Annotated[
-        bool, typer.Option("--no-match", help="Nothing in the gallery is right.")
+        bool, typer.Option("--no-match", help="No item of the gallery is right.")
     ] = False,
     csv: Annotated[
         Path | None,
-        typer.Option(help="CSV list: column image, and keys or an attribute; neither: no match."),
+        typer.Option(
+            help="CSV list: column image, and keys or an attribute. Empty cells mean no match."
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Label an image with what is right for it; the same image again gets the new label.
+    """Add a query image with its right items; an existing image gets the new label.
 
-    Paths of a list start from its folder. All queries of a list are added, or none.
+    Paths in a list are relative to its folder. All queries of a list are added, or none.
     """
     if bool(query) == bool(csv):
-        raise typer.BadParameter("Give --query with its label, or --csv, and one of them alone.")
+        raise typer.BadParameter("Pass either --query with its label, or --csv.")
     if bool(keys) + bool(attribute) + no_match != (query is not None):
         raise typer.BadParameter(
-            "Give one of --keys, --attribute and --no-match with --query, and none with --csv."
+            "Pass one of --keys, --attribute and --no-match with --query, and none with --csv."
         )
     with (
         errors_shown(),
@@ -83,51 +96,55 @@ def add(
 
 @app.command("list", epilog="Example: kinlens-index golden list galleries/shop")
 def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
-    """Show the queries and what is right for them."""
+    """Show the queries and their labels."""
     with errors_shown():
         current_manifest(gallery)
         queries = GoldenSet(gallery).queries()
     lines = [f"{query.sha256[:SHORT]}  {query.name}  {query.wanted}" for query in queries]
-    lines = lines or ["The golden set is empty: kinlens-index golden add."]
+    lines = lines or ["The golden set is empty. Add queries with kinlens-index golden add."]
     print_report(GoldenQueries(queries=queries), json, *lines)
 
 
 @app.command(epilog="Example: kinlens-index golden remove galleries/shop 0f3a91c2b7de")
 def remove(
     gallery: GalleryArgument,
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Numbers that `list` shows.")],
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids from `golden list`.")],
     json: JsonOption = False,
 ) -> None:
-    """Remove queries. Their pictures go with them; reports stay."""
+    """Remove queries and their images. Reports of earlier runs are kept."""
     with errors_shown():
         current_manifest(gallery)
         golden = GoldenSet(gallery)
         known = [query.sha256 for query in golden.queries()]
         chosen = [_chosen(number, known) for number in ids]
         golden.remove(chosen)
-        left = [query for query in golden.queries() if query.sha256 not in chosen]
-    text = f"{len({*chosen}):,} queries removed; {len(left):,} in all."
-    print_report(GoldenQueries(queries=left), json, text)
+        remaining = [query for query in golden.queries() if query.sha256 not in chosen]
+    text = f"{len({*chosen}):,} queries removed; {len(remaining):,} in all."
+    print_report(GoldenQueries(queries=remaining), json, text)
 
 
 @app.command(epilog="Example: kinlens-index golden run galleries/shop --bundle bundles/shop")
 def run(
     gallery: GalleryArgument,
-    bundle: Annotated[Path, typer.Option(help="Model bundle that the gallery was made with.")],
+    bundle: Annotated[Path, typer.Option(help="Model bundle that the gallery was built with.")],
     min_score: Annotated[
         float | None,
         typer.Option(
-            min=-1, max=1, help="Score of a match; by default the calibrated one in a hundred."
+            min=-1,
+            max=1,
+            help="Minimum score of a match; by default the threshold for 1 % false matches.",
         ),
     ] = None,
-    worst: Annotated[int, typer.Option(min=0, max=1000, help="Worst queries to show.")] = 10,
+    worst: Annotated[
+        int, typer.Option(min=0, max=1000, help="Number of worst queries to show.")
+    ] = 10,
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
     precision: PrecisionOption = "fp32",
     engine: EngineOption = "auto",
     json: JsonOption = False,
 ) -> None:
-    """Ask with every query and say how many are answered right; the report is kept."""
+    """Search with every query, measure recall and store the report."""
     with errors_shown():
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
         with stores.opened(str(gallery), bundle_id=embedder.bundle_id) as store:
@@ -142,7 +159,7 @@ def run(
             with progress(len(queries), "Embedding", "images") as advance:
                 vectors = embedded(golden, queries, embedder, advance)
             threshold = threshold_of(embedder.calibration) if min_score is None else min_score
-            report = Asked.of(store, queries, vectors).report(threshold, worst)
+            report = GoldenResults.of(store, queries, vectors).report(threshold, worst)
             golden.keep(report)
             assert isinstance(store, Gallery)
             store.calibrate_golden(partial(labelled, store, queries, vectors))
@@ -151,7 +168,7 @@ def run(
 
 @app.command(epilog="Example: kinlens-index golden runs galleries/shop --json")
 def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
-    """Show the reports over time, newest first."""
+    """Show the reports of earlier runs, newest first."""
     with errors_shown():
         current_manifest(gallery)
         found = GoldenSet(gallery).runs()
@@ -189,8 +206,8 @@ def _split(keys: str) -> tuple[str, ...]:
         row = next(csv_text.reader([keys], skipinitialspace=True, strict=True), [])
     except csv_text.Error as error:
         raise InvalidParameterError(
-            f"The keys {keys!r:.200} cannot be read: {error}. Put commas between them, and a key "
-            "with a comma into double quotes."
+            f"The keys {keys!r:.200} cannot be read: {error}. Separate keys by commas, and put a "
+            "key with a comma into double quotes."
         ) from error
     return tuple(dict.fromkeys(key.strip() for key in row if key.strip()))
 
@@ -202,19 +219,21 @@ def _listed(file: Path, store: VectorStore) -> list[NewQuery]:
         given = {name: v for name, v in row.attributes.items() if v is not None and v != ""}
         if len(given) > 1:
             raise SourceError(
-                f"{row.place} has values in {', '.join(given)}. Give keys or one attribute in each "
-                "line, or none of them where nothing is right."
+                f"{row.position} has values in {', '.join(given)}. Give keys or one attribute per "
+                "line, or neither if no item is right."
             )
         label = Label(no_match=True)
         for name, value in given.items():
             if isinstance(value, tuple):
-                raise SourceError(f"{row.place} has several values of {name}. Give one in a line.")
+                raise SourceError(
+                    f"{row.position} has several values of {name}. Give one value per line."
+                )
             label = Label(attribute=name, value=value)
             if name == _KEYS:
                 label = Label(keys=_split(str(value)))
         found.append(_new(file.resolve().parent, row.cells["image"], label))
     if not found:
-        raise SourceError(f"{file} names no images. Write one below the header on each line.")
+        raise SourceError(f"{file} lists no images. Write one per line below the header.")
     return found
 
 
@@ -232,8 +251,8 @@ def _chosen(number: str, known: Sequence[str]) -> str:
     found = [sha256 for sha256 in known if sha256.startswith(number.lower())]
     if len(found) != 1:
         raise InvalidParameterError(
-            f"{len(found)} queries have the number {number!r:.80}. Give one that `kinlens-index "
-            "golden list` shows."
+            f"{len(found)} queries have an id that starts with {number!r:.80}. Use an id that "
+            "`kinlens-index golden list` shows."
         )
     return found[0]
 
@@ -243,34 +262,34 @@ def _lines(report: GoldenRun) -> Iterator[str]:
     between = "" if interval is None else f" ({interval[0]:.4f} to {interval[1]:.4f})"
     yield (
         f"{report.judged:,} of {report.queries:,} queries have a right item among "
-        f"{report.items:,}; {report.no_match:,} have none, {report.left_out:,} were left out."
+        f"{report.items:,}; {report.no_match:,} have none, {report.left_out:,} were skipped."
     )
     yield f"recall@1   {_part(report.recall_at_1)}{between}"
     yield f"recall@5   {_part(report.recall_at_5)}"
     yield f"recall@10  {_part(report.recall_at_10)}"
     yield f"MAP@R      {_part(report.map_at_r)}"
     if report.threshold is None:
-        yield "no match   not measured: the model has no calibration; give --min-score."
+        yield "no match   not measured: the model has no calibration; pass --min-score."
     else:
         yield (
-            f"no match   {_part(report.no_match_precision)} answered by nothing from "
-            f"{report.threshold:.4f} on, where {_part(report.found)} of the others are found."
+            f"no match   {_part(report.no_match_precision)} have no hit with a score of at least "
+            f"{report.threshold:.4f}, at which {_part(report.found)} of the others are found."
         )
     if report.own_pictures:
         yield (
-            f"{report.own_pictures:,} queries are the picture of an item, which finds itself: "
-            "label photographs that customers send."
+            f"{report.own_pictures:,} queries are the image of an item, which finds itself. Label "
+            "photos of customers instead."
         )
     for one in report.worst:
-        yield f"  {one.query.sha256[:SHORT]}  {one.query.name}  {_said(one)}"
+        yield f"  {one.query.sha256[:SHORT]}  {one.query.name}  {_outcome(one)}"
 
 
-def _said(one: GoldenOutcome) -> str:
+def _outcome(one: GoldenOutcome) -> str:
     if one.problem:
         return one.problem
     first = "nothing" if one.best_key is None else f"{one.best_key} ({one.best_score:.4f})"
-    place = "" if one.rank is None else f", right at {one.rank}"
-    return f"wanted {one.query.wanted}, found {first}{place}"
+    rank = "" if one.rank is None else f", right item at rank {one.rank}"
+    return f"wanted {one.query.wanted}, found {first}{rank}"
 
 
 def _part(figure: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what is made of them."""
+"""Options that several commands share, and functions that interpret them."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,8 +14,8 @@ from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import AskedEngine, AskedPrecision
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.embedder.types import Embeddings
+from kinlens.indexer.images import ANY_SIZE, read_image
 from kinlens.indexer.index.kinds import Device, IndexKind
-from kinlens.indexer.pictures import ANY_SIZE, read_image
 from kinlens.indexer.types import VectorType
 
 Index = Literal["auto", IndexKind]
@@ -25,47 +25,53 @@ StoreArgument = Annotated[
     str,
     typer.Argument(metavar="GALLERY", help="Folder of the gallery, or milvus://HOST:PORT/NAME."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-DeviceOption = Annotated[Device, typer.Option(help="Where the model runs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+DeviceOption = Annotated[Device, typer.Option(help="Device that runs the model.")]
 FallbackOption = Annotated[
-    bool, typer.Option("--allow-cpu-fallback", help="Use the CPU where CUDA does not work.")
+    bool, typer.Option("--allow-cpu-fallback", help="Use the CPU if CUDA does not work.")
 ]
 PrecisionOption = Annotated[
-    AskedPrecision, typer.Option(help="How the model computes; auto: the fastest that holds here.")
+    AskedPrecision,
+    typer.Option(help="Numeric precision of the model; auto: the fastest that is accurate here."),
 ]
 EngineOption = Annotated[
     AskedEngine,
-    typer.Option(help="What runs the model; auto: the faster one that was measured."),
+    typer.Option(help="Library that runs the model; auto: the faster one at export."),
 ]
 BatchOption = Annotated[int, typer.Option(min=1, max=1024, help="Images per batch.")]
-WorkersOption = Annotated[int, typer.Option(min=0, max=256, help="Threads; 0: one a core.")]
+WorkersOption = Annotated[int, typer.Option(min=0, max=256, help="Threads; 0: one per core.")]
 ImageRootOption = Annotated[
     Path | None, typer.Option(help="Folder of the images, if they were moved.")
 ]
 WhereOption = Annotated[str | None, typer.Option(help="Filter: 'colour = \"red\" and price < 20'.")]
 IndexOption = Annotated[
-    Index | None, typer.Option(help="Kind of index; auto picks one that fits the memory.")
+    Index | None, typer.Option(help="Index type; auto picks one that fits the memory.")
 ]
 MemoryOption = Annotated[
     float | None,
-    typer.Option("--memory-mb", min=0.001, help="Memory for the index; what the machine has."),
+    typer.Option(
+        "--memory-mb", min=0.001, help="Memory for the index in MiB; by default all available."
+    ),
 ]
 RecallOption = Annotated[
     float | None,
     typer.Option(
-        "--target-recall", min=0.01, max=1.0, help="Recall@10 that the index must reach [0.98]."
+        "--target-recall",
+        min=0.01,
+        max=1.0,
+        help="Recall@10 that the index must reach; by default 0.98.",
     ),
 ]
 IndexDeviceOption = Annotated[
     Device | None,
-    typer.Option("--index-device", help="Where the index is to be searched [cpu]."),
+    typer.Option("--index-device", help="Device that searches the index; by default cpu."),
 ]
 VectorTypeOption = Annotated[
     VectorType,
-    typer.Option(help="fp16: vectors take half the disk and cache, rounded to half precision."),
+    typer.Option(help="Number format of stored vectors; fp16 halves disk and cache use."),
 ]
 NoCompactOption = Annotated[
-    bool, typer.Option("--no-compact", help="Leave the index as it is, even if it is due.")
+    bool, typer.Option("--no-compact", help="Do not compact the index, even if it is due.")
 ]
 
 
@@ -76,7 +82,7 @@ def open_embedder(
     precision: AskedPrecision,
     engine: AskedEngine,
 ) -> Embedder:
-    """The bundle in an engine that leaves the cores to the indexer's threads."""
+    """Open the bundle with one thread per call, as the indexer runs one call per core."""
     settings = SessionSettings(
         device, 1, allow_cpu_fallback, precision, engine=engine, callers=core_count()
     )
@@ -86,7 +92,7 @@ def open_embedder(
 def given_settings(
     index: Index | None, memory_mb: float | None, target_recall: float | None, device: Device | None
 ) -> dict[str, Any]:
-    """The `IndexSettings` that were given."""
+    """The fields of `IndexSettings` that were given, without those that are None."""
     given = {
         "kind": index,
         "memory_mb": memory_mb,
@@ -110,11 +116,11 @@ def read_vectors(file: Path) -> Embeddings:
         ) from error
     if vectors.dtype.kind not in "fiu" or vectors.ndim not in (1, 2):
         raise InvalidParameterError(
-            f"{file} holds {vectors.dtype} {vectors.shape}; expected float32 vectors of shape (D,) "
-            "or (Q, D)."
+            f"{file} contains {vectors.dtype} {vectors.shape}; expected float32 vectors of shape "
+            "(D,) or (Q, D)."
         )
     if not vectors.size:
-        raise InvalidParameterError(f"{file} holds no vectors: its shape is {vectors.shape}.")
+        raise InvalidParameterError(f"{file} contains no vectors: its shape is {vectors.shape}.")
     return np.atleast_2d(vectors).astype(np.float32)
 
 
@@ -124,7 +130,7 @@ def vector_of(image: Path, embedder: Embedder) -> Embeddings:
 
 
 def pixels_of(image: Path, embedder: Embedder) -> tuple[bytes, NDArray[np.uint8]]:
-    """An image file as it is, and preprocessed. Raises: SourceError if it cannot be used."""
+    """The bytes of an image file, and the preprocessed image (3, S, S). Raises: SourceError."""
     try:
         data = read_image(image.resolve().parent, image.name, ANY_SIZE.max_bytes)
         return data, embedder.preprocess(data)

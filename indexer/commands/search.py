@@ -1,4 +1,4 @@
-"""kinlens-index search, show, explain: ask a gallery."""
+"""kinlens-index search, show, explain: search a gallery and show items and matches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +30,7 @@ from kinlens.indexer.commands.options import (
 )
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.pictures import ANY_SIZE
+from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.types import (
     Group,
     Grouping,
@@ -46,9 +46,13 @@ app = typer.Typer()
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answers to all queries, in their order: `hits`, or `groups` if these were asked for, and
-    the counts of `facets`. `probabilities`: that each answer is right, if the gallery is
-    calibrated; `no_match_probability`: that none is.
+    """The results of all queries, in their order.
+
+    Attributes:
+        hits, groups: one of the two per query, as requested.
+        facets: the value counts per query, if requested.
+        probabilities: that each result is right, if the gallery is calibrated.
+        no_match_probability: that none of the results is right.
     """
 
     gallery: str
@@ -62,7 +66,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is wanted of the answer to each query."""
+    """The form of the result of each query."""
 
     k: int
     wanted: SearchOptions
@@ -88,20 +92,23 @@ def search(
     unlike: Annotated[
         list[str] | None, typer.Option(metavar="KEY", help="Item to be unlike; repeat.")
     ] = None,
-    k: Annotated[int, typer.Option("-k", help="How many answers.")] = 10,
-    offset: Annotated[int, typer.Option(help="Leave out that many of the best.")] = 0,
-    min_score: Annotated[float | None, typer.Option(help="Least cosine similarity, -1..1.")] = None,
+    k: Annotated[int, typer.Option("-k", help="Number of results.")] = 10,
+    offset: Annotated[int, typer.Option(help="Number of top results to skip.")] = 0,
+    min_score: Annotated[
+        float | None, typer.Option(help="Minimum cosine similarity, -1..1.")
+    ] = None,
     where: WhereOption = None,
     group_by: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Search for groups with one value of it.")
+        str | None,
+        typer.Option(metavar="NAME", help="Return groups of items with the same attribute value."),
     ] = None,
-    group_size: Annotated[int, typer.Option(min=1, help="Items to show of a group.")] = 1,
+    group_size: Annotated[int, typer.Option(min=1, help="Items to show per group.")] = 1,
     distinct: Annotated[
-        bool, typer.Option("--distinct", help="Of items with equal content only the best.")
+        bool, typer.Option("--distinct", help="Return one item per image content.")
     ] = False,
     near: Annotated[
         float | None,
-        typer.Option(metavar="SCORE", help="Of items with this cosine to a better one none."),
+        typer.Option(metavar="SCORE", help="Skip items with this cosine to a better result."),
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Compare with every vector.")] = False,
     effort: Annotated[
@@ -109,23 +116,30 @@ def search(
     ] = None,
     facets: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Count values over all that fits: colour,price."),
+        typer.Option(
+            metavar="NAMES", help="Count attribute values over all matching items: colour,price."
+        ),
     ] = None,
     diversity: Annotated[
-        float, typer.Option(help="Prefer what is unlike the hits before it, 0..1.")
+        float, typer.Option(help="Weight of dissimilarity to the earlier results, 0..1.")
     ] = 0.0,
     boost: Annotated[
         str | None,
-        typer.Option(metavar="NAME:WEIGHT[:FROM:TO]", help="Add a scaled numeric attribute."),
+        typer.Option(
+            metavar="NAME:WEIGHT[:FROM:TO]", help="Add a scaled numeric attribute to the score."
+        ),
     ] = None,
     sort_by: Annotated[
         str | None,
-        typer.Option(metavar="NAME[:desc]", help="The best 200 in the order of an attribute."),
+        typer.Option(metavar="NAME[:desc]", help="Sort the best 200 results by an attribute."),
     ] = None,
     prior: Annotated[
         float,
         typer.Option(
-            "--no-match-prior", min=0, max=0.99, help="Probability that the product is absent."
+            "--no-match-prior",
+            min=0,
+            max=0.99,
+            help="Prior probability that the product is not in the gallery.",
         ),
     ] = DEFAULT_PRIOR,
     device: DeviceOption = "cpu",
@@ -188,24 +202,24 @@ def show(
         item = store.stored([key]).get(key)
         if item is None:
             raise ItemNotFoundError(
-                f"The gallery {gallery} has no item with the key {key!r}. Keys are compared letter "
-                "by letter; a folder gives its images their relative paths as keys."
+                f"The gallery {gallery} has no item with the key {key!r}. Keys are case-sensitive; "
+                "the key of an image from a folder is its relative path."
             )
-    told = {**asdict(item), "attributes": shown(item.attributes)}
-    print_report(item, json, *(f"{name:10} {value}" for name, value in told.items()))
+    facts = {**asdict(item), "attributes": shown(item.attributes)}
+    print_report(item, json, *(f"{name:10} {value}" for name, value in facts.items()))
 
 
 @app.command(epilog="Example: kinlens-index explain new.jpg shoes/red.jpg --bundle bundles/shop")
 def explain(
-    query: Annotated[Path, typer.Argument(metavar="QUERY", help="Image that was searched with.")],
-    hit: Annotated[Path, typer.Argument(metavar="HIT", help="Image that was found.")],
+    query: Annotated[Path, typer.Argument(metavar="QUERY", help="Query image.")],
+    hit: Annotated[Path, typer.Argument(metavar="HIT", help="Image to compare it with.")],
     bundle: Annotated[Path, typer.Option(help="Model bundle, exported with --map.")],
     drawn: Annotated[
-        Path, typer.Option("--out", help="Picture to write: both under their heat maps.")
+        Path, typer.Option("--out", help="Image file to write: both images with heat maps.")
     ] = Path("match.png"),
     json: JsonOption = False,
 ) -> None:
-    """Show where two images match: the share of their score that each region has."""
+    """Show where two images match, by the contribution of each region to the score."""
     with errors_shown():
         embedder = options.open_embedder(bundle, "cpu", False, "fp32", "onnxruntime")
         data, pixels = zip(
@@ -222,7 +236,7 @@ def explain(
             sheet.save(drawn)
         except (OSError, ValueError) as error:
             raise SourceError(
-                f"{drawn} cannot be written: {error}. Name a .png or .jpg with --out."
+                f"{drawn} cannot be written: {error}. Pass a .png or .jpg file with --out."
             ) from error
     shares = {"query": match.query.tolist(), "hit": match.hit.tolist()}
     report = {"score": match.score, **shares, "out": str(drawn)}
@@ -237,7 +251,7 @@ def _check_usage(
     unlike: list[str] | None,
 ) -> None:
     if sum(map(bool, (image, vector, like))) != 1:
-        raise typer.BadParameter("Give --image, --vector or --like, and one of them alone.")
+        raise typer.BadParameter("Pass exactly one of: --image, --vector, --like.")
     if bool(image) != bool(bundle):
         raise typer.BadParameter("--image needs --bundle, the model that embeds it.")
     if unlike and not like:
@@ -275,7 +289,7 @@ def _vectors(store: VectorStore, keys: Sequence[str]) -> Embeddings:
 def _with_probabilities(
     found: Found, calibrated: Calibrated, prior: float, best: Sequence[Hit], by: str
 ) -> Found:
-    """The answer to one query, with the probability of each hit or group and of none of them."""
+    """The result of one query, with the probabilities of each hit or group and of no match."""
     hits = found.hits[0] if found.hits else []
     groups = found.groups[0] if found.groups is not None else None
     shown = [*hits, *(hit for group in groups or () for hit in group.hits)]
@@ -286,21 +300,21 @@ def _with_probabilities(
 
 
 def _lines(found: Found) -> Iterator[str]:
-    """One line an item, with the probability that it is right if the gallery is calibrated."""
+    """One line per item, with the probability that it is right if the gallery is calibrated."""
     answers: Sequence[Sequence[Hit | Group]] = found.groups or found.hits or ()
     for number, answer in enumerate(answers):
         if len(answers) > 1:
             yield f"Query {number}:"
         if not answer:
-            yield "Nothing fits."
+            yield "No match."
         likely = found.probabilities[number] if found.probabilities else []
-        for part, sure in zip_longest(answer, likely):
-            told = "" if sure is None else f"  {100 * sure:3.0f} %"
+        for part, probability in zip_longest(answer, likely):
+            percent = "" if probability is None else f"  {100 * probability:3.0f} %"
             if isinstance(part, Hit):
-                yield _line(part, told=told)
+                yield _line(part, percent=percent)
                 continue
             value = "(no value)" if part.value is None else part.value
-            yield f"{part.score:.4f}{told}  {value}"
+            yield f"{part.score:.4f}{percent}  {value}"
             for hit in part.hits:
                 yield _line(hit, "    ")
         if found.no_match_probability is not None:
@@ -309,12 +323,12 @@ def _lines(found: Found) -> Iterator[str]:
             yield _counts(name, facet)
 
 
-def _line(hit: Hit, indent: str = "", told: str = "") -> str:
-    return f"{indent}{hit.score:.4f}{told}  {hit.key}  {shown(hit.attributes)}".rstrip()
+def _line(hit: Hit, indent: str = "", percent: str = "") -> str:
+    return f"{indent}{hit.score:.4f}{percent}  {hit.key}  {shown(hit.attributes)}".rstrip()
 
 
 def _counts(name: str, facet: Mapping[str, Any]) -> str:
-    """One line an attribute."""
+    """One line per attribute."""
     parts = [f"{written(each['value'])} ({each['count']:,})" for each in facet.get("values", ())]
     bins = facet.get("bins", ())
     parts += [f"{each['from']} to {each['to']} ({each['count']:,})" for each in bins]

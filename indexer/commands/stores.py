@@ -1,4 +1,4 @@
-"""Opening what a command works on: a gallery in a folder, or one on Milvus."""
+"""Open the gallery of a command: in a folder, or on Milvus."""
 
 import contextlib
 import itertools
@@ -23,7 +23,7 @@ Store = Gallery | MilvusStore
 def opened(
     text: str, *, bundle_id: str | None = None, image_root: Path | None = None, device: str = "cpu"
 ) -> contextlib.closing[Store]:
-    """The gallery that an argument names: a folder, or milvus://HOST:PORT/NAME.
+    """Open the gallery in a folder or at milvus://HOST:PORT/NAME.
 
     Raises: GalleryError.
     """
@@ -39,9 +39,8 @@ def opened(
     )
 
 
-def compact_if_due(store: Store, leave: bool) -> None:
-    """Make a new index if so much has changed that searches would get slow, and fit the
-    probabilities again if they may be wrong by now.
+def compact_if_due(store: Store, no_compact: bool) -> None:
+    """Compact a gallery if its changes make searches slow, and calibrate it again if outdated.
 
     Raises: PlanError, RecallError, GalleryWriteError.
     """
@@ -51,7 +50,7 @@ def compact_if_due(store: Store, leave: bool) -> None:
     if reason is None:
         store.calibrate_if_outdated()
         return
-    if leave:
+    if no_compact:
         err.print(f"A compaction is due: {reason}. Run kinlens-index compact.", soft_wrap=True)
         store.calibrate_if_outdated()
         return
@@ -61,14 +60,14 @@ def compact_if_due(store: Store, leave: bool) -> None:
 
 
 def facts_of(store: Store) -> dict[str, str]:
-    """What goes with the items of a gallery to another engine."""
+    """The metadata of a gallery that an export contains."""
     known = {"name", "bundle_id", "precision", "created_at", "source", "source_root"}
     return store.facts().model_dump(include=known)
 
 
 @contextlib.contextmanager
 def content_of(text: str) -> Iterator[Dump]:
-    """What `import` reads: a file of `export`, vectors of `embed`, or a gallery of any engine.
+    """The input of `import`: a file of `export`, vectors of `embed`, or a gallery of any engine.
 
     Raises: SourceError, GalleryError; EngineUnavailableError without pyarrow.
     """
@@ -86,7 +85,7 @@ def content_of(text: str) -> Iterator[Dump]:
 
 
 class _Entries:
-    """The entries of a dump, which can be read more than once."""
+    """A re-iterable view of the entries of a dump."""
 
     def __init__(self, dump: Dump) -> None:
         self._dump = dump
@@ -101,7 +100,7 @@ class _Entries:
 def publish_on_milvus(
     text: str, dump: Dump, index: str, memory_mb: float | None, on_progress: Progress
 ) -> MilvusStore:
-    """Make the content of a dump the gallery at milvus://HOST:PORT/NAME, and open it.
+    """Publish a dump as the gallery at milvus://HOST:PORT/NAME, and open it.
 
     Raises: SourceError, GalleryError.
     """

@@ -1,4 +1,4 @@
-"""kinlens-index export, import, backup, restore, publish: galleries on their way."""
+"""kinlens-index export, import, backup, restore, publish: copy galleries."""
 
 import contextlib
 import time
@@ -36,12 +36,12 @@ from kinlens.indexer.types import MILVUS, Dump, seconds_of
 
 app = typer.Typer()
 
-_IMAGES_AGAIN_S = 600.0
+_IMAGE_RETRY_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """How many items went into which file."""
+    """The written file and its number of items."""
 
     file: str
     items: int
@@ -49,7 +49,7 @@ class ExportReport:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What is current in the folder now."""
+    """The gallery that is current after a restore."""
 
     name: str
     generation: str
@@ -77,18 +77,20 @@ def import_(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="File of `export`, vectors of `embed`, or a gallery of any kind.",
+            help="File of `export`, vectors of `embed`, or another gallery.",
         ),
     ],
     gallery: Annotated[
         str,
         typer.Option("--out", help="Folder of the new gallery, or milvus://HOST:PORT/NAME."),
     ],
-    name: Annotated[str | None, typer.Option(help="Another name in addresses.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the gallery in URLs; by default that of SOURCE.")
+    ] = None,
     index: Annotated[
         Literal["auto", IndexKind, MilvusIndex] | None,
         typer.Option(
-            help="Kind of index; auto picks one that fits the memory. ivf-flat, ivf-rabitq and "
+            help="Index type; auto picks one that fits the memory. ivf-flat, ivf-rabitq and "
             "diskann are for Milvus, ivf-pq and cagra for a folder."
         ),
     ] = None,
@@ -97,7 +99,8 @@ def import_(
         typer.Option(
             "--memory-mb",
             min=0.001,
-            help="Memory for the index: what the machine has; of all query nodes of Milvus: 16384.",
+            help="Memory for the index in MiB; by default all available, on Milvus 16384 over all "
+            "query nodes.",
         ),
     ] = None,
     target_recall: RecallOption = None,
@@ -105,10 +108,9 @@ def import_(
     vector_type: VectorTypeOption = "fp32",
     json: JsonOption = False,
 ) -> None:
-    """Make a gallery of an exported file, of vectors, or of a gallery in another engine.
+    """Import a gallery from an exported file, vectors, or a gallery in another engine.
 
-    It replaces the one that is there. An import into Milvus that is interrupted goes on when the
-    same command is given again.
+    An existing gallery is replaced. To resume an interrupted import, run the same command again.
     """
     with errors_shown(), stores.content_of(source) as dump:
         if gallery.startswith(MILVUS):
@@ -127,7 +129,7 @@ def backup(
     folder: Annotated[Path, typer.Option("--out", help="New folder for the backup.")],
     json: JsonOption = False,
 ) -> None:
-    """Copy a gallery as it is at one moment, while it is searched and changed."""
+    """Write a consistent copy of a gallery, while it is in use."""
     with errors_shown():
         with progress(copy_bytes(gallery), "Copying", "bytes") as advance:
             report = write_backup(gallery, folder, advance)
@@ -140,11 +142,11 @@ def restore(
     source: Annotated[Path, typer.Argument(metavar="BACKUP", help="Folder of the backup.")],
     gallery: Annotated[Path, typer.Option("--out", help="Folder of the gallery.")],
     replace: Annotated[
-        bool, typer.Option("--replace", help="Give up the gallery that is there.")
+        bool, typer.Option("--replace", help="Replace an existing gallery.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Make the gallery of a backup the current one; every file is checked first."""
+    """Restore a gallery from a backup, after checking all its files."""
     with errors_shown():
         with progress(copy_bytes(source), "Copying", "bytes") as advance:
             manifest = restore_backup(source, gallery, replace=replace, on_progress=advance)
@@ -161,39 +163,39 @@ def publish(
         str,
         typer.Argument(
             metavar="ADDRESS",
-            help="A folder, or an address of fsspec such as s3://shop/gallery.",
+            help="Folder, or fsspec address such as s3://shop/gallery.",
         ),
     ],
     pictures: Annotated[
-        bool, typer.Option("--pictures", help="Upload the images of the items as well.")
+        bool, typer.Option("--pictures", help="Also upload the images of the items.")
     ] = False,
     image_root: ImageRootOption = None,
     take_over: Annotated[
         bool,
-        typer.Option("--take-over", help="The folder that published here before is retired."),
+        typer.Option("--take-over", help="Replace the folder that published here before."),
     ] = False,
     every: Annotated[
         str | None,
-        typer.Option(help="Go on until Ctrl-C, and look for changes so often: 5s, 2m."),
+        typer.Option(help="Publish changes at this interval until Ctrl-C: 5s, 2m."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Publish a gallery as it is now, for any number of services that follow it.
+    """Publish a snapshot of a gallery, for services on other hosts.
 
-    Only what changed since the last snapshot is uploaded, while searches and changes go on.
-    Services follow with kinlens-serve --gallery NAME=ADDRESS.
+    Only changes since the last snapshot are uploaded. The gallery stays in use. Services load the
+    snapshots with kinlens-serve --gallery NAME=ADDRESS.
     """
     with errors_shown():
         interval_s = None if every is None else _seconds(every)
         report = _publish(gallery, address, pictures, image_root, take_over)
         print_report(report, json, _text(report))
-        looked_at = time.monotonic()
+        checked_at = time.monotonic()
         with contextlib.suppress(KeyboardInterrupt):
             while interval_s is not None:
                 time.sleep(interval_s)
-                # Images that could not be read may be there by now.
-                is_due = pictures and time.monotonic() - looked_at > _IMAGES_AGAIN_S
-                looked_at = time.monotonic() if is_due else looked_at
+                # Retry images that could not be read before.
+                is_due = pictures and time.monotonic() - checked_at > _IMAGE_RETRY_S
+                checked_at = time.monotonic() if is_due else checked_at
                 _publish_again(gallery, address, is_due, image_root, json)
 
 
@@ -204,7 +206,7 @@ def _of_a_folder(
     kind = next((kind for kind in kinds if kind == index), None)
     if index is not None and kind is None:
         raise InvalidParameterError(
-            f"index = {index} is one of Milvus. A gallery in a folder takes {', '.join(kinds)}."
+            f"index = {index} is only for Milvus. For a gallery in a folder use {', '.join(kinds)}."
         )
     return given_settings(kind, memory_mb, target_recall, device)
 
@@ -246,8 +248,9 @@ def _publish(
 def _publish_again(
     gallery: Path, address: str, pictures: bool, image_root: Path | None, json: bool
 ) -> None:
-    """Publish what has changed, with images if they were published before. A store that does not
-    answer is asked again the next time.
+    """Publish the changes, with images if they were published before.
+
+    Errors are printed only, so the next interval retries.
     """
     try:
         report = publish_snapshot(gallery, address, pictures=pictures, image_root=image_root)
@@ -262,7 +265,8 @@ def _seconds(text: str) -> float:
     seconds = seconds_of(text)
     if seconds is None or not 0.1 <= seconds <= 86_400:
         raise InvalidParameterError(
-            f"every = {text!r:.40} is no time between 0.1 s and a day. Write such as 5s or 2m."
+            f"every = {text!r:.40} is not a time from 0.1 s to one day. Use a value such as 5s or "
+            "2m."
         )
     return seconds
 
@@ -275,5 +279,5 @@ def _text(report: PublishReport) -> str:
     if report.pictures or report.missing_pictures:
         text += f", {report.pictures:,} images"
     if report.missing_pictures:
-        text += f"; {report.missing_pictures:,} items have no image that can be read"
+        text += f"; {report.missing_pictures:,} items have no readable image"
     return f"{text}."

@@ -1,4 +1,4 @@
-"""kinlens-index compact, plan, stats: what a gallery costs, and keeping it fast."""
+"""kinlens-index compact, calibrate, plan, stats: maintain galleries and plan their resources."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ _TABLES = ("formats", "attributes")
 
 @dataclass(frozen=True, slots=True)
 class PlanShown:
-    """What an index costs, or why it cannot be made."""
+    """The cost of an index, or the reason why it cannot be built."""
 
     kind: str
     refused: str | None = None
@@ -53,7 +53,7 @@ class PlanShown:
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """The index for `n` vectors of length `dim`; with --all one for each kind."""
+    """The index for `n` vectors of dimension `dim`; with --all, one plan per index type."""
 
     n: int
     dim: int
@@ -65,7 +65,7 @@ class Plans:
 def compact(
     gallery: GalleryArgument,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Make the index anew even if nothing has changed.")
+        bool, typer.Option("--rebuild", help="Rebuild the index even if nothing has changed.")
     ] = False,
     index: IndexOption = None,
     memory_mb: MemoryOption = None,
@@ -73,26 +73,25 @@ def compact(
     device: IndexDeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Bring the index up to date with what is in the gallery; searches and changes go on meanwhile.
+    """Write added items to the index and erase removed ones, while the gallery is in use.
 
-    Items that came since the last index get into it; removed ones leave the disk and cannot be
-    brought back. What no
-    option says stays as it was: the kind of index, its target and its device.
+    Erased items cannot be restored. Index type, recall target and device are kept, unless an option
+    changes them.
     """
     with errors_shown():
         with contextlib.closing(Gallery.open(gallery)) as opened:
             facts = opened.facts()
             chosen = given_settings(index, memory_mb, target_recall, device)
             has_changed = bool(facts.delta or facts.tombstones or opened.has_removed())
-            if facts.segment is not None:  # or an earlier version has made it
+            if facts.segment is not None:  # a segment of an earlier version counts as changed
                 has_changed |= facts.segment.gone > 0 or facts.segment.vectors is None
             if not (rebuild or chosen or has_changed):
                 done = CompactReport(segment=None, manifest=None, elapsed_s=0.0)
-                text = "Nothing has changed since the index was made; --rebuild makes it anew."
+                text = "Nothing has changed since the last compaction. To rebuild, use --rebuild."
                 print_report(done, json, text)
                 return
             settings = replace(opened.index_settings(), **chosen) if chosen else None
-            if settings is not None and device and opened.size:  # refused, and not replaced
+            if settings is not None and device and opened.size:  # fail early if it does not fit
                 plan_index(opened.size, opened.dim, settings, opened.vector_type)
             with progress(facts.size, "Indexing") as advance:
                 report = opened.compact(
@@ -106,13 +105,15 @@ def calibrate(
     gallery: GalleryArgument,
     product: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Attribute that names the product [product, class]."),
+        typer.Option(
+            metavar="NAME", help="Attribute that names the product; by default product, else class."
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Fit how likely a hit is right, by letting the items search for each other.
+    """Fit the probability that a hit is right, by searching for items of the gallery.
 
-    A build and a compaction do so at their end; a run of the golden set fits a better curve.
+    Builds and compactions do this automatically. `golden run` fits a more accurate curve.
     """
     with errors_shown(), contextlib.closing(Gallery.open(gallery)) as opened:
         with progress(1000, "Searching") as advance:
@@ -133,23 +134,23 @@ def _calibration_lines(found: GalleryCalibration) -> Iterator[str]:
             continue
         off = ""
         if fit.errors is not None:
-            off = f"; off by {fit.errors[0]:.3f} at the best hit and {fit.errors[1]:.3f} at ten"
+            off = f"; calibration error {fit.errors[0]:.3f} (best hit), {fit.errors[1]:.3f} (ten)"
         yield f"{source}: fitted to {fit.searches:,} searches{off}"
 
 
 @app.command(epilog="Example: kinlens-index plan 1000000 128 --memory-mb 500")
 def plan(
     n: Annotated[int, typer.Argument(metavar="N", help="Number of vectors.")],
-    dim: Annotated[int, typer.Argument(metavar="DIM", help="Length of a vector.")],
+    dim: Annotated[int, typer.Argument(metavar="DIM", help="Dimension of a vector.")],
     index: IndexOption = None,
     memory_mb: MemoryOption = None,
     target_recall: RecallOption = None,
     device: IndexDeviceOption = None,
     vector_type: VectorTypeOption = "fp32",
-    everything: Annotated[bool, typer.Option("--all", help="Compare all kinds of index.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Compare all index types.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Say which index so many vectors get, and what it costs, without making it."""
+    """Show the index type for N vectors and its cost, without building it."""
     with errors_shown():
         settings = IndexSettings(**given_settings(index, memory_mb, target_recall, device))
         if everything:
@@ -164,7 +165,7 @@ def plan(
 
 @app.command(epilog="Example: kinlens-index stats galleries/shop --json")
 def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
-    """Show what is in a gallery."""
+    """Show facts about a gallery: size, index, disk and attributes."""
     with errors_shown():
         facts: StoreStats
         if gallery.startswith(MILVUS):

@@ -1,4 +1,4 @@
-"""kinlens-index verify: is a gallery whole, and does it find what it should."""
+"""kinlens-index verify: check that a gallery is complete and finds its items."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +40,9 @@ def verify(
     ] = None,
     sample: Annotated[
         int | None,
-        typer.Option(min=1, help="Items to check; all up to 10,000, of larger galleries 1,000."),
+        typer.Option(
+            min=1, help="Items to check; by default all up to 10,000, 1,000 of larger galleries."
+        ),
     ] = None,
     image_root: ImageRootOption = None,
     queries: Annotated[
@@ -53,12 +55,12 @@ def verify(
     engine: EngineOption = "auto",
     json: JsonOption = False,
 ) -> None:
-    """Check files, items and recall; ends with 1 if something is wrong.
+    """Check files, items and recall; exits with status 1 if a check fails.
 
-    Every hash and the catalogue are checked, each item has to find itself, and searches have to
-    find the true neighbours. Without --bundle the stored vectors search for themselves, so vectors
-    that stand under the wrong items go unnoticed. Without --queries recall is measured with stored
-    vectors; with them it is that of your users.
+    All hashes and the catalogue are checked, each checked item must find itself, and searches must
+    find the true neighbours. Without --bundle the stored vectors are the queries, so a vector
+    stored for the wrong item is not detected. Without --queries recall is measured with stored
+    vectors; pass vectors of your users' queries to measure the recall that they get.
     """
     with errors_shown():
         embedder = (
@@ -79,7 +81,7 @@ def _lines(report: VerifyReport) -> Iterator[str]:
     for problem in report.problems[:SHOWN]:
         yield f"{problem.key}: {problem.reason}"
     yield (
-        f"Gallery {report.name}, version {report.version[:SHORT]}: files are whole, "
+        f"Gallery {report.name}, version {report.version[:SHORT]}: files are intact, "
         f"{report.checked - len(report.problems):,} of {report.checked:,} checked items "
         f"({report.size:,} in all) find themselves."
     )

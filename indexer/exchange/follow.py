@@ -1,13 +1,13 @@
-"""A copy of a published gallery that follows its snapshots, while it is searched.
+"""A read-only copy of a published gallery, which follows its snapshots while it is in use.
 
-The copy is an ordinary gallery in a folder, marked as a copy, so nobody changes it. A follower
-repeats what the writer did, in two transactions of the catalogue:
+The copy is an ordinary gallery in a folder, marked as a copy, so changes are refused. A follower
+replays the changes of the writer in two transactions of the catalogue:
 
-    1. rows and tombstones up to the write of the snapshot, with the segment so far
-    2. the new segment and file of vectors, if the writer made one; the items stay the same
+    1. rows and tombstones up to the write of the snapshot, under the present segment
+    2. the new segment and vector file, if the writer made them; the items do not change
 
-Each search sees one snapshot, and none waits for a segment that is being opened. What was
-downloaded before an interruption is not downloaded again.
+Each search sees one snapshot, and no search waits while a segment is opened. After an interruption,
+finished downloads are reused.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from pathlib import Path
 from kinlens.embedder.bundle import sha256_of
 from kinlens.embedder.durable import (
     FileFacts,
+    crash_point,
     discard,
     exclusive,
     make_folder,
-    reach,
     rename,
     staged,
     sync_tree,
@@ -40,15 +40,15 @@ from kinlens.indexer.live.compaction import CATALOG, SEGMENTS, collect
 from kinlens.indexer.types import Progress
 
 _LOCK = "LOCK"
-_CHECKED = "CHECKED"  # touched whenever the copy is known to be at the newest snapshot
-_PATIENCE = 3  # snapshots that were replaced while they were downloaded
+_CHECKED = "CHECKED"  # touched whenever the copy was found or made up to date
+_ATTEMPTS = 3  # in case a snapshot is replaced while it is downloaded
 
 
 class Follower:
     """Keeps the gallery in `folder` at the newest snapshot of an address."""
 
     def __init__(self, address: str, folder: Path) -> None:
-        """Raises: EngineUnavailableError for an address that no file system takes."""
+        """Raises: EngineUnavailableError for an address that no file system supports."""
         self.address = address
         self.folder = folder
         self._store = ObjectFolder(address)
@@ -62,45 +62,45 @@ class Follower:
         return self._gallery.current_name() is not None
 
     def update(self, *, wait: bool = False, on_progress: Progress | None = None) -> bool:
-        """Take over the newest snapshot; whether there was a newer one.
+        """Bring the copy to the newest snapshot; returns whether it changed.
 
-        Of several processes one does so. The others return False, or `wait` until it has ended.
+        Only one process updates at a time. The others return False, or `wait` for their turn.
         `on_progress` is called with the bytes of each download.
 
         Raises: GalleryNotFoundError if nothing was published; GalleryCorruptError; GalleryError if
-            the folder holds a gallery of its own, or the address does not answer;
-            GalleryWriteError. The copy stays as it was.
+            the folder has a gallery that is not a copy, or the address does not respond;
+            GalleryWriteError. The copy is unchanged then.
         """
         if self.has_copy and self._gallery.copy_of is None:
             raise GalleryError(
-                f"{self.folder} holds a gallery of its own, which a copy of {self.address} would "
-                "replace. Name another folder for copies."
+                f"{self.folder} has a gallery that is not a copy; a copy of {self.address} would "
+                "replace it. Use another folder for copies."
             )
         self._on_progress = on_progress or (lambda _: None)
-        with disk_errors_explained(self.folder), contextlib.ExitStack() as held:
+        with disk_errors_explained(self.folder), contextlib.ExitStack() as stack:
             make_folder(self._downloads, "follow")
-            is_alone = held.enter_context(exclusive(self._downloads / _LOCK, wait=wait))
-            if not is_alone:
+            is_locked = stack.enter_context(exclusive(self._downloads / _LOCK, wait=wait))
+            if not is_locked:
                 return False
             has_changed = self._update()
             (self._downloads / _CHECKED).touch()
             return has_changed
 
     def _update(self) -> bool:
-        for _ in range(_PATIENCE):
+        for _ in range(_ATTEMPTS):
             snapshot = snapshot_at(self.address)
             try:
                 return self._take_over(snapshot)
             except _ObjectMissingError:
-                continue  # a newer snapshot has replaced this one long ago
+                continue  # a newer snapshot has replaced this one, and its objects were deleted
         raise GalleryCorruptError(
-            f"The snapshot at {self.address} names a file that is not there. Try again; if that "
-            "stays so, publish the gallery to another address."
+            f"The snapshot at {self.address} names a missing file. Try again; if the error "
+            "persists, publish the gallery to another address."
         )
 
     def _take_over(self, snapshot: Snapshot) -> bool:
         self._gallery.mark_as_copy(self.address)
-        self._clean(snapshot.objects())  # what earlier updates left that failed
+        self._clean(snapshot.objects())  # remains of failed updates
         name, has_changed = snapshot.gallery.generation, True
         if self._gallery.current_name() != name:
             self._begin(snapshot)
@@ -110,13 +110,13 @@ class Follower:
         return has_changed
 
     def _clean(self, kept: set[str]) -> None:
-        """Remove downloads but those with these sha256."""
+        """Remove all downloads except those with these sha256."""
         for file in self._downloads.iterdir():
             if file.name not in {_LOCK, _CHECKED, *kept}:
                 file.unlink()
 
     def _begin(self, snapshot: Snapshot) -> None:
-        """Copy a generation that was not followed before."""
+        """Create the copy of a new generation."""
         with self._gallery.stage() as stage:
             manifest = snapshot.gallery
             write_manifest(stage, manifest)
@@ -132,14 +132,14 @@ class Follower:
             self._gallery.publish(stage, manifest.generation)
 
     def _advance(self, snapshot: Snapshot, generation: Path) -> bool:
-        """Bring a generation to the state of the snapshot; False if it is there already."""
+        """Bring a generation to the state of the snapshot; returns whether it changed."""
         with contextlib.closing(Catalog.open(generation / CATALOG, writable=True)) as catalog:
             with catalog.reading() as view:
                 now, vectors = view.state(), view.file_name
             if now.seq > snapshot.seq:
                 raise GalleryError(
                     f"The snapshot at {self.address} is older than the copy in {self.folder}. "
-                    "Publish the gallery again, or delete that folder to go back."
+                    "Publish the gallery again, or delete that folder to use the older snapshot."
                 )
             if now.seq < snapshot.seq:
                 self._apply(catalog, snapshot, now.seq)
@@ -152,14 +152,14 @@ class Follower:
         return True
 
     def _apply(self, catalog: Catalog, snapshot: Snapshot, seq: int) -> None:
-        """Write the rows and tombstones of the snapshot, under the segment so far."""
+        """Write the rows and tombstones of the snapshot, under the present segment."""
         deltas = [delta for delta in snapshot.deltas if delta.until > seq]
         for facts in [facts for delta in deltas for facts in _objects(delta)]:
             self._download(facts)
         with catalog.writing() as writer:
             for delta in deltas:
                 parts = [self._downloads / facts.sha256 for facts in delta.parts]
-                # First what was removed: another item may have its key by now.
+                # Removals first: another item may have the key of a removed one.
                 for part in parts:
                     remove_buried(writer, part)
                 if delta.live is not None:
@@ -175,42 +175,42 @@ class Follower:
                 snapshot.last_given,
                 snapshot.names,
             )
-            reach("follow: before commit")
-        reach("follow: after commit")
+            crash_point("follow: before commit")
+        crash_point("follow: after commit")
 
     def _adopt(self, catalog: Catalog, snapshot: Snapshot, generation: Path) -> None:
-        """Switch to the segment, and the file of vectors, of the snapshot."""
-        with contextlib.ExitStack() as held:
+        """Switch to the segment and the vector file of the snapshot."""
+        with contextlib.ExitStack() as stack:
             with catalog.reading() as view:
                 has_vectors = view.file_name == snapshot.vectors
             file = None
             if not has_vectors:
-                file = held.enter_context(self._vectors(catalog, generation, snapshot))
+                file = stack.enter_context(self._vectors(catalog, generation, snapshot))
             if snapshot.segment is not None:
-                held.enter_context(self._segment(generation, snapshot))
+                stack.enter_context(self._segment(generation, snapshot))
             with catalog.writing() as writer:
                 writer.adopt_segment(snapshot.segment, snapshot.segment_seq, file=file)
-                reach("follow: before adoption")
-            reach("follow: after adoption")
+                crash_point("follow: before adoption")
+            crash_point("follow: after adoption")
 
     @contextlib.contextmanager
     def _segment(self, generation: Path, snapshot: Snapshot) -> Iterator[None]:
-        """The segment of the snapshot, marked as in use until the catalogue names it."""
+        """Copy the segment of the snapshot, and mark it as in use until the catalogue names it."""
         folder = generation / SEGMENTS
         files = {name: self._download(facts) for name, facts in snapshot.segment_files.items()}
         with staged(folder) as stage:
             for name, file in files.items():
                 os.link(file, stage / name)
             sync_tree(stage, "segment")
-            _place(stage, folder / str(snapshot.segment))
+            _move(stage, folder / str(snapshot.segment))
             yield
 
     @contextlib.contextmanager
     def _vectors(
         self, catalog: Catalog, generation: Path, snapshot: Snapshot
     ) -> Iterator[VectorFile]:
-        """A file with the rows of the snapshot's file, marked as in use until the catalogue names
-        it. Rows of items that are not alive are zero: nothing reads them.
+        """Create a vector file with the rows of the snapshot, and mark it as in use until the
+        catalogue names it. Rows of removed items are zero and never read.
         """
         manifest = snapshot.gallery
         folder = generation / VECTORS
@@ -225,11 +225,11 @@ class Follower:
                     is_before = ids <= file.last
                     file.write(ids[is_before], vectors[is_before])
             sync_tree(stage, "vectors")
-            _place(stage, folder / snapshot.vectors)
+            _move(stage, folder / snapshot.vectors)
             yield VectorFile.open(folder / snapshot.vectors, manifest.dim)
 
     def _copy_files(self, snapshot: Snapshot, generation: Path) -> bool:
-        """Copy what else lies in a generation; whether something had changed."""
+        """Copy the other files of a generation; returns whether one changed."""
         has_changed = False
         for name in FILES:
             path, facts = generation / name, snapshot.files.get(name)
@@ -238,16 +238,19 @@ class Follower:
                 path.unlink(missing_ok=True)
             elif not _has(path, facts):
                 write_whole(path, self._download(facts).read_bytes(), "follow")
-                path.chmod(0o644)  # others may serve the gallery
+                path.chmod(0o644)  # other users may serve the gallery
                 has_changed = True
         return has_changed
 
     def _download(self, facts: FileFacts) -> Path:
-        """An object on this disk. Raises: _ObjectMissingError, GalleryError."""
+        """Download an object unless it is on this disk; returns its path.
+
+        Raises: _ObjectMissingError, GalleryError.
+        """
         path = self._downloads / facts.sha256
         if _has(path, facts):
             return path
-        reach("follow: before download")
+        crash_point("follow: before download")
         part = path.with_name(f"{path.name}.part")
         with self._store_errors_explained():
             try:
@@ -257,8 +260,8 @@ class Follower:
         if not _has(part, facts):
             part.unlink(missing_ok=True)
             raise GalleryCorruptError(
-                f"{self.address}/{OBJECTS}/{facts.sha256} is damaged: its content does not fit its "
-                "name. Delete it and publish the gallery again."
+                f"{self.address}/{OBJECTS}/{facts.sha256} is damaged: its content does not match "
+                "its name. Delete it and publish the gallery again."
             )
         part.replace(path)
         self._on_progress(facts.bytes)
@@ -270,7 +273,7 @@ class Follower:
             yield
         except (KinlensError, _ObjectMissingError):
             raise
-        except Exception as error:  # each client of a store has errors of its own
+        except Exception as error:  # each store client has its own exception classes
             raise GalleryError(
                 f"The snapshot at {self.address} cannot be read: {type(error).__name__}: {error}. "
                 "Check the address, the permissions there and the network."
@@ -278,8 +281,8 @@ class Follower:
 
 
 def checked_s(folder: Path) -> float | None:
-    """When the copy in a folder was last known to be at the newest snapshot, in seconds since 1970;
-    None before the first look.
+    """Time when the copy in `folder` was last found up to date, in seconds since 1970; None if it
+    was never checked.
     """
     try:
         return (folder / DOWNLOADS / _CHECKED).stat().st_mtime
@@ -288,7 +291,7 @@ def checked_s(folder: Path) -> float | None:
 
 
 class _ObjectMissingError(Exception):
-    """A snapshot names an object that is not there."""
+    """A snapshot names a missing object."""
 
 
 def _objects(delta: Delta) -> list[FileFacts]:
@@ -296,14 +299,14 @@ def _objects(delta: Delta) -> list[FileFacts]:
 
 
 def _has(path: Path, facts: FileFacts) -> bool:
-    """Whether a file is there with this content."""
+    """Whether the file exists with this content."""
     try:
         return path.stat().st_size == facts.bytes and sha256_of(path) == facts.sha256
     except FileNotFoundError:
         return False
 
 
-def _place(stage: Path, target: Path) -> None:
-    if target.exists():  # of an update that was interrupted before the catalogue named it
+def _move(stage: Path, target: Path) -> None:
+    if target.exists():  # from an update that was interrupted before the catalogue named it
         discard(target)
     rename(stage, target, "follow")

@@ -1,7 +1,7 @@
-"""A gallery on Milvus: a thin layer over its collections, filters and consistency levels.
+"""A gallery on Milvus: a thin layer over collections, filters and consistency levels.
 
-A generation is a collection, and an alias with the name of the gallery points to the current one.
-Where this differs from a gallery in a folder: docs/galleries.md, Milvus.
+A generation is a collection. An alias with the name of the gallery points to the current one. The
+differences to a gallery in a folder are listed in docs/galleries.md, section Milvus.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.types import SHORT, Embeddings, Hit, ItemId
 from kinlens.indexer.attributes import Schema
-from kinlens.indexer.catalog.entries import checked_keys, checked_vectors, learn_kinds, with_stored
+from kinlens.indexer.catalog.entries import checked_keys, checked_vectors, learn_types, with_stored
 from kinlens.indexer.exchange.milvus_collection import (
     ENTRY,
+    ID_LIMIT,
     ITEM,
-    MOST,
-    NUMBERS,
+    MAX_HITS,
     Collection,
     Connection,
     MilvusFacts,
@@ -67,6 +67,7 @@ from kinlens.indexer.exchange.milvus_load import (
 )
 from kinlens.indexer.filters.tree import Filter, In, check_attribute, check_boosted, check_grouped
 from kinlens.indexer.folder.manifest import GalleryFacts
+from kinlens.indexer.images import ItemImage, item_image
 from kinlens.indexer.live.ranking import (
     Candidate,
     Fetch,
@@ -77,7 +78,6 @@ from kinlens.indexer.live.ranking import (
     check_search,
 )
 from kinlens.indexer.live.rerank import reorder_of
-from kinlens.indexer.pictures import ItemImage, item_image
 from kinlens.indexer.types import (
     MAX_COUNTED_VALUES,
     AttributeFacts,
@@ -101,20 +101,21 @@ from kinlens.values import AttributeKind, AttributeValue, Scalar
 
 _NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
 _SAMPLE = 10_000
-_AT_ONCE = 1_000  # items that are changed at a time
-_OF_THE_INDEX = {"schema_version", "precision", "nlist", "index", "effort", "recall"}
-_SCHEMA_S = 60.0  # the swap of an alias waits for what else the server does
-_LEFT_OVER = timedelta(days=1)
-_SWAP_S = 3.0  # searches that began in the old generation end in it
+_BATCH = 1_000  # items per step of a change by filter
+_INDEX_FIELDS = {"schema_version", "precision", "nlist", "index", "effort", "recall"}
+_SCHEMA_S = 60.0  # timeout for the swap of an alias, which waits for other work of the server
+_ORPHAN_AGE = timedelta(days=1)
+_SWAP_S = 3.0  # grace period for searches that started in the old generation
 
 
 class MilvusStore:
-    """A gallery in a Milvus server, searched and changed by any number of processes. Thread safe.
+    """A gallery in a Milvus server, for any number of concurrent readers and writers. Thread-safe.
 
     Implements `kinlens.indexer.types.VectorStore`, which documents the methods, with the
-    consistency of Milvus: a change is durable when its call returns, item by item; `consistency`
-    says when a search sees it. A new generation takes over at once, also for those who have the
-    gallery open.
+    consistency of Milvus: when a call returns, its changes are durable, but not atomic.
+    `consistency` determines when a search sees them. A new generation is used at once, also by
+    processes that have the gallery open.
+
     Every method raises EngineUnavailableError.
     """
 
@@ -137,9 +138,9 @@ class MilvusStore:
         consistency: Consistency = "Strong",
         on_call: OnCall = unobserved,
     ) -> Self:
-        """Open gallery `name` on the server at `uri`; a request may take `timeout_s`.
+        """Open gallery `name` on the server at `uri`, with a timeout per request.
 
-        Waits until the server has loaded it, which takes long after it was restarted.
+        Waits until the server has loaded the gallery, which takes long after a restart.
 
         Raises: EngineUnavailableError, GalleryNotFoundError, GalleryCorruptError,
             BundleMismatchError.
@@ -173,19 +174,22 @@ class MilvusStore:
         processes: int | None = 1,
         on_progress: Progress | None = None,
     ) -> Self:
-        """Make `entries` the gallery `name`, in place of what it held, and open it.
+        """Replace the content of gallery `name` by `entries`, and open it.
 
-        They are loaded into a collection of their own; then the alias moves there, and the old
-        collection is dropped. What others change in the old one meanwhile is lost. The `index` is
-        one of `MilvusIndex`, or `auto`: the fastest one that fits into `memory_mb` of the query
-        nodes. With `processes` None one a core loads many items into a server elsewhere; a script
-        that asks for more than one must guard its main module.
+        The entries are loaded into a new collection, to which the alias is then moved. The old
+        collection is dropped, with any changes that were made to it during the load. To resume an
+        interrupted publication, make the same call.
 
-        A publication that is interrupted leaves its collection, and the same one goes on there.
+        Args:
+            index: one of `MilvusIndex`, or `auto` for the fastest one that fits into `memory_mb` of
+                the query nodes.
+            processes: number of loading processes; None for one per core, if there are many items
+                and the server is on another host. A script that uses several processes must guard
+                its main module.
 
-        Raises: InvalidParameterError, GalleryCorruptError for a collection that is no gallery,
-            PlanError for an index that the server lacks or that does not fit, RecallError for one
-            that misses its target, EngineUnavailableError; the gallery has not changed then.
+        Raises: InvalidParameterError; GalleryCorruptError for a collection that is not a gallery;
+            PlanError for an index that the server lacks or that does not fit; RecallError for one
+            that misses its target; EngineUnavailableError. The gallery is unchanged then.
         """
         _check_name(name)
         entries = list(entries) if isinstance(entries, Iterator) else entries
@@ -201,27 +205,27 @@ class MilvusStore:
             source_root=str(source_root),
         )
         with contextlib.closing(Connection(uri, token)) as connection:
-            before = _current_name(connection, name)  # refuses what is no gallery
+            before = _current_name(connection, name)  # raises if it is not a gallery
             server = str(connection.call("get_server_version"))
             plan = planned(count, dim, index, memory_mb, server)
-            begun = _unfinished(connection, facts)
-            made = begun or Collection.create(connection, facts)
+            unfinished = _unfinished(connection, facts)
+            made = unfinished or Collection.create(connection, facts)
             workers = processes_for(count, uri) if processes is None else processes
             filling = partial(_fill, entries, plan, server, token, workers, on_progress)
             try:
                 try:
-                    filling(begun is not None, made)
-                except StaleError:  # it was begun with other content
+                    filling(unfinished is not None, made)
+                except StaleError:  # the unfinished collection has other content
                     connection.call("drop_collection", made.collection)
                     made = Collection.create(connection, facts)
                     filling(False, made)
                 swap = "alter_alias" if before else "create_alias"
                 connection.call(swap, made.collection, name, timeout_s=_SCHEMA_S)
             except (EngineUnavailableError, KeyboardInterrupt):
-                raise  # what was loaded stays, and the same publication goes on there
+                raise  # keep the loaded part, so the same call can resume
             except BaseException:
-                # The first error says more than a second one here. The server may have moved the
-                # alias although the request failed.
+                # A second error must not hide the first one. The server may have moved the alias
+                # although the request failed.
                 with contextlib.suppress(EngineUnavailableError):
                     if _current_name(connection, name) != made.collection:
                         connection.call("drop_collection", made.collection)
@@ -245,15 +249,15 @@ class MilvusStore:
 
     @property
     def precision(self) -> str:
-        """The precision that the model computed in when the gallery was made."""
+        """The precision of the model that the gallery was built with."""
         return self._seen.facts.precision
 
     def admit(self, precision: str) -> None:
-        """Nothing: facts of a collection stay as they are."""
+        """Does nothing: the facts of a collection do not change."""
 
     @property
     def generation(self) -> str:
-        """The generation that was current at the last look: 12 hex digits."""
+        """The generation at the last request, without asking the server: 12 hex digits."""
         return self._seen.facts.generation
 
     @property
@@ -266,7 +270,7 @@ class MilvusStore:
 
     @property
     def size(self) -> int:
-        """Counted once for a version."""
+        """The number of items, counted once per version."""
         now = self._now()
         version, size = self._size
         if version != now.version:
@@ -276,15 +280,18 @@ class MilvusStore:
 
     @property
     def version(self) -> str:
-        """sha256 (hex) that every change by Kinlens replaces when it is finished; one request.
+        """sha256 (hex) that changes after every completed change by Kinlens; takes one request.
 
-        It does not tell of what other programs write, nor of a change that failed half way until
-        the next one. Of what is read after it, only "Strong" is sure to hold that change.
+        Changes by other programs are not reflected, and a change that failed half way only with the
+        next one. Only reads with consistency "Strong" are sure to see the change.
         """
         return self._now().version
 
-    def look(self) -> str:
-        """The generation that is current now, which this follows unless its bundle is another."""
+    def current_generation(self) -> str:
+        """The current generation on the server: 12 hex digits.
+
+        This store switches to it, unless it has another bundle.
+        """
         with contextlib.suppress(BundleMismatchError):
             return self._now().facts.generation
         return Collection.current(self._connection, self.name, "Strong").facts.generation
@@ -292,7 +299,7 @@ class MilvusStore:
     def facts(self) -> GalleryFacts:
         now = self._now()
         return GalleryFacts(
-            **now.facts.model_dump(exclude=_OF_THE_INDEX),
+            **now.facts.model_dump(exclude=_INDEX_FIELDS),
             precision=now.facts.precision,
             version=now.version,
             size=now.count(),
@@ -303,7 +310,7 @@ class MilvusStore:
         )
 
     def index_text(self) -> str:
-        """One line about the index: its kind, its effort and the recall that was measured."""
+        """One line about the index: type, effort and measured recall."""
         facts = self._now().facts
         if facts.recall is None:
             return f"Index {facts.kind} on Milvus."
@@ -313,7 +320,7 @@ class MilvusStore:
         return self._now().kinds
 
     def attribute_facts(self, where: Filter | None = None) -> tuple[AttributeFacts, ...]:
-        """The values of each attribute, counted in a random sample of some 10,000 items."""
+        """The values of each attribute, counted in a random sample of about 10,000 items."""
         now = self._now()
         sample = next(now.pages(now.condition(where), ["number", "attributes"], rows=_SAMPLE), [])
         given = [row["attributes"] for row in sample]
@@ -323,9 +330,11 @@ class MilvusStore:
         )
 
     def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
-        """As in the protocol. A wrong entry is refused before anything is written; after an error
-        of the server a part may have been: add them again. Of two processes that write one key
-        at the same time, the later one wins.
+        """Add or replace items, as `VectorStore.add`.
+
+        An invalid entry is refused before anything is written. After an error of the server, some
+        entries may have been written: add them again. If two processes write one key at the same
+        time, the later one wins.
         """
         entries = list(entries)
         now = self._now()
@@ -333,7 +342,7 @@ class MilvusStore:
         kinds = dict(now.kinds)
         for entry in entries:
             refuse_lists(entry.key, entry.attributes)
-            learn_kinds(kinds, entry.key, entry.attributes)
+            learn_types(kinds, entry.key, entry.attributes)
         now.learn(kinds)
         written, size = Written(), now.page_rows
         for start in range(0, len(entries), size):
@@ -347,7 +356,7 @@ class MilvusStore:
         now = self._now()
         pages = now.pages(now.condition(where), ["key", "number"])
         keys = [str(row["key"]) for page in pages for row in page]
-        parts = (keys[start : start + _AT_ONCE] for start in range(0, len(keys), _AT_ONCE))
+        parts = (keys[start : start + _BATCH] for start in range(0, len(keys), _BATCH))
         return sum(self.update(dict.fromkeys(part, change)) for part in parts)
 
     def update(self, changes: Mapping[str, Mapping[str, AttributeValue | None]]) -> int:
@@ -355,7 +364,7 @@ class MilvusStore:
         kinds = dict(now.kinds)
         for key, change in changes.items():
             refuse_lists(key, change)
-            learn_kinds(kinds, key, {n: v for n, v in change.items() if v is not None})
+            learn_types(kinds, key, {n: v for n, v in change.items() if v is not None})
         rows = now.strong().known([*changes], ENTRY)
         now.learn(kinds)
         changed = []
@@ -387,16 +396,18 @@ class MilvusStore:
         return item_of(found[0])
 
     def image(self, item_id: ItemId) -> ItemImage:
-        """As `indexer.reader.GalleryReader.image`."""
+        """The image of an item, read from the image root. Raises: ItemNotFoundError,
+        GalleryCorruptError.
+        """
         return item_image(self.image_root, self.item(item_id))
 
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
-        """As in the protocol, always "Strong": changes depend on it."""
+        """As `VectorStore.stored`, always with consistency "Strong": changes depend on it."""
         found = self._now().strong().lookup("key", keys, ITEM)
         return {row["key"]: item_of(row) for row in found}
 
-    def held(self, sha256s: Sequence[str]) -> set[str]:
-        """As in the protocol, always "Strong": a picture that nobody holds is removed."""
+    def contents(self, sha256s: Sequence[str]) -> set[str]:
+        """As `VectorStore.contents`, but always "Strong": unused images are deleted."""
         found = self._now().strong().lookup("sha256", sha256s, ["sha256"])
         return {row["sha256"] for row in found}
 
@@ -414,15 +425,15 @@ class MilvusStore:
         return batches(map(entry_of, self._everything(ENTRY)), batch_size)
 
     def _everything(self, fields: Sequence[str]) -> Iterator[Row]:
-        """All rows. An item that is replaced on the way gets another number, so it may be missing
-        or be there twice. Raises: GalleryBusyError at the end if something was changed.
+        """All rows. An item that is replaced during the iteration gets another id, so it may be
+        missing or occur twice. Raises: GalleryBusyError at the end if the gallery was changed.
         """
         now = self._now()
         yield from chain.from_iterable(now.pages("", fields))
         if self._now().version != now.version:
             raise GalleryBusyError(
-                f"The gallery {self.name} was changed while all of it was read. Read it again, at "
-                "a time when nobody changes it."
+                f"The gallery {self.name} was changed while all its items were read. Try again "
+                "when no other process changes it."
             )
 
     def page(
@@ -437,16 +448,16 @@ class MilvusStore:
         if sort_by is not None:
             raise InvalidParameterError(
                 f"sort_by = {sort_by.attribute!r:.160}: gallery {self.name} is on Milvus, which "
-                "lists items by number alone. Omit sort_by, or import the gallery into a folder."
+                "lists items by id only. Omit sort_by, or import the gallery into a folder."
             )
         now = self._now()
         keys = f"key >= {literal(prefix)} and key < {literal(prefix + chr(0x10FFFF))}"
         condition = both(now.condition(where), keys if prefix else "")
-        total, reach = now.count(condition), offset + limit
+        total, end = now.count(condition), offset + limit
         if offset >= total:
             return Page(total, [], None)
-        pages = now.pages(condition, ITEM, min(2 * reach, now.page_rows), after, total)
-        found = list(islice(chain.from_iterable(pages), offset, reach))
+        pages = now.pages(condition, ITEM, min(2 * end, now.page_rows), after, total)
+        found = list(islice(chain.from_iterable(pages), offset, end))
         return Page(total, [item_of(row) for row in found], None)
 
     def search(
@@ -492,18 +503,18 @@ class MilvusStore:
         return hits
 
     def facets(self, names: Sequence[str], *_others: object, **_named: object) -> dict[str, Facet]:
-        """Not on Milvus, which cannot count by value. Raises: InvalidParameterError."""
+        """Not supported on Milvus, which cannot count values. Raises: InvalidParameterError."""
         raise InvalidParameterError(
-            f"facets = {', '.join(names):.160}: gallery {self.name} lies on Milvus, which does not "
-            "count values. Leave facets out, or import the gallery into a folder."
+            f"facets = {', '.join(names):.160}: gallery {self.name} is on Milvus, which does not "
+            "count values. Omit facets, or import the gallery into a folder."
         )
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._connection.close()
 
     def _now(self) -> Collection:
-        """The current generation. Raises: BundleMismatchError if it came with another bundle."""
+        """The current generation. Raises: BundleMismatchError if it has another bundle."""
         now = Collection.current(self._connection, self.name, self._seen.consistency)
         _check_bundle(now.facts, self.bundle_id)
         self._seen = now
@@ -513,8 +524,8 @@ class MilvusStore:
 class _Groups:
     """`kinlens.indexer.live.ranking.GroupSource` of one search.
 
-    Inside and outside of groups every cluster is searched: fewer answers mean that there are no
-    more.
+    Searches inside and outside of groups visit every cluster of the index, so fewer results than
+    requested mean that there are no more.
     """
 
     def __init__(
@@ -539,30 +550,32 @@ class _Groups:
 
 
 def _fetch(now: Collection, queries: Embeddings, options: SearchOptions, group: str = "") -> Fetch:
-    """Among the `MOST` best that fit; with `group` only those that fit it as well."""
+    """A function that fetches candidates, up to the `MAX_HITS` best that match the filter and the
+    condition `group`.
+    """
     condition = both(now.condition(options.where), group)
 
     def fetch(rows: Sequence[int], n: int) -> list[list[Candidate]]:
         options.checkpoint()
-        asked, n = queries[list(rows)], min(n, MOST)
-        found = now.search(asked, n, condition, options.effort, options.exact)
+        chosen, n = queries[list(rows)], min(n, MAX_HITS)
+        found = now.search(chosen, n, condition, options.effort, options.exact)
         return [[_candidate(row) for row in best] for best in found]
 
     return fetch
 
 
 def _reorder(now: Collection, k: int, options: SearchOptions) -> Reorder | None:
-    """How the first hits change places; their vectors are one more request to the server."""
+    """How to reorder the first hits. Fetching their vectors takes another request."""
 
     def vectors(ids: Sequence[ItemId]) -> Embeddings:
         rows = now.lookup("number", ids, ["number", "vector"])
         found = {int(row["number"]): row["vector"] for row in rows}
-        gone = [0.0] * now.facts.dim  # removed since it was found: like nothing else
-        return np.array([found.get(number, gone) for number in ids], np.float32)
+        zero = [0.0] * now.facts.dim  # for items removed since the search: similar to none
+        return np.array([found.get(number, zero) for number in ids], np.float32)
 
     def span(name: str) -> None:
         if now.kinds or now.count():
-            check_boosted(name, now.kinds)  # the server does not tell the range
+            check_boosted(name, now.kinds)  # the server does not report the range
 
     if options.sort_by is not None and (now.kinds or now.count()):
         check_attribute(options.sort_by.attribute, now.kinds, "sort by")
@@ -587,7 +600,7 @@ def _upsert_entries(
         if old is None or old["sha256"] != entry.sha256:
             became["added" if old is None else "replaced"] += 1
         else:
-            new["vector"] = old["vector"]  # that of equal content stays
+            new["vector"] = old["vector"]  # equal content keeps its vector
             if all(old[name] == new[name] for name in ITEM):
                 became["unchanged"] += 1
                 continue
@@ -598,14 +611,14 @@ def _upsert_entries(
 
 
 def _remove(now: Collection, conditions: Iterable[str]) -> int:
-    gone = 0
+    removed = 0
     for condition in conditions:
         if count := now.strong().count(condition):
             now.connection.call("delete", now.collection, filter=condition)
-            gone += count
-    if gone:
+            removed += count
+    if removed:
         now.mark()
-    return gone
+    return removed
 
 
 def _fill(
@@ -618,8 +631,9 @@ def _fill(
     is_resumed: bool,
     made: Collection,
 ) -> None:
-    """Load the entries, make the index, and wait until they can be searched; then measure how good
-    the answers are. Raises: StaleError, and as `publish`.
+    """Load the entries, build the index, wait until they can be searched, then measure recall.
+
+    Raises: StaleError, and the errors of `publish`.
     """
     held_out = None if plan.kind == "flat" else HeldOut(entries, plan.count, plan.dim)
     progress = on_progress or (lambda _: None)
@@ -639,7 +653,7 @@ def _fill(
 
 
 def _unfinished(connection: Connection, facts: MilvusFacts) -> Collection | None:
-    """The collection of a publication with these facts that was interrupted, if there is one."""
+    """The collection of an interrupted publication with these facts, if there is one."""
     for collection in connection.call("list_collections"):
         if re.fullmatch(rf"{facts.name}_[0-9a-f]{{12}}", collection):
             with contextlib.suppress(GalleryCorruptError, GalleryNotFoundError):
@@ -661,24 +675,25 @@ def _attribute_facts(name: str, kind: AttributeKind, values: Sequence[Scalar]) -
 
 
 def _possible(ids: Iterable[ItemId]) -> list[ItemId]:
-    return [number for number in ids if 0 <= number < NUMBERS]
+    return [number for number in ids if 0 <= number < ID_LIMIT]
 
 
 def _checked(now: Collection, queries: Embeddings, k: int, options: SearchOptions) -> Embeddings:
     queries = check_search(k, options, now.facts.dim, queries)
     if options.exact and not is_exact(now.facts.kind):
         raise InvalidParameterError(
-            f"exact: gallery {now.facts.name} has an index {now.facts.kind} on Milvus, which does "
-            "not compare with every vector. Omit it, or give a higher effort."
+            f"exact: gallery {now.facts.name} has the index {now.facts.kind} on Milvus, which "
+            "cannot compare with every vector. Omit exact, or use a higher effort."
         )
     if options.near is not None:
         raise InvalidParameterError(
-            "Near-duplicates are not left out of answers on Milvus. Ask for distinct = true, which "
-            "leaves out equal content, or import the gallery into a folder."
+            "near: near-duplicates cannot be excluded on Milvus. Use distinct = true, which "
+            "excludes equal content, or import the gallery into a folder."
         )
-    if options.offset + k > MOST:
+    if options.offset + k > MAX_HITS:
         raise InvalidParameterError(
-            f"offset + k = {options.offset + k:,}; Milvus gives the {MOST:,} best. Ask for fewer."
+            f"offset + k = {options.offset + k:,}; the limit on Milvus is {MAX_HITS:,}. Reduce one "
+            "of them."
         )
     return queries
 
@@ -691,8 +706,8 @@ def _current_name(connection: Connection, name: str) -> str | None:
 
 
 def _drop_old(connection: Connection, name: str, made: str, before: str | None) -> None:
-    """Drop what `made` has replaced, unless it has been replaced itself; and what a publication
-    that was killed has left for more than a day.
+    """Drop the collection that `made` replaced, and those of publications that were interrupted
+    more than a day ago; nothing if `made` was replaced itself.
     """
     if _current_name(connection, name) != made:
         return
@@ -701,22 +716,22 @@ def _drop_old(connection: Connection, name: str, made: str, before: str | None) 
             with contextlib.suppress(GalleryCorruptError, GalleryNotFoundError):
                 facts = Collection.current(connection, collection, "Strong").facts
                 age = datetime.now(UTC) - datetime.fromisoformat(facts.created_at)
-                if collection == before or age > _LEFT_OVER:
+                if collection == before or age > _ORPHAN_AGE:
                     connection.call("drop_collection", collection)
 
 
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise InvalidParameterError(
-            f"{name!r:.160} cannot be a gallery on Milvus. Give it a letter and then at most 63 "
-            "letters, digits and underscores, and no twelve hex digits at the end."
+            f"{name!r:.160} is not a valid gallery name on Milvus. Use a letter, then up to 63 "
+            "letters, digits and underscores. It must not end with an underscore and 12 hex digits."
         )
 
 
 def _check_bundle(facts: MilvusFacts, expected_id: str | None) -> None:
     if expected_id is not None and facts.bundle_id != expected_id:
         raise BundleMismatchError(
-            f"Gallery {facts.name} was made with bundle {facts.bundle_id[:SHORT]}, but the bundle "
-            f"in use is {expected_id[:SHORT]}: their vectors cannot be compared. Import it again "
-            "with vectors of the bundle in use, or use the bundle that it was made with."
+            f"Gallery {facts.name} was built with bundle {facts.bundle_id[:SHORT]}, but the bundle "
+            f"in use is {expected_id[:SHORT]}, and their vectors cannot be compared. Use the first "
+            "bundle, or import the gallery again with vectors of the bundle in use."
         )

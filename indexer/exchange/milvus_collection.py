@@ -1,7 +1,7 @@
-"""A collection of a Milvus server that holds a generation of a gallery: its rows, and what it is.
+"""A Milvus collection with one generation of a gallery.
 
-The key of an item is the primary key, so that every write is an upsert. The collection's properties
-hold the facts of the gallery, the kind of each attribute, and a mark that every change replaces.
+The key of an item is the primary key, so every write is an upsert. The collection's properties
+store the facts of the gallery, the type of each attribute, and a mark that every change replaces.
 """
 
 import contextlib
@@ -32,23 +32,24 @@ from kinlens.indexer.exchange.milvus_index import MilvusIndex, MilvusPlan, searc
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import Entry, Item, OnCall, unobserved
 
-MOST = 16_384
-"""The most answers that Milvus gives to one query."""
+MAX_HITS = 16_384
+"""The maximum number of hits per query on Milvus."""
 
-NUMBERS = 2**53
-"""Above every item number: JSON and JavaScript keep whole numbers up to here exactly."""
+ID_LIMIT = 2**53
+"""Upper bound of item ids. JSON and JavaScript represent integers up to here exactly."""
 
 LONG_S = 24 * 3600.0
-"""For what takes as long as the collection is large."""
+"""Timeout of requests whose duration depends on the size of the collection."""
 
 ITEM = ("key", "number", "path", "sha256", "format", "attributes")
 ENTRY = (*ITEM, "vector")
-"""Fields to ask for."""
+"""Fields of a row to request."""
 
 _LENGTHS = {"key": 4_096, "path": 16_384, "sha256": 64, "format": 64}  # bytes
-_PAGE_BYTES, _ROW_BYTES = 16 * 2**20, 2_048  # of the 64 MB of a message; beside the vector
-_LOOKUP = 1_000  # values in one expression
-_ANSWERS = 65_536  # of several queries in one message
+_PAGE_BYTES = 16 * 2**20  # well below the limit of 64 MB per message
+_ROW_BYTES = 2_048  # estimate for a row without its vector
+_MAX_VALUES = 1_000  # in one expression
+_MAX_ROWS = 65_536  # hits of all queries in one message
 _FACTS, _KIND, _CHANGE = "kinlens.gallery", "kinlens.attribute.", "kinlens.change"
 _LOADED = "kinlens.loaded"
 _NOT_FOUND, _INVALID = 100, 1100  # codes of Milvus
@@ -58,10 +59,13 @@ T = TypeVar("T")
 
 
 class MilvusFacts(BaseModel, frozen=True, extra="forbid"):
-    """What a generation is, and its index with `nlist` clusters, or none.
+    """The facts of a generation and its index.
 
-    effort: clusters, or candidates, of a search that names none; recall: at 10, measured with
-    held-out queries after the load; None for an index that compares with all.
+    Attributes:
+        nlist: number of clusters of the index; 0 without clusters.
+        effort: default number of clusters to visit, or of candidates, per search.
+        recall: recall@10, measured with held-out queries after the load; None for an index that
+            compares with every vector.
     """
 
     schema_version: Literal[2] = 2
@@ -80,12 +84,12 @@ class MilvusFacts(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def kind(self) -> MilvusIndex:
-        """The kind of index, also of a generation that does not name it."""
+        """The index type, inferred for generations of earlier versions."""
         return self.index or ("ivf-flat" if self.nlist else "flat")
 
 
 class Connection:
-    """A Milvus server; a request that takes longer than `timeout_s` fails. Thread safe."""
+    """A connection to a Milvus server, with a timeout per request. Thread-safe."""
 
     def __init__(
         self,
@@ -94,7 +98,7 @@ class Connection:
         timeout_s: float = 10.0,
         on_call: OnCall = unobserved,
     ) -> None:
-        """Connect to `uri`, as in http://127.0.0.1:19530. Raises: EngineUnavailableError."""
+        """Connect to `uri`, such as http://127.0.0.1:19530. Raises: EngineUnavailableError."""
         self.uri = uri
         self._on_call = on_call
         self._timeout_s = timeout_s
@@ -103,10 +107,10 @@ class Connection:
             self._client = client_class(uri=uri, token=token, timeout=timeout_s)
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **options: Any) -> Any:
-        """What `method` of the client answers.
+        """Call `method` of the client and return its result.
 
-        Raises: EngineUnavailableError; GalleryNotFoundError for a collection that is not there;
-            InvalidParameterError for what the server does not take.
+        Raises: EngineUnavailableError; GalleryNotFoundError for a missing collection;
+            InvalidParameterError for arguments that the server rejects.
         """
         started, is_answered = time.perf_counter(), True
         try:
@@ -120,15 +124,17 @@ class Connection:
             self._on_call(method, time.perf_counter() - started, is_answered)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._client.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """A generation, and what its properties said a moment ago: `kinds` are those of attributes.
+    """A generation, with its properties at the time of the last request.
 
-    `consistency` is that of its reads.
+    Attributes:
+        kinds: the type of each attribute.
+        consistency: the consistency level of reads.
     """
 
     connection: Connection
@@ -140,16 +146,16 @@ class Collection:
 
     @classmethod
     def current(cls, connection: Connection, name: str, consistency: str) -> "Collection":
-        """That behind an alias. Raises: GalleryNotFoundError, GalleryCorruptError."""
+        """The collection of an alias or name. Raises: GalleryNotFoundError, GalleryCorruptError."""
         found = connection.call("describe_collection", name)
         collection, properties = found["collection_name"], found.get("properties", {})
         try:
             facts = MilvusFacts.model_validate_json(properties.get(_FACTS, ""))
         except ValidationError as exc:
             raise GalleryCorruptError(
-                f"{name} on Milvus at {connection.uri} is a collection of something else, or of "
-                "another version of Kinlens. Choose another name, or drop it there and import it "
-                "again."
+                f"The collection {name} on Milvus at {connection.uri} is not a gallery, or is from "
+                "another version of Kinlens. Choose another name, or drop the collection and "
+                "import the gallery again."
             ) from exc
         kinds = {n.removeprefix(_KIND): k for n, k in properties.items() if n.startswith(_KIND)}
         state = f"{collection} {properties.get(_CHANGE)}"
@@ -158,7 +164,7 @@ class Collection:
 
     @classmethod
     def create(cls, connection: Connection, facts: MilvusFacts) -> "Collection":
-        """An empty one without an index."""
+        """Create an empty collection without an index."""
         from pymilvus import CollectionSchema, DataType, FieldSchema
 
         texts = [
@@ -182,7 +188,7 @@ class Collection:
 
     @property
     def page_rows(self) -> int:
-        """How many rows with vectors to send, or to ask for, at once."""
+        """Number of rows with vectors per request."""
         return max(1, min(4_096, _PAGE_BYTES // (4 * self.facts.dim + _ROW_BYTES)))
 
     def condition(self, where: Filter | None) -> str:
@@ -193,7 +199,7 @@ class Collection:
         return expression(where)
 
     def query(self, condition: str, fields: Sequence[str]) -> list[Row]:
-        """The rows that fit, in any order."""
+        """The rows that match, in any order."""
         found = self.connection.call(
             "query",
             self.collection,
@@ -204,7 +210,7 @@ class Collection:
         return list(found)
 
     def count(self, condition: str = "") -> int:
-        """How many rows fit."""
+        """The number of rows that match."""
         [row] = self.query(condition, ["count(*)"])
         return int(row["count(*)"])
 
@@ -222,7 +228,7 @@ class Collection:
         if missing:
             raise ItemNotFoundError(
                 f"Gallery {self.facts.name} has no item with the key {missing[0]!r:.200}. Keys are "
-                "compared letter by letter; add it first."
+                "case-sensitive. Add the item first."
             )
         return [found[key] for key in keys]
 
@@ -234,14 +240,14 @@ class Collection:
         after: ItemId = -1,
         total: int | None = None,
     ) -> Iterator[list[Row]]:
-        """The rows that fit, about `rows` at a time, in the order of their numbers.
+        """The rows that match, about `rows` at a time, in the order of their ids.
 
-        Numbers are hashes, so evenly spread that a range of the right width holds that many.
+        Ids are hashes and uniformly distributed, so the width of a range determines its row count.
         """
         total = self.count(condition) if total is None else total
-        width = max(1, NUMBERS * (rows or self.page_rows) // max(1, total))
-        for low in range(after + 1, NUMBERS if total else 0, width):
-            window = f"number >= {low} and number < {min(low + width, NUMBERS)}"
+        width = max(1, ID_LIMIT * (rows or self.page_rows) // max(1, total))
+        for low in range(after + 1, ID_LIMIT if total else 0, width):
+            window = f"number >= {low} and number < {min(low + width, ID_LIMIT)}"
             page = self.query(both(window, condition), fields)
             yield sorted(page, key=lambda row: int(row["number"]))
 
@@ -252,7 +258,7 @@ class Collection:
         facts = self.facts
         effort = effort or facts.effort or max(16, facts.nlist // 16)
         parameters = search_parameters(facts.kind, facts.nlist, effort, n, exact)
-        step = max(1, _ANSWERS // n)
+        step = max(1, _MAX_ROWS // n)
         for start in range(0, len(queries), step):
             yield from self.connection.call(
                 "search",
@@ -267,28 +273,29 @@ class Collection:
             )
 
     def strong(self) -> "Collection":
-        """The same, for reads that a write depends on."""
+        """A view with consistency "Strong", for reads that a write depends on."""
         return replace(self, consistency="Strong")
 
     def upsert(self, rows: Iterable[Row]) -> None:
-        """Write rows; each takes the place of that with its key."""
+        """Write rows, replacing rows with the same keys."""
         for batch in batches(rows, self.page_rows):
             self.connection.call("upsert", self.collection, batch)
 
     def learn(self, kinds: Schema) -> None:
-        """Note the kinds of attributes that are new."""
+        """Store the types of new attributes."""
         new = {_KIND + name: kind for name, kind in kinds.items() if name not in self.kinds}
         if new:
             self._alter(new)
 
     def mark(self) -> None:
-        """Note that a change was made."""
+        """Store a new change mark, which changes the version."""
         self._alter({_CHANGE: uuid.uuid4().hex})
 
     def make_index(self, plan: MilvusPlan, server: str) -> "Collection":
-        """Make the planned index and wait until it can be searched; the same with its facts.
+        """Build the planned index and wait until it can be searched.
 
-        Raises: PlanError if the server, of this version, does not take it.
+        Returns the collection with the facts of the index. Raises: PlanError if the server, of
+        version `server`, does not support it.
         """
         from pymilvus import MilvusClient
 
@@ -304,7 +311,7 @@ class Collection:
             if not self.connection.call("has_collection", self.collection):
                 raise
             raise PlanError(
-                f"Milvus at {self.connection.uri}, version {server}, does not make an index "
+                f"Milvus at {self.connection.uri}, version {server}, cannot build the index "
                 f"{plan.kind}: {str(error).partition(': ')[2]:.300} Choose another one with "
                 "--index."
             ) from error
@@ -313,17 +320,17 @@ class Collection:
         return made
 
     def note_quality(self, effort: int, recall: float) -> "Collection":
-        """Note the effort of searches, and the recall that it reaches."""
+        """Store the default effort of searches, and the recall that it reaches."""
         return self._with_facts(effort=effort, recall=recall)
 
     def loaded(self) -> tuple[int, str]:
-        """How many parts of an unfinished generation are loaded, and a hash of them."""
+        """The number of loaded parts of an unfinished generation, and their hash."""
         found = self.connection.call("describe_collection", self.collection)
         count, _, state = found.get("properties", {}).get(_LOADED, "0 ").partition(" ")
         return int(count), state
 
     def note_loaded(self, parts: int, state: str) -> None:
-        """Note that so many parts are loaded."""
+        """Store the number of loaded parts, and their hash."""
         self._alter({_LOADED: f"{parts} {state}"})
 
     def _with_facts(self, **changes: Any) -> "Collection":
@@ -332,45 +339,44 @@ class Collection:
         return replace(self, facts=facts)
 
     def load(self) -> None:
-        """Wait until the server can search it, which takes long after it was restarted."""
+        """Wait until the server can search the collection, which takes long after a restart."""
         self.connection.call("load_collection", self.collection, timeout_s=LONG_S)
 
     def _alter(self, properties: Mapping[str, str]) -> None:
-        # Milvus 2.3 puts on disk what was there before an alteration, so it takes a second one for
-        # these to outlive the server.
+        # Milvus 2.3 persists the state before an alteration. The second call persists the first.
         for _ in range(2):
             self.connection.call("alter_collection_properties", self.collection, dict(properties))
 
 
 def number_of(key: str, sha256: str) -> ItemId:
-    """The number of an item: 53 bits of a hash of its key and content.
+    """The id of an item: 53 bits of a hash of its key and content.
 
-    So no process has to ask another one for it, and a number means one content.
+    So processes assign ids without coordination, and an id always means the same content.
     """
     digest = hashlib.sha256(f"{sha256} {key}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") % NUMBERS
+    return int.from_bytes(digest[:8], "big") % ID_LIMIT
 
 
 def lookups(field: str, values: Sequence[str] | Sequence[int]) -> Iterator[str]:
-    """Conditions that together find these values."""
-    for start in range(0, len(values), _LOOKUP):
-        yield one_of(field, values[start : start + _LOOKUP])
+    """Conditions that together match these values, up to 1,000 values each."""
+    for start in range(0, len(values), _MAX_VALUES):
+        yield one_of(field, values[start : start + _MAX_VALUES])
 
 
 def both(*parts: str) -> str:
-    """Those parts of a condition that are not empty, joined."""
+    """Join the non-empty parts of a condition with `and`."""
     return " and ".join(f"({part})" for part in parts if part)
 
 
 def batches(values: Iterable[T], size: int) -> Iterator[list[T]]:
     """The values in lists of `size`; the last may be shorter."""
-    rest = iter(values)
-    while batch := list(islice(rest, size)):
+    remaining = iter(values)
+    while batch := list(islice(remaining, size)):
         yield batch
 
 
 def row_of(entry: Entry, vector: Embeddings) -> dict[str, Any]:
-    """An entry with all fields."""
+    """The row of an entry, with all fields."""
     return {
         "key": entry.key,
         "number": number_of(entry.key, entry.sha256),
@@ -407,7 +413,7 @@ def _client_class() -> Callable[..., Any]:
             f"pymilvus cannot be imported ({exc}), and galleries on Milvus need it. Install it: "
             "pip install 'kinlens[milvus]'."
         ) from exc
-    # Every error is raised; the log would repeat it with a traceback.
+    # Errors are raised. The log of pymilvus would repeat them with a traceback.
     logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
     client: Callable[..., Any] = MilvusClient
     return client
@@ -428,12 +434,12 @@ def _translated(uri: str) -> Iterator[None]:
 def _translation(uri: str, code: object, message: str) -> Exception:
     if code == _NOT_FOUND:
         return GalleryNotFoundError(
-            f"Milvus at {uri} does not have it: {message}. Check the name and the database, or "
-            "import a gallery under this name."
+            f"Milvus at {uri} did not find it: {message}. Check the name and the database, or "
+            "import a gallery with this name."
         )
     if code == _INVALID:
-        return InvalidParameterError(f"Milvus does not take this: {message:.500}. Shorten it.")
+        return InvalidParameterError(f"Milvus rejected the request: {message:.500}. Shorten it.")
     return EngineUnavailableError(
-        f"Milvus at {uri} does not answer, or refuses: {message:.500}. Check that the address is "
-        "right and that the server is running and healthy."
+        f"Milvus at {uri} does not respond, or rejected the request: {message:.500}. Check the "
+        "address, and that the server is running and healthy."
     )

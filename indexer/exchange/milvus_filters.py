@@ -1,6 +1,6 @@
-"""Filters as expressions of Milvus over the JSON field `attributes`.
+"""Translate filters to Milvus expressions over the JSON field `attributes`.
 
-A comparison with an attribute that is missing, or of another type, is false there as well.
+In Milvus too, a comparison is false if the attribute is missing or has another type.
 """
 
 import json
@@ -22,25 +22,25 @@ from kinlens.indexer.filters.tree import (
 from kinlens.values import AttributeValue
 
 MAX_LEVELS = 40
-"""Milvus reads no message nested deeper than 100, and a level of a filter takes two."""
+"""Maximum depth of a filter. Milvus limits messages to 100 levels, and a filter level takes two."""
 
-_LEAST_INT = -(2**63)
-_Part = tuple[str, int]  # an expression, and how many levels it has
+_MIN_INT = -(2**63)
+_Part = tuple[str, int]  # an expression and its depth
 
 
 def expression(where: Filter) -> str:
-    """The filter in the language of Milvus. Raises: FilterError for one nested too deeply."""
+    """The filter as a Milvus expression. Raises: FilterError if it is nested too deeply."""
     text, levels = _part(where)
     if levels > MAX_LEVELS:
         raise FilterError(
-            f"The filter needs {levels} levels of and, or, not; Milvus reads {MAX_LEVELS}. Nest it "
-            "less deeply."
+            f"The filter has {levels} nested levels of and, or, not; the limit of Milvus is "
+            f"{MAX_LEVELS}. Simplify it."
         )
     return text
 
 
 def one_of(field: str, values: Iterable[str | int]) -> str:
-    """Whether the field of a row has one of these values."""
+    """A condition that `field` has one of these values."""
     return f"{field} in [{', '.join(literal(value) for value in values)}]"
 
 
@@ -56,7 +56,7 @@ def _part(where: Filter) -> _Part:
     if isinstance(where, Exists):
         return f"exists {_field(where.name)}", 1
     if isinstance(where, StartsWith):
-        return _beginning(where), 1
+        return _prefix(where), 1
     if isinstance(where, And | Or):
         word = "and" if isinstance(where, And) else "or"
         return _joined([_part(part) for part in where.parts], word)
@@ -66,11 +66,11 @@ def _part(where: Filter) -> _Part:
     return f"not ({text})", levels + 1
 
 
-def _beginning(where: StartsWith) -> str:
+def _prefix(where: StartsWith) -> str:
     if any(sign in where.start for sign in "%_\\"):
         raise FilterError(
-            f"{where.name!r} starts with {where.start!r:.80}: Milvus takes no %, _ or backslash "
-            "there. Choose a shorter start."
+            f"{where.name!r} starts with {where.start!r:.80}: on Milvus a prefix must not contain "
+            "%, _ or a backslash. Use a shorter prefix."
         )
     return f"{_field(where.name)} like {literal(where.start + '%')}"
 
@@ -78,8 +78,8 @@ def _beginning(where: StartsWith) -> str:
 def literal(value: AttributeValue) -> str:
     if isinstance(value, float):
         return repr(value)
-    # Milvus reads the sign apart from the digits, which alone would be too large.
-    return repr(float(value)) if value == _LEAST_INT else json.dumps(value, ensure_ascii=False)
+    # Milvus parses the sign separately, and the digits of this number alone would overflow.
+    return repr(float(value)) if value == _MIN_INT else json.dumps(value, ensure_ascii=False)
 
 
 def _field(name: str) -> str:
@@ -87,9 +87,9 @@ def _field(name: str) -> str:
 
 
 def _one_of(where: In) -> _Part:
-    """Whole and decimal numbers apart: Milvus takes one type in a list, and compares them all."""
+    """Split integers and decimals into two lists: Milvus accepts one type per list."""
     texts = [literal(value) for value in where.values]
-    decimal = [where.kind == "number" and not text.lstrip("-").isdigit() for text in texts]
+    decimal = [where.value_type == "number" and not text.lstrip("-").isdigit() for text in texts]
     lists = [
         ", ".join(text for text, is_decimal in zip(texts, decimal, strict=True) if is_decimal == d)
         for d in sorted(set(decimal))
@@ -98,7 +98,7 @@ def _one_of(where: In) -> _Part:
 
 
 def _joined(parts: Sequence[_Part], word: str) -> _Part:
-    """As a balanced tree: the parser of Milvus takes seconds for a long row of `or`."""
+    """Join as a balanced tree: the parser of Milvus takes seconds for a long chain of `or`."""
     if len(parts) == 1:
         text, levels = parts[0]
         return f"({text})", levels

@@ -1,4 +1,4 @@
-"""Which index a collection of Milvus gets, how it is searched, and how good its answers are."""
+"""Plan the index of a Milvus collection, its search parameters, and measure its recall."""
 
 import itertools
 import math
@@ -15,17 +15,17 @@ from kinlens.indexer.catalog.entries import checked_vectors
 from kinlens.indexer.types import Entry
 
 MilvusIndex = Literal["flat", "ivf-flat", "hnsw", "ivf-rabitq", "diskann"]
-"""Kinds of index of a collection."""
+"""Index types of a collection."""
 
 EXACT_BELOW = 200_000
-"""Items of a gallery that is compared with as a whole."""
+"""Number of items below which `auto` compares with every vector."""
 
 MEMORY_MB = 16 * 1024.0
-"""What the query nodes are taken to have without another word."""
+"""Default for the memory of all query nodes together, in MiB."""
 
 TARGET_RECALL = 0.98
 HELD_OUT, K = 200, 10
-_PART_OF_MEMORY = 0.7  # the rest is for attributes, growing segments and the server itself
+_MEMORY_SHARE = 0.7  # the rest is for attributes, growing segments and the server itself
 _GRAPH_M, _CONSTRUCTION = 24, 200
 _MIB = 2**20
 _SINCE: dict[MilvusIndex, tuple[int, int]] = {"ivf-rabitq": (2, 6), "diskann": (2, 2)}
@@ -40,7 +40,7 @@ _TYPES: dict[MilvusIndex, str] = {
 
 @dataclass(frozen=True, slots=True)
 class MilvusPlan:
-    """An index for `count` vectors; `memory_mb` is what it takes on the query nodes."""
+    """An index for `count` vectors; `memory_mb` is its size on the query nodes in MiB."""
 
     kind: MilvusIndex
     count: int
@@ -54,7 +54,7 @@ class MilvusPlan:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What `create_index` takes besides the metric."""
+        """The parameters of `create_index` other than the metric."""
         own: dict[str, Any] = {"index_type": _TYPES[self.kind]}
         if self.nlist:
             own["nlist"] = self.nlist
@@ -65,23 +65,23 @@ class MilvusPlan:
         return own
 
     def efforts(self) -> list[int]:
-        """Efforts to try, the least first: clusters, or candidates of a search."""
+        """Efforts to try, in ascending order: clusters to visit, or candidates, per search."""
         most = self.nlist if self.nlist else 4096
         start = max(1, most // 64) if self.nlist else 32
         return [*itertools.takewhile(lambda n: n < most, (start << i for i in range(20))), most]
 
 
 def version_of(text: str) -> tuple[int, int]:
-    """The first two numbers of what a server says of its version, as in v2.3.5-lite; of another
-    text (0, 0).
-    """
+    """Major and minor version in a text such as v2.3.5-lite; (0, 0) for other texts."""
     found = re.match(r"v?(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def planned(count: int, dim: int, asked: str, memory_mb: float | None, server: str) -> MilvusPlan:
-    """The index for so many vectors on a server of the version `server`: the one that is `asked`
-    for, or with `auto` the fastest one that fits into the memory of the query nodes.
+    """Plan the index for `count` vectors on a server of version `server`.
+
+    `asked` is an index type, or `auto` for the fastest one that fits into the memory of the query
+    nodes.
 
     Raises: PlanError for an index that the server lacks or that does not fit.
     """
@@ -92,33 +92,33 @@ def planned(count: int, dim: int, asked: str, memory_mb: float | None, server: s
         kinds: tuple[MilvusIndex, ...] = ("hnsw", "ivf-rabitq", "diskann")
         for kind in kinds:
             plan = _plan(kind, count, dim)
-            if _is_offered(kind, server) and plan.memory_mb <= _PART_OF_MEMORY * limit:
+            if _is_offered(kind, server) and plan.memory_mb <= _MEMORY_SHARE * limit:
                 return plan
         least = min(
             _plan(kind, count, dim).memory_mb for kind in kinds if _is_offered(kind, server)
         )
         raise PlanError(
-            f"{count:,} vectors of {dim} numbers need {least / _PART_OF_MEMORY:,.0f} MB on the "
-            f"query nodes of Milvus, and {limit:,.0f} MB are given. Say how much all of them have "
-            "together with --memory-mb, or add query nodes."
+            f"{count:,} vectors of {dim} numbers need {least / _MEMORY_SHARE:,.0f} MB on the "
+            f"query nodes of Milvus; the limit is {limit:,.0f} MB. Set the memory of all query "
+            "nodes together with --memory-mb, or add query nodes."
         )
     if asked not in get_args(MilvusIndex):
         raise PlanError(
-            f"index = {asked!r:.40} is not one of Milvus. Choose auto, "
+            f"index = {asked!r:.40} is not an index type on Milvus. Choose auto, "
             f"{', '.join(get_args(MilvusIndex))}."
         )
     kind = next(kind for kind in get_args(MilvusIndex) if kind == asked)
     if not _is_offered(kind, server):
         major, minor = _SINCE[kind]
         raise PlanError(
-            f"index = {kind}: the server has version {server}, and this index came with "
-            f"{major}.{minor}. Choose hnsw or diskann, or upgrade the server."
+            f"index = {kind} needs Milvus {major}.{minor}, but the server has version {server}. "
+            "Choose hnsw or diskann, or upgrade the server."
         )
     plan = _plan(kind, count, dim)
-    if memory_mb is not None and plan.memory_mb > _PART_OF_MEMORY * memory_mb:
+    if memory_mb is not None and plan.memory_mb > _MEMORY_SHARE * memory_mb:
         raise PlanError(
             f"index = {kind} takes {plan.memory_mb:,.0f} MB for {count:,} vectors of {dim} "
-            f"numbers, more than {_PART_OF_MEMORY:.0%} of {memory_mb:,.0f} MB. Choose auto or "
+            f"numbers, more than {_MEMORY_SHARE:.0%} of {memory_mb:,.0f} MB. Choose auto or "
             "diskann."
         )
     return plan
@@ -127,7 +127,7 @@ def planned(count: int, dim: int, asked: str, memory_mb: float | None, server: s
 def search_parameters(
     kind: MilvusIndex, nlist: int, effort: int, n: int, exact: bool
 ) -> dict[str, int]:
-    """What a search for `n` answers takes; `exact` as far as the index can be."""
+    """The parameters of a search for `n` hits; `exact` is as exact as the index allows."""
     if kind == "flat":
         return {}
     if nlist:
@@ -142,13 +142,14 @@ def is_exact(kind: MilvusIndex) -> bool:
 
 
 class HeldOut:
-    """Vectors that are added after all others, and what their `K` best of these are.
+    """Held-out vectors, to measure recall, and the scores of their `K` true best neighbours.
 
-    queries: (Q, D). `see` is called with all other vectors, in any parts.
+    They are added to the gallery after all other vectors. `see` must be called with all other
+    vectors, in any parts. `queries` has the shape (Q, D).
     """
 
     def __init__(self, entries: Iterable[Entry], count: int, dim: int) -> None:
-        """Of `count` entries. Raises: InvalidParameterError for a vector that does not fit."""
+        """Draw them from `count` entries. Raises: InvalidParameterError for an invalid vector."""
         stride = max(2, count // HELD_OUT)
         self.entries = [entry for n, entry in enumerate(entries) if n % stride == stride - 1]
         self.keys = {entry.key for entry in self.entries}
@@ -156,12 +157,12 @@ class HeldOut:
         self._scores = np.full((len(self.entries), K), -np.inf, np.float32)
 
     def see(self, vectors: Embeddings) -> None:
-        """Compare with some of the other vectors (N, D)."""
+        """Update the true scores with other vectors (N, D)."""
         scores = np.concatenate([self._scores, self.queries @ vectors.T], axis=1)
         self._scores = np.sort(np.partition(scores, -K, axis=1)[:, -K:], axis=1)
 
     def recall(self, scores: list[list[float]]) -> float:
-        """The mean share of answers that are as good as the true ones, for the scores found."""
+        """The mean share of found scores that reach the true scores."""
         least = self._scores[:, 0] - 1e-5
         hits = [
             sum(score >= bound for score in found[:K]) / K
@@ -173,10 +174,11 @@ class HeldOut:
 def least_effort(
     plan: MilvusPlan, held_out: HeldOut, search: Callable[[int], list[list[float]]]
 ) -> tuple[int, float]:
-    """The least effort that reaches the target, and its recall at 10. `search` gives the scores of
-    the held-out queries with an effort.
+    """The least effort that reaches the target recall, and its recall@10.
 
-    Raises: RecallError if none does.
+    `search` returns the scores of the held-out queries with a given effort.
+
+    Raises: RecallError if no effort reaches it.
     """
     best = 0.0
     for effort in plan.efforts():
@@ -185,8 +187,8 @@ def least_effort(
             return effort, recall
         best = max(best, recall)
     raise RecallError(
-        f"The index {plan.kind} reaches a recall of {best:.3f} at most, and {TARGET_RECALL} is the "
-        "target. Choose another one with --index."
+        f"The index {plan.kind} reaches a recall of at most {best:.3f}; the target is "
+        f"{TARGET_RECALL}. Choose another one with --index."
     )
 
 
@@ -196,7 +198,7 @@ def _plan(kind: MilvusIndex, count: int, dim: int) -> MilvusPlan:
         "flat": raw,
         "ivf-flat": raw + 8,
         "hnsw": raw + 8.0 * _GRAPH_M + 8,
-        "ivf-rabitq": dim / 8 + dim + 16,  # codes, and one byte a number to refine with
+        "ivf-rabitq": dim / 8 + dim + 16,  # codes, and one byte per number for refinement
         "diskann": raw / 16 + 8,
     }[kind]
     return MilvusPlan(kind, count, dim, count * per_vector / _MIB)

@@ -1,8 +1,8 @@
-"""Loading rows into a new collection: by several processes, and resumable.
+"""Load rows into a new collection: with several processes, and resumable.
 
-The entries are cut into parts of equal size. A property of the collection says how many of the
-first parts are loaded, and has a hash of them. A later load of the same content skips these, and
-writes the others with upserts, since an interrupted load may have sent some of them.
+The entries are split into parts of equal size. A property of the collection stores the number of
+loaded parts and their hash. A resumed load of the same content skips these parts and upserts the
+others, because the interrupted load may have sent some of them.
 """
 
 import hashlib
@@ -18,29 +18,29 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from kinlens.embedder.durable import reach
+from kinlens.embedder.durable import crash_point
 from kinlens.embedder.errors import EngineUnavailableError, InvalidParameterError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.catalog.entries import checked_vectors, learn_kinds
+from kinlens.indexer.catalog.entries import checked_vectors, learn_types
 from kinlens.indexer.exchange.milvus_collection import Collection, Connection, batches, row_of
 from kinlens.indexer.exchange.milvus_index import HeldOut
 from kinlens.indexer.types import Entry, Progress
 from kinlens.values import AttributeKind, AttributeValue
 
 PART = 8_192
-_FROM = 4 * PART  # items from which more than one process is worth its start
-_MOST_PROCESSES = 8
-_WAITING = 2  # parts a process, so that memory stays small
+_PARALLEL_FROM = 4 * PART  # below this number of items, processes take longer to start than to load
+_MAX_PROCESSES = 8
+_QUEUED_PARTS = 2  # per process, which limits memory
 _NOTED_S = 2.0
 
 
 class StaleError(Exception):
-    """A collection was begun with other content."""
+    """An unfinished collection has other content."""
 
 
 def refuse_lists(key: str, attributes: Mapping[str, object]) -> None:
-    """Milvus compares no range with the values of a list. Raises: InvalidParameterError."""
+    """Raise InvalidParameterError for list values, on which Milvus has no range filters."""
     for name, value in attributes.items():
         if isinstance(value, list | tuple):
             raise InvalidParameterError(
@@ -58,29 +58,31 @@ def load(
     is_resumed: bool,
     on_progress: Progress,
 ) -> tuple[int, dict[str, AttributeKind]]:
-    """Insert all entries but those that are held out; their number, and the kinds of attributes.
-    If it is resumed, some rows may be there already.
+    """Insert all entries except the held-out ones into the collection `made`.
 
-    Raises: StaleError if `made` was begun with other content; InvalidParameterError for an entry
-        that does not fit, or a key that is there twice; EngineUnavailableError.
+    Returns the number of entries and the types of attributes. `is_resumed` means that some rows may
+    already be stored.
+
+    Raises: StaleError if `made` has other content; InvalidParameterError for an invalid entry or a
+        repeated key; EngineUnavailableError.
     """
     with ExitStack() as running:
         send = _sender(running, made, token, processes)
-        work = _Load(made, held_out, send, processes * _WAITING + 1, is_resumed, on_progress)
+        work = _Load(made, held_out, send, processes * _QUEUED_PARTS + 1, is_resumed, on_progress)
         try:
             for part in batches(entries, PART):
                 work.add(part)
             work.finish()
         except BrokenProcessPool as error:
             raise EngineUnavailableError(
-                "A process that loads Milvus was ended, perhaps for memory. Run the import again: "
-                "it goes on where it was."
+                "A loading process was killed, perhaps for lack of memory. To resume, run the "
+                "import again."
             ) from error
     return work.count, work.kinds
 
 
 class _Load:
-    """The loading of a collection; `add` takes one part after the other."""
+    """The load of a collection, part by part."""
 
     def __init__(
         self,
@@ -91,14 +93,14 @@ class _Load:
         is_resumed: bool,
         on_progress: Progress,
     ) -> None:
-        # Milvus would keep both of two rows that are inserted under one key.
+        # Two inserts with one key would create two rows.
         self._method = "upsert" if is_resumed else "insert"
         self.kinds: dict[str, AttributeKind] = {}
         self._made, self._held_out, self._send = made, held_out, send
         self._in_flight, self._on_progress = in_flight, on_progress
         self._hashes: list[np.ndarray] = []
-        left = sorted(held_out.keys) if held_out is not None else []
-        self._digest = hashlib.sha256(repr(left).encode())
+        excluded = sorted(held_out.keys) if held_out is not None else []
+        self._digest = hashlib.sha256(repr(excluded).encode())
         self._done, self._begun = made.loaded()
         self._noted_at = time.monotonic()
         self._sent: deque[tuple[int, int, str, Future[None] | None]] = deque()
@@ -106,20 +108,22 @@ class _Load:
 
     @property
     def count(self) -> int:
-        """How many entries came."""
+        """The number of entries so far."""
         return sum(map(len, self._hashes))
 
     def add(self, part: Sequence[Entry]) -> None:
-        """Check a part and send it, unless an earlier publication has."""
+        """Check a part, and send it unless it is already loaded. Raises: StaleError."""
         vectors = self._checked(part)
-        left = frozenset() if self._held_out is None else self._held_out.keys
-        rest = np.array([entry.key not in left for entry in part])
+        excluded = frozenset() if self._held_out is None else self._held_out.keys
+        is_included = np.array([entry.key not in excluded for entry in part])
         if self._held_out is not None:
-            self._held_out.see(vectors[rest])
+            self._held_out.see(vectors[is_included])
         number, state, future = self._number, self._digest.hexdigest(), None
         if number >= self._done:
-            chosen = [entry for entry, is_rest in zip(part, rest, strict=True) if is_rest]
-            future = self._send(chosen, vectors[rest], self._method)
+            chosen = [
+                entry for entry, is_chosen in zip(part, is_included, strict=True) if is_chosen
+            ]
+            future = self._send(chosen, vectors[is_included], self._method)
         elif number == self._done - 1 and state != self._begun:
             raise StaleError
         self._number += 1
@@ -135,13 +139,13 @@ class _Load:
             raise StaleError
         found = np.concatenate([np.empty(0, np.int64), *self._hashes])
         if len(np.unique(found)) < len(found):
-            raise InvalidParameterError("A key is there twice. Give each item a key of its own.")
+            raise InvalidParameterError("A key occurs twice. Give each item its own key.")
 
     def _checked(self, part: Sequence[Entry]) -> Embeddings:
         vectors = checked_vectors(part, self._made.facts.dim)
         for entry in part:
             refuse_lists(entry.key, entry.attributes)
-            learn_kinds(self.kinds, entry.key, entry.attributes)
+            learn_types(self.kinds, entry.key, entry.attributes)
             facts = (entry.key, entry.sha256, entry.path, entry.format, dict(entry.attributes))
             self._digest.update(repr(facts).encode())
         self._digest.update(vectors.tobytes())
@@ -155,27 +159,27 @@ class _Load:
             if time.monotonic() - self._noted_at > _NOTED_S:
                 self._made.note_loaded(number + 1, state)
                 self._noted_at = time.monotonic()
-                reach("milvus: part noted")
+                crash_point("milvus: part noted")
         self._on_progress(rows)
 
 
 _Send = Callable[[Sequence[Entry], Embeddings, str], "Future[None]"]
-"""Sends a part by the method insert or upsert."""
+"""Sends a part with the method insert or upsert."""
 
 
 def _sender(running: ExitStack, made: Collection, token: str, processes: int) -> _Send:
-    """A function that sends a part, in another process or at once."""
+    """A function that sends a part: in this process, or in a pool of `processes`."""
     page = made.page_rows
     if processes == 1:
 
-        def at_once(part: Sequence[Entry], vectors: Embeddings, method: str) -> Future[None]:
+        def send_now(part: Sequence[Entry], vectors: Embeddings, method: str) -> Future[None]:
             future: Future[None] = Future()
             _send(made.connection, made.collection, page, method, _columns(part), vectors)
             future.set_result(None)
             return future
 
-        return at_once
-    # Not forked: gRPC does not survive that.
+        return send_now
+    # gRPC does not survive a fork.
     pool = running.enter_context(
         ProcessPoolExecutor(
             processes,
@@ -194,11 +198,11 @@ def _sender(running: ExitStack, made: Collection, token: str, processes: int) ->
 
 
 def processes_for(count: int, uri: str) -> int:
-    """How many processes load so many items: one a core. One alone for few items, and for a server
-    on this machine, whose own work needs the cores.
+    """The number of processes to load `count` items: one per core, up to 8. Only one for few items,
+    or if the server is on this machine and needs the cores.
     """
     is_here = urlsplit(uri).hostname in ("localhost", "127.0.0.1", "::1")
-    return 1 if count < _FROM or is_here else max(1, min(_MOST_PROCESSES, core_count()))
+    return 1 if count < _PARALLEL_FROM or is_here else max(1, min(_MAX_PROCESSES, core_count()))
 
 
 _Columns = list[tuple[str, str, str, str, dict[str, AttributeValue]]]
@@ -240,10 +244,10 @@ def _send(
 
 
 def check_count(made: Collection, count: int) -> None:
-    """Raises: EngineUnavailableError if the server has another number of rows."""
+    """Raise EngineUnavailableError if the number of rows on the server is not `count`."""
     found = made.strong().count()
     if found != count:
         raise EngineUnavailableError(
-            f"Milvus at {made.connection.uri} has {found:,} items of {count:,} that were sent. "
+            f"Milvus at {made.connection.uri} has {found:,} items, but {count:,} were sent. "
             "Run the import again."
         )

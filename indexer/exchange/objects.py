@@ -1,6 +1,6 @@
-"""Files in a folder that fsspec reaches: on this machine, or in an object store such as S3.
+"""Files in a folder of fsspec: on this machine, or in an object store such as S3.
 
-Each file is there whole or not at all, whatever the file system.
+Every file is written atomically, on any file system.
 """
 
 import shutil
@@ -12,30 +12,30 @@ from kinlens.embedder.durable import make_folder, rename, sync, write_whole
 from kinlens.embedder.errors import EngineUnavailableError, InvalidParameterError
 
 REMOTE = "://"
-"""What tells an address of fsspec from a folder."""
+"""Marks an address of fsspec, in contrast to a folder."""
 
-_IN_ONE_STEP = {"s3", "s3a", "gs", "gcs", "az", "abfs", "memory"}  # a file is there whole, or not
+_ATOMIC = {"s3", "s3a", "gs", "gcs", "az", "abfs", "memory"}  # protocols with atomic writes
 
 
 class ObjectFolder:
-    """The folder at an address. Its methods raise OSError, and what a client of a store raises."""
+    """The folder at an address. Methods raise OSError, and the errors of the store's client."""
 
     def __init__(self, address: str) -> None:
         """Raises: EngineUnavailableError without fsspec, or without the package of a protocol;
         InvalidParameterError for an address with a password.
         """
         refuse_secrets(address)
-        # Each worker process has a current folder of its own.
+        # Worker processes have other current folders.
         self.address = address if REMOTE in address else str(Path(address).resolve())
         self.files, self.root = files_at(self.address)
 
     def exists(self, name: str) -> bool:
-        """Whether there is a file of this name now."""
+        """Whether there is a file with this name now."""
         self.files.invalidate_cache()
         return bool(self.files.exists(self.at(name)))
 
     def size(self, name: str) -> int | None:
-        """The bytes of a file; None if there is none."""
+        """The size of a file in bytes; None if it does not exist."""
         self.files.invalidate_cache()
         try:
             return int(self.files.info(self.at(name))["size"])
@@ -43,7 +43,7 @@ class ObjectFolder:
             return None
 
     def names(self, folder: str) -> set[str]:
-        """The names of the files in a folder; none if there is no such folder."""
+        """The names of the files in a folder; empty if the folder does not exist."""
         self.files.invalidate_cache()
         try:
             return {Path(name).name for name in self.files.ls(self.at(folder), detail=False)}
@@ -60,41 +60,41 @@ class ObjectFolder:
 
     def write(self, name: str, data: bytes) -> None:
         """Replace a small file."""
-        place = self.at(name)
+        path = self.at(name)
         if is_local(self.files):
-            make_folder(Path(place).parent, "object")
-            write_whole(Path(place), data, "object")
-            Path(place).chmod(0o644)  # others may be other users
-        elif protocols(self.files) & _IN_ONE_STEP:
-            self.files.pipe_file(place, data)
+            make_folder(Path(path).parent, "object")
+            write_whole(Path(path), data, "object")
+            Path(path).chmod(0o644)  # readers may be other users
+        elif protocols(self.files) & _ATOMIC:
+            self.files.pipe_file(path, data)
         else:
-            self.files.makedirs(place.rpartition("/")[0], exist_ok=True)
-            self.files.pipe_file(f"{place}.part", data)
-            self.files.mv(f"{place}.part", place)
+            self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self.files.pipe_file(f"{path}.part", data)
+            self.files.mv(f"{path}.part", path)
 
     def upload(self, file: Path, name: str) -> None:
-        """Copy a file of this machine, of any size, into a name that has none yet."""
-        place = self.at(name)
+        """Copy a file of this machine, of any size, to a name that is not in use yet."""
+        path = self.at(name)
         if is_local(self.files):
-            target = Path(place)
+            target = Path(path)
             make_folder(target.parent, "object")
             part = target.with_name(f"{target.name}.part")
             shutil.copyfile(file, part)
             sync(part, "object")
             rename(part, target, "object")
-        elif protocols(self.files) & _IN_ONE_STEP:
-            self.files.put_file(str(file), place)
+        elif protocols(self.files) & _ATOMIC:
+            self.files.put_file(str(file), path)
         else:
-            self.files.makedirs(place.rpartition("/")[0], exist_ok=True)
-            self.files.put_file(str(file), f"{place}.part")
-            self.files.mv(f"{place}.part", place)
+            self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self.files.put_file(str(file), f"{path}.part")
+            self.files.mv(f"{path}.part", path)
 
     def remove(self, name: str) -> None:
         """Delete a file. Raises: FileNotFoundError."""
         self.files.rm_file(self.at(name))
 
     def modified_s(self, name: str) -> float | None:
-        """When a file was written, in seconds since 1970; None where the store does not tell."""
+        """Time of the last write of a file, in seconds since 1970; None if the store lacks it."""
         try:
             return float(self.files.modified(self.at(name)).timestamp())
         except (NotImplementedError, KeyError, AttributeError):
@@ -106,15 +106,12 @@ class ObjectFolder:
 
 
 def refuse_secrets(address: str) -> None:
-    """Refuse an address with a password: logs and answers show addresses.
-
-    Raises: InvalidParameterError.
-    """
+    """Raise InvalidParameterError if an address has a password, as logs show addresses."""
     parts = urlsplit(address) if REMOTE in address else None
     if parts is not None and parts.password:
         raise InvalidParameterError(
-            f"address = {parts.scheme}://...@{parts.hostname} has a password, which logs "
-            "would show. Give them to the client of the store by its own settings or variables."
+            f"address = {parts.scheme}://...@{parts.hostname} contains a password, which would "
+            "appear in logs. Use the settings or environment variables of the store's client."
         )
 
 
@@ -129,17 +126,17 @@ def files_at(address: str) -> tuple[Any, str]:
         files, root = fsspec.url_to_fs(address)
     except (ImportError, ValueError) as error:
         raise EngineUnavailableError(
-            f"{address} cannot be reached: {error}. Check the address, and install fsspec with the "
-            "package of its protocol, such as s3fs for s3://."
+            f"{address} cannot be opened: {error}. Check the address, and install fsspec with the "
+            "package for its protocol, such as s3fs for s3://."
         ) from error
     return files, str(root).rstrip("/")
 
 
 def protocols(files: Any) -> set[str]:
-    """The protocols of a file system of fsspec."""
+    """The protocols of an fsspec file system."""
     return {files.protocol} if isinstance(files.protocol, str) else {*files.protocol}
 
 
 def is_local(files: Any) -> bool:
-    """Whether a file system of fsspec is that of this machine."""
+    """Whether an fsspec file system is the local one."""
     return "file" in protocols(files)

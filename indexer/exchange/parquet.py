@@ -1,10 +1,11 @@
-"""A gallery as one Parquet file: its way out of one engine and into another.
+"""Export and import a gallery as one Parquet file.
 
-A row is an item with its vector, a row group about 10,000 rows, so that memory holds one of them.
-Texts are compressed with zstd, vectors are not (they would not get smaller). The file's metadata
-holds facts about the gallery under `kinlens.NAME`. Several values of an item make a list. Values of
-different types under one name, such as whole and decimal numbers, make a column of structs, of
-which one part is filled.
+- A row is an item with its vector. A row group has up to 10,000 rows, and one is in memory at a
+  time.
+- Texts are compressed with zstd. Vectors are not, as they would not get smaller.
+- The metadata of the file has facts about the gallery under `kinlens.NAME`.
+- Several values of an attribute are a list. If the values of an attribute have different types,
+  such as integers and decimals, the column has structs in which one field is set.
 """
 
 import contextlib
@@ -27,13 +28,13 @@ from kinlens.values import AttributeValue
 VECTOR = "vector"
 TEXTS = ("key", "path", "format", "sha256")
 ATTRIBUTE = "attribute."
-"""What the column of an attribute begins with."""
+"""Prefix of the columns of attributes."""
 
 ROWS = 10_000
-"""Rows of a row group, at most."""
+"""Maximum number of rows per row group."""
 
 SCHEMA = "1"
-"""The layout of the file, in its metadata as `kinlens.schema`."""
+"""Version of the layout, stored in the metadata as `kinlens.schema`."""
 
 _PREFIX = "kinlens."
 _ARROW_NAMES = {str: "string", int: "int64", float: "double", bool: "bool"}
@@ -46,12 +47,12 @@ def export_gallery(
     facts: Mapping[str, str],
     on_progress: Progress | None = None,
 ) -> int:
-    """Write every item of `store`, of one state, to the file `out`, and give their number.
+    """Write a consistent state of all items of `store` to the file `out`; returns their number.
 
-    The file is written aside, then it replaces `out`; `facts` go into its metadata.
+    `out` is replaced atomically. `facts` are stored in its metadata.
 
-    Raises: GalleryWriteError if it cannot be written; GalleryBusyError if items with new kinds of
-        attributes came meanwhile; EngineUnavailableError without pyarrow.
+    Raises: GalleryWriteError if it cannot be written; GalleryBusyError if values of a new type were
+        added during the export; EngineUnavailableError without pyarrow.
     """
     _pyarrow()
     out = Path(out)
@@ -64,8 +65,8 @@ def export_gallery(
             for entries in store.scan(ROWS):
                 if _learn(types, (entry.attributes for entry in entries)):
                     raise GalleryBusyError(
-                        f"{out} was not written: attributes of a new kind came to gallery "
-                        f"{store.name} meanwhile. Export it again."
+                        f"{out} was not written: attribute values of a new type were added to "
+                        f"gallery {store.name} during the export. Export it again."
                     )
                 if entries:
                     writer.write_table(_table(entries, writer.schema))
@@ -78,8 +79,9 @@ def export_gallery(
 
 
 def write_entries(out: Path, entries: Sequence[Entry], dim: int, facts: Mapping[str, str]) -> None:
-    """Write these entries to the new file `out`, as an export has them. Raises: OSError;
-    EngineUnavailableError without pyarrow.
+    """Write entries to the new file `out`, in the format of an export.
+
+    Raises: OSError; EngineUnavailableError without pyarrow.
     """
     _pyarrow()
     types: dict[str, set[str]] = {}
@@ -90,7 +92,7 @@ def write_entries(out: Path, entries: Sequence[Entry], dim: int, facts: Mapping[
 
 
 def read_dump(path: Path | str) -> Dump:
-    """What `export_gallery` wrote. Its columns and facts are checked now, rows when they are read.
+    """Open a file of `export_gallery`. Columns and facts are checked now, rows when they are read.
 
     Raises: SourceError; EngineUnavailableError without pyarrow.
     """
@@ -115,7 +117,7 @@ def _pyarrow() -> Any:
 
 
 def _learn(types: dict[str, set[str]], attributes: Iterable[Mapping[str, AttributeValue]]) -> bool:
-    """Add the Arrow types of the values of each item; whether one of them was new."""
+    """Add the Arrow types of all values to `types`; returns whether one of them was new."""
     is_new = False
     for values in attributes:
         for name, value in values.items():
@@ -126,7 +128,7 @@ def _learn(types: dict[str, set[str]], attributes: Iterable[Mapping[str, Attribu
 
 
 def _arrow_name(value: AttributeValue) -> str:
-    """The type of a value; numbers of a list are decimal if one of them is."""
+    """The Arrow type of a value; a list of numbers is decimal if one of them is."""
     if not isinstance(value, tuple):
         return _ARROW_NAMES[type(value)]
     found = {_ARROW_NAMES[type(one)] for one in value}
@@ -169,7 +171,7 @@ def _table(entries: Sequence[Entry], schema: Any) -> Any:
 
 def _writer(file: Path, schema: Any) -> Any:
     pa = _pyarrow()
-    packed = []  # as Parquet names columns, where a struct has names of its own inside
+    packed = []  # the Parquet names of columns; fields of a struct are columns of their own
     for field in schema:
         parts = field.type if pa.types.is_struct(field.type) else ()
         named = [(f"{field.name}.{part.name}", part.type) for part in parts]
@@ -191,13 +193,13 @@ def _open(path: Path) -> Any:
 
 
 def _checked_dim(path: Path, schema: Any) -> int:
-    """The length of the vectors in a file of this schema. Raises: SourceError."""
+    """Check the columns; returns the dimension of the vectors. Raises: SourceError."""
     pa = _pyarrow()
     missing = [name for name in (*TEXTS, VECTOR) if name not in schema.names]
     if missing:
         raise SourceError(
-            f"{path} has no column {missing[0]}. A gallery has the columns {', '.join(TEXTS)}, "
-            f"{VECTOR} and {ATTRIBUTE}NAME; export it with `kinlens-index export`."
+            f"{path} has no column {missing[0]}. An export has the columns {', '.join(TEXTS)}, "
+            f"{VECTOR} and {ATTRIBUTE}NAME. Use a file of `kinlens-index export`."
         )
     for name in TEXTS:
         if schema.field(name).type != pa.string():
@@ -229,7 +231,7 @@ def _facts(path: Path, schema: Any, dim: int) -> dict[str, str]:
     expected = {"schema": SCHEMA, "dim": str(dim)}
     for name in ("name", "bundle_id", *expected):
         if name not in facts:
-            raise SourceError(f"{path} says nothing of {_PREFIX}{name} in its metadata. {_CURE}")
+            raise SourceError(f"{path} has no {_PREFIX}{name} in its metadata. {_CURE}")
         if facts[name] != expected.get(name, facts[name]):
             raise SourceError(
                 f"{path}: {_PREFIX}{name} is {facts[name]!r}, expected {expected[name]}. {_CURE}"
@@ -238,7 +240,7 @@ def _facts(path: Path, schema: Any, dim: int) -> dict[str, str]:
 
 
 def _entries(path: Path) -> Iterator[Entry]:
-    """Every row; what a gallery does not take, such as NaN, it refuses itself, by the key."""
+    """All rows. Invalid values such as NaN are refused later, by the gallery."""
     row = 1
     with _damage_explained(path), contextlib.closing(_open(path)) as file:
         for batch in file.iter_batches(ROWS):
@@ -246,10 +248,10 @@ def _entries(path: Path) -> Iterator[Entry]:
             flat = batch.column(VECTOR).flatten().to_numpy(zero_copy_only=False)
             vectors = flat.reshape(batch.num_rows, -1)
             texts = [batch.column(name).to_pylist() for name in TEXTS]
-            for (key, place, kind, sha256), vector, values in zip(
+            for (key, item_path, kind, sha256), vector, values in zip(
                 zip(*texts, strict=True), vectors, _attributes(batch), strict=True
             ):
-                yield Entry(key, vector, sha256, values, place, kind)
+                yield Entry(key, vector, sha256, values, item_path, kind)
             row += batch.num_rows
 
 
@@ -282,7 +284,7 @@ def _write_errors_explained(out: Path) -> Iterator[None]:
     except OSError as error:
         raise GalleryWriteError(
             f"Cannot write {out}: {error.strerror or error}. Check the free space and the "
-            "permissions of that folder, or choose another one; nothing half written is left."
+            "permissions of that folder, or choose another one. No partial file was left."
         ) from error
 
 
@@ -292,7 +294,7 @@ def _damage_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise SourceError(f"{path} is missing. Give a file of `kinlens-index export`.") from error
+        raise SourceError(f"{path} is missing. Pass a file of `kinlens-index export`.") from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise SourceError(f"{path} is not a whole Parquet file: {reason}. {_CURE}") from error
+        raise SourceError(f"{path} is not a valid Parquet file: {reason}. {_CURE}") from error

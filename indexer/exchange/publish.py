@@ -1,14 +1,14 @@
-"""Snapshots of a gallery at an address of fsspec, which any number of hosts follow.
+"""Publish snapshots of a gallery at an address of fsspec, for any number of followers.
 
 ADDRESS/
-  snapshot.json        Snapshot; it is replaced last, so a snapshot is there whole or not at all
+  snapshot.json        Snapshot; replaced last, so a snapshot is published atomically
   objects/<sha256>     files that snapshots share: parts of the catalogue, segments, row numbers
-  pictures/<ab>/<sha256>   the images of items, if they were asked for
+  pictures/<ab>/<sha256>   the images of items, if requested
 
 The catalogue is published as *deltas*: the items that were added or changed after one write of the
-gallery and up to another. The first delta begins at the first write. A follower applies those that
-end after the write that it has reached, and a delta may repeat what it knows. Later deltas are
-merged as they grow, so their number is logarithmic in the number of items.
+gallery and up to another. The first delta starts at the first write. A follower applies the deltas
+that end after its last write; they may repeat changes that it already has. Small deltas are merged
+over time, so their number is logarithmic in the number of items.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from kinlens.embedder.bundle import sha256_of
-from kinlens.embedder.durable import FileFacts, exclusive, hold, holder, reach
+from kinlens.embedder.durable import FileFacts, crash_point, exclusive, hold, holder
 from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryConflictError,
@@ -42,40 +42,41 @@ from kinlens.indexer.catalog.vectors import NUMBERS, VectorFile
 from kinlens.indexer.exchange.objects import ObjectFolder
 from kinlens.indexer.folder.layout import PICTURES, PUBLISH, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import PRECISIONS, REPORT, GalleryManifest, read_manifest
+from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
 from kinlens.indexer.index.segment import brief
 from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
 from kinlens.indexer.live.compaction import CATALOG, SEGMENTS
-from kinlens.indexer.pictures import source_bytes
 from kinlens.indexer.types import Ids, Item, Progress
 
 SNAPSHOT = "snapshot.json"
 OBJECTS = "objects"
 
 RETIRED_S = 3600.0
-"""How long an object stays that no snapshot names any more: a slow follower may be reading it."""
+"""Grace period before an object that no snapshot names is deleted, for slow followers."""
 
-_ORPHAN_S = 86_400.0  # after which an object without a snapshot is of a publication that failed
+_ORPHAN_AGE_S = 86_400.0  # age after which an object without a snapshot counts as a failed upload
 _PART_BYTES = 128 * 2**20
-_ROW_BYTES = 600  # of an item without its vector, roughly
-_AT_ONCE = 4096  # items whose images are looked at
-_PATIENCE = 8  # times that a segment which a compaction has replaced is looked up anew
+_ROW_BYTES = 600  # estimate for an item without its vector
+_BATCH = 4096  # items whose images are checked per view of the catalogue
+_ATTEMPTS = 8  # in case a compaction replaces the segment before it is locked
 FILES = (REPORT, CALIBRATION, PRECISIONS)
-"""What lies in a generation beside its manifest, catalogue, vectors and segments."""
+"""Other files of a generation that are published: not manifest, catalogue, vectors or segments."""
 
 
-# Names become paths on every host that follows.
+# Names become paths on every following host, so they are restricted.
 _SEGMENT = r"^[0-9]{12}-[0-9a-f]{8}$"
 _VECTORS = r"^[0-9a-f]{8}$"
 _FILE = r"^[a-z]+\.[a-z]+$"
 
 
 class Delta(BaseModel, frozen=True, extra="forbid"):
-    """What changed after the write `since`, up to the write `until`.
+    """The changes after the write `since`, up to the write `until`.
 
-    parts: objects, as of `kinlens.indexer.catalog.replay`. live: an object with a bit for each
-    item id that is alive, compressed with zlib; None where the tombstones in the first part name
-    every removal since then.
+    Attributes:
+        parts: objects in the format of `kinlens.indexer.catalog.replay`.
+        live: an object with one bit per item id, set for live items, compressed with zlib. None if
+            the tombstones in the first part contain every removal since then.
     """
 
     since: int = Field(ge=0)
@@ -86,14 +87,18 @@ class Delta(BaseModel, frozen=True, extra="forbid"):
 
 
 class Snapshot(BaseModel, frozen=True, extra="forbid"):
-    """One state of a gallery, and the objects that it consists of.
+    """One state of a gallery, and its objects.
 
-    publisher: the folder that owns the address. seq, size, segment, segment_seq, numbers: the
-    state of the catalogue; last_given: the highest item id that was ever given. names: the rows of
-    the attribute names. vectors: the name of the file of vectors, of which `row_numbers` says
-    which row is of which item; the rows themselves come with the deltas. files: what else lies in
-    the generation. retired: objects of earlier snapshots, and when they were last named (seconds
-    since 1970).
+    Attributes:
+        publisher: id of the folder that owns the address.
+        seq, size, segment, segment_seq, numbers: the state of the catalogue.
+        last_given: the highest item id that was ever assigned.
+        names: the rows of the attribute names.
+        vectors: the name of the vector file. The vectors themselves are in the deltas.
+        row_numbers: an object with the item id of each row of the vector file.
+        files: other files of the generation.
+        retired: objects of earlier snapshots, with the time when they were last in use (seconds
+            since 1970).
     """
 
     schema_version: Literal[1] = 1
@@ -117,11 +122,11 @@ class Snapshot(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def base(self) -> tuple[str | None, int, str]:
-        """The segment, the write that it was made at, and the file of vectors."""
+        """The segment, the last write that it contains, and the vector file."""
         return self.segment, self.segment_seq, self.vectors
 
     def objects(self) -> set[str]:
-        """The sha256 of each object that it consists of."""
+        """The sha256 of each object of the snapshot."""
         own = {part.sha256 for delta in self.deltas for part in delta.parts}
         own |= {delta.live.sha256 for delta in self.deltas if delta.live is not None}
         own |= {facts.sha256 for facts in (*self.segment_files.values(), *self.files.values())}
@@ -129,7 +134,7 @@ class Snapshot(BaseModel, frozen=True, extra="forbid"):
 
 
 class PublishReport(BaseModel, frozen=True):
-    """What a publication did; nothing was uploaded if the snapshot was up to date."""
+    """Result of a publication; `uploaded_bytes` is 0 if the snapshot was up to date."""
 
     address: str
     seq: int
@@ -144,7 +149,7 @@ class PublishReport(BaseModel, frozen=True):
 def read_snapshot(store: ObjectFolder) -> Snapshot | None:
     """The current snapshot at an address; None if there is none.
 
-    Raises: GalleryCorruptError for another version or a damaged one.
+    Raises: GalleryCorruptError if it is damaged or from another version.
     """
     try:
         data = store.read(SNAPSHOT)
@@ -154,7 +159,7 @@ def read_snapshot(store: ObjectFolder) -> Snapshot | None:
         return Snapshot.model_validate_json(data)
     except ValidationError as error:
         raise GalleryCorruptError(
-            f"{store.address}/{SNAPSHOT} is not a snapshot that this version of Kinlens reads: "
+            f"{store.address}/{SNAPSHOT} is not a snapshot that this version can read: "
             f"{brief(error)}. Publish the gallery again with this version and --take-over."
         ) from error
 
@@ -168,29 +173,31 @@ def publish(
     take_over: bool = False,
     on_progress: Progress | None = None,
 ) -> PublishReport:
-    """Make the gallery in the folder `gallery`, as it is now, the snapshot at `address`.
+    """Publish the present state of the gallery in folder `gallery` as the snapshot at `address`.
 
-    Only what changed since the last snapshot is uploaded. Until everything is there, followers see
-    the snapshot before. With `pictures` the images of its items are uploaded as well; a gallery
-    that was published with them goes on with them. `image_root` is their folder, if it was moved.
+    Only changes since the last snapshot are uploaded. Followers see the previous snapshot until the
+    upload is complete. An address belongs to the folder that published there first, because two
+    writers would mix their items in every copy.
 
-    An address belongs to the folder that published there first, until another one is told to
-    `take_over`: two writers would mix their items in every copy.
+    Args:
+        pictures: also upload the images of the items. Later publications continue to do so.
+        image_root: folder of the images, if they were moved.
+        take_over: replace another folder as the owner of the address.
 
     Raises: GalleryNotFoundError, GalleryCorruptError; GalleryConflictError for a copy, or if the
-        address belongs to another folder; GalleryBusyError if another process publishes
-        it, or compactions keep replacing what is read; GalleryError if another gallery is at
+        address belongs to another folder; GalleryBusyError if another process publishes the
+        gallery, or compactions keep replacing its segment; GalleryError if another gallery is at
         `address`, or it cannot be written; EngineUnavailableError.
     """
     started = time.perf_counter()
     folder, store = GalleryFolder(gallery), ObjectFolder(address)
     folder.current()
     folder.refuse_copy()
-    with disk_errors_explained(folder.path), contextlib.ExitStack() as held:
-        if not held.enter_context(exclusive(folder.path / PUBLISH, wait=False)):
+    with disk_errors_explained(folder.path), contextlib.ExitStack() as stack:
+        if not stack.enter_context(exclusive(folder.path / PUBLISH, wait=False)):
             raise GalleryBusyError(
                 f"Another process ({holder(folder.path / PUBLISH)}) publishes {folder.path}. Wait "
-                "until it has ended."
+                "until it has finished."
             )
         with _store_errors_explained(address):
             before = _readable(store) if take_over else read_snapshot(store)
@@ -198,7 +205,7 @@ def publish(
             if before is not None and before.publisher != publisher and not take_over:
                 raise GalleryConflictError(
                     f"{store.address} belongs to another folder, which published there at "
-                    f"{before.published_at}. If that one is retired: --take-over."
+                    f"{before.published_at}. If this folder replaces it, use --take-over."
                 )
             work = _Publication(
                 publisher,
@@ -218,16 +225,16 @@ def _store_errors_explained(address: str) -> Iterator[None]:
         yield
     except (KinlensError, sqlite3.Error):
         raise
-    except Exception as error:  # each client of a store has errors of its own
+    except Exception as error:  # each store client has its own exception classes
         raise GalleryError(
             f"The snapshot at {address} was not written: {type(error).__name__}: {error}. "
-            "Followers keep the snapshot before. Check the address, the permissions and the free "
-            "space there, then publish again."
+            "Followers keep the previous snapshot. Check the address, its permissions and free "
+            "space, then publish again."
         ) from error
 
 
 class _Publication:
-    """The writing of one snapshot."""
+    """Writes one snapshot."""
 
     def __init__(
         self,
@@ -247,50 +254,51 @@ class _Publication:
         self._manifest = read_manifest(self._generation)
         if before is not None and before.gallery.name != self._manifest.name:
             raise GalleryError(
-                f"{store.address} has the gallery {before.gallery.name!r}, and {folder.path} is "
-                f"{self._manifest.name!r}. Publish it to another address, or delete that folder."
+                f"{store.address} has the gallery {before.gallery.name!r}, but {folder.path} is "
+                f"{self._manifest.name!r}. Publish to another address, or delete what is stored at "
+                "this one."
             )
         is_same = before is not None and before.gallery.uid == self._manifest.uid
-        self._last = before if is_same else None  # of this very generation
+        self._last = before if is_same else None  # the last snapshot of this generation
         self._before = before
         self._known = set() if before is None else before.objects()
-        self._is_asked = pictures
-        self._there: set[str] = set()  # sha256 of images
-        self._images = self._missing = 0
-        self._pictures = pictures or (before is not None and before.pictures)
+        self._is_requested = pictures
+        self._stored_images: set[str] = set()  # sha256 of images
+        self._uploaded_images = self._missing = 0
+        self._with_images = pictures or (before is not None and before.pictures)
         self._image_root = image_root or Path(self._manifest.source_root)
         self._uploaded = 0
 
     def run(self, started: float) -> PublishReport:
-        """Upload what is missing, then the snapshot."""
-        shown = self._upload_pictures() if self._pictures else 0
-        for _ in range(_PATIENCE):
-            with catalog_view(self._generation / CATALOG) as view, contextlib.ExitStack() as held:
+        """Upload the missing objects, then the snapshot."""
+        shown = self._upload_images() if self._with_images else 0
+        for _ in range(_ATTEMPTS):
+            with catalog_view(self._generation / CATALOG) as view, contextlib.ExitStack() as stack:
                 state = view.state()
                 if state.segment is not None:
                     try:
                         descriptor = hold(self._generation / SEGMENTS / state.segment)
                     except FileNotFoundError:
-                        continue  # a compaction has replaced it meanwhile
-                    held.callback(os.close, descriptor)
+                        continue  # a compaction has replaced it
+                    stack.callback(os.close, descriptor)
                 return self._publish(view, shown, started)
         raise GalleryBusyError(
-            f"Compactions of {self._folder.path} keep replacing what is to be published. Try again "
-            "when they have ended."
+            f"Compactions of {self._folder.path} keep replacing the segment to publish. Try again "
+            "when they have finished."
         )
 
     def _publish(self, view: CatalogView, shown: int, started: float) -> PublishReport:
         row = read_state(view.connection)
         if view.file is None or row is None:
             raise GalleryError(
-                f"{self._folder.path} was made by an earlier version. Bring it up to date before "
-                "it is published: kinlens-index compact GALLERY."
+                f"{self._folder.path} was written by an earlier version. Update it before you "
+                "publish it: kinlens-index compact GALLERY."
             )
         last, now = self._last, time.time()
         changed, deltas = self._deltas(view, view.file, row.seq, row.segment_seq)
-        if self._pictures:
+        if self._with_images:
             for item in view.get(view.changed_since(shown)).values():
-                self._upload_picture(item)  # of items that came meanwhile
+                self._upload_image(item)  # items that were added during the upload
         segment_files: dict[str, FileFacts] = {}
         if row.segment is not None:
             folder = self._generation / SEGMENTS / row.segment
@@ -325,22 +333,22 @@ class _Publication:
             row_numbers=row_numbers,
             segment_files=segment_files,
             files=files,
-            pictures=self._pictures,
+            pictures=self._with_images,
         )
         is_new = last is None or _content(last) != _content(snapshot)
         is_new |= last is not None and min(last.retired.values(), default=now) < now - RETIRED_S
         if is_new:
             snapshot = self._retire(snapshot)
-            reach("publish: before snapshot")
+            crash_point("publish: before snapshot")
             self._store.write(SNAPSHOT, snapshot.model_dump_json(indent=1).encode())
-            reach("publish: after snapshot")
+            crash_point("publish: after snapshot")
         return PublishReport(
             address=self._store.address,
             seq=row.seq,
             items=row.size,
             changed_items=changed,
             uploaded_bytes=self._uploaded,
-            pictures=self._images,
+            pictures=self._uploaded_images,
             missing_pictures=self._missing,
             elapsed_s=time.perf_counter() - started,
         )
@@ -348,29 +356,29 @@ class _Publication:
     def _deltas(
         self, view: CatalogView, file: VectorFile, seq: int, segment_seq: int
     ) -> tuple[int, tuple[Delta, ...]]:
-        """How many items changed since the last snapshot, and the deltas up to now."""
+        """The number of items that changed since the last snapshot, and all deltas up to now."""
         kept = [] if self._last is None else [*self._last.deltas]
         since = 0 if self._last is None else self._last.seq
         if self._last is not None and since > seq:
             raise GalleryError(
-                f"{self._store.address} has the write {since:,} of this gallery, which is at "
-                f"{seq:,}: the folder was set back. Make a new generation of it: "
+                f"{self._store.address} has the write {since:,} of this gallery, but the folder is "
+                f"at {seq:,}: it was reset to an older state. Create a new generation with "
                 "kinlens-index backup, then restore --replace."
             )
         if self._last is not None and since == seq and self._last.vectors == file.name:
             return 0, self._last.deltas
         if self._last is not None and self._last.vectors != file.name:
-            # The compaction has erased what was removed, so no delta may have it any more.
+            # A compaction has erased removed items, so no delta must contain them any more.
             kept, since = [], 0
         changed = view.count_changed(since) if since else view.state().size
         merged = changed
-        # Each delta is at least twice as large as all that follow it.
+        # Keep each delta larger than twice the sum of all later ones.
         while kept and kept[-1].items <= 2 * merged:
-            gone = kept.pop()
-            since, merged = gone.since, merged + gone.items
+            absorbed = kept.pop()
+            since, merged = absorbed.since, merged + absorbed.items
         ids = view.changed_since(since) if since else view.live_ids()
         live = None
-        if segment_seq > since:  # the catalogue has forgotten removals before that
+        if segment_seq > since:  # the catalogue has no record of removals before the segment
             live = self._upload_data(live_bits(view))
         parts = tuple(self._parts(view, file, ids, since))
         kept.append(Delta(since=since, until=seq, items=len(ids), parts=parts, live=live))
@@ -379,51 +387,52 @@ class _Publication:
     def _parts(
         self, view: CatalogView, file: VectorFile, ids: Ids, since: int
     ) -> Iterator[FileFacts]:
-        """Upload the items of a delta, at most 128 MB in a part."""
+        """Upload the items of a delta, in parts of up to about 128 MB."""
         step = max(1, _PART_BYTES // (file.bytes_of(1) + _ROW_BYTES))
         for start in range(0, max(1, len(ids)), step):
             with tempfile.TemporaryDirectory(prefix="kinlens-publish-") as folder:
-                path, some = Path(folder, "part"), ids[start : start + step]
-                write_part(path, view, some, since, not start, self._on_progress)
+                path, chunk = Path(folder, "part"), ids[start : start + step]
+                write_part(path, view, chunk, since, not start, self._on_progress)
                 yield self._upload(path)
 
-    def _upload_pictures(self) -> int:
-        """Upload the images that are not there yet; the write up to which that was done.
+    def _upload_images(self) -> int:
+        """Upload the missing images; returns the write up to which this was done.
 
-        Not in one view of the catalogue: as long as one lasts, the log of the writer only grows.
+        It uses many short views of the catalogue, because the write-ahead log cannot be truncated
+        while a view is open.
         """
         last = self._last
-        is_first = self._is_asked or last is None or not last.pictures
+        is_first = self._is_requested or last is None or not last.pictures
         since = 0 if is_first or last is None else last.seq
         with catalog_view(self._generation / CATALOG) as view:
             seq = view.state().seq
             ids = view.changed_since(since) if since else view.live_ids()
-        if is_first:  # to ask for each of millions would take days
+        if is_first:  # list the store once: requests for each of millions would take days
             for shard in range(256):
                 name = f"{shard:02x}"
-                self._there |= self._store.names(f"{PICTURES}/{name}")
-        for start in range(0, len(ids), _AT_ONCE):
+                self._stored_images |= self._store.names(f"{PICTURES}/{name}")
+        for start in range(0, len(ids), _BATCH):
             with catalog_view(self._generation / CATALOG) as view:
-                items = view.get(ids[start : start + _AT_ONCE])
+                items = view.get(ids[start : start + _BATCH])
             for item in items.values():
-                self._upload_picture(item)
+                self._upload_image(item)
         return seq
 
-    def _upload_picture(self, item: Item) -> None:
+    def _upload_image(self, item: Item) -> None:
         name = f"{PICTURES}/{item.sha256[:2]}/{item.sha256}"
-        if item.sha256 in self._there or self._store.exists(name):
+        if item.sha256 in self._stored_images or self._store.exists(name):
             return
         try:
-            data = self._picture(item)
+            data = self._image_of(item)
         except (KinlensError, OSError):
-            self._missing += 1  # an item that was stored as a vector alone, or a lost file
+            self._missing += 1  # an item that was stored as a vector only, or a lost file
             return
         self._store.write(name, data)
-        self._there.add(item.sha256)
+        self._stored_images.add(item.sha256)
         self._uploaded += len(data)
-        self._images += 1
+        self._uploaded_images += 1
 
-    def _picture(self, item: Item) -> bytes:
+    def _image_of(self, item: Item) -> bytes:
         """The image of an item. Raises: OSError, SourceError, ImageTooManyBytesError."""
         uploaded = self._folder.path / PICTURES / item.sha256[:2] / item.sha256
         if not item.path or uploaded.is_file():
@@ -431,11 +440,11 @@ class _Publication:
         return source_bytes(self._image_root, item)
 
     def _upload(self, path: Path) -> FileFacts:
-        """A file as an object; one that is there already is not sent again."""
+        """Upload a file as an object, unless the store already has it."""
         facts = FileFacts(bytes=path.stat().st_size, sha256=sha256_of(path))
         name = f"{OBJECTS}/{facts.sha256}"
         if facts.sha256 not in self._known and self._store.size(name) != facts.bytes:
-            reach("publish: before upload")
+            crash_point("publish: before upload")
             self._store.upload(path, name)
             self._uploaded += facts.bytes
         return facts
@@ -447,8 +456,8 @@ class _Publication:
             return self._upload(path)
 
     def _retire(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot with the objects that only earlier ones name; those that were retired long
-        ago are deleted.
+        """Update `retired` with the objects that only earlier snapshots name, and delete those
+        whose grace period is over.
         """
         now, named = time.time(), snapshot.objects()
         before = self._before
@@ -456,11 +465,11 @@ class _Publication:
         for sha256 in set() if before is None else before.objects():
             retired.setdefault(sha256, now)
         retired = {sha256: at for sha256, at in retired.items() if sha256 not in named}
-        over = {sha256 for sha256, at in retired.items() if now - at > RETIRED_S}
+        expired = {sha256 for sha256, at in retired.items() if now - at > RETIRED_S}
         if before is None or len(snapshot.deltas) == 1:  # rare, since it lists all objects
-            over |= self._orphans(named | retired.keys(), now)
-        for sha256 in over:
-            # Each client has errors of its own; the next publication tries again.
+            expired |= self._orphans(named | retired.keys(), now)
+        for sha256 in expired:
+            # Any error is ignored here: the next publication tries again.
             with contextlib.suppress(Exception):
                 with contextlib.suppress(FileNotFoundError):
                     self._store.remove(f"{OBJECTS}/{sha256}")
@@ -468,18 +477,18 @@ class _Publication:
         return snapshot.model_copy(update={"retired": retired})
 
     def _orphans(self, known: set[str], now: float) -> set[str]:
-        """Objects of publications that were interrupted more than a day ago."""
+        """The objects of publications that were interrupted more than a day ago."""
         found = set()
         for name in self._store.names(OBJECTS) - known:
             with contextlib.suppress(FileNotFoundError):
                 modified_s = self._store.modified_s(f"{OBJECTS}/{name}")
-                if modified_s is not None and now - modified_s > _ORPHAN_S:
+                if modified_s is not None and now - modified_s > _ORPHAN_AGE_S:
                     found.add(name)
         return found
 
 
 def _readable(store: ObjectFolder) -> Snapshot | None:
-    """The current snapshot; None also for one that this version does not read."""
+    """The current snapshot; None also for one that this version cannot read."""
     with contextlib.suppress(GalleryCorruptError):
         return read_snapshot(store)
     return None
@@ -491,10 +500,10 @@ def snapshot_at(address: str) -> Snapshot:
         return latest(ObjectFolder(address))
     except KinlensError:
         raise
-    except Exception as error:  # each client of a store has errors of its own
+    except Exception as error:  # each store client has its own exception classes
         raise GalleryError(
             f"The snapshot at {address} cannot be read: {type(error).__name__}: {error}. Check the "
-            "address, the permissions there and the network."
+            "address, its permissions and the network."
         ) from error
 
 
@@ -503,7 +512,7 @@ def latest(store: ObjectFolder) -> Snapshot:
     found = read_snapshot(store)
     if found is None:
         raise GalleryNotFoundError(
-            f"No snapshot at {store.address}: {SNAPSHOT} is missing. Publish the gallery there: "
+            f"No snapshot at {store.address}: {SNAPSHOT} is missing. Publish the gallery with "
             "kinlens-index publish GALLERY ADDRESS."
         )
     return found

@@ -1,4 +1,4 @@
-"""Add a source to a live gallery, batch by batch; each is durable and visible once written."""
+"""Add a source to a live gallery, batch by batch. Each batch is durable and visible at once."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -28,15 +28,16 @@ from kinlens.indexer.ingest.embed import (
 from kinlens.indexer.ingest.sources import Source, check_attributes
 from kinlens.indexer.types import Ids, Item, Progress, VectorStore, Written
 
-_STAYS = "The gallery keeps what it has under this key."
+_KEPT = "The gallery keeps its existing item with this key."
 _CHANGED = "The file was changed while it was read. Run the same command again."
-_REMOVED_AT_ONCE = 10_000
+_REMOVAL_BATCH = 10_000
 
 
 class AddReport(BaseModel, frozen=True):
-    """How an `add` went: found = added + replaced + updated + unchanged + failures.
+    """Result of `add_source`: found = added + replaced + updated + unchanged + failures.
 
-    `embedded` counts contents that went through the model; the other images were known.
+    `embedded` is the number of contents that the model embedded; for the other images the gallery
+    already had a vector.
     """
 
     found: int
@@ -59,15 +60,15 @@ def add_source(
     settings: EmbedSettings | None = None,
     on_progress: Progress | None = None,
 ) -> AddReport:
-    """Store every readable image of `source`, with the attributes that the source gives it.
+    """Store every readable image of `source` with its attributes.
 
-    Attributes that the source says nothing of stay as they are, such as those of an `update`.
-    Images that the gallery holds unchanged are skipped, known content is not embedded again. A run
-    that was stopped continues with the same call. The images must lie below the gallery's image
-    root, since their paths are stored relative to it.
+    Attributes that the source does not define are kept, for example those of an `update`.
+    Unchanged items are skipped, and content that the gallery already has is not embedded again. To
+    resume an interrupted run, make the same call. The images must be below the gallery's image
+    root, because their paths are stored relative to it.
 
     Raises: SourceError for another root, or if no image can be read; BundleMismatchError;
-        InvalidParameterError for an attribute of another type than the gallery has; BundleError;
+        InvalidParameterError for an attribute of another type than in the gallery; BundleError;
         GalleryWriteError; GalleryBusyError.
     """
     _check_bundle(gallery, embedder)
@@ -91,42 +92,46 @@ def add_source(
 
 
 def check_image_root(gallery: VectorStore) -> None:
-    """Raises: SourceError if the folder that paths start from is unknown or missing."""
+    """Check that the gallery has an image root. Raises: SourceError if it is unset or missing."""
     root = gallery.image_root
     if root == Path():
         raise SourceError(
-            f"Gallery {gallery.name} was made of vectors and has no image root. Say with "
-            "--image-root where the paths of its images start."
+            f"Gallery {gallery.name} was built from vectors and has no image root. Set the folder "
+            "of its images with --image-root."
         )
     if not root.is_dir():
         raise SourceError(
-            f"The image root {root} of gallery {gallery.name} is missing. Say with --image-root "
-            "where the images are now."
+            f"The image root {root} of gallery {gallery.name} is missing. Set the current folder "
+            "of the images with --image-root."
         )
 
 
 @dataclass(slots=True)
 class Ingest:
-    """Writes batches as they come, one after the other.
+    """Embeds a source and writes its batches to a gallery.
 
-    owned: names of attributes that the source decides on; None if it decides on all.
-    rest: told what the gallery holds under the keys of the source, so that it can go in the end.
+    Attributes:
+        owned: names of the attributes that the source defines; others are kept. None: all.
+        unlisted: gets each item of the gallery that the source lists, so that the caller can remove
+            the other items afterwards.
+        found: number of records read so far.
+        embedded: number of contents that the model embedded.
     """
 
     gallery: VectorStore
     source: Source
     embedder: Embedder
     owned: frozenset[str] | None = None
-    rest: "Rest | None" = None
+    unlisted: "UnlistedItems | None" = None
     found: int = 0
     written: Written = field(default_factory=Written)
     embedded: int = 0
     failures: list[Failure] = field(default_factory=list)
 
     def run(self, settings: EmbedSettings, on_progress: Progress | None = None) -> None:
-        """Raises: as `add_source`."""
-        held = self.gallery.held
-        with embedded_batches(self.source, self.embedder, held, settings) as batches:
+        """Process the whole source. Raises: the errors of `add_source`."""
+        known = self.gallery.contents
+        with embedded_batches(self.source, self.embedder, known, settings) as batches:
             for batch in batches:
                 self._take(batch)
                 if on_progress is not None:
@@ -141,9 +146,9 @@ class Ingest:
                 usable.append(outcome)
             else:
                 self._fail(outcome, outcome.record.key in stored)
-        if self.rest is not None:
+        if self.unlisted is not None:
             keys = {outcome.record.key for outcome in usable}
-            self.rest.keep(item for key, item in stored.items() if key in keys)
+            self.unlisted.mark_listed(item for key, item in stored.items() if key in keys)
         changed = [o for o in usable if not self._is_stored(o, stored.get(o.record.key))]
         self.written += Written(unchanged=len(usable) - len(changed))
         vectors = self._vectors(changed, batch.vectors)
@@ -154,13 +159,13 @@ class Ingest:
     def _vectors(
         self, changed: Sequence[Outcome], made: Mapping[str, NDArray[np.float32]]
     ) -> dict[str, NDArray[np.float32]]:
-        """Of these contents; one that the gallery has keeps the vector that it has."""
+        """The vectors of the changed contents by sha256. Stored vectors take precedence."""
         contents = sorted({outcome.sha256 for outcome in changed} | made.keys())
-        held = self.gallery.vectors_of_contents(contents)
-        self.embedded += len(made.keys() - held.keys())
-        vectors = {**made, **held}
+        stored = self.gallery.vectors_of_contents(contents)
+        self.embedded += len(made.keys() - stored.keys())
+        vectors = {**made, **stored}
         lost = [outcome for outcome in changed if outcome.sha256 not in vectors]
-        if lost:  # the gallery had them when they were read; somebody has removed them since
+        if lost:  # another process removed these contents after `held` returned them
             records = [outcome.record for outcome in lost]
             again = embedded(self.source, records, self.embedder, lambda _: ()).vectors
             vectors |= again
@@ -172,7 +177,7 @@ class Ingest:
 
     def _fail(self, outcome: Outcome, is_stored: bool) -> None:
         if is_stored and self.owned is not None:
-            outcome = replace(outcome, failure=f"{outcome.failure} {_STAYS}")
+            outcome = replace(outcome, failure=f"{outcome.failure} {_KEPT}")
         self.failures.append(failure_of(outcome))
 
     def _is_stored(self, outcome: Outcome, item: Item | None) -> bool:
@@ -189,45 +194,46 @@ class Ingest:
         )
 
 
-class Rest:
-    """What of a gallery a source does not name: nobody else changes the gallery meanwhile.
+class UnlistedItems:
+    """The items of a gallery that a source does not list, such as those of an earlier, interrupted
+    run. No other process may change the gallery.
 
-    It keeps 9 bytes an item that was there at first.
+    Takes 9 bytes per item that the gallery has at the start.
     """
 
     def __init__(self, gallery: Gallery) -> None:
         self._gallery = gallery
         self._ids = gallery.ids()
-        self._is_named = np.zeros(len(self._ids), np.bool_)
+        self._is_listed = np.zeros(len(self._ids), np.bool_)
 
-    def keep(self, items: Iterable[Item]) -> None:
-        """These stay. Raises: InvalidParameterError for one that the source has named before."""
+    def mark_listed(self, items: Iterable[Item]) -> None:
+        """Exclude items from removal. Raises: InvalidParameterError if a key is listed twice."""
         for item in items:
-            place = int(np.searchsorted(self._ids, item.id))
-            is_old = place < len(self._ids) and self._ids[place] == item.id
-            if not is_old or self._is_named[place]:
+            position = int(np.searchsorted(self._ids, item.id))
+            is_old = position < len(self._ids) and self._ids[position] == item.id
+            if not is_old or self._is_listed[position]:
                 raise InvalidParameterError(
-                    f"Key {item.key!r} is there twice. Give each item a key of its own."
+                    f"Key {item.key!r} occurs twice. Give each item its own key."
                 )
-            self._is_named[place] = True
+            self._is_listed[position] = True
 
     def remove(self) -> None:
-        """Remove what was not named. Raises: GalleryWriteError."""
-        remove_in_parts(self._gallery, self._ids[~self._is_named])
+        """Remove the items that were not listed. Raises: GalleryWriteError."""
+        remove_in_parts(self._gallery, self._ids[~self._is_listed])
 
 
 def remove_in_parts(gallery: Gallery, ids: Ids) -> None:
-    """Remove items by number, some at a time. Raises: GalleryWriteError."""
-    for start in range(0, len(ids), _REMOVED_AT_ONCE):
-        gallery.remove_items(ids[start : start + _REMOVED_AT_ONCE].tolist())
+    """Remove items by id, in batches. Raises: GalleryWriteError."""
+    for start in range(0, len(ids), _REMOVAL_BATCH):
+        gallery.remove_items(ids[start : start + _REMOVAL_BATCH].tolist())
 
 
 def _check_bundle(gallery: VectorStore, embedder: Embedder) -> None:
     if gallery.bundle_id != embedder.bundle_id:
         raise BundleMismatchError(
-            f"Gallery {gallery.name} was made with bundle {gallery.bundle_id[:SHORT]}, not with "
-            f"{embedder.bundle_id[:SHORT]}: their vectors cannot be compared. Use the bundle that "
-            "it was made with, or build another gallery."
+            f"Gallery {gallery.name} was built with bundle {gallery.bundle_id[:SHORT]}, not with "
+            f"{embedder.bundle_id[:SHORT]}, and their vectors cannot be compared. Use the first "
+            "bundle, or build another gallery."
         )
     check_precision(gallery, embedder)
     gallery.admit(embedder.mode.precision)
@@ -237,7 +243,7 @@ def _check_root(gallery: VectorStore, source: Source) -> None:
     check_image_root(gallery)
     if source.root.resolve() != gallery.image_root.resolve():
         raise SourceError(
-            f"The paths of the {source.description} start from {source.root}, those of gallery "
-            f"{gallery.name} from {gallery.image_root}. Put the images below that folder, or say "
-            "with --image-root where the images of the gallery are now."
+            f"The image paths of the {source.description} are relative to {source.root}, but those "
+            f"of gallery {gallery.name} to {gallery.image_root}. Put the images below that folder, "
+            "or set the image root of the gallery with --image-root."
         )

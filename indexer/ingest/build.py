@@ -1,7 +1,7 @@
-"""Make a gallery: of images, or of the content of another; then publish it in one step.
+"""Build a gallery from images, or import one from exported vectors, and publish it atomically.
 
-Both are an `add` into a draft, a gallery inside the folder that is not current yet. A kill leaves
-it, and the same call goes on with it; nothing of it is held in memory.
+Both write to a draft: a gallery inside the folder that is not the current one yet. A killed process
+leaves the draft on the disk, and the same call resumes it.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from kinlens.indexer.folder.manifest import (
 )
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import ITEM_DISK_BYTES, IndexSettings, Plan, plan_index
-from kinlens.indexer.ingest.add import Ingest, Rest
+from kinlens.indexer.ingest.add import Ingest, UnlistedItems
 from kinlens.indexer.ingest.embed import EmbedSettings, Failure, refuse_unreadable
 from kinlens.indexer.ingest.sources import Source, check_attributes
 from kinlens.indexer.types import Dump, Progress, VectorType, checked_name
@@ -43,9 +43,9 @@ _SAME_VECTOR = {"fp32": 1e-6, "fp16": 2.0**-11}
 
 
 class BuildReport(BaseModel, frozen=True):
-    """How a build went: indexed = embedded + reused + duplicates, found = indexed + failures.
+    """Result of a build: indexed = embedded + reused + duplicates, found = indexed + failures.
 
-    `reused` items were there from a run that was stopped, `duplicates` are copies of others.
+    `reused` items come from an interrupted run; `duplicates` are copies of other images.
     """
 
     found: int
@@ -63,8 +63,11 @@ class BuildReport(BaseModel, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BuildSettings:
-    """What a build is called and how it uses the machine; no name: that of the folder. vector_type:
-    how the gallery keeps its vectors.
+    """Settings of a build.
+
+    Attributes:
+        name: of the gallery; None for the name of the folder.
+        vector_type: number format of the stored vectors.
     """
 
     name: str | None = None
@@ -83,9 +86,9 @@ def build_gallery(
 ) -> BuildReport:
     """Index `source` and publish it as the new generation of the gallery in folder `out`.
 
-    Unreadable images are left out and reported. A build that was stopped continues with the same
-    call. Until the new generation is published, the old one stays as it is. `on_progress` counts
-    images that were embedded, `on_indexed` items of the index.
+    Unreadable images are skipped and reported. To resume an interrupted build, make the same call.
+    The old generation is unchanged until the new one is published. `on_progress` counts embedded
+    images, `on_indexed` indexed items.
 
     Raises: SourceError if no image can be read; PlanError if the index does not fit the machine;
         RecallError; GalleryBusyError; GalleryError if `out` cannot be written;
@@ -113,17 +116,17 @@ def build_gallery(
             _without_attributes(draft.gallery)
         with disk_errors_explained(folder.path):
             _check_space(folder.path, needed_mb(plan, draft.gallery.size))
-        rest = Rest(draft.gallery)
-        work = Ingest(draft.gallery, source, embedder, rest=rest)
+        unlisted = UnlistedItems(draft.gallery)
+        work = Ingest(draft.gallery, source, embedder, unlisted=unlisted)
         work.run(settings.embed, on_progress)
         refuse_unreadable(source, work.found, work.failures)
         report = _report(work, perf_counter() - started)
-        generation = draft.publish(rest, settings.index, report, on_indexed)
+        generation = draft.publish(unlisted, settings.index, report, on_indexed)
     return report.model_copy(update={"generation": generation})
 
 
 class ImportReport(BaseModel, frozen=True):
-    """What was imported."""
+    """Result of an import."""
 
     name: str
     bundle_id: str
@@ -140,11 +143,10 @@ def import_gallery(
     on_progress: Progress | None = None,
     vector_type: VectorType = "fp32",
 ) -> ImportReport:
-    """Make the content of `dump` the gallery in folder `out`, under `name` or its own.
+    """Build the gallery in folder `out` from `dump`, with the name `name` or that of the dump.
 
-    The old gallery stays as it is until the new one is complete. An import that was stopped
-    continues with the same call. Progress counts every item twice: when it is stored, and when it
-    is indexed.
+    The old gallery is unchanged until the new one is complete. To resume an interrupted import,
+    make the same call. Progress counts every item twice: when it is stored and when it is indexed.
 
     Raises: SourceError for a damaged entry; PlanError, RecallError, GalleryBusyError,
         GalleryWriteError, InvalidParameterError.
@@ -166,13 +168,13 @@ def import_gallery(
     with folder.locked(), _draft(folder, manifest, "import") as draft:
         was_begun = draft.gallery.size > 0
         try:
-            rest = _filled(draft.gallery, dump, on_progress)
+            unlisted = _filled(draft.gallery, dump, on_progress)
         except InvalidParameterError:
             if not was_begun:
                 raise
-            # The kinds that an import of something else has left may be what it does not fit to.
+            # The conflict may be with attribute types of another interrupted import: drop them.
             _without_attributes(draft.gallery)
-            rest = _filled(draft.gallery, dump, None)
+            unlisted = _filled(draft.gallery, dump, None)
         report = ImportReport(
             name=manifest.name,
             bundle_id=manifest.bundle_id,
@@ -180,55 +182,59 @@ def import_gallery(
             items=dump.count,
             generation="",
         )
-        generation = draft.publish(rest, settings, report, on_progress)
+        generation = draft.publish(unlisted, settings, report, on_progress)
     return report.model_copy(update={"generation": generation})
 
 
-def _filled(gallery: Gallery, dump: Dump, on_progress: Progress | None) -> Rest:
-    rest, entries, same = Rest(gallery), dump.entries(), _SAME_VECTOR[gallery.vector_type]
+def _filled(gallery: Gallery, dump: Dump, on_progress: Progress | None) -> UnlistedItems:
+    unlisted, entries = UnlistedItems(gallery), dump.entries()
+    same = _SAME_VECTOR[gallery.vector_type]
     while part := list(islice(entries, _CHUNK)):
         stored = gallery.stored([entry.key for entry in part])
-        rest.keep(stored.values())
-        if stored:  # perhaps by an import of other vectors of the same contents
-            begun = [entry for entry in part if entry.key in stored]
-            before = gallery.entries([entry.key for entry in begun])
+        unlisted.mark_listed(stored.values())
+        if stored:  # an interrupted import may have stored other vectors for these keys
+            existing = [entry for entry in part if entry.key in stored]
+            before = gallery.entries([entry.key for entry in existing])
             gallery.remove(
                 entry.key
-                for entry, old in zip(begun, before, strict=True)
+                for entry, old in zip(existing, before, strict=True)
                 if np.shape(entry.vector) == old.vector.shape
                 and not np.allclose(entry.vector, old.vector, atol=same)
             )
         gallery.add(part)
         if on_progress is not None:
             on_progress(len(part))
-    return rest
+    return unlisted
 
 
 @dataclass(slots=True)
 class _Draft:
-    """`gallery` is what will be the next generation of `folder`, under `manifest`."""
+    """`gallery`, located in `staging`, will be the next generation of `folder`."""
 
     folder: GalleryFolder
-    place: GalleryFolder
+    staging: GalleryFolder
     manifest: GalleryManifest
     gallery: Gallery
 
     def publish(
         self,
-        rest: Rest,
+        unlisted: UnlistedItems,
         settings: IndexSettings,
         report: BaseModel,
         on_progress: Progress | None,
     ) -> str:
-        """The name of the generation. Raises: PlanError, RecallError, GalleryWriteError."""
-        rest.remove()
+        """Publish the draft; returns the name of the generation.
+
+        Raises: PlanError, RecallError, GalleryWriteError.
+        """
+        unlisted.remove()
         self.gallery.forget_unused_attributes()
         self.gallery.compact(settings, wait=True, on_progress=on_progress)
         self.gallery.close()
-        # What was written is read back before anyone else sees it.
-        Gallery.open(self.place.path, verify_hashes=True).close()
+        # Verify the files on the disk before the generation becomes visible.
+        Gallery.open(self.staging.path, verify_hashes=True).close()
         with disk_errors_explained(self.folder.path):
-            made = self.place.current()
+            made = self.staging.current()
             uid = read_manifest(made).uid
             write_manifest(made, self.manifest.model_copy(update={"uid": uid}))
             text = report.model_dump_json(indent=2, exclude={"generation"}) + "\n"
@@ -237,38 +243,38 @@ class _Draft:
 
 
 @contextlib.contextmanager
-def _draft(folder: GalleryFolder, manifest: GalleryManifest, way_in: str) -> Iterator[_Draft]:
-    """The gallery that was begun with this bundle by the same way in, or a new one."""
-    key = f"{way_in} {manifest.bundle_id} {manifest.precision} {manifest.vector_type}"
+def _draft(folder: GalleryFolder, manifest: GalleryManifest, operation: str) -> Iterator[_Draft]:
+    """The draft of an interrupted run of the same operation with this bundle, or a new one."""
+    key = f"{operation} {manifest.bundle_id} {manifest.precision} {manifest.vector_type}"
     with disk_errors_explained(folder.path):
-        held = contextlib.ExitStack()
-        place = held.enter_context(folder.draft(key))
-    with held:
-        draft = _Draft(folder, place, manifest, _opened(place, manifest))
+        stack = contextlib.ExitStack()
+        staging = stack.enter_context(folder.draft(key))
+    with stack:
+        draft = _Draft(folder, staging, manifest, _opened(staging, manifest))
         try:
             yield draft
         except GalleryCorruptError:
             draft.gallery.close()
-            discard(place.path)  # it only saves time
+            discard(staging.path)  # a draft only saves time
             raise
         finally:
             draft.gallery.close()
 
 
-def _opened(place: GalleryFolder, manifest: GalleryManifest) -> Gallery:
+def _opened(staging: GalleryFolder, manifest: GalleryManifest) -> Gallery:
     try:
-        gallery = Gallery.open(place.path, load_index=False)
+        gallery = Gallery.open(staging.path, load_index=False)
         same = ("bundle_id", "precision", "vector_type", "dim")
         if all(getattr(gallery, name) == getattr(manifest, name) for name in same):
             return gallery
         gallery.close()
-        discard(place.path)
+        discard(staging.path)
     except GalleryNotFoundError:
         pass
     except GalleryCorruptError:
-        discard(place.path)
+        discard(staging.path)
     return Gallery.create(
-        place.path,
+        staging.path,
         name=manifest.name,
         bundle_id=manifest.bundle_id,
         precision=manifest.precision,
@@ -278,7 +284,7 @@ def _opened(place: GalleryFolder, manifest: GalleryManifest) -> Gallery:
 
 
 def _without_attributes(gallery: Gallery) -> None:
-    """Drop what an earlier run said of attributes, where this one has other kinds."""
+    """Drop the attributes of an interrupted run, whose types conflict with the current ones."""
     items = gallery.items()
     while part := list(islice(items, _CHUNK)):
         gallery.update({item.key: dict.fromkeys(item.attributes) for item in part})
@@ -286,7 +292,7 @@ def _without_attributes(gallery: Gallery) -> None:
 
 
 def needed_mb(plan: Plan, written: int = 0) -> float:
-    """Space that a build takes, in MiB, but for that of the items that are `written`."""
+    """Disk space in MiB that a build needs if `written` of its items are already stored."""
     part = min(plan.n, written) / plan.n
     return plan.disk_mb - part * (plan.mapped_mb + plan.n * ITEM_DISK_BYTES / 2**20)
 
@@ -314,5 +320,5 @@ def _check_space(out: Path, needed_mb: float) -> None:
     if free_mb < needed_mb:
         raise GalleryError(
             f"The build needs about {needed_mb:,.0f} MB in {out}, but {free_mb:,.0f} MB are free. "
-            "Make room, or choose a folder on another disk with --out."
+            "Free some space, or choose a folder on another disk with --out."
         )

@@ -1,4 +1,4 @@
-"""Embed on a cluster: Ray Data hands a shard at a time to actors, one for each core or GPU."""
+"""Embed on a cluster: Ray Data distributes shards to actors, one per core or GPU."""
 
 import contextlib
 import logging
@@ -50,15 +50,15 @@ from kinlens.indexer.ingest.sources import (
 from kinlens.indexer.types import Entry, Progress
 
 SHARD_SIZE = 2048
-"""Images of a shard: what a worker that is killed costs, a minute or two of one core."""
+"""Images per shard. A killed worker loses at most one shard, 1 to 2 minutes of one core."""
 
-_SPARE_CPUS = 2  # logical ones: without CPUs for Ray Data's readers, they and actors wait for ever
-_DEATHS = 3  # of an actor over one shard, of which each may have been another one's fault
-READS, PAUSE_S = 3, 1.0  # of an image, before the source counts as unreachable
+_SPARE_CPUS = 2  # logical CPUs for Ray Data's readers, which otherwise deadlock with the actors
+_MAX_RETRIES = 3  # per shard, because an actor may die through no fault of the shard
+READS, PAUSE_S = 3, 1.0  # attempts to read an image before the source counts as unreachable
 
 
 class ShardsReport(BaseModel, frozen=True):
-    """What there is in the shards now; `embedded` of the `images` were looked at by this call."""
+    """Content of the shards after a call, which processed `embedded` of the `images`."""
 
     images: int
     embedded: int
@@ -81,15 +81,15 @@ def embed_on_cluster(
 ) -> ShardsReport:
     """Embed a source into Parquet shards at `out`, a folder or any address of fsspec.
 
-    Shards that are there stay, so the same call goes on where one has ended. Without `ray_address`
-    Ray runs on the cores of this machine, or its GPUs. Each worker gets the bundle from here; it
-    reads images and writes shards itself, so both must be reachable from each.
+    Existing shards are kept, so the same call resumes an interrupted one. Without `ray_address` Ray
+    runs on the cores or GPUs of this machine. This process sends the bundle to each worker. The
+    workers read images and write shards directly, so they need access to both locations.
 
-    Raises: EngineUnavailableError without Ray; InvalidParameterError for an `out` of another
-        source; SourceError, BundleError, OSError.
+    Raises: EngineUnavailableError without Ray; InvalidParameterError if `out` has shards of
+        another source; SourceError, BundleError, OSError.
     """
     shards, made = VectorShards(out), Bundle.open(bundle)
-    asked = ShardsManifest(
+    requested = ShardsManifest(
         bundle_id=made.bundle_id,
         precision=session.precision,
         engine=session.engine,
@@ -101,13 +101,13 @@ def embed_on_cluster(
     )
     if not shards.has_begun:
         check_attributes(source, {})
-        shards.begin(asked, source.records())
+        shards.begin(requested, source.records())
     manifest = shards.manifest
-    if manifest != asked.model_copy(update={"shard_size": manifest.shard_size}):
+    if manifest != requested.model_copy(update={"shard_size": manifest.shard_size}):
         raise InvalidParameterError(
-            f"{out} was begun with {manifest.images:,} images of {manifest.source_root}, bundle "
-            f"{manifest.bundle_id[:12]}, {manifest.precision} and {manifest.engine}. Name the same "
-            "to go on, or another --out."
+            f"{out} was started with {manifest.images:,} images of {manifest.source_root}, bundle "
+            f"{manifest.bundle_id[:12]}, {manifest.precision} and {manifest.engine}. Use the same "
+            "source and options to resume, or another --out."
         )
     missing, done = shards.missing(), 0
     if on_progress is not None:
@@ -129,10 +129,10 @@ def embed_on_cluster(
 
 
 def remote_source(address: str, csv: Path | None = None) -> Source:
-    """Every image below an address of fsspec, in the order of their paths; or the rows of a CSV
-    list, whose paths start there.
+    """All images below an address of fsspec, sorted by path, or the rows of a CSV list, whose
+    paths are relative to the address.
 
-    Raises: SourceError for an address without images, or a list that is wrong.
+    Raises: SourceError for an address without images, or an invalid list.
     """
     read = reader_at(address)
     if csv is not None:
@@ -140,36 +140,38 @@ def remote_source(address: str, csv: Path | None = None) -> Source:
     paths = image_paths(address)
     if not paths:
         raise SourceError(
-            f"There are no images at {address}. Images end with one of: {', '.join(SUFFIXES)}."
+            f"There are no images at {address}. Image names end with {', '.join(SUFFIXES)}."
         )
     records = partial(map, folder_record, paths)
     return Source(Path(address), records, len(paths), "address", read=read, remote=address)
 
 
 class UnreachableError(Exception):
-    """The source does not answer; no record is at fault."""
+    """The source does not respond; no record is at fault."""
 
 
 class ShardEmbedder:
-    """An actor: a bundle in a session of its own, which embeds the shards that it is given."""
+    """A Ray actor: embeds shards with its own session of the bundle."""
 
     def __init__(
         self, files: Any, session: SessionSettings, address: str, batch_size: int, workers: int
     ) -> None:
-        """`files` refers to the content of the bundle, by name."""
+        """`files` is a Ray reference to the files of the bundle: bytes by relative path."""
         import ray
 
         with tempfile.TemporaryDirectory() as folder:
             for name, data in ray.get(files).items():
-                place = Path(folder, name)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(data)
+                file = Path(folder, name)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(data)
             self._embedder = OnnxEmbedder.open(Path(folder), session)
         self._shards = VectorShards(address)
         manifest = self._shards.manifest
         root = manifest.source_root
         if REMOTE not in root and not Path(root).is_dir():
-            raise SourceError(f"A worker does not see the folder {root}. Mount it on each.")
+            raise SourceError(
+                f"A worker has no access to the folder {root}. Mount it on every worker."
+            )
         self._read = reader_at(root)
         remote = root if REMOTE in root else ""
         self._source = Source(
@@ -178,7 +180,7 @@ class ShardEmbedder:
         self._settings = EmbedSettings(batch_size, workers)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the shards in a batch how many images each has."""
+        """Embed the shards of a batch; returns the number of images of each."""
         return {"images": np.array([self._embedded(int(shard)) for shard in batch["shard"]])}
 
     def _embedded(self, shard: int) -> int:
@@ -197,8 +199,8 @@ class ShardEmbedder:
         return len(records)
 
     def _image(self, record: Record, max_bytes: int) -> bytes:
-        """The bytes of an image. A file that is missing or no image is left out; where the disk or
-        the network fails the shard fails, since its images are not at fault.
+        """The bytes of an image. A missing or unusable file raises an error that skips only this
+        image. A failure of the disk or network raises UnreachableError, which fails the shard.
         """
         for last in range(READS):
             try:
@@ -208,7 +210,7 @@ class ShardEmbedder:
                 raise
             except Exception as error:
                 if isinstance(error, PermissionError) and not self._source.remote:
-                    raise  # far away it is rather a token that has expired
+                    raise  # on a remote store it is more likely an expired token
                 if last == READS - 1:
                     raise UnreachableError(f"{record.path} cannot be read: {error}") from error
                 time.sleep(PAUSE_S)
@@ -223,7 +225,7 @@ def _run(
     address: str | None,
     batch_size: int,
 ) -> Iterator[int]:
-    """How many images each missing shard had, as they are done."""
+    """Embed the missing shards; yields the number of images of each shard when it is done."""
     if not missing:
         return
     ray, is_gpu = _ray(), session.device == "cuda"
@@ -232,13 +234,13 @@ def _run(
         cpus, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
         actors = gpus if is_gpu else cpus - _SPARE_CPUS
         if is_gpu and not actors:
-            raise EngineUnavailableError("Ray sees no GPU in its cluster. Leave --device out.")
+            raise EngineUnavailableError("The Ray cluster has no GPU. Omit --device.")
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         context.execution_no_progress_timeout_s = -1  # a shard may take hours
         context.raise_original_map_exception = True
         logging.getLogger("ray.data").setLevel(logging.ERROR)
-        files = ray.put(_files_of(bundle))  # kept until the end, for actors that start again
+        files = ray.put(_files_of(bundle))  # kept until the end, for actors that restart
         work = ray.data.from_items(
             [{"shard": n} for n in missing], override_num_blocks=len(missing)
         )
@@ -251,10 +253,11 @@ def _run(
                 "session": session,
                 "address": shards.address,
                 "batch_size": batch_size,
-                # A GPU wants images from all cores; a core waits for images from far away.
+                # A GPU needs all cores to decode its images. A remote source needs a second thread
+                # per core, because reads wait for the network.
                 "workers": cpus // gpus if is_gpu else 1 + (REMOTE in shards.manifest.source_root),
             },
-            max_task_retries=_DEATHS,
+            max_task_retries=_MAX_RETRIES,
             **{"num_gpus" if is_gpu else "num_cpus": 1},
         )
         for row in done.iter_rows():
@@ -263,9 +266,9 @@ def _run(
 
 @contextlib.contextmanager
 def _connected(ray: Any, address: str | None) -> Iterator[None]:
-    """With a cluster; `local` is one of this process alone, whatever else runs here."""
+    """Connect to a Ray cluster, or start a private one for this process without `address`."""
     mine = {"num_cpus": core_count() + _SPARE_CPUS, "include_dashboard": False}
-    with contextlib.redirect_stdout(sys.stderr):  # Ray prints what befalls its workers
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints messages about its workers
         try:
             ray.init(
                 address=address or "local",
@@ -273,23 +276,23 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
                 logging_level="error",
                 **({} if address else mine),
             )
-        except Exception as error:  # of many kinds: no answer, another version, a wrong address
+        except Exception as error:  # many types: no response, another version, a wrong address
             raise EngineUnavailableError(
-                f"There is no Ray cluster at {address or 'this machine'}: "
-                f"{_first_line(error)} Check the address, that its version of Ray is the one "
-                "here, and its token (RAY_AUTH_MODE=token), or leave --ray out."
+                f"Cannot connect to a Ray cluster at {address or 'this machine'}: "
+                f"{_first_line(error)} Check the address, that both sides have the same version of "
+                "Ray, and the token (RAY_AUTH_MODE=token), or omit --ray."
             ) from error
         try:
             yield
         except (KinlensError, GeneratorExit):
             raise
-        except Exception as error:  # of a worker, or of Ray
+        except Exception as error:  # raised by a worker or by Ray
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, KinlensError):
                 raise cause from None
             raise EngineUnavailableError(
-                f"A worker failed: {_first_line(cause)} What is done is kept: run the same "
-                "command again once that is fixed."
+                f"A worker failed: {_first_line(cause)} Completed shards are kept. Fix the cause, "
+                "then run the same command again."
             ) from error
         finally:
             ray.shutdown()

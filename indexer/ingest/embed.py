@@ -1,4 +1,4 @@
-"""Stream images through an embedder: read, preprocess and embed in threads, hand on the vectors."""
+"""Stream images through an embedder: threads read, preprocess and embed them in batches."""
 
 import contextlib
 import hashlib
@@ -16,20 +16,20 @@ from kinlens.embedder.errors import GalleryError, ImageError, SourceError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.preprocess import ImageLimits, read_header
 from kinlens.embedder.session import Embedder
+from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.ingest.sources import Record, Source, check_names
-from kinlens.indexer.pictures import ANY_SIZE
 from kinlens.indexer.types import Entry
 
 Known = Callable[[Sequence[str]], Collection[str]]
-"""Of contents, by sha256, those whose vectors are kept already; called from many threads."""
+"""Returns the contents, by sha256, that already have a vector. Called from several threads."""
 
-_HELD_BYTES = 64 * 2**20  # of image files in one thread, until it is known which are new
+_BUFFER_BYTES = 64 * 2**20  # image files per thread that wait for the lookup of known content
 _EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedSettings:
-    """How a build uses the machine; `workers` = 0 takes every core it may use."""
+    """Settings of a build; `workers` is the number of threads, 0 for one per available core."""
 
     batch_size: int = 32
     workers: int = 0
@@ -43,7 +43,7 @@ class EmbedSettings:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one record: its content, or the reason why it cannot be used."""
+    """Result for one record: the hash and format of its image, or the reason of its failure."""
 
     record: Record
     sha256: str = ""
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What became of some records, and the vectors (D,) that were made for them, by sha256."""
+    """Results of several records, and the new vectors (D,) by sha256."""
 
     outcomes: Sequence[Outcome]
     vectors: Mapping[str, NDArray[np.float32]]
@@ -62,11 +62,11 @@ class Batch:
 def embedded_batches(
     source: Source, embedder: Embedder, known: Known, settings: EmbedSettings
 ) -> contextlib.closing[Generator[Batch, None, None]]:
-    """Every record of the source, in its order; threads work a bounded number of batches ahead.
+    """Process all records of the source in order; threads work a limited number of batches ahead.
 
-    Content that is `known` is not embedded again; copies that are in work at the same moment may
-    be embedded each. Close it, as a context manager, to stop the threads. Raises, while it is
-    read: BundleError, and what `known` and the source raise.
+    Content that is `known` is not embedded again, but copies in concurrent batches may be. Use it
+    as a context manager, which stops the threads. Iteration raises BundleError and the errors of
+    `known` and of the source.
     """
 
     def batches() -> Generator[Batch, None, None]:
@@ -96,7 +96,7 @@ def embedded(
     known: Known,
     max_bytes: int = ImageLimits().max_bytes,
 ) -> Batch:
-    """These records of the source as one batch. Raises: BundleError, and what `known` raises."""
+    """Process records as one batch. Raises: BundleError, and the errors of `known`."""
     outcomes: list[Outcome] = []
     tensors: dict[str, NDArray[np.uint8]] = {}
     for files in _files(source, records, known, max_bytes):
@@ -120,7 +120,7 @@ def embedded(
 
 
 def _saved_by_copy(outcome: Outcome, vectors: Collection[str]) -> Outcome:
-    """A picture that is gone is no failure if another record still has it."""
+    """A missing image is not a failure if another record has the same content."""
     record = outcome.record
     if outcome.failure is None or record.sha256 not in vectors:
         return outcome
@@ -130,19 +130,19 @@ def _saved_by_copy(outcome: Outcome, vectors: Collection[str]) -> Outcome:
 def _files(
     source: Source, records: Sequence[Record], known: Known, max_bytes: int
 ) -> Iterator[list[tuple[Outcome, bytes]]]:
-    """Records and their content, in portions of a bounded size."""
-    held = known([record.sha256 for record in records if record.sha256])
+    """Records and their content, in portions of about `_BUFFER_BYTES`."""
+    reusable = known([record.sha256 for record in records if record.sha256])
     files: list[tuple[Outcome, bytes]] = []
-    held_bytes = 0
+    buffered_bytes = 0
     for record in records:
-        if record.sha256 and record.sha256 in held:
+        if record.sha256 and record.sha256 in reusable:
             files.append((Outcome(record, record.sha256, record.format), b""))
         else:
             files.append(_file(source, record, max_bytes))
-        held_bytes += len(files[-1][1])
-        if held_bytes >= _HELD_BYTES:
+        buffered_bytes += len(files[-1][1])
+        if buffered_bytes >= _BUFFER_BYTES:
             yield files
-            files, held_bytes = [], 0
+            files, buffered_bytes = [], 0
     yield files
 
 
@@ -152,7 +152,7 @@ def _file(source: Source, record: Record, max_bytes: int) -> tuple[Outcome, byte
         data = source.read_image(record, max_bytes)
         sha256 = hashlib.sha256(data).hexdigest()
         if record.sha256 not in ("", sha256):
-            raise SourceError("The picture was changed after it was indexed. Add it again.")
+            raise SourceError("The image was changed after it was indexed. Add it again.")
     except (ImageError, GalleryError, OSError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return Outcome(record, failure=reason), b""
@@ -160,7 +160,7 @@ def _file(source: Source, record: Record, max_bytes: int) -> tuple[Outcome, byte
 
 
 class Failure(BaseModel, frozen=True):
-    """An image that was left out, and why."""
+    """An image that was skipped, and why."""
 
     key: str
     path: str
@@ -168,24 +168,24 @@ class Failure(BaseModel, frozen=True):
 
 
 def failure_of(outcome: Outcome) -> Failure:
-    """What is told about a record that cannot be used."""
+    """The report of a record that cannot be used."""
     record = outcome.record
     path = record.path.encode("utf-8", "backslashreplace").decode()
     return Failure(key=record.key, path=path, reason=outcome.failure or "")
 
 
 def entry_of(outcome: Outcome, vector: NDArray[np.float32]) -> Entry:
-    """The item of a record that can be used."""
+    """The item to store for a usable record."""
     record = outcome.record
     return Entry(record.key, vector, outcome.sha256, record.attributes, record.path, outcome.format)
 
 
 def refuse_unreadable(source: Source, found: int, failures: Sequence[Failure]) -> None:
-    """Raises: SourceError if not one of the `found` records could be used."""
+    """Raise SourceError if all `found` records failed."""
     if len(failures) < found:
         return
     examples = "; ".join(f"{f.key}: {f.reason}" for f in failures[:_EXAMPLES])
     raise SourceError(
         f"None of the {len(failures):,} images of the {source.description} can be read. "
-        f"The first of them: {examples} Check the folder and the paths in the list."
+        f"The first failures: {examples} Check the folder and the paths in the list."
     )

@@ -1,4 +1,4 @@
-"""Rebuild: a gallery made again with another model, beside the old one, which stays in use."""
+"""Rebuild a gallery with another model while the old gallery stays in use, then swap them."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Set
@@ -29,15 +29,15 @@ from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.types import Ids, Item, Progress
 
 CatchUp = Callable[[Path], None]
-"""Bring the gallery in this folder up to the one that it will replace."""
+"""Applies the latest changes of a gallery to the copy in this folder, which will replace it."""
 
 ReadImage = Callable[[Item | Record], bytes]
-"""The picture of an item as it was indexed. Raises: GalleryError, ImageError, OSError."""
+"""Reads the image of an item as it was indexed. Raises: GalleryError, ImageError, OSError."""
 
-_CHUNK = 4096  # items looked at in one state of the catalogue
+_CHUNK = 4096  # items per read transaction of the catalogue
 _NO_IDS: Ids = np.empty(0, np.int64)
 
-_ROUNDS = 8  # of changes that came while the last ones were repeated
+_ROUNDS = 8  # attempts to catch up with changes that arrived during the previous round
 _SHOWN = 100
 
 
@@ -49,24 +49,24 @@ def adopt(
     catch_up: CatchUp | None = None,
     on_progress: Progress | None = None,
 ) -> GalleryManifest:
-    """Make the state of gallery `source` the current generation of gallery `target`.
+    """Copy gallery `source` and publish the copy as the current generation of gallery `target`.
 
-    The target keeps its name and, unless another `image_root` is given, its image root; the source
-    stays as it is. Everything is copied while both are in use. `catch_up` may then bring the copy
-    up to what the target has become: it is called once while the target is in use, and once more
-    while nobody can change it. A kill at any moment leaves the old generation or the new one.
-    Progress counts bytes.
+    The target keeps its name and, unless `image_root` is given, its image root. The source is not
+    changed. Both stay in use during the copy. `catch_up` can then apply the latest changes of the
+    target to the copy. It is called once while the target is in use, and once more while the target
+    is locked against changes. If the process is killed, either the old or the new generation is
+    current. Progress counts bytes.
 
     Raises: GalleryNotFoundError, GalleryCorruptError; GalleryBusyError if a build runs or has
-        replaced the target meanwhile; GalleryWriteError; what `catch_up` raises.
+        replaced the target during the copy; GalleryWriteError; the errors of `catch_up`.
     """
     folder = GalleryFolder(target)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         current = Gallery.open(folder.path, load_index=False)
-        held.callback(current.close)
+        stack.callback(current.close)
         _refuse_other(folder, current)
-        held.enter_context(disk_errors_explained(folder.path))
-        stage = held.enter_context(folder.aside())
+        stack.enter_context(disk_errors_explained(folder.path))
+        stage = stack.enter_context(folder.aside())
         copy = stage / "copy"
         backup(source, copy, on_progress)
         made = GalleryFolder(copy).current()
@@ -89,17 +89,18 @@ def adopt(
 def _refuse_other(folder: GalleryFolder, current: Gallery) -> None:
     if folder.current_name() != current.generation:
         raise GalleryBusyError(
-            f"The gallery {folder.path} was replaced by a build meanwhile; nothing was changed. "
-            "Start again from what it is now."
+            f"The gallery {folder.path} was replaced by a build in the meantime; nothing was "
+            "changed. Start again with the new gallery."
         )
 
 
 class Follower:
-    """Repeats what the gallery in folder `path` holds, and its changes, in another; one thread
-    uses it. It keeps 16 bytes an item.
+    """Replicates the gallery in folder `path`, and its later changes, to a candidate gallery with
+    another model. Not thread-safe. Takes 16 bytes per item.
 
-    `failures` are the items whose pictures cannot be read, by number; `embedded` counts pictures
-    that went through the model.
+    Attributes:
+        failures: items whose images cannot be read, by item id.
+        embedded: number of images that the model embedded.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class Follower:
         self._read_image = read_image
         self._settings = settings or EmbedSettings()
         self._seq = -1
-        # The numbers of items of the gallery, ascending, and those of the same items in the other.
+        # The ids of the items of the gallery, ascending, and the ids of the same items in the
+        # candidate.
         self._ids, self._copies = _NO_IDS, _NO_IDS
         self._folder = GalleryFolder(path)
         self.gallery = Gallery.open(path, load_index=False)
@@ -124,69 +126,71 @@ class Follower:
 
     @property
     def path(self) -> Path:
-        """The folder of the gallery that is followed."""
+        """The folder of the gallery that is replicated."""
         return self._folder.path
 
     @property
     def found(self) -> int:
-        """Items of the gallery when it was last looked at."""
+        """Number of items of the gallery at the last `catch_up`."""
         return len(self._ids) + len(self.failures)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._catalog.close()
         self.gallery.close()
 
     def catch_up(self, candidate: Gallery, on_progress: Progress | None = None) -> int:
-        """Make `candidate` what the gallery is now; how many items were touched.
+        """Bring `candidate` to the present state of the gallery.
+
+        Returns the number of added, changed and removed items.
 
         Raises: GalleryBusyError if a build has replaced the gallery; GalleryCorruptError;
             GalleryWriteError; BundleError; InvalidParameterError.
         """
         if self._folder.current_name() != self.gallery.generation:
             raise GalleryBusyError(
-                f"The gallery {self.path} was replaced by a build since this began; nothing was "
-                "changed. Start again from what it is now."
+                f"The gallery {self.path} was replaced by a build since the start; nothing was "
+                "changed. Start again with the new gallery."
             )
-        since, self._seq = self._seq, -1  # until this round is over
+        since, self._seq = self._seq, -1  # -1 until this round is complete
         is_first = since < 0
-        if is_first:  # also after one that was cut short
+        if is_first:  # also after an interrupted round
             self._ids, self._copies, self.failures = _NO_IDS, _NO_IDS, {}
         with self._catalog.reading() as view:
             seq, live = view.state().seq, view.live_ids()
             changed = _NO_IDS if is_first else view.changed_since(since)
         before = np.union1d(self._ids, np.array([*self.failures], np.int64))
-        gone = np.setdiff1d(before, live)
+        removed = np.setdiff1d(before, live)
         fresh = np.union1d(np.setdiff1d(live, before), changed)
-        old = candidate.ids() if is_first else self._forget(np.union1d(gone, fresh))
+        old = candidate.ids() if is_first else self._forget(np.union1d(removed, fresh))
         pairs = [np.column_stack([self._ids, self._copies])]
         for start in range(0, len(fresh), _CHUNK):
             some = fresh[start : start + _CHUNK]
             pairs += [self._take(candidate, some, on_progress)]
         both = np.concatenate(pairs)
         self._ids, self._copies = both[np.argsort(both[:, 0])].T
-        # What an item was before may be what another one is now.
+        # Remove old copies, except those that are now the copy of another item.
         remove_in_parts(candidate, np.setdiff1d(old, self._copies))
         self._seq = seq
-        return len(fresh) + len(gone)
+        return len(fresh) + len(removed)
 
-    def begin_anew(self) -> None:
-        """The next `catch_up` looks at everything: of a copy that lacks what was repeated."""
+    def restart(self) -> None:
+        """Make the next `catch_up` compare all items, for a candidate without earlier changes."""
         self._seq = -1
 
-    def _forget(self, gone: Ids) -> Ids:
-        """The numbers that these items had in the other gallery."""
-        for number in gone.tolist():
+    def _forget(self, removed: Ids) -> Ids:
+        """Forget items; returns the ids that they had in the candidate."""
+        for number in removed.tolist():
             self.failures.pop(number, None)
-        is_gone = np.isin(self._ids, gone)
-        copies = self._copies[is_gone]
-        self._ids, self._copies = self._ids[~is_gone], self._copies[~is_gone]
+        is_removed = np.isin(self._ids, removed)
+        copies = self._copies[is_removed]
+        self._ids, self._copies = self._ids[~is_removed], self._copies[~is_removed]
         return copies
 
     def _take(
         self, candidate: Gallery, ids: Ids, on_progress: Progress | None
     ) -> NDArray[np.int64]:
-        """The numbers (N, 2) of those of the items that are in both galleries now."""
+        """Copy items to the candidate; returns the ids (N, 2) in both galleries."""
         with self._catalog.reading() as view:
             items = {item.key: item for item in view.get(ids.tolist()).values()}
         source = Source(
@@ -211,9 +215,9 @@ def _record(item: Item) -> Record:
 
 
 class RebuildReport(BaseModel, frozen=True):
-    """How a rebuild went: `items` of the `found` are in the new gallery, `missing` are not.
+    """Result of a rebuild: of `found` items, `items` are in the new gallery and `missing` are not.
 
-    `failures` names the first 100 of the missing, with the reasons.
+    `failures` has the first 100 missing items with the reasons.
     """
 
     found: int
@@ -234,15 +238,13 @@ def rebuild(
     on_progress: Progress | None = None,
     on_indexed: Progress | None = None,
 ) -> RebuildReport:
-    """Make the gallery that `follower` reads again in the folder `candidate`, with its model.
+    """Rebuild the gallery of `follower` with the follower's model in the folder `candidate`.
 
-    One that was stopped continues with the same call.
+    To resume an interrupted rebuild, make the same call. Items whose images cannot be read are
+    skipped, up to the fraction `max_missing` of all items. The index type and its recall target are
+    kept. `on_progress` counts items, `on_indexed` indexed items.
 
-    Items whose pictures cannot be read are left out, up to the part `max_missing` of all. The
-    kind of index and its target stay as they are. `on_progress` counts items, `on_indexed` items
-    of the index.
-
-    Raises: SourceError for more missing pictures; PlanError, RecallError; GalleryBusyError if a
+    Raises: SourceError if more images are missing; PlanError, RecallError; GalleryBusyError if a
         build replaces the gallery; GalleryWriteError; BundleError.
     """
     started = perf_counter()
@@ -264,7 +266,7 @@ def rebuild(
 
 
 def _candidate(path: Path, old: Gallery, embedder: Embedder) -> Gallery:
-    """What a rebuild that was stopped has made, or a new gallery."""
+    """The gallery of an interrupted rebuild, or a new one."""
     try:
         made = Gallery.open(path, load_index=False)
         wanted = (embedder.bundle_id, embedder.mode.precision, old.name)
@@ -294,17 +296,17 @@ def swap_in(
     on_progress: Progress | None = None,
     before_publish: Callable[[], None] | None = None,
 ) -> GalleryManifest:
-    """Put `candidate` in the place of the gallery that `follower` reads.
+    """Replace the gallery of `follower` by a copy of `candidate`.
 
-    What changed meanwhile is repeated in rounds until a round finds nothing more; the rest, while
-    nobody can change the gallery. So the new generation holds every change that was acknowledged.
-    Items whose pictures cannot be read are left out, up to the part `max_missing` of all; the
-    numbers `known_missing` are not counted: somebody has decided that these may be left out.
-    The candidate stays as it is. Progress counts bytes. `before_publish` is called at the last
-    moment at which nothing has changed; if it raises, nothing will.
+    Changes since the rebuild are replicated in rounds, until a round finds no more. A last round
+    runs while the gallery is locked against changes, so no acknowledged change is lost. Items whose
+    images cannot be read are skipped, up to the fraction `max_missing` of all items. The ids in
+    `known_missing` were accepted as missing before and do not count. The candidate is not changed.
+    Progress counts bytes. `before_publish` is called just before the swap; if it raises, the
+    gallery is unchanged.
 
-    Raises: SourceError for too many missing pictures; GalleryBusyError if the changes never end,
-        or a build runs; what `adopt` raises.
+    Raises: SourceError if too many images are missing; GalleryBusyError if changes arrive faster
+        than they are replicated, or a build runs; the errors of `adopt`.
     """
     calls = 0
 
@@ -320,24 +322,24 @@ def swap_in(
     try:
         return adopt(follower.path, candidate, catch_up=catch_up, on_progress=on_progress)
     finally:
-        follower.begin_anew()  # the candidate itself is as it was
+        follower.restart()  # its changes went to the copy, not to the candidate
 
 
 def missing_since(follower: Follower, known: Set[int]) -> list[Failure]:
-    """The items that are missing now, without those with the numbers `known`."""
+    """The items that are missing now, except those with an id in `known`."""
     return [failure for number, failure in follower.failures.items() if number not in known]
 
 
 def check_missing(failures: Iterable[Failure], found: int, max_missing: float) -> None:
-    """Raises: SourceError if more than the part `max_missing` of `found` items is missing."""
+    """Raise SourceError if more than the fraction `max_missing` of `found` items is missing."""
     missing = list(failures)
     if len(missing) <= max_missing * found:
         return
     first = missing[0]
     raise SourceError(
-        f"The pictures of {len(missing):,} of {found:,} items cannot be read, allowed are "
-        f"{max_missing:.1%}; the first is {first.key!r}: {first.reason} Put the pictures back, "
-        "remove these items, or rebuild with a greater max_missing."
+        f"The images of {len(missing):,} of {found:,} items cannot be read; the limit is "
+        f"{max_missing:.1%}. The first is {first.key!r}: {first.reason} Restore the images, "
+        "remove these items, or rebuild with a higher max_missing."
     )
 
 
@@ -350,6 +352,7 @@ def _catch_up(follower: Follower, made: Gallery, rounds: int) -> None:
             return
     if rounds > 1 and touched > few:
         raise GalleryBusyError(
-            f"The gallery {follower.path} changes faster than the new one can follow: "
-            f"{touched:,} items in the last of {rounds} rounds. Swap it when fewer changes come."
+            f"The gallery {follower.path} changes faster than the new one can catch up: "
+            f"{touched:,} items in the last of {rounds} rounds. Swap it when there are fewer "
+            "changes."
         )

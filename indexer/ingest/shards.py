@@ -1,12 +1,12 @@
-"""Vectors on their way from a cluster: a folder of Parquet files, anywhere that fsspec reaches.
+"""Vectors embedded on a cluster: a folder of Parquet files, on any file system of fsspec.
 
 VECTORS/
-  manifest.json          ShardsManifest; written once the whole list is there
+  manifest.json          ShardsManifest; written after the whole list
   list/000000.json       the records of a shard
-  parts/000000.json      which of them were left out, and why
-  parts/000000.parquet   the others with their vectors, as `export` writes them; written last
+  parts/000000.json      the skipped records of the shard, with reasons
+  parts/000000.parquet   the other records with their vectors, as `export` writes them; written last
 
-A part is there whole or not at all, so whoever goes on makes those that are missing.
+Each file is written atomically, so a run that resumes computes only the missing parts.
 """
 
 import json
@@ -23,18 +23,18 @@ from kinlens.embedder.errors import SourceError
 from kinlens.embedder.formats import SUFFIXES
 from kinlens.indexer.exchange.objects import ObjectFolder, files_at, is_local
 from kinlens.indexer.exchange.parquet import read_dump, write_entries
+from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.embed import Failure
 from kinlens.indexer.ingest.sources import Record, walk
-from kinlens.indexer.pictures import read_image
 from kinlens.indexer.types import Dump, Entry
 
 MANIFEST = "manifest.json"
 _LIST, _PARTS = "list", "parts"
-_AGAIN = "Run kinlens-index embed again with the same source and the same --out: it goes on."
+_RESUME = "To resume, run kinlens-index embed again with the same source and the same --out."
 
 
 class ShardsManifest(BaseModel, frozen=True, extra="forbid"):
-    """What the vectors are of: `images` of a source, in shards of `shard_size`."""
+    """Describes the source and the model of the vectors: `images`, in shards of `shard_size`."""
 
     schema_version: Literal[1] = 1
     bundle_id: str = Field(min_length=1)
@@ -48,17 +48,17 @@ class ShardsManifest(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def shards(self) -> int:
-        """How many there are."""
+        """The number of shards."""
         return -(-self.images // self.shard_size)
 
     def images_in(self, shards: Sequence[int]) -> int:
-        """How many images these shards have; the last one may have fewer than the others."""
+        """The number of images in the given shards; the last shard may have fewer than others."""
         empty = self.shards * self.shard_size - self.images
         return len(shards) * self.shard_size - empty * (self.shards - 1 in shards)
 
 
 class VectorShards:
-    """The folder at an address: of this machine, or of any file system of fsspec."""
+    """A folder of vector shards, on this machine or any file system of fsspec."""
 
     def __init__(self, address: str) -> None:
         """Raises: EngineUnavailableError without fsspec, or without the package of a protocol."""
@@ -68,20 +68,21 @@ class VectorShards:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the list is complete."""
+        """Whether the list of records is complete."""
         return self._files.exists(MANIFEST)
 
     @property
     def manifest(self) -> ShardsManifest:
-        """What stands in manifest.json. Raises: SourceError."""
+        """The content of manifest.json. Raises: SourceError."""
         if self._known is None:
             try:
                 data = self._files.read(MANIFEST)
                 self._known = ShardsManifest.model_validate_json(data)
             except FileNotFoundError as error:
                 raise SourceError(
-                    f"{self.address} has no {MANIFEST}: no vectors of `kinlens-index embed` are "
-                    "there, or its list was not finished. Check the address."
+                    f"{self.address} has no {MANIFEST}: either it has no vectors of "
+                    "`kinlens-index embed`, or that command was interrupted before it had listed "
+                    "all images. Check the address."
                 ) from error
             except (OSError, ValidationError) as error:
                 raise SourceError(
@@ -90,30 +91,31 @@ class VectorShards:
         return self._known
 
     def begin(self, manifest: ShardsManifest, records: Iterable[Record]) -> None:
-        """Write the list, and the manifest last. Raises: SourceError if the source has changed
-        since its images were counted; OSError.
+        """Write the list of records, then the manifest.
+
+        Raises: SourceError if the source has changed since its images were counted; OSError.
         """
-        count, rest = 0, iter(records)
+        count, remaining = 0, iter(records)
         for shard in range(manifest.shards):
-            some = list(islice(rest, manifest.shard_size))
+            some = list(islice(remaining, manifest.shard_size))
             lines = [[one.key, one.path, _plain(one.attributes)] for one in some]
             self._files.write(f"{_LIST}/{shard:06}.json", json.dumps(lines).encode())
             count += len(some)
-        if count != manifest.images or next(rest, None) is not None:
+        if count != manifest.images or next(remaining, None) is not None:
             raise SourceError(
-                f"The {manifest.source} had {manifest.images:,} images and has another number now. "
-                "Start again when nobody changes it."
+                f"The {manifest.source} had {manifest.images:,} images, but their number changed "
+                "while they were listed. Start again when no other process changes the source."
             )
         self._files.write(MANIFEST, manifest.model_dump_json(indent=2).encode())
 
     def missing(self) -> list[int]:
-        """The shards whose vectors are not there yet."""
+        """The shards without vectors."""
         there = self._files.names(_PARTS)
         shards = range(self.manifest.shards)
         return [shard for shard in shards if f"{shard:06}.parquet" not in there]
 
     def records(self, shard: int) -> list[Record]:
-        """Those of one shard."""
+        """The records of one shard."""
         lines = json.loads(self._files.read(f"{_LIST}/{shard:06}.json"))
         return [
             Record(key, path, {n: tuple(v) if isinstance(v, list) else v for n, v in own.items()})
@@ -121,9 +123,9 @@ class VectorShards:
         ]
 
     def write(self, shard: int, entries: Sequence[Entry], failures: Sequence[Failure]) -> None:
-        """Keep the vectors of a shard, and what was left out. Raises: OSError."""
-        told = [failure.model_dump() for failure in failures]
-        self._files.write(f"{_PARTS}/{shard:06}.json", json.dumps(told).encode())
+        """Store the vectors of a shard and its failures. Raises: OSError."""
+        lines = [failure.model_dump() for failure in failures]
+        self._files.write(f"{_PARTS}/{shard:06}.json", json.dumps(lines).encode())
         facts = {"name": "vectors", "bundle_id": self.manifest.bundle_id}
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder, "part")
@@ -131,21 +133,24 @@ class VectorShards:
             self._files.write(f"{_PARTS}/{shard:06}.parquet", part.read_bytes())
 
     def failures(self) -> Iterator[Failure]:
-        """What was left out, of all shards that are there."""
+        """The skipped images of all shards with vectors."""
         for shard in sorted({*range(self.manifest.shards)} - {*self.missing()}):
             data = self._files.read(f"{_PARTS}/{shard:06}.json")
             yield from map(Failure.model_validate, json.loads(data))
 
     def dump(self, name: str) -> Dump:
-        """All of it, for a gallery of this name. Raises: SourceError if shards are missing."""
+        """The vectors of all shards, for a gallery named `name`.
+
+        Raises: SourceError if shards are missing or no image could be used.
+        """
         manifest = self.manifest
         if missing := self.missing():
             raise SourceError(
-                f"{self.address} lacks {len(missing):,} of {manifest.shards:,} shards. {_AGAIN}"
+                f"{self.address} lacks {len(missing):,} of {manifest.shards:,} shards. {_RESUME}"
             )
-        left_out = sum(1 for _ in self.failures())
-        if left_out == manifest.images:
-            raise SourceError(f"None of the {left_out:,} images of {self.address} could be used.")
+        omitted = sum(1 for _ in self.failures())
+        if omitted == manifest.images:
+            raise SourceError(f"None of the {omitted:,} images in {self.address} could be used.")
         facts = {
             "name": name,
             "bundle_id": manifest.bundle_id,
@@ -153,25 +158,25 @@ class VectorShards:
             "source": manifest.source,
             "source_root": manifest.source_root,
         }
-        return Dump(facts, manifest.dim, manifest.images - left_out, self._entries)
+        return Dump(facts, manifest.dim, manifest.images - omitted, self._entries)
 
     def _entries(self) -> Iterator[Entry]:
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder, "part.parquet")
             for shard in range(self.manifest.shards):
-                place = f"{_PARTS}/{shard:06}.parquet"
-                self._files.download(place, part)
+                name = f"{_PARTS}/{shard:06}.parquet"
+                self._files.download(name, part)
                 try:
                     yield from read_dump(part).entries()
                 except SourceError as error:
                     raise SourceError(
-                        f"{self.address}/{place} is damaged: {error} Remove it and run "
+                        f"{self.address}/{name} is damaged: {error} Remove it and run "
                         "kinlens-index embed again."
                     ) from error
 
 
 def reader_at(root: str) -> Any:
-    """What reads the bytes of a record below an address, at most so many."""
+    """A function that reads the image of a record below an address, up to a number of bytes."""
     files, path = files_at(root)
     if is_local(files):
         return lambda record, max_bytes: read_image(Path(path), record.path, max_bytes)
@@ -179,7 +184,7 @@ def reader_at(root: str) -> Any:
 
 
 def image_paths(address: str) -> list[str]:
-    """The images below an address, relative to it, in order; without hidden files and folders."""
+    """The sorted paths of the images below an address, relative to it, without hidden ones."""
     files, root = files_at(address)
     if is_local(files):
         return [path.relative_to(root).as_posix() for path in walk(Path(root))]
@@ -196,7 +201,7 @@ def _read(files: Any, root: str, record: Record, max_bytes: int) -> bytes:
     data: bytes = files.cat_file(f"{root}/{record.path}", end=max_bytes + 1)
     if len(data) > max_bytes:
         raise SourceError(
-            f"The file has more than {max_bytes:,} bytes, the limit. Make it smaller, or leave it."
+            f"The file has more than {max_bytes:,} bytes, the limit. Resize or compress it."
         )
     return data
 

@@ -1,4 +1,4 @@
-"""What to index: a folder of images, a CSV file with typed columns, or a list of a data set."""
+"""Sources of images: a folder, a CSV file with typed columns, or a split list of a dataset."""
 
 import csv
 import json
@@ -17,26 +17,26 @@ import numpy as np
 from kinlens.embedder.errors import SourceError
 from kinlens.embedder.formats import SUFFIXES
 from kinlens.indexer.attributes import Schema, is_printable
-from kinlens.indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
-from kinlens.indexer.pictures import printable, read_image
+from kinlens.indexer.catalog.entries import MAX_KEY, is_key, learn_types
+from kinlens.indexer.images import printable, read_image
 from kinlens.values import AttributeKind, AttributeValue, Scalar, date_text
 
 KINDS: tuple[AttributeKind, ...] = get_args(AttributeKind)
-"""Every kind of attribute, as it stands after the colon of a typed name."""
+"""The attribute types, as written after the colon of a typed name."""
 
 DATE = "date"
-"""A text that is checked to be one, and written so that texts are in the order of time."""
+"""Type name of a date. It is stored as text in a format that sorts by time."""
 
 _WHOLE = re.compile(r"[+-]?\d+")
 _DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_DIGITS = 100  # with all its leading zeros
+_DIGITS = 100  # including leading zeros
 BOOLEANS = {"true": True, "false": False}
 
 _NO_KINDS: Schema = {}
 
 
 def parse_value(text: str, kind: str) -> Scalar:
-    """The value that `text` says. Raises: ValueError, with what was expected."""
+    """Convert `text` to a value of type `kind`. Raises: ValueError with the expected format."""
     word = text.strip()
     if kind == "text":
         return text
@@ -52,15 +52,15 @@ def parse_value(text: str, kind: str) -> Scalar:
         return BOOLEANS[word.lower()]
     if _WHOLE.fullmatch(word):
         if len(word) > _DIGITS or not -(2**63) <= int(word) < 2**63:
-            raise ValueError("expected a whole number of 64 bits, or one with a point, as 1.5e20")
+            raise ValueError("expected a 64-bit integer, or a number with a point such as 1.5e20")
         return int(word)
     if not _DECIMAL.fullmatch(word) or not math.isfinite(float(word)):
-        raise ValueError("expected a finite number such as 12 or 12.5, with a point")
+        raise ValueError("expected a finite number such as 12 or 12.5, with a decimal point")
     return float(word)
 
 
 def parse_values(text: str, kind: str) -> AttributeValue:
-    """The values in `S|M|L`, or in a list as JSON has it: ["S", "M"]. Raises: ValueError."""
+    """The values in `S|M|L`, or in a JSON list such as ["S", "M"]. Raises: ValueError."""
     if not text.strip():
         return ()
     if text.lstrip().startswith("["):
@@ -76,22 +76,22 @@ def parse_values(text: str, kind: str) -> AttributeValue:
 
 
 class Typed(NamedTuple):
-    """The kind of a column, None where it is not given, and whether a cell has several values."""
+    """The type of a column (None if it is not given), and whether a cell has several values."""
 
     kind: AttributeKind | None
     is_list: bool = False
     is_date: bool = False
 
     def value_of(self, text: str) -> AttributeValue:
-        """What a cell says. Raises: ValueError."""
+        """The value of a cell. Raises: ValueError."""
         kind = DATE if self.is_date else self.kind or "text"
         return (parse_values if self.is_list else parse_value)(text, kind)
 
 
 def split_kind(typed: str) -> tuple[str, Typed]:
-    """The name and the type in `price:number`, or in `sizes:text[]` for several values.
+    """Split `price:number`, or `sizes:text[]` for several values, into the name and the type.
 
-    Raises: ValueError for a type that there is not.
+    Raises: ValueError for an unknown type.
     """
     name, colon, kind = (part.strip() for part in typed.rpartition(":"))
     if not colon:
@@ -102,32 +102,35 @@ def split_kind(typed: str) -> tuple[str, Typed]:
     if kind in (DATE, f"{DATE}[]"):
         return name, Typed("text", kind != DATE, is_date=True)
     raise ValueError(
-        f"{typed!r} names the type {kind!r}; the types are {', '.join((*KINDS, DATE))}, and with "
-        f"[] lists of these. For a name with a colon write {typed}:text"
+        f"{typed!r} names the type {kind!r}; the types are {', '.join((*KINDS, DATE))}, each also "
+        f"with [] for a list. If the colon is part of the name, write {typed}:text"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: the text of the columns that had to be there, and the values of all others.
+    """One row of a CSV file.
 
-    A value is None where the cell of a number or boolean is empty.
+    Attributes:
+        position: file and line, for messages.
+        cells: the text of the required columns.
+        attributes: the values of the other columns; None for an empty number or boolean.
     """
 
     line: int
-    place: str
+    position: str
     cells: Mapping[str, str]
     attributes: Mapping[str, AttributeValue | None]
 
 
 def read_table(file: Path, required: Sequence[str], kinds: Schema) -> Iterator[Row]:
-    """The rows below the header of `file`, whose columns `required` stay text.
+    """The rows below the header of `file`. The columns in `required` are text.
 
-    A column `price:number` has that type, `sizes:text[]` several values in a cell, as in S|M|L. A
-    plain `price` has the type in `kinds`, or is text; true and false as text are refused, since a
-    boolean was meant.
+    A column `price:number` has that type, a column `sizes:text[]` several values per cell, such as
+    S|M|L. A plain `price` has the type in `kinds`, or is text. The words true and false in an
+    untyped column are refused, because a boolean was probably meant.
 
-    Raises: SourceError for a missing file, column or value, and a value of another type.
+    Raises: SourceError for a missing file, column or value, or a value of another type.
     """
     rows = read_rows(file)
     columns = _checked_columns(file, next(rows, (0, []))[1], required, kinds)
@@ -136,7 +139,7 @@ def read_table(file: Path, required: Sequence[str], kinds: Schema) -> Iterator[R
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """Rows that are not empty, each with the number of its last line. Raises: SourceError."""
+    """The rows that are not empty, each with the number of its last line. Raises: SourceError."""
     try:
         with file.open(encoding="utf-8-sig", newline="") as text:
             reader = csv.reader(text, skipinitialspace=True, strict=True)
@@ -156,54 +159,53 @@ def _row(
     columns: Mapping[str, Typed],
     required: Sequence[str],
 ) -> Row:
-    place = f"{file}:{line}"
+    position = f"{file}:{line}"
     if len(row) != len(columns):
         raise SourceError(
-            f"{place} has {len(row)} values for {len(columns)} columns. Put values that contain a "
-            "comma into double quotes."
+            f"{position} has {len(row)} values for {len(columns)} columns. Put values that contain "
+            "a comma into double quotes."
         )
     texts = dict(zip(columns, row, strict=True))
     cells = {name: texts.pop(name).strip() for name in required}
-    values = {name: _value(text, name, columns[name], place) for name, text in texts.items()}
-    return Row(line, place, cells, values)
+    values = {name: _value(text, name, columns[name], position) for name, text in texts.items()}
+    return Row(line, position, cells, values)
 
 
-def _value(text: str, name: str, typed: Typed, place: str) -> AttributeValue | None:
+def _value(text: str, name: str, typed: Typed, position: str) -> AttributeValue | None:
     kind = typed.kind
     if (typed.is_list or typed.is_date or kind not in ("text", None)) and not text.strip():
         return None
     if kind is None and text.strip().lower() in BOOLEANS:
         raise SourceError(
-            f"{place}: column {name} has {text!r} and no type. Name the column {name}:boolean, or "
-            f"{name}:text to keep the word."
+            f"{position}: column {name} has {text!r} and no type. Name the column {name}:boolean, "
+            f"or {name}:text to keep the word."
         )
     try:
         return typed.value_of(text)
     except ValueError as error:
         raise SourceError(
-            f"{place}: column {name} has {text!r}, {error}. Mend the value, leave it empty, or "
-            f"name the column {name}:text."
+            f"{position}: column {name} has {text!r}, {error}. Correct the value, clear the cell, "
+            f"or name the column {name}:text."
         ) from error
 
 
 def _checked_columns(
     file: Path, header: Sequence[str], required: Sequence[str], kinds: Schema
 ) -> dict[str, Typed]:
-    """The type of each column by its name, in the order of the header; None: text unless it looks
-    like something else.
-    """
+    """The type of each column by name, in the order of the header."""
     columns = [_column(file, typed, required, kinds) for typed in header]
     names = [name for name, _ in columns]
     missing = [name for name in required if name not in names]
     if missing:
         raise SourceError(
-            f"{file} has no column {' and no column '.join(missing)}; its first line names "
-            f"{names}. Begin the file with a line such as {','.join(required)},colour (commas "
-            "between)."
+            f"{file} has no column {' and no column '.join(missing)}; its first line has the "
+            f"columns {names}. Start the file with a line such as {','.join(required)},colour, "
+            "separated by commas."
         )
     if len(set(names)) < len(names) or "" in names:
         raise SourceError(
-            f"{file} names a column twice or not at all: {names}. Give each column its own name."
+            f"{file} has columns with the same name or without a name: {names}. Give each column "
+            "its own name."
         )
     return dict(columns)
 
@@ -218,18 +220,20 @@ def _column(file: Path, typed: str, required: Sequence[str], kinds: Schema) -> t
     known = kinds.get(name)
     if found.kind and known and found.kind != known:
         raise SourceError(
-            f"{file}: the column {typed.strip()} does not fit the gallery, where {name} is a "
-            f"{known}. Name the column {name}, or give the attribute another name."
+            f"{file}: the column {typed.strip()} conflicts with the gallery, where {name} has the "
+            f"type {known}. Name the column {name}, or give the attribute another name."
         )
     return name, found._replace(kind=found.kind or known)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One image to index; `path` is relative to the root of its source, with forward slashes.
+    """One image to index.
 
-    sha256: of its bytes, where that is known; other bytes are refused then, and known content is
-    not even read.
+    Attributes:
+        path: relative to the root of its source, with forward slashes.
+        sha256: of its bytes, or "" if unknown. If set, other bytes are refused, and content that
+            has a vector is not read.
     """
 
     key: str
@@ -241,12 +245,15 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What to index: `records()` reads `count` of them from the first on, each key once, and never
-    holds them all. Their paths start from the absolute folder `root`.
+    """Images to index.
 
-    names: attributes that the source decides on, also where a record has no value for one.
-    read: the bytes of a record, at most `max_bytes`, if they are not those of the file. remote: the
-    address of fsspec that the paths start from, if it is no folder.
+    Attributes:
+        root: the absolute folder that paths are relative to.
+        records: returns a new iterator over all records; each key occurs once.
+        count: number of records.
+        names: attributes that the source defines, also for records without a value.
+        read: reads the image of a record, of at most `max_bytes`; None to read its file.
+        remote: the address of fsspec that paths are relative to, if it is not a folder.
     """
 
     root: Path
@@ -259,31 +266,30 @@ class Source:
 
     @property
     def address(self) -> str:
-        """Where the paths start from."""
+        """The address or folder that paths are relative to."""
         return self.remote or str(self.root)
 
     def read_image(self, record: Record, max_bytes: int) -> bytes:
-        """The bytes of a record. Raises: SourceError, ImageError, OSError."""
+        """The image of a record. Raises: SourceError, ImageError, OSError."""
         if self.read is not None:
             return self.read(record, max_bytes)
         return read_image(self.root, record.path, max_bytes)
 
 
 def folder_source(folder: Path | str, root: Path | str | None = None) -> Source:
-    """Every image below `folder`; the key is the path relative to `root`, or else to the folder.
+    """All images below `folder`. The key is the path relative to `root`, by default the folder.
 
     Images in a sub-folder of the root get its relative name as attribute `class`. Hidden files and
-    folders are left out, links to folders are not followed.
+    folders are skipped, and links to folders are not followed.
 
-    Raises: SourceError for a missing folder, one without images, a folder that cannot be read, one
-        outside `root`.
+    Raises: SourceError for a folder that is missing, unreadable, without images or outside `root`.
     """
     folder = existing_folder(folder)
     root = folder if root is None else existing_folder(root)
     if not folder.is_relative_to(root):
         raise SourceError(
             f"The folder {folder} is outside {root}, the image root of the gallery. Move or copy "
-            "the images below that folder, or build a gallery of their own."
+            "the images below that folder, or build a separate gallery."
         )
 
     def records() -> Iterator[Record]:
@@ -293,36 +299,37 @@ def folder_source(folder: Path | str, root: Path | str | None = None) -> Source:
     count = sum(1 for _ in walk(folder))
     if not count:
         raise SourceError(
-            f"{folder} holds no images: looked for names ending in {', '.join(SUFFIXES)} in it and "
-            "its sub-folders. Give another folder, or list the files with --csv."
+            f"{folder} and its sub-folders have no images: no name ends with "
+            f"{', '.join(SUFFIXES)}. Use another folder, or list the files with --csv."
         )
     return Source(root, records, count, f"folder {folder}", frozenset({"class"}))
 
 
 def check_attributes(source: Source, schema: Schema) -> None:
-    """Before any work: all values can be stored, and fit the attributes that a gallery has.
+    """Check, before any work, that all attributes can be stored and match the types in `schema`.
 
     Raises: InvalidParameterError naming attribute, value and key.
     """
     kinds = dict(schema)
     for record in source.records():
-        learn_kinds(kinds, record.key, record.attributes)
+        learn_types(kinds, record.key, record.attributes)
 
 
 def check_names(record: Record) -> None:
-    """Raises: SourceError if the key or the path of a record cannot be stored."""
+    """Check that key and path of a record can be stored. Raises: SourceError."""
     if not (is_key(record.key) and is_printable(record.path)):
         raise SourceError(
-            "Its name cannot be stored: it has control characters or is too long. Rename the file."
+            "The file name cannot be stored: it has control characters or is too long. Rename the "
+            "file."
         )
 
 
 def existing_folder(path: Path | str) -> Path:
-    """The absolute path of a folder of images. Raises: SourceError if it is none."""
+    """The absolute path of a folder of images. Raises: SourceError if it is not a folder."""
     path = Path(path)
     if path.is_file():
         raise SourceError(
-            f"{path} is a file, not a folder of images. Give a list with --csv or --split."
+            f"{path} is a file, not a folder of images. Pass a list with --csv or --split."
         )
     if not path.is_dir():
         raise SourceError(f"There is no folder {path}. Check the name, or create it.")
@@ -330,7 +337,7 @@ def existing_folder(path: Path | str) -> Path:
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Image files in the order of their paths."""
+    """The image files below `folder`, sorted by path. Raises: SourceError."""
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name + "/" * _is_folder(entry))
@@ -353,7 +360,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def folder_record(path: str) -> Record:
-    """That of an image in a folder, whose sub-folder is its class."""
+    """The record of an image in a folder; the attribute `class` is its sub-folder."""
     key = printable(path)
     subfolder = key.rpartition("/")[0]
     return Record(key, path, {"class": subfolder} if subfolder else {})
@@ -362,15 +369,14 @@ def folder_record(path: str) -> Record:
 def csv_source(
     file: Path | str, root: Path | str | None = None, kinds: Schema = _NO_KINDS
 ) -> Source:
-    """The rows of a CSV file: columns `key` and `path`, any further column is an attribute.
+    """The rows of a CSV file with the columns `key` and `path`; other columns are attributes.
 
-    A column `price:number` or `sale:boolean` has that type, and `sizes:text[]` several values in a
-    cell, as in S|M|L; others have the one in `kinds`, or are
-    text. An empty cell of a number or boolean leaves the attribute out. Paths start from `root`, or
-    from the folder of the file.
+    A column `price:number` or `sale:boolean` has that type, a column `sizes:text[]` several values
+    per cell, such as S|M|L. Others have the type in `kinds`, or are text. An empty number or
+    boolean omits the attribute. Paths are relative to `root`, by default the folder of the file.
 
     Raises: SourceError for a missing file, column, value or row, a value of another type, a
-        repeated key, a path that leaves the root.
+        repeated key, or a path that leads out of the root.
     """
     file = _regular(file)
     base = existing_folder(file.parent if root is None else root)
@@ -384,12 +390,12 @@ def csv_source(
 
 
 def split_source(file: Path | str, root: Path | str | None = None) -> Source:
-    """The lines `relative/path.jpg, class, ...` of a data set's list file; the key is the path.
+    """The lines `relative/path.jpg, class, ...` of a dataset's split file; the key is the path.
 
     The second field becomes the attribute `class`, further ones `class_2`, `class_3`, ... Paths
-    start from `root`, or from the folder of the file.
+    are relative to `root`, by default the folder of the file.
 
-    Raises: as `csv_source`.
+    Raises: the errors of `csv_source`.
     """
     file = _regular(file)
     base = existing_folder(file.parent if root is None else root)
@@ -405,11 +411,12 @@ def split_source(file: Path | str, root: Path | str | None = None) -> Source:
 def csv_changes(
     file: Path | str, kinds: Schema = _NO_KINDS
 ) -> dict[str, Mapping[str, AttributeValue | None]]:
-    """Changes of attributes by key, from a CSV file: a column `key`, any other is an attribute.
+    """Attribute changes by key, from a CSV file with the column `key`; other columns are
+    attributes.
 
-    Types as in `csv_source`; an empty cell of a number or boolean takes the attribute away.
+    Columns are typed as in `csv_source`. An empty number or boolean removes the attribute.
 
-    Raises: as `csv_source`.
+    Raises: the errors of `csv_source`.
     """
     file = Path(file)
     changes: dict[str, Mapping[str, AttributeValue | None]] = {}
@@ -429,40 +436,40 @@ def csv_changes(
 
 def _csv_record(row: Row, root: Path) -> Record:
     values = {name: value for name, value in row.attributes.items() if value is not None}
-    path = _relative(row.cells["path"], root, row.place)
-    return Record(_checked_key(row.cells["key"], row.place), path, values)
+    path = _relative(row.cells["path"], root, row.position)
+    return Record(_checked_key(row.cells["key"], row.position), path, values)
 
 
-def _split_record(row: list[str], root: Path, place: str) -> Record:
+def _split_record(row: list[str], root: Path, position: str) -> Record:
     path, *labels = (value.strip() for value in row)
     names = ["class", *(f"class_{n}" for n in range(2, len(labels) + 1))]
-    relative = _relative(path, root, place)
+    relative = _relative(path, root, position)
     return Record(relative, relative, dict(zip(names, labels, strict=False)))
 
 
-def _checked_key(key: str, place: str) -> str:
+def _checked_key(key: str, position: str) -> str:
     if not is_key(key):
         raise SourceError(
-            f"{place}: the key {key!r} cannot be used. Give a name of up to {MAX_KEY:,} "
-            "characters, without control characters and without '..' as a part."
+            f"{position}: the key {key!r} is not valid. Use up to {MAX_KEY:,} characters, without "
+            "control characters and without '..' as a part."
         )
     return key
 
 
-def _relative(path: str, root: Path, place: str) -> str:
+def _relative(path: str, root: Path, position: str) -> str:
     if not path or "\0" in path:
-        raise SourceError(f"{place}: the path {path!r} is not the name of a file.")
+        raise SourceError(f"{position}: the path {path!r} is not the name of a file.")
     relative = os.path.relpath(root / path, root)
     if relative == ".." or relative.startswith("../"):
         raise SourceError(
-            f"{place}: the path {path!r} leads out of {root}. Keep the images below one folder "
+            f"{position}: the path {path!r} leads out of {root}. Keep the images below one folder "
             "and name it as the root."
         )
     return relative
 
 
 def _regular(file: Path | str) -> Path:
-    """A list is read more than once. Raises: SourceError for a pipe and the like."""
+    """Check that `file` can be read twice. Raises: SourceError for a pipe or other special file."""
     file = Path(file)
     if file.exists() and not file.is_file():
         raise SourceError(
@@ -478,8 +485,8 @@ def _listed_source(
     file: Path,
     names: frozenset[str],
 ) -> Source:
-    """The whole list is read and checked now, and read again for the work."""
-    hashes = array("q", (hash(record.key) for _, record in records()))  # 8 bytes a key
+    """A source over a list, which is read and checked now and read again while it is indexed."""
+    hashes = array("q", (hash(record.key) for _, record in records()))  # 8 bytes per key
     if not hashes:
         raise SourceError(f"{file} lists no images. Add one line per image.")
     different, counts = np.unique(np.frombuffer(hashes, np.int64), return_counts=True)
@@ -495,7 +502,7 @@ def _listed_source(
 
 
 def _refuse_twice(records: Iterator[tuple[int, Record]], hashes: Set[int], file: Path) -> None:
-    """Raises: SourceError for a key that is there twice; its hash is one of these."""
+    """Raise SourceError if a key with one of these hashes occurs twice."""
     lines: dict[str, int] = {}
     for line, record in records:
         if hash(record.key) in hashes:

@@ -11,7 +11,7 @@ from kinlens.embedder.errors import InvalidParameterError, OverloadedError
 from kinlens.indexer.checks.duplicates import (
     Member,
     NearDuplicates,
-    crowds_of,
+    clusters_of,
     find_duplicates,
     members_of,
 )
@@ -21,7 +21,7 @@ from kinlens.service.api.galleries import FAILURES, Service
 from kinlens.service.api.items import item_model
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.openapi import problems
-from kinlens.service.search.pipeline import Abandoned
+from kinlens.service.search.pipeline import CancelToken
 
 MAX_ITEMS = 10_000
 """Maximum number of items in a gallery that a request may search for near-duplicates."""
@@ -57,7 +57,7 @@ async def duplicates(
     gallery is listed in `crowds` instead: it is a placeholder image, or the score is too low. For
     galleries of more than 10,000 items, use the command line.
     """
-    over = Abandoned()
+    over = CancelToken()
     async with runtime.registry.find(name) as served:
 
         def read() -> DuplicatesAnswer:
@@ -87,7 +87,7 @@ async def duplicates(
         try:
             return await runtime.read("the near-duplicates", lambda: _exclusively(served, read))
         finally:
-            over.end()
+            over.cancel()
 
 
 def _exclusively(served: Served, read: Callable[[], DuplicatesAnswer]) -> DuplicatesAnswer:
@@ -97,12 +97,12 @@ def _exclusively(served: Served, read: Callable[[], DuplicatesAnswer]) -> Duplic
             "Another search for near-duplicates is running. Try again in a second."
         )
     try:
-        if not served.take():
+        if not served.acquire():
             raise OverloadedError("The gallery has just been replaced. Try again in a second.")
         try:
             return read()
         finally:
-            served.give_back()
+            served.release()
     finally:
         _at_work.release()
 
@@ -125,7 +125,7 @@ def _comparable(served: Served) -> Gallery:
 
 
 def _clusters(name: str, gallery: Gallery, near: NearDuplicates) -> Iterator[NearCrowd]:
-    for cluster in crowds_of(gallery, near):
+    for cluster in clusters_of(gallery, near):
         examples = [item_model(name, gallery, item) for item in cluster.examples]
         yield NearCrowd(items=cluster.items, examples=examples, detail=cluster.detail)
 

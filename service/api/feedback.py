@@ -11,7 +11,7 @@ from kinlens.embedder import errors
 from kinlens.models import Action, FeedbackCounts
 from kinlens.service.api.galleries import BODY_FAILURES, FAILURES, Service
 from kinlens.service.api.requests import FORM, Strict, read_form
-from kinlens.service.galleries.feedback import PICTURE_PX, FeedbackStore, Question, as_csv
+from kinlens.service.galleries.feedback import IMAGE_PX, FeedbackStore, Question, as_csv
 from kinlens.service.http.bodies import (
     INLINE_BYTES,
     JSON,
@@ -161,7 +161,7 @@ async def _stored_image(
     if runtime.settings.feedback != "pictures":
         raise fault("image", "image is not stored by this service; send the feedback without it.")
     digest = await runtime.read("the image", lambda: hashlib.sha256(image).hexdigest(), "body")
-    if digest != question.picture:
+    if digest != question.image:
         raise fault(
             "image",
             "image is not the image of the search; send the same bytes as in the search, or none.",
@@ -170,5 +170,5 @@ async def _stored_image(
     async def given() -> bytes:
         return image
 
-    is_kept = await runtime.read(_WHAT, lambda: store.has_picture(question), "feedback")
-    return b"" if is_kept else await runtime.renditions.get(f"feedback-{digest}", given, PICTURE_PX)
+    is_kept = await runtime.read(_WHAT, lambda: store.has_image(question), "feedback")
+    return b"" if is_kept else await runtime.renditions.get(f"feedback-{digest}", given, IMAGE_PX)

@@ -161,7 +161,7 @@ def _known(
 def _is_writable(served: Served, state: FilePath | None) -> bool:
     """Whether items can be added to it."""
     if served.is_remote:
-        return served.pictures is not None
+        return served.uploads is not None
     return state is not None and (served.path is None or os.access(served.path, os.W_OK))
 
 

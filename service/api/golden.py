@@ -18,7 +18,7 @@ from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, La
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.golden import (
     KEPT_RUNS,
-    Asked,
+    GoldenResults,
     GoldenSet,
     NewQuery,
     Vector,
@@ -209,7 +209,7 @@ async def _run(
     limit_s = -(-len(queries) // _QUERIES_PER_LIMIT) * runtime.settings.request_timeout_ms / 1e3
     cure = "Try again when the service is less busy."
     async with within(limit_s, f"Searching with {len(queries):,} queries", cure):
-        begun = await pool.run(lambda: Asked.begin(gallery, queries))
+        begun = await pool.run(lambda: GoldenResults.begin(gallery, queries))
         vectors: dict[str, Vector | KinlensError] = {}
         for query in queries:
             vector = await _vector(runtime, served, golden, query)

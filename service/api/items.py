@@ -51,7 +51,7 @@ from kinlens.service.api.requests import (
     inlined,
     where_of,
 )
-from kinlens.service.galleries.items import NewItem, Outcome, Status
+from kinlens.service.galleries.items import ItemOutcome, NewItem, Status
 from kinlens.service.galleries.locations import VERSION_DIGITS, Gallery
 from kinlens.service.http.bodies import (
     JSON,
@@ -407,7 +407,7 @@ def item_model(name: str, gallery: Gallery, item: Item) -> ItemModel:
     )
 
 
-def _result(outcome: Outcome, request: Request) -> PutResult:
+def _result(outcome: ItemOutcome, request: Request) -> PutResult:
     problem, error = None, outcome.error
     if error is not None:
         request_id, instance = request_id_of(request.scope), request.url.path

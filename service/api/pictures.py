@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BeforeValidator
 
 from kinlens.embedder import errors
-from kinlens.indexer.pictures import ItemImage, is_shown, item_bytes, shown
+from kinlens.indexer.images import ItemImage, is_shown, item_bytes, shown
 from kinlens.indexer.types import Item
 from kinlens.service.api.galleries import FAILURES, ItemId, Version
 from kinlens.service.galleries.registry import Served
@@ -108,9 +108,9 @@ def original(served: Served, item: Item) -> bytes:
 
     Raises: ItemNotFoundError, GalleryError.
     """
-    if served.follows is not None and served.pictures is not None:
+    if served.follows is not None and served.uploads is not None:
         with contextlib.suppress(errors.ItemNotFoundError):  # it was published without images
-            return served.pictures.read(item.sha256)
-    if item.path or served.pictures is None:
+            return served.uploads.read(item.sha256)
+    if item.path or served.uploads is None:
         return item_bytes(served.gallery.image_root, item)
-    return served.pictures.read(item.sha256)
+    return served.uploads.read(item.sha256)

@@ -95,7 +95,7 @@ def test_an_existing_folder_is_not_overwritten_and_a_failed_write_leaves_nothing
     tiny_bundle: Bundle, tmp_path: Path
 ) -> None:
     model, nothing = tmp_path / "absent.onnx", np.zeros((0,))
-    with pytest.raises(BundleError, match="exists already"):
+    with pytest.raises(BundleError, match="already exists"):
         write_bundle(tiny_bundle.path, tiny_bundle.manifest, model, [], nothing, nothing)
     out = tmp_path / "new" / "bundle"
     with pytest.raises(FileNotFoundError):

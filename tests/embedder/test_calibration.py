@@ -193,7 +193,7 @@ def test_a_photo_of_ones_own_shelf_counts_for_a_fresh_one() -> None:
 
 @pytest.mark.parametrize(
     ("count", "wrong", "reason"),
-    [(20, False, "20 searches with"), (60, True, f"{MIN_WRONG} are needed")],
+    [(20, False, "20 searches gave"), (60, True, f"{MIN_WRONG} are needed")],
 )
 def test_too_little_to_fit_is_refused_with_its_figures(
     count: int, wrong: bool, reason: str
@@ -273,8 +273,8 @@ def test_the_curve_of_the_nearest_number_of_views_is_taken(
 @pytest.mark.parametrize(
     ("products", "views", "reason"),
     [
-        (100, 7.0, "7.0 images of a product; the curves of the bundle are for 1, 2, 4"),
-        (201, 1.0, "201 products; the curve of the bundle holds for 25 to 200"),
+        (100, 7.0, "7.0 images per product; the curves of the bundle are for 1, 2, 4"),
+        (201, 1.0, "201 products; the curve of the bundle is valid for 25 to 200"),
         (24, 1.0, "24 products"),
     ],
 )

@@ -296,7 +296,7 @@ def test_the_oldest_go_above_the_limit_and_repeating_oneself_moves_nobody_out(
 
 def test_what_is_old_or_cleared_goes_with_its_picture(store: FeedbackStore, tmp_path: Path) -> None:
     for gallery, picture in (("a", "1" * 64), ("b", "1" * 64), ("b", "2" * 64)):
-        store.add(Question(gallery, "v", picture=picture), "item", "bought", b"jpeg")
+        store.add(Question(gallery, "v", image=picture), "item", "bought", b"jpeg")
     (tmp_path / "feedback" / "pictures" / ".stage-1").touch()  # of a write that was cut short
     database = sqlite3.connect(tmp_path / "feedback.sqlite")
     database.execute("UPDATE feedback SET day = '2020-02-02' WHERE gallery = 'a'")

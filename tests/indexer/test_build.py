@@ -79,7 +79,7 @@ def test_a_source_without_one_readable_image_is_refused_and_changes_nothing(
     bad.mkdir()
     for number in range(5):
         (bad / f"{number}.jpg").write_text("not an image")
-    with pytest.raises(SourceError, match=r"None of the 5 images .* 0\.jpg: The content is not"):
+    with pytest.raises(SourceError, match=r"None of the 5 images .* 0\.jpg: The file is not"):
         build_gallery(folder_source(bad), embedder, built)
     assert current_generation(built) == before
 
@@ -147,7 +147,7 @@ def test_a_name_with_control_characters_is_left_out_and_reported(shop: Path, bui
     report = build()
     assert report.indexed == 6
     assert [failure.reason for failure in report.failures] == [
-        "Its name cannot be stored: it has control characters or is too long. Rename the file."
+        "The file name cannot be stored: it has control characters or is too long. Rename the file."
     ]
 
 
@@ -163,7 +163,7 @@ def test_the_name_is_given_or_that_of_the_folder_and_stands_in_an_address(
         with closing(Gallery.open(out)) as gallery:
             assert gallery.name == expected
     else:
-        with pytest.raises(InvalidParameterError, match=r"cannot stand in an address.*--name"):
+        with pytest.raises(InvalidParameterError, match=r"cannot be used in a URL.*--name"):
             build_gallery(folder_source(shop), embedder, out, BuildSettings(name))
         assert not out.exists()
 

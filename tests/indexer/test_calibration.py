@@ -168,9 +168,9 @@ def test_items_that_get_their_product_later_are_calibrated(make: Callable[..., G
 @pytest.mark.parametrize(
     ("products", "views", "reason"),
     [
-        (15, 6, "It has 15 products; at least 16 are needed"),
-        (60, 1, "Its products have 1.0 images on average; at least 16 products need 3"),
-        (60, 2, "Its products have 2.0 images on average"),
+        (15, 6, "The gallery has 15 products; at least 16 are needed"),
+        (60, 1, "The products have 1.0 images on average; at least 16 products need 3"),
+        (60, 2, "The products have 2.0 images on average"),
     ],
 )
 def test_a_gallery_that_cannot_vouch_says_why_and_the_bundle_is_asked(
@@ -178,10 +178,10 @@ def test_a_gallery_that_cannot_vouch_says_why_and_the_bundle_is_asked(
 ) -> None:
     gallery = make(photos(products, views))
     gallery.calibrate()
-    said = choose(gallery.calibration(), None, "It was exported without held-out images.")
+    said = choose(gallery.calibration(), None, "The model was exported without held-out images.")
     assert isinstance(said, str)
     assert reason in said
-    assert "It was exported without held-out images." in said
+    assert "The model was exported without held-out images." in said
     unlike = choose(gallery.calibration(), BUNDLE, None)
     assert isinstance(unlike, str)
     assert f"The gallery has {views:.1f} images" in unlike or "products" in unlike
@@ -204,7 +204,7 @@ def test_without_an_attribute_that_names_products_there_is_none(
     gallery = make(photos(40, 4), attribute="shelf")
     gallery.calibrate()
     said = choose(gallery.calibration(), BUNDLE, None)
-    assert "No attribute says which items show one product" in str(said)
+    assert "No attribute names the product of an item" in str(said)
     gallery.calibrate("shelf")
     assert usable(gallery).product == "shelf"
     gallery.calibrate()  # it is remembered

@@ -178,7 +178,7 @@ def test_a_worker_and_then_the_call_are_killed_and_the_same_call_makes_what_is_m
     shards = VectorShards(str(tmp_path / "v"))
     left = shards.missing()
     assert 0 < len(left) < shards.manifest.shards
-    with pytest.raises(SourceError, match=r"lacks \d+ of 33 shards.*it goes on"):
+    with pytest.raises(SourceError, match=r"lacks \d+ of 33 shards.*To resume, run"):
         shards.dump("v")
     report = embedded(*words)
     assert report["embedded"] == shards.manifest.images_in(left)
@@ -275,7 +275,7 @@ def test_a_root_that_a_worker_does_not_see_is_named(
     shop: Path, actor: Callable[..., ShardEmbedder], tmp_path: Path
 ) -> None:
     source = replace(folder_source(shop), root=Path("/nowhere"))
-    with pytest.raises(SourceError, match="worker does not see the folder /nowhere"):
+    with pytest.raises(SourceError, match="worker has no access to the folder /nowhere"):
         actor(source, str(tmp_path / "v"))
 
 
@@ -303,7 +303,7 @@ def test_shards_are_begun_whole_or_not_at_all(tmp_path: Path) -> None:
     assert not shards.has_begun
     with pytest.raises(SourceError, match=r"no manifest\.json.*Check the address"):
         _ = shards.manifest
-    with pytest.raises(SourceError, match="had 5 images and has another number now"):
+    with pytest.raises(SourceError, match="had 5 images, but their number changed"):
         shards.begin(manifest, [Record(f"k{n}", f"{n}.png") for n in range(6)])
     assert not shards.has_begun
     records = [Record(f"k{n}", f"{n}.png", {"sizes": ("S", "M"), "n": n}) for n in range(5)]
@@ -330,9 +330,12 @@ def test_shards_are_begun_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_wrong_usage_is_named(run: Run, tmp_path: Path) -> None:
     for words, message in (
-        (("build", "--out", "g"), "--bundle, or give --vectors"),
+        (("build", "--out", "g"), "--bundle, or pass --vectors"),
         (("build", "shop", "--out", "g", "--vectors", "v"), "--vectors or images, not both"),
-        (("embed", "shop", "--bundle", "b", "--out", "v", "--root", "r"), "--root is for a CSV"),
+        (
+            ("embed", "shop", "--bundle", "b", "--out", "v", "--root", "r"),
+            "--root is only for a CSV",
+        ),
     ):
         result = run(*words)
         assert result.exit_code == 2

@@ -26,8 +26,8 @@ def test_build_says_the_cost_before_and_the_result_after(run: Run, shop: Path, o
     assert "6 items (6 embedded, 0 from an earlier run, 0 copies)" in result.stdout
     assert re.search(r"18 of 18 +(?!0\.0 )[\d.]+ images/s +\d:\d\d:\d\d", result.stderr)
     lines = result.stdout.splitlines()[-12:]
-    assert lines[0] == "Left out 12 of 18 images:"
-    assert lines[1].startswith("  bad[00].jpg: The content is not an image")
+    assert lines[0] == "Skipped 12 of 18 images:"
+    assert lines[1].startswith("  bad[00].jpg: The file is not an image")
     assert re.fullmatch(r"  \.\.\. and 2 more in .*report\.json", lines[11])
     report = json.loads(Path(lines[11].partition(" in ")[2]).read_text())
     assert len(report["failures"]) == 12
@@ -74,7 +74,7 @@ def test_what_cannot_be_built_is_one_line_and_no_gallery(
     file.write_text("key,path,price:number\nA,f.gif,cheap\n")
     for arguments, message in (
         (["--memory-mb", "0.001"], r"The index .* needs .* of memory .*Raise --memory-mb"),
-        (["--name", "a/b"], "cannot stand in an address"),
+        (["--name", "a/b"], "cannot be used in a URL"),
         (["--csv", file], ":2: column price has 'cheap', expected a finite"),
     ):
         refused = run("build", shop, "--bundle", "b", "--out", out, *arguments)
@@ -92,7 +92,7 @@ def test_add_brings_a_gallery_up_to_date_and_says_what_it_did(
     assert result.exit_code == 0
     assert "1 added, 0 replaced, 0 with new attributes, 3 unchanged (1 embedded)" in result.stdout
     assert "7 items in all" in result.stdout
-    assert "  hat/bad.png: The content is not an image" in result.stdout
+    assert "  hat/bad.png: The file is not an image" in result.stdout
     again = printed(run("add", built, shop, "--bundle", "b", "--json"))
     assert (again["added"], again["unchanged"], again["embedded"]) == (0, 7, 0)
     assert [f["key"] for f in again["failures"]] == ["hat/bad.png"]
@@ -134,7 +134,7 @@ def test_add_refuses_what_does_not_belong_to_the_gallery(
     for arguments, message in (
         ([tmp_path], r" is outside .*shop, the image root of the gallery. Move or copy"),
         ([shop / "none"], r"There is no folder .*none"),
-        (["--csv", kinds], "class:number does not fit the gallery, where class"),
+        (["--csv", kinds], "class:number conflicts with the gallery, where class"),
     ):
         assert re.search(message, failure(run("add", built, *arguments, "--bundle", "b")))
     assert embedder.batches == []

@@ -59,7 +59,7 @@ def test_a_list_changes_many_items_or_none(run: Run, priced: Path, tmp_path: Pat
         (["--set", "size:nubmer=1"], "names the type 'nubmer'; the types are text, number, bool"),
         (["--set", "price:text=1"], "'price' is a number"),
         (["--set", "price"], "--set price: there is no '='. Write --set name=value."),
-        (["--set", "price=1", "--unset", "price"], "price is named twice"),
+        (["--set", "price=1", "--unset", "price"], "price occurs twice"),
         (["gone", "--set", "price=1"], "'gone'"),
     ],
 )
@@ -81,7 +81,7 @@ def test_items_are_removed_by_key_and_unknown_keys_are_named(
     assert "2 items would be" in run("remove", built, "--keys-from", keys, "--dry-run").stdout
     assert run("remove", built, "--keys-from", keys).stdout.startswith("2 items removed")
     keys.write_text("\n")
-    assert "holds no keys" in failure(run("remove", built, "--keys-from", keys))
+    assert "has no keys" in failure(run("remove", built, "--keys-from", keys))
     assert "Cannot read the keys" in failure(run("remove", built, "--keys-from", tmp_path / "no"))
 
 
@@ -124,6 +124,6 @@ def test_a_gallery_can_be_emptied_searched_and_filled_again(
     assert run("remove", built, "--where", "class in ('cup', 'hat')").exit_code == 0
     assert size(run, built) == 0
     found = run("search", built, "--image", shop / "f.gif", "--bundle", "b")
-    assert (found.exit_code, found.stdout) == (0, "Nothing fits.\n")
+    assert (found.exit_code, found.stdout) == (0, "No match.\n")
     assert run("verify", built).exit_code == 0
     assert "6 added" in run("add", built, shop, "--bundle", "b").stdout

@@ -129,7 +129,7 @@ def test_groups_are_shown_with_their_items(run: Run, built: Path, shop: Path) ->
         (np.full((1, 32), np.nan, np.float32), "nan"),
         (np.ones((1, 32), np.float32), "norm 5.657, not 1"),
         (np.zeros((2, 3, 4), np.float32), "float32 (2, 3, 4); expected float32 vectors of shape"),
-        (np.zeros((0, 32), np.float32), "holds no vectors: its shape is (0, 32)"),
+        (np.zeros((0, 32), np.float32), "contains no vectors: its shape is (0, 32)"),
         (np.array(["a"]), "expected float32 vectors"),
     ],
 )
@@ -162,7 +162,7 @@ def test_files_that_are_no_vectors_or_images_are_refused_by_name(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-k", "0"], "k = 0 is not a whole number of at least 1"),
+        (["-k", "0"], "k = 0 must be a whole number of at least 1"),
         (["--where", "color = 'red'"], "no attribute 'color'. Known are 'class'"),
         (["--where", "class ="], "ends at position 7. Expected a value"),
         (["--group-by", "color"], "no attribute 'color' to group by. Known are 'class'"),
@@ -227,4 +227,4 @@ def test_two_images_are_drawn_with_the_regions_where_they_match(
         assert sheet.size == (960, 480)
     ask = ("explain", *pair, "--bundle", "b", "--out")
     assert run(*ask, tmp_path / "n.png").stdout.startswith(f"{score:.4f}  ")
-    assert "Name a .png" in failure(run(*ask, tmp_path / "m.txt"))
+    assert "Pass a .png" in failure(run(*ask, tmp_path / "m.txt"))

@@ -466,8 +466,8 @@ REFUSED: dict[type[KinlensError], list[tuple[str, Callable[[VectorStore], object
         ("price", lambda s: s.add([entry("a", QUERY[0]), entry("b", QUERY[0], {"price": "x"})])),
         ("wrong.*norm", lambda s: s.add([*shop(3), entry("wrong", np.ones(DIM, np.float32))])),
         ("wrong.*twice", lambda s: s.add([WRONG, *shop(3), WRONG])),
-        ("'../up' is not a key", lambda s: s.add([replace(WRONG, key="../up")])),
-        ("None is not a key", lambda s: s.add([replace(WRONG, key=None)])),
+        ("'../up' is not a valid key", lambda s: s.add([replace(WRONG, key="../up")])),
+        ("None is not a valid key", lambda s: s.add([replace(WRONG, key=None)])),
         ("sha256 of 'wrong' is None", lambda s: s.add([replace(WRONG, sha256=None)])),
         *(
             ("Give a list of", lambda s, keys=keys: s.remove(keys))
@@ -532,7 +532,7 @@ def test_items_are_found_by_number_key_and_content(store: VectorStore) -> None:
     number = stored["key3"].id
     assert store.item(number) == stored["key3"]
     contents = [entries[3].sha256, "0" * 64]
-    assert store.held(contents) == {entries[3].sha256}
+    assert store.contents(contents) == {entries[3].sha256}
     (vector,) = store.vectors_of_contents(contents).values()
     np.testing.assert_allclose(vector, entries[3].vector, atol=1e-6)
     assert store.remove_items([number, 2**62, -1]) == 1
@@ -540,7 +540,7 @@ def test_items_are_found_by_number_key_and_content(store: VectorStore) -> None:
     for gone in (number, 2**63, -1):
         with pytest.raises(ItemNotFoundError, match=str(gone)):
             store.item(gone)
-    assert store.held(["0" * 64]) == set()
+    assert store.contents(["0" * 64]) == set()
 
 
 def test_pages_follow_the_order_of_numbers(store: VectorStore) -> None:
@@ -792,7 +792,7 @@ def test_several_values_of_an_item_are_refused_by_name(store: MilvusStore) -> No
 @milvus_alone
 def test_a_list_of_items_is_sorted_by_number_alone(store: MilvusStore) -> None:
     store.add(shop(20))
-    with pytest.raises(InvalidParameterError, match=r"'price'.*lists items by number alone"):
+    with pytest.raises(InvalidParameterError, match=r"'price'.*lists items by id only"):
         store.page(0, 5, sort_by=SortBy("price"))
     hits = store.search(units(1), 20, SearchOptions(sort_by=SortBy("price")))[0]
     prices = [hit.attributes["price"] for hit in hits if "price" in hit.attributes]
@@ -914,7 +914,7 @@ def test_a_gallery_moves_to_milvus_by_command_and_comes_back(
 
 @pytest.mark.parametrize("name", ["", "1shop", "my-shop", f"shop_{'0a' * 6}", "s" * 65, "a.b"])
 def test_a_name_that_milvus_cannot_have_is_refused_before_asking(name: str) -> None:
-    with pytest.raises(InvalidParameterError, match="cannot be a gallery on Milvus"):
+    with pytest.raises(InvalidParameterError, match="is not a valid gallery name on Milvus"):
         MilvusStore.open("http://127.0.0.1:1", name)
 
 

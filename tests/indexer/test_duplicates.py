@@ -15,7 +15,7 @@ from kinlens.indexer.checks.duplicates import (
     Floor,
     K,
     NearGroup,
-    crowds_of,
+    clusters_of,
     find_duplicates,
     floor_of,
     members_of,
@@ -32,7 +32,7 @@ from tests.indexer.oracle import DIM, entry, units
 from tests.tiny import encoded, picture
 
 
-def crowded(total: int = 400, seed: int = 0) -> np.ndarray:
+def clustered(total: int = 400, seed: int = 0) -> np.ndarray:
     """Unit vectors, half of them near one of the others, forty of them in one crowd."""
     rng = np.random.default_rng(seed)
     alone = units(total // 2, seed)
@@ -77,7 +77,7 @@ def told(groups: list[NearGroup]) -> list[tuple[int, set[int]]]:
 
 @pytest.mark.parametrize("least", [0.99, 0.95, 0.8, 0.4, -1.0])
 def test_groups_equal_those_of_a_naive_reference(gallery: Gallery, least: float) -> None:
-    stored = filled(gallery, crowded())
+    stored = filled(gallery, clustered())
     done: list[int] = []
     groups = near_groups(gallery, least, on_progress=done.append)
     assert told(groups) == naive_groups(stored, least)
@@ -92,7 +92,7 @@ def test_groups_equal_those_of_a_naive_reference(gallery: Gallery, least: float)
 
 
 def test_an_approximate_index_is_asked_and_exact_compares_all(gallery: Gallery) -> None:
-    vectors = crowded(800)
+    vectors = clustered(800)
     gallery.add([entry(f"k{n}", row) for n, row in enumerate(vectors)])
     gallery.compact(IndexSettings(kind="hnsw", target_recall=0.9))
     stored = {item.id: vectors[int(item.key[1:])] for item in gallery.items()}
@@ -108,9 +108,9 @@ def test_a_chain_is_no_group_and_a_crowd_larger_than_what_is_asked_for_is_one(
     turns = np.radians(np.arange(5) * 20.0)  # each near the next one, the ends at right angles
     chain = np.zeros((5, 16), np.float32)
     chain[:, 0], chain[:, 1] = np.cos(turns), np.sin(turns)
-    crowd = np.zeros((3 * K, 16), np.float32)
-    crowd[:, 5] = 1
-    rows = enumerate([*chain, *crowd])
+    cluster = np.zeros((3 * K, 16), np.float32)
+    cluster[:, 5] = 1
+    rows = enumerate([*chain, *cluster])
     gallery.add([entry(f"k{n}", row, content=f"{n // 2}") for n, row in rows])
     groups = list(members_of(gallery, near_groups(gallery, 0.9)))
     assert [len(group) for group in groups] == [3 * K, 3, 2]
@@ -217,7 +217,7 @@ def test_five_items_have_their_copies_found(gallery: Gallery, is_labelled: bool)
     else:
         assert found.min_score == LEAST_SCORE
         assert [[number for number, _ in group] for group in found.groups] == [[2, 5]]
-    assert found.crowds == []
+    assert found.clusters == []
 
 
 @pytest.mark.parametrize("is_labelled", [True, False])
@@ -233,16 +233,16 @@ def test_a_placeholder_is_a_crowd_with_a_cure_and_no_group(
     gallery.add(entries)
     found = find_duplicates(gallery)
     assert found.min_score < 0.99  # copies of one picture say nothing about others
-    [crowd] = crowds_of(gallery, found)
-    assert crowd.items == 500
-    assert {item.sha256 for item in crowd.examples} == {entries[-1].sha256}
-    assert "500 items, 33% of the gallery" in crowd.detail
-    assert "placeholder" in crowd.detail
-    assert f"(min_score) above {found.min_score:.4f}" in crowd.detail
+    [cluster] = clusters_of(gallery, found)
+    assert cluster.items == 500
+    assert {item.sha256 for item in cluster.examples} == {entries[-1].sha256}
+    assert "500 items, 33% of the gallery" in cluster.detail
+    assert "placeholder" in cluster.detail
+    assert f"(min_score) above {found.min_score:.4f}" in cluster.detail
     assert {len(group) for group in found.groups} == {2}
     assert len(found.groups) > 400
     members = {number for group in found.groups for number, _ in group}
-    assert members.isdisjoint(number for number, _ in found.crowds[0])
+    assert members.isdisjoint(number for number, _ in found.clusters[0])
 
 
 @pytest.mark.parametrize(
@@ -258,10 +258,10 @@ def test_placeholders_that_differ_a_little_are_a_crowd_and_no_groups(
     gallery.add([entry(f"k{n}", row, {"product": n}) for n, row in enumerate(rows)])
     found = find_duplicates(gallery)
     assert found.groups == []
-    [crowd] = crowds_of(gallery, found)
-    assert crowd.items == placeholders
-    assert f"a cosine of at least {LEAST_SCORE:.4f}" in crowd.detail
-    assert f"(min_score) above {found.min_score:.4f}" in crowd.detail
+    [cluster] = clusters_of(gallery, found)
+    assert cluster.items == placeholders
+    assert f"a cosine of at least {LEAST_SCORE:.4f}" in cluster.detail
+    assert f"(min_score) above {found.min_score:.4f}" in cluster.detail
 
 
 def test_pairs_that_their_labels_tell_apart_are_no_duplicates_of_a_small_shop(
@@ -286,21 +286,21 @@ def test_a_gallery_of_which_a_quarter_is_alike_is_warned_of_unless_it_has_copies
     found = find_duplicates(gallery)
     assert (found.warning is not None) == is_warned
     if is_warned:
-        assert f"of {products * each:,} items are near another one" in str(found.warning)
+        assert f"of {products * each:,} items are similar to another item" in str(found.warning)
         assert f"(min_score) above {found.min_score:.4f}" in str(found.warning)
 
 
 @pytest.mark.parametrize(
-    ("copies", "others", "is_crowd"), [(20, 0, False), (21, 0, True), (21, 2079, False)]
+    ("copies", "others", "is_cluster"), [(20, 0, False), (21, 0, True), (21, 2079, False)]
 )
 def test_a_crowd_is_more_than_20_items_and_more_than_a_part_in_100(
-    gallery: Gallery, copies: int, others: int, is_crowd: bool
+    gallery: Gallery, copies: int, others: int, is_cluster: bool
 ) -> None:
     rows = [*np.tile(units(1), (copies, 1)), *units(others, 8)]
     gallery.add([entry(f"k{n}", row, content=f"{n}") for n, row in enumerate(rows)])
     found = find_duplicates(gallery, min_score=0.9999)
-    sizes = [len(group) for group in found.crowds], [len(group) for group in found.groups]
-    assert sizes == (([copies], []) if is_crowd else ([], [copies]))
+    sizes = [len(group) for group in found.clusters], [len(group) for group in found.groups]
+    assert sizes == (([copies], []) if is_cluster else ([], [copies]))
 
 
 @pytest.mark.parametrize("kind", ["ivf-pq", "hnsw"])
@@ -364,7 +364,7 @@ def collapsed(ranked: list[Hit], stored: dict[int, np.ndarray], near: float) -> 
 def test_pages_without_near_duplicates_are_the_ranked_list_collapsed(
     gallery: Gallery, near: float
 ) -> None:
-    stored, query = filled(gallery, crowded()), crowded(2, seed=7)[:1]
+    stored, query = filled(gallery, clustered()), clustered(2, seed=7)[:1]
     liked = frozenset(list(stored)[:3])
     for options in (
         SearchOptions(),
@@ -443,7 +443,7 @@ def test_the_command_warns_of_a_crowd_and_lists_none_of_it(run: Run, gallery: Ga
     assert "Groups of near-duplicates: 0, with 0 of the 80 items" in text
     assert "Warning: 30 items, 38% of the gallery" in text
     report = printed(run("duplicates", gallery.path, "--json"))
-    assert [crowd["items"] for crowd in report["crowds"]] == [30]
+    assert [cluster["items"] for cluster in report["crowds"]] == [30]
     assert report["crowds"][0]["examples"][0]["key"] == "k0"
 
 

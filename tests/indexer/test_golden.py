@@ -18,7 +18,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.golden import (
     KEPT_RUNS,
     MAX_QUERIES,
-    Asked,
+    GoldenResults,
     GoldenSet,
     NewQuery,
     change,
@@ -103,7 +103,9 @@ def test_figures_are_those_of_a_naive_reference_on_random_vectors(gallery: Galle
             rights.append(np.isin(np.arange(len(vectors)), [*keys]))
     labelled(golden, gallery, *labels, *[Label(no_match=True)] * 10)
     nothing = units(10, 4)
-    asked = Asked.of(gallery, golden.queries(), vectors_of(golden, np.vstack([queries, nothing])))
+    asked = GoldenResults.of(
+        gallery, golden.queries(), vectors_of(golden, np.vstack([queries, nothing]))
+    )
     best, best_of_nothing = ((side @ vectors.T).max(axis=1) for side in (queries, nothing))
     threshold = float(np.median(best_of_nothing))
     report = asked.report(threshold)
@@ -128,7 +130,7 @@ def test_a_tie_counts_against_the_gallery(gallery: Gallery) -> None:
     gallery.add(entry(f"k{n}", same[0], {"n": n}) for n in range(40))
     golden = GoldenSet(gallery.path)
     labelled(golden, gallery, Label(keys=("k0",)))
-    report = Asked.of(gallery, golden.queries(), vectors_of(golden, same)).report(None)
+    report = GoldenResults.of(gallery, golden.queries(), vectors_of(golden, same)).report(None)
     assert (report.recall_at_10, report.map_at_r, report.no_match_precision) == (0, 0, None)
 
 
@@ -142,9 +144,12 @@ def test_a_query_whose_items_have_gone_or_whose_picture_is_refused_is_left_out_a
     gallery.remove(["k0"])
     found = dict(vectors_of(golden, vectors[:3]))
     found[golden.queries()[1].sha256] = ImageError("too large")  # type: ignore[assignment]
-    report = Asked.of(gallery, golden.queries(), found).report(0.5)
+    report = GoldenResults.of(gallery, golden.queries(), found).report(0.5)
     assert (report.judged, report.left_out, report.recall_at_1) == (1, 2, 1)
-    assert ["fit its label" in report.worst[0].problem, "too large" in report.worst[1].problem] == [
+    assert [
+        "match its label" in report.worst[0].problem,
+        "too large" in report.worst[1].problem,
+    ] == [
         True,
         True,
     ]
@@ -156,10 +161,10 @@ def test_a_label_that_says_nothing_two_things_or_what_the_gallery_lacks_is_refus
     stocked(gallery, 40)
     golden = GoldenSet(gallery.path)
     for label, says in [
-        (Label(), "one thing"),
-        (Label(keys=("k0",), no_match=True), "one thing"),
-        (Label(attribute="product"), "one thing"),
-        (Label(value=3), "one thing"),
+        (Label(), "exactly one of"),
+        (Label(keys=("k0",), no_match=True), "exactly one of"),
+        (Label(attribute="product"), "exactly one of"),
+        (Label(value=3), "exactly one of"),
         (Label(keys=("k0", "nowhere")), "no item 'nowhere'"),
         (Label(attribute="product", value=10**6), "0 items"),
     ]:
@@ -168,7 +173,7 @@ def test_a_label_that_says_nothing_two_things_or_what_the_gallery_lacks_is_refus
     for attribute, value in (("colour", "red"), ("product", "12"), ("odd", 1)):
         with pytest.raises(FilterError, match=attribute):
             labelled(golden, gallery, Label(attribute=attribute, value=value))
-    with pytest.raises(InvalidParameterError, match="Of 2 queries only 1"):
+    with pytest.raises(InvalidParameterError, match="2 queries have only 1"):
         golden.add([NewQuery(b"a", Label(no_match=True))] * 2, gallery)
     many = [NewQuery(b"%d" % n, Label(no_match=True)) for n in range(MAX_QUERIES + 1)]
     with pytest.raises(InvalidParameterError, match="limit is 1,000"):
@@ -197,7 +202,9 @@ def test_it_outlives_a_swap_a_build_and_a_compaction_and_is_in_the_backup(
     stocked(other, 20)
     golden = GoldenSet(gallery.path)
     labelled(golden, gallery, Label(keys=("k0",)), Label(no_match=True))
-    report = Asked.of(gallery, golden.queries(), vectors_of(golden, vectors[:2])).report(0.5)
+    report = GoldenResults.of(gallery, golden.queries(), vectors_of(golden, vectors[:2])).report(
+        0.5
+    )
     golden.keep(report)
     before = (golden.queries(), golden.runs(), golden.image(golden.queries()[0].sha256))
 
@@ -242,7 +249,7 @@ def test_the_newest_reports_are_kept(gallery: Gallery) -> None:
     stocked(gallery, 40)
     golden = GoldenSet(gallery.path)
     labelled(golden, gallery, Label(no_match=True))
-    report = Asked.of(gallery, golden.queries(), vectors_of(golden, units(1))).report(0.5)
+    report = GoldenResults.of(gallery, golden.queries(), vectors_of(golden, units(1))).report(0.5)
     for number in range(3):
         golden.keep(report.model_copy(update={"items": number}))
     assert [run.items for run in golden.runs()] == [2, 1, 0]
@@ -259,10 +266,10 @@ def test_two_models_are_judged_on_what_both_can_answer_with_a_paired_interval(
     golden = GoldenSet(gallery.path)
     labelled(golden, gallery, *[Label(keys=(f"k{n}",)) for n in range(40)])
     queries = golden.queries()
-    good = Asked.of(gallery, queries, vectors_of(golden, vectors[:40]))
+    good = GoldenResults.of(gallery, queries, vectors_of(golden, vectors[:40]))
     lost = vectors[:40].copy()
     lost[:11] *= -1
-    bad = Asked.of(worse, queries, vectors_of(golden, lost))
+    bad = GoldenResults.of(worse, queries, vectors_of(golden, lost))
     found = change(good, bad, 0.5, 0.6)
     assert (found.judged, found.labels, found.decides) == (39, 39, True)
     assert (found.old_recall_at_1, found.new_recall_at_1) == (1, pytest.approx(29 / 39, abs=1e-6))
@@ -319,7 +326,7 @@ def test_the_commands_label_list_run_and_remove(run: Run, built: Path, photos: P
     assert (report["recall_at_1"], report["no_match_precision"]) == (1, 1)
     text = run(*ask).stdout
     assert "recall@1   1.0000 (0.3424 to 1.0000)" in text
-    assert "give --min-score" in text
+    assert "pass --min-score" in text
     assert len(printed(run("golden", "runs", built, "--json"))["runs"]) == 2
     assert len(run("golden", "runs", built).stdout.splitlines()) == 3
     left = printed(run("golden", "remove", built, lines[0][:12], "--json"))
@@ -330,14 +337,14 @@ def test_the_commands_label_list_run_and_remove(run: Run, built: Path, photos: P
     ("arguments", "says"),
     [
         ("--query PHOTOS/a.png --keys nowhere", "no item 'nowhere'"),
-        ("--query PHOTOS/a.png --keys ,", "one thing"),
+        ("--query PHOTOS/a.png --keys ,", "exactly one of"),
         ("--query PHOTOS/a.png --keys '\"a'", "double quotes"),
         ("--query PHOTOS/a.png --attribute colour=red", "one of the attributes class"),
         ("--query PHOTOS/a.png --attribute class=hut", "0 items"),
         ("--query PHOTOS/gone.png --no-match", "gone.png"),
         ("--query PHOTOS/list.csv --no-match", "list.csv cannot be used"),
         ("--csv PHOTOS/two.csv", "two.csv:2"),
-        ("--csv PHOTOS/none.csv", "names no images"),
+        ("--csv PHOTOS/none.csv", "lists no images"),
     ],
 )
 def test_a_wrong_label_is_one_line_of_what_to_do(
@@ -349,4 +356,4 @@ def test_a_wrong_label_is_one_line_of_what_to_do(
     assert says in failure(run("golden", "add", built, *words))
     assert printed(run("golden", "list", built, "--json")) == {"queries": []}
     assert "is empty" in failure(run("golden", "run", built, "--bundle", "b"))
-    assert "0 queries have the number" in failure(run("golden", "remove", built, "0f"))
+    assert "0 queries have an id that starts with" in failure(run("golden", "remove", built, "0f"))

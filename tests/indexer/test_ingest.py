@@ -147,7 +147,7 @@ def test_an_item_whose_file_cannot_be_read_any_more_stays_and_is_reported(
     (shop / "new.jpg").write_bytes(b"")
     report = add(gallery, embedder)
     reasons = {failure.key: failure.reason for failure in report.failures}
-    assert "The gallery keeps what it has under this key." in reasons["f.gif"]
+    assert "The gallery keeps its existing item with this key." in reasons["f.gif"]
     assert "The gallery keeps" not in reasons["new.jpg"]
     assert gallery.stored(["f.gif"]) == before
     assert (report.unchanged, gallery.size) == (5, 6)

@@ -68,28 +68,28 @@ def test_an_error_is_one_line_without_a_traceback(run: Run, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("build --csv a --split b --bundle b --out o", "Give --csv or --split, not both"),
-        ("build --bundle b --out o", "Give the folder IMAGES, or a list"),
+        ("build --csv a --split b --bundle b --out o", "Pass --csv or --split, not both"),
+        ("build --bundle b --out o", "Pass the folder IMAGES, or a list"),
         ("build images --root other --bundle b --out o", "IMAGES or --root, not both"),
         ("build images --batch-size 0 --bundle b --out o", "--batch-size"),
         ("build images --device tpu --bundle b --out o", "tpu"),
-        ("add GALLERY --bundle b", "Give the folder IMAGES, or a list"),
-        ("add GALLERY images --csv list.csv --bundle b", "Give IMAGES or a list, not both"),
-        ("add GALLERY --csv a --split b --bundle b", "Give --csv or --split, not both"),
-        ("update GALLERY", "Give keys or --where with --set"),
-        ("update GALLERY f.gif", "Give keys or --where with --set"),
-        ("update GALLERY --set a=b", "Give keys or --where with --set"),
+        ("add GALLERY --bundle b", "Pass the folder IMAGES, or a list"),
+        ("add GALLERY images --csv list.csv --bundle b", "Pass IMAGES or a list, not both"),
+        ("add GALLERY --csv a --split b --bundle b", "Pass --csv or --split, not both"),
+        ("update GALLERY", "Pass keys or --where with --set"),
+        ("update GALLERY f.gif", "Pass keys or --where with --set"),
+        ("update GALLERY --set a=b", "Pass keys or --where with --set"),
         ("update GALLERY f.gif --csv x", "not both"),
-        ("remove GALLERY", "Give keys, --where or --keys-from"),
-        ("remove GALLERY f.gif --where a=1", "one of them alone"),
-        ("golden add GALLERY", "Give --query with its label"),
+        ("remove GALLERY", "exactly one of: keys, --where, --keys-from"),
+        ("remove GALLERY f.gif --where a=1", "exactly one of"),
+        ("golden add GALLERY", "Pass either --query with its label"),
         ("golden add GALLERY --query a", "one of --keys, --attribute and --no-match"),
         ("golden add GALLERY --query a --keys b --no-match", "one of --keys"),
         ("golden add GALLERY --csv a --keys b", "none with --csv"),
-        ("update GALLERY a --where b --set c=1", "Give keys or --where"),
+        ("update GALLERY a --where b --set c=1", "Pass keys or --where"),
         ("update GALLERY --where b", "--set or --unset"),
-        ("search GALLERY", "Give --image, --vector or --like"),
-        ("search GALLERY --like a --vector b", "one of them alone"),
+        ("search GALLERY", "exactly one of: --image, --vector, --like"),
+        ("search GALLERY --like a --vector b", "exactly one of"),
         ("search GALLERY --image a", "--image needs --bundle"),
         ("search GALLERY --vector a --unlike b", "--unlike needs at least one --like"),
         ("plan 100 8 --memory-mb 0", "--memory-mb"),
@@ -146,7 +146,7 @@ def test_a_device_that_is_not_there_is_an_error(
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (MemoryError(), "Error: Not enough memory. Take a lower --batch-size"),
+        (MemoryError(), "Error: Not enough memory. Reduce --batch-size"),
         (KeyboardInterrupt(), "run the same command again"),
     ],
 )
@@ -249,5 +249,5 @@ def test_a_gallery_names_the_precision_that_it_was_made_in_and_mixes_no_two_othe
         ("golden", "run", tmp_path / "other"),
     ):
         line = failure(invoke(*command, "--bundle", bundle, "--precision", "int8"))
-        assert "'other' was made in bf16, the model runs in int8" in line
+        assert "'other' was built in bf16, but the model runs in int8" in line
         assert "--precision fp32" in line

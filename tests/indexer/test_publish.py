@@ -313,7 +313,7 @@ def test_wrong_addresses_and_folders_are_named(
     with pytest.raises(GalleryNotFoundError, match=r"No snapshot at .*published"):
         Follower(address, tmp_path / "copy").update()
     publish(gallery.path, address)
-    with pytest.raises(GalleryError, match="holds a gallery of its own"):
+    with pytest.raises(GalleryError, match="has a gallery that is not a copy"):
         Follower(address, gallery.path).update()
     other = Gallery.create(tmp_path / "other", name="other", bundle_id=BUNDLE, dim=DIM)
     with pytest.raises(GalleryConflictError, match="belongs to another folder"):
@@ -434,7 +434,7 @@ def test_a_damaged_or_missing_object_is_named_and_leaves_the_copy_as_it_was(
     with pytest.raises(GalleryCorruptError, match=r"objects/\w+ is damaged"):
         follower.update()
     newest.unlink()
-    with pytest.raises(GalleryCorruptError, match="names a file that is not there"):
+    with pytest.raises(GalleryCorruptError, match="names a missing file"):
         follower.update()
     assert version_of(follower.folder) == before
     newest.write_bytes(whole)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kinlens.embedder.errors import ImageTooManyBytesError, SourceError
+from kinlens.indexer.images import inside, read_image
 from kinlens.indexer.ingest.sources import (
     Source,
     csv_changes,
@@ -13,7 +14,6 @@ from kinlens.indexer.ingest.sources import (
     folder_source,
     split_source,
 )
-from kinlens.indexer.pictures import inside, read_image
 from tests.indexer.conftest import PICTURES
 
 
@@ -73,7 +73,7 @@ def test_a_folder_that_is_no_source_is_refused_by_name(shop: Path, tmp_path: Pat
     for arguments, message in (
         ((tmp_path / "nowhere",), r"no folder .*nowhere.*Check the name"),
         ((shop / "f.gif",), r"is a file.*--csv or --split"),
-        ((other,), r"holds no images.*\.jpg.*--csv"),
+        ((other,), r"have no images.*\.jpg.*--csv"),
         ((other, shop), r"other is outside .*shop, the image root.*Move or copy"),
     ):
         with pytest.raises(SourceError, match=message):
@@ -171,9 +171,9 @@ def test_paths_of_a_csv_start_from_the_given_root(tmp_path: Path, shop: Path) ->
         ("key,path\na,1.png\nb,2.png\na,3.png\n", "'a' is on line 2 and on line 4"),
         ("", "no column key and no column path"),
         ("key;path\na;b\n", r"no column key.*'key;path'.*commas"),
-        ("key,file\na,b\n", r"no column path; its first line names \['key', 'file'\]"),
-        ("key,path,path\na,b,c\n", "names a column twice"),
-        ("key,path,\na,b,c\n", "names a column twice or not at all"),
+        ("key,file\na,b\n", r"no column path; its first line has the columns \['key', 'file'\]"),
+        ("key,path,path\na,b,c\n", "columns with the same name"),
+        ("key,path,\na,b,c\n", "same name or without a name"),
         ("key,path\n", "lists no images"),
         ("key,path\na\n", r"list\.csv:2 has 1 values for 2 columns"),
         ("key,path\na,b,c\n", r"list\.csv:2 has 3 values for 2 columns.*quotes"),
@@ -249,11 +249,11 @@ def test_typed_columns_become_numbers_booleans_and_text(tmp_path: Path) -> None:
             "1",
             "names the type 'nubmer'; the types are text, number, boolean.*:text",
         ),
-        ("weight:number", "1", "does not fit the gallery, where weight is a text"),
+        ("weight:number", "1", "conflicts with the gallery, where weight has the type text"),
         ("sale", "True", r"list\.csv:3: column sale has 'True'.*sale:boolean, or sale:text"),
         ("sale", "false", "sale:boolean"),
-        ("n:number", "9" * 19, "whole number of 64 bits, or one with a point"),
-        ("n:number", "9" * 5000, "whole number of 64 bits"),
+        ("n:number", "9" * 19, "64-bit integer, or a number with a point"),
+        ("n:number", "9" * 5000, "64-bit integer"),
     ],
 )
 def test_a_value_of_another_type_is_named_with_line_and_column(
@@ -271,7 +271,7 @@ def test_changes_are_listed_by_key_and_empty_cells_take_values_away(tmp_path: Pa
     }
     for content, message in (
         ("key,colour\na,red\nb,blue\na,green\n", "'a' is on line 2 and on line 4"),
-        ("name,colour\na,red\n", "no column key; its first line names .*key,colour"),
+        ("name,colour\na,red\n", "no column key; its first line has the columns .*key,colour"),
         ("key,colour\n", "lists no changes"),
     ):
         with pytest.raises(SourceError, match=message):

@@ -154,7 +154,7 @@ def test_a_new_kind_of_attribute_that_comes_during_the_export_is_told(file: Path
             return super().scan(batch_size)
 
     store = Growing(made(5, colour=["red"]))
-    with pytest.raises(GalleryBusyError, match="new kind"):
+    with pytest.raises(GalleryBusyError, match="new type"):
         export_gallery(store, file, FACTS)
     export_gallery(store, file, FACTS)
     assert [entry.attributes["stock"] for entry in read(file)] == [1] * 5
@@ -323,7 +323,7 @@ def test_a_missing_fact_is_named(file: Path, fact: str) -> None:
 )
 def test_a_damaged_file_is_refused(file: Path, damage: Callable[[Path], object]) -> None:
     damage(written(file, made(100)))
-    with pytest.raises(SourceError, match=r"shop\.parquet is not a whole Parquet file"):
+    with pytest.raises(SourceError, match=r"shop\.parquet is not a valid Parquet file"):
         read(file)
     file.unlink()
     with pytest.raises(SourceError, match="is missing"):
@@ -435,6 +435,6 @@ def test_a_key_twice_is_named_and_changes_nothing(
         with pytest.raises(InvalidParameterError):
             import_gallery(dump([*entries, replace(entries[0], key="")]), tmp_path / "shop")
     twins = [*entries[: 400 + distance], replace(entries[7], sha256="f" * 64)]
-    with pytest.raises(InvalidParameterError, match="Key 'key 7' is there twice"):
+    with pytest.raises(InvalidParameterError, match=r"Key 'key 7' .* twice"):
         import_gallery(dump(twins), tmp_path / "shop")
     assert not (tmp_path / "shop" / "CURRENT").exists()

@@ -74,16 +74,17 @@ MUTATIONS = {
         ("tests/training/test_precisions.py", "-k", "half_a_point"),
     ),
     "readme": Mutation(
-        "README.md",
-        "    make demo-sop ROOT=/data/Stanford_Online_Products # Stanford Online Products\n",
+        "CONTRIBUTING.md",
+        "| `make demo-sop` | Stanford Online Products as a shop: "
+        "`ROOT=/data/Stanford_Online_Products` |\n",
         "",
         ("tests/test_packaging.py", "-k", "make_target"),
     ),
     "claims": Mutation(
         "embedder/preprocess.py",
-        '        raise ImageTooLargeError(\n            f"The image claims too many pixels',
+        '        raise ImageTooLargeError(\n            f"The image has too many pixels',
         '        bytearray(b"x" * (150 << 20))\n'
-        '        raise ImageTooLargeError(\n            f"The image claims too many pixels',
+        '        raise ImageTooLargeError(\n            f"The image has too many pixels',
         ("tests/http/search/test_odd_images.py", "-k", "costs_no_memory"),
     ),
 }

@@ -234,7 +234,7 @@ class Shop:
         return self.about(name) | {
             "attributes": [self.attribute(name, a) for a in self.galleries[name][0].attributes],
             "calibration": self.calibration,
-            "no_calibration": None if self.calibration else "The gallery was not calibrated yet",
+            "no_calibration": None if self.calibration else "The gallery is not calibrated yet",
             "thresholds": THRESHOLDS,
             "index": INDEX,
             "provider": "CPUExecutionProvider",

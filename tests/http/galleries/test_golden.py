@@ -76,10 +76,10 @@ def test_queries_are_labelled_run_kept_and_removed(stocked: Shop, data: list[byt
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{}", "one thing"),
-        ('{"keys": [], "no_match": false}', "one thing"),
-        ('{"keys": ["k0"], "no_match": true}', "one thing"),
-        ('{"value": 3}', "one thing"),
+        ("{}", "exactly one of"),
+        ('{"keys": [], "no_match": false}', "exactly one of"),
+        ('{"keys": ["k0"], "no_match": true}', "exactly one of"),
+        ('{"value": 3}', "exactly one of"),
         ('{"keys": "k0"}', "label"),
         ('{"right": ["k0"]}', "not a parameter here"),
         ('{"attribute": "product", "value": NaN}', "not valid JSON"),

@@ -11,8 +11,8 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.gallery import Gallery, delete_gallery
 from kinlens.service.api.items import MAX_KEYS
 from kinlens.service.galleries.items import MAX_ATTRIBUTES
-from kinlens.service.galleries.pictures import PictureFolder
 from kinlens.service.galleries.renditions import SIDES_PX
+from kinlens.service.galleries.uploads import UploadFolder
 from tests.support.seams import GalleryFolder, adopt
 from tests.support.servers import GatedEmbedder
 from tests.support.shops import Shop, assert_problem, base64_of, sha256, start_shop
@@ -417,7 +417,7 @@ def test_a_removal_is_undone_with_its_pictures_until_a_compaction(shop, data) ->
     shop.remove("k1", "k2")
     assert shop.client.get(link).status_code == 404
     assert [hit["key"] for hit in shop.search(data[1], k=9).json()["hits"]] == ["k0", "k3"]
-    PictureFolder(shop.folder).sweep()
+    UploadFolder(shop.folder).sweep()
     answer = shop.client.post(f"{shop.url}/items/restore", json={"keys": ["k1", "k0", "new"]})
     assert answer.status_code == 200, answer.text
     [item] = answer.json()["items"]

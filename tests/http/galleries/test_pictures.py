@@ -169,7 +169,7 @@ def test_a_disk_that_fails_while_serving_is_503_without_a_word_of_its_paths(
 
     link = first_link(service, pictures[1])
     with monkeypatch.context() as patch:
-        patch.setattr("kinlens.indexer.pictures.source_bytes", fail)
+        patch.setattr("kinlens.indexer.images.source_bytes", fail)
         response = service.client.get(link)
     problem = assert_problem(response, 503, "gallery-unavailable")
     assert int(response.headers["retry-after"]) >= 1
@@ -322,7 +322,7 @@ def test_a_tiff_is_never_decoded_in_the_service_and_made_once(tmp_path, monkeypa
         return await render(*arguments)
 
     monkeypatch.setattr(search_threads, "render", counted)
-    for module in ("kinlens.embedder.preprocess", "kinlens.indexer.pictures"):
+    for module in ("kinlens.embedder.preprocess", "kinlens.indexer.images"):
         monkeypatch.setattr(f"{module}.decode", forbidden)
     shop.put({"k": encoded(picture(3, (3000, 400)), "TIFF")})
     link = shop.link("k")

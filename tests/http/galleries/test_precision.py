@@ -60,7 +60,7 @@ def test_a_gallery_in_a_precision_that_was_never_compared_is_refused_at_the_star
 ) -> None:
     other = made(tmp_path, bundle, "bf16")
     build_runtime(settings(bundle, made(tmp_path, bundle, "int8"), precision="int8"))
-    with pytest.raises(BundleMismatchError, match=r"'bf16' was made in bf16, .* in int8.*fp32"):
+    with pytest.raises(BundleMismatchError, match=r"'bf16' was built in bf16, .* in int8.*fp32"):
         build_runtime(settings(bundle, other, precision="int8"))
     build_runtime(settings(bundle, other, precision="fp32"))
 

@@ -141,7 +141,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "boost of a list": (IMAGES | {"boost": ["price", 0.1]}, "is not NAME:WEIGHT"),
     "images": ({"images": [{"data": GOOD}] * 33}, "33 images exceed the limit of 32"),
     "crops": (cropped(*[[0, 0, 1, 1]] * 17), "17 crops of an image exceed the limit of 16"),
-    "crop outside": (cropped([0.9, 0, 0.5, 1]), "leaves the image"),
+    "crop outside": (cropped([0.9, 0, 0.5, 1]), "extends beyond the image"),
     "crop of three": (cropped([0, 0, 1]), "four finite numbers"),
     "crop of words": (cropped("a,b,c,d"), "left,top,width,height"),
     "crop of null": (cropped(None), "left,top,width,height"),

@@ -150,7 +150,7 @@ def test_an_item_without_a_picture_and_a_bundle_without_a_map_say_so(
     answer = shop.client.post(f"/galleries/vectors/items/{item}/explain", files=send)
     shop.close()
     assert (answer.status_code, answer.json()["title"]) == (404, "Unknown item")
-    assert "stored as a vector" in answer.json()["detail"]
+    assert "added as a vector" in answer.json()["detail"]
 
     shop = start_shop(tmp_path / "other", NoMap())
     shop.put({"0.png": pictures["0.png"]})

@@ -65,10 +65,10 @@ def test_a_good_folder_is_healthy(shop: Path) -> None:
     ("data", "detail"),
     [
         (b"", "0 bytes"),
-        (b"<html></html>", "known format"),
-        (b"\xff\xd8\xff\xe0 and then nothing", "header is damaged"),
+        (b"<html></html>", "supported format"),
+        (b"\xff\xd8\xff\xe0 and then nothing", "header of the JPEG image is damaged"),
         (TRUNCATED, "truncated"),
-        (encoded(Image.new("1", (16400, 8))), "16384 px a side"),
+        (encoded(Image.new("1", (16400, 8))), "16384 px per side"),
     ],
 )
 def test_a_bad_image_is_a_problem(shop: Path, data: bytes, detail: str) -> None:

@@ -18,7 +18,7 @@ from kinlens.embedder.preprocess import ImageLimits, decode
 from kinlens.indexer.types import Item
 
 ANY_SIZE = ImageLimits(max_bytes=2**30, max_megapixels=178.0, max_side_px=2**20)
-"""For images that an embedder has accepted already, within whatever limits of its own."""
+"""Limits for images that an embedder has already accepted, under its own limits."""
 
 _MEDIA_TYPES = {kind: f"image/{kind.lower()}" for kind in ("JPEG", "PNG", "WEBP", "GIF", "AVIF")}
 _JPEG_QUALITY = 90
@@ -33,10 +33,10 @@ class ItemImage:
 
 
 def item_image(root: Path, item: Item) -> ItemImage:
-    """The indexed bytes of an item; BMP, TIFF and HEIC become JPEG.
+    """The image of an item as it was indexed; BMP, TIFF and HEIC are converted to JPEG.
 
-    Raises: ItemNotFoundError if it has no image, or the file is gone, was changed after it was
-        indexed, or lies outside `root`; GalleryCorruptError if it cannot be read.
+    Raises: ItemNotFoundError if it has no image, or the file was removed, was changed after it was
+        indexed, or is outside `root`; GalleryCorruptError if it cannot be read.
     """
     data = item_bytes(root, item)
     if is_shown(item.format):
@@ -48,35 +48,35 @@ def item_image(root: Path, item: Item) -> ItemImage:
 
 
 def item_bytes(root: Path, item: Item) -> bytes:
-    """The indexed bytes of an item as they are. Raises: as `item_image`."""
+    """The bytes of the image file of an item, as indexed. Raises: the errors of `item_image`."""
     if not item.path:
         raise ItemNotFoundError(f"Item {item.key!r} was stored as a vector, without an image.")
     try:
         return source_bytes(root, item)
     except (SourceError, ImageTooManyBytesError) as error:
         raise ItemNotFoundError(
-            f"The image of item {item.key!r} is not what was indexed: the file is gone or was "
-            "changed. Put it back below the image root, or add it again."
+            f"The image file of item {item.key!r} was removed or changed after it was indexed. "
+            "Restore the file below the image root, or add the image again."
         ) from error
     except OSError as error:
         raise _unreadable(item, error) from error
 
 
 def is_shown(kind: str) -> bool:
-    """Whether browsers show files of this format; BMP, TIFF and HEIC must become JPEG."""
+    """Whether browsers show files of this format. They do not show BMP, TIFF and HEIC."""
     return kind in _MEDIA_TYPES
 
 
 def shown(data: bytes, kind: str) -> ItemImage:
-    """A file of a format that browsers show."""
+    """Wrap a file in a format that browsers show."""
     return ItemImage(data, _MEDIA_TYPES[kind])
 
 
 def source_bytes(root: Path, item: Item) -> bytes:
-    """The file of an item as it was indexed.
+    """Read the image file of an item and verify its hash.
 
-    Raises: SourceError or ImageTooManyBytesError if it is gone, was changed or lies outside `root`;
-        OSError.
+    Raises: SourceError or ImageTooManyBytesError if it was removed or changed, or is outside
+        `root`; OSError.
     """
     data = read_image(root, item.path, ANY_SIZE.max_bytes)
     if hashlib.sha256(data).hexdigest() != item.sha256:
@@ -85,21 +85,21 @@ def source_bytes(root: Path, item: Item) -> bytes:
 
 
 def inside(root: Path, path: str) -> Path:
-    """The real file behind `path`, links followed.
+    """Resolve `path`, relative to `root`, following links.
 
-    Raises: SourceError if it lies outside `root`.
+    Raises: SourceError if the result is outside `root`.
     """
     real = Path(os.path.realpath(root / path))
     if not real.is_relative_to(os.path.realpath(root)):
         raise SourceError(
-            f"{path} leads out of {root}. Copy the file into the folder, or give a root that "
-            "holds both."
+            f"{path} leads out of {root}. Copy the file into the folder, or use a root that "
+            "contains both."
         )
     return real
 
 
 def read_image(root: Path, path: str, max_bytes: int) -> bytes:
-    """The bytes of one image of a source.
+    """Read one image of a source, of at most `max_bytes` bytes.
 
     Raises: SourceError if it is missing, not a regular file or outside `root`;
         ImageTooManyBytesError; OSError.
@@ -110,7 +110,9 @@ def read_image(root: Path, path: str, max_bytes: int) -> bytes:
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise SourceError(f"{path} below {root} is not a regular file. Put an image there.")
+            raise SourceError(
+                f"{path} below {root} is not a regular file. Replace it by an image file."
+            )
         if status.st_size > max_bytes:
             raise ImageTooManyBytesError(
                 f"The image has {status.st_size:,} bytes; the limit is {max_bytes:,}. Resize or "
@@ -119,12 +121,12 @@ def read_image(root: Path, path: str, max_bytes: int) -> bytes:
         return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise SourceError(
-            f"{path} is missing below {root}. Put it back, or leave it out."
+            f"{path} is missing below {root}. Restore it, or remove it from the list."
         ) from error
 
 
 def printable(path: str) -> str:
-    """`path`, with an escape for each byte that is not UTF-8."""
+    """`path` with bytes that are not UTF-8 replaced by escapes."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 

@@ -15,8 +15,8 @@ from kinlens.indexer.types import Item
 from kinlens.models import ExplainAnswer, ItemModel, PatchAnswer, RemoveAnswer, SearchAnswer
 from kinlens.service.access.audit import note
 from kinlens.service.api.galleries import FAILURES, Version
+from kinlens.service.api.images import IMAGE_ANSWERS, ImageSize, image_of
 from kinlens.service.api.items import UNKNOWN_ITEM, WRITES, Changes, item_model
-from kinlens.service.api.pictures import IMAGE_ANSWERS, ImageSize, image_of
 from kinlens.service.api.requests import SearchFields
 from kinlens.service.api.search import (
     EXPLAIN,

@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from kinlens.embedder import errors
 from kinlens.models import BatchAnswer, ExplainAnswer, QueryShares, SearchAnswer, Timings
 from kinlens.service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
-from kinlens.service.api.pictures import original
+from kinlens.service.api.images import original
 from kinlens.service.api.requests import (
     FORM,
     IMAGE,

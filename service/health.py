@@ -14,7 +14,7 @@ from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import gpu_memory
 from kinlens.indexer.types import IndexPlace
 from kinlens.service.access.binding import Binding
-from kinlens.service.concurrency import OwnThreads, Recent
+from kinlens.service.concurrency import KeyedThreads, Recent
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.registry import Registry, Served, probe
 
@@ -88,7 +88,7 @@ class Health:
         self.is_draining = False
         self._registry = registry
         self._models = models
-        self._threads = OwnThreads("probe")
+        self._threads = KeyedThreads("probe")
         self._timeout_s = timeout_s
         self._is_on_gpu = is_on_gpu
         self._last_error: str | None = None

@@ -288,7 +288,7 @@ class Registry:
 
     @property
     def model(self) -> Model:
-        """The model of the caller's first gallery, or any running model without a gallery."""
+        """The model of the caller's first gallery; if it has none, any running model."""
         for served in self._permitted().values():
             return served.model
         return self._models.running()[0]

@@ -6,11 +6,11 @@ BIN    := $(VENV)/bin
 UV     := $(BIN)/uv
 PIP    := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
 
-# Where it is set, each of a hundred processes compiles torch anew, which takes it ten seconds.
+# If it is set, each of a hundred processes compiles torch again, which takes ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu demo demo-check demo-inshop demo-sop demo-grocery test soak scale-check mutations check format bench clean
+.PHONY: help install install-gpu demo demo-check demo-inshop demo-sop demo-grocery test soak scale-check mutations check docs format bench clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -31,7 +31,7 @@ $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv
 
-install-gpu: .venv-gpu/.uv  ## The same with FAISS and ONNX Runtime for CUDA 13, into .venv-gpu
+install-gpu: .venv-gpu/.uv  ## As install, with FAISS and ONNX Runtime for CUDA 13, into .venv-gpu
 	.venv-gpu/bin/uv pip install --python .venv-gpu/bin/python --constraint constraints.txt --editable '.[gpu,training]'
 
 .venv-gpu/.uv:
@@ -40,7 +40,7 @@ install-gpu: .venv-gpu/.uv  ## The same with FAISS and ONNX Runtime for CUDA 13,
 demo: $(VENV)/.training  ## Train, index and serve a small catalogue; IMAGES=/my/shop [BUNDLE=/my/bundle, WEIGHTS=/my/mobilenet_v2.pth, PORT=8001] for yours
 	$(BIN)/python scripts/demo.py $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(PORT),--port $(PORT))
 
-demo-check: $(VENV)/.training  ## The same road, ending by itself with exit 0 or 1
+demo-check: $(VENV)/.training  ## The demo without a person; exits with status 0 or 1
 	$(BIN)/python scripts/demo.py --check $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(PORT),--port $(PORT))
 
 SHOP_DEMO = $(BIN)/python scripts/shop_demo.py
@@ -80,7 +80,14 @@ check: $(VENV)/.dev  ## Format, lint, types, architecture
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_architecture.py
 
-format: $(VENV)/.dev  ## Mend what ruff can mend
+$(VENV)/.docs: $(VENV)/.training
+	$(PIP) --quiet --editable '.[cpu,training,docs]'
+	@touch $@
+
+docs: $(VENV)/.docs  ## The documentation site, into build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+format: $(VENV)/.dev  ## Fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -88,8 +95,8 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) --quiet --editable '.[cpu,training,dev,otel,milvus,parquet,heif,milvus-server,bench]'
 	@touch $@
 
-bench: $(VENV)/.bench  ## Every benchmark once at its smallest: NAMES="gallery.py"; tells what it leaves out
+bench: $(VENV)/.bench  ## Every benchmark once at its smallest: NAMES="gallery.py"; reports what it skips
 	$(BIN)/python benchmarks $(NAMES)
 
-clean:  ## Remove the environment and what the demo made
-	rm -rf $(VENV) .kinlens .pytest_cache .mypy_cache .ruff_cache
+clean:  ## Remove the environment, the site and what the demo made
+	rm -rf $(VENV) .kinlens build/site .pytest_cache .mypy_cache .ruff_cache

@@ -65,7 +65,7 @@ from kinlens.indexer.catalog.vectors import ROWS, VECTORS
 from kinlens.indexer.filters.tree import Range
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.index.kinds import KINDS
+from kinlens.indexer.index.kinds import INDEX_TYPES
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.index.segment import INDEX, read_manifest
 from kinlens.indexer.ingest.build import build_gallery
@@ -321,7 +321,7 @@ def of_faiss(setting: Setting, queries: Embeddings, truth: Positions) -> Contest
     if INDEX in manifest.files:
         codes = faiss.read_index(str(setting.segment / INDEX))
         index = faiss.IndexRefine(codes, index)
-    asked = KINDS[manifest.kind].search_parameters(
+    asked = INDEX_TYPES[manifest.kind].search_parameters(
         getattr(codes, "nlist", 0), manifest.size, manifest.tuned, K
     )
     found = index.search(queries, K, params=asked)[1]

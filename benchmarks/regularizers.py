@@ -55,7 +55,6 @@ REGULARIZERS: dict[str, dict[str, Any]] = {
         "non_isotropy": {"exponentiate": False, "weight": 0.005, "fit_epochs": 1, "share": 0.02}
     },
     "graph consistency 0.3": {"graph_consistency": {"share": 0.3}},
-    "retention, weight 10": {"retention": {"weight": 10.0}},
 }
 _ON_PROXIES = ("skewed mean 0.2", "non-isotropy 0.02")
 
@@ -168,8 +167,6 @@ def begin(job: Job, features: torch.Tensor, labels: NDArray[np.int64]) -> tuple[
     """A run at step 0, from the pooled features (N, C) of its images, and the order of these."""
     state = create_run(job, int(labels.max()) + 1)
     start_from_features(state, features, labels)
-    if job.regularizers.retention is not None:
-        state.start_from(state.net)
     if state.average is not None:
         state.average = Average(state.net, state.average.decay)
     order = BatchSampler(job, labels)

@@ -9,7 +9,6 @@ half of its products are trained on. The methods:
 - adapt   `kinlens-train adapt`: a head on the frozen trunk, chosen on folds
 - today   the job `shop` as it was: the whole network, from principal directions, the last epoch
 - start   the job `shop` from the directions of `adapt`, the last epoch
-- kept    start, with retention
 - shop    the job `shop` as it is
 
 A gain is R@1 on the products that were not trained on, less that of the untrained trunk, in points.
@@ -42,7 +41,6 @@ METHODS: dict[str, tuple[str, list[str]]] = {
     "adapt": ("adapt", []),
     "today": ("shop", ["start.projection=trunk", "protocol={choose_by='last'}"]),
     "start": ("shop", ["protocol={choose_by='last'}"]),
-    "kept": ("shop", ["protocol={choose_by='last'}", "regularizers.retention.weight=10.0"]),
     "shop": ("shop", []),
 }
 

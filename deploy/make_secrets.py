@@ -1,4 +1,4 @@
-"""Writes the secrets that docker-compose.yml mounts, once: python3 deploy/make_secrets.py."""
+"""Write the secrets that docker-compose.yml mounts, once: python3 deploy/make_secrets.py."""
 
 import secrets
 import sys
@@ -13,7 +13,7 @@ _REDIS_URL = "redis://kinlens:{password}@redis:6379/0\n"
 
 
 def main() -> None:
-    """Write what is missing; what is there stays."""
+    """Write the missing secrets; existing ones are kept."""
     FOLDER.mkdir(mode=0o700, exist_ok=True)
     password = secrets.token_hex(32)
     redis = {"redis.acl": _REDIS_ACL, "redis_url.txt": _REDIS_URL}
@@ -26,7 +26,7 @@ def main() -> None:
     for name, text in wanted.items():
         path = FOLDER / name
         path.write_text(text)
-        path.chmod(0o444)  # read by the users of the containers; the folder keeps others out
+        path.chmod(0o444)  # containers run as other users; the folder (0700) excludes the rest
         sys.stdout.write(f"wrote {path}\n")
 
 

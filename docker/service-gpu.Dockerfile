@@ -1,6 +1,6 @@
-# The search service on an NVIDIA GPU: ONNX Runtime and FAISS for CUDA 13, without torch, not as root.
-# CUDA itself comes with the wheels; the host brings the driver and the NVIDIA Container Toolkit.
-# Build it in the root of the project: docker build --file docker/service-gpu.Dockerfile .
+# The search service for NVIDIA GPUs: ONNX Runtime and FAISS for CUDA 13, without torch, not as root.
+# The wheels include CUDA; the host needs the driver and the NVIDIA Container Toolkit.
+# Build in the root of the project: docker build --file docker/service-gpu.Dockerfile .
 ARG PYTHON=3.13
 
 FROM python:${PYTHON}-slim AS build

@@ -1,12 +1,12 @@
-# The search service on a CPU: without torch, without a compiler, not as root.
-# Build it in the root of the project: docker build --file docker/service.Dockerfile .
+# The search service for CPUs: without torch or a compiler, not as root.
+# Build in the root of the project: docker build --file docker/service.Dockerfile .
 ARG PYTHON=3.13
 
 FROM python:${PYTHON}-slim AS build
 WORKDIR /src
 COPY constraints.txt ./
 RUN python -m pip install --no-cache-dir --constraint constraints.txt uv
-# Such as --build-arg EXTRAS='--extra otel --extra openvino' for bf16, 200 MB more, or --extra milvus.
+# For example --build-arg EXTRAS='--extra otel --extra openvino' for bf16 (200 MB more), or --extra milvus.
 ARG EXTRAS
 COPY pyproject.toml README.md LICENSE ./
 RUN python -m venv --without-pip /opt/kinlens \

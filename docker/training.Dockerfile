@@ -1,5 +1,5 @@
-# Works on the jobs of a service that shares its state folder, training included: the one with torch.
-# Build it in the root of the project: docker build --file docker/training.Dockerfile .
+# Runs the jobs, including training, of a service with the same state folder. The only image with torch.
+# Build in the root of the project: docker build --file docker/training.Dockerfile .
 ARG PYTHON=3.13
 
 FROM python:${PYTHON}-slim AS build

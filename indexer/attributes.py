@@ -1,4 +1,4 @@
-"""The attributes of items: names, kinds and what a value may be."""
+"""The attributes of items: valid names, types and values."""
 
 import math
 import re
@@ -9,12 +9,12 @@ from typing import Any
 from kinlens.values import AttributeKind, AttributeValue, Scalar, date_text
 
 Schema = Mapping[str, AttributeKind]
-"""The attributes of a gallery: name -> kind."""
+"""The attributes of a gallery: name -> type."""
 
 MAX_NAME = 128
 MAX_TEXT = 4096
 MAX_LIST = 1000
-_KINDS: Mapping[type, AttributeKind] = {
+_TYPES: Mapping[type, AttributeKind] = {
     bool: "boolean",
     str: "text",
     int: "number",
@@ -26,7 +26,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def as_stored(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Attributes as they are stored: lists as tuples, none that are empty, and dates as texts."""
+    """Attributes as they are stored: lists as tuples, dates as texts, empty lists removed."""
     if not any(isinstance(value, list | tuple | date) for value in attributes.values()):
         return attributes
     return {
@@ -40,26 +40,26 @@ def _plain(value: Any) -> Any:
     return date_text(value) if isinstance(value, date) else value
 
 
-def kind_of(value: object) -> AttributeKind:
-    """The kind of one value. Raises: ValueError for None, a list and whatever is no value."""
-    kind = _KINDS.get(type(value))
-    if kind is not None:
-        return kind
-    for known, kind in _KINDS.items():
+def type_of(value: object) -> AttributeKind:
+    """The attribute type of one value. Raises: ValueError for None, a list and other objects."""
+    found = _TYPES.get(type(value))
+    if found is not None:
+        return found
+    for known, type_ in _TYPES.items():
         if isinstance(value, known):
-            return kind
+            return type_
     raise ValueError(f"{value!r:.80} is not a text, a number or true/false")
 
 
-def checked_kind(value: AttributeValue) -> AttributeKind:
-    """The kind of a value, or of several, that can be stored and compared.
+def checked_type(value: AttributeValue) -> AttributeKind:
+    """The attribute type of a value or a tuple of values, after checking that it can be stored.
 
-    Raises: ValueError for no value, NaN, infinity, whole numbers beyond 64 bits, broken Unicode,
-        values of different kinds, too many or too long ones.
+    Raises: ValueError for no value, NaN, infinity, integers beyond 64 bits, invalid Unicode, values
+        of different types, too many values, or too long texts.
     """
     if isinstance(value, tuple):
-        return _kind_of_all(value)
-    kind = kind_of(value)
+        return _type_of_all(value)
+    type_ = type_of(value)
     if isinstance(value, str):
         if not value.isascii() and _SURROGATE.search(value):
             raise ValueError(f"{value!r:.80} is not valid Unicode")
@@ -72,33 +72,32 @@ def checked_kind(value: AttributeValue) -> AttributeKind:
             raise ValueError(f"{value} is not a finite number")
     elif not _SMALLEST <= value <= _LARGEST:
         raise ValueError(f"a whole number of {value.bit_length()} bits does not fit in 64 bits")
-    return kind
+    return type_
 
 
-def _kind_of_all(values: tuple[Scalar, ...]) -> AttributeKind:
+def _type_of_all(values: tuple[Scalar, ...]) -> AttributeKind:
     if len(values) > MAX_LIST:
         raise ValueError(f"a list of {len(values):,} values; give at most {MAX_LIST:,}")
     if any(isinstance(value, list | tuple) for value in values):
         raise ValueError("a list in a list. Give texts, numbers or true/false in a list")
-    kinds = [checked_kind(value) for value in values]
-    for kind, value in zip(kinds, values, strict=True):
-        if kind != kinds[0]:
+    types = [checked_type(value) for value in values]
+    for type_, value in zip(types, values, strict=True):
+        if type_ != types[0]:
             raise ValueError(
-                f"a list with {values[0]!r:.80}, a {kinds[0]}, and {value!r:.80}, a {kind}. Give "
-                "values of one kind"
+                f"a list with {values[0]!r:.80}, a {types[0]}, and {value!r:.80}, a {type_}. Give "
+                "values of one type"
             )
-    return kinds[0]
+    return types[0]
 
 
 def is_printable(text: str) -> bool:
-    """No control character, no line break, no broken Unicode."""
+    """Whether a text has no control characters, line breaks or invalid Unicode."""
     return text.isprintable() or _UNPRINTABLE.search(text) is None
 
 
 def check_name(name: object) -> None:
-    """An attribute name has 1 to 128 printable characters. Raises: ValueError."""
+    """Check an attribute name: 1 to 128 printable characters. Raises: ValueError."""
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not is_printable(name):
         raise ValueError(
-            f"{name!r:.160} is not an attribute name, which has 1 to {MAX_NAME} printable "
-            "characters"
+            f"an attribute name must have 1 to {MAX_NAME} printable characters, not {name!r:.160}"
         )

@@ -1,8 +1,7 @@
-"""A gallery on this machine: a FAISS segment, what came after it, and a catalogue in SQLite.
+"""Local galleries: a FAISS segment with a delta, and a catalogue in SQLite.
 
-One on Milvus is opened here as well: `open_remote`.
-
-What is asked about items is read from the catalogue alone; the index is for searches.
+Items are read from the catalogue only; the index is only used for searches. `open_remote` opens a
+gallery on Milvus.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ from kinlens.indexer.calibration import (
     is_changed,
 )
 from kinlens.indexer.catalog.database import Catalog, catalog_view
-from kinlens.indexer.catalog.entries import check_key, checked_keys, learn_kinds
+from kinlens.indexer.catalog.entries import check_key, checked_keys, learn_types
 from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.vectors import NUMBERS, VECTORS
 from kinlens.indexer.catalog.write import CatalogWriter
@@ -86,7 +85,7 @@ from kinlens.indexer.live.compaction import (
     due,
 )
 from kinlens.indexer.live.facets import facts_of
-from kinlens.indexer.live.search import Searcher, numbers_of
+from kinlens.indexer.live.search import Searcher, ids_of_keys
 from kinlens.indexer.live.snapshot import SnapshotKeeper
 from kinlens.indexer.types import (
     AttributeFacts,
@@ -108,20 +107,20 @@ from kinlens.indexer.types import (
 from kinlens.values import AttributeKind, AttributeValue, Scalar
 
 _PAGE = 1000
-_AT_ONCE = 10_000  # items that one step of a change by filter takes
+_BATCH = 10_000  # items that a change by filter handles in one transaction
 _SPARSE = 10
-_MANY = 10_000  # items, whose attributes take a tenth of a second to read
+_MANY = 10_000  # items whose attributes take about 0.1 s to read
 
 MAX_SORTED = 10_000
-"""The end of a list of items that is sorted by an attribute."""
+"""Maximum offset + limit of a list of items that is sorted by an attribute."""
 
 
 class Gallery(Searcher):
-    """One generation of a gallery, changed while it is searched, also by several processes.
+    """One generation of a gallery. Several processes can search and change it at the same time.
 
     Implements `kinlens.indexer.types.VectorStore`. A change is durable when its call returns, and
-    every search that begins afterwards sees it. An item id is never reused for other content, so
-    ids are valid as long as the generation, which is named by 12 hex digits. Thread safe.
+    every search that starts afterwards sees it. Item ids are never reused, so they stay valid for
+    the whole generation, which is identified by 12 hex digits. Thread safe.
     """
 
     def __init__(
@@ -133,20 +132,20 @@ class Gallery(Searcher):
         verify_hashes: bool | None,
         expected_bundle_id: str | None,
     ) -> None:
-        """See `open`."""
+        """Use `open` or `create`."""
         self._folder = folder
         self._generation = generation
-        with contextlib.ExitStack() as held:
-            held.callback(os.close, hold(generation))
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(os.close, hold(generation))
             self.manifest = read_manifest(generation)
             self.generation = self.manifest.generation
             _check_bundle(folder.path, self.manifest, expected_bundle_id)
             self._catalog = Catalog.open(generation / CATALOG)
-            held.callback(self._catalog.close)
+            cleanup.callback(self._catalog.close)
             _check_dim(generation, self.manifest, self._catalog)
             snapshots = SnapshotKeeper(self._catalog, generation, device, verify_hashes)
-            held.callback(snapshots.forget)
-            self._close = weakref.finalize(self, held.pop_all().close)
+            cleanup.callback(snapshots.close)
+            self._close = weakref.finalize(self, cleanup.pop_all().close)
         super().__init__(snapshots, self.manifest.dim)
         self._image_root = image_root or Path(self.manifest.source_root)
         self._facts: tuple[int, tuple[AttributeFacts, ...]] = (-1, ())
@@ -167,9 +166,9 @@ class Gallery(Searcher):
         source: str = "",
         source_root: Path | str = "",
     ) -> "Gallery":
-        """A new gallery without items in folder `path`, opened; it replaces an old one.
+        """Create an empty gallery in folder `path` and open it; replaces an existing gallery.
 
-        Raises: GalleryBusyError, GalleryWriteError, GalleryError for a folder of something else.
+        Raises: GalleryBusyError, GalleryWriteError; GalleryError for a folder with other files.
         """
         folder = GalleryFolder(path)
         manifest = GalleryManifest(
@@ -202,11 +201,14 @@ class Gallery(Searcher):
     ) -> "Gallery":
         """Open the current generation of the gallery in folder `path`.
 
-        `image_root` replaces the recorded folder of the images. Hashes of the segment are checked
-        if `verify_hashes`, never if it is False; by default those of small files, since all others
-        would take longer than to open. With the `device` cuda a GPU searches as long as there is
-        one with memory enough. A segment that is damaged is made again from the catalogue,
-        if the gallery can be written. Without `load_index` the first search does all that.
+        A damaged segment is rebuilt from the catalogue if the gallery is writable.
+
+        expected_bundle_id: refuse a gallery that was built with another bundle.
+        image_root: replaces the recorded folder of the images.
+        device: with `cuda`, a GPU with enough memory searches; otherwise the CPU.
+        verify_hashes: check the hashes of the segment. None checks small files only, since hashing
+            large files takes longer than opening them.
+        load_index: if False, the index is opened by the first search.
 
         Raises: GalleryNotFoundError, GalleryCorruptError, BundleMismatchError.
         """
@@ -226,17 +228,17 @@ class Gallery(Searcher):
 
     @property
     def name(self) -> str:
-        """The name in addresses."""
+        """The name of the gallery in URLs."""
         return self.manifest.name
 
     @property
     def path(self) -> Path:
-        """The folder that it lies in."""
+        """The folder of the gallery."""
         return self._folder.path
 
     @property
     def copy_of(self) -> str | None:
-        """The address that this is a copy of, which nobody changes here; None for others."""
+        """The address of the original if this is a read-only copy; else None."""
         return self._folder.copy_of
 
     @property
@@ -246,27 +248,27 @@ class Gallery(Searcher):
 
     @property
     def bundle_id(self) -> str:
-        """The bundle that made the vectors."""
+        """The id of the bundle that computed the vectors."""
         return self.manifest.bundle_id
 
     @property
     def vector_type(self) -> VectorType:
-        """How it keeps its vectors."""
+        """The type of the stored vectors."""
         return self.manifest.vector_type
 
     @property
     def precision(self) -> str:
-        """The precision of its vectors, or several, as in fp32+int8."""
-        made = self.manifest.precision.split("+")
-        return "+".join(sorted({*made, *self._added_precisions()}))
+        """The model precision that computed the vectors, or several, such as fp32+int8."""
+        built = self.manifest.precision.split("+")
+        return "+".join(sorted({*built, *self._added_precisions()}))
 
     def admit(self, precision: str) -> None:
-        """Note that vectors in `precision` are added from now on. Raises: GalleryWriteError."""
+        """Record that vectors in `precision` will be added. Raises: GalleryWriteError."""
         if precision not in self.precision.split("+"):
             with self._folder.writing(self.generation), disk_errors_explained(self._generation):
                 known = sorted({precision, *self._added_precisions()})
                 write_whole(self._generation / PRECISIONS, json.dumps(known).encode(), "precisions")
-                (self._generation / PRECISIONS).chmod(0o644)  # others may serve the gallery
+                (self._generation / PRECISIONS).chmod(0o644)  # another user may serve the gallery
 
     def _added_precisions(self) -> list[str]:
         try:
@@ -296,11 +298,11 @@ class Gallery(Searcher):
 
     @property
     def image_root(self) -> Path:
-        """The folder that the images are read from; it may be missing."""
+        """The folder that images are read from; it may not exist."""
         return self._image_root
 
     def facts(self) -> GalleryFacts:
-        """What is in the gallery now."""
+        """A description of the gallery's current state."""
         with self._snapshots.reading() as reading:
             snapshot = reading.snapshot
             state = snapshot.state
@@ -315,23 +317,23 @@ class Gallery(Searcher):
                 generation=self.generation,
                 size=state.size,
                 delta=snapshot.delta.size,
-                tombstones=snapshot.dead_count - (0 if segment is None else segment.gone),
+                tombstones=snapshot.tombstone_count - (0 if segment is None else segment.gone),
                 compaction_due=self._due(reading.view, state),
                 segment=segment,
             )
 
     def index_place(self) -> IndexPlace | None:
-        """Where the index is searched; None if there is none. Raises: GalleryCorruptError."""
+        """The device of the index; None without an index. Raises: GalleryCorruptError."""
         segment = self._snapshots.newest().segment
         return None if segment is None else segment.place
 
     def schema(self) -> Schema:
-        """The attributes that items have had so far, and their kinds."""
+        """The attributes that items have had so far, and their types."""
         with self._catalog.reading() as view:
             return view.schema()
 
     def item(self, item_id: ItemId) -> Item:
-        """What the catalogue knows about an item. Raises: ItemNotFoundError."""
+        """The stored item with this id. Raises: ItemNotFoundError."""
         with self._catalog.reading() as view:
             found = view.get([item_id]) if 0 <= item_id < 2**63 else {}
         if item_id not in found:
@@ -339,11 +341,11 @@ class Gallery(Searcher):
         return found[item_id]
 
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
-        """The items with these keys, by key; unknown keys are left out."""
+        """The items with these keys, by key; unknown keys are omitted."""
         with self._catalog.reading() as view:
-            numbers = view.find(keys)
-            items = view.get(list(numbers.values()))
-        return {key: items[number] for key, number in numbers.items()}
+            ids = view.find(keys)
+            items = view.get(list(ids.values()))
+        return {key: items[item_id] for key, item_id in ids.items()}
 
     def page(
         self,
@@ -354,9 +356,10 @@ class Gallery(Searcher):
         after: ItemId = -1,
         sort_by: SortBy | None = None,
     ) -> Page:
-        """Items from place `offset` on, at most `limit`, of those that fit `where`, whose keys
-        begin with `prefix` and whose numbers are above `after`; in the order of their numbers, or
-        of an attribute. `total` and `last` are of all that fit, whatever their numbers.
+        """Up to `limit` items from index `offset` on, in the order of their ids or of `sort_by`.
+
+        where, prefix: only items that match the filter and whose keys start with `prefix`.
+        after: only items with higher ids; `total` and `last` of the page ignore it.
 
         Raises: FilterError; InvalidParameterError for `after` with `sort_by`.
         """
@@ -383,7 +386,7 @@ class Gallery(Searcher):
     ) -> Page:
         if after >= 0:
             raise InvalidParameterError(
-                f"after = {after} continues in the order of numbers. Omit it, or sort_by."
+                f"after = {after} requires the order of item ids. Omit after or sort_by."
             )
         if offset + limit > MAX_SORTED:
             raise InvalidParameterError(
@@ -399,72 +402,74 @@ class Gallery(Searcher):
             return Page(attributes.count(among), now.view.known(ids), last)
 
     def attribute_facts(self, where: Filter | None = None) -> tuple[AttributeFacts, ...]:
-        """The values of each attribute, counted; remembered until the gallery changes. With
-        `where`, those of the items that fit, which are counted each time. Raises: FilterError.
+        """The value counts of each attribute, cached until the gallery changes.
+
+        With `where`, only items that match are counted; this is not cached. Raises: FilterError.
         """
         with self._snapshots.reading() as now:
             if where is not None:
                 attributes = self._attributes_of(now)
-                fitting = attributes.selected(self._among(now, where))
-                kinds = now.view.schema().items()
-                return tuple(facts_of(name, kind, attributes, fitting) for name, kind in kinds)
+                matching = attributes.selected(self._among(now, where))
+                types = now.view.schema().items()
+                return tuple(facts_of(name, type_, attributes, matching) for name, type_ in types)
             seq, facts = self._facts
             state = now.snapshot.state
             if seq != state.seq:
                 attributes = self._attributes_of(now)
-                kinds, every = now.view.schema().items(), attributes.selected()
-                facts = tuple(facts_of(name, kind, attributes, every) for name, kind in kinds)
+                types, every = now.view.schema().items(), attributes.selected()
+                facts = tuple(facts_of(name, type_, attributes, every) for name, type_ in types)
                 self._facts = (state.seq, facts)
             return facts
 
-    def held(self, sha256s: Sequence[str]) -> set[str]:
-        """Which of these contents some item has."""
+    def contents(self, sha256s: Sequence[str]) -> set[str]:
+        """The given contents that some item has."""
         with self._catalog.reading() as view:
             return set(view.content(sha256s))
 
     def items(self) -> Iterator[Item]:
-        """Every item, in the order of its number, of one state."""
+        """Every item of one state, by ascending id."""
         with self._own_view() as view:
             yield from view.items()
 
     def entries(self, keys: Sequence[str]) -> list[Entry]:
-        """Items with their vectors, in the order asked for. Raises: ItemNotFoundError."""
+        """Items with their vectors, in the order of `keys`. Raises: ItemNotFoundError."""
         with self._catalog.reading() as view:
-            numbers = numbers_of(view, keys)
-            return _entries(view.known(numbers), view.vectors(numbers))
+            ids = ids_of_keys(view, keys)
+            return _entries(view.known(ids), view.vectors(ids))
 
     def scan(self, batch_size: int = _PAGE) -> Iterator[list[Entry]]:
-        """Every item with its vector, in the order of its number, of one state."""
+        """Batches of every item of one state with its vector, by ascending id."""
         with self._own_view() as view:
             for ids, vectors in view.iter_vectors(batch_size):
                 yield _entries(view.known(ids), vectors)
 
     def iter_vectors(self, batch_size: int = _PAGE) -> Iterator[tuple[Ids, Embeddings]]:
-        """Numbers (N,) and vectors (N, D) of all items, by ascending number, of one state."""
+        """Batches of ids (N,) and vectors (N, D) of all items of one state, by ascending id."""
         with self._own_view() as view:
             yield from view.iter_vectors(batch_size)
 
     def ids(self) -> Ids:
-        """The numbers of all items (N,), ascending."""
+        """The ids of all items (N,), ascending."""
         with self._catalog.reading() as view:
             return view.live_ids()
 
     def items_at(self, ids: Iterable[ItemId]) -> tuple[list[Item], Embeddings]:
-        """Those of the items that are there, by ascending number, and their vectors (N, D)."""
+        """The items with these ids, by ascending id, and their vectors (N, D); unknown omitted."""
         with self._catalog.reading() as view:
             found = view.get(sorted(ids))
-            items = [found[number] for number in sorted(found)]
+            items = [found[item_id] for item_id in sorted(found)]
             return items, view.vectors([item.id for item in items])
 
     def sample(self, count: int) -> tuple[list[Item], Embeddings]:
-        """About `count` items at most, by ascending number, with their vectors (N, D): all of a
-        small gallery, else items of equal chance, the same ones until the gallery changes.
+        """A random sample of up to `count` items, by ascending id, with their vectors (N, D).
+
+        Small galleries are returned whole. The sample is the same until the gallery changes.
         """
         rng = np.random.default_rng(0)
         with self._catalog.reading() as view:
             size, last = view.state().size, view.last_id() or 0
             if size > count and last < _SPARSE * size:
-                # To list the numbers of 10 million items takes seconds, to try some does not.
+                # Listing 10 million ids takes seconds, so draw ids and keep those that exist.
                 drawn = np.unique(rng.integers(1, last + 1, 2 * count * last // size))
                 known = np.array(sorted(view.get(drawn)), np.int64)
             else:
@@ -475,15 +480,17 @@ class Gallery(Searcher):
 
     @property
     def last_id(self) -> ItemId:
-        """The highest number of an item; 0 if there is none. A new item has a higher one."""
+        """The highest id of an item; 0 without items. New items get higher ids."""
         with self._catalog.reading() as view:
             return view.last_id() or 0
 
     def product_counts(
         self, name: str, values: Sequence[Scalar]
     ) -> tuple[dict[int, int], dict[Scalar, int]]:
-        """For each count of items, the number of values of an attribute that have it; then the
-        number of items of each of `values`.
+        """How many products have how many items, where an attribute identifies the product.
+
+        Returns {number of items: number of values with that many}, and the number of items of each
+        of `values` that occurs.
         """
         with self._snapshots.reading() as now:
             spread = self._attributes_of(now).spread(name)
@@ -491,23 +498,23 @@ class Gallery(Searcher):
         return spread.sizes(), {value: count for value, count in counts.items() if count}
 
     def counts(self) -> tuple[dict[str, int], int]:
-        """How many items have each format, and how many different contents there are."""
+        """The number of items per format, and the number of distinct contents."""
         with self._catalog.reading() as view:
             return view.formats(), view.count_contents()
 
     def distinct(self, name: str) -> int:
-        """How many different values of an attribute the items have."""
+        """Number of distinct values of an attribute."""
         with self._snapshots.reading() as now:
             return self._attributes_of(now).spread(name).different
 
     def has_more(self, name: str, value: Scalar, than: int) -> bool:
-        """Whether more than so many items have this value of an attribute."""
+        """Whether more than `than` items have this value of an attribute."""
         with self._snapshots.reading() as now:
             attributes = self._attributes_of(now)
             return attributes.count(attributes.having(name, [value])) > than
 
     def calibration(self) -> GalleryCalibration | None:
-        """What is known of this generation; None until it was calibrated. One `stat` a call."""
+        """The calibration of this generation; None if it has none. Costs one `stat` per call."""
         file = self._generation / CALIBRATION
         try:
             found = file.stat()
@@ -516,7 +523,7 @@ class Gallery(Searcher):
                 read = GalleryCalibration.model_validate_json(file.read_bytes())
                 self._calibration = (stamp, read)
             return self._calibration[1]
-        except FileNotFoundError:  # it is derived, and may lie where nobody can write
+        except FileNotFoundError:  # cannot be stored in a read-only folder: keep it in memory
             return self._calibration[1] if self._calibration[0] is None else None
         except (OSError, ValueError):
             return self._calibration[1]
@@ -524,13 +531,13 @@ class Gallery(Searcher):
     def calibrate(
         self, product: str | None = None, on_progress: Progress = lambda _: None
     ) -> GalleryCalibration:
-        """Fit the probabilities of hits to the items as they are now, and keep them.
+        """Fit the probabilities of hits to the current items, and store the calibration.
 
-        `product` names the attribute that says which items show one product; by default the one
-        of the last calibration. The curve of a golden set stays until the set is run again.
+        product: the attribute that identifies the product of an item; by default that of the last
+            calibration. The curve of a golden set is kept until the set is run again.
 
         Raises: InvalidParameterError for an attribute that no item has; GalleryWriteError;
-            GalleryConflictError for a copy, which has that of its original.
+            GalleryConflictError for a copy, which uses the calibration of its original.
         """
         self._folder.refuse_copy()
         before = self.calibration()
@@ -541,7 +548,7 @@ class Gallery(Searcher):
             )
         if product is None and before is not None and before.is_chosen:
             product = before.product if before.product in self.schema() else None
-        seq = self._catalog.state().seq  # before the fit: a later change is looked at again
+        seq = self._catalog.state().seq  # read before the fit, so that later changes are noticed
         found = fit_gallery(self, product, on_progress).model_copy(update={"seq": seq})
 
         def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
@@ -558,9 +565,9 @@ class Gallery(Searcher):
         return self._keep(with_golden)
 
     def calibrate_golden(self, queries: Callable[[str], Iterable[Labelled]]) -> GalleryCalibration:
-        """Fit the probabilities of hits to labelled photos, as `fit_golden`, and keep them.
+        """Fit the probabilities of hits to labelled photos with `fit_golden`, and store them.
 
-        `queries` takes the attribute that names the product of an item.
+        `queries` is called with the attribute that identifies the product of an item.
 
         Raises: GalleryError, GalleryWriteError.
         """
@@ -576,8 +583,9 @@ class Gallery(Searcher):
         return self._keep(with_golden)
 
     def _has_more_labels(self, known: GalleryCalibration) -> bool:
-        """Whether items got the attribute that names their product since, of which too few had it
-        before. Judged by a sample, since each change asks.
+        """Whether enough items have a product attribute now, but had not at the last calibration.
+
+        Uses a sample, since this is checked after every change.
         """
         wanted = PRODUCTS if known.product is None else (known.product,)
         if (known.product and known.is_labelled) or {*wanted}.isdisjoint(self.schema()):
@@ -588,7 +596,7 @@ class Gallery(Searcher):
         return max(parts) >= least * len(items)
 
     def _is_outdated(self, fitted: GalleryCalibration | Fit | str) -> bool:
-        """Whether so many items were added or removed since that the curve may have moved."""
+        """Whether enough items were added or removed since the fit to change the curve."""
         if isinstance(fitted, str):
             return False
         with self._catalog.reading() as view:
@@ -599,15 +607,15 @@ class Gallery(Searcher):
     def _keep(
         self, change: Callable[[GalleryCalibration | None], GalleryCalibration]
     ) -> GalleryCalibration:
-        """Change what is kept now: another fit may have ended since this one began."""
+        """Store a change of the calibration as it is now: another fit may have ended meanwhile."""
         self._folder.refuse_copy()
-        kept = change(self.calibration())
-        self._calibration = (None, kept)
+        changed = change(self.calibration())
+        self._calibration = (None, changed)
         with disk_errors_explained(self._generation):
-            data = kept.model_dump_json(indent=2).encode() + b"\n"
+            data = changed.model_dump_json(indent=2).encode() + b"\n"
             write_whole(self._generation / CALIBRATION, data, "calibration")
-            (self._generation / CALIBRATION).chmod(0o644)  # others may serve the gallery
-        return kept
+            (self._generation / CALIBRATION).chmod(0o644)  # another user may serve the gallery
+        return changed
 
     def vectors(self, ids: Sequence[ItemId]) -> Embeddings:
         """The stored vectors (N, D) of known items."""
@@ -617,14 +625,14 @@ class Gallery(Searcher):
     def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         """A stored vector (D,) for each of these contents that some item has."""
         with self._catalog.reading() as view:
-            numbers = view.content(sha256s)
-            vectors = view.vectors(list(numbers.values()))
-        return dict(zip(numbers, vectors, strict=True))
+            ids = view.content(sha256s)
+            vectors = view.vectors(list(ids.values()))
+        return dict(zip(ids, vectors, strict=True))
 
     def image(self, item_id: ItemId) -> ItemImage:
-        """The indexed bytes of an item, read from the image root; BMP, TIFF and HEIC become JPEG.
+        """The indexed image of an item, read from the image root; BMP, TIFF and HEIC become JPEG.
 
-        Raises: ItemNotFoundError for an unknown number, or if the file is gone, was changed or lies
+        Raises: ItemNotFoundError for an unknown id, or if the file is missing, was changed or is
             outside the image root; GalleryCorruptError if it cannot be read.
         """
         return item_image(self.image_root, self.item(item_id))
@@ -637,14 +645,17 @@ class Gallery(Searcher):
     ) -> Written:
         """Store entries, all or none.
 
-        Equal key and content: nothing, or new attributes alone. Other content under an old key
-        replaces the item, which gets a new number. With `owned`, stored attributes that an entry
-        does not give are taken away only if they have one of these names. With `within`, a filter,
-        the key of an item that does not fit it is taken, and each entry must fit it.
+        An entry with the key and content of an item updates its attributes. An entry with other
+        content replaces the item, which gets a new id.
+
+        owned: stored attributes that an entry does not give are removed only if they have one of
+            these names; None removes all.
+        within: every entry must match this filter, and must not use the key of an item that does
+            not match it.
 
         Raises: InvalidParameterError for a wrong dimension, a vector that is not finite or not of
-            unit norm, a key twice, an attribute of another kind than before, an entry that is not
-            `within`; GalleryWriteError; GalleryBusyError.
+            unit norm, a repeated key, an attribute of another type than before, an entry that does
+            not match `within`; GalleryWriteError; GalleryBusyError.
         """
         entries = list(entries)
         with self._writing() as writer:
@@ -655,11 +666,13 @@ class Gallery(Searcher):
         changes: Mapping[str, Mapping[str, AttributeValue | None]],
         within: Filter | None = None,
     ) -> int:
-        """Change attributes by key; None takes an attribute away. How many items differ now. With
-        `within`, items that do not fit this filter are unknown, and each fits it afterwards.
+        """Change attributes by key; None removes one. Returns the number of changed items.
+
+        within: items that do not match this filter are treated as unknown, and every item must
+            match it after the change.
 
         Raises: ItemNotFoundError for an unknown key, and then nothing was changed;
-            InvalidParameterError for a value of another kind than the attribute has;
+            InvalidParameterError for a value of another type than the attribute has;
             GalleryWriteError; GalleryBusyError.
         """
         with self._writing() as writer:
@@ -668,19 +681,20 @@ class Gallery(Searcher):
     def remove(
         self, keys: Iterable[str], *, keep: Iterable[str] = (), within: Filter | None = None
     ) -> int:
-        """Remove items by key; unknown keys are left out of the count, and with `within` also those
-        of items that do not fit this filter.
+        """Remove items by key; returns the number. Unknown keys are not counted.
 
-        With `keep`, only while one of these other keys is there: so the last copy of a product
-        stays, whoever removes another one meanwhile.
+        keep: remove only if an item with one of these keys exists. This protects the last copy of
+            a product from concurrent removals.
+        within: items that do not match this filter are treated as unknown.
 
-        Raises: InvalidParameterError for what is not a list of texts, or a key to remove and keep;
-            GalleryConflictError if nothing of `keep` is there; GalleryWriteError; GalleryBusyError.
+        Raises: InvalidParameterError if the keys are not a list of texts, or a key is also in
+            `keep`; GalleryConflictError if no key of `keep` exists; GalleryWriteError;
+            GalleryBusyError.
         """
         keys, keep = checked_keys(keys), checked_keys(keep)
         if both := set(keys) & set(keep):
             raise InvalidParameterError(
-                f"The key {min(both)!r:.200} is to be removed and in keep. Omit it from one."
+                f"The key {min(both)!r:.200} is both to be removed and in keep. Omit it from one."
             )
         with self._writing() as writer:
             if keep and not _found(writer, keep, within):
@@ -691,13 +705,12 @@ class Gallery(Searcher):
             return writer.remove_items(_found(writer, keys, within))
 
     def restore(self, keys: Iterable[str], within: Filter | None = None) -> list[Item]:
-        """Undo the removal of the items with these keys: they come back as they were, under new
-        numbers; all that can, in one step.
+        """Undo the removal of items by key, in one transaction. They get new ids.
 
-        Omits keys that another item has by now, items that `compact` has erased, and those that do
-        not fit `within`. Of a key that was removed more than once the last item comes back.
+        Of a key that was removed more than once, the last item is restored. Omits keys that another
+        item has by now, items that `compact` has erased, and items that do not match `within`.
 
-        Raises: InvalidParameterError for what is not a list of texts; GalleryWriteError;
+        Raises: InvalidParameterError if the keys are not a list of texts; GalleryWriteError;
             GalleryBusyError.
         """
         keys = checked_keys(keys)
@@ -705,17 +718,20 @@ class Gallery(Searcher):
             return writer.restore(keys, within)
 
     def has_removed(self) -> bool:
-        """Whether `restore` can bring something back."""
+        """Whether any removed item can be restored."""
         with self._catalog.reading() as view:
             return view.has_removed()
 
     def remove_items(self, ids: Iterable[ItemId], within: Filter | None = None) -> int:
-        """Remove items by number; unknown numbers are left out of the count, also those of items
-        that have been replaced or do not fit `within`. Raises: GalleryWriteError, GalleryBusyError.
+        """Remove items by id; returns the number.
+
+        Unknown ids, replaced items and items that do not match `within` are not counted.
+
+        Raises: GalleryWriteError, GalleryBusyError.
         """
-        ids = [number for number in ids if 0 <= number < 2**63]
+        ids = [item_id for item_id in ids if 0 <= item_id < 2**63]
         with self._writing() as writer:
-            return writer.remove_items(_fitting(writer.get(ids).values(), within))
+            return writer.remove_items(_matching(writer.get(ids).values(), within))
 
     def update_where(
         self,
@@ -723,14 +739,17 @@ class Gallery(Searcher):
         change: Mapping[str, AttributeValue | None],
         within: Filter | None = None,
     ) -> int:
-        """Make one change of attributes in every item that fits, 10,000 in one step; None takes an
-        attribute away. How many items differ now. If it is cut short, the same call does the rest.
-        With `within`, an item that the change would take out of this filter is refused.
+        """Change attributes of every item that matches a filter; None removes an attribute.
 
-        Raises: FilterError; InvalidParameterError for a value of another kind than the attribute
-            has; GalleryWriteError; GalleryBusyError.
+        Returns the number of changed items. Works in batches of 10,000; after an error, the same
+        call continues with the rest.
+
+        within: every item must match this filter after the change.
+
+        Raises: FilterError; InvalidParameterError for a value of another type than the attribute
+            has, or an item that would not match `within`; GalleryWriteError; GalleryBusyError.
         """
-        return self._in_steps(
+        return self._in_batches(
             where,
             "changed",
             lambda writer, items: writer.update(
@@ -739,35 +758,38 @@ class Gallery(Searcher):
         )
 
     def remove_where(self, where: Filter) -> int:
-        """Remove every item that fits, 10,000 in one step: how many. If it is cut short, the same
-        call removes the rest.
+        """Remove every item that matches a filter; returns the number.
+
+        Works in batches of 10,000; after an error, the same call removes the rest.
 
         Raises: FilterError, GalleryWriteError, GalleryBusyError.
         """
-        return self._in_steps(where, "removed", CatalogWriter.remove_items)
+        return self._in_batches(where, "removed", CatalogWriter.remove_items)
 
-    def _in_steps(
+    def _in_batches(
         self, where: Filter, done: str, work: Callable[[CatalogWriter, Sequence[Item]], int]
     ) -> int:
         with self._snapshots.reading() as now:
             ids, _ = self._attributes_of(now).ids(self._among(now, where))
         count = 0
-        for start in range(0, len(ids), _AT_ONCE):
+        for start in range(0, len(ids), _BATCH):
             try:
                 with self._writing() as writer:
-                    items = writer.get(ids[start : start + _AT_ONCE]).values()
+                    items = writer.get(ids[start : start + _BATCH]).values()
                     count += work(writer, [i for i in items if where.matches(i.attributes)])
             except GalleryBusyError as error:
                 if not count:
                     raise
                 raise GalleryBusyError(
-                    f"{count:,} of {len(ids):,} items were {done}. Then: {error} Repeat the call "
+                    f"{count:,} of {len(ids):,} items were {done}, then: {error} Repeat the call "
                     "for the rest."
                 ) from error
         return count
 
     def forget_unused_attributes(self) -> None:
-        """Forget attributes that no item has, and their kinds: for a gallery that nobody has seen.
+        """Delete attribute names that no item has, and their types.
+
+        Only for a new gallery: other processes may have cached the names of a gallery in use.
 
         Raises: GalleryWriteError, GalleryBusyError.
         """
@@ -783,17 +805,17 @@ class Gallery(Searcher):
         from_scratch: bool = False,
         on_progress: Progress | None = None,
     ) -> CompactReport:
-        """Make a new segment of all items and switch to it; searches and changes go on meanwhile.
-        Then fit the probabilities of hits to it.
+        """Write a new segment of all items, switch to it, then calibrate.
 
-        What was removed can be brought back if that was in the last `keep_removed_s` seconds; if
-        this is 0, it is erased. `from_scratch` takes nothing from the segment so far.
+        Searches and changes continue during the compaction.
 
-        Without `settings` the kind of index, its target and its device stay as they are.
+        settings: how to build the index; by default as the current one.
+        wait: wait for the compaction of another process.
+        keep_removed_s: how long removed items stay restorable; 0 erases them.
+        from_scratch: reuse nothing of the current segment.
 
-        Raises: GalleryBusyError if another process compacts, unless this is to `wait`; PlanError,
-            RecallError, GalleryWriteError, and then the old segment stays.
-            GalleryConflictError for a copy.
+        Raises: GalleryBusyError if another process compacts, without `wait`; GalleryConflictError
+            for a copy; PlanError, RecallError, GalleryWriteError: the old segment stays in use.
         """
         self._folder.refuse_copy()
         report = compact(
@@ -805,17 +827,17 @@ class Gallery(Searcher):
             on_progress=on_progress,
         )
         self._snapshots.refresh()
-        with self._catalog.reading():  # which lets go of vectors that were rewritten
+        with self._catalog.reading():  # releases vectors that were rewritten
             pass
         collect(self._generation)
         try:
             self.calibrate()
-        except KinlensError as error:  # the compaction itself is done, and the next change retries
+        except KinlensError as error:  # the compaction succeeded; the next change retries this
             logging.getLogger(__name__).warning("calibration failed: %s", error)
         return report
 
     def index_settings(self) -> IndexSettings:
-        """How the index was made; the defaults if there is none, or it does not tell."""
+        """The settings of the current index; the defaults if they are not recorded."""
         name = self._catalog.state().segment
         try:
             return read_segment_manifest(self._generation / SEGMENTS / str(name)).settings
@@ -823,8 +845,9 @@ class Gallery(Searcher):
             return IndexSettings()
 
     def needs_compaction(self) -> str | None:
-        """Why a compaction is due: 20 % of the segment removed, many items after it; or None, also
-        for a copy, whose original is compacted.
+        """Why a compaction is due: 20 % of the segment removed, or a large delta.
+
+        None if not due. Copies are never compacted, only their original.
         """
         if self.copy_of is not None:
             return None
@@ -832,8 +855,8 @@ class Gallery(Searcher):
             return self._due(view, view.state())
 
     def calibrate_if_outdated(self) -> None:
-        """Fit the probabilities again if a fifth of the items was added or removed since, or items
-        got an attribute that names their product.
+        """Calibrate again if a fifth of the items was added or removed, or items got a product
+        attribute since the last calibration.
         """
         known, state = self.calibration(), self._catalog.state()
         if (known is not None and known.seq == state.seq) or self.copy_of is not None:
@@ -844,7 +867,7 @@ class Gallery(Searcher):
             or self._has_more_labels(known)
         )
         if is_due and state.size:
-            with contextlib.suppress(GalleryWriteError):  # then this process alone knows it
+            with contextlib.suppress(GalleryWriteError):  # then it is kept in memory only
                 self.calibrate()
 
     def compact_in_background(
@@ -853,8 +876,9 @@ class Gallery(Searcher):
         *,
         only_calibrate: bool = False,
     ) -> BackgroundCompaction:
-        """From now on, compact in a thread of its own after changes that make it due, and calibrate
-        after those that outdate the probabilities; or only the latter.
+        """Start a thread that compacts the gallery when due, and recalibrates it when outdated.
+
+        `only_calibrate`: never compact.
         """
         if self._background is None:
             self._background = BackgroundCompaction(
@@ -868,12 +892,12 @@ class Gallery(Searcher):
         return self._background
 
     def close(self) -> None:
-        """Let go of the files; the gallery cannot be used afterwards."""
+        """Release files and memory. The gallery cannot be used afterwards."""
         if self._background is not None:
             self._background.close()
         self._close()
         if "_writable" in self.__dict__:
-            self._writable.close()  # last: it alone may write the log back into the catalogue
+            self._writable.close()  # last: only a writable connection can checkpoint the log
 
     @functools.cached_property
     def _writable(self) -> Catalog:
@@ -891,9 +915,7 @@ class Gallery(Searcher):
             self._background.nudge()
 
     def _load(self) -> None:
-        """A segment that is damaged is made again from the catalogue and the vectors; of several
-        processes that open the gallery, the first one does it.
-        """
+        """Open the segment. The first process to open a damaged one rebuilds it."""
         try:
             with self._snapshots.reading():
                 return
@@ -901,30 +923,31 @@ class Gallery(Searcher):
             if self.copy_of is not None:
                 self.close()
                 raise GalleryCorruptError(
-                    f"The copy {self.path} of {self.copy_of} is damaged. Delete that folder: the "
+                    f"The copy {self.path} of {self.copy_of} is damaged. Delete its folder: the "
                     f"next start copies it again. The damage: {damage}"
                 ) from damage
-            logging.getLogger(__name__).warning("the index is made again: %s", damage)
+            logging.getLogger(__name__).warning("the index is being rebuilt: %s", damage)
             try:
-                unless = functools.partial(_is_readable, self._snapshots)
+                skip_if = functools.partial(_is_readable, self._snapshots)
                 compact(
                     self._generation,
                     self.index_settings(),
                     wait=True,
                     keep_removed_s=KEEP_REMOVED_S,
                     from_scratch=True,
-                    unless=unless,
+                    skip_if=skip_if,
                 )
             except KinlensError as failure:
-                damage.add_note(f"It could not be made again by itself: {failure}")
+                damage.add_note(f"Rebuilding it automatically failed: {failure}")
                 self.close()
                 raise damage from failure
         with self._snapshots.reading():
             return
 
     def _check_vectors(self, verify_hashes: bool | None) -> None:
-        """Compare the vectors with their checksums, where that does not take too long. A damaged
-        one is named in the log: it must not keep all others from being searched.
+        """Verify the checksums of the vectors, unless that would take too long.
+
+        A damaged vector is only logged, so that all others can be searched.
 
         Raises: GalleryCorruptError if `verify_hashes`.
         """
@@ -949,7 +972,7 @@ class Gallery(Searcher):
                 return None  # a compaction has just replaced it
             manifest = read_segment_manifest(folder)
             if manifest.vectors is None and manifest.size >= _MANY:
-                return "an earlier version made its index"
+                return "its index was built by an earlier version"
             size = manifest.items
             self._segment_size = (state.segment, size)
         removed = view.removed_count()
@@ -961,18 +984,18 @@ class Gallery(Searcher):
 
     @contextlib.contextmanager
     def _own_view(self) -> Iterator[CatalogView]:
-        """For generators: they may be left half way, or run while their thread searches."""
+        """A separate connection for generators, which may end early or overlap with searches."""
         with catalog_view(self._generation / CATALOG) as view:
             yield view
 
 
-def _fitting(items: Iterable[Item], within: Filter | None) -> list[Item]:
+def _matching(items: Iterable[Item], within: Filter | None) -> list[Item]:
     return [item for item in items if within is None or within.matches(item.attributes)]
 
 
 def _found(writer: CatalogWriter, keys: Sequence[str], within: Filter | None) -> list[Item]:
-    """The items with these keys, of those that fit."""
-    return _fitting(writer.get([*writer.find(keys).values()]).values(), within)
+    """The items with these keys that match the filter."""
+    return _matching(writer.get([*writer.find(keys).values()]).values(), within)
 
 
 def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:
@@ -991,9 +1014,9 @@ def open_remote(
     consistency: Consistency = "Strong",
     on_call: OnCall = unobserved,
 ) -> MilvusStore:
-    """The gallery at milvus://HOST:PORT/NAME; `on_call` is told of every request to the server.
+    """Open the gallery at milvus://HOST:PORT/NAME. `on_call` is called after each server request.
 
-    Raises: InvalidParameterError, EngineUnavailableError also without the client (kinlens[milvus]),
+    Raises: InvalidParameterError; EngineUnavailableError, also if kinlens[milvus] is not installed;
         GalleryNotFoundError, GalleryCorruptError.
     """
     uri, name = milvus_address(address)
@@ -1008,9 +1031,8 @@ def open_remote(
     )
 
 
-def contents_held(folder: Path | str, sha256s: Sequence[str]) -> set[str]:
-    """Which of these contents the gallery in `folder` has now, or can bring back; its index is not
-    opened.
+def stored_contents(folder: Path | str, sha256s: Sequence[str]) -> set[str]:
+    """The given contents that the gallery in `folder` has or can restore; the index is not opened.
 
     Raises: GalleryNotFoundError, GalleryCorruptError.
     """
@@ -1019,12 +1041,12 @@ def contents_held(folder: Path | str, sha256s: Sequence[str]) -> set[str]:
 
 
 def current_generation(folder: Path | str) -> str | None:
-    """The name of the generation of the gallery in `folder`; None where there is no gallery."""
+    """The name of the current generation in `folder`; None if there is no gallery."""
     return GalleryFolder(folder).current_name()
 
 
 def current_manifest(folder: Path | str) -> GalleryManifest:
-    """What stays as it is of the gallery in `folder`; its index is not opened.
+    """The manifest of the gallery in `folder`; the index is not opened.
 
     Raises: GalleryNotFoundError, GalleryCorruptError.
     """
@@ -1032,16 +1054,17 @@ def current_manifest(folder: Path | str) -> GalleryManifest:
 
 
 def pictures_folder(folder: Path | str) -> Path:
-    """Where the pictures lie that were uploaded for the gallery in `folder`; they belong to whoever
-    serves it, and no generation, build or backup has them.
+    """The folder of the images uploaded for the gallery in `folder`.
+
+    It belongs to the service; generations, builds and backups do not contain it.
     """
     return Path(folder) / PICTURES
 
 
 def delete_gallery(folder: Path | str) -> None:
-    """Delete a gallery with all that is in its folder.
+    """Delete a gallery and everything else in its folder.
 
-    Raises: GalleryNotFoundError, GalleryBusyError while a build runs in it, GalleryWriteError.
+    Raises: GalleryNotFoundError; GalleryBusyError while a build runs in it; GalleryWriteError.
     """
     gallery = GalleryFolder(folder)
     if gallery.current_name() is None:
@@ -1055,7 +1078,7 @@ def delete_gallery(folder: Path | str) -> None:
 
 
 def copy_bytes(folder: Path | str) -> int:
-    """How many bytes a copy of the gallery has, unless it changes meanwhile.
+    """The size in bytes of a copy of the gallery in its current state.
 
     Raises: GalleryNotFoundError, GalleryCorruptError.
     """
@@ -1064,15 +1087,15 @@ def copy_bytes(folder: Path | str) -> int:
         segment, name = view.state().segment, view.file_name
         size = 0
         if view.file is not None:
-            size += view.file.bytes_of(view.file.numbers.rows_up_to(view.last_given()))
-        # Not the size of the file: what came last may stand in its log alone.
+            size += view.file.bytes_of(view.file.row_ids.rows_up_to(view.last_given()))
+        # Not the size of the file: the latest pages may be in the log only.
         pages, page_bytes = (
             int(view.connection.execute(f"PRAGMA {name}").fetchone()[0])
             for name in ("page_count", "page_size")
         )
     size += pages * page_bytes
     files = [] if segment is None else (generation / SEGMENTS / segment).glob("*")
-    with contextlib.suppress(FileNotFoundError):  # a compaction has replaced it meanwhile
+    with contextlib.suppress(FileNotFoundError):  # a compaction may just have replaced it
         size += sum(file.stat().st_size for file in files)
     with contextlib.suppress(FileNotFoundError):
         size += (generation / VECTORS / str(name) / NUMBERS).stat().st_size
@@ -1080,13 +1103,16 @@ def copy_bytes(folder: Path | str) -> int:
 
 
 def check_item(
-    key: str, attributes: Mapping[str, AttributeValue], kinds: dict[str, AttributeKind]
+    key: str, attributes: Mapping[str, AttributeValue], types: dict[str, AttributeKind]
 ) -> None:
-    """Refuse what no gallery stores, before anybody embeds its image; attributes are compared with
-    `kinds`, as of `Gallery.schema`, to which new ones are added. Raises: InvalidParameterError.
+    """Check key and attributes of an item before its image is embedded.
+
+    types: the types from `Gallery.schema`; new attributes are added to it.
+
+    Raises: InvalidParameterError.
     """
     check_key(key)
-    learn_kinds(kinds, key, attributes)
+    learn_types(types, key, attributes)
 
 
 def _is_readable(snapshots: SnapshotKeeper) -> bool:
@@ -1100,10 +1126,10 @@ def _is_readable(snapshots: SnapshotKeeper) -> bool:
 def _check_bundle(path: Path, manifest: GalleryManifest, expected_id: str | None) -> None:
     if expected_id is not None and manifest.bundle_id != expected_id:
         raise BundleMismatchError(
-            f"Gallery {manifest.name} was made with bundle {manifest.bundle_id[:SHORT]}, but the "
-            f"bundle in use is {expected_id[:SHORT]}: their vectors cannot be compared. Build it "
-            f"again from the {manifest.source} with `kinlens-index build ... --bundle BUNDLE --out "
-            f"{path}`, or use the bundle that it was made with."
+            f"Gallery {manifest.name} was built with bundle {manifest.bundle_id[:SHORT]}, but the "
+            f"bundle in use is {expected_id[:SHORT]}: their vectors cannot be compared. Rebuild it "
+            f"from the {manifest.source} with `kinlens-index build ... --bundle BUNDLE --out "
+            f"{path}`, or use the bundle that it was built with."
         )
 
 
@@ -1112,7 +1138,6 @@ def _check_dim(generation: Path, manifest: GalleryManifest, catalog: Catalog) ->
         found = view.dim
     if found != manifest.dim:
         raise GalleryCorruptError(
-            f"{generation} does not fit together: the catalogue holds vectors of length "
-            f"{found}, the manifest says {manifest.dim}. Restore a backup: kinlens-index "
-            "restore."
+            f"{generation} is damaged: the catalogue has vectors of length {found}, the manifest "
+            f"{manifest.dim}. Restore a backup: kinlens-index restore."
         )

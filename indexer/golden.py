@@ -469,7 +469,7 @@ class GoldenResults:
     @classmethod
     def begin(cls, store: VectorStore, queries: Sequence[GoldenQuery]) -> "GoldenResults":
         """Read the facts of the gallery before the first query."""
-        own = len(store.held([query.sha256 for query in queries]))
+        own = len(store.contents([query.sha256 for query in queries]))
         return cls(store.bundle_id, store.generation, store.version, store.size, own)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How sure a figure is: 95 % intervals of a part of queries, and of a change from old to new."""
+"""95 % confidence intervals of a share of queries, and of a paired change."""
 
 from collections.abc import Sequence
 from math import sqrt
@@ -9,11 +9,11 @@ from kinlens.golden import Interval
 
 _SEED = 0
 _DRAWS = 2000
-_Z = 1.96  # of a normal distribution, 95 % lie within as many standard deviations
+_Z = 1.96  # standard deviations around the mean that cover 95 % of a normal distribution
 
 
 def wilson(right: int, queries: int) -> Interval:
-    """Interval of a part of independent queries, at least one.
+    """Wilson interval of the share of `right` among `queries` independent queries, at least one.
 
     References: Wilson, Probable Inference, the Law of Succession, and Statistical Inference (1927).
     """
@@ -24,8 +24,10 @@ def wilson(right: int, queries: int) -> Interval:
 
 
 def over_classes(change: Sequence[int], names: Sequence[object]) -> Interval | None:
-    """Interval of the mean of `change` (N,), paired differences: a bootstrap that draws whole
-    classes (N,) with replacement, since queries of one class are alike. None for fewer than two.
+    """Interval of the mean of the paired differences `change` (N,); None for fewer than 2 classes.
+
+    A bootstrap that draws whole classes (`names`, (N,)) with replacement, since queries of one
+    class are correlated.
     """
     number = {name: index for index, name in enumerate(dict.fromkeys(names))}
     if len(number) < 2:

@@ -1,4 +1,4 @@
-"""What every engine of a gallery can do: the FAISS gallery and the one on Milvus."""
+"""The interface of a gallery engine (FAISS, Milvus) and the types that it shares."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,21 +16,21 @@ from kinlens.indexer.filters.tree import Filter
 from kinlens.values import AttributeKind, AttributeValue, Scalar, values_in
 
 Ids = NDArray[np.int64]
-"""Item numbers, shape (N,)."""
+"""Item ids, shape (N,)."""
 
 Scores = NDArray[np.float32]
 """Cosine similarities in [-1, 1], shape (Q, k)."""
 
 SAME_SCORE = 1e-5
-"""Scores this close count as equal: two vectors of one image differ by rounding, on another device
-a little more, and which of two equal items is found does not matter."""
+"""Scores this close count as equal: vectors of one image differ by rounding, and a little more on
+another device. Which of two equal items is found does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexPlace:
-    """Where an index is searched, and the MiB that it takes of the machine and of the GPU.
+    """The device that searches an index, and the host and GPU memory that it uses, in MiB.
 
-    reason: why it is not the GPU that was asked for.
+    reason: why the requested GPU is not used.
     """
 
     kind: str
@@ -41,57 +41,59 @@ class IndexPlace:
 
 
 VectorType = Literal["fp32", "fp16"]
-"""How a gallery keeps its vectors: whole, or rounded to half precision in half the space."""
+"""The type of stored vectors: full precision, or half precision in half the space."""
 
 NUMBER_BYTES: dict[VectorType, int] = {"fp32": 4, "fp16": 2}
-"""Of one number of a vector that is kept so."""
+"""Bytes per component of a stored vector."""
 
 StoredRows = NDArray[np.float32] | NDArray[np.float16]
-"""Vectors (N, D) as they are kept."""
+"""Vectors (N, D) as they are stored."""
 
 Progress = Callable[[int], None]
-"""Told how much more is done since the last call: images, items or bytes."""
+"""Called with the progress since the last call: a number of images, items or bytes."""
 
 
 CANDIDATES = 200
-"""So many of the first hits, or groups, may change places; all others follow in plain order."""
+"""Number of top hits, or groups, that are reordered; all others follow in the order of scores."""
 
 MAX_BOOST = 0.2
-"""The largest weight of an attribute beside the cosine similarity."""
+"""The largest weight of an attribute relative to the cosine similarity."""
 
 Consistency = Literal["Strong", "Session", "Bounded", "Eventually"]
-"""The levels of Milvus, as its documentation defines them: when a read sees a change."""
+"""The consistency levels of Milvus, which define when a read sees a change."""
 
 OnCall = Callable[[str, float, bool], None]
-"""Told of a request to a server: its method, its seconds, and whether it was answered."""
+"""Called after a request to a server: its method, its duration in seconds, and whether the server
+answered."""
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _UNITS_S = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
 
 
 def seconds_of(text: str) -> float | None:
-    """The seconds of a text such as 5s, 250ms or 2m; None for another text."""
+    """The duration in seconds of a text such as 5s, 250ms or 2m; None for other texts."""
     found = _DURATION.fullmatch(text.strip())
     return float(found[1]) * _UNITS_S[found[2]] if found else None
 
 
 MILVUS = "milvus://"
-"""What the address of a gallery on Milvus begins with."""
+"""The scheme of the address of a gallery on Milvus."""
 
 GALLERY_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-"""What the name of a gallery looks like, since it stands in addresses."""
+"""The pattern of a gallery name, which is used in URLs."""
 
-_CANCELLED = 1e-3  # a combination of likes and dislikes that is shorter has no direction
+_CANCELLED = 1e-3  # norm below which a combination of likes and dislikes has no direction
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An item to store: its unit vector (D,), and the sha256 (hex) of the content it was made of.
+    """An item to store.
 
-    `path` is relative to the image root of the gallery; empty for an item without an image. An
-    attribute may have several values, as a list or a tuple; an empty one is omitted. With `keeps`,
-    attributes of a stored item that the entry does not give stay, as they are at the moment of the
-    write.
+    vector: unit vector (D,).
+    sha256: hash (hex) of the image that the vector was computed from.
+    attributes: a list or tuple gives an attribute several values; an empty one is omitted.
+    path: relative to the image root of the gallery; empty for an item without an image.
+    keeps: keep attributes of the stored item that the entry does not give.
     """
 
     key: str
@@ -119,16 +121,16 @@ class Item:
 
 
 MAX_COUNTED_VALUES = 50
-"""Values of an attribute that are counted, the most frequent first."""
+"""Maximum values listed with their counts, the most frequent first."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttributeFacts:
-    """How the values of an attribute are spread: what a page of filters is made of.
+    """Value statistics of an attribute, for choosing filters.
 
-    `values` are the most frequent ones with their numbers of items; None for numbers of which there
-    are too many to choose from, and for texts of which nearly every item has its own. `minimum` and
-    `maximum` are of numbers.
+    values: the most frequent values with their numbers of items; None for numbers with too many
+        distinct values, and for texts that differ in nearly every item.
+    minimum, maximum: for numbers only.
     """
 
     name: str
@@ -139,18 +141,19 @@ class AttributeFacts:
 
 
 MAX_FACETS = 8
-"""Attributes whose values are counted at once."""
+"""Maximum attributes per facet request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facet:
-    """How many of some items have which value of an attribute; `missing` have none. An item with
-    several values counts for each.
+    """Value counts of an attribute over some items. An item with several values counts for each.
 
-    values: the most frequent texts or truth values first, at most `MAX_COUNTED_VALUES`, equal ones
-        by value; `other` counts the others. Or all numbers, ascending, if there are few.
-    bins: in place of values where numbers are many: lower end, upper end, items from the lower to
-        below the upper end; the last bin has its upper end too.
+    values: texts or booleans by descending count, ties by value, up to `MAX_COUNTED_VALUES`. For
+        few distinct numbers: all of them, ascending.
+    bins: instead of `values` for many distinct numbers: (lower end, upper end, count). Only the
+        last bin includes its upper end.
+    other: the count of all values that are not listed.
+    missing: the number of items without the attribute.
     """
 
     values: Sequence[tuple[Scalar, int]] | None = ()
@@ -169,7 +172,7 @@ class Facet:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of the entries of an `add`; they sum to the number of entries."""
+    """Result of `add`; the counts sum to the number of entries."""
 
     added: int = 0
     replaced: int = 0
@@ -187,11 +190,12 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Boost:
-    """Rank by score + `weight` * x, with x from 0 to 1: a numeric attribute, scaled.
+    """Rank by score + `weight` * x, where x in [0, 1] is a scaled numeric attribute.
 
-    `low` and `high` are the values that become 0 and 1, those outside the same; without them the
-    lowest and highest of the gallery. An item without the attribute is at the end that is not
-    preferred.
+    low, high: the values that are scaled to 0 and 1, with values outside clipped; by default the
+        lowest and highest value in the gallery.
+
+    An item without the attribute gets the least preferred value.
     """
 
     attribute: str
@@ -202,43 +206,44 @@ class Boost:
 
 @dataclass(frozen=True, slots=True)
 class SortBy:
-    """Order by the values of an attribute, items without it last. Of several values the lowest
-    counts, or the highest if `descending`.
+    """Sort by an attribute; items without it come last.
+
+    Of several values, the lowest counts, or the highest if `descending`.
     """
 
     attribute: str
     descending: bool = False
 
     def value_of(self, attributes: Mapping[str, AttributeValue]) -> Any:
-        """What an item with these attributes is sorted by; None if it has no value."""
+        """The value that sorts an item with these attributes; None if it has none."""
         values = values_in(attributes.get(self.attribute))
         chosen = max if self.descending else min
         return chosen(values) if values else None
 
 
-def go_on() -> None:
-    """The checkpoint of a search that nobody ends early."""
+def no_checkpoint() -> None:
+    """The checkpoint of a search that cannot be cancelled: does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """How to search, beside the query itself; the defaults leave everything out.
+    """The options of a search. By default, none applies.
 
-    where: only items that fit this filter.
-    min_score: only items (groups) whose cosine similarity (group score) reaches it, in [-1, 1].
-    offset: leave out that many of the best.
-    distinct: of items with equal content only the best, and of equals the one with the lowest id.
-    near: of items whose vectors have at least this cosine to a better one that is an answer only
-        the better one, in [-1, 1]; neither for groups nor on Milvus.
-    exclude: leave out the items with these numbers.
-    exact: compare with every vector, whatever the index.
-    effort: how hard an approximate index tries, in place of its tuned value (efSearch or nprobe).
-    diversity, boost: another order of the first `CANDIDATES` hits, or groups; the score of
-        a hit stays its cosine similarity. Diversity d in [0, 1]: next comes the hit with the
-        highest (1 - d) * its score - d * its similarity to the most similar hit before it.
-    sort_by: the first `CANDIDATES` hits, or groups, in the order of an attribute; without the two
-        above.
-    checkpoint: called between pieces of the work; what it raises ends the search.
+    where: only items that match this filter.
+    min_score: minimum cosine similarity of hits, or score of groups, in [-1, 1].
+    offset: number of top hits to skip.
+    distinct: of items with equal content, return only the best one; of ties, the lowest id.
+    near: drop a hit whose cosine to a better hit is at least this, in [-1, 1]; not for groups, and
+        not on Milvus.
+    exclude: ids of items to skip.
+    exact: compare with every vector instead of using the index.
+    effort: search parameter of an approximate index (efSearch or nprobe) instead of the tuned one.
+    diversity: reorder the top `CANDIDATES` hits or groups. With d in [0, 1], the next hit has the
+        highest (1 - d) * score - d * (similarity to the most similar hit before it).
+    boost: reorder the top `CANDIDATES` hits or groups by an attribute; their scores stay the same.
+    sort_by: sort the top `CANDIDATES` hits or groups by an attribute; not with `diversity` or
+        `boost`.
+    checkpoint: called regularly during the search; an exception from it cancels the search.
     """
 
     where: Filter | None = None
@@ -252,20 +257,20 @@ class SearchOptions:
     diversity: float = 0.0
     boost: Boost | None = None
     sort_by: SortBy | None = None
-    checkpoint: Callable[[], None] = field(default=go_on, compare=False, repr=False)
+    checkpoint: Callable[[], None] = field(default=no_checkpoint, compare=False, repr=False)
 
     @property
     def reorders(self) -> bool:
-        """Whether hits come in another order than that of their scores."""
+        """Whether hits are not in the order of their scores."""
         return bool(self.diversity or self.boost or self.sort_by)
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Search for groups: items with the same value of attribute `by`, ranked by their best item;
-    each shows `size` items. An item with several values is in the group of each.
+    """Search for groups of items with the same value of the attribute `by`.
 
-    Items without the attribute are groups of one.
+    Groups are ranked by their best item and return up to `size` items. An item with several values
+    is in several groups; each item without the attribute is a group of its own.
     """
 
     by: str
@@ -274,7 +279,7 @@ class Grouping:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One answer of a search for groups: `hits` are its best items, best first.
+    """One result of a grouped search: `hits` are its best items, best first.
 
     `value` is None for an item without the attribute.
     """
@@ -285,9 +290,9 @@ class Group:
 
 
 class Page(NamedTuple):
-    """Some of `total` items, the highest number of which is `last`.
+    """Some of `total` items; `last` is the highest item id of all of them.
 
-    `last` is None if there are none, or if the engine would have to read them all to know.
+    `last` is None if there are none, or if the engine would have to read all items to find it.
     """
 
     total: int
@@ -297,11 +302,10 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """A gallery on its way to another place: `count` entries with vectors of length `dim`.
+    """An export of a gallery: `count` entries with vectors of length `dim`.
 
-    `facts` holds at least `name` and `bundle_id`; also `source`, `source_root` and `created_at`
-    where they are known. `entries()` reads them from the first; it raises SourceError for one that
-    is damaged.
+    facts: at least `name` and `bundle_id`; also `source`, `source_root` and `created_at` if known.
+    entries: returns an iterator from the first entry; it raises SourceError for a damaged entry.
     """
 
     facts: Mapping[str, str]
@@ -311,10 +315,10 @@ class Dump:
 
 
 class VectorStore(Protocol):
-    """A gallery: unit vectors with keys and typed attributes, changed while it is searched.
+    """A gallery: unit vectors with keys and typed attributes. It can be changed during searches.
 
-    Every change is durable when the call returns, and later searches of every process see it; on
-    Milvus, if they ask for its level Strong. All methods are thread safe.
+    Every change is durable when the call returns, and later searches of every process see it (on
+    Milvus: with the consistency level Strong). All methods are thread safe.
     """
 
     @property
@@ -327,78 +331,80 @@ class VectorStore(Protocol):
     def bundle_id(self) -> str: ...
     @property
     def precision(self) -> str:
-        """The precision of its vectors, or several, as in fp32+int8."""
+        """The model precision that computed the vectors, or several, such as fp32+int8."""
 
     def admit(self, precision: str) -> None:
-        """Note that vectors in `precision` are added from now on; Milvus does not keep it."""
+        """Record that vectors in `precision` will be added; on Milvus this is not stored."""
 
     @property
     def generation(self) -> str:
-        """12 hex digits that another publication of the whole gallery changes."""
+        """12 hex digits that change when the whole gallery is replaced."""
 
     @property
     def version(self) -> str:
-        """sha256 (hex) that changes with every change; cheap enough to be part of a cache key."""
+        """sha256 (hex) that changes with every change; cheap enough for a cache key."""
 
     @property
     def created_at(self) -> str:
-        """When the generation was made: ISO 8601, UTC."""
+        """When the generation was created: ISO 8601, UTC."""
 
     @property
     def image_root(self) -> Path:
-        """The folder that paths of items start from; it may be missing."""
+        """The folder that paths of items are relative to; it may not exist."""
 
     def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
-        """Store entries. Equal key and content: nothing, or new attributes alone; other content
-        under an old key replaces the item, which gets a new number.
+        """Store entries.
 
-        An entry replaces all attributes of the item under its key. With `owned`, those that it
-        does not give are taken away only if they have one of these names; the others stay, as they
-        are at the moment of the write.
+        An entry with the key and content of an item updates its attributes. An entry with other
+        content replaces the item, which gets a new id.
+
+        owned: stored attributes that an entry does not give are removed only if they have one of
+            these names; None removes all.
 
         Raises: InvalidParameterError for a wrong dimension, a vector that is not finite or not of
-            unit norm, a key twice in one call; GalleryWriteError; GalleryBusyError.
+            unit norm, a repeated key; GalleryWriteError; GalleryBusyError.
         """
 
     def update(self, changes: Mapping[str, Mapping[str, AttributeValue | None]]) -> int:
-        """Change attributes by key; None takes an attribute away. How many items differ now.
+        """Change attributes by key; None removes one. Returns the number of changed items.
 
         Raises: ItemNotFoundError for an unknown key, and then nothing was changed;
             InvalidParameterError for a value of another type than the attribute has.
         """
 
     def update_where(self, where: Filter, change: Mapping[str, AttributeValue | None]) -> int:
-        """Make one change of attributes in every item that fits. How many items differ now.
+        """Change attributes of every item that matches. Returns the number of changed items.
 
-        Raises: FilterError; InvalidParameterError as `update`.
+        Raises: FilterError; InvalidParameterError for a value of another type than the attribute
+            has.
         """
 
     def remove(self, keys: Iterable[str]) -> int:
-        """Remove items by key; unknown keys are left out of the count.
+        """Remove items by key; returns the number. Unknown keys are not counted.
 
-        Raises: InvalidParameterError for what is not a list of texts.
+        Raises: InvalidParameterError if the keys are not a list of texts.
         """
 
     def remove_items(self, ids: Iterable[ItemId]) -> int:
-        """Remove items by number; unknown numbers are left out of the count."""
+        """Remove items by id; returns the number. Unknown ids are not counted."""
 
     def remove_where(self, where: Filter) -> int:
-        """Remove every item that fits. Raises: FilterError."""
+        """Remove every item that matches; returns the number. Raises: FilterError."""
 
     def schema(self) -> Schema:
-        """The attributes that items have had so far, and their kinds."""
+        """The attributes that items have had so far, and their types."""
 
     def attribute_facts(self, where: Filter | None = None) -> Sequence[AttributeFacts]:
-        """The values of each attribute, counted."""
+        """The value counts of each attribute."""
 
     def item(self, item_id: ItemId) -> Item:
-        """What is known of an item. Raises: ItemNotFoundError."""
+        """The stored item with this id. Raises: ItemNotFoundError."""
 
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
-        """The items with these keys, by key; unknown keys are left out."""
+        """The items with these keys, by key; unknown keys are omitted."""
 
-    def held(self, sha256s: Sequence[str]) -> set[str]:
-        """Which of these contents some item has."""
+    def contents(self, sha256s: Sequence[str]) -> set[str]:
+        """The given contents that some item has."""
 
     def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         """A stored vector (D,) for each of these contents that some item has."""
@@ -412,27 +418,28 @@ class VectorStore(Protocol):
         after: ItemId = -1,
         sort_by: SortBy | None = None,
     ) -> Page:
-        """Items from place `offset` on, at most `limit`, of those that fit `where`, whose keys
-        begin with `prefix` and whose numbers are above `after`; in the order of their numbers, or
-        of an attribute. `total` and `last` are of all that fit, whatever their numbers.
+        """Up to `limit` items from index `offset` on, in the order of their ids or of `sort_by`.
+
+        where, prefix: only items that match the filter and whose keys start with `prefix`.
+        after: only items with higher ids; `total` and `last` of the page ignore it.
 
         Raises: FilterError; InvalidParameterError for `after` with `sort_by`, and on Milvus for
             `sort_by`.
         """
 
     def items(self) -> Iterator[Item]:
-        """Every item, in the order of its number; in a folder of one state."""
+        """Every item, by ascending id; a local gallery returns one consistent state."""
 
     def entries(self, keys: Sequence[str]) -> list[Entry]:
-        """Items with their vectors, in the order asked for. Raises: ItemNotFoundError."""
+        """Items with their vectors, in the order of `keys`. Raises: ItemNotFoundError."""
 
     def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
-        """Every item with its vector, as `items`."""
+        """Batches of every item with its vector, by ascending id."""
 
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
     ) -> list[list[Hit]]:
-        """For each query (Q, D) its `k` best items: best first, equal scores by number.
+        """The `k` best items for each query (Q, D), best first, ties by id.
 
         Raises: InvalidParameterError, FilterError.
         """
@@ -444,9 +451,9 @@ class VectorStore(Protocol):
         grouping: Grouping,
         options: SearchOptions | None = None,
     ) -> list[list[Group]]:
-        """For each query its `k` best groups, exactly k if there are as many.
+        """The `k` best groups for each query (Q, D), best first; fewer only if fewer exist.
 
-        Raises: as `search`.
+        Raises: InvalidParameterError, FilterError.
         """
 
     def search_like(
@@ -456,8 +463,9 @@ class VectorStore(Protocol):
         k: int,
         options: SearchOptions | None = None,
     ) -> list[Hit]:
-        """The `k` items most like the items with keys `liked` and least like `disliked`, without
-        these. One liked key: the items most similar to it.
+        """The `k` items most similar to the liked items and least similar to the disliked ones.
+
+        `liked` and `disliked` are keys; these items are not returned.
 
         Raises: ItemNotFoundError, InvalidParameterError.
         """
@@ -469,71 +477,71 @@ class VectorStore(Protocol):
         options: SearchOptions | None = None,
         prefix: str = "",
     ) -> dict[str, Facet]:
-        """How the values of these attributes are spread over all items that fit and, with
-        `options.min_score`, reach it. Raises: InvalidParameterError, also on Milvus; FilterError.
+        """The value counts of these attributes over all matching items.
+
+        With `options.min_score`, only items with at least this score for a query are counted.
+
+        Raises: InvalidParameterError, always on Milvus; FilterError.
         """
 
     def close(self) -> None:
-        """Let go of files and memory."""
+        """Release files and memory."""
 
 
-def places_of(ids: Ids, known: Ids) -> Ids:
-    """Where each of these numbers stands among the ascending `known`; -1 for those that do not."""
+def find_sorted(ids: Ids, known: Ids) -> Ids:
+    """The position of each id in the ascending array `known`; -1 for ids that are not in it."""
     if not len(known):
         return np.full(ids.shape, -1, np.int64)
-    places = np.minimum(np.searchsorted(known, ids), len(known) - 1)
-    return np.where(known[places] == ids, places, -1)
+    positions = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    return np.where(known[positions] == ids, positions, -1)
 
 
 def no_item(gallery: str, item_id: ItemId) -> str:
-    """What to say about an item that a gallery does not have."""
+    """The error message for an unknown item id."""
     return (
-        f"Gallery {gallery} has no item {item_id}; it may have been removed. Take the number from "
-        "the answer of a search."
+        f"Gallery {gallery} has no item {item_id}; it may have been removed. Use an item id from "
+        "the result of a search."
     )
 
 
 def no_key(key: str) -> str:
-    """What to say about a key that no item of a gallery has."""
+    """The error message for an unknown key."""
     return (
-        f"The gallery has no item with the key {key!r}. Keys are compared letter by letter; "
+        f"The gallery has no item with the key {key!r}. Keys are case-sensitive; "
         "`kinlens-index show` prints an item."
     )
 
 
 def unobserved(method: str, seconds: float, is_answered: bool) -> None:
-    """Nobody is told of a request."""
+    """The default `OnCall`: does nothing."""
 
 
 def checked_name(name: str) -> str:
-    """`name` itself, if it can stand in the address of a gallery.
-
-    Raises: InvalidParameterError.
-    """
+    """Check a gallery name and return it. Raises: InvalidParameterError."""
     if not re.fullmatch(GALLERY_NAME, name):
         raise InvalidParameterError(
-            f"The gallery name {name!r} cannot stand in an address. Give up to 64 letters, "
-            "digits, '.', '_' or '-' with --name, beginning with a letter or digit."
+            f"The gallery name {name!r} cannot be used in a URL. Give up to 64 letters, "
+            "digits, '.', '_' or '-' with --name, starting with a letter or digit."
         )
     return name
 
 
 def milvus_address(text: str) -> tuple[str, str]:
-    """The server, as in http://HOST:PORT, and the name in milvus://HOST:PORT/NAME.
+    """Split milvus://HOST:PORT/NAME into the server (http://HOST:PORT) and the gallery name.
 
     Raises: InvalidParameterError.
     """
     server, _, name = text.removeprefix(MILVUS).partition("/")
     if not re.fullmatch(r"[^\s@?#/]+", server) or not name or "/" in name:
         raise InvalidParameterError(
-            f"{text!r} is not the address of a gallery. Write milvus://HOST:PORT/NAME; a token "
-            "for the server stands in KINLENS_MILVUS_TOKEN."
+            f"{text!r} is not the address of a gallery. Write milvus://HOST:PORT/NAME; set a token "
+            "for the server in KINLENS_MILVUS_TOKEN."
         )
     return f"http://{server}", name
 
 
 def boost_of(text: str) -> Boost:
-    """The boost that is written NAME:WEIGHT or NAME:WEIGHT:FROM:TO, such as price:-0.1:0:50.
+    """Parse a boost NAME:WEIGHT or NAME:WEIGHT:FROM:TO, such as price:-0.1:0:50.
 
     Raises: InvalidParameterError.
     """
@@ -549,7 +557,7 @@ def boost_of(text: str) -> Boost:
 
 
 def sort_by_of(text: str) -> SortBy:
-    """The order that is written NAME, NAME:asc or NAME:desc."""
+    """Parse a sort order NAME, NAME:asc or NAME:desc."""
     name, _, direction = text.rpartition(":")
     if direction in ("asc", "desc") and name:
         return SortBy(name, direction == "desc")
@@ -557,11 +565,12 @@ def sort_by_of(text: str) -> SortBy:
 
 
 def combined_query(liked: Embeddings, disliked: Embeddings) -> Embeddings:
-    """One unit vector (D,) near `liked` (P, D) and far from `disliked` (N, D), N may be 0.
+    """A unit query vector (D,) for items like `liked` (P, D) and unlike `disliked` (N, D).
 
-    Rocchio's rule with equal weights: the mean of the liked, moved away from the mean of the
-    disliked by their difference. Raises: InvalidParameterError if nothing is liked, or if likes
-    and dislikes cancel.
+    Rocchio's rule with equal weights: the mean of the liked vectors, plus its difference to the
+    mean of the disliked ones. N may be 0.
+
+    Raises: InvalidParameterError if nothing is liked, or if likes and dislikes cancel out.
     """
     if not len(liked):
         raise InvalidParameterError("No liked items. Give at least one key of a liked item.")
@@ -571,8 +580,8 @@ def combined_query(liked: Embeddings, disliked: Embeddings) -> Embeddings:
     norm = np.linalg.norm(target)
     if norm < _CANCELLED:
         raise InvalidParameterError(
-            f"{len(liked)} liked and {len(disliked)} disliked items cancel each other: their "
-            f"combination has length {norm:.1g}. Leave some of them out."
+            f"{len(liked)} liked and {len(disliked)} disliked items cancel out: their "
+            f"combination has length {norm:.1g}. Omit some of them."
         )
     combined: Embeddings = (target / norm).astype(np.float32)
     return combined

@@ -1,4 +1,4 @@
-"""Visual search: the client of a service, and its bundles and galleries without a service.
+"""Visual search: a client for the service, and bundles and galleries without a service.
 
     import kinlens
 
@@ -10,8 +10,8 @@
     gallery = kinlens.open_gallery("galleries/shop", bundle)
     [hits] = gallery.search(bundle.embed_files(["photo.jpg"]), k=5)
 
-The client needs the base install alone; the other two need `kinlens[cpu]` or `kinlens[gpu]`. Each
-name is imported when it is first used, so `import kinlens` costs next to nothing.
+The client needs only the base install; bundles and galleries need `kinlens[cpu]` or `kinlens[gpu]`.
+Each name is imported on first use, so `import kinlens` is cheap.
 """
 
 from importlib import import_module

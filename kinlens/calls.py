@@ -1,4 +1,4 @@
-"""What the client sends and reads: images, options, forms and JSON; answers and problems."""
+"""Requests and responses of the client: images, options, forms and JSON; answers and problems."""
 
 import base64
 import json
@@ -25,24 +25,24 @@ Image = bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO
 Images = Image | Sequence[Image]
 
 Crop = tuple[float, float, float, float]
-"""left, top, width, height as fractions of the upright image."""
+"""Left, top, width and height as fractions of the upright image."""
 
 Filter = str | Mapping[str, Any]
 Attributes = Mapping[str, AttributeInput]
 
 Part = tuple[str, tuple[str | None, bytes | str]]
-"""A part of a form: its name, the name of the file if it is one, and the content."""
+"""A part of a form: its name, the file name or None, and the content."""
 
 MAX_ITEMS = 256
-"""Items in one request, as the service takes them unless it is set otherwise."""
+"""Maximum number of items in one request with the default settings of the service."""
 
 _MAX_BYTES = 32 * 2**20  # of one request
-_PART_BYTES = 200  # around the content of a part, at most
+_PART_BYTES = 200  # upper bound of the headers and boundary of a part
 _SHOWN = 200
 
 
 class SearchOptions(TypedDict, total=False):
-    """What every search can be given; docs/api.md explains each. None is as not given."""
+    """Options of every search; docs/api.md describes each. None is the same as omitted."""
 
     k: int | None
     offset: int | None
@@ -60,8 +60,8 @@ class SearchOptions(TypedDict, total=False):
 
 
 class ImageSearchOptions(SearchOptions, total=False):
-    """What a search with images can be given beside them. `crops` are of each image; with
-    `combine` "best" an item counts with the image and crop that it is most like, its `view`."""
+    """Options of a search with images. `crops` apply to each image. With `combine` "best" an item
+    counts with the image and crop that it is most similar to, its `view`."""
 
     gallery: str | None
     crops: Sequence[Crop] | None
@@ -71,7 +71,7 @@ class ImageSearchOptions(SearchOptions, total=False):
 
 
 class RebuildOptions(TypedDict, total=False):
-    """How to rebuild a gallery with another bundle; docs/service-jobs.md explains each."""
+    """Options of a rebuild with another bundle; docs/service-jobs.md describes each."""
 
     swap: Literal["auto", "never"]
     max_recall_loss: float
@@ -80,7 +80,7 @@ class RebuildOptions(TypedDict, total=False):
 
 
 class TrainOptions(TypedDict, total=False):
-    """How to train and what the new gallery must reach; docs/service-jobs.md explains each."""
+    """Options of a training job and its gate; docs/service-jobs.md describes each."""
 
     data: str | None
     overrides: Mapping[str, bool | int | float | str | Sequence[bool | int | float | str]]
@@ -101,9 +101,9 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class NewItem:
-    """An item to be put: `NewItem("hats/1", "hat.jpg", {"price": 9.5})`.
+    """An item to add or replace: `NewItem("hats/1", "hat.jpg", {"price": 9.5})`.
 
-    Attributes replace those that are stored under the key; None keeps them, {} clears them.
+    Attributes replace the stored ones of this key; None keeps them, {} clears them.
     """
 
     key: str
@@ -112,19 +112,19 @@ class NewItem:
 
 
 def item_path(item: int | str) -> tuple[int | str, ...]:
-    """Where an item is, by its number or its key."""
+    """The path parts of an item, by its id or key."""
     return ("items", "by-key", item) if isinstance(item, str) else ("items", item)
 
 
-def address(*parts: str | int) -> str:
-    """A path of these parts, each quoted; a part of dots does not lead to another path."""
+def path_of(*parts: str | int) -> str:
+    """The URL path of these parts, each quoted; "." and ".." are escaped too."""
     quoted = (quote(str(part), safe="") for part in parts)
     dots = {".": "%2E", "..": "%2E%2E"}
     return "/" + "/".join(dots.get(part, part) for part in quoted)
 
 
 def fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as fields of a form or an address: without None, mappings and facets as JSON."""
+    """Options as fields of a form or query: without None, and mappings and facets as JSON."""
     return {
         name: json_of(value) if isinstance(value, Mapping) or name == "facets" else value
         for name, value in options.items()
@@ -133,18 +133,18 @@ def fields(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_of(value: object) -> str:
-    """JSON. Raises: ArgumentError for what has none."""
+    """A value as JSON. Raises: ArgumentError if JSON cannot represent it."""
     try:
         return json.dumps(value, allow_nan=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(
-            f"{value!r:.{_SHOWN}} cannot be sent as JSON: {error}. Send texts, finite numbers, "
+            f"{value!r:.{_SHOWN}} cannot be sent as JSON: {error}. Send strings, finite numbers, "
             "booleans, dates, and lists and mappings of these."
         ) from error
 
 
 def _plain(value: Any) -> Any:
-    """Dates, and other mappings than dict."""
+    """Convert dates, and mappings other than dict."""
     return date_text(value) if isinstance(value, date) else dict(value)
 
 
@@ -179,18 +179,20 @@ def batch_json(queries: Sequence[Query]) -> dict[str, Any]:
 
 
 def put_forms(items: Iterable[NewItem], count: int) -> Iterator[tuple[list[str], list[Part]]]:
-    """Keys and parts of forms with at most `count` items and 32 MiB each; a larger item goes alone.
-    The images of a form are read when it is asked for. Raises: ImageReadError, ArgumentError.
+    """Keys and parts of forms with up to `count` items and 32 MiB each; a larger item has its own
+    form. The images of a form are read just before it is yielded.
+
+    Raises: ImageReadError, ArgumentError.
     """
     if count < 1:
-        raise ArgumentError(f"per_request = {count} is outside its range; send 1 or more.")
+        raise ArgumentError(f"per_request = {count} is outside its range; use 1 or more.")
     keys: list[str] = []
     parts: list[Part] = []
     size = 0
     for item in items:
         given = None if item.attributes is None else dict(item.attributes)
         image, attributes = _file(item.image), json_of(given)
-        texts = 4 * (len(item.key) + len(attributes))  # bytes of a character, at most
+        texts = 4 * (len(item.key) + len(attributes))  # UTF-8 uses up to 4 bytes per character
         added = len(image[1][1]) + texts + 3 * _PART_BYTES
         if keys and (len(keys) == count or size + added > _MAX_BYTES):
             yield keys, parts
@@ -207,15 +209,15 @@ def golden_form(image: Image, label: Mapping[str, Any], name: str) -> list[Part]
     return [_file(image), _field("label", json_of(label)), _field("name", name)]
 
 
-def refused_put(key: str, problem: Problem) -> PutAnswer:
-    """The answer to a put of one item that failed, which is then the problem of its request."""
+def failed_put(key: str, problem: Problem) -> PutAnswer:
+    """The answer for a single item whose request failed with this problem."""
     item = PutResult(key=key, status="failed", id=None, problem=problem)
     counts = {"added": 0, "replaced": 0, "updated": 0, "unchanged": 0, "failed": 1}
     return PutAnswer(**counts, items=[item], version="")
 
 
-def put_sum(answers: Sequence[PutAnswer], version: str) -> PutAnswer:
-    """The answers to several puts as one, of this version of the gallery."""
+def merged_puts(answers: Sequence[PutAnswer], version: str) -> PutAnswer:
+    """The answers to several puts merged into one, with this version of the gallery."""
     names = ("added", "replaced", "updated", "unchanged", "failed")
     counts = {name: sum(getattr(one, name) for one in answers) for name in names}
     items = [item for one in answers for item in one.items]
@@ -223,17 +225,18 @@ def put_sum(answers: Sequence[PutAnswer], version: str) -> PutAnswer:
 
 
 def answer_of(response: httpx.Response, result: type[T], accepted: Sequence[int] = ()) -> T:
-    """The answer in a response, as a model or as bytes; `accepted` statuses beside 2xx are answers
-    too. Raises: ProblemError, AnswerError.
+    """The answer in a response, as a model or as bytes.
+
+    `accepted` statuses count as answers, in addition to 2xx. Raises: ProblemError, AnswerError.
     """
-    asked = f"{response.request.method} {response.request.url.path}"
+    request = f"{response.request.method} {response.request.url.path}"
     if not response.is_success and response.status_code not in accepted:
         try:
             problem = Problem.model_validate_json(response.content)
         except ValidationError:
             raise AnswerError(
-                f"{asked} was answered with {response.status_code} and no problem document: "
-                f"{response.text[:_SHOWN]!r}. Is it the address of a Kinlens service?"
+                f"{request} returned {response.status_code} without a problem document: "
+                f"{response.text[:_SHOWN]!r}. Check that the URL is that of a Kinlens service."
             ) from None
         raise problem_error(problem, retry_after_s(response))
     if not issubclass(result, BaseModel):
@@ -243,13 +246,13 @@ def answer_of(response: httpx.Response, result: type[T], accepted: Sequence[int]
         return result.model_validate_json(response.content)
     except ValidationError as error:
         raise AnswerError(
-            f"The answer of {asked} does not fit this client: {error.errors()[0]['msg']}. Do both "
-            "have the same version?"
+            f"The answer to {request} does not match this client: {error.errors()[0]['msg']}. "
+            "Check that client and service have the same version."
         ) from error
 
 
 def retry_after_s(response: httpx.Response) -> float | None:
-    """When to ask again, if the response says so in seconds."""
+    """The seconds to wait before a retry, if the response has them in Retry-After."""
     text = response.headers.get("retry-after", "")
     return float(text) if text.isdecimal() else None
 
@@ -268,13 +271,13 @@ def _content(image: Any) -> bytes:
             content = image.read()
     except (OSError, ValueError) as error:  # ValueError: a closed file, a NUL in a path
         raise ImageReadError(
-            f"The image {image!r:.{_SHOWN}} cannot be read: {error}. Send the path of a file that "
-            "is there, its bytes, or a file opened with 'rb'."
+            f"The image {image!r:.{_SHOWN}} cannot be read: {error}. Send the path of an existing "
+            "file, its bytes, or a file opened with 'rb'."
         ) from error
     if not isinstance(content, bytes | bytearray | memoryview):
         raise ArgumentError(
-            f"An image is a {type(image).__name__} that gives no bytes; send the path of a file, "
-            "its bytes, or a file opened with 'rb'."
+            f"An image must be a path, bytes or a binary file (got {type(image).__name__} without "
+            "bytes). Send the path of a file, its bytes, or a file opened with 'rb'."
         )
     return bytes(content)
 

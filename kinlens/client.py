@@ -1,13 +1,10 @@
-"""A typed client of the service, thin over its HTTP: `Client`, and `AsyncClient` for event loops.
+"""A typed client of the HTTP service: `Client`, and `AsyncClient` for event loops.
 
-    with Client("http://127.0.0.1:8000", key="kl_...") as client:
-        for hit in client.search("shoe.jpg", k=5).hits:
-            print(hit.key, hit.score)
+Methods return the models of `kinlens.models` and raise the exceptions of `kinlens.errors`;
+docs/client.md has more examples.
 
-Answers are the models of `kinlens.models`, failures the tree of `kinlens.errors`;
-docs/client.md has more examples. Each call is written once, as a coroutine. `AsyncClient` has it
-as it is. `Client` runs it to its end: there it never stops half-way, since what it awaits (an
-answer, a pause) is waited for in the thread.
+Each call is written once, as a coroutine of `AsyncClient`. `Client` runs the same coroutine without
+an event loop: its requests and pauses block the thread, so the coroutine never suspends.
 """
 
 import asyncio
@@ -74,16 +71,16 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_AGAIN = frozenset({429, 503})
+_RETRIED_STATUSES = frozenset({429, 503})
 _MAX_WAIT_S = 30.0
 _FIRST_WAIT_S = 0.25
-_ODD_KEY = "The key has characters that no key has; copy it again."
-_PAGE = 200  # items, the most that the service gives
-_OF_THE_ITEM = frozenset({413, 415, 422})
+_INVALID_KEY = "The key contains characters that are not valid in a key; copy it again."
+_PAGE = 200  # items; the maximum of the service
+_ITEM_ERRORS = frozenset({413, 415, 422})
 
 
-def _ended(coroutine: Coroutine[Any, Any, R]) -> R:
-    """The result of a coroutine that never stops half-way, since it waits in the thread."""
+def _run(coroutine: Coroutine[Any, Any, R]) -> R:
+    """Run a coroutine that never suspends, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -95,11 +92,11 @@ def _ended(coroutine: Coroutine[Any, Any, R]) -> R:
 def _blocking(
     call: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[Any, P], R]:
-    """A function in place of a coroutine."""
+    """Turn a coroutine function of `AsyncClient` into a blocking function."""
 
     @functools.wraps(call)
     def function(client: Any, /, *args: P.args, **options: P.kwargs) -> R:
-        return _ended(call(client, *args, **options))
+        return _run(call(client, *args, **options))
 
     return function
 
@@ -107,24 +104,24 @@ def _blocking(
 def _iterating(
     call: Callable[Concatenate[Any, P], AsyncIterator[R]],
 ) -> Callable[Concatenate[Any, P], Iterator[R]]:
-    """A generator in place of an asynchronous one."""
+    """Turn an asynchronous generator of `AsyncClient` into a blocking generator."""
 
     @functools.wraps(call)
     def generator(client: Any, /, *args: P.args, **options: P.kwargs) -> Iterator[R]:
         items: Any = call(client, *args, **options)
         try:
             while True:
-                yield _ended(anext(items))
+                yield _run(anext(items))
         except StopAsyncIteration:
             return
         finally:
-            _ended(items.aclose())
+            _run(items.aclose())
 
     return generator
 
 
 class _BaseClient:
-    """How a call is sent, again where that is safe. What it awaits is waited for in the thread."""
+    """Sends requests and retries those that are safe to repeat. Its waits block the thread."""
 
     _http_client: ClassVar[Callable[..., Any]] = httpx.Client
 
@@ -137,13 +134,21 @@ class _BaseClient:
         retries: int = 2,
         transport: Any = None,
     ) -> None:
-        """`key` is sent with every request. A call that takes longer than `timeout_s` at any step
-        fails. An idempotent call that meets a busy service (429, 503), or no service, is sent again
-        `retries` times, after the time that the service asks for. `transport` is one of httpx.
+        """Create a client; nothing is sent yet.
+
+        Args:
+            url: the address of the service, with its scheme.
+            key: an API key, sent with every request.
+            timeout_s: the limit for connecting, for sending, and for each wait for data.
+            retries: how often an idempotent call is repeated after 429, 503 or a failed
+                connection. Each retry waits as long as the service requests, up to 30 s.
+            transport: a transport of httpx, for example for tests.
+
+        Raises: ArgumentError if `url` or `key` is invalid.
         """
-        key = (key or "").strip()  # a key from a file ends with a line break
+        key = (key or "").strip()  # a key read from a file ends with a line break
         if not key.isprintable():
-            raise ArgumentError(_ODD_KEY)
+            raise ArgumentError(_INVALID_KEY)
         if not url.lower().startswith(("http://", "https://")):
             raise ArgumentError(f"url = {url!r} has no scheme. Write http://{url}, or https://.")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -153,9 +158,9 @@ class _BaseClient:
                 base_url=url, headers=headers, timeout=timeout_s, transport=transport
             )
         except httpx.InvalidURL as error:
-            raise ArgumentError(f"url = {url!r} is no address: {error}.") from error
-        except UnicodeError:  # not told as the cause, which shows a part of the key
-            raise ArgumentError(_ODD_KEY) from None
+            raise ArgumentError(f"url = {url!r} is not a valid URL: {error}.") from error
+        except UnicodeError:  # not chained: its message would show a part of the key
+            raise ArgumentError(_INVALID_KEY) from None
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         response: httpx.Response = self._http.send(request)
@@ -164,8 +169,8 @@ class _BaseClient:
     async def _pause(self, seconds: float) -> None:
         sleep(seconds)
 
-    async def _aside(self, function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-        """What a function returns that reads files, which would hold up an event loop."""
+    async def _read_files(self, function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        """Call a function that reads files, which would block an event loop."""
         return function(*args, **options)
 
     async def _send(
@@ -179,8 +184,10 @@ class _BaseClient:
         once: bool = False,
         accepted: Sequence[int] = (),
     ) -> R:
-        """The answer to a request with a form or JSON. One that must not arrive twice is sent
-        `once`; `accepted` statuses beside 2xx are answers too.
+        """Send a request with a form or JSON and return its parsed answer.
+
+        `once` disables retries, for requests that must not be repeated. `accepted` statuses are
+        parsed as answers, in addition to 2xx.
         """
         body: dict[str, Any] = {"files": list(parts)} if parts else {}
         if json is not None:
@@ -188,7 +195,7 @@ class _BaseClient:
             body = {"content": calls.json_of(json).encode(), "headers": headers}
         params = calls.fields(query or {})
         try:
-            request = self._http.build_request(method, calls.address(*path), params=params, **body)
+            request = self._http.build_request(method, calls.path_of(*path), params=params, **body)
         except (httpx.InvalidURL, UnicodeError, TypeError) as error:
             raise ArgumentError(f"{method} {path!a} cannot be sent: {error}.") from error
         attempt = 0
@@ -201,11 +208,11 @@ class _BaseClient:
                 if is_last:
                     raise ConnectionFailedError(
                         f"{method} {request.url.copy_with(query=None)} got no answer: "
-                        f"{str(error).rstrip('.') or type(error).__name__}. Is the service running "
-                        "at this address, and is the timeout long enough?"
+                        f"{str(error).rstrip('.') or type(error).__name__}. Check that the service "
+                        "runs at this address and that timeout_s is long enough."
                     ) from error
             else:
-                if is_last or response.status_code not in _AGAIN - {*accepted}:
+                if is_last or response.status_code not in _RETRIED_STATUSES - {*accepted}:
                     return calls.answer_of(response, result, accepted)
                 asked_s = calls.retry_after_s(response)
                 wait_s = wait_s if asked_s is None else asked_s
@@ -217,9 +224,17 @@ class _BaseClient:
 
 
 class AsyncClient(_BaseClient):
-    """The same methods in an event loop: `async with AsyncClient(url) as client`.
+    """A client of the service for event loops; it has the methods of `Client` as coroutines.
 
-    Each is awaited, as in `(await client.search("shoe.jpg")).hits`; `each_item` is for `async for`.
+    Every method raises a `ClientError` if it fails. `each_item` is an asynchronous generator.
+
+    Example:
+        >>> async def best_hit() -> str:
+        ...     async with AsyncClient("http://127.0.0.1:8000") as client:
+        ...         answer = await client.search("shoe.jpg", k=1)
+        ...         return answer.hits[0].key
+        >>> asyncio.run(best_hit())
+        'shoes/1'
     """
 
     _http_client = httpx.AsyncClient
@@ -231,58 +246,73 @@ class AsyncClient(_BaseClient):
     async def _pause(self, seconds: float) -> None:
         await async_sleep(seconds)
 
-    async def _aside(self, function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+    async def _read_files(self, function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         return await asyncio.to_thread(function, *args, **options)
 
     async def live(self) -> api.Live:
-        """Whether the process answers."""
+        """Check that the process responds."""
         return await self._send(api.Live, "GET", "live")
 
     async def startup(self) -> api.Startup:
-        """Whether the service was ready once."""
+        """Return whether the service has been ready at least once."""
         return await self._send(api.Startup, "GET", "startup", accepted=[503])
 
     async def ready(self, gallery: str | None = None) -> api.Ready:
-        """What is served and the verdict of each check, also when it is not ready; with `gallery`
-        the status is that of this one.
+        """Return the status, the galleries and the result of each check, even if it is not ready.
+
+        With `gallery`, the status depends only on this gallery.
         """
         query = None if gallery is None else {"gallery": gallery}
         return await self._send(api.Ready, "GET", "ready", query=query, accepted=[503])
 
     async def metrics(self) -> str:
-        """The metrics in the text format of Prometheus."""
+        """Return the metrics in the Prometheus text format."""
         return (await self._send(bytes, "GET", "metrics")).decode()
 
     async def search(
         self, images: Images = (), **options: Unpack[calls.ImageSearchOptions]
     ) -> api.SearchAnswer:
-        """The items most like the mean of the images, crops and positives."""
-        parts = await self._aside(calls.search_form, images, options)
+        """Search with images: return the items most similar to the query.
+
+        Args:
+            images: one or more images. Without `crops`, each is used as a whole.
+            options: for example `gallery`, `k`, `filter`, `min_score`, `crops`, and the item keys
+                `positives` (liked) and `negatives` (disliked). docs/api.md describes each.
+
+        All images, crops and liked items are combined into one query vector, their mean. With
+        `combine="best"` an item counts with the image or crop that it is most similar to.
+        """
+        parts = await self._read_files(calls.search_form, images, options)
         return await self._send(api.SearchAnswer, "POST", "search", parts=parts)
 
     async def search_batch(self, queries: Sequence[Query]) -> api.BatchAnswer:
-        """Several searches at once; each fails alone."""
-        body = await self._aside(calls.batch_json, queries)
+        """Run several searches in one request; each has its own answer or problem."""
+        body = await self._read_files(calls.batch_json, queries)
         return await self._send(api.BatchAnswer, "POST", "search", "batch", json=body)
 
     async def similar(
         self, gallery: str, item: int | str, **options: Unpack[calls.SearchOptions]
     ) -> api.SearchAnswer:
-        """The items most like one of the gallery, without it."""
+        """Search with an item of the gallery, by id or key; the item itself is not returned."""
         path = ("galleries", gallery, *calls.item_path(item), "similar")
         return await self._send(api.SearchAnswer, "GET", *path, query=options)
 
     async def feedback(
         self, answer_id: str, item: str, action: api.Action, image: Image | None = None
     ) -> None:
-        """Say that an item (its key) was right or wrong for the question of an answer. `image` is
-        the picture that was searched with, for a service that keeps pictures.
+        """Report that an item was right or wrong for a search.
+
+        Args:
+            answer_id: the `answer_id` of the search's answer.
+            item: the key of the item.
+            action: "clicked", "bought" or "wrong".
+            image: the image of the search, if the gallery stores images with its feedback.
         """
-        parts = await self._aside(calls.feedback_form, answer_id, item, action, image)
+        parts = await self._read_files(calls.feedback_form, answer_id, item, action, image)
         await self._send(bytes, "POST", "feedback", parts=parts)
 
     async def gallery_feedback(self, gallery: str) -> str:
-        """The feedback on a gallery as CSV: query, query_key, item, action."""
+        """Return the feedback on a gallery as CSV: query, query_key, item, action."""
         return (await self._send(bytes, "GET", "galleries", gallery, "feedback")).decode()
 
     async def explain(
@@ -295,38 +325,39 @@ class AsyncClient(_BaseClient):
         positives: Sequence[str] = (),
         negatives: Sequence[str] = (),
     ) -> api.ExplainAnswer:
-        """Where a hit matches the images, crops, likes and dislikes that found it."""
+        """Return which regions of a hit match the query; send the query as it was searched."""
         options: calls.ImageSearchOptions = {"crops": crops}
         options |= {"positives": positives, "negatives": negatives}
-        parts = await self._aside(calls.search_form, images, options)
+        parts = await self._read_files(calls.search_form, images, options)
         path = ("galleries", gallery, *calls.item_path(item), "explain")
         return await self._send(api.ExplainAnswer, "POST", *path, parts=parts)
 
     async def galleries(self) -> api.Galleries:
-        """Every gallery; the first is the default of a search."""
+        """Return all galleries; the first is the default of a search."""
         return await self._send(api.Galleries, "GET", "galleries")
 
     async def gallery(self, name: str) -> api.GalleryDetail:
-        """A gallery with its attributes, its index and its calibration."""
+        """Return a gallery with its attributes, index and calibration."""
         return await self._send(api.GalleryDetail, "GET", "galleries", name)
 
     async def create_gallery(self, name: str, bundle_id: str | None = None) -> api.GalleryModel:
-        """An empty gallery that can be written at once."""
+        """Create an empty gallery, for the bundle `bundle_id` or the bundle of the service."""
         body = {"name": name, "bundle_id": bundle_id}
         return await self._send(api.GalleryModel, "POST", "galleries", json=body, once=True)
 
     async def delete_gallery(self, name: str) -> None:
-        """Delete a gallery that was created here, with its items and uploads."""
+        """Delete a gallery that the service created, with its items and uploads."""
         await self._send(bytes, "DELETE", "galleries", name, once=True)
 
     async def put(
         self, gallery: str, key: str, image: Image, attributes: Attributes | None = None
     ) -> api.PutAnswer:
-        """Add an item, or replace the one with this key. Without attributes those that it has stay;
-        {} clears them.
+        """Add an item, or replace the item with this key.
+
+        `attributes` replace the stored ones; None keeps them and {} clears them.
         """
         item = NewItem(key, image, attributes)
-        _, parts = await self._aside(next, calls.put_forms([item], 1))
+        _, parts = await self._read_files(next, calls.put_forms([item], 1))
         return await self._send(api.PutAnswer, "PUT", "galleries", gallery, "items", parts=parts)
 
     async def put_many(
@@ -337,29 +368,40 @@ class AsyncClient(_BaseClient):
         *,
         per_request: int = calls.MAX_ITEMS,
     ) -> api.PutAnswer:
-        """Put any number of items, in several requests; a bad image fails alone. `on_progress` is
-        told after each request how many items are done, and its answer.
+        """Add or replace any number of items, in several requests.
+
+        Args:
+            gallery: the name of the gallery.
+            items: the items; a generator is read as the requests are sent.
+            on_progress: called after each request with the number of items done so far and the
+                answer to the request.
+            per_request: the maximum number of items in a request.
+
+        Returns: one result per item. A bad image only fails its own item.
+
+        Raises: ClientError for any other failure. Items of earlier requests are stored by then, and
+            it is safe to put all items again.
         """
         answers: list[api.PutAnswer] = []
         done, version = 0, ""
         forms = calls.put_forms(items, per_request)
-        while form := await self._aside(next, forms, None):
+        while form := await self._read_files(next, forms, None):
             keys, parts = form
             try:
                 answer = await self._send(
                     api.PutAnswer, "PUT", "galleries", gallery, "items", parts=parts
                 )
             except ProblemError as error:
-                if len(keys) > 1 or error.status not in _OF_THE_ITEM:
+                if len(keys) > 1 or error.status not in _ITEM_ERRORS:
                     raise
-                answer = calls.refused_put(keys[0], error.problem)
+                answer = calls.failed_put(keys[0], error.problem)
             answers.append(answer)
             done, version = done + len(answer.items), answer.version or version
             if on_progress is not None:
                 on_progress(done, answer)
         if not version:
             version = (await self._send(api.GalleryDetail, "GET", "galleries", gallery)).version
-        return calls.put_sum(answers, version)
+        return calls.merged_puts(answers, version)
 
     async def items(
         self,
@@ -373,9 +415,17 @@ class AsyncClient(_BaseClient):
         sort_by: str = "",
         facets: Sequence[str] | None = None,
     ) -> api.ItemPage:
-        """A page of items, of those with numbers above `after`, in the order of their numbers, or
-        `sort_by` an attribute ("price", "price:desc"); with the values of the attributes `facets`
-        counted over all that fits.
+        """Return a page of items.
+
+        Args:
+            gallery: the name of the gallery.
+            offset: the number of items to skip.
+            limit: the maximum number of items in the page, up to 200.
+            after: only items with a higher id.
+            filter: only items that match this filter.
+            key_prefix: only items whose key starts with this.
+            sort_by: an attribute ("price", "price:desc"); by default items are ordered by id.
+            facets: attributes whose values are counted over all matching items.
         """
         page = {"offset": offset, "limit": limit, "after": after, "facets": facets}
         page |= {"sort_by": sort_by or None}
@@ -389,11 +439,16 @@ class AsyncClient(_BaseClient):
         filter: Filter | None = None,
         key_prefix: str = "",
     ) -> AsyncIterator[api.ItemModel]:
-        """Every item that fits, page by page, also while items are added, replaced and removed:
-        each that is there from beginning to end comes once, none that came later.
+        """Iterate over all matching items, page by page.
+
+        Items may be added, replaced and removed during the iteration. An item that stays in the
+        gallery throughout is returned exactly once; items added later are not returned.
+
+        Raises: GalleryReplacedError if the gallery was rebuilt during the iteration.
         """
-        # Numbers only grow, and a replaced item gets a new one. What is above the first page's
-        # `last` was put meanwhile: with it a caller that replaces each item would never end.
+        # Ids only grow, and a replaced item gets a new id. Ids above the first page's `last` were
+        # added during the iteration; without this limit, a loop that replaces each item would
+        # never end.
         query = {"limit": _PAGE, "filter": filter, "key_prefix": key_prefix, "after": None}
         first: api.ItemPage | None = None
         while True:
@@ -402,8 +457,8 @@ class AsyncClient(_BaseClient):
             first = first or page
             if page.generation != first.generation:
                 raise GalleryReplacedError(
-                    f"Gallery {gallery} was built again while its items were read, and their "
-                    "numbers are others now. Read them again."
+                    f"Gallery {gallery} was rebuilt while its items were read, which changed their "
+                    "ids. Read them again."
                 )
             for item in page.items:
                 if first.last is not None and item.id > first.last:
@@ -421,38 +476,38 @@ class AsyncClient(_BaseClient):
         limit: int = 50,
         min_score: float | None = None,
     ) -> api.DuplicatesAnswer:
-        """Groups of items that show one product, in a gallery of up to 10,000 items."""
+        """Return groups of near-duplicate items, for a gallery of up to 10,000 items."""
         query = {"offset": offset, "limit": limit, "min_score": min_score}
         path = ("galleries", gallery, "duplicates")
         return await self._send(api.DuplicatesAnswer, "GET", *path, query=query)
 
     async def item(self, gallery: str, item: int | str) -> api.ItemModel:
-        """What is known of an item, by its number or its key."""
+        """Return an item by its id or key."""
         return await self._send(api.ItemModel, "GET", "galleries", gallery, *calls.item_path(item))
 
     async def image(self, gallery: str, item: int | str) -> bytes:
-        """The picture of an item, as a browser can show it."""
+        """Return the image of an item, in a format that browsers can show."""
         path = ("galleries", gallery, *calls.item_path(item), "image")
         return await self._send(bytes, "GET", *path)
 
     async def patch(
         self, gallery: str, changes: Mapping[str, Mapping[str, AttributeInput | None]]
     ) -> api.PatchAnswer:
-        """Change attributes by key, all or none; None takes one away."""
+        """Change attributes of items by key, all items or none; None removes an attribute."""
         path = ("galleries", gallery, "items")
         return await self._send(api.PatchAnswer, "PATCH", *path, json={"changes": changes})
 
     async def patch_item(
         self, gallery: str, key: str, changes: Mapping[str, AttributeInput | None]
     ) -> api.PatchAnswer:
-        """Change attributes of one item; None takes one away."""
+        """Change attributes of one item; None removes an attribute."""
         path = ("galleries", gallery, *calls.item_path(key))
         return await self._send(api.PatchAnswer, "PATCH", *path, json=changes)
 
     async def patch_where(
         self, gallery: str, filter: Filter, changes: Mapping[str, AttributeInput | None]
     ) -> api.PatchAnswer:
-        """Make one change of attributes in every item that fits a filter."""
+        """Change attributes of all items that match a filter; None removes an attribute."""
         body = {"filter": filter, "set": changes}
         path = ("galleries", gallery, "items")
         return await self._send(api.PatchAnswer, "PATCH", *path, json=body)
@@ -460,33 +515,38 @@ class AsyncClient(_BaseClient):
     async def remove(
         self, gallery: str, keys: Sequence[str], *, keep: Sequence[str] = ()
     ) -> api.RemoveAnswer:
-        """Remove items by key; unknown keys are not counted. With `keep`, only while one of these
-        other keys is there: the last copy of a product stays.
+        """Remove items by key; unknown keys are not counted.
+
+        With `keep`, items are only removed if an item with one of these other keys exists, so the
+        last copy of a product is not removed.
         """
         path = ("galleries", gallery, "items", "delete")
         which = {"keys": list(keys), "keep": list(keep)}
         return await self._send(api.RemoveAnswer, "POST", *path, json=which)
 
     async def restore(self, gallery: str, keys: Sequence[str]) -> api.RestoreAnswer:
-        """Undo the removal of the items with these keys, for a day or until `compact`."""
+        """Restore removed items by key; possible for a day or until `compact`."""
         path = ("galleries", gallery, "items", "restore")
         return await self._send(api.RestoreAnswer, "POST", *path, json={"keys": list(keys)})
 
     async def remove_where(self, gallery: str, filter: Filter) -> api.RemoveAnswer:
-        """Remove all items that fit a filter."""
+        """Remove all items that match a filter."""
         path = ("galleries", gallery, "items", "delete")
         return await self._send(api.RemoveAnswer, "POST", *path, json={"filter": filter})
 
     async def remove_item(
         self, gallery: str, item: int | str, version: str | None = None
     ) -> api.RemoveAnswer:
-        """Remove an item by its key, or by its number, one of the generation `version`."""
+        """Remove an item by its key, or by its id.
+
+        With an id, `version` is the generation of the gallery that the id belongs to.
+        """
         path = ("galleries", gallery, *calls.item_path(item))
         query = {} if isinstance(item, str) else {"version": version}
         return await self._send(api.RemoveAnswer, "DELETE", *path, query=query, once=True)
 
     async def golden(self, gallery: str) -> GoldenQueries:
-        """The queries that the owner of a gallery has labelled."""
+        """Return the labelled queries of a gallery (its golden set)."""
         return await self._send(GoldenQueries, "GET", "galleries", gallery, "golden")
 
     async def add_golden(
@@ -499,12 +559,14 @@ class AsyncClient(_BaseClient):
         value: Scalar | None = None,
         name: str = "",
     ) -> GoldenQuery:
-        """Label an image: items with these keys, or with this value of an attribute, are right for
-        it; without either nothing is. The same image again gets the new label.
+        """Add a labelled query; an image that is already labelled gets the new label.
+
+        The right items are those with these `keys`, or those whose `attribute` has this `value`.
+        Without either, the label is that no item is right.
         """
         label: dict[str, Any] = {"keys": [*keys], "attribute": attribute, "value": value}
         label["no_match"] = not keys and attribute is None
-        parts = await self._aside(calls.golden_form, image, label, name)
+        parts = await self._read_files(calls.golden_form, image, label, name)
         return await self._send(GoldenQuery, "POST", "galleries", gallery, "golden", parts=parts)
 
     async def remove_golden(self, gallery: str, sha256: str) -> None:
@@ -512,34 +574,36 @@ class AsyncClient(_BaseClient):
         await self._send(bytes, "DELETE", "galleries", gallery, "golden", sha256, once=True)
 
     async def golden_image(self, gallery: str, sha256: str, size: int = 320) -> bytes:
-        """The picture of a labelled query as a JPEG of 160, 320 or 640 pixels a side."""
+        """Return the image of a labelled query as a JPEG; `size` is 160, 320 or 640 pixels."""
         path = ("galleries", gallery, "golden", sha256, "image")
         return await self._send(bytes, "GET", *path, query={"size": size})
 
     async def run_golden(self, gallery: str, min_score: float | None = None) -> GoldenRun:
-        """Ask with every labelled query; how many are answered right. Give the client a timeout
-        that is long enough; a run goes on without it, and `golden_runs` has its report.
+        """Search with every labelled query and return the report.
+
+        Use a client with a long `timeout_s`. After a timeout the run continues, and `golden_runs`
+        returns its report.
         """
         path, query = ("galleries", gallery, "golden", "run"), {"min_score": min_score}
         return await self._send(GoldenRun, "POST", *path, query=query, once=True)
 
     async def golden_runs(self, gallery: str, limit: int | None = None) -> GoldenRuns:
-        """The reports over time, newest first."""
+        """Return the reports of earlier golden runs, newest first."""
         path, query = ("galleries", gallery, "golden", "runs"), {"limit": limit}
         return await self._send(GoldenRuns, "GET", *path, query=query)
 
     async def compact(self, gallery: str) -> api.JobModel:
-        """Start to make the index of a gallery again, without what was removed."""
+        """Start a job that rebuilds the index of a gallery without its removed items."""
         return await self._start("galleries", gallery, "compact")
 
     async def swap(self, gallery: str, other: str) -> api.JobModel:
-        """Start to put the state of another gallery in the place of this one."""
+        """Start a job that replaces the state of this gallery by that of `other`."""
         return await self._start("galleries", gallery, "swap", json={"with": other})
 
     async def rebuild(
         self, gallery: str, bundle_id: str, **options: Unpack[calls.RebuildOptions]
     ) -> api.JobModel:
-        """Start to make a gallery again with another bundle, beside the old one."""
+        """Start a job that rebuilds a gallery with another bundle, next to the old gallery."""
         return await self._start(
             "galleries", gallery, "rebuild", json={"bundle_id": bundle_id, **options}
         )
@@ -547,12 +611,12 @@ class AsyncClient(_BaseClient):
     async def train(
         self, job: str, gallery: str, **options: Unpack[calls.TrainOptions]
     ) -> api.JobModel:
-        """Start to train a model, and to give it to a gallery if it passes its gate."""
+        """Start a job that trains a model, and rebuilds the gallery with it if it passes."""
         body = {"job": job, "gallery": gallery, **options}
         return await self._start("jobs", "train", json=body)
 
     async def keys(self) -> api.Keys:
-        """Every API key without its secret."""
+        """Return all API keys, without their secrets."""
         return await self._send(api.Keys, "GET", "keys")
 
     async def create_key(
@@ -566,8 +630,16 @@ class AsyncClient(_BaseClient):
         daily_units: int | None = None,
         expires_days: int | None = None,
     ) -> api.NewKey:
-        """Make a key; its `text` is in this answer alone. With `galleries` no other one exists for
-        it, with `filter` only items that fit.
+        """Create an API key. Only this answer contains its `text`; store it.
+
+        Args:
+            name: a name for the key.
+            scopes: what the key may do.
+            galleries: the only galleries that it can see; None for all.
+            filter: it only sees items that match this filter.
+            rate: its rate limit, in place of KINLENS_RATE_LIMIT_PER_KEY.
+            daily_units: its maximum units of work in a day.
+            expires_days: the number of days that it is valid; None for no expiry.
         """
         body: dict[str, Any] = {"name": name, "scopes": [*scopes], "filter": filter, "rate": rate}
         body |= {"galleries": None if galleries is None else list(galleries)}
@@ -575,16 +647,16 @@ class AsyncClient(_BaseClient):
         return await self._send(api.NewKey, "POST", "keys", json=body, once=True)
 
     async def revoke_key(self, name: str) -> api.KeyModel:
-        """End a key with all its secrets."""
+        """Revoke a key with all its secrets."""
         return await self._send(api.KeyModel, "DELETE", "keys", name, once=True)
 
     async def rotate_key(self, name: str, overlap_hours: float = 24) -> api.NewKey:
-        """Give a key a new secret; the last one stays valid for `overlap_hours`."""
+        """Give a key a new secret; the previous one stays valid for `overlap_hours`."""
         body = {"overlap_hours": overlap_hours}
         return await self._send(api.NewKey, "POST", "keys", name, "rotate", json=body, once=True)
 
     async def audit(self, *, limit: int = 100, before: int | None = None) -> api.Audit:
-        """Who changed what, newest first, of the entries with numbers below `before`."""
+        """Return the audit log, newest first; with `before`, only entries with lower numbers."""
         return await self._send(api.Audit, "GET", "audit", query={"limit": limit, "before": before})
 
     async def jobs(
@@ -593,32 +665,32 @@ class AsyncClient(_BaseClient):
         state: Literal["queued", "running", "succeeded", "failed", "cancelled"] | None = None,
         limit: int | None = None,
     ) -> api.Jobs:
-        """Jobs, newest first."""
+        """Return the jobs, newest first."""
         return await self._send(api.Jobs, "GET", "jobs", query={"state": state, "limit": limit})
 
     async def job_options(self) -> api.JobOptions:
-        """The training jobs, data sets, weights and bundles that jobs can be given."""
+        """Return the training jobs, data sets, weights and bundles that jobs can use."""
         return await self._send(api.JobOptions, "GET", "jobs", "options")
 
     async def job(self, job_id: str) -> api.JobModel:
-        """A job as it is now."""
+        """Return the current state of a job."""
         return await self._send(api.JobModel, "GET", "jobs", job_id)
 
     async def job_log(self, job_id: str, offset: int = 0) -> api.JobLog:
-        """What a job has written from byte `offset` on."""
+        """Return the log of a job from byte `offset` on."""
         path = ("jobs", job_id, "log")
         return await self._send(api.JobLog, "GET", *path, query={"offset": offset})
 
     async def cancel_job(self, job_id: str) -> api.JobModel:
-        """Ask a job to end."""
+        """Request that a job stops."""
         return await self._start("jobs", job_id, "cancel")
 
     async def swap_job(self, job_id: str) -> api.JobModel:
-        """Start to put the gallery that a job has made in place."""
+        """Start a job that swaps in the gallery that a rebuild or training job has built."""
         return await self._start("jobs", job_id, "swap")
 
     async def resume_job(self, job_id: str) -> api.JobModel:
-        """Start a job that failed or was cancelled anew, from where it stopped."""
+        """Restart a failed or cancelled job from the point where it stopped."""
         return await self._start("jobs", job_id, "resume")
 
     async def wait(
@@ -629,17 +701,24 @@ class AsyncClient(_BaseClient):
         timeout_s: float | None = None,
         poll_s: float = 0.5,
     ) -> api.JobModel:
-        """The job when it has succeeded; `on_progress` is told each state that differs from the one
-        before. Raises: JobFailedError, JobTimeoutError.
+        """Wait until a job succeeds, and return its final state.
+
+        Args:
+            job: the job or its id.
+            on_progress: called with the job whenever its state or progress changes.
+            timeout_s: the maximum time to wait; None for no limit.
+            poll_s: the pause between two requests.
+
+        Raises: JobFailedError if it failed or was cancelled, JobTimeoutError.
         """
         job_id = job if isinstance(job, str) else job.id
         ends = None if timeout_s is None else monotonic() + timeout_s
-        told: api.JobModel | None = None
+        reported: api.JobModel | None = None
         while True:
             now = await self._send(api.JobModel, "GET", "jobs", job_id)
-            if on_progress is not None and now != told:
+            if on_progress is not None and now != reported:
                 on_progress(now)
-            told = now
+            reported = now
             if now.state == "succeeded":
                 return now
             if now.state in ("failed", "cancelled"):
@@ -663,9 +742,18 @@ class AsyncClient(_BaseClient):
 
 
 class Client(_BaseClient):
-    """The service at an address; a context manager, safe for several threads.
+    """A client of the service at one address; a context manager that several threads can share.
 
-    Every method raises a `ClientError`.
+    Every method raises a `ClientError` if it fails.
+
+    Example:
+        >>> with Client("http://127.0.0.1:8000") as client:
+        ...     added = client.put("shop", "shoes/1", "shoe.jpg", {"price": 59.9})
+        ...     answer = client.search("shoe.jpg", k=5, filter="price < 100")
+        >>> added.items[0].status
+        'added'
+        >>> [hit.key for hit in answer.hits]
+        ['shoes/1']
     """
 
     live = _blocking(AsyncClient.live)

@@ -1,26 +1,26 @@
-"""What the client raises, one class per cause.
+"""The exceptions of the client, one class per cause.
 
 ClientError
-├── ArgumentError             an argument that cannot be sent; nothing was
-│   └── ImageReadError        the file of an image cannot be read; the cause is an OSError
-├── GalleryReplacedError      the gallery was built again while its items were read
-├── ConnectionFailedError     the service was not reached, or did not answer in time
-├── AnswerError               an answer that this client does not understand
-├── JobError                  a job that was waited for
+├── ArgumentError             an argument is invalid; no request was sent
+│   └── ImageReadError        an image file cannot be read; the cause is an OSError
+├── GalleryReplacedError      the gallery was rebuilt while its items were read
+├── ConnectionFailedError     the service cannot be reached, or did not respond in time
+├── AnswerError               the response is not one that this client understands
+├── JobError                  `wait` did not see the job succeed
 │   ├── JobFailedError        it failed or was cancelled
-│   └── JobTimeoutError       it still runs after the time that was given
-└── ProblemError              a problem that the service told (RFC 9457)
+│   └── JobTimeoutError       it still runs after `timeout_s`
+└── ProblemError              the service reported a problem (RFC 9457)
     ├── BadRequestError       400, 408: malformed, empty, too slow, or for another host
-    ├── KeyNeededError        401: no API key, or one that is not known
-    ├── NotAllowedError       403: a key without the scope that this needs
-    ├── NotFoundError         404: no gallery, item or job of that name
-    ├── ConflictError         409: what is there now does not allow this
+    ├── KeyNeededError        401: no API key, or an unknown one
+    ├── NotAllowedError       403: the key lacks the required scope
+    ├── NotFoundError         404: no gallery, item or job with that name
+    ├── ConflictError         409: the current state does not allow this
     ├── TooLargeError         413: more bytes or pixels than the limit
-    ├── UnsupportedError      415: not an image in a format that is read
+    ├── UnsupportedError      415: not an image in a supported format
     ├── InvalidError          422: a parameter outside its range, or a damaged image
     ├── RateLimitedError      429: more requests than the rate allows
     └── ServiceError          5xx: something failed inside the service
-        └── UnavailableError  503: it is too busy, or not able to answer now
+        └── UnavailableError  503: it is too busy, or cannot respond now
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class JobError(ClientError): ...
 
 
 class JobFailedError(JobError):
-    """The job failed or was cancelled; `job` as it is at its end."""
+    """The job failed or was cancelled; `job` is its final state."""
 
     def __init__(self, job: JobModel) -> None:
         super().__init__(f"Job {job.id} ({job.kind}) {job.state}: {job.error or job.step}")
@@ -61,11 +61,15 @@ class JobTimeoutError(JobError): ...
 
 
 class ProblemError(ClientError):
-    """A problem that the service told.
+    """A problem that the service reported.
 
-    `detail` says what was wrong, the limit and the cure, `type` is a URN that names the cause,
-    `faults` are the parameters that do not fit, `request_id` is that of the service's log, and
-    `retry_after_s` is there if the service said when to ask again.
+    Attributes:
+        status: the HTTP status.
+        type: a URN that names the cause.
+        detail: what was wrong, the limit, and what to do.
+        faults: the invalid parameters.
+        request_id: the id of the request in the log of the service.
+        retry_after_s: when to retry, if the service sent it.
     """
 
     def __init__(self, problem: Problem, retry_after_s: float | None = None) -> None:
@@ -129,6 +133,6 @@ _BY_STATUS: dict[int, type[ProblemError]] = {
 
 
 def problem_error(problem: Problem, retry_after_s: float | None = None) -> ProblemError:
-    """The error for a problem, by its status."""
+    """The exception for a problem, chosen by its status."""
     inside = ServiceError if problem.status >= 500 else ProblemError
     return _BY_STATUS.get(problem.status, inside)(problem, retry_after_s)

@@ -1,16 +1,16 @@
-"""Golden sets as the service answers them: labelled queries, and reports of runs."""
+"""Golden sets in responses of the service: labelled queries and reports of runs."""
 
 from pydantic import BaseModel
 
 from kinlens.values import Scalar
 
 Interval = tuple[float, float]
-"""The lower and the upper end of a 95 % interval."""
+"""Lower and upper bound of a 95 % confidence interval."""
 
 
 class Label(BaseModel, frozen=True, extra="forbid"):
-    """What is right for a query: items with these `keys`, those whose `attribute` has this `value`,
-    or nothing at all (`no_match`); one of the three.
+    """The right items of a query, in exactly one of three ways: items with these `keys`, items
+    whose `attribute` has this `value`, or none (`no_match`).
     """
 
     keys: tuple[str, ...] = ()
@@ -20,14 +20,14 @@ class Label(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def wanted(self) -> str:
-        """The label as people read it."""
+        """The label as a short text for people."""
         if self.attribute is not None:
             return f"{self.attribute} = {self.value}"
         return ", ".join(self.keys) or "no match"
 
 
 class GoldenQuery(Label):
-    """A query of a golden set, known by the sha256 (hex) of its picture."""
+    """A labelled query of a golden set, identified by the sha256 (hex) of its image."""
 
     sha256: str
     name: str = ""
@@ -35,9 +35,11 @@ class GoldenQuery(Label):
 
 
 class GoldenOutcome(BaseModel, frozen=True):
-    """What became of a query: of its `right` items the `rank` of the first, from 1, None if it is
-    not among those looked at; its average `precision` at R; and what came first. `problem` says why
-    it was left out.
+    """The result of one query.
+
+    `right` is the number of right items in the gallery. `rank` is the rank of the first of them,
+    from 1, or null if it is not in the examined hits. `precision` is the average precision at R.
+    `best_*` describe the best hit. `problem` shows why the query was skipped.
     """
 
     query: GoldenQuery
@@ -50,20 +52,21 @@ class GoldenOutcome(BaseModel, frozen=True):
     problem: str = ""
 
     def quality(self, threshold: float | None) -> float:
-        """How good the answer is, 0 to 1: the precision, or whether nothing is said to match."""
+        """The quality in [0, 1]: the precision; for `no_match`, 1 if no hit passes `threshold`."""
         if self.query.no_match:
             return float(threshold is None or self.best_score < threshold)
         return self.precision
 
 
 class GoldenRun(BaseModel, frozen=True):
-    """How a gallery did on its golden set; all figures are parts in [0, 1], None of no query.
+    """The report of a gallery on its golden set. Rates are fractions in [0, 1], null without data.
 
-    `judged` queries have a right item in the gallery, `no_match` are labelled as having none;
-    `left_out` have lost their items or cannot be embedded. Recall and MAP@R are those of training:
-    ties count against us (docs/decisions/0004). `no_match_precision` is the part of the `no_match`
-    that nothing answers with `threshold` or more, `found` the part of the judged whose first answer
-    is right and reaches it. `own_pictures` are queries that are an item's own picture.
+    `judged` queries have a right item in the gallery; `no_match` queries are labelled as having
+    none. `left_out` queries were skipped: their items were removed or their image cannot be
+    embedded. Recall and MAP@R are defined as in training: ties count as errors
+    (docs/decisions/0004). `no_match_precision` is the fraction of `no_match` queries without a hit
+    at or above `threshold`. `found` is the fraction of judged queries whose best hit is right and
+    at or above it. `own_pictures` counts queries that use an item's own image.
     """
 
     at: str
@@ -88,12 +91,12 @@ class GoldenRun(BaseModel, frozen=True):
 
 
 class GoldenQueries(BaseModel):
-    """Queries of a golden set, in the order in which they came."""
+    """The queries of a golden set, oldest first."""
 
     queries: list[GoldenQuery]
 
 
 class GoldenRuns(BaseModel):
-    """The reports of a golden set, newest first."""
+    """Reports of runs of a golden set, newest first."""
 
     runs: list[GoldenRun]

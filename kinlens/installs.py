@@ -1,4 +1,4 @@
-"""What an install lacks, and the command that adds it."""
+"""Messages for optional packages that are not installed."""
 
 
 def missing_package(user: str, error: ModuleNotFoundError, *extras: str) -> str:
@@ -6,7 +6,7 @@ def missing_package(user: str, error: ModuleNotFoundError, *extras: str) -> str:
 
     Args:
         user: what needs the package, such as "kinlens-serve".
-        error: the failed import. An error about a module of this project is raised again.
+        error: the failed import. An error about a module of this project is re-raised.
         extras: the extras that bring the package; any one of them is enough.
     """
     if error.name is None or error.name.split(".")[0] == "kinlens":

@@ -1,4 +1,4 @@
-"""Bundles and galleries in the process of the caller, without a service."""
+"""Bundles and galleries in the caller's process, without a service."""
 
 from pathlib import Path
 from typing import Literal
@@ -24,12 +24,14 @@ def load_bundle(path: Path | str, *, device: Device = "cpu") -> OnnxEmbedder:
         path: a folder that `kinlens-train export` or `adapt` wrote.
         device: "cuda" needs `kinlens[gpu]` and an NVIDIA GPU.
 
-    Returns: an embedder. `embed_files(paths)` and `embed_images(contents)` return vectors (N, D)
-        of unit norm as float32; `bundle_id` names the model.
+    Returns:
+        An embedder. `embed_files(paths)` and `embed_images(contents)` return vectors (N, D) of unit
+        norm as float32; `bundle_id` names the model.
 
-    Raises: BundleError if the bundle is missing, damaged, or computes other vectors here.
+    Raises:
+        BundleError: the bundle is missing, damaged, or computes other vectors here.
 
-    Example:
+    Examples:
         >>> bundle = kinlens.load_bundle("bundles/shop")
         >>> bundle.embed_files(["photo.jpg"]).shape == (1, bundle.dim)
         True
@@ -44,14 +46,18 @@ def open_gallery(
 
     Args:
         path: a folder that `kinlens-index build` wrote.
-        bundle: the model of the queries. A gallery that was built with another one is refused.
+        bundle: the model for queries. A gallery that was built with another bundle is refused.
         device: "cuda" searches on an NVIDIA GPU and needs `kinlens[gpu]`.
 
-    Returns: a gallery. `search(vectors, k)` returns the best hits of each vector.
+    Returns:
+        A gallery. `search(vectors, k)` returns the best hits of each vector.
 
-    Raises: GalleryNotFoundError, GalleryCorruptError, BundleMismatchError.
+    Raises:
+        GalleryNotFoundError: the folder holds no gallery.
+        GalleryCorruptError: a file of the gallery is missing or damaged.
+        BundleMismatchError: the gallery was built with another bundle.
 
-    Example:
+    Examples:
         >>> gallery = kinlens.open_gallery("galleries/shop", bundle)
         >>> [hits] = gallery.search(bundle.embed_files(["photo.jpg"]), k=3)
         >>> [hit.key for hit in hits]

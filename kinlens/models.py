@@ -1,4 +1,4 @@
-"""What the service answers, as JSON. The client reads these too, so nothing else is imported."""
+"""The JSON responses of the service. The client uses them too, so this imports no other module."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -14,12 +14,16 @@ FeedbackMode = Literal["off", "pairs", "pictures"]
 
 Probability = Annotated[
     float | None,
-    Field(ge=0, le=1, description="That it is right; null where the gallery has no calibration."),
+    Field(
+        ge=0,
+        le=1,
+        description="Estimated chance that it is right; null if the gallery has no calibration.",
+    ),
 ]
 
 
 class Fault(BaseModel):
-    """A parameter that does not fit."""
+    """An invalid parameter."""
 
     name: str
     message: str
@@ -38,13 +42,13 @@ class Problem(BaseModel):
 
 
 class ViewModel(BaseModel):
-    """A part of the query: the number of its image, from 1, and its crop; null for the whole."""
+    """A part of the query: the position of its image, from 1, and its crop (null: no crop)."""
 
     image: int
     crop: list[float] | None
 
 
-_VIEW = Field(description="With combine=best: the image and crop of the query that it is like.")
+_VIEW = Field(description="With combine=best: the best matching image and crop of the query.")
 
 
 class HitModel(BaseModel):
@@ -56,13 +60,13 @@ class HitModel(BaseModel):
     probability: Probability = None
     attributes: dict[str, AttributeValue]
     image: Annotated[
-        str, Field(description="Address of the item's picture, good until the gallery is rebuilt.")
+        str, Field(description="URL of the item's image, valid until the gallery is rebuilt.")
     ]
     view: Annotated[ViewModel | None, _VIEW] = None
 
 
 class GroupModel(BaseModel):
-    """Items with the same value of an attribute, best first; null for an item without it."""
+    """Items with the same value of an attribute, best first; null for items without it."""
 
     value: Scalar | None
     score: float
@@ -72,9 +76,9 @@ class GroupModel(BaseModel):
 
 
 class Timings(BaseModel):
-    """Milliseconds in each stage; 0 for a stage that a cache made unnecessary.
+    """Milliseconds in each stage; 0 for a stage that a cache hit skipped.
 
-    Of several images the slowest counts.
+    With several images, the times are those of the slowest one.
     """
 
     decode: float
@@ -84,14 +88,14 @@ class Timings(BaseModel):
 
 
 class AttributeCount(BaseModel):
-    """A value of an attribute, and how many items have it."""
+    """A value of an attribute and the number of items that have it."""
 
     value: Scalar
     count: int
 
 
 class BinModel(BaseModel):
-    """How many items have a number from `from` to below `to`; the last bin has `to` as well."""
+    """The number of items with a value in [`from`, `to`); the last bin includes `to`."""
 
     from_: Annotated[float, Field(alias="from")]
     to: float
@@ -99,10 +103,11 @@ class BinModel(BaseModel):
 
 
 class FacetModel(BaseModel):
-    """How many of the items that fit have which value of an attribute; `missing` have none.
+    """Counts of the values of an attribute over the matching items; `missing` items have none.
 
-    `values` are the 50 most frequent, and `other` items have another; of at most 20 different
-    numbers they are all, ascending. More numbers are counted in `bins` of one width.
+    `values` are the 50 most frequent values; `other` counts the items with any other value. Up to
+    20 different numbers are all listed, in ascending order. More numbers are counted in `bins` of
+    equal width.
     """
 
     values: list[AttributeCount] | None = None
@@ -113,15 +118,15 @@ class FacetModel(BaseModel):
 
 Facets = Annotated[
     dict[str, FacetModel] | None,
-    Field(description="Of each attribute that `facets` names, over all that fits."),
+    Field(description="One entry for each attribute in `facets`, over all matching items."),
 ]
 
 
 class SearchAnswer(BaseModel):
-    """Hits or groups, best first, and the model and gallery version that they come from.
+    """Hits or groups, best first, with the model and the gallery version that they come from.
 
-    Of a gallery that changes during the search, `gallery_version` is the version at its beginning,
-    and the hits are from that one or a later one.
+    `gallery_version` is the version when the search started. If the gallery changes during the
+    search, hits can come from a later version.
     """
 
     bundle_id: str
@@ -129,39 +134,39 @@ class SearchAnswer(BaseModel):
     gallery_version: str
     k: int
     offset: int
-    count: Annotated[int, Field(description="How many hits, or groups, are in this answer.")]
+    count: Annotated[int, Field(description="Number of hits, or groups, in this answer.")]
     cached: Annotated[bool, Field(description="Whether the whole answer came from a cache.")]
     match: Annotated[
-        bool, Field(description="Whether anything passed; false says: there is no match.")
+        bool, Field(description="Whether any hit passed the thresholds; false means no match.")
     ]
     min_score: Annotated[
         float | None,
-        Field(description="The score that hits had to reach."),
+        Field(description="The minimum score of a hit."),
     ] = None
     no_match_probability: Annotated[
         float | None,
         Field(
-            description="That none of the hits, or groups, that the search found is right: the "
-            "product is not in the gallery, or it ranks further down."
+            description="Estimated chance that none of the hits, or groups, is right: the product "
+            "is not in the gallery, or it ranks further down."
         ),
     ] = None
     hits: list[HitModel]
     groups: Annotated[
-        list[GroupModel] | None, Field(description="With group_by, in place of hits.")
+        list[GroupModel] | None, Field(description="The groups, with group_by; hits is then empty.")
     ] = None
     facets: Facets = None
     timings_ms: Timings
     answer_id: Annotated[
         str | None,
         Field(
-            description="To send feedback with, where the service takes it; null for an answer "
-            "that is about no single whole picture or item."
+            description="Id for POST /feedback, if the service accepts feedback. null unless the "
+            "query was a single uncropped image or a single item."
         ),
     ] = None
 
 
 class Outcome(BaseModel):
-    """What became of one query of several: its answer or its problem."""
+    """The result of one query of a batch: its answer or its problem."""
 
     status: int
     answer: SearchAnswer | None = None
@@ -169,7 +174,7 @@ class Outcome(BaseModel):
 
 
 class BatchAnswer(BaseModel):
-    """One outcome for each query, in their order."""
+    """One outcome for each query, in the order of the request."""
 
     answers: list[Outcome]
 
@@ -180,20 +185,23 @@ class GalleryModel(BaseModel):
     name: str
     version: Annotated[str, Field(description="Changes with every change of an item.")]
     generation: Annotated[
-        str, Field(description="Changes when the gallery is rebuilt; item numbers are good for it.")
+        str,
+        Field(description="Changes when the gallery is rebuilt; item ids are valid within one."),
     ]
     bundle_id: str
     precision: Annotated[
-        str, Field(description="The precision that the model computed in when it was made.")
+        str, Field(description="Precision of the model that computed the stored vectors.")
     ] = "fp32"
     size: int
     dim: int
     created_at: str
-    managed: Annotated[bool, Field(description="Made by the service, which may delete it.")] = False
-    writable: Annotated[bool, Field(description="Whether items can be put here.")] = False
-    has_map: Annotated[
-        bool, Field(description="Whether its bundle tells where hits match: POST .../explain.")
+    managed: Annotated[
+        bool, Field(description="Whether the service created it and can delete it.")
     ] = False
+    writable: Annotated[bool, Field(description="Whether items can be added.")] = False
+    has_map: Annotated[bool, Field(description="Whether its bundle supports POST .../explain.")] = (
+        False
+    )
 
 
 class Galleries(BaseModel):
@@ -203,15 +211,15 @@ class Galleries(BaseModel):
     galleries: list[GalleryModel]
     unavailable: Annotated[
         list[str],
-        Field(description="Those that do not answer or cannot be opened; `/ready` says why."),
+        Field(description="Galleries that cannot be opened or do not respond; see `/ready`."),
     ] = []
 
 
 class AttributeModel(BaseModel):
-    """An attribute that items have had: what a filter of it can be made of.
+    """An attribute of the items, with the values that a filter can use.
 
-    `values` are the most frequent ones; null for numbers of which there are too many. `minimum` and
-    `maximum` are of numbers.
+    `values` are the most frequent ones, or null for numbers with too many different values.
+    `minimum` and `maximum` are null unless the values are numbers.
     """
 
     name: str
@@ -222,9 +230,10 @@ class AttributeModel(BaseModel):
 
 
 class IndexModel(BaseModel):
-    """The index of a gallery: `delta` items came after it, `tombstones` of it were removed.
+    """The index of a gallery: a segment, a delta of later inserts, and tombstones.
 
-    `kind` is null while there is none; `recall` at 10 was measured when it was made.
+    `delta` counts the items added after the segment was built, `tombstones` its removed items.
+    `kind` is null while there is no segment. `recall` at 10 was measured when it was built.
     """
 
     kind: str | None
@@ -239,55 +248,62 @@ class IndexModel(BaseModel):
 
 
 class ThresholdModel(BaseModel):
-    """From `search_score` on, a wrong best hit is as rare as `false_matches`."""
+    """At `search_score` or above, a fraction `false_matches` of the best hits is wrong."""
 
     false_matches: float
     search_score: float
 
 
 class CalibrationModel(BaseModel):
-    """Where the probabilities of a gallery come from: its golden set, its own labelled items, or
-    the bundle. `product` is the attribute that says which items show one product, of which there
-    are `products` with `views` images on average.
+    """The source of a gallery's probabilities: its golden set, its own labelled items, or the
+    bundle. `product` is the attribute that is equal for all items of one product. There are
+    `products` such products with `views` images on average.
     """
 
     source: Literal["golden", "gallery", "bundle"]
     product: str
     products: int
     views: float
-    searches: Annotated[int | None, Field(description="Searches that the curve was fitted to.")]
-    wrong_hits: Annotated[int | None, Field(description="Wrong hits among their ten best.")]
+    searches: Annotated[
+        int | None, Field(description="Number of searches the curve was fitted to.")
+    ]
+    wrong_hits: Annotated[
+        int | None, Field(description="Number of wrong hits among the ten best of these searches.")
+    ]
     error_best: Annotated[
         float | None,
         Field(description="Expected calibration error of the best hit, cross-validated."),
     ]
-    error_ten: Annotated[float | None, Field(description="The same of the ten best hits.")]
+    error_ten: Annotated[
+        float | None,
+        Field(description="Expected calibration error of the ten best hits, cross-validated."),
+    ]
     no_match_prior: Annotated[
-        float, Field(description="Probability that a product is absent, before the search.")
+        float, Field(description="Prior probability that the product is not in the gallery.")
     ]
     reason: Annotated[str | None, Field(description="Why no better source was used.")]
 
 
 class GalleryDetail(GalleryModel):
-    """A gallery with its attributes, its index and its calibration."""
+    """A gallery with its attributes, index and calibration."""
 
     attributes: list[AttributeModel]
     index: IndexModel
     calibration: CalibrationModel | None
     no_calibration: Annotated[str | None, Field(description="Why hits have no probability.")] = None
     thresholds: Annotated[
-        list[ThresholdModel], Field(description="Scores of a match, by the bundle.")
+        list[ThresholdModel], Field(description="Score thresholds for a match, from the bundle.")
     ] = []
-    facets: Annotated[bool, Field(description="Whether values are counted on request.")] = False
+    facets: Annotated[
+        bool, Field(description="Whether searches can request counts with `facets`.")
+    ] = False
     provider: str
     image_root_missing: bool
-    feedback: Annotated[
-        FeedbackMode, Field(description="What the service keeps of POST /feedback.")
-    ] = "off"
+    feedback: Annotated[FeedbackMode, Field(description="What POST /feedback stores.")] = "off"
 
 
 class FeedbackCounts(BaseModel):
-    """How much feedback there is on a gallery; `pairs` of it can be learnt from."""
+    """Counts of the feedback on a gallery; `pairs` of them can be used for training."""
 
     clicked: int
     bought: int
@@ -296,7 +312,7 @@ class FeedbackCounts(BaseModel):
 
 
 class QueryShares(BaseModel):
-    """Of an image of the query, by its number from 1, or of a crop of it: rows of `shares`."""
+    """The `shares` of one image of the query (counted from 1), or of a crop of it, in rows."""
 
     image: int
     crop: tuple[float, float, float, float] | None
@@ -304,17 +320,17 @@ class QueryShares(BaseModel):
 
 
 class ExplainAnswer(BaseModel):
-    """Where a hit matches: the share of `score` that each region has, in rows from the top.
+    """Which regions of a hit match the query: their shares of `score`, in rows from the top.
 
-    The shares of `hit` sum to the score; those of all `query`, with `rest`, the part of liked and
-    disliked items, do too. They cover the central square of a picture, or of its crop, whose side
-    is the part `square` of the shorter one.
+    The shares of `hit` sum to the score. The shares of all `query` images also sum to it, together
+    with `rest`, the part of the liked and disliked items. Each grid covers the central square of an
+    image or crop; its side is the fraction `square` of the shorter side.
     """
 
     bundle_id: str
     gallery: str
     gallery_version: str
-    key: Annotated[str, Field(description="Of the item: numbers change when a gallery is rebuilt.")]
+    key: Annotated[str, Field(description="Key of the item; ids change with a rebuild.")]
     score: float
     rest: float
     square: float
@@ -323,7 +339,7 @@ class ExplainAnswer(BaseModel):
 
 
 class ItemModel(BaseModel):
-    """An item; `image` is the address of its picture, good until the gallery is rebuilt."""
+    """An item; `image` is the URL of its image, valid until the gallery is rebuilt."""
 
     id: int
     key: str
@@ -333,17 +349,15 @@ class ItemModel(BaseModel):
 
 
 class ItemPage(BaseModel):
-    """Items from place `offset` on, of `total` that fit, in the order of their numbers."""
+    """Items from `offset` on, of `total` matching ones, ordered by id unless `sort_by` was sent."""
 
     total: int
     offset: int
     items: list[ItemModel]
-    last: Annotated[int | None, Field(description="The highest number of an item that fits.")] = (
+    last: Annotated[int | None, Field(description="Highest id of a matching item.")] = None
+    generation: Annotated[str | None, Field(description="Generation these item ids belong to.")] = (
         None
     )
-    generation: Annotated[
-        str | None, Field(description="Generation that these item ids belong to.")
-    ] = None
     facets: Facets = None
 
 
@@ -351,54 +365,61 @@ class NearItem(ItemModel):
     """An item of a group of near-duplicates; `score` is its cosine to the first of the group."""
 
     score: float
-    same_content: Annotated[bool, Field(description="Its file is that of the first.")]
-    newest: Annotated[bool, Field(description="It came last of its group.")]
+    same_content: Annotated[
+        bool, Field(description="Whether its file is identical to the first item's.")
+    ]
+    newest: Annotated[
+        bool, Field(description="Whether it was added after all others of its group.")
+    ]
 
 
 class NearFloor(BaseModel):
-    """The least default score of near-duplicates in this gallery.
+    """The default minimum score of near-duplicates in this gallery.
 
-    One in 1,000 of `pairs` of items of different products reaches it, unless it is 0.95.
+    It is 0.95, or the score that 1 in 1,000 of `pairs` unrelated pairs reaches, if that is higher.
     """
 
     score: float
     pairs: int
     attribute: Annotated[
-        str | None, Field(description="Names the products; null: pairs of any items were taken.")
+        str | None,
+        Field(description="Attribute that names the products; null: pairs of any items were used."),
     ]
 
 
 class NearCrowd(BaseModel):
-    """Too many items around one item to be copies of a product."""
+    """A cluster of near-duplicates that is too large to be copies of one product."""
 
     items: int
     examples: list[ItemModel]
-    detail: Annotated[str, Field(description="What may be wrong, and what to do.")]
+    detail: Annotated[str, Field(description="The likely cause, and what to do.")]
 
 
 class DuplicatesAnswer(BaseModel):
-    """Groups of near-duplicates from place `offset` on, the largest of all first.
+    """Groups of near-duplicates from `offset` on, the largest first.
 
-    All members are as near to the first of their group as `min_score` says.
+    Each item has a cosine of at least `min_score` to the first item of its group.
     """
 
     gallery_version: str
-    min_score: Annotated[float, Field(description="Least cosine.")]
+    min_score: Annotated[float, Field(description="Minimum cosine.")]
     floor: NearFloor
-    total: Annotated[int, Field(description="How many groups there are, without crowds.")]
-    items: Annotated[int, Field(description="How many items are in these groups.")]
+    total: Annotated[int, Field(description="Number of groups, without `crowds`.")]
+    items: Annotated[int, Field(description="Number of items in these groups.")]
     offset: int
     warning: Annotated[
-        str | None, Field(description="Why no item may be removed because of its group.")
+        str | None,
+        Field(description="Why these groups must not be used to remove items."),
     ] = None
     crowds: Annotated[
-        list[NearCrowd], Field(description="Groups of more than 1 % of the gallery and 20 items.")
+        list[NearCrowd],
+        Field(description="Groups of more than 20 items and more than 1 % of the gallery."),
     ]
     groups: list[list[NearItem]]
 
 
 class PutResult(BaseModel):
-    """What became of one item; `id` is its number, `problem` says why it failed."""
+    """The result for one item; `problem` shows why it failed."""
 
     key: str
     status: Literal["added", "replaced", "updated", "unchanged", "failed"]
@@ -406,15 +427,15 @@ class PutResult(BaseModel):
     attributes: Annotated[
         Literal["kept", "replaced"] | None,
         Field(
-            description="kept: none were sent, so those of the stored item stay. replaced: the "
-            "item has those that were sent and no others. null: it failed."
+            description="kept: none were sent, so the stored attributes remain. replaced: the "
+            "item has exactly the sent attributes. null: the item failed."
         ),
     ] = None
     problem: Problem | None
 
 
 class PutAnswer(BaseModel):
-    """What became of each item, in the order sent, and the version of the gallery afterwards."""
+    """The result for each item, in the order sent, and the new version of the gallery."""
 
     added: int
     replaced: int
@@ -426,22 +447,22 @@ class PutAnswer(BaseModel):
 
 
 class PatchAnswer(BaseModel):
-    """How many items differ now."""
+    """The number of items that the patch changed."""
 
     changed: int
     version: str
 
 
 class RemoveAnswer(BaseModel):
-    """How many items were removed; unknown keys are not counted."""
+    """The number of removed items; unknown keys are not counted."""
 
     removed: int
     version: str
 
 
 class RestoreAnswer(BaseModel):
-    """The items that came back, under new ids. Others have a new item under their key, were never
-    removed, or were dropped by a compaction since.
+    """The restored items, under new ids. An item is not restored if its key has a new item, if it
+    was never removed, or if a compaction has dropped it.
     """
 
     restored: int
@@ -450,24 +471,24 @@ class RestoreAnswer(BaseModel):
 
 
 class JobModel(BaseModel):
-    """Long work on a gallery."""
+    """A long-running job on a gallery."""
 
     id: str
     kind: JobKind
     gallery: str
     state: JobState
-    step: Annotated[str, Field(description="What it does now.")]
-    done: Annotated[int, Field(description="Of `total`; never goes back.")]
+    step: Annotated[str, Field(description="The current step.")]
+    done: Annotated[int, Field(description="Progress, out of `total`; never decreases.")]
     total: int | None
     created_at: str
     started_at: str | None
     ended_at: str | None
-    by: Annotated[str, Field(description="The key that started it.")]
+    by: Annotated[str, Field(description="Name of the API key that started it.")]
     params: dict[str, Any]
     error: Annotated[str | None, Field(description="Why it failed, and what to do.")]
     report: Annotated[
         dict[str, Any] | None,
-        Field(description="What it found: old and new gallery, overlap, gate, whether swapped."),
+        Field(description="The results: old and new gallery, overlap, gate, whether swapped."),
     ]
 
 
@@ -478,7 +499,7 @@ class Jobs(BaseModel):
 
 
 class BundleModel(BaseModel):
-    """A model bundle that the service knows, as its manifest says, or "" where that does not."""
+    """A model bundle of the service, as described by its manifest; "" for a missing entry."""
 
     bundle_id: str
     backbone: str
@@ -486,17 +507,21 @@ class BundleModel(BaseModel):
 
 
 class JobOptions(BaseModel):
-    """What jobs can be given by name."""
+    """The names that requests for jobs can use."""
 
     training_jobs: list[str]
-    no_training: Annotated[str | None, Field(description="Why nothing can be trained here.")] = None
-    data: Annotated[list[str], Field(description="Data sets that the settings name.")]
-    weights: Annotated[list[str], Field(description="What model.weights of a training can be.")]
-    bundles: Annotated[list[BundleModel], Field(description="What a rebuild can be given.")]
+    no_training: Annotated[
+        str | None, Field(description="Why this service cannot run training jobs.")
+    ] = None
+    data: Annotated[list[str], Field(description="Data sets named in the settings.")]
+    weights: Annotated[
+        list[str], Field(description="Allowed values of model.weights in a training job.")
+    ]
+    bundles: Annotated[list[BundleModel], Field(description="Bundles that a rebuild can use.")]
 
 
 class JobLog(BaseModel):
-    """A part of what a job has written; ask again from `next_offset`."""
+    """A part of the log of a job; the next part starts at byte `next_offset`."""
 
     offset: int
     next_offset: int
@@ -504,20 +529,21 @@ class JobLog(BaseModel):
 
 
 class Live(BaseModel):
-    """The process answers."""
+    """The process responds."""
 
     status: Literal["live"] = "live"
 
 
 class Startup(BaseModel):
-    """Whether the service was ready once."""
+    """Whether the service has been ready at least once."""
 
     status: Literal["started", "starting"]
 
 
 class IndexPlace(BaseModel):
-    """Where the index of a gallery is searched, the MiB that it takes of the machine and of the
-    GPU, and why it is not the GPU that was asked for.
+    """The device that an index is searched on, and its memory in MiB on the machine and the GPU.
+
+    `reason` shows why the index is not on the requested GPU.
     """
 
     kind: str
@@ -528,7 +554,7 @@ class IndexPlace(BaseModel):
 
 
 class Ready(BaseModel):
-    """What is served, by what, and the verdict of each check: `ok` or what is wrong."""
+    """The model, the galleries, and the result of each check: `ok` or the fault."""
 
     status: Literal["ready", "not ready"]
     provider: str
@@ -538,11 +564,11 @@ class Ready(BaseModel):
     bundle_id: str
     galleries: dict[str, str]
     indexes: dict[str, IndexPlace] = Field(
-        default={}, description="Of each gallery in a folder that was compacted."
+        default={}, description="The index of each compacted gallery in a local folder."
     )
-    free_memory_mb: float | None = Field(default=None, description="MiB of the machine.")
+    free_memory_mb: float | None = Field(default=None, description="Free memory in MiB.")
     free_gpu_memory_mb: float | None = Field(
-        default=None, description="MiB of the GPU; null where galleries are not searched on one."
+        default=None, description="Free GPU memory in MiB; null if no gallery is searched on a GPU."
     )
     queue_depth: int
     redis: Literal["off", "up", "down"]
@@ -551,8 +577,8 @@ class Ready(BaseModel):
 
 
 class KeyModel(BaseModel):
-    """An API key without its secret. `id` is the part of its text that may be shown; `old_until`
-    is when the secret before the last rotation ends, if it is still valid.
+    """An API key without its secret. `id` is the public part of its text. `old_until` is the expiry
+    of the secret before the last rotation, if it is still valid.
     """
 
     id: str
@@ -565,47 +591,51 @@ class KeyModel(BaseModel):
     rotated_at: datetime | None
     old_until: datetime | None
     galleries: Annotated[
-        list[str] | None, Field(description="The only ones it sees; null for all.")
+        list[str] | None, Field(description="The galleries that it can see; null for all.")
     ]
-    filter: Annotated[str | None, Field(description="Of these, the items that it sees.")]
-    rate: Annotated[str | None, Field(description="In place of KINLENS_RATE_LIMIT_PER_KEY.")]
-    daily_units: Annotated[int | None, Field(description="Units of work that fit into a day.")]
+    filter: Annotated[
+        str | None, Field(description="Filter that restricts the key to matching items.")
+    ]
+    rate: Annotated[
+        str | None, Field(description="Rate limit that replaces KINLENS_RATE_LIMIT_PER_KEY.")
+    ]
+    daily_units: Annotated[int | None, Field(description="Maximum units of work in a day.")]
 
 
 class Keys(BaseModel):
-    """Every key, also those that were revoked or have expired; oldest first."""
+    """All keys, including revoked and expired ones; oldest first."""
 
     keys: list[KeyModel]
 
 
 class NewKey(BaseModel):
-    """A key with its text, which is shown this once."""
+    """A new key with its text, which is shown only once."""
 
     text: Annotated[str, Field(description="Send it as Authorization: Bearer TEXT.")]
     key: KeyModel
 
 
 class AuditEntry(BaseModel):
-    """One change, or an attempt at one that was refused with 403."""
+    """A change, or an attempt that was refused with 403."""
 
     number: int
     time: datetime
-    action: Annotated[str, Field(description="Method and template of the address, or a command.")]
+    action: Annotated[str, Field(description="Method and path template, or a command.")]
     by: Annotated[str, Field(description="Name of the key, `anonymous` or `command line`.")]
-    status: Annotated[int, Field(description="Of the answer; 0 if none was sent.")]
+    status: Annotated[int, Field(description="HTTP status; 0 if no response was sent.")]
     key_id: str | None = None
     client: str | None = None
     gallery: str | None = None
     target: Annotated[
-        str | None, Field(description="What was changed: the name of a key, the id of a job.")
+        str | None, Field(description="The changed object: the name of a key, the id of a job.")
     ] = None
     affected: Annotated[
-        int | None, Field(description="How many items, queries or keys were changed.")
+        int | None, Field(description="Number of items, queries or keys that were changed.")
     ] = None
     request_id: str | None = None
 
 
 class Audit(BaseModel):
-    """Changes, newest first. Send the last `number` as `before` for the next page."""
+    """Changes, newest first. For the next page, send the last `number` as `before`."""
 
     entries: list[AuditEntry]

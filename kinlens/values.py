@@ -1,4 +1,4 @@
-"""The values of attributes, as items have them and as requests send them."""
+"""Attribute values, as stored with items and as sent in requests."""
 
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
@@ -8,19 +8,20 @@ Scalar = str | int | float | bool
 """One value of an attribute."""
 
 AttributeValue = Scalar | tuple[Scalar, ...]
-"""What an item has under the name of an attribute: a value, or several of one kind."""
+"""The stored value of an attribute: one scalar, or several scalars of one kind."""
 
 AttributeInput = AttributeValue | date | Sequence[Scalar | date]
-"""The same as it may be given: a list is stored as a tuple, an empty one not at all, and a date or
-time as `date_text` writes it."""
+"""An attribute value in a request. A list is stored as a tuple, an empty list is not stored, and a
+date or time is stored as the text that `date_text` returns."""
 
 AttributeKind = Literal["text", "number", "boolean"]
-"""What the values of an attribute are; whole and decimal numbers are of one kind."""
+"""The type of the values of an attribute; integers and decimals are one kind."""
 
 
 def date_text(value: date) -> str:
-    """A date as 2026-11-25; a time as 2026-11-25T10:30:00Z: in whole seconds and in UTC, which one
-    without a zone is taken for. So texts are in the order of time.
+    """A date as 2026-11-25; a time as 2026-11-25T10:30:00Z, in whole seconds and in UTC.
+
+    A time without a zone is taken as UTC. The texts sort in the order of time.
     """
     if not isinstance(value, datetime):
         return value.isoformat()
@@ -29,12 +30,12 @@ def date_text(value: date) -> str:
 
 
 def values_in(value: AttributeValue | None) -> tuple[Scalar, ...]:
-    """The values of an item under one name; none if it does not have the attribute."""
+    """The values of one attribute of an item; empty if the item does not have it."""
     if value is None:
         return ()
     return value if isinstance(value, tuple) else (value,)
 
 
 def single(value: AttributeValue | None) -> Scalar | None:
-    """The value of an item under one name; None if there is none, or several."""
+    """The single value of one attribute of an item; None if there is none, or several."""
     return None if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""kinlens-serve: serve galleries over HTTP; check a set-up, keys, jobs, changes, backups."""
+"""kinlens-serve: serve galleries over HTTP; check a setup; manage keys, jobs, audit, backups."""
 
 from kinlens.embedder.machine import require_faiss
 from kinlens.installs import missing_package

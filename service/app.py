@@ -1,4 +1,4 @@
-"""`create_app`: the parts of a service put together, with its middleware in a visible list."""
+"""`create_app`: connects the parts of a service into an ASGI app."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -32,12 +32,12 @@ from kinlens.service.api import (
 from kinlens.service.api import galleries as gallery_routes
 from kinlens.service.encoding.cache import Cache
 from kinlens.service.galleries.locations import Opened
-from kinlens.service.http.bodies import BodyLimit, ClientGoneError
+from kinlens.service.http.bodies import BodyLimit, ClientDisconnectedError
 from kinlens.service.http.gate import Gate, bounds_of, open_rates
 from kinlens.service.http.openapi import install_openapi
 from kinlens.service.observe.metrics_shared import kept_fresh
 from kinlens.service.observe.tracing import Tracing, open_tracing
-from kinlens.service.problems import from_error, from_gone, from_http
+from kinlens.service.problems import from_disconnect, from_error, from_http
 from kinlens.service.runtime import Runtime, build_runtime
 from kinlens.service.settings import Settings
 
@@ -51,9 +51,9 @@ def create_app(
     galleries: Mapping[str, Opened] | None = None,
     cache: Cache | None = None,
 ) -> FastAPI:
-    """The service as an ASGI app. What is not given is opened as the settings say, and closed.
+    """Create the service as an ASGI app. Omitted parts are opened from the settings, and closed.
 
-    An `embedder` that is given keeps its own limits for images.
+    A given `embedder` keeps its own image limits.
 
     Raises: BundleError, GalleryError.
     """
@@ -75,7 +75,7 @@ def create_app(
             KinlensError: from_error,
             RequestValidationError: from_error,
             HTTPException: from_http,
-            ClientGoneError: from_gone,
+            ClientDisconnectedError: from_disconnect,
         },
     )
     app.state.runtime = runtime
@@ -92,7 +92,7 @@ def create_app(
         access.router,
         operations.router,
     ):
-        # Not included: FastAPI compares each route of an included router several times a request.
+        # Not `include_router`: FastAPI would match each route several times per request.
         app.router.routes.extend(
             context.original_route for context in iter_route_contexts(router.routes)
         )
@@ -102,7 +102,7 @@ def create_app(
 
 
 def _middleware(runtime: Runtime, rates: RateLimits) -> list[Middleware]:
-    """Outermost first."""
+    """The middleware, outermost first."""
     settings = runtime.settings
     return [
         Middleware(
@@ -117,7 +117,7 @@ def _middleware(runtime: Runtime, rates: RateLimits) -> list[Middleware]:
             BodyLimit,
             bounds=bounds_of(settings),
             timeout_s=settings.body_timeout_ms / 1e3,
-            max_held_bytes=settings.max_held_bytes,
+            max_total_bytes=settings.max_held_bytes,
         ),
     ]
 

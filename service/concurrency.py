@@ -1,6 +1,6 @@
-"""Threads for work that blocks, and work that is shared by those who ask for it at the same time.
+"""Thread pools for blocking work, and sharing of identical work between callers.
 
-What waits for a thread is bounded, and work that hangs holds up no exit.
+Queues are bounded, and a hanging call does not delay the exit of the process.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ _CLOSE_S = 1.0
 
 
 class DaemonThreads:
-    """Up to `count` threads that run calls in order, urgent ones first.
+    """Up to `count` daemon threads that run calls in order, urgent ones first.
 
-    Unlike the threads of an executor they end with the process, even in the middle of a call. A
-    call that runs longer than `overdue_s` seconds, such as a read from a disk that is away, loses
-    its thread: another one takes its place, and it ends when the call does. There are never more
-    than four times `count` threads, since calls may be slow because there are too many.
+    Unlike executor threads they do not delay the exit of the process. If a call runs longer than
+    `overdue_s` seconds, for example a read from an unreachable disk, its thread is replaced and
+    exits after the call. There are at most 4 x `count` threads, since calls may be slow because of
+    too many threads.
     """
 
     def __init__(self, name: str, count: int, overdue_s: float = math.inf) -> None:
@@ -37,20 +37,21 @@ class DaemonThreads:
         self._count = count
         self._overdue_s = overdue_s
         self._threads: list[threading.Thread] = []
-        self._running: dict[threading.Thread, float] = {}  # since when
+        self._running: dict[threading.Thread, float] = {}  # start time of the current call
         self._waiting: OrderedDict[Future[Any], Callable[[], Any]] = OrderedDict()
         self._lock = threading.RLock()
-        self._idle: list[threading.Condition] = []  # of each idle thread, the last used one last
+        self._idle: list[threading.Condition] = []  # one per idle thread, most recently used last
         self._closed = False
 
     @property
     def waiting(self) -> int:
-        """Calls that have not started."""
+        """Number of calls that have not started."""
         return len(self._waiting)
 
     def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Future[T]:
-        """Let a thread call `work` in the context of this call; cancelling the future takes back
-        what has not started.
+        """Queue `work` to run in a thread, with a copy of the current context.
+
+        Cancelling the future removes a call that has not started.
         """
         future: Future[T] = Future()
         context = contextvars.copy_context()
@@ -70,7 +71,7 @@ class DaemonThreads:
         return future
 
     def close(self) -> None:
-        """Drop what waits, and give what runs a moment to end."""
+        """Cancel queued calls, and wait up to a second for running ones."""
         with self._lock:
             self._closed = True
             dropped = list(self._waiting)
@@ -114,7 +115,7 @@ class DaemonThreads:
             except BaseException as error:
                 future.set_exception(error)
             finally:
-                del future, work  # the traceback of an error would keep them
+                del future, work  # otherwise the traceback of an error would keep them alive
         with self._lock:
             del self._running[own]
         return True
@@ -125,7 +126,7 @@ class DaemonThreads:
 
 
 def too_late(limit_s: float, what: str, cure: str) -> DeadlineExceededError:
-    """The error that says what took longer than `limit_s` seconds."""
+    """The error for an operation `what` that took longer than `limit_s` seconds."""
     return DeadlineExceededError(
         f"{what} took longer than {limit_s:g} s, which is the limit. {cure}"
     )
@@ -135,7 +136,7 @@ def too_late(limit_s: float, what: str, cure: str) -> DeadlineExceededError:
 async def within(
     limit_s: float, what: str, cure: str = "Try again in a second."
 ) -> AsyncIterator[None]:
-    """Do it within `limit_s` seconds. Raises: `too_late`."""
+    """Limit the body to `limit_s` seconds. Raises: DeadlineExceededError."""
     try:
         async with asyncio.timeout(limit_s):
             yield
@@ -144,10 +145,10 @@ async def within(
 
 
 class BoundedPool:
-    """`workers` threads and at most `queue_size` calls waiting for one.
+    """`workers` threads with a queue of at most `queue_size` calls.
 
-    A cancelled call that has not started is dropped; one that runs keeps its place until it ends.
-    One that runs longer than `overdue_s` seconds keeps its place, but does not occupy a worker.
+    A cancelled call is dropped if it has not started; a running call keeps its permit until it
+    ends. A call that runs longer than `overdue_s` seconds keeps its permit but frees its worker.
     """
 
     def __init__(
@@ -155,13 +156,13 @@ class BoundedPool:
     ) -> None:
         self._name = name
         self._limit = workers + queue_size
-        self._places = threading.BoundedSemaphore(self._limit)
-        self._urgent_places = threading.BoundedSemaphore(self._limit)
+        self._permits = threading.BoundedSemaphore(self._limit)
+        self._urgent_permits = threading.BoundedSemaphore(self._limit)
         self._threads = DaemonThreads(name, workers, overdue_s)
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a thread."""
+        """Number of queued calls."""
         return self._threads.waiting
 
     async def run(
@@ -169,33 +170,38 @@ class BoundedPool:
         work: Callable[[], T],
         *,
         urgent: bool = False,
-        patient: bool = False,
+        bulk: bool = False,
         after: Callable[[], None] = lambda: None,
     ) -> T:
-        """Call `work` in a thread. An `urgent` call goes first and has one of as many places as
-        the others share; a `patient` one is never refused, so whoever makes such calls bounds how
-        many there are, as with `place`. `after` is called once the work is over, was refused or
-        dropped, in any thread.
+        """Call `work` in a thread.
 
-        Raises: OverloadedError when no place is free.
+        Args:
+            work: the call.
+            urgent: run it before all others; urgent calls have their own permits, as many as the
+                other calls share.
+            bulk: run it without a permit, so it is never refused. The caller must limit the number
+                of such calls, for example with `permit`.
+            after: called in any thread once the work has ended, was refused or was dropped.
+
+        Raises: OverloadedError if no permit is free.
         """
-        with contextlib.ExitStack() as held:
-            held.callback(after)
-            if not patient:
-                held.enter_context(self.place(urgent=urgent))
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(after)
+            if not bulk:
+                cleanup.enter_context(self.permit(urgent=urgent))
             future = self._threads.submit(work, urgent=urgent)
-            until_done = held.pop_all()
+            until_done = cleanup.pop_all()
             future.add_done_callback(lambda _: until_done.close())
         return await asyncio.wrap_future(future)
 
     @contextlib.contextmanager
-    def place(self, *, urgent: bool = False) -> Iterator[None]:
-        """Hold one place, as for all the patient calls of a request.
+    def permit(self, *, urgent: bool = False) -> Iterator[None]:
+        """Hold one permit, for example for all bulk calls of a request.
 
-        Raises: OverloadedError when none is free.
+        Raises: OverloadedError if none is free.
         """
-        places = self._urgent_places if urgent else self._places
-        if not places.acquire(blocking=False):
+        permits = self._urgent_permits if urgent else self._permits
+        if not permits.acquire(blocking=False):
             raise OverloadedError(
                 f"{self._limit} requests are in the {self._name} stage, which is its limit. "
                 "Try again in a second."
@@ -203,27 +209,28 @@ class BoundedPool:
         try:
             yield
         finally:
-            places.release()
+            permits.release()
 
     def close(self) -> None:
-        """Drop what waits; what hangs ends with the process."""
+        """Cancel queued calls; hanging ones end with the process."""
         self._threads.close()
 
 
 class OwnThreads:
-    """A thread for each key at most: a call that hangs costs one, and holds up no other key."""
+    """At most one thread per key, so a hanging call only blocks its own key."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._running: dict[object, Future[Any]] = {}
 
     def is_running(self, key: object) -> bool:
-        """Whether a call for `key` is under way."""
+        """Whether a call for `key` is running."""
         return key in self._running
 
     async def run(self, key: object, work: Callable[[], T], limit_s: float | None) -> T:
-        """The result of `work`, or of the call for `key` that is under way. Belongs to one event
-        loop. Raises: TimeoutError after `limit_s`, if there is a limit; the call goes on.
+        """Return the result of `work`, or of the running call for `key`. Use one event loop only.
+
+        Raises: TimeoutError after `limit_s` seconds, if not None; the call continues.
         """
         future: Future[T] | None = self._running.get(key)
         if future is None or future.done():
@@ -234,7 +241,7 @@ class OwnThreads:
             return await asyncio.shield(asyncio.wrap_future(future))
 
     def _call(self, key: object, work: Callable[[], T], future: Future[T]) -> None:
-        future.set_running_or_notify_cancel()  # so that nobody who leaves cancels it for others
+        future.set_running_or_notify_cancel()  # so a cancelled caller does not cancel it for others
         try:
             result = work()
         except BaseException as error:
@@ -252,16 +259,16 @@ class _Flight(Generic[T]):
 
 
 class SingleFlight(Generic[T]):
-    """Callers of the same key share one task, which is cancelled when the last of them leaves."""
+    """Callers with the same key share one task, which is cancelled when the last caller is."""
 
     def __init__(self) -> None:
         self._flights: dict[str, _Flight[T]] = {}
 
     async def run(self, key: str, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `start()`, or of the call for `key` that is under way."""
+        """Return the result of `start()`, or of the running task for `key`."""
         flight = self._flights.get(key)
         if flight is None:
-            with calling(EVERYTHING):  # the work is for all who wait, not for the first of them
+            with calling(EVERYTHING):  # all callers share the result, whatever the first one sees
                 flight = _Flight(asyncio.create_task(start()))
             self._flights[key] = flight
         flight.waiters += 1
@@ -279,7 +286,7 @@ class SingleFlight(Generic[T]):
 
 
 class Recent(Generic[T]):
-    """One result for all who ask within `keep_s` seconds, so that asking often costs little."""
+    """Caches one result for `keep_s` seconds, so frequent calls are cheap."""
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], keep_s: float = 1.0) -> None:
         self._make = make
@@ -289,7 +296,7 @@ class Recent(Generic[T]):
         self._value: T
 
     async def get(self) -> T:
-        """The result, made now or up to `keep_s` ago. Raises: what making it raises."""
+        """Return the result, up to `keep_s` seconds old. Raises: any error of `make`."""
         if time.monotonic() - self._made_at >= self._keep_s:
             self._value = await self._flights.run("", self._make)
             self._made_at = time.monotonic()

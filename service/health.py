@@ -1,4 +1,4 @@
-"""Readiness that does what it promises: embeds a known image and searches every gallery."""
+"""Readiness checks: embed a test image and search every gallery with it."""
 
 import asyncio
 import contextlib
@@ -21,18 +21,24 @@ from kinlens.service.galleries.registry import Registry, Served, probe
 _MIN_COSINE = 0.999
 _UNKNOWN = "unknown"
 _OK = "ok"
-_GONE = "gone"
+_REMOVED = "removed"
 _SERVICE = "service"
 _OF_GALLERIES = ("gallery ", "reload ")
 
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """The verdict of each check, `ok` or what is wrong, and the versions that were searched; where
-    their indexes are, and what the GPU has free for more.
+    """The result of the readiness checks.
 
-    `ready` needs every model, and one gallery if there is any: `checks` names those that fail. A
-    new generation that cannot be opened is in `checks` too, while the old one is served.
+    `ready` requires all models and, if there are galleries, at least one of them.
+
+    Attributes:
+        checks: `ok` or the fault of each check. A new generation that cannot be opened is listed
+            too, while the old one is served.
+        versions: the searched version of each gallery.
+        indexes: the device and memory of each index.
+        free_gpu_memory_mb: free memory of the GPU; None without one.
+        last_error: the last faults, even if they are fixed.
     """
 
     ready: bool
@@ -43,7 +49,7 @@ class Readiness:
     last_error: str | None
 
     def seen_by(self, binding: Binding) -> "Readiness":
-        """What a caller with this binding may know of it."""
+        """The part that a caller with this binding can see."""
         if not binding.is_bound:
             return self
         hidden = {
@@ -54,32 +60,32 @@ class Readiness:
         of_index = {} if binding.where is not None else self.indexes
         return replace(
             self,
-            checks={name: what for name, what in self.checks.items() if name not in hidden},
+            checks={name: text for name, text in self.checks.items() if name not in hidden},
             versions={name: own for name, own in self.versions.items() if binding.permits(name)},
             indexes={name: place for name, place in of_index.items() if binding.permits(name)},
             last_error=None,
         )
 
     def of_gallery(self, name: str) -> bool:
-        """Whether searches of one gallery are answered. Raises: GalleryNotFoundError."""
+        """Whether one gallery can be searched. Raises: GalleryNotFoundError."""
         if name not in self.versions and f"reload {name}" not in self.checks:
             raise GalleryNotFoundError(
-                f"gallery = {name[:SHORT]!r} is unknown. Known are: "
+                f"gallery = {name[:SHORT]!r} is unknown. Existing galleries: "
                 f"{', '.join(self.versions) or 'none'}."
             )
         return self.checks.get(f"gallery {name}") == _OK and _SERVICE not in self.checks
 
 
 class Health:
-    """Runs the checks on demand, at most once a second, whoever asks: they go first everywhere."""
+    """Runs the checks on demand, at most once a second, since they take priority over searches."""
 
     def __init__(
         self, registry: Registry, models: Models, timeout_s: float, is_on_gpu: bool = False
     ) -> None:
-        """`is_on_gpu` if galleries are to be searched there."""
+        """`is_on_gpu`: whether galleries are searched on a GPU."""
         self.passed = True
         self.has_started = False
-        self.is_ending = False
+        self.is_draining = False
         self._registry = registry
         self._models = models
         self._threads = OwnThreads("probe")
@@ -90,24 +96,25 @@ class Health:
         self._recent = Recent(self._check)
 
     def galleries(self) -> Mapping[str, bool]:
-        """Whether each gallery passed the last check; not so one that cannot be opened."""
+        """Whether each gallery passed the last check; False for one that cannot be opened."""
         closed = self._registry.failures.verdicts().keys() - set(self._registry.names())
         return self._verdicts | dict.fromkeys(closed, False)
 
     async def check(self) -> Readiness:
-        """Embed the known image, compare, and search everywhere, ahead of all that waits; not
-        ready, whatever that says, once the end has begun.
+        """Embed the test image, compare its vector, and search every gallery, ahead of the queue.
+
+        During a drain the result is never ready.
         """
         found = await self._recent.get()
         self.has_started = self.has_started or found.ready
-        if not self.is_ending:
+        if not self.is_draining:
             return found
-        return replace(found, ready=False, checks=found.checks | {_SERVICE: "it is ending"})
+        return replace(found, ready=False, checks=found.checks | {_SERVICE: "shutting down"})
 
     def end(self) -> None:
-        """From now on it is not ready, so that load balancers send their requests elsewhere."""
-        self.is_ending = True
-        structlog.get_logger().info("the end has begun")
+        """Start the drain: report not ready, so load balancers send requests elsewhere."""
+        self.is_draining = True
+        structlog.get_logger().info("drain started")
 
     async def _check(self) -> Readiness:
         checks: dict[str, str] = {}
@@ -123,10 +130,11 @@ class Health:
         names = self._registry.names()
         found = await asyncio.gather(*(self._check_gallery(name, fit) for name in names))
         for name, (verdict, version, place) in zip(names, found, strict=True):
-            if verdict != _GONE:
+            if verdict != _REMOVED:
                 checks[f"gallery {name}"], versions[name] = verdict, version
                 indexes |= {} if place is None else {name: place}
-        # One bad gallery is bad in every replica: to take this one out would end the others too.
+        # A bad gallery is bad in every replica, so it must not take this replica out of service:
+        # that would take the other galleries out everywhere.
         self._verdicts = {name: checks[f"gallery {name}"] == _OK for name in versions}
         self.passed = is_fit and (not self._verdicts or any(self._verdicts.values()))
         for name, verdict in self._registry.failures.verdicts().items():
@@ -139,7 +147,7 @@ class Health:
         return Readiness(self.passed, checks, versions, indexes, free_mb, self._last_error)
 
     async def _free_gpu_memory_mb(self) -> float | None:
-        """None if the GPU does not tell."""
+        """The free memory of the GPU; None if it cannot be read."""
         with contextlib.suppress(TimeoutError, KinlensError):
             limit_s = 0.0 if self._threads.is_running(gpu_memory) else self._timeout_s
             memory = await self._threads.run(gpu_memory, gpu_memory, limit_s)
@@ -149,29 +157,29 @@ class Health:
     async def _check_model(self, model: Model) -> str:
         try:
             async with asyncio.timeout(self._timeout_s):
-                vector = await model.encoder.infer(model.known_image)
+                vector = await model.encoder.infer(model.reference_image)
         except Exception as error:
-            # Any failure at all makes the service unready; the class says enough to the outside.
+            # Any failure makes the service not ready; clients only see the class of the error.
             return self._verdict(error)
-        cosine = float(vector @ model.known_vector)
+        cosine = float(vector @ model.reference_vector)
         ok = cosine >= _MIN_COSINE
-        return _OK if ok else f"the known image gives another vector: {cosine:.4f}"
+        return _OK if ok else f"the test image has another vector: cosine {cosine:.4f}"
 
     async def _check_gallery(
         self, name: str, fit: Collection[str]
     ) -> tuple[str, str, IndexPlace | None]:
-        """The verdict, the version that it is about, and where that is searched."""
+        """The verdict, the searched version, and the device of its index."""
         try:
             with self._registry.lease(name) as served:
                 if served.model.bundle_id not in fit:
                     return "not searched, since the model failed", _UNKNOWN, None
                 check = functools.partial(_probe, served)
-                # A probe that an earlier check gave up is not waited for again, so one gallery
-                # cannot delay the answer about the others.
+                # If an earlier probe still hangs, do not wait for it again: one gallery must not
+                # delay the checks of the others.
                 limit_s = 0.0 if self._threads.is_running(served) else self._timeout_s
                 version, is_searchable, place = await self._threads.run(served, check, limit_s)
         except GalleryNotFoundError:
-            return _GONE, _UNKNOWN, None
+            return _REMOVED, _UNKNOWN, None
         except Exception as error:
             return self._verdict(error), _UNKNOWN, None
         return _OK if is_searchable else "the search found nothing", version, place
@@ -184,7 +192,7 @@ class Health:
 
 
 def _probe(served: Served) -> tuple[str, bool, IndexPlace | None]:
-    with served.reading():  # that it ends tells that the gallery answers again
+    with served.reading():  # its end shows that the gallery responds again
         version, is_searchable = probe(served.opened, served.model)
         gallery = served.opened
         place = gallery.index_place() if isinstance(gallery, IndexedGallery) else None

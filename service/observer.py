@@ -1,4 +1,4 @@
-"""What the metrics tell about models, galleries and jobs, read when they are asked for."""
+"""Metrics of models, galleries and jobs, which are read on each scrape."""
 
 import asyncio
 import math
@@ -22,11 +22,11 @@ from kinlens.service.galleries.registry import Registry
 from kinlens.service.health import Health
 from kinlens.service.observe.metrics import Metrics
 
-_LIMIT_S = 0.5  # for each value; a scrape must not wait until the one that asks gives up
+_LIMIT_S = 0.5  # for each value, so a scrape ends before its timeout
 
 
 class Observer(Collector):
-    """What is served now; what cannot be read is left out."""
+    """Collects the state of models, galleries and jobs; values that cannot be read are omitted."""
 
     def __init__(
         self,
@@ -47,19 +47,19 @@ class Observer(Collector):
         self._recent = Recent(self._render)
 
     def collect(self) -> Sequence[GaugeMetricFamily]:
-        """As it was observed last."""
+        """The values of the last scrape."""
         return self._families
 
     async def render(self) -> bytes:
-        """All metrics as text, as they are now or were within the last second.
+        """All metrics as text, at most one second old.
 
-        Scrapes need no key and no rate limits them, so many cost as much as one.
+        The cache bounds the cost, since scrapes need no key and have no rate limit.
         """
         return await self._recent.get()
 
     async def _render(self) -> bytes:
         self._families = await self._read()
-        self._metrics.refresh()  # here, since it reads state of the event loop
+        self._metrics.refresh()  # not in a thread, since it reads state of the event loop
         galleries = {*self._registry.names(), *self._registry.failures.verdicts()}
         return await asyncio.to_thread(self._metrics.render, galleries)
 
@@ -75,7 +75,7 @@ class Observer(Collector):
             for state, count in (await self._threads.run("jobs", self._jobs, _LIMIT_S)).items():
                 jobs.add_metric([state], count)
 
-        async def look(name: str) -> None:
+        async def read_gallery(name: str) -> None:
             with self._registry.lease(name) as own:
                 gallery = own.gallery
                 count = await self._threads.run(own, lambda: gallery.size, _LIMIT_S)
@@ -89,8 +89,8 @@ class Observer(Collector):
                     )
 
         names = self._registry.names()
-        looks = [self._try(f"gallery {name}", look(name)) for name in names]
-        await asyncio.gather(self._try("jobs", count_jobs()), *looks)
+        reads = [self._try(f"gallery {name}", read_gallery(name)) for name in names]
+        await asyncio.gather(self._try("jobs", count_jobs()), *reads)
         self._omitted = {
             subject: reason
             for subject, reason in self._omitted.items()
@@ -99,12 +99,12 @@ class Observer(Collector):
         return families
 
     async def _try(self, subject: str, reading: Coroutine[Any, Any, None]) -> None:
-        """Await it; log when it begins or ceases to fail, and not at each scrape."""
+        """Await `reading`; log only when it starts or stops failing, not on each scrape."""
         reason = ""
         try:
             await reading
         except GalleryNotFoundError:
-            return  # deleted at this moment
+            return  # concurrently deleted
         except (KinlensError, TimeoutError) as error:
             reason = type(error).__name__
         if reason != self._omitted.get(subject, ""):
@@ -122,14 +122,14 @@ def _families() -> Sequence[GaugeMetricFamily]:
     return [
         GaugeMetricFamily(name, text, labels=labels)
         for name, text, labels in [
-            ("kinlens_provider_info", "What runs the model.", _MODEL),
+            ("kinlens_provider_info", "Execution provider of each model.", _MODEL),
             ("kinlens_jobs", "Jobs by state.", ["state"]),
             ("kinlens_gallery_items", "Items in a gallery.", ["gallery"]),
             ("kinlens_gallery_age_seconds", "Time since a gallery was built.", ["gallery"]),
-            ("kinlens_gallery_ready", "1 while its last check of readiness passed.", ["gallery"]),
+            ("kinlens_gallery_ready", "1 if the last readiness check passed.", ["gallery"]),
             (
                 "kinlens_replica_checked_seconds",
-                "Time since a copy was known to be at the newest snapshot.",
+                "Time since a replica was last known to have the newest snapshot.",
                 ["gallery"],
             ),
         ]
@@ -137,34 +137,34 @@ def _families() -> Sequence[GaugeMetricFamily]:
 
 
 def publish(metrics: Metrics, search_threads: SearchThreads, cache: Cache, health: Health) -> None:
-    """The values that are read whenever the metrics are."""
+    """Register the gauges that are read on each scrape."""
     metrics.gauge(
         "kinlens_queue_depth",
-        "Searches that wait for a search thread.",
+        "Queued searches.",
         lambda: search_threads.waiting,
     )
     metrics.gauge(
         "kinlens_decoder_restarts",
-        "Processes that decode and were replaced.",
+        "Decode processes that were replaced.",
         lambda: search_threads.restarts,
     )
     metrics.gauge(
         "kinlens_decoder_kills",
-        "Processes that decode and were ended for time or memory.",
+        "Decode processes that were killed for time or memory.",
         lambda: search_threads.kills,
     )
     metrics.gauge(
         "kinlens_decoder_sandbox_layers",
-        "Layers of the sandbox of decoding processes that hold; 2 are all.",
+        "Active sandbox layers of the decode processes, of 2.",
         lambda: sum(layer.holds for layer in search_threads.layers),
         "livemin",
     )
     metrics.gauge(
         "kinlens_ready",
-        "1 while the last check of readiness passed.",
+        "1 if the last readiness check passed.",
         lambda: health.passed,
         "livemin",
     )
     metrics.gauge(
-        "kinlens_redis_up", "1 while Redis answers.", lambda: cache.remote_state == "up", "livemin"
+        "kinlens_redis_up", "1 if Redis answers.", lambda: cache.remote_state == "up", "livemin"
     )

@@ -1,4 +1,4 @@
-"""Errors as RFC 9457 problem details: one table from the error tree to statuses."""
+"""Errors as RFC 9457 problem details, with one table from error classes to statuses."""
 
 import re
 import reprlib
@@ -17,7 +17,9 @@ from kinlens.embedder import errors
 from kinlens.embedder.errors import KinlensError, OverloadedError, RateLimitedError
 
 MEDIA_TYPE = "application/problem+json"
-INTERNAL_TEXT = "Something failed inside the service. Its log has the cause under this request_id."
+INTERNAL_TEXT = (
+    "Something failed inside the service. The service log has the cause under this request_id."
+)
 _RETRY_AFTER_S = 1
 _MAX_FAULTS = 20
 _SHOWN = 80
@@ -25,14 +27,14 @@ _MAX_MESSAGE = 1_000
 _SHOWN_CHARACTERS = 40
 _LARGEST_SHOWN = 10**18
 
-_NO_WHOLE_NUMBER = "{given} is not a whole number; use digits alone."
+_NO_WHOLE_NUMBER = "{given} is not a whole number; use only digits."
 _NO_NUMBER = "{given} is not a number; use digits, with a point before decimals."
 _NO_BOOLEAN = "{given} is neither true nor false; use one of the two."
 _NO_LIST = "{name} must be a list{got}; use a list."
 _NO_OBJECT = "{name} must be an object{got}; use names with values, such as {{...}}."
-_TEXTS = {  # by the type of a fault of pydantic; other types have its own words
+_TEXTS = {  # by pydantic's error type; other types use pydantic's message
     "missing": "{name} is missing; send it{where}.",
-    "extra_forbidden": "{name} is not a parameter here; /docs lists them.",
+    "extra_forbidden": "{name} is not a parameter here; /docs lists the parameters.",
     "json_invalid": "The body is not valid JSON: {error}. Send valid JSON.",
     "string_pattern_mismatch": "{given} does not have the right form; use {form}.",
     "greater_than": "{given} is too small; use a number above {gt:,}.",
@@ -58,14 +60,14 @@ _HEX = re.compile(r"\^\[0-9a-f\]\{(\d+(?:,\d+)?)\}\$")
 _FORMS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$": "1 to 64 letters, digits, dots, hyphens and underscores, "
     "the first a letter or digit",
-    "^https?://": "an address that begins with http:// or https://",
+    "^https?://": "a URL that begins with http:// or https://",
     r"\S": "a text that is not blank",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """How one class of error is shown; only a `public` message is meant for the client."""
+class ProblemType:
+    """How errors of one class are shown; clients only see the message if it is `public`."""
 
     status: int
     title: str
@@ -78,64 +80,72 @@ class Kind:
         return f"urn:kinlens:problem:{self.slug}"
 
 
-BAD_REQUEST = Kind(400, "Bad Request", "bad-request")
-UNKNOWN_HOST = Kind(400, "Unknown host", "unknown-host")
-UNSUPPORTED_MEDIA = Kind(415, "Unsupported Media Type", "unsupported-media-type")
-INTERNAL = Kind(500, "Internal error", "internal", public=False)
-INVALID = Kind(422, "Invalid parameter", "invalid-parameter")
-OVERLOADED = Kind(503, "Too busy", "overloaded")
-BODY_TOO_LARGE = Kind(413, "Request body too large", "body-too-large")
-BODY_TOO_SLOW = Kind(408, "Request body too slow", "body-too-slow")
-CLIENT_GONE = Kind(499, "Client gone", "client-gone")
-"""Nobody reads this answer; the log and the metrics have its status."""
+BAD_REQUEST = ProblemType(400, "Bad Request", "bad-request")
+UNKNOWN_HOST = ProblemType(400, "Unknown host", "unknown-host")
+UNSUPPORTED_MEDIA = ProblemType(415, "Unsupported Media Type", "unsupported-media-type")
+INTERNAL = ProblemType(500, "Internal error", "internal", public=False)
+INVALID = ProblemType(422, "Invalid parameter", "invalid-parameter")
+OVERLOADED = ProblemType(503, "Too busy", "overloaded")
+BODY_TOO_LARGE = ProblemType(413, "Request body too large", "body-too-large")
+BODY_TOO_SLOW = ProblemType(408, "Request body too slow", "body-too-slow")
+CLIENT_DISCONNECTED = ProblemType(499, "Client disconnected", "client-gone")
+"""The client has disconnected, so only the log and the metrics show this status."""
 
-KINDS: dict[type[KinlensError], Kind] = {  # a class without a row is shown as its parent
+PROBLEM_TYPES: dict[
+    type[KinlensError], ProblemType
+] = {  # a class without a row uses that of its parent
     errors.KinlensError: INTERNAL,
-    errors.ImageError: Kind(422, "Unusable image", "unusable-image"),
-    errors.EmptyImageError: Kind(400, "Empty image", "empty-image"),
-    errors.ImageTooManyBytesError: Kind(413, "Image has too many bytes", "image-too-many-bytes"),
-    errors.ImageTooLargeError: Kind(413, "Image has too many pixels", "image-too-large"),
-    errors.UnsupportedFormatError: Kind(415, "Unsupported image format", "unsupported-format"),
-    errors.CorruptImageError: Kind(422, "Corrupt image", "corrupt-image"),
-    errors.ImageCostError: Kind(422, "Image costs too much", "image-too-costly"),
-    errors.BundleError: Kind(503, "The model cannot answer", "model-unavailable", public=False),
-    errors.GalleryError: Kind(
+    errors.ImageError: ProblemType(422, "Unusable image", "unusable-image"),
+    errors.EmptyImageError: ProblemType(400, "Empty image", "empty-image"),
+    errors.ImageTooManyBytesError: ProblemType(
+        413, "Image has too many bytes", "image-too-many-bytes"
+    ),
+    errors.ImageTooLargeError: ProblemType(413, "Image has too many pixels", "image-too-large"),
+    errors.UnsupportedFormatError: ProblemType(
+        415, "Unsupported image format", "unsupported-format"
+    ),
+    errors.CorruptImageError: ProblemType(422, "Corrupt image", "corrupt-image"),
+    errors.ImageCostError: ProblemType(422, "Image costs too much", "image-too-costly"),
+    errors.BundleError: ProblemType(
+        503, "The model cannot answer", "model-unavailable", public=False
+    ),
+    errors.GalleryError: ProblemType(
         503, "The gallery cannot answer", "gallery-unavailable", public=False
     ),
-    errors.GalleryNotFoundError: Kind(404, "Unknown gallery", "unknown-gallery"),
-    errors.ItemNotFoundError: Kind(404, "Unknown item", "unknown-item"),
-    errors.GalleryConflictError: Kind(409, "Conflict with the gallery", "gallery-conflict"),
-    errors.GalleryBusyError: Kind(503, "The gallery is being changed", "gallery-busy"),
-    errors.SearchError: Kind(503, "The search cannot be answered", "search-unavailable"),
+    errors.GalleryNotFoundError: ProblemType(404, "Unknown gallery", "unknown-gallery"),
+    errors.ItemNotFoundError: ProblemType(404, "Unknown item", "unknown-item"),
+    errors.GalleryConflictError: ProblemType(409, "Conflict with the gallery", "gallery-conflict"),
+    errors.GalleryBusyError: ProblemType(503, "The gallery is being changed", "gallery-busy"),
+    errors.SearchError: ProblemType(503, "The search cannot be answered", "search-unavailable"),
     errors.InvalidParameterError: INVALID,
-    errors.FilterError: Kind(422, "Invalid filter", "invalid-filter"),
+    errors.FilterError: ProblemType(422, "Invalid filter", "invalid-filter"),
     errors.OverloadedError: OVERLOADED,
-    errors.DeadlineExceededError: Kind(503, "Took too long", "deadline-exceeded"),
-    errors.AccessError: Kind(403, "Not allowed", "not-allowed"),
-    errors.KeyMissingError: Kind(401, "API key needed", "key-needed"),
-    errors.KeyNotFoundError: Kind(404, "Unknown key", "unknown-key"),
-    errors.ScopeError: Kind(403, "Scope needed", "scope-needed"),
-    errors.KeysUnreadableError: Kind(503, "Keys cannot be read", "keys-unreadable"),
-    errors.RateLimitedError: Kind(429, "Too many requests", "rate-limited"),
-    errors.StateError: Kind(
+    errors.DeadlineExceededError: ProblemType(503, "Took too long", "deadline-exceeded"),
+    errors.AccessError: ProblemType(403, "Not allowed", "not-allowed"),
+    errors.KeyMissingError: ProblemType(401, "API key needed", "key-needed"),
+    errors.KeyNotFoundError: ProblemType(404, "Unknown key", "unknown-key"),
+    errors.ScopeError: ProblemType(403, "Scope needed", "scope-needed"),
+    errors.KeysUnreadableError: ProblemType(503, "Keys cannot be read", "keys-unreadable"),
+    errors.RateLimitedError: ProblemType(429, "Too many requests", "rate-limited"),
+    errors.StateError: ProblemType(
         503, "The state folder cannot be used", "state-unavailable", public=False
     ),
-    errors.StateMissingError: Kind(409, "No folder for state", "state-missing"),
-    errors.JobNotFoundError: Kind(404, "Unknown job", "unknown-job"),
-    errors.JobConflictError: Kind(409, "Conflict with the job", "job-conflict"),
+    errors.StateMissingError: ProblemType(409, "No folder for state", "state-missing"),
+    errors.JobNotFoundError: ProblemType(404, "Unknown job", "unknown-job"),
+    errors.JobConflictError: ProblemType(409, "Conflict with the job", "job-conflict"),
 }
 
 
-def kind_of(error: BaseException) -> Kind:
-    """The row of the table for an error: its own class or the nearest parent."""
+def problem_type_of(error: BaseException) -> ProblemType:
+    """The entry of `PROBLEM_TYPES` for an error: that of its class or its nearest parent."""
     for cls in type(error).__mro__:
-        if cls in KINDS:
-            return KINDS[cls]
+        if cls in PROBLEM_TYPES:
+            return PROBLEM_TYPES[cls]
     return INTERNAL
 
 
 def problem(
-    kind: Kind,
+    kind: ProblemType,
     detail: str,
     *,
     request_id: str,
@@ -143,7 +153,7 @@ def problem(
     headers: Mapping[str, str] | None = None,
     faults: Sequence[Mapping[str, str]] = (),
 ) -> JSONResponse:
-    """A problem response. Each 503 says when to ask again."""
+    """Build a problem response; each 503 has a Retry-After header."""
     content = _document(kind, detail, request_id, instance)
     if faults:
         content["errors"] = faults
@@ -154,21 +164,23 @@ def problem(
 
 
 def described(error: Exception, *, request_id: str, instance: str) -> dict[str, Any]:
-    """An error as problem details inside another answer: that of one query of several."""
-    kind, detail, faults = _told(error)
+    """An error as problem details inside another answer, as for one query of a batch."""
+    kind, detail, faults = _details_of(error)
     return _document(kind, detail, request_id, instance) | {"errors": faults or None}
 
 
 def request_id_of(scope: Any) -> str:
-    """The id that the gate gave to this request."""
+    """The id that the gate assigned to this request."""
     return str(scope.get("state", {}).get("request_id", ""))
 
 
 async def from_error(request: Request, error: Exception) -> JSONResponse:
-    """Any error as a problem: a KinlensError by its row, parameters that do not fit each by name,
-    and the rest as a 500 with nothing of its inside.
+    """Convert any error to a problem response.
+
+    A KinlensError uses its entry in `PROBLEM_TYPES`, and invalid parameters are listed by name. Any
+    other error is a 500 without internal details.
     """
-    kind, detail, faults = _told(error)
+    kind, detail, faults = _details_of(error)
     headers = {}
     if isinstance(error, OverloadedError | RateLimitedError):
         headers["Retry-After"] = str(error.retry_after_s)
@@ -177,21 +189,23 @@ async def from_error(request: Request, error: Exception) -> JSONResponse:
     return problem(kind, detail, headers=headers, faults=faults, **_where(request))
 
 
-async def from_gone(request: Request, _: Exception) -> JSONResponse:
-    """A client that left before its answer."""
-    return problem(CLIENT_GONE, "The client left before its answer.", **_where(request))
+async def from_disconnect(request: Request, _: Exception) -> JSONResponse:
+    """The response if the client disconnected before its answer."""
+    return problem(
+        CLIENT_DISCONNECTED, "The client disconnected before its answer.", **_where(request)
+    )
 
 
 async def from_http(request: Request, error: Exception) -> JSONResponse:
-    """Unknown addresses, wrong methods and malformed forms."""
+    """Convert errors of Starlette: unknown paths, wrong methods and malformed forms."""
     assert isinstance(error, HTTPException)
     phrase = HTTPStatus(error.status_code).phrase
     detail, headers = str(error.detail), dict(error.headers or {})
     if error.status_code == HTTPStatus.NOT_FOUND and detail == phrase:
-        detail = f"Nothing is at {request.url.path}. /openapi.json lists the addresses."
+        detail = f"{request.url.path} does not exist. /openapi.json lists the paths."
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"{request.method} is not allowed here; use {headers.get('Allow', 'GET')}."
-    kind = Kind(error.status_code, phrase, phrase.lower().replace(" ", "-"))
+    kind = ProblemType(error.status_code, phrase, phrase.lower().replace(" ", "-"))
     return problem(kind, detail, headers=headers, **_where(request))
 
 
@@ -199,19 +213,19 @@ def _where(request: Request) -> dict[str, Any]:
     return {"request_id": request_id_of(request.scope), "instance": request.url.path}
 
 
-def _document(kind: Kind, detail: str, request_id: str, instance: str) -> dict[str, Any]:
+def _document(kind: ProblemType, detail: str, request_id: str, instance: str) -> dict[str, Any]:
     content = {"type": kind.type, "title": kind.title, "status": kind.status}
     texts = {"detail": _encodable(detail), "instance": _encodable(instance)}
     return content | texts | {"request_id": request_id}
 
 
 def _encodable(text: str) -> str:
-    """`text` with ? in place of halves of surrogate pairs, which UTF-8 has no bytes for."""
+    """`text` with ? in place of lone surrogates, which UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()
 
 
-def _told(error: Exception) -> tuple[Kind, str, list[dict[str, str]]]:
-    """The kind of an error, its detail and faults; the text of an internal one goes to the log."""
+def _details_of(error: Exception) -> tuple[ProblemType, str, list[dict[str, str]]]:
+    """The kind of an error, its detail and its faults; an internal error is only logged."""
     if isinstance(error, RequestValidationError):
         found = error.errors()
         faults = [_fault(entry) for entry in found[:_MAX_FAULTS]]
@@ -219,7 +233,7 @@ def _told(error: Exception) -> tuple[Kind, str, list[dict[str, str]]]:
         if len(found) > _MAX_FAULTS:
             detail += f" {len(found) - _MAX_FAULTS:,} more are not shown."
         return INVALID, detail, faults
-    kind = kind_of(error)
+    kind = problem_type_of(error)
     if kind.public:
         return kind, str(error), []
     structlog.get_logger().error("internal error", exc_info=error)
@@ -227,10 +241,9 @@ def _told(error: Exception) -> tuple[Kind, str, list[dict[str, str]]]:
 
 
 def fault_text(fault: Any, name: str, where: str = "") -> str:
-    """What pydantic found about `name`: its value, the limit and the cure.
+    """The message for a pydantic error about `name`: its value, the limit and what to do.
 
-    A fault without an input is described without its value. `where` says where to send what is
-    missing.
+    The value is omitted if the error has no input. `where` is the place to send a missing value.
     """
     text = _TEXTS.get(fault["type"])
     if text is None:
@@ -250,7 +263,7 @@ def fault_text(fault: Any, name: str, where: str = "") -> str:
 
 
 def path_of(location: Sequence[str | int]) -> str:
-    """A place inside a body as a client writes it: images[0].crops."""
+    """A location inside a body as a client writes it: images[0].crops."""
     name = ""
     for part in location:
         name += f"[{part}]" if isinstance(part, int) else f"{'.' if name else ''}{part[:_SHOWN]}"
@@ -258,7 +271,7 @@ def path_of(location: Sequence[str | int]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of a request in a message: short, whatever it is."""
+    """A short text for a value of a request, for messages."""
     if isinstance(value, str):
         return value[:_SHOWN_CHARACTERS]
     if isinstance(value, int) and abs(value) > _LARGEST_SHOWN:
@@ -269,7 +282,7 @@ def shown(value: Any) -> str:
 
 
 def _form(pattern: str) -> str:
-    """A regular expression in words."""
+    """Describe a regular expression in words."""
     if digits := _HEX.fullmatch(pattern):
         least, _, most = digits[1].partition(",")
         return f"{least}{most and f' to {most}'} of the characters 0-9 and a-f"
@@ -282,6 +295,6 @@ def _fault(entry: Any) -> dict[str, str]:
     if entry["type"] == "json_invalid":
         location = location[:1]  # the rest is a position, not a name
     name = _encodable(path_of(location[1:] or location) or "request")
-    where = " in the JSON body" if is_body else f" in the address, as ?{name}=..."
+    where = " in the JSON body" if is_body else f" in the URL, as ?{name}=..."
     message = fault_text(entry, name, where)
     return {"name": name, "message": _encodable(message[:_MAX_MESSAGE])}

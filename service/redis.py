@@ -1,4 +1,4 @@
-"""Redis addresses, bounded connections, and how long one request may wait for Redis in all."""
+"""Redis URLs, bounded connection pools, and a time budget for Redis per request."""
 
 import asyncio
 import contextlib
@@ -14,18 +14,18 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 
 _DATABASE = re.compile(r"/?\d*")
-FAIR_SHARE = 0.5  # of the timeout: Redis that had less is not to blame for its silence
+FAIR_SHARE = 0.5  # of the timeout; a call that had less time does not count as a failure of Redis
 
 
 class WaitBudget:
-    """How long one request may still wait for Redis, in all."""
+    """The total time that one request may still wait for Redis."""
 
     def __init__(self, total_s: float) -> None:
         self.left_s = total_s
 
     @contextlib.contextmanager
     def spend(self) -> Iterator[None]:
-        """What this block takes is gone."""
+        """Subtract the duration of the block from the budget."""
         started = time.monotonic()
         try:
             yield
@@ -34,9 +34,9 @@ class WaitBudget:
 
     @contextlib.asynccontextmanager
     async def wait(self) -> AsyncIterator[None]:
-        """Wait inside this block, for as long as is left.
+        """Limit the block to the remaining budget.
 
-        Raises: TimeoutError at its end.
+        Raises: TimeoutError.
         """
         with self.spend():
             async with asyncio.timeout(self.left_s):
@@ -47,7 +47,7 @@ _BUDGET: ContextVar[WaitBudget | None] = ContextVar("kinlens_redis_budget", defa
 
 
 def request_budget(total_s: float) -> WaitBudget:
-    """The budget of the request that runs now; the first call in a request makes it."""
+    """The budget of the current request, created by the first call in the request."""
     budget = _BUDGET.get()
     if budget is None:
         budget = WaitBudget(total_s)
@@ -56,7 +56,7 @@ def request_budget(total_s: float) -> WaitBudget:
 
 
 def check_url(url: str) -> None:
-    """Refuse an address that no connection can be made from, without showing its password.
+    """Check a Redis URL; the message never contains its password.
 
     Raises: ValueError.
     """
@@ -68,13 +68,13 @@ def check_url(url: str) -> None:
         fits = False
     if not fits:
         raise ValueError(
-            "the Redis address cannot be read; write redis://USER:PASSWORD@HOST:PORT/DATABASE "
+            "the Redis URL is not valid; write redis://USER:PASSWORD@HOST:PORT/DATABASE "
             "(rediss:// for TLS), with numbers for PORT and DATABASE, or unix:///PATH"
         )
 
 
 def bounded_pool(url: str, timeout_s: float, connections: int) -> AsyncConnectionPool:
-    """So many connections; each wait for one, and each call on one, ends after `timeout_s`."""
+    """A pool of `connections`; waits for a connection and calls time out after `timeout_s`."""
     return AsyncConnectionPool.from_url(
         url,
         max_connections=connections,

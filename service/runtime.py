@@ -1,4 +1,4 @@
-"""Everything a running service consists of, built once and handed to the routes."""
+"""The parts of a running service, built once and passed to the routes."""
 
 import asyncio
 import contextlib
@@ -29,9 +29,9 @@ from kinlens.service.galleries.following import Following
 from kinlens.service.galleries.items import Items
 from kinlens.service.galleries.locations import Bundles, Locations, Opened, open_gallery
 from kinlens.service.galleries.managed import ManagedGalleries
-from kinlens.service.galleries.pictures import Sweeper
 from kinlens.service.galleries.registry import Registry, Served
 from kinlens.service.galleries.renditions import Renditions
+from kinlens.service.galleries.uploads import Sweeper
 from kinlens.service.health import Health
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.observe.metrics import Metrics
@@ -40,9 +40,9 @@ from kinlens.service.search.pipeline import Pipeline, RecallSampler
 from kinlens.service.settings import Settings
 
 T = TypeVar("T")
-_WRITERS = 2  # a catalogue has one writer at a time; the other one prepares
-_BODY_READERS = 2  # they compute in Python, so more would only take its lock from searches
-_FILES_PER_SEARCH = 16  # a page of results asks for that many pictures at once; each is short
+_WRITERS = 2  # a catalogue has one writer at a time; the other thread prepares its write
+_BODY_READERS = 2  # parsing holds the GIL, so more threads would only slow down searches
+_FILES_PER_SEARCH = 16  # a page of results requests this number of images at once; each is short
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +72,20 @@ class Runtime:
 
     @property
     def galleries(self) -> Mapping[str, Opened]:
-        """The galleries by name; a request takes a lease of the registry instead."""
+        """The galleries by name. Requests must acquire a lease from the registry instead."""
         return self.registry.galleries()
 
     @property
     def embedder(self) -> Embedder:
-        """That of the first gallery."""
+        """The embedder of the first gallery."""
         return self.registry.model.embedder
 
     async def start(self) -> None:
-        """Connect the cache, warm the models up, serve the galleries and keep them fresh."""
+        """Connect the cache, warm up the models, open the galleries and start background work."""
         await self.search_threads.start()
         await asyncio.to_thread(self.cache.start)
         await self.registry.start(self.settings.reload_interval_ms / 1e3)
-        _log_sandbox(self.search_threads.layers)  # known, since the models have embedded an image
+        _log_sandbox(self.search_threads.layers)  # known after the warm-up of the models
         if self.sweeper is not None:
             self.sweeper.start()
         if self.jobs is not None:
@@ -106,9 +106,15 @@ class Runtime:
     async def read(
         self, what: str, work: Callable[[], T], pool: str = "file", served: Served | None = None
     ) -> T:
-        """What `work` reads, in a thread of this pool; from the gallery `served`, if it is given.
+        """Run `work` in a thread of `pool` within the request timeout.
 
-        Raises: DeadlineExceededError, OverloadedError, what `work` raises.
+        Args:
+            what: the thing that is read, for the error message.
+            work: the call.
+            pool: the name of the pool.
+            served: the gallery that it reads from; a hanging gallery is refused at once.
+
+        Raises: DeadlineExceededError, OverloadedError, any error of `work`.
         """
         limit_s = self.settings.request_timeout_ms / 1e3
         if served is not None:
@@ -118,8 +124,8 @@ class Runtime:
             return await self.pools[pool].run(work)
 
     async def stop(self) -> None:
-        """Stop the workers, disconnect, let go of the threads; one that hangs is left behind."""
-        async with AsyncExitStack() as ending:  # each is tried, whatever becomes of the others
+        """Stop workers and threads, and disconnect; hanging threads are not waited for."""
+        async with AsyncExitStack() as ending:  # runs every step, even if others fail
             if self.feedback is not None:
                 ending.push_async_callback(asyncio.to_thread, self.feedback.close)
             for pool in self.pools.values():
@@ -141,7 +147,7 @@ def build_runtime(
     galleries: Mapping[str, Opened] | None = None,
     cache: Cache | None = None,
 ) -> Runtime:
-    """Open what is not given, check that it fits together, and connect the parts.
+    """Open the omitted parts, check that all parts match, and connect them.
 
     Raises: BundleError, GalleryError.
     """
@@ -199,7 +205,7 @@ def build_runtime(
 
 
 def _watched(served: Served, limit_s: float, work: Callable[[], T]) -> T:
-    served.refuse_if_hanging(limit_s)  # it may have begun to hang while this waited
+    served.refuse_if_hanging(limit_s)  # it may hang since this call was queued
     with served.reading():
         return work()
 
@@ -258,9 +264,9 @@ def _connector(
 def _create_workers(settings: Settings, embedder: Embedder) -> Workers | None:
     if settings.device != "cpu" or not settings.decode_isolation or not Workers.can_run():
         return None
-    if settings.threads != 1:  # a worker has one
+    if settings.threads != 1:  # a worker runs the model in one thread
         return None
-    if not isinstance(embedder, OnnxEmbedder):  # no bundle that another process could open
+    if not isinstance(embedder, OnnxEmbedder):  # there is no bundle for another process to open
         return None
     limits = settings.decode_memory_mb, settings.decode_timeout_ms / 1e3
     return Workers(embedder, *limits, settings.search_threads)
@@ -273,9 +279,9 @@ def open_registry(
     embedder: Embedder | None,
     galleries: Mapping[str, Opened] | None,
 ) -> tuple[Registry, Models]:
-    """The models and galleries of the settings, or those that are given, opened and checked.
+    """Open and check the models and galleries of the settings, or the given ones.
 
-    Given galleries do not keep the managed ones of the state folder from being served too.
+    With given galleries, the managed galleries of the state folder are served too.
 
     Raises: BundleError, GalleryError.
     """
@@ -285,31 +291,31 @@ def open_registry(
     locations = Locations(settings, galleries)
     if settings.state is None and not locations.list_galleries():
         raise GalleryNotFoundError(
-            "No gallery was given. Name at least one folder with --gallery or KINLENS_GALLERIES, "
-            "or a folder for those that are made while the service runs with --state."
+            "There is no gallery. Set at least one folder with --gallery or KINLENS_GALLERIES, or "
+            "a folder for galleries created over HTTP with --state."
         )
     registry = Registry(
         locations,
         models,
         primary,
-        open_gallery=lambda place: open_gallery(place, settings, metrics.observe_milvus),
+        open_gallery=lambda location: open_gallery(location, settings, metrics.observe_milvus),
         on_failure=lambda name: metrics.reload_failures.labels(name).inc(),
     )
     return registry, models
 
 
 def missing_image_roots(galleries: Mapping[str, Opened]) -> list[str]:
-    """What to say about each gallery whose pictures are not where they should be."""
+    """A warning for each gallery whose image folder is missing."""
     return [
-        f"The images of gallery {name!r} are not shown: {gallery.image_root} is no folder. Name "
-        f"the folder that holds them with --image-root {name}=DIR or KINLENS_IMAGE_ROOTS."
+        f"The images of gallery {name!r} cannot be shown: {gallery.image_root} is not a folder. "
+        f"Set their folder with --image-root {name}=DIR or KINLENS_IMAGE_ROOTS."
         for name, gallery in galleries.items()
         if not _is_copy(gallery) and not _is_folder(gallery.image_root)
     ]
 
 
 def _is_copy(gallery: Opened) -> bool:
-    """Whether its pictures are where it was published."""
+    """Whether it is a copy, whose images are stored where it was published."""
     return isinstance(gallery, IndexedGallery) and gallery.copy_of is not None
 
 
@@ -320,7 +326,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def create_cache(settings: Settings) -> Cache:
-    """The cache of the settings; with a second level if there is a Redis address."""
+    """Create the cache, with Redis as a second level if it is configured."""
     local = LruCache(settings.cache_max_entries, settings.cache_max_bytes)
     if settings.redis_url is None:
         return Cache(local)

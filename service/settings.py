@@ -1,4 +1,4 @@
-"""Settings of the service: read once from KINLENS_* and the command line, then passed down."""
+"""Settings of the service, read once from KINLENS_* variables and command line options."""
 
 import contextlib
 import ipaddress
@@ -24,19 +24,19 @@ from kinlens.service.redis import check_url
 
 ANY_HOST = "*"
 REPLICAS = "replicas"
-"""The folder of the state with copies of galleries that are followed."""
+"""The subfolder of the state folder with copies of followed galleries."""
 
 MAX_HITS = 100_000
-"""Hits that one request may ask for, in all its queries."""
+"""Maximum number of hits of one request, over all its queries."""
 
-_FORM_BYTES = 64 * 2**10  # what is around the images of a body
+_FORM_BYTES = 64 * 2**10  # a body in addition to its images
 _MOST_VIEWS = 256
 START_WORDS = ("imagenet", "none", "current")
-"""What a training may start from without a setting: published, random, the gallery's own model."""
+"""Initial weights that need no setting: published, random, and the gallery's own model."""
 
 _CPU_BATCH = 2
 _GPU_BATCH = 32
-_MOST_ALONE = 8  # more threads share the image of one search with little gain
+_MOST_ALONE = 8  # more threads for the image of one search gain little
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
@@ -63,18 +63,18 @@ def _split(value: object) -> object:
 def _check_name(name: str) -> None:
     if not re.fullmatch(GALLERY_NAME, name):
         raise ValueError(
-            f"gallery name {name!r} does not fit in a link; use up to 64 letters, digits, dots, "
+            f"gallery name {name!r} is not valid in a URL; use up to 64 letters, digits, dots, "
             "dashes and underscores, beginning with a letter or digit"
         )
 
 
 def is_followed(text: str) -> bool:
-    """Whether the place of a gallery is the address of a snapshot that is followed."""
+    """Whether the location of a gallery is the URL of a published snapshot to follow."""
     return "://" in text and not text.startswith(MILVUS)
 
 
 def _duration(value: object) -> object:
-    """Seconds of a text such as 5s or 2m; other values as they are."""
+    """The seconds of a text such as 5s or 2m; other values unchanged."""
     seconds = seconds_of(value) if isinstance(value, str) else None
     return value if seconds is None else seconds
 
@@ -90,8 +90,8 @@ def _check_gallery(entry: str) -> None:
             raise ValueError(str(error)) from None
     if is_followed(text) and urlsplit(text).password:
         raise ValueError(
-            "the address of a gallery has a password, which logs would show; give it to the client "
-            "of the store by its own settings or variables"
+            "the URL of a gallery contains a password, which logs would show; set it in the "
+            "configuration or the variables of the storage client"
         )
     if Path(text) == Path():
         raise ValueError(f"gallery {entry!r} has no path; write NAME=PATH or PATH")
@@ -102,37 +102,37 @@ def _named_once(entries: tuple[str, ...]) -> tuple[str, ...]:
     for entry in entries:
         name, path = split_gallery(entry)
         if not name or path == Path():
-            raise ValueError(f"{entry!r} is not NAME=PLACE")
+            raise ValueError(f"{entry!r} is not NAME=PATH; write a name and a path or URL")
         _check_name(name)
         names.append(name)
     if len(set(names)) < len(names):
-        raise ValueError(f"a name is there twice; names are: {', '.join(names)}")
+        raise ValueError(f"a name occurs twice in {', '.join(names)}; name each once")
     return entries
 
 
 def _check_weights(entry: str) -> None:
     if (name := split_named(entry)[0]) in START_WORDS:
-        raise ValueError(f"training weights {name!r} has a meaning already; rename it")
+        raise ValueError(f"training weights {name!r} is a reserved name; rename it")
 
 
 def _check_origin(origin: str) -> None:
     if origin != ANY_HOST and not _ORIGIN.fullmatch(origin):
         raise ValueError(
-            f"{origin!r} is no web origin; write such as https://shop.example, in small "
-            f"letters, without a path or a slash at its end, or {ANY_HOST} for every site"
+            f"{origin!r} is not a web origin; write for example https://shop.example, in "
+            f"lowercase, without a path or trailing slash, or {ANY_HOST} for every site"
         )
 
 
 def _check_host(host: str) -> None:
     if not _HOST.fullmatch(host.lower()):
         raise ValueError(
-            f"{host!r} is not a host; write a name, an address ([::1] in brackets), both "
-            f"without a port, or {ANY_HOST} for any host"
+            f"{host!r} is not a host; write a name or an address ([::1] in brackets) without a "
+            f"port, or {ANY_HOST} for any host"
         )
 
 
 def _checked(check: Callable[[Any], object]) -> AfterValidator:
-    """Refuse what `check` raises a ValueError for."""
+    """A validator that calls `check`, which raises ValueError for invalid values."""
 
     def checked(value: Any) -> Any:
         check(value)
@@ -148,7 +148,7 @@ def _each(check: Callable[[str], object]) -> AfterValidator:
 _Split = BeforeValidator(_split)
 _EmptyIsNone = BeforeValidator(lambda value: value or None)
 Words = Annotated[tuple[str, ...], NoDecode, _Split]
-Places = Annotated[Words, AfterValidator(_named_once)]
+NamedPaths = Annotated[Words, AfterValidator(_named_once)]
 Duration = Annotated[float, BeforeValidator(_duration)]
 Rate = Annotated[str, _checked(parse_rates)]
 HttpAddress = Annotated[str, Field(pattern="^https?://")]
@@ -156,14 +156,14 @@ RedisUrl = Annotated[SecretStr, _checked(lambda url: check_url(url.get_secret_va
 
 
 def search_threads_of(processes: int) -> int:
-    """Search threads of each of `processes`: more than cores, because a thread that searches or
-    waits for Python's lock leaves its core idle.
+    """The default number of search threads per process: more than cores, since a thread that
+    searches or waits for the GIL does not use its core.
     """
     return core_count() // processes + (2 if processes == 1 else 1)
 
 
 class Settings(BaseSettings):
-    """Everything that can be set; `docs/operations.md` explains each line."""
+    """All settings; `docs/operations.md` describes each."""
 
     model_config = SettingsConfigDict(
         env_prefix="KINLENS_", frozen=True, extra="forbid", hide_input_in_errors=True
@@ -171,8 +171,8 @@ class Settings(BaseSettings):
 
     bundle: Path | None = None
     galleries: Annotated[Words, _each(_check_gallery)] = ()
-    image_roots: Places = ()
-    pictures: Places = ()
+    image_roots: NamedPaths = ()
+    pictures: NamedPaths = ()
     follow: Duration = Field(
         default="5s", validate_default=True, ge=0.1, le=86_400, allow_inf_nan=False
     )
@@ -228,8 +228,8 @@ class Settings(BaseSettings):
 
     jobs: Literal["here", "elsewhere"] = "here"
     training_command: Annotated[str, Field(pattern=r"\S")] = "kinlens-train"
-    training_data: Places = ()
-    training_weights: Annotated[Places, _each(_check_weights)] = ()
+    training_data: NamedPaths = ()
+    training_weights: Annotated[NamedPaths, _each(_check_weights)] = ()
     otlp_endpoint: Annotated[HttpAddress | None, _EmptyIsNone] = None
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
@@ -263,7 +263,10 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _default_k_fits(self) -> Self:
         if self.default_k > self.max_k:
-            raise ValueError(f"default_k = {self.default_k} is above max_k = {self.max_k}")
+            raise ValueError(
+                f"default_k = {self.default_k} is above max_k = {self.max_k}; lower default_k or "
+                "raise max_k"
+            )
         return self
 
     @model_validator(mode="after")
@@ -272,7 +275,7 @@ class Settings(BaseSettings):
         if self.max_held_bytes < largest:
             raise ValueError(
                 f"max_held_bytes = {self.max_held_bytes:,} is below the {largest:,} bytes of the "
-                "largest body, so that body is always refused; raise KINLENS_MAX_HELD_BYTES, or "
+                "largest body, which would always be refused; raise KINLENS_MAX_HELD_BYTES, or "
                 "lower KINLENS_MAX_UPLOAD_BYTES and KINLENS_MAX_BATCH_BYTES"
             )
         return self
@@ -283,9 +286,9 @@ class Settings(BaseSettings):
         if opened and not self.is_local():
             raise ValueError(
                 f"host = {self.host} with anonymous_scopes = {','.join(self.anonymous_scopes)} "
-                f"gives everybody who reaches it the scope {' and '.join(opened)}; make a key "
-                "with kinlens-serve keys create and leave anonymous_scopes at search, or listen "
-                "on 127.0.0.1"
+                f"gives every client the scope {' and '.join(opened)}; create a key with "
+                "kinlens-serve keys create and set anonymous_scopes to search, or listen on "
+                "127.0.0.1"
             )
         return self
 
@@ -293,8 +296,8 @@ class Settings(BaseSettings):
     def _feedback_has_a_folder(self) -> Self:
         if self.feedback != "off" and self.state is None:
             raise ValueError(
-                f"feedback = {self.feedback} needs a folder to keep it in; name one with --state "
-                "DIR or KINLENS_STATE, or leave KINLENS_FEEDBACK off"
+                f"feedback = {self.feedback} needs a state folder; set --state DIR or "
+                "KINLENS_STATE, or set KINLENS_FEEDBACK to off"
             )
         return self
 
@@ -303,13 +306,13 @@ class Settings(BaseSettings):
         entries = [entry for entry in self.galleries if is_followed(split_named(entry)[1])]
         if entries and self.copies_in() is None:
             raise ValueError(
-                f"gallery {entries[0]!r} is followed, and there is no folder for its copy; name "
-                "one with --replica-folder DIR or KINLENS_REPLICA_FOLDER, or with --state"
+                f"gallery {entries[0]!r} is followed, but there is no folder for its copy; set "
+                "--replica-folder DIR or KINLENS_REPLICA_FOLDER, or --state DIR"
             )
         return self
 
     def copies_in(self) -> Path | None:
-        """The folder for copies of galleries that are followed."""
+        """The folder for copies of followed galleries; None without one."""
         if self.replica_folder is None and self.state is not None:
             return self.state / REPLICAS
         return self.replica_folder
@@ -324,31 +327,34 @@ class Settings(BaseSettings):
 
     @property
     def max_views(self) -> int:
-        """Images and crops that are looked for, in all queries of a request together."""
+        """Maximum number of images and crops over all queries of a request."""
         return max(_MOST_VIEWS, self.max_images, self.max_batch_queries)
 
     def images_at_once(self) -> int:
-        """Images that the model takes in one call, at most.
+        """Maximum number of images in one call of the model.
 
-        On a CPU two already cost as much each as one alone, and more of them leave its caches.
+        On a CPU, batches do not reduce the cost per image, and large ones exceed the CPU caches.
         """
         return self.batch_size or (_GPU_BATCH if self.device == "cuda" else _CPU_BATCH)
 
     def searched_on(self) -> Literal["cpu", "cuda"]:
-        """Where galleries are searched: where the model runs, without a choice."""
+        """The device for searches; by default the device of the model."""
         return self.index_device or self.device
 
     def alone_threads(self) -> int:
-        """How many threads work on a search that is alone; processes know nothing of each other."""
+        """Number of model threads for a search while no other runs; 0: no extra threads.
+
+        With several processes it is 0, since a process cannot see the load of the others.
+        """
         is_wanted = self.device == "cpu" and self.threads == self.workers == 1
         return min(core_count(), _MOST_ALONE) if is_wanted else 0
 
     def image_limits(self) -> ImageLimits:
-        """What an upload may cost."""
+        """The limits of uploaded images."""
         return ImageLimits(self.max_upload_bytes, self.max_megapixels, self.max_side_px)
 
     def hosts(self) -> frozenset[str]:
-        """Hosts that a request may name; without a choice those of this machine and of `host`."""
+        """The allowed Host headers; by default the local names and `host`."""
         if self.allowed_hosts:
             return frozenset(host.lower() for host in self.allowed_hosts)
         with contextlib.suppress(ValueError):

@@ -181,7 +181,7 @@ def test_images_are_small_on_purpose_and_run_without_root(path: Path) -> None:
 def test_every_line_of_the_cpu_image_builds_it_without_torch(image: Scratch) -> None:
     python = image.folder / "opt/kinlens/bin/python"
     code = (
-        "import importlib.util as u, service.app; "
+        "import importlib.util as u, kinlens.service.app; "
         "print([n for n in ('torch', 'torchvision', 'pip', 'pytest') if u.find_spec(n)])"
     )
     done = subprocess.run(

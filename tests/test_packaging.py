@@ -14,6 +14,7 @@ import kinlens.service.__main__
 import kinlens.training.__main__
 
 ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
 APPS = {
     "kinlens-train": kinlens.training.__main__.app,
     "kinlens-index": kinlens.indexer.__main__.app,
@@ -127,7 +128,7 @@ def test_every_dependency_is_pinned_and_no_index_is_named() -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[^\s/]+( ;.*)?", line) for line in lines if line)
     pinned = {line.split("==")[0] for line in lines}
     wanted = [*PROJECT["dependencies"]]
-    for extra in ("core", "cpu", "training", "dev"):
+    for extra in ("core", "cpu", "training", "docs", "dev"):
         wanted += [one for one in EXTRAS[extra] if name_of(one) != "kinlens"]
     assert {name_of(requirement).lower() for requirement in wanted} <= pinned
 
@@ -144,3 +145,40 @@ def test_the_base_install_says_what_a_training_needs(package: str) -> None:
     assert done.returncode == 1
     assert f"kinlens-train needs the package {package}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [
+        ("vendor.github-workflows", WORKFLOWS),
+        ("vendor.citation-file-format", [ROOT / "CITATION.cff"]),
+    ],
+)
+def test_files_of_the_repository_follow_their_schema(schema: str, files: list[Path]) -> None:
+    command = [BIN / "check-jsonschema", "--builtin-schema", schema, *files]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert files
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_version_is_the_same_wherever_it_is_written() -> None:
+    newest = re.search(r"^## (\d\S*) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert newest is not None
+    assert cited is not None
+    assert newest[1] == cited[1] == kinlens.__version__
+
+
+def test_every_action_of_a_workflow_names_its_version_and_no_registry_is_named() -> None:
+    for path in WORKFLOWS:
+        text = path.read_text()
+        for action in re.findall(r"uses: (\S+)", text):
+            assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v1)", action), action
+        assert not re.search(r"ghcr\.io|docker\.io|pypi\.org", text)
+
+
+def test_pre_commit_runs_make_check() -> None:
+    assert re.search(r"^ +entry: make check$", (ROOT / ".pre-commit-config.yaml").read_text(), re.M)

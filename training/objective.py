@@ -15,7 +15,6 @@ from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.regularizers.determinant import DeterminantRegularizer
 from kinlens.training.regularizers.graph_consistency import graph_consistency
 from kinlens.training.regularizers.non_isotropy import NonIsotropyRegularizer
-from kinlens.training.regularizers.retention import retention
 from kinlens.training.regularizers.shares import Shares
 from kinlens.training.regularizers.skewed_mean import class_means, skewed_mean
 
@@ -58,14 +57,8 @@ class Objective(nn.Module):
         self.non_isotropy = None if nir is None else NonIsotropyRegularizer(nir, dim)
         self.shares = Shares({name: table.share for name, table in tables if table is not None})
 
-    def forward(
-        self, net: EmbeddingNet, features: Tensor, labels: Tensor, started: Tensor | None = None
-    ) -> Terms:
-        """Features (B, D) of `net` before its flow and labels (B,) to the terms.
-
-        `started` (B, D) has the unit embeddings of the same images by the network at step 0, which
-        retention compares with.
-        """
+    def forward(self, net: EmbeddingNet, features: Tensor, labels: Tensor) -> Terms:
+        """Features (B, D) of `net` before its flow and labels (B,) to the terms."""
         with torch.autocast(features.device.type, enabled=False):
             penalties, watched = {}, {}
             if self.determinant is None or net.flow is None:
@@ -81,8 +74,6 @@ class Objective(nn.Module):
                 watched = {"r_first": duel.r_first, "r_second": duel.r_second}
             unit = F.normalize(embeddings, dim=1)
             penalties |= self._regularize(unit, labels)
-            if self.tables.retention is not None and started is not None:
-                penalties["retention"] = self.tables.retention.weight * retention(unit, started)
             loss_term = self.loss_weight * loss
             if self.training and self.shares.is_due():
                 self.shares.measure(loss_term, penalties, features, self._sites(net))
@@ -151,32 +142,21 @@ class TrainingStep(nn.Module):
     Args:
         net: is trained.
         objective: is minimised.
-        start: the network at step 0, for retention; it has no part in the module's parameters.
     """
 
-    def __init__(
-        self, net: EmbeddingNet, objective: Objective, start: EmbeddingNet | None = None
-    ) -> None:
+    def __init__(self, net: EmbeddingNet, objective: Objective) -> None:
         super().__init__()
         self.net = net
         self.objective = objective
-        self._start = (start,)  # a tuple hides it from torch, which would train and synchronise it
 
     def forward(self, images: Tensor, labels: Tensor) -> Terms:
         """This rank's batch and its labels (B,) to the terms of all ranks.
 
         `images` are uint8 (B, 3, S, S) or, of a frozen trunk, the pooled features (B, C).
         """
-        features = gather(_features(self.net, images))
+        net = self.net
+        features = gather(net.features(images) if images.ndim == 4 else net.project(images))
         if not features.requires_grad:  # all of the network rests
             features = features.detach().requires_grad_()
-        started, (start,) = None, self._start
-        if start is not None:
-            with torch.no_grad():
-                started = gather(start.embed(_features(start, images)))
-        terms: Terms = self.objective(self.net, features, gather(labels), started)
+        terms: Terms = self.objective(net, features, gather(labels))
         return terms
-
-
-def _features(net: EmbeddingNet, images: Tensor) -> Tensor:
-    return net.features(images) if images.ndim == 4 else net.project(images)

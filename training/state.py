@@ -1,6 +1,5 @@
 """A run in progress: all that a step changes, how it is made, saved and taken up again."""
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kinlens.embedder.errors import CheckpointError, DatasetError, TrainingError
-from kinlens.training.checkpoint import START, Average, Checkpoint, load_checkpoint
+from kinlens.training.checkpoint import Average, Checkpoint, load_checkpoint
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.records import Split
 from kinlens.training.device import choose_device
@@ -69,7 +68,6 @@ class Run:
     began_with: str = UNTRAINED
     average: Average | None = None
     saved_at: float = -math.inf
-    _start: EmbeddingNet | None = None
     _model: tuple[bool, nn.Module] | None = None
 
     @property
@@ -79,20 +77,10 @@ class Run:
 
     @property
     def compares_with_start(self) -> bool:
-        """Whether the network at step 0 is needed later."""
+        """Whether the folds compare the trained network with the one at step 0."""
         protocol = self.job.protocol
         is_fold = protocol.fold is not None and protocol.choose_by == "last"
-        on_folds = protocol.choose_by == "folds" or is_fold
-        return on_folds or self.job.regularizers.retention is not None
-
-    def keep_start(self, folder: Path) -> None:
-        """Take the network at step 0 from the folder of the run, if retention compares with it."""
-        if self.job.regularizers.retention is not None:
-            self.start_from(load_checkpoint(folder / START).network()[1])
-
-    def start_from(self, net: EmbeddingNet) -> None:
-        """Let retention compare with a copy of `net`."""
-        self._start = copy.deepcopy(net).eval().requires_grad_(False).to(self.device)
+        return protocol.choose_by == "folds" or is_fold
 
     def checkpoint(self, split: Split) -> Checkpoint:
         """What `restore` needs."""
@@ -123,7 +111,7 @@ class Run:
             if group["name"] == "trunk":
                 for parameter in group["params"]:
                     parameter.requires_grad_(not warm)
-        model: nn.Module = TrainingStep(self.net, self.objective, self._start)
+        model: nn.Module = TrainingStep(self.net, self.objective)
         if world() > 1:
             ids = [self.device] if self.device.type == "cuda" else None
             model = DistributedDataParallel(model, device_ids=ids)

@@ -90,7 +90,6 @@ def fit(
         if not trains:
             training.save(FILE)
             return run.history
-        run.keep_start(folder)
         loader = _loader(run, images, order, listener)
         while run.epoch < job.optimizer.epochs:
             order.epoch = run.epoch

@@ -1,6 +1,5 @@
-"""The catalogue of a gallery: its items and their attributes, in one SQLite file with a write-ahead
-log, and their vectors, in a file of their own. Readers see one state each and are never kept
-waiting, writers take turns.
+"""The catalogue of a gallery: items and attributes in a SQLite file with a write-ahead log, and
+vectors in a separate file. Each reader sees one state and never waits; writers take turns.
 """
 
 import contextlib
@@ -40,16 +39,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LARGE_BYTES = 64 * 2**20
-_MOST_FREE = 0.1  # part of the pages of a large file
-_PATIENCE = 8  # times that vectors which are gone are looked up anew
-_CHECKPOINT_S = 1.0  # how long a write that finds the log long waits for searches to end
+_MAX_FREE = 0.1  # share of unused pages above which a large file is vacuumed
+_MAX_ATTEMPTS = 8  # to open vectors that a compaction may delete before they are opened
+_CHECKPOINT_S = 1.0  # how long a write waits for searches to end before it truncates a long log
 
 
 class Catalog:
-    """An open catalogue; thread safe, and any number of processes may have it open."""
+    """An open catalogue. Thread safe; any number of processes may have it open."""
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
-        """Of a file that `open` has looked at, or will."""
+        """Use `open`, which also checks the file."""
         self.path = path
         self._writable = writable
         self._unchanged: _Stamp | None = None
@@ -60,7 +59,7 @@ class Catalog:
 
     @classmethod
     def create(cls, path: Path, dim: int, type_: VectorType = "fp32") -> None:
-        """Make the new, empty file for vectors of length `dim`, and that for the vectors.
+        """Create an empty catalogue and its file of vectors of length `dim`.
 
         Raises: GalleryWriteError, OSError.
         """
@@ -77,11 +76,11 @@ class Catalog:
 
     @classmethod
     def open(cls, path: Path, *, writable: bool = False) -> "Catalog":
-        """Open the file and check that it is a catalogue; `CatalogView.check` looks at all of it.
+        """Open a catalogue and check its schema. `CatalogView.check` verifies the whole file.
 
-        A file in a folder that this user cannot write is read without locks while it has no log,
-        and opened again when somebody has changed it: what is read in that moment may be refused
-        as damaged.
+        In a folder without write permission, a file without a log is read without locks, and
+        reopened after another process changed it. Reads during such a change may raise
+        GalleryCorruptError.
 
         Raises: GalleryCorruptError; GalleryError if it cannot be read.
         """
@@ -97,11 +96,11 @@ class Catalog:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[CatalogView]:
-        """A view of one state, for the length of the block.
+        """A view of one state, for the duration of a `with` block.
 
         Raises: GalleryCorruptError; GalleryError if the file cannot be read.
         """
-        connection, idle = self._take()
+        connection, idle = self._acquire()
         view = CatalogView(connection)
         try:
             self._begin(view)
@@ -109,44 +108,48 @@ class Catalog:
         except SQLITE_ERRORS as error:
             raise read_error(self.path, error) from error
         finally:
-            del view.connection  # a view that outlives its block must fail
-            self._end(connection, idle)
+            del view.connection  # using the view after its block must fail
+            self._finish(connection, idle)
 
     def state(self) -> State:
-        """Where the catalogue stands: half the time of a view, for those who read nothing else.
+        """The current state, in half the time of `reading`.
 
-        Raises: as `reading`.
+        Raises: GalleryCorruptError; GalleryError if the file cannot be read.
         """
         return self._one(CatalogView.state)
 
     def rows(self, ids: Sequence[ItemId], seq: int) -> dict[ItemId, Row] | None:
-        """As that of a view, without one. Raises: as `reading`."""
+        """`CatalogView.rows` without a transaction.
+
+        Raises: GalleryCorruptError; GalleryError if the file cannot be read.
+        """
         return self._one(CatalogView.rows, ids, seq)
 
     def _one(
         self, read: Callable[Concatenate[CatalogView, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """What one statement reads, which needs no transaction."""
-        connection, idle = self._take()
+        """Run a read of a single statement, which needs no transaction."""
+        connection, idle = self._acquire()
         try:
             return read(CatalogView(connection), *args, **kwargs)
         except SQLITE_ERRORS as error:
             raise read_error(self.path, error) from error
         finally:
-            self._give_back(connection, idle)
+            self._release(connection, idle)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[CatalogWriter]:
-        """Changes that come true together, on disk, when the block ends, or not at all if it
-        raises. Writers take turns, and wait 30 s at most.
+        """A writer whose changes are committed to disk when the `with` block ends.
 
-        Raises: GalleryWriteError if they could not be written, GalleryCorruptError.
+        If the block raises, nothing is changed. Writers take turns and wait up to 30 s.
+
+        Raises: GalleryWriteError if nothing could be written; GalleryCorruptError.
         """
-        connection, idle = self._take()
+        connection, idle = self._acquire()
         try:
             connection.execute("BEGIN IMMEDIATE")
             writer = CatalogWriter(connection)
-            self._open_vectors(writer)  # no compaction removes them while this writes
+            self._open_vectors(writer)  # needs no retry: no compaction can commit during a write
             yield writer
             if writer.has_written and writer.file is not None:
                 writer.file.sync()
@@ -160,58 +163,60 @@ class Catalog:
                 "Free space on the disk, check its limits and health, and try again."
             ) from error
         finally:
-            self._end(connection, idle)
+            self._finish(connection, idle)
 
     def _begin(self, view: CatalogView) -> None:
-        """Begin the transaction of a view; it may meet vectors that a compaction removes."""
-        for _ in range(_PATIENCE):
+        """Begin the transaction of a view. Retries if a compaction has just deleted the vectors."""
+        for _ in range(_MAX_ATTEMPTS):
             view.connection.execute("BEGIN")
             try:
                 return self._open_vectors(view)
             except FileNotFoundError:
                 view.connection.execute("ROLLBACK")
         raise GalleryCorruptError(
-            f"{self.path.parent / VECTORS} lacks the vectors of {self.path.name}. {RESTORE}."
+            f"The vectors of {self.path.name} are missing in {self.path.parent / VECTORS}. "
+            f"{RESTORE}."
         )
 
     def _open_vectors(self, view: CatalogView) -> None:
-        """Give a view its file of vectors. Raises: FileNotFoundError, GalleryCorruptError."""
+        """Open the file of vectors of a view. Raises: FileNotFoundError, GalleryCorruptError."""
         name = view.file_name
         if name is None:
             return
         view.file = VectorFile.open(self.path.parent / VECTORS / name, view.dim)
         if not (self._writable or self._closed):
-            self._file = view.file  # kept open; a writer may be idle while it is replaced
+            self._file = view.file  # keep it open; not in a writer, which may be idle for long
 
     def shrink(self) -> None:
-        """Give back unused pages, in which what was removed can still be read, and from an earlier
-        version all vectors; of a large file only if there are many, since writes wait meanwhile.
+        """Vacuum the file: unused pages still contain removed items, or vectors of an old version.
+
+        A large file is vacuumed only if it has many unused pages, since writes have to wait.
 
         Raises: GalleryError.
         """
-        connection, idle = self._take()
+        connection, idle = self._acquire()
         try:
             [(free,)] = connection.execute("PRAGMA freelist_count").fetchall()
             [(pages,)] = connection.execute("PRAGMA page_count").fetchall()
             [(page_size,)] = connection.execute("PRAGMA page_size").fetchall()
             is_large = pages * page_size > _LARGE_BYTES
-            if not is_large or free > _MOST_FREE * pages:
+            if not is_large or free > _MAX_FREE * pages:
                 connection.execute("VACUUM")
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except SQLITE_ERRORS as error:
             raise write_error(self.path, error) from error
         finally:
-            self._end(connection, idle)
+            self._finish(connection, idle)
 
     def close(self) -> None:
-        """Close the idle connections; blocks that still run close theirs at their end."""
+        """Close the idle connections; running blocks close theirs when they end."""
         self._closed = True
         self._file = None
         while self._idle:
             self._idle.pop().close()
 
-    def _take(self) -> tuple[sqlite3.Connection, _Idle]:
-        """A connection that nobody else uses, and where it belongs.
+    def _acquire(self) -> tuple[sqlite3.Connection, _Idle]:
+        """A connection for exclusive use, and the pool to return it to.
 
         Raises: GalleryError, GalleryCorruptError.
         """
@@ -225,18 +230,18 @@ class Catalog:
         except IndexError:
             return self._connected(), idle
 
-    def _end(self, connection: sqlite3.Connection, idle: _Idle) -> None:
-        """Leave what was begun and not committed, and give the connection back."""
+    def _finish(self, connection: sqlite3.Connection, idle: _Idle) -> None:
+        """Roll back an open transaction and release the connection."""
         try:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
         except sqlite3.Error:
             connection.close()
             return
-        self._give_back(connection, idle)
+        self._release(connection, idle)
 
-    def _give_back(self, connection: sqlite3.Connection, idle: _Idle) -> None:
-        if idle is not self._idle:  # it reads a file that has changed since
+    def _release(self, connection: sqlite3.Connection, idle: _Idle) -> None:
+        if idle is not self._idle:  # opened before the file changed
             connection.close()
             return
         idle.append(connection)
@@ -264,17 +269,17 @@ class Catalog:
         return connection
 
     def _shorten_log(self, connection: sqlite3.Connection) -> None:
-        """Where some search is always under way, SQLite alone never comes to the log's end."""
+        """Truncate a long log. SQLite does not do this while there is always a running search."""
         size = _log_bytes(self.path)
         if size <= self._log_limit:
             return
         is_busy = 1
-        # What was committed stays in the log if this fails.
+        # If this fails, the committed changes stay in the log.
         with contextlib.suppress(sqlite3.Error):
             connection.execute(f"PRAGMA busy_timeout = {_CHECKPOINT_S * 1000:.0f}")
             [(is_busy, _, _)] = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         connection.execute(f"PRAGMA busy_timeout = {BUSY_S * 1000:.0f}")
-        # One long search is not to keep every write waiting.
+        # Raise the limit, so that one long search does not delay every write.
         self._log_limit = _KEEP_LOG_BYTES + (size if is_busy else 0)
 
     def _check(self) -> None:
@@ -297,9 +302,9 @@ class Catalog:
 
 @contextlib.contextmanager
 def catalog_view(path: Path) -> Iterator[CatalogView]:
-    """One state of the catalogue at `path`, opened for this look alone.
+    """One state of the catalogue at `path`; the file is closed when the `with` block ends.
 
-    Raises: as `Catalog.open` and `Catalog.reading`.
+    Raises: GalleryCorruptError; GalleryError if it cannot be read.
     """
     with contextlib.closing(Catalog.open(path)) as catalog, catalog.reading() as view:
         yield view
@@ -309,7 +314,7 @@ _Stamp = tuple[int, ...]
 
 
 def _stamp(path: Path) -> _Stamp:
-    """What a change of the catalogue changes."""
+    """Times, inodes and sizes of the file and its log: they differ after a change."""
     found: list[int] = []
     for file in (path, _log(path)):
         with contextlib.suppress(OSError):
@@ -323,7 +328,7 @@ def _log(path: Path) -> Path:
 
 
 def _log_bytes(path: Path) -> int:
-    """The length of the write-ahead log, where changes stand at first."""
+    """The size of the write-ahead log, which contains the latest changes."""
     try:
         return _log(path).stat().st_size
     except OSError:
@@ -331,7 +336,7 @@ def _log_bytes(path: Path) -> int:
 
 
 def _is_unwritable(path: Path, error: GalleryError) -> bool:
-    """Whether SQLite could not make its log beside the file, and no log is needed to read it."""
+    """Whether SQLite could not create its log next to the file, and reading needs no log."""
     cause = error.__cause__
     return (
         isinstance(cause, sqlite3.Error)

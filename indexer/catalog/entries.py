@@ -1,4 +1,4 @@
-"""What may be stored: the checks of entries before they are written."""
+"""Checks of keys, vectors and attributes before they are written."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -9,22 +9,22 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.attributes import as_stored, check_name, checked_kind, is_printable
+from kinlens.indexer.attributes import as_stored, check_name, checked_type, is_printable
 from kinlens.indexer.types import Entry, Item
 from kinlens.values import AttributeKind, AttributeValue
 
 MAX_KEY = 1024
 NORM_TOLERANCE = 1e-3
-"""A vector whose norm differs more from 1 is refused."""
+"""A vector whose norm differs from 1 by more than this is refused."""
 
 ROUNDING = 1e-6
-"""A vector whose norm differs more from 1 is divided by it; others keep every bit."""
+"""A vector whose norm differs from 1 by more than this is normalised; others are unchanged."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def checked_keys(keys: Iterable[str]) -> list[str]:
-    """The keys as a list. Raises: InvalidParameterError for one text, or what is no text."""
+    """The keys as a list. Raises: InvalidParameterError for a single key or other types."""
     if isinstance(keys, str | bytes):
         raise InvalidParameterError(
             f"{keys!r:.200} is one key. Give a list of keys: [{keys!r:.200}]."
@@ -32,28 +32,28 @@ def checked_keys(keys: Iterable[str]) -> list[str]:
     listed = list(keys)
     for key in listed:
         if not isinstance(key, str):
-            raise InvalidParameterError(f"{key!r:.200} is not a key. Give a list of texts.")
+            raise InvalidParameterError(f"A key must be a text, not {key!r:.200}.")
     return listed
 
 
 def is_key(key: str) -> bool:
-    """1 to 1024 printable characters, and no part of a path that leads upwards."""
+    """Whether a key is valid: 1 to 1024 printable characters, no path component `..`."""
     if not 1 <= len(key) <= MAX_KEY or not is_printable(key):
         return False
     return ".." not in key or ".." not in key.split("/")
 
 
 def checked_vectors(entries: Sequence[Entry], dim: int) -> Embeddings:
-    """Check keys, contents and vectors; the vectors (N, dim) as one array, of norm 1.
+    """Check entries and return their vectors as one array (N, dim) of norm 1.
 
-    Raises: InvalidParameterError naming the first key at fault.
+    Raises: InvalidParameterError naming the first invalid key.
     """
     seen: set[str] = set()
     for entry in entries:
         check_key(entry.key)
         if entry.key in seen:
             raise InvalidParameterError(
-                f"Key {entry.key!r} is there twice. Give each item a key of its own."
+                f"Key {entry.key!r} occurs twice. Give each item a different key."
             )
         seen.add(entry.key)
         _check_content(entry)
@@ -73,7 +73,7 @@ def norms_of(vectors: Embeddings) -> NDArray[np.float64]:
 
 
 def normalised(vectors: Embeddings, norms: NDArray[np.float64]) -> Embeddings:
-    """Vectors (N, D) divided by their norms; those of norm 1 but for a rounding keep every bit."""
+    """Vectors (N, D) divided by their norms; vectors of norm 1 up to rounding are unchanged."""
     off = np.abs(norms - 1) > ROUNDING
     if not off.any():
         return vectors
@@ -87,16 +87,19 @@ def merged(
     stored: Mapping[str, AttributeValue],
     owned: Collection[str],
 ) -> dict[str, AttributeValue]:
-    """The attributes of a stored item that an entry changes: those given, and those of it whose
-    names are not `owned`.
-    """
+    """The new attributes of a stored item: the given ones, and stored ones that are not `owned`."""
     return {name: value for name, value in stored.items() if name not in owned} | dict(given)
 
 
 def with_stored(
     entries: Sequence[Entry], known: Mapping[str, Item], owned: frozenset[str] | None
 ) -> Sequence[Entry]:
-    """Entries as they are to be stored over the items `known` by key; `owned` as in `add`."""
+    """Entries with the attributes that they keep from stored items.
+
+    known: the stored items, by key.
+    owned: an attribute that an entry does not give is removed only if it is one of these names;
+        None removes all.
+    """
 
     def stored(entry: Entry) -> Entry:
         names = frozenset() if entry.keeps else owned
@@ -108,35 +111,35 @@ def with_stored(
     return [stored(entry) for entry in entries]
 
 
-def learn_kinds(
-    kinds: dict[str, AttributeKind], key: str, attributes: Mapping[str, AttributeValue]
+def learn_types(
+    types: dict[str, AttributeKind], key: str, attributes: Mapping[str, AttributeValue]
 ) -> None:
-    """Check attributes against the kinds known so far, and add those of new names.
+    """Check attributes against the known types `types`, and add the types of new names to it.
 
-    Raises: InvalidParameterError naming attribute, kind, value and key.
+    Raises: InvalidParameterError naming attribute, type, value and key.
     """
     for name, value in as_stored(attributes).items():
         try:
-            kind = checked_kind(value)
-            known = kinds.get(name)
+            type_ = checked_type(value)
+            known = types.get(name)
             if known is None:
                 check_name(name)
-                kinds[name] = known = kind
+                types[name] = known = type_
         except ValueError as error:
             raise InvalidParameterError(f"Attribute {name!r:.160} of {key!r}: {error}.") from error
-        if kind != known:
+        if type_ != known:
             raise InvalidParameterError(
-                f"Attribute {name!r} is a {known}, and {key!r} has {value!r:.80}, a {kind}. Give "
+                f"Attribute {name!r} is a {known}, and {key!r} has {value!r:.80}, a {type_}. Give "
                 f"it a {known}, or choose another name."
             )
 
 
 def check_key(key: object) -> None:
-    """Raises: InvalidParameterError for what `is_key` does not take."""
+    """Check a key with `is_key`. Raises: InvalidParameterError."""
     if not _is_text(key, is_key):
         raise InvalidParameterError(
-            f"{key!r:.200} is not a key, which has 1 to {MAX_KEY:,} printable characters and no "
-            "part '..'. Choose another one."
+            f"{key!r:.200} is not a valid key. Give 1 to {MAX_KEY:,} printable characters without "
+            "a part '..'."
         )
 
 
@@ -148,20 +151,20 @@ def _check_content(entry: Entry) -> None:
     for text in (entry.path, entry.format):
         if not _is_text(text, is_printable):
             raise InvalidParameterError(
-                f"{text!r:.200} of {entry.key!r} is no text, or has control characters or broken "
-                "Unicode. Rename the file."
+                f"Path and format of {entry.key!r} must be texts without control characters and "
+                f"invalid Unicode, not {text!r:.200}. Rename the file."
             )
 
 
 def _check_vector(key: str, vector: object, dim: int) -> None:
     if not isinstance(vector, np.ndarray) or vector.dtype.kind not in "fiu":
-        kind = getattr(vector, "dtype", type(vector).__name__)
+        type_ = getattr(vector, "dtype", type(vector).__name__)
         raise InvalidParameterError(
-            f"The vector of {key!r} is of type {kind}. Give a NumPy array ({dim},) of float32."
+            f"The vector of {key!r} is of type {type_}. Give a NumPy array ({dim},) of float32."
         )
     if vector.shape != (dim,):
         raise InvalidParameterError(
-            f"The vector of {key!r} has the shape {vector.shape}, the gallery holds ({dim},). "
+            f"The vector of {key!r} has the shape {vector.shape}; this gallery needs ({dim},). "
             "Embed it with the bundle of the gallery."
         )
 
@@ -171,12 +174,12 @@ def _is_text(value: object, test: Callable[[str], object]) -> bool:
 
 
 def _check_norms(entries: Sequence[Entry], vectors: Embeddings, norms: NDArray[np.float64]) -> None:
-    # Written so that NaN is at fault as well.
+    # `not <=` instead of `>`, so that NaN is refused as well.
     wrong = np.flatnonzero(~(np.abs(norms - 1) <= NORM_TOLERANCE))
     if len(wrong):
         row = int(wrong[0])
-        what = f"norm {norms[row]:g}" if np.isfinite(vectors[row]).all() else "NaN or infinity"
+        fault = f"norm {norms[row]:g}" if np.isfinite(vectors[row]).all() else "NaN or infinity"
         raise InvalidParameterError(
-            f"The vector of {entries[row].key!r} has {what}; the gallery holds unit vectors. "
+            f"The vector of {entries[row].key!r} has {fault}; it must be a unit vector. "
             "Divide it by its norm, or embed the image again."
         )

@@ -1,6 +1,6 @@
-"""Changes of a catalogue on their way to a copy of it: parts of SQLite, written here and applied.
+"""Replication of a catalogue: writes changes into SQLite files ("parts"), applies them to a copy.
 
-A part holds whole rows, so it may be applied more than once, and to a copy that knows some of them.
+A part contains whole rows, so applying it is idempotent, also on a copy that has some of them.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from kinlens.indexer.types import Ids, Progress
 NameRows = tuple[tuple[int, str, str, int], ...]
 """The rows of `names`."""
 
-_AT_ONCE = 4096
+_BATCH = 4096
 _PART = """
 PRAGMA user_version = 1;
 CREATE TABLE items (
@@ -50,20 +50,22 @@ _GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
 def write_part(
     path: Path, view: CatalogView, ids: Ids, since: int, with_tombstones: bool, on_item: Progress
 ) -> None:
-    """Write items (N,) into the new file `path`: those added after the write `since` with their
-    vectors, as they are stored; and, if asked for, the tombstones after that write.
+    """Write the items `ids` (N,) into the new file `path`.
+
+    Items added after the write `since` are written with their stored vectors. With
+    `with_tombstones`, the tombstones after that write are included.
 
     Raises: GalleryCorruptError, sqlite3.Error.
     """
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as part:
         part.executescript(_PART)
-        part.execute("PRAGMA synchronous = OFF")  # a hash is made of it afterwards
+        part.execute("PRAGMA synchronous = OFF")  # the file is hashed afterwards
         part.execute("BEGIN")
         if with_tombstones:
-            gone = view.connection.execute(_TOMBSTONES, (since,))
-            part.executemany("INSERT INTO tombstones VALUES (?, ?)", gone)
-        for start in range(0, len(ids), _AT_ONCE):
-            some = ids[start : start + _AT_ONCE]
+            tombstones = view.connection.execute(_TOMBSTONES, (since,))
+            part.executemany("INSERT INTO tombstones VALUES (?, ?)", tombstones)
+        for start in range(0, len(ids), _BATCH):
+            some = ids[start : start + _BATCH]
             part.executemany(_INTO_PART, _rows(view, some, since))
             on_item(len(some))
         part.execute("COMMIT")
@@ -75,7 +77,7 @@ def name_rows(view: CatalogView) -> NameRows:
 
 
 def live_bits(view: CatalogView) -> bytes:
-    """A bit for each item id up to the highest one, compressed."""
+    """A compressed bitmap of the live item ids, up to the highest one."""
     ids = view.live_ids()
     bits = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
     bits[ids] = True
@@ -83,46 +85,46 @@ def live_bits(view: CatalogView) -> bytes:
 
 
 def remove_dead(writer: CatalogWriter, bits: bytes, seq: int) -> None:
-    """Remove the items that `live_bits` does not have, as of the write `seq`."""
+    """Remove the items that are not in the bitmap of `live_bits`, as of the write `seq`."""
     live = np.unpackbits(np.frombuffer(zlib.decompress(bits), np.uint8), bitorder="little")
     ids = writer.live_ids()
     is_live = np.zeros(len(ids), np.bool_)
     known = ids < len(live)
     is_live[known] = live[ids[known]].astype(np.bool_)
-    _bury(writer, [(seq, number) for number in ids[~is_live].tolist()])
+    _add_tombstones(writer, [(seq, item_id) for item_id in ids[~is_live].tolist()])
 
 
 def remove_buried(writer: CatalogWriter, path: Path) -> None:
     """Remove the items whose tombstones are in the part `path`."""
     with _opened(path) as part:
-        _bury(writer, part.execute("SELECT seq, id FROM tombstones").fetchall())
+        _add_tombstones(writer, part.execute("SELECT seq, id FROM tombstones").fetchall())
 
 
 def apply_part(writer: CatalogWriter, path: Path) -> None:
-    """Write the items of the part `path`, in place of what is known of them.
+    """Write the items of the part `path`; existing rows of these items are replaced.
 
     Raises: OSError, sqlite3.Error.
     """
     with _opened(path) as part:
         cursor = part.execute("SELECT * FROM items ORDER BY id")
-        while rows := cursor.fetchmany(_AT_ONCE):
-            _put(writer, rows)
+        while rows := cursor.fetchmany(_BATCH):
+            _replace(writer, rows)
     seal(writer.connection)
 
 
 def finish(
     writer: CatalogWriter, seq: int, size: int, numbers: int, last_given: ItemId, names: NameRows
 ) -> None:
-    """End with the state of the original: its write `seq`, and what it counts.
+    """Set the counters of the original: its write `seq`, `last_given` id and attribute names.
 
-    Raises: GalleryCorruptError if other items are here.
+    Raises: GalleryCorruptError if the number or the sum of the item ids differs.
     """
     connection = writer.connection
     found = connection.execute("SELECT size, numbers FROM state").fetchone()
     if found != (size, numbers):
         raise GalleryCorruptError(
-            f"The copy would have {found[0]:,} items, and the original has {size:,}. Stop what "
-            "serves the copy, delete its folder and start again."
+            f"The copy would have {found[0]:,} items, but the original has {size:,}. Stop the "
+            "service of the copy, delete its folder and start again."
         )
     connection.execute("DELETE FROM names")
     connection.executemany("INSERT INTO names VALUES (?, ?, ?, ?)", names)
@@ -142,8 +144,8 @@ def _rows(view: CatalogView, ids: Ids, since: int) -> Iterator[tuple[Any, ...]]:
             f"The catalogue lists items that have no row or no vector. {RESTORE}."
         )
     added = np.array([row[6] > since for row in rows], np.bool_)
-    places = view.file.rows_of(ids[added])
-    vectors = iter(view.file.rows(int(places.max(initial=-1)) + 1)[places])
+    positions = view.file.rows_of(ids[added])
+    vectors = iter(view.file.rows(int(positions.max(initial=-1)) + 1)[positions])
     for row, is_added in zip(rows, added, strict=True):
         yield (*row, next(vectors).tobytes() if is_added else None)
 
@@ -155,15 +157,15 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
         yield part
 
 
-def _bury(writer: CatalogWriter, tombstones: Sequence[tuple[int, ItemId]]) -> None:
-    for start in range(0, len(tombstones), _AT_ONCE):
-        some = tombstones[start : start + _AT_ONCE]
-        _remove(writer, [number for _, number in some])
+def _add_tombstones(writer: CatalogWriter, tombstones: Sequence[tuple[int, ItemId]]) -> None:
+    for start in range(0, len(tombstones), _BATCH):
+        some = tombstones[start : start + _BATCH]
+        _remove(writer, [item_id for _, item_id in some])
         writer.connection.executemany("INSERT OR IGNORE INTO tombstones VALUES (?, ?)", some)
     seal(writer.connection)
 
 
-def _put(writer: CatalogWriter, rows: Sequence[tuple[Any, ...]]) -> None:
+def _replace(writer: CatalogWriter, rows: Sequence[tuple[Any, ...]]) -> None:
     connection, file = writer.connection, writer.file
     assert isinstance(file, VectorFile)
     _remove(writer, [row[0] for row in rows])
@@ -175,8 +177,8 @@ def _put(writer: CatalogWriter, rows: Sequence[tuple[Any, ...]]) -> None:
         data = b"".join(row[10] for row in added)
         vectors = np.frombuffer(data, file.dtype).reshape(len(added), file.dim)
         ids = np.array([row[0] for row in added], np.int64)
-        # The file may be younger than this part, and lack items that a later part removes.
-        has_row = file.numbers.rows_of(ids) >= 0
+        # The file may be newer than this part and have no rows for items that a later part removes.
+        has_row = file.row_ids.rows_of(ids) >= 0
         file.write(ids[has_row], vectors[has_row])
 
 

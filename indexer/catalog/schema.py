@@ -1,7 +1,7 @@
-"""The tables of a catalogue, and what makes a SQLite file one.
+"""The SQLite schema of a catalogue, its checksums and its errors.
 
-Each row carries a checksum: SQLite notices damage to the structure of its pages alone, so without
-one a flipped bit would be a wrong vector or attribute.
+Each row has a checksum. SQLite only detects damage to the structure of its pages, so a flipped bit
+could otherwise become a wrong vector or attribute.
 """
 
 import sqlite3
@@ -19,31 +19,34 @@ from kinlens.embedder.types import ItemId
 
 SCHEMA_VERSION = 6
 VECTORS_INSIDE = 5
-"""The last version with the vectors in the catalogue; the next compaction moves them out."""
+"""The last version with vectors inside the catalogue; the next compaction moves them out."""
 
 KEEPS_REMOVED = (4, 5, 6)
-"""Versions with the table `removed`; the first change adds it to the file of another one."""
+"""Versions with the table `removed`; the first change adds it to files of other versions."""
 
 _EARLIER = (2, 3, 4, 5)
-"""Versions whose files are read and written. Up to 4 they have a table of attributes, which nobody
-reads; the next compaction drops it."""
+"""Earlier versions that can be read and written. Versions up to 4 have an unused table of
+attributes; the next compaction drops it."""
 RESTORE = "Restore a backup: kinlens-index restore"
 
-# secure_delete: what is removed is overwritten, where that costs no further write.
+# secure_delete: overwrite removed data where that needs no additional write.
 NEW_FILE = f"""
 PRAGMA page_size = 4096;
 PRAGMA secure_delete = FAST;
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 
-# items.added_seq: the write that added the item; changed_seq: the last one that changed it, so it
-# is never lower. items.attributes is JSON. An attribute name has one kind for ever.
-# crc is the checksum of its row; state.names that of all rows of `names`; state.numbers the sum of
-# the numbers of all items; state.vectors names the file with the vectors, of which `vectors` keeps
-# the checksums. names.total is not used any more.
-# removed: items that `restore` can bring back, with the write that removed them and its time in
-# seconds since 1970, until `adopt_segment` forgets them. A replaced item is not kept, since another
-# one has its key.
+# items.added_seq     the write that added the item
+# items.changed_seq   the last write that changed it; never below added_seq
+# items.attributes    JSON; the type of an attribute name never changes
+# crc                 checksum of the row
+# state.names         checksum of all rows of `names`
+# state.numbers       sum of the ids of all items
+# state.vectors       name of the file of vectors; the table `vectors` has their checksums
+# names.total         unused
+# removed             items that `restore` can bring back, with the write (seq) and the Unix time
+#                     (at) of their removal, until `adopt_segment` erases them. Replaced items are
+#                     not kept, since another item has their key.
 REMOVED = (
     """CREATE TABLE IF NOT EXISTS removed (
     id INTEGER PRIMARY KEY,
@@ -118,7 +121,7 @@ INSERT INTO checksums SELECT id, crc, NULL FROM vectors;
 DROP TABLE vectors;
 ALTER TABLE checksums RENAME TO vectors;
 """
-"""What makes a file of an earlier version one whose vectors are outside."""
+"""Migrates a file of an earlier version to vectors in a separate file."""
 
 BUSY_S = 30.0
 _DAMAGED = {
@@ -136,7 +139,7 @@ _WRITE_CURES = {
 
 
 class StateRow(NamedTuple):
-    """The row of `state`. vectors: the name of the file of vectors; () in an earlier version."""
+    """The row of `state`. `vectors` has the name of the file of vectors; () in earlier versions."""
 
     seq: int
     size: int
@@ -150,7 +153,7 @@ class StateRow(NamedTuple):
 
     @property
     def checksum(self) -> int:
-        """What `crc` should be."""
+        """The expected value of `crc`."""
         return row_checksum((*self[:7], *self.vectors))
 
 
@@ -164,11 +167,11 @@ def read_state(connection: sqlite3.Connection) -> StateRow | None:
 
 
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""What SQLite raises; the latter where its message quotes damaged text."""
+"""The errors of SQLite; UnicodeDecodeError if its message quotes damaged text."""
 
 
 def seal(connection: sqlite3.Connection) -> None:
-    """Bring the checksums of `names` and `state` up to date. Raises: sqlite3.Error."""
+    """Update the checksums of `names` and `state`. Raises: sqlite3.Error."""
     names = row_checksum(connection.execute(NAMES).fetchall())
     row = read_state(connection)
     if row is not None:
@@ -177,12 +180,12 @@ def seal(connection: sqlite3.Connection) -> None:
 
 
 def check_schema(path: Path, connection: sqlite3.Connection) -> None:
-    """Raises: GalleryCorruptError for a file of another schema, by both numbers; sqlite3.Error."""
+    """Check the schema version. Raises: GalleryCorruptError naming both versions; sqlite3.Error."""
     [(version,)] = connection.execute("PRAGMA user_version").fetchall()
     if version in (SCHEMA_VERSION, *_EARLIER):
         return
     if version == 1:
-        cure = "Build the gallery again from its images: kinlens-index build."
+        cure = "Rebuild the gallery from its images: kinlens-index build."
     elif version > SCHEMA_VERSION:
         cure = "Install a newer version of Kinlens."
     else:
@@ -193,36 +196,39 @@ def check_schema(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def row_checksum(row: Sequence[Any]) -> int:
-    """Of a short row, or of several."""
+    """The checksum of a short row, or of several."""
     return zlib.crc32(repr(row).encode("utf-8", "surrogatepass"))
 
 
 def item_checksum(
-    number: ItemId, key: str, path: str, sha256: bytes, format_: str, attributes: str
+    item_id: ItemId, key: str, path: str, sha256: bytes, format_: str, attributes: str
 ) -> int:
-    """Of a row of `items`; `attributes` is the JSON. Raises: TypeError for a damaged sha256."""
-    text = f"{number}\0{key}\0{path}\0{format_}\0{attributes}"
+    """The checksum of a row of `items`; `attributes` is JSON.
+
+    Raises: TypeError if a damaged sha256 is not bytes.
+    """
+    text = f"{item_id}\0{key}\0{path}\0{format_}\0{attributes}"
     return zlib.crc32(text.encode(), zlib.crc32(sha256))
 
 
-def vector_checksum(number: ItemId, vector: bytes) -> int:
-    """Of a row of `vectors`; it begins with the number, so that rows cannot be mixed up."""
-    return zlib.crc32(vector, number)
+def vector_checksum(item_id: ItemId, vector: bytes) -> int:
+    """The checksum of a row of `vectors`. It includes the id, so that rows cannot be swapped."""
+    return zlib.crc32(vector, item_id)
 
 
 def error_code(error: Exception) -> int:
-    """The primary result code of SQLite; 0 where the error is not from SQLite itself."""
+    """The primary result code of SQLite; 0 if the error does not come from SQLite."""
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
-def damaged(connection: sqlite3.Connection, what: str) -> GalleryCorruptError:
-    """The error to raise for rows that do not fit together."""
+def damaged(connection: sqlite3.Connection, reason: str) -> GalleryCorruptError:
+    """The error for inconsistent or damaged rows."""
     path = connection.execute("PRAGMA database_list").fetchall()[0][2]
-    return GalleryCorruptError(f"{path} is damaged: {what}. {RESTORE}.")
+    return GalleryCorruptError(f"{path} is damaged: {reason}. {RESTORE}.")
 
 
 def read_error(path: Path, error: Exception) -> GalleryError:
-    """The error to raise for one met while reading the catalogue `path`."""
+    """Translate an error of SQLite while reading the catalogue `path`."""
     if _is_damage(error):
         return GalleryCorruptError(f"{path} is damaged: {error}. {RESTORE}.")
     return GalleryError(
@@ -232,7 +238,7 @@ def read_error(path: Path, error: Exception) -> GalleryError:
 
 
 def write_error(path: Path, error: Exception) -> GalleryError:
-    """The error to raise for one met while writing the catalogue `path`."""
+    """Translate an error of SQLite while writing the catalogue `path`."""
     code = error_code(error)
     if _is_damage(error):
         return GalleryCorruptError(f"{path} is damaged: {error}. {RESTORE}.")
@@ -241,7 +247,7 @@ def write_error(path: Path, error: Exception) -> GalleryError:
 
 
 def _is_damage(error: Exception) -> bool:
-    # Text that is no UTF-8 has no code: Python itself says so.
+    # Invalid UTF-8 has no result code: Python's decoder raises it.
     is_text = isinstance(error, UnicodeDecodeError)
     is_text |= isinstance(error, sqlite3.OperationalError) and not error_code(error)
     return is_text or error_code(error) in _DAMAGED

@@ -1,13 +1,13 @@
-"""The vectors of a generation: one file of rows, which grows in the order of item numbers.
+"""The vectors of a generation: a file of rows in the order of item ids.
 
 vectors/<name>/
-  rows.f32       float32 (D,) a row; a row is written once, and synced before its item is committed
-  rows.f16       float16 in its place, where the gallery was made so
-  numbers.npy    int64 (B + 2,): the item numbers of the first B rows, ascending, then the highest
-                 number that had been given when they were written, and the checksum of all these
+  rows.f32       float32 (D,) per row; written once and synced before its item is committed
+  rows.f16       float16 instead, if the gallery was created with half precision
+  numbers.npy    int64 (B + 2,): the item ids of the first B rows, ascending; the highest id that
+                 was assigned when they were written; the checksum of all of these
 
-A row of a removed item stays until the file is rewritten, by a compaction. Rows are mapped into
-memory: searches read them where they are. The checksum of each is in the catalogue.
+Rows of removed items stay until a compaction rewrites the file. Searches read the rows through a
+memory map. The checksum of each row is in the catalogue.
 """
 
 import contextlib
@@ -27,78 +27,81 @@ from numpy.lib import format as npy
 from kinlens.embedder.durable import hold, sync
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.types import Ids, Progress, StoredRows, VectorType, places_of
+from kinlens.indexer.types import Ids, Progress, StoredRows, VectorType, find_sorted
 
 VECTORS = "vectors"
-"""The folder of a generation in which they are."""
+"""The folder of a generation that contains the files of vectors."""
 
 ROWS: dict[VectorType, str] = {"fp32": "rows.f32", "fp16": "rows.f16"}
-"""The name of the file of rows, by their type."""
+"""The name of the file of rows, by vector type."""
 
 NUMBERS = "numbers.npy"
 _RESTORE = "Restore a backup: kinlens-index restore."
-_COPIED = 4096  # rows at a time
+_COPY_ROWS = 4096  # rows copied at a time
 _NO_IDS: Ids = np.empty(0, np.int64)
 _DTYPES = {"fp32": np.float32, "fp16": np.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class RowNumbers:
-    """Which item each row is of: the first rows are of the items `base` (B,), ascending, the others
-    of the numbers above `last`, one after the other.
+class RowIds:
+    """Maps rows to item ids: the first B rows have the ids `base` (B,), ascending.
+
+    Later rows have the ids `last` + 1, `last` + 2 and so on, without gaps.
     """
 
     base: Ids
     last: int
 
     def of(self, rows: Ids) -> Ids:
-        """The number of the item of each row."""
+        """The item id of each row."""
         later: Ids = rows + (self.last + 1 - len(self.base))
         if not len(self.base):
             return later
-        places = np.minimum(rows, len(self.base) - 1)
-        return np.where(rows < len(self.base), self.base[places], later)
+        clipped = np.minimum(rows, len(self.base) - 1)
+        return np.where(rows < len(self.base), self.base[clipped], later)
 
     def rows_of(self, ids: Ids) -> Ids:
-        """The row of each item; -1 for one that has none."""
+        """The row of each item id; -1 for ids without a row."""
         later = ids + (len(self.base) - self.last - 1)
-        return np.where(ids > self.last, later, places_of(ids, self.base))
+        return np.where(ids > self.last, later, find_sorted(ids, self.base))
 
-    def rows_up_to(self, number: int) -> int:
-        """How many rows the items have whose numbers are at most this."""
-        if number > self.last:
-            return len(self.base) + number - self.last
-        return int(np.searchsorted(self.base, number, "right"))
+    def rows_up_to(self, item_id: int) -> int:
+        """Number of rows with ids up to and including `item_id`."""
+        if item_id > self.last:
+            return len(self.base) + item_id - self.last
+        return int(np.searchsorted(self.base, item_id, "right"))
 
 
 class VectorFile:
-    """The open vectors of a generation, which stay on the disk meanwhile. Thread safe; `write` and
-    `sync` are for the one process that changes the gallery.
+    """The open file of vectors of a generation. A lock keeps it on disk while it is open.
 
-    `last` is the highest number that had been given when it was written; `dtype` that of its rows.
+    Thread safe. Only the process with the write lock of the gallery may call `write` and `sync`.
+
+    last: the highest item id assigned when the file was written.
+    dtype: the NumPy type of its rows.
     """
 
     def __init__(self, folder: Path, dim: int) -> None:
-        """See `open`."""
-        with contextlib.ExitStack() as held:
-            held.callback(os.close, hold(folder))
+        """Use `open`, which shares open files."""
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(os.close, hold(folder))
             self.folder = folder
             self.dim = dim
-            self.numbers, self.last = _numbers(folder / NUMBERS)
+            self.row_ids, self.last = _read_ids(folder / NUMBERS)
             self.type: VectorType = "fp16" if (folder / ROWS["fp16"]).is_file() else "fp32"
             self.dtype = np.dtype(_DTYPES[self.type])
             self.path = folder / ROWS[self.type]
             self._descriptor = os.open(self.path, os.O_RDONLY)
-            held.callback(os.close, self._descriptor)
+            cleanup.callback(os.close, self._descriptor)
             self._mapped: StoredRows = np.empty((0, dim), self.dtype)
             self._mapping = threading.Lock()
-            weakref.finalize(self, held.pop_all().close)
+            weakref.finalize(self, cleanup.pop_all().close)
 
     @classmethod
     def open(cls, folder: Path, dim: int) -> "VectorFile":
-        """That in `folder`; all who have it open in a process share it.
+        """Open the file in `folder`. Within a process, an open file is shared.
 
-        Raises: FileNotFoundError if it is gone; GalleryCorruptError.
+        Raises: FileNotFoundError if it has been removed; GalleryCorruptError.
         """
         with _sharing:
             file = _shared.get(folder)
@@ -108,7 +111,7 @@ class VectorFile:
 
     @classmethod
     def create(cls, folder: Path, dim: int, type_: VectorType = "fp32") -> "VectorFile":
-        """A new, empty file in the new folder. Raises: OSError."""
+        """Create an empty file in a new folder. Raises: OSError."""
         folder.mkdir(parents=True)
         return cls.rewrite(folder, dim, _NO_IDS, 0, (), type_)
 
@@ -122,12 +125,15 @@ class VectorFile:
         batches: Iterable[tuple[Ids, Embeddings]],
         type_: VectorType = "fp32",
     ) -> "VectorFile":
-        """A new file in the empty folder with these items (N,), ascending, and no other rows.
+        """Write a new file into an empty folder, with only the rows of the given items.
 
-        `batches` gives them with their vectors, in this order; `last` is the highest number that
-        was ever given. Nothing is synced.
+        ids: item ids (N,), ascending.
+        last: the highest item id ever assigned.
+        batches: ids and vectors of the items, in the same order.
 
-        Raises: GalleryCorruptError if the batches have other items; OSError.
+        Nothing is synced.
+
+        Raises: GalleryCorruptError if the batches contain other items; OSError.
         """
         start = 0
         with (folder / ROWS[type_]).open("xb") as file:
@@ -138,8 +144,8 @@ class VectorFile:
                 start += len(found)
         if start < len(ids):
             raise GalleryCorruptError(
-                f"The catalogue lists {len(ids):,} items, but their vectors do not follow the list "
-                f"from item {start:,} on. {_RESTORE}"
+                f"The catalogue lists {len(ids):,} items, but the vectors differ from the list "
+                f"from position {start:,} on. {_RESTORE}"
             )
         numbers = np.append(ids, last)
         with (folder / NUMBERS).open("xb") as file:
@@ -148,11 +154,11 @@ class VectorFile:
 
     @property
     def name(self) -> str:
-        """Under which the catalogue knows it."""
+        """The name of the file in the catalogue."""
         return self.folder.name
 
     def rows(self, count: int) -> StoredRows:
-        """The first `count` rows (count, D), mapped. Raises: GalleryCorruptError."""
+        """The first `count` rows (count, D), memory-mapped. Raises: GalleryCorruptError."""
         mapped = self._mapped
         if count > len(mapped):
             with self._mapping:
@@ -165,12 +171,12 @@ class VectorFile:
         return np.asarray(self.rows(int(rows.max(initial=-1)) + 1)[rows], np.float32)
 
     def rounded(self, vectors: Embeddings) -> Embeddings:
-        """Vectors (N, D) as they will be read."""
+        """Vectors (N, D) rounded to the precision of the file."""
         return np.asarray(np.asarray(vectors, self.dtype), np.float32)
 
     def rows_of(self, ids: Ids) -> Ids:
         """The row of each of these items. Raises: GalleryCorruptError for one without a row."""
-        rows = self.numbers.rows_of(ids)
+        rows = self.row_ids.rows_of(ids)
         if rows.min(initial=0) < 0:
             raise GalleryCorruptError(
                 f"{self.path} has no vector of item {ids[rows < 0][0]}. {_RESTORE}"
@@ -178,45 +184,46 @@ class VectorFile:
         return rows
 
     def write(self, ids: Ids, vectors: Embeddings) -> None:
-        """Put the vectors (N, D) of items into their rows, unsynced; no item that was committed may
-        have one of these rows. Raises: OSError.
+        """Write the vectors (N, D) of items without syncing; rows of committed items must not be
+        overwritten. Raises: OSError.
         """
-        rows = self.numbers.rows_of(ids)
+        rows = self.row_ids.rows_of(ids)
         data = np.ascontiguousarray(vectors, self.dtype)
         ends = np.append(np.flatnonzero(np.diff(rows) != 1) + 1, len(rows)).tolist()
         start = 0
         with self.path.open("r+b", buffering=0) as file:
             for end in ends if len(rows) else []:
                 file.seek(int(rows[start]) * self._row_bytes)
-                left = data[start:end].data.cast("B")
-                while left:
-                    left = left[file.write(left) :]
+                rest = data[start:end].data.cast("B")
+                while rest:
+                    rest = rest[file.write(rest) :]
                 start = end
 
     def lengthen(self, last_given: int) -> None:
-        """Have rows for all numbers up to this, also for those of items that came and went."""
-        size = self.bytes_of(self.numbers.rows_up_to(last_given))
+        """Extend the file to have a row for each id up to `last_given`, including removed items."""
+        size = self.bytes_of(self.row_ids.rows_up_to(last_given))
         if self.path.stat().st_size < size:
             os.truncate(self.path, size)
 
     def sync(self) -> None:
-        """Bring what was written to the disk. Raises: OSError."""
+        """Sync the written rows to disk. Raises: OSError."""
         sync(self.path, "write")
 
     def copy_to(self, folder: Path, last_given: int, on_progress: Progress) -> None:
-        """Copy the rows of all items up to a number into the new folder, unsynced. Raises: OSError,
-        GalleryCorruptError.
+        """Copy the rows of items up to the id `last_given` into a new folder, without syncing.
+
+        Raises: OSError, GalleryCorruptError.
         """
         folder.mkdir(parents=True)
         shutil.copyfile(self.folder / NUMBERS, folder / NUMBERS)
         on_progress((folder / NUMBERS).stat().st_size)
-        rows = self.rows(self.numbers.rows_up_to(last_given))
+        rows = self.rows(self.row_ids.rows_up_to(last_given))
         with (folder / ROWS[self.type]).open("xb") as file:
-            for start in range(0, len(rows), _COPIED):
-                on_progress(file.write(rows[start : start + _COPIED].data))
+            for start in range(0, len(rows), _COPY_ROWS):
+                on_progress(file.write(rows[start : start + _COPY_ROWS].data))
 
     def bytes_of(self, rows: int) -> int:
-        """The length of the file up to so many rows."""
+        """The size in bytes of this number of rows."""
         return rows * self._row_bytes
 
     @property
@@ -224,7 +231,7 @@ class VectorFile:
         return self.dtype.itemsize * self.dim
 
     def _map(self, count: int) -> StoredRows:
-        # To map more than there is would kill the process with SIGBUS.
+        # Reading a mapping beyond the end of the file would kill the process with SIGBUS.
         found = os.fstat(self._descriptor).st_size // self._row_bytes
         if found < count:
             raise GalleryCorruptError(
@@ -239,8 +246,11 @@ _shared: "weakref.WeakValueDictionary[Path, VectorFile]" = weakref.WeakValueDict
 _sharing = threading.Lock()
 
 
-def _numbers(path: Path) -> tuple[RowNumbers, int]:
-    """What the file says, and its last number. Raises: FileNotFoundError, GalleryCorruptError."""
+def _read_ids(path: Path) -> tuple[RowIds, int]:
+    """The ids in a file, and the highest assigned id.
+
+    Raises: FileNotFoundError, GalleryCorruptError.
+    """
     try:
         found = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except FileNotFoundError:
@@ -251,6 +261,6 @@ def _numbers(path: Path) -> tuple[RowNumbers, int]:
     if not is_whole or zlib.crc32(found[:-1].data) != found[-1]:
         raise GalleryCorruptError(f"{path} does not fit its checksum. {_RESTORE}")
     base, last = found[:-2], int(found[-2])
-    if len(base) == last:  # none is left out, so nothing need be looked up
-        return RowNumbers(_NO_IDS, 0), last
-    return RowNumbers(base, last), last
+    if len(base) == last:  # no gaps, so rows can be computed without a lookup
+        return RowIds(_NO_IDS, 0), last
+    return RowIds(base, last), last

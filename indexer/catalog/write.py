@@ -11,7 +11,7 @@ import numpy as np
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import as_stored
-from kinlens.indexer.catalog.entries import checked_vectors, learn_kinds, with_stored
+from kinlens.indexer.catalog.entries import checked_vectors, learn_types, with_stored
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import (
     REMOVED,
@@ -47,7 +47,7 @@ _ERASE = "DELETE FROM removed WHERE seq <= ? AND NOT (at > ? AND at <= ?)"
 _GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 
-_FORGET = """
+_FORGET_UNUSED = """
 DELETE FROM names WHERE name NOT IN (
     SELECT DISTINCT each.key FROM items, json_each(items.attributes) AS each
 )
@@ -55,15 +55,15 @@ DELETE FROM names WHERE name NOT IN (
 
 
 class CatalogWriter(CatalogView):
-    """A view that also writes. All its changes have one `seq`. Leave the block on an exception."""
+    """A view that also writes; all changes have the same `seq`. Let exceptions end the block."""
 
-    __slots__ = ("_kinds", "_seq", "has_written")
+    __slots__ = ("_seq", "_types", "has_written")
 
     def __init__(self, connection: sqlite3.Connection, file: VectorFile | None = None) -> None:
         super().__init__(connection, file)
-        self.has_written = False  # into the file
+        self.has_written = False  # into the file of vectors
         self._seq: int | None = None
-        self._kinds: dict[str, AttributeKind] = {**self.schema()}
+        self._types: dict[str, AttributeKind] = {**self.schema()}
 
     def add(
         self,
@@ -71,12 +71,17 @@ class CatalogWriter(CatalogView):
         owned: frozenset[str] | None = None,
         within: Filter | None = None,
     ) -> Written:
-        """Store entries. Equal key and content: nothing, or new attributes, path and format alone;
-        other content under an old key replaces the item, which gets a new number. With `owned`,
-        stored attributes that an entry does not give go only if they have one of these names. With
-        `within`, an item that does not fit it keeps its key, and each entry fits it afterwards.
+        """Store entries.
 
-        Raises: InvalidParameterError naming the key at fault, and then nothing was written.
+        An entry with the key and content of an item updates its attributes, path and format. An
+        entry with other content replaces the item, which gets a new id.
+
+        owned: stored attributes that an entry does not give are removed only if they have one of
+            these names; None removes all.
+        within: every entry must match this filter, and must not use the key of an item that does
+            not match it.
+
+        Raises: InvalidParameterError naming the invalid key; then nothing was written.
         """
         vectors = checked_vectors(entries, self.dim)
         old = self.get([*self.find([entry.key for entry in entries]).values()])
@@ -89,9 +94,9 @@ class CatalogWriter(CatalogView):
         entries = with_stored(entries, known, owned)
         for entry in entries:
             _check_within(entry.key, entry.attributes, within)
-        kinds = dict(self._kinds)
+        types = dict(self._types)
         for entry in entries:
-            learn_kinds(kinds, entry.key, entry.attributes)
+            learn_types(types, entry.key, entry.attributes)
         new = [n for n, e in enumerate(entries) if not _has_content(known.get(e.key), e)]
         updated = [
             (known[e.key], e)
@@ -100,8 +105,8 @@ class CatalogWriter(CatalogView):
         ]
         replaced = [known[entries[n].key].id for n in new if entries[n].key in known]
         if new or updated:
-            self._learn(kinds)
-            self._take_out([*self.get(replaced).values()])
+            self._learn(types)
+            self._delete([*self.get(replaced).values()])
             self._insert([entries[n] for n in new], vectors[new])
             for item, entry in updated:
                 self._set(item, entry.attributes, entry.path, entry.format)
@@ -114,11 +119,13 @@ class CatalogWriter(CatalogView):
         )
 
     def update(self, changes: Changes, within: Filter | None = None) -> int:
-        """Change attributes by key; None takes one away. How many items differ now. With `within`,
-        items that do not fit it are unknown, and each item fits it afterwards.
+        """Change attributes by key; None removes one. Returns the number of changed items.
+
+        within: items that do not match this filter are treated as unknown, and every item must
+            match it after the change.
 
         Raises: ItemNotFoundError for an unknown key; InvalidParameterError for a value of another
-            kind, or an item that would not fit; and then nothing was changed.
+            type, or an item that would not match. Then nothing was changed.
         """
         changes = {key: _change(change) for key, change in changes.items()}
         found = self.find([*changes])
@@ -127,12 +134,10 @@ class CatalogWriter(CatalogView):
             found = {k: n for k, n in found.items() if within.matches(items[n].attributes)}
         missing = [key for key in changes if key not in found]
         if missing:
-            raise ItemNotFoundError(
-                f"There is no item with the key {missing[0]!r:.200}. Add it first."
-            )
-        kinds = dict(self._kinds)
+            raise ItemNotFoundError(f"No item has the key {missing[0]!r:.200}. Add it first.")
+        types = dict(self._types)
         for key, change in changes.items():
-            learn_kinds(kinds, key, {n: v for n, v in change.items() if v is not None})
+            learn_types(types, key, {n: v for n, v in change.items() if v is not None})
         differ = 0
         for key, change in changes.items():
             item = items[found[key]]
@@ -140,7 +145,7 @@ class CatalogWriter(CatalogView):
             attributes = {name: value for name, value in merged.items() if value is not None}
             _check_within(key, attributes, within)
             if attributes != item.attributes:
-                self._learn(kinds)
+                self._learn(types)
                 self._set(item, attributes, item.path, item.format)
                 differ += 1
         if differ:
@@ -148,64 +153,64 @@ class CatalogWriter(CatalogView):
         return differ
 
     def remove(self, ids: Sequence[ItemId] | Ids) -> int:
-        """Remove items with their attributes and vectors; unknown numbers are not counted."""
+        """Remove items with their attributes and vectors; unknown ids are not counted."""
         return self.remove_items([*self.get(ids).values()])
 
     def remove_items(self, items: Sequence[Item]) -> int:
-        """Remove items that this writer has read; how many. `restore` can bring them back."""
+        """Remove items read by this writer; returns the number. `restore` can bring them back."""
         seq = self._next_seq() if items else 0
         at = int(time.time())
         vectors: Iterable[bytes | None] = [None] * len(items)
         if self.file is not None:
-            # As they are: what is damaged must go as well, and `restore` looks at it.
+            # Not verified: damaged items must be removable. `restore` verifies checksums.
             vectors = map(bytes, self.file.read(np.array([item.id for item in items], np.int64)))
         self._many(
             _KEEP_REMOVED,
             [(seq, at, own, item.id) for own, item in zip(vectors, items, strict=True)],
         )
-        self._take_out(items)
+        self._delete(items)
         return len(items)
 
     def restore(self, keys: Sequence[str], within: Filter | None = None) -> list[Item]:
-        """Bring back what was removed under these keys, as new items: of a key the last one.
+        """Restore the last removed item of each of these keys, under a new id.
 
-        Omits keys that another item has, those of which nothing is kept, and items that do not fit
-        `within`.
+        Omits keys that another item has, erased items, and items that do not match `within`.
         """
         items, vectors = self.restorable(keys)
         if within is not None:
             fit = [n for n, item in enumerate(items) if within.matches(item.attributes)]
             items, vectors = [items[n] for n in fit], vectors[fit]
         if items:
-            kinds = dict(self._kinds)
+            types = dict(self._types)
             entries = [
                 Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
                 for item, vector in zip(items, vectors, strict=True)
             ]
             for entry in entries:
-                learn_kinds(kinds, entry.key, entry.attributes)
-            self._learn(kinds)
+                learn_types(types, entry.key, entry.attributes)
+            self._learn(types)
             self._insert(entries, vectors)
             self._many("DELETE FROM removed WHERE id = ?", [(item.id,) for item in items])
             seal(self.connection)
         return [*self.get([*self.find([item.key for item in items]).values()]).values()]
 
-    def _take_out(self, items: Sequence[Item]) -> None:
+    def _delete(self, items: Sequence[Item]) -> None:
         if items:
             seq = self._next_seq()
-            numbers = [(item.id,) for item in items]
-            self._many("DELETE FROM items WHERE id = ?", numbers)
-            self._many("DELETE FROM vectors WHERE id = ?", numbers)
+            ids = [(item.id,) for item in items]
+            self._many("DELETE FROM items WHERE id = ?", ids)
+            self._many("DELETE FROM vectors WHERE id = ?", ids)
             self._many("INSERT INTO tombstones VALUES (?, ?)", [(seq, item.id) for item in items])
             self.connection.execute(_GROW, (-len(items), -sum(item.id for item in items)))
             seal(self.connection)
 
     def forget_unused_names(self) -> None:
-        """Forget attributes that no item has, and their kinds: for a catalogue that nobody has
-        seen yet.
+        """Delete attribute names that no item has, and their types.
+
+        Only for a catalogue that is not in use yet: other processes may have cached the names.
         """
         self._next_seq()
-        self.connection.execute(_FORGET)
+        self.connection.execute(_FORGET_UNUSED)
         seal(self.connection)
 
     def adopt_segment(
@@ -215,12 +220,15 @@ class CatalogWriter(CatalogView):
         keep_removed_s: float = 0.0,
         file: VectorFile | None = None,
     ) -> None:
-        """From now on segment `name` holds the items live at `seq`, if there were any. This counts
-        as no write. Of what was removed by then, `restore` knows the last `keep_removed_s` seconds.
+        """Switch to the segment `name`, which contains the items of the write `seq`.
 
-        With `file` the vectors are there from now on; it has those of that state.
+        This is not counted as a write. Items removed up to then stay restorable for
+        `keep_removed_s` seconds after their removal.
 
-        Raises: InvalidParameterError for a `seq` before that of the segment so far, or to come.
+        name: None if there were no items.
+        file: a new file of vectors with the items of that state; None to keep the current one.
+
+        Raises: InvalidParameterError if `seq` is before the current segment or in the future.
         """
         state = self.state()
         if not state.segment_seq <= seq <= state.seq:
@@ -235,13 +243,12 @@ class CatalogWriter(CatalogView):
         self.connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
         self.connection.execute("DROP TABLE IF EXISTS attributes")  # of an earlier version
         if self._keeps_removed():
-            # Without a condition SQLite drops whole pages, in place of a row at a time.
             now = time.time()
-            kept = (seq, now - keep_removed_s, now)  # a clock that was set back keeps nothing
-            self.connection.execute("PRAGMA secure_delete = ON")  # also pages that become free
+            kept = (seq, now - keep_removed_s, now)  # times in the future (clock set back) expire
+            self.connection.execute("PRAGMA secure_delete = ON")  # overwrite freed pages, too
             if self._all(_KEPT, *kept):
                 self.connection.execute(_ERASE, kept)
-            else:
+            else:  # without a condition, SQLite drops whole pages instead of single rows
                 self.connection.execute("DELETE FROM removed")
             self.connection.execute("PRAGMA secure_delete = FAST")
         seal(self.connection)
@@ -249,18 +256,18 @@ class CatalogWriter(CatalogView):
     def _insert(self, entries: Sequence[Entry], vectors: Embeddings) -> None:
         seq = self._next_seq()
         first = self.last_given() + 1
-        numbered = [*enumerate(entries, first)]
+        with_ids = [*enumerate(entries, first)]
         if self.file is not None:
-            vectors = self.file.rounded(vectors)  # checksums are of what will be read
-        self._many(_INSERT_ITEM, [_item_row(number, e, seq) for number, e in numbered])
+            vectors = self.file.rounded(vectors)  # checksums must match the stored precision
+        self._many(_INSERT_ITEM, [_item_row(item_id, e, seq) for item_id, e in with_ids])
         rows = _vector_rows(first, vectors)
         if self.file is not None and rows:
             self.file.write(np.arange(first, first + len(rows)), vectors)
             self.has_written = True
-            rows = [(number, crc, None) for number, crc, _ in rows]
+            rows = [(item_id, crc, None) for item_id, crc, _ in rows]
         self._many(_INSERT_VECTOR, rows)
-        numbers = sum(number for number, _ in numbered)
-        self.connection.execute(_GROW, (len(entries), numbers))
+        total = sum(item_id for item_id, _ in with_ids)
+        self.connection.execute(_GROW, (len(entries), total))
 
     def _set(self, item: Item, attributes: Attributes, path: str, format_: str) -> None:
         text = _attributes_text(attributes)
@@ -269,16 +276,16 @@ class CatalogWriter(CatalogView):
         row = (path, format_, text, self._next_seq(), crc, item.id)
         self.connection.execute(_UPDATE_ITEM, row)
 
-    def _learn(self, kinds: Mapping[str, AttributeKind]) -> None:
-        """Store the names that are new."""
-        for name in kinds.keys() - self._kinds.keys():
+    def _learn(self, types: Mapping[str, AttributeKind]) -> None:
+        """Store new attribute names."""
+        for name in types.keys() - self._types.keys():
             self.connection.execute(
-                "INSERT INTO names (name, kind, total) VALUES (?, ?, 0)", (name, kinds[name])
+                "INSERT INTO names (name, kind, total) VALUES (?, ?, 0)", (name, types[name])
             )
-            self._kinds[name] = kinds[name]
+            self._types[name] = types[name]
 
     def _next_seq(self) -> int:
-        """The number of this write, counted when it first changes something."""
+        """The number of this write; incremented once, at its first change."""
         if self._seq is None:
             self._upgrade()
             rows = self._all("UPDATE state SET seq = seq + 1 RETURNING seq")
@@ -286,7 +293,7 @@ class CatalogWriter(CatalogView):
         return self._seq
 
     def _move_vectors(self, file: VectorFile) -> None:
-        """Add to `file` what came after it was written; and nobody looks for vectors elsewhere."""
+        """Append later vectors to `file` and make it the file of this catalogue."""
         last = file.last
         while rows := self._all(_LATER_VECTORS, last):
             file.write(*self._arrays(rows))
@@ -300,7 +307,7 @@ class CatalogWriter(CatalogView):
         self.connection.execute("UPDATE state SET vectors = ?", (file.name,))
 
     def _upgrade(self) -> None:
-        """A file of an earlier version becomes one that earlier software refuses."""
+        """Migrate a file of an earlier version. Earlier software then refuses it."""
         [(version,)] = self._all("PRAGMA user_version")
         if version < VECTORS_INSIDE:
             for statement in REMOVED:
@@ -312,7 +319,7 @@ class CatalogWriter(CatalogView):
 
 
 def _change(change: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An empty list takes an attribute away, as None does."""
+    """Normalise a change: an empty list removes an attribute, as None does."""
     return {**dict.fromkeys(change), **as_stored(change)}
 
 
@@ -321,23 +328,23 @@ def _check_within(
 ) -> None:
     if within is not None and not within.matches(attributes):
         raise InvalidParameterError(
-            f"Item {key!r:.200} with these attributes is outside the filter that you are limited "
-            "to. Give it attributes that fit the filter."
+            f"Item {key!r:.200} with these attributes does not match the filter of your access. "
+            "Give it attributes that match the filter."
         )
 
 
-def _item_row(number: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:
+def _item_row(item_id: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:
     """The row of a new item."""
     content = bytes.fromhex(entry.sha256)
     attributes = _attributes_text(entry.attributes)
-    crc = item_checksum(number, entry.key, entry.path, content, entry.format, attributes)
-    return (number, entry.key, entry.path, content, entry.format, attributes, seq, seq, crc)
+    crc = item_checksum(item_id, entry.key, entry.path, content, entry.format, attributes)
+    return (item_id, entry.key, entry.path, content, entry.format, attributes, seq, seq, crc)
 
 
 def _vector_rows(first: ItemId, vectors: Embeddings) -> list[tuple[int, int, bytes | None]]:
-    """The rows of the vectors (N, D) of new items, whose numbers begin with `first`."""
+    """The rows of the vectors (N, D) of new items with ids from `first` on."""
     rows = enumerate((vector.tobytes() for vector in vectors), first)
-    return [(number, vector_checksum(number, data), data) for number, data in rows]
+    return [(item_id, vector_checksum(item_id, data), data) for item_id, data in rows]
 
 
 def _attributes_text(attributes: Attributes) -> str:

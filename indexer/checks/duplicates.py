@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.calibration import product_attribute
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Ids, Item, Progress, Scores, SearchOptions, places_of
+from kinlens.indexer.types import Ids, Item, Progress, Scores, SearchOptions, find_sorted
 
 K = 10
 """Neighbours to search per item. If all of them are near-duplicates, more are searched."""
@@ -402,7 +402,7 @@ class _Near:
 
     def _rows_of(self, ids: Ids) -> NDArray[np.int32]:
         """The rows of item ids, of any shape; -1 for later ids, and for -1."""
-        return places_of(ids, self._ids).astype(np.int32)
+        return find_sorted(ids, self._ids).astype(np.int32)
 
 
 def members_of(gallery: Gallery, groups: Sequence[NearGroup]) -> Iterator[list[Member]]:

@@ -1,11 +1,11 @@
-"""The attributes of a segment as columns: what filters, facets, groups and sorting read.
+"""The attributes of a segment as columns, for filters, facets, groups and sorting.
 
-A column has the different values of one attribute, ascending, and for each row (position of the
-segment) the code of its value. At 10 million rows a column of few values takes 10 MB, and to
-evaluate a condition on it about 10 ms.
+A column has the distinct values of one attribute, ascending, and for each row (position of the
+segment) the code of its value. At 10 million rows, a column with few values takes 10 MB, and a
+condition on it about 10 ms.
 
-Its file holds arrays, each at a multiple of 64 bytes, then a directory in JSON, then the length of
-the directory in 8 bytes. It is mapped into memory.
+The memory-mapped file contains arrays, aligned to 64 bytes, then a directory in JSON, then the
+length of the directory in 8 bytes.
 """
 
 import json
@@ -28,24 +28,24 @@ from kinlens.indexer.types import Ids
 from kinlens.values import AttributeKind, AttributeValue, Scalar
 
 COLUMN_BYTES = 40
-"""Of an item with five attributes."""
+"""Bytes per item with five attributes."""
 
 _ALIGNED = 64
-_SPARSE = 8  # a column is sparse where fewer than one row in so many has the attribute
-_FEW_ROWS = 16  # of a sparse column fewer than one in so many are looked up one by one
-_FEW_SPANS = 4  # a comparison with each takes less time than a table of all codes
-CHUNK = 2**18  # rows or codes looked at at a time, so that what is computed stays in the cache
-MERGED_AT_ONCE = 500_000  # values of all batches that are objects of Python at a time
-_CURE = "Make it again from the catalogue: kinlens-index compact GALLERY --rebuild."
+_SPARSE = 8  # a column is sparse if fewer than one row in 8 has the attribute
+_LOOKUP_RATIO = 16  # fewer than one row in 16 are looked up one by one
+_MAX_COMPARED_SPANS = 4  # up to this number of spans, comparing is faster than a lookup table
+CHUNK = 2**18  # rows or codes processed at a time, so that intermediate arrays stay in the cache
+MERGED_AT_ONCE = 500_000  # values that are Python objects at the same time during a merge
+_CURE = "Rebuild it from the catalogue: kinlens-index compact GALLERY --rebuild."
 
 Attributes = Mapping[str, AttributeValue]
 Codes = NDArray[np.unsignedinteger[Any]]
 Span = tuple[int, int]
-"""Codes of values that follow each other: the first, and the one after the last."""
+"""A range of codes: the first, and the one after the last."""
 
 
 class Chosen:
-    """Some rows of a segment of `size` rows."""
+    """A selection of rows of a segment of `size` rows."""
 
     def __init__(self, bits: Bits, size: int) -> None:
         self.bits = bits
@@ -53,17 +53,17 @@ class Chosen:
 
     @cached_property
     def flags(self) -> NDArray[np.bool_]:
-        """Of each row (size,) whether it is one of these."""
+        """Mask (size,) of the selected rows."""
         return np.unpackbits(self.bits, count=self.size, bitorder="little").view(np.bool_)
 
     @cached_property
     def rows(self) -> Ids:
-        """These rows, ascending."""
+        """The selected rows, ascending."""
         return np.flatnonzero(self.flags)
 
     @cached_property
     def count(self) -> int:
-        """Number of these rows."""
+        """Number of selected rows."""
         return count_of(self.bits, self.size)
 
 
@@ -71,12 +71,15 @@ class Chosen:
 class Column:
     """One attribute of a segment.
 
-    values (V,): ascending. counts (V,): number of rows with each value. present: number of rows
-    with any. codes: of a value its place + 1, so that 0 means none; dense, one for each row; or
-    sparse, one for each of `rows`, ascending, where a row with several values stands for each.
+    values: the distinct values (V,), ascending.
+    counts: the number of rows (V,) with each value.
+    present: the number of rows with any value.
+    codes: index of a value + 1; 0 means no value. A dense column has one code per row.
+    rows: None for a dense column. A sparse column has the row of each code, ascending; a row with
+        several values occurs once for each.
     """
 
-    kind: AttributeKind
+    type: AttributeKind
     values: Values
     counts: NDArray[np.integer[Any]]
     present: int
@@ -84,8 +87,10 @@ class Column:
     rows: NDArray[np.uint32] | None
 
     def having(self, spans: Sequence[Span], size: int, *, others: bool = False) -> Bits:
-        """The rows of a segment of `size` rows with a value in one of these spans of codes; or
-        with one of the `others`, in a dense column also the rows without any.
+        """Bitmap of the rows with a value in one of these spans of codes.
+
+        others: rows with a value outside the spans instead; in a dense column also rows without a
+            value.
         """
         find = _finder(spans, len(self.values), others)
         if self.rows is None:
@@ -93,25 +98,25 @@ class Column:
             return np.concatenate([np.empty(0, np.uint8), *parts])
         flags = np.zeros(size, np.bool_)
         for codes, rows in _parts(self.codes, self.rows):
-            # Not rows[...] with truth values, which takes three times as long.
+            # Indexing with a boolean mask takes three times as long.
             flags[rows.take(np.flatnonzero(find(codes)))] = True
         return packed_bits(flags)
 
     def counted(self, chosen: Chosen) -> tuple[NDArray[np.int64], int]:
-        """How many of the chosen rows have each value (V,), and how many have any."""
+        """The number of chosen rows with each value (V,), and with any value."""
         if self.rows is None:
-            if _FEW_ROWS * chosen.count < chosen.size or len(self.values) > CHUNK:
+            if _LOOKUP_RATIO * chosen.count < chosen.size or len(self.values) > CHUNK:
                 found = self._counts([self.codes.take(chosen.rows)])
-            else:  # the code of every other row becomes 0
+            else:  # set the codes of all other rows to 0
                 parts = (codes * flags for codes, flags in _parts(self.codes, chosen.flags))
                 found = self._counts(parts)
             return found[1:], int(found[1:].sum())
-        if _FEW_ROWS * chosen.count < len(self.rows):
-            starts, ends = self._places(chosen.rows)
+        if _LOOKUP_RATIO * chosen.count < len(self.rows):
+            starts, ends = self._ranges(chosen.rows)
             lengths = ends - starts
             shifts = starts - (np.cumsum(lengths) - lengths)
-            places = np.repeat(shifts, lengths) + np.arange(int(lengths.sum()))
-            return self._counts([self.codes.take(places)])[1:], int(np.count_nonzero(lengths))
+            positions = np.repeat(shifts, lengths) + np.arange(int(lengths.sum()))
+            return self._counts([self.codes.take(positions)])[1:], int(np.count_nonzero(lengths))
         present, last = 0, np.uint32(2**32 - 1)
         sparse = []
         for codes, rows in _parts(self.codes, self.rows):
@@ -122,11 +127,11 @@ class Column:
         return self._counts(sparse)[1:], present
 
     def _counts(self, parts: Iterable[Codes]) -> NDArray[np.int64]:
-        """How often each code (V + 1,) is in the parts."""
+        """How often each code (V + 1,) occurs in the parts."""
         found = np.zeros(len(self.values) + 1, np.int64)
         for part in parts:
             if part.dtype == np.uint8 and len(part) == CHUNK:
-                # Two codes at a time, which takes half as long.
+                # Counting pairs of codes takes half as long.
                 pairs = np.bincount(part.view(np.uint16), minlength=2**16).reshape(2**8, 2**8)
                 counts = np.trim_zeros(pairs.sum(axis=0) + pairs.sum(axis=1), "b")
             else:
@@ -136,30 +141,30 @@ class Column:
             found[: len(counts)] += counts
         return found
 
-    def _places(self, rows: Ids) -> tuple[Ids, Ids]:
-        """Where the codes of each of these rows (N,) begin and end."""
+    def _ranges(self, rows: Ids) -> tuple[Ids, Ids]:
+        """The start and end of the codes of each of these rows (N,)."""
         if self.rows is None:
             return rows, rows + 1
-        # Of the type of `self.rows`, all of which would be converted otherwise.
-        asked = rows.astype(self.rows.dtype)
-        return np.searchsorted(self.rows, asked, "left"), np.searchsorted(self.rows, asked, "right")
+        # Convert these rows, or searchsorted would convert all of `self.rows`.
+        own = rows.astype(self.rows.dtype)
+        return np.searchsorted(self.rows, own, "left"), np.searchsorted(self.rows, own, "right")
 
     def first(
         self, chosen: Chosen, count: int, descending: bool
     ) -> tuple[Ids, NDArray[np.int64], Bits, int]:
-        """The chosen rows with the lowest values, or the highest, until there are `count` of them.
+        """At least `count` chosen rows with the lowest values, or the highest if `descending`.
 
-        Returns these rows and their codes, but for the last code that is needed: many rows may
-        share it, so they come as a set, and the code after it. It is 0 if all rows are in the first
-        part.
+        Many rows may share the last code that is needed, so these are returned as a bitmap. Returns
+        the rows with better codes, their codes, the bitmap and the last code; 0 if it is not
+        needed.
         """
         size, end = chosen.size, len(self.values) + 1
         counts = self.counts if chosen.count == size else self.counted(chosen)[0]
-        reached = np.cumsum(counts[::-1] if descending else counts, dtype=np.int64)
+        cumulative = np.cumsum(counts[::-1] if descending else counts, dtype=np.int64)
         wanted = count
         while True:
-            step = int(np.searchsorted(reached, wanted))  # codes that are better than the next one
-            code = 0 if step == len(reached) else (end - 1 - step if descending else 1 + step)
+            step = int(np.searchsorted(cumulative, wanted))  # number of better codes
+            code = 0 if step == len(cumulative) else (end - 1 - step if descending else 1 + step)
             span = (end - step, end) if descending else (1, 1 + step)
             better = self.having([span], size) & chosen.bits
             found = count_of(better, size)
@@ -169,21 +174,21 @@ class Column:
             if not code or found + count_of(equal, size) >= count:
                 rows = positions_in(better, size)
                 return rows, self._ends_at(rows, descending), equal, code
-            wanted *= 2  # rows with several values were counted more than once
+            wanted *= 2  # rows with several values are counted more than once
 
     def _ends_at(self, rows: Ids, highest: bool) -> NDArray[np.int64]:
-        """The lowest or highest code of each of these rows (N,), which have one."""
-        starts, ends = self._places(rows)
+        """The lowest or highest code of each of these rows (N,); each must have a value."""
+        starts, ends = self._ranges(rows)
         found = self.codes[starts].astype(np.int64)
         chosen = np.maximum if highest else np.minimum
         for step in range(1, int((ends - starts).max(initial=0))):
-            there = starts + step < ends
-            found[there] = chosen(found[there], self.codes[starts[there] + step])
+            has_step = starts + step < ends
+            found[has_step] = chosen(found[has_step], self.codes[starts[has_step] + step])
         return found
 
     def values_at(self, rows: Ids) -> list[list[Scalar]]:
         """The values of each of these rows (N,)."""
-        starts, ends = self._places(rows)
+        starts, ends = self._ranges(rows)
         return [
             [self.values[code - 1] for code in self.codes[start:end].tolist() if code]
             for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
@@ -191,10 +196,7 @@ class Column:
 
 
 class Columns:
-    """The columns of a segment of `size` rows by attribute; each is read when it is asked for.
-
-    Thread safe.
-    """
+    """The columns of a segment of `size` rows, by attribute. Loaded lazily. Thread safe."""
 
     def __init__(self, size: int, columns: Mapping[str, Column]) -> None:
         self.size = size
@@ -202,7 +204,7 @@ class Columns:
 
     @classmethod
     def open(cls, path: Path, size: int) -> "Columns":
-        """Map the file of a segment. Raises: GalleryCorruptError."""
+        """Open and memory-map the file of a segment. Raises: GalleryCorruptError."""
         return _Mapped(path, size)
 
     @property
@@ -240,7 +242,7 @@ class _Mapped(Columns):
 
     def _read(self, entry: Mapping[str, Any]) -> Column:
         try:
-            arrays = {name: self._array(*place) for name, place in entry["arrays"].items()}
+            arrays = {name: self._array(*own) for name, own in entry["arrays"].items()}
             rows = arrays.pop("rows", None)
             counts, codes = arrays.pop("counts"), arrays.pop("codes")
             values = from_arrays(arrays)
@@ -260,8 +262,8 @@ class _Mapped(Columns):
             raise ValueError(f"an array ends at {end:,} of {len(self._data):,} bytes")
         return self._data[start:end].view(dtype)
 
-    def _damaged(self, what: object) -> GalleryCorruptError:
-        return GalleryCorruptError(f"{self._path} is damaged: {what}. {_CURE}")
+    def _damaged(self, reason: object) -> GalleryCorruptError:
+        return GalleryCorruptError(f"{self._path} is damaged: {reason}. {_CURE}")
 
 
 def write_columns(path: Path, columns: Iterable[tuple[str, Column]]) -> FileFacts:
@@ -272,8 +274,8 @@ def write_columns(path: Path, columns: Iterable[tuple[str, Column]]) -> FileFact
             own = {"codes": column.codes, "counts": column.counts, **to_arrays(column.values)}
             if column.rows is not None:
                 own["rows"] = column.rows
-            places = {key: _append(file, array) for key, array in own.items()}
-            directory[name] = {"kind": column.kind, "present": column.present, "arrays": places}
+            positions = {key: _append(file, array) for key, array in own.items()}
+            directory[name] = {"kind": column.type, "present": column.present, "arrays": positions}
         text = json.dumps(directory).encode()
         file.write(text)
         file.write(len(text).to_bytes(8, "little"))
@@ -288,19 +290,19 @@ def _append(file: HashedFile, array: NDArray[Any]) -> tuple[str, int, int]:
 
 
 class ColumnsBuilder:
-    """Makes the columns of a segment of `size` rows from attributes that come in batches.
+    """Builds the columns of a segment of `size` rows from batches of attributes.
 
-    Keeps the values of each batch once, and a code for each value of a row: about 40 bytes for an
-    item with five attributes, 30 more for a text that no other item has.
+    Stores the distinct values of each batch and a code for each value of a row: about 40 bytes per
+    item with five attributes, and 30 more for each unique text.
     """
 
-    def __init__(self, size: int, kinds: Mapping[str, AttributeKind]) -> None:
+    def __init__(self, size: int, types: Mapping[str, AttributeKind]) -> None:
         self._size = size
-        self._kinds = kinds
+        self._types = types
         self._batches: dict[str, list[_Batch]] = {}
 
     def add(self, rows: Sequence[int], attributes: Sequence[Attributes]) -> None:
-        """The attributes of these rows; no row twice."""
+        """Add the attributes of these rows. Each row may be added only once."""
         found: dict[str, tuple[list[int], list[Scalar]]] = {}
         for row, own in zip(rows, attributes, strict=True):
             for name, value in own.items():
@@ -313,104 +315,105 @@ class ColumnsBuilder:
                 else:
                     found[name][0].append(row)
                     found[name][1].append(value)
-        for name, (places, values) in found.items():
-            batch = _Batch.of(places, values, self._kinds[name])
+        for name, (positions, values) in found.items():
+            batch = _Batch.of(positions, values, self._types[name])
             self._batches.setdefault(name, []).append(batch)
 
     def columns(
-        self, before: Columns | None = None, moved: Ids | None = None
+        self, previous: Columns | None = None, moved: Ids | None = None
     ) -> Iterator[tuple[str, Column]]:
-        """The columns by name, made one at a time; the builder is used up.
+        """Yield the columns by name, built one at a time. Consumes the builder.
 
-        With `before` they also have the rows of these earlier columns: `moved` gives the new row of
-        each, -1 for one to leave out, as all that were added must be.
+        previous: existing columns whose rows are included.
+        moved: the new row of each row of `previous`; -1 to omit it, as required for rows that were
+            added to the builder.
         """
-        names = {*self._batches} if before is None else {*self._batches, *before.names}
-        for name in sorted(names & self._kinds.keys()):  # a name may have been forgotten
-            batches, kind = self._batches.pop(name, []), self._kinds[name]
-            old = None if before is None else before.get(name)
-            if old is not None and old.kind != kind:  # forgotten, and learned again
+        names = {*self._batches} if previous is None else {*self._batches, *previous.names}
+        for name in sorted(names & self._types.keys()):  # a name may have been deleted
+            batches, type_ = self._batches.pop(name, []), self._types[name]
+            old = None if previous is None else previous.get(name)
+            if old is not None and old.type != type_:  # deleted, then added with another type
                 old = None
             if old is None and not batches:
                 continue
             if old is None or moved is None:
-                yield name, _column(batches, kind, self._size)
-            elif (column := _followed(old, moved, batches, self._size)).present:
+                yield name, _column(batches, type_, self._size)
+            elif (column := _updated(old, moved, batches, self._size)).present:
                 yield name, column
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The values of some rows: `codes` are places in `values`."""
+    """The values of some rows; `codes` are indices into `values`."""
 
     rows: NDArray[np.uint32]
     codes: Codes
     values: Values
 
     @classmethod
-    def of(cls, rows: Sequence[int], values: Sequence[Any], kind: AttributeKind) -> "_Batch":
+    def of(cls, rows: Sequence[int], values: Sequence[Any], type_: AttributeKind) -> "_Batch":
         different = sorted(set(values))
-        places = dict(zip(different, range(len(different)), strict=True))
-        codes = np.fromiter(map(places.__getitem__, values), np.uint32, len(values))
+        positions = dict(zip(different, range(len(different)), strict=True))
+        codes = np.fromiter(map(positions.__getitem__, values), np.uint32, len(values))
         codes = codes.astype(np.min_scalar_type(len(different)))
-        return cls(np.array(rows, np.uint32), codes, packed(different, kind))
+        return cls(np.array(rows, np.uint32), codes, packed(different, type_))
 
 
-def _column(batches: Sequence[_Batch], kind: AttributeKind, size: int) -> Column:
-    return _from_entries(kind, *_entries(batches, kind), size)
+def _column(batches: Sequence[_Batch], type_: AttributeKind, size: int) -> Column:
+    return _from_entries(type_, *_entries(batches, type_), size)
 
 
 def _entries(
-    batches: Sequence[_Batch], kind: AttributeKind
+    batches: Sequence[_Batch], type_: AttributeKind
 ) -> tuple[Values, NDArray[np.uint32], Codes]:
-    """All values, and of each entry (E,) the row and the code."""
-    values, places = _merged([batch.values for batch in batches], kind)
+    """The distinct values of all batches, and the row and code of each entry (E,)."""
+    values, positions = _merged([batch.values for batch in batches], type_)
     dtype = np.min_scalar_type(len(values))
     none = np.empty(0, np.uint32)
     rows = np.concatenate([none, *(batch.rows for batch in batches)])
     codes = [
         (own.astype(np.uint32) + 1)[batch.codes].astype(dtype)
-        for own, batch in zip(places, batches, strict=True)
+        for own, batch in zip(positions, batches, strict=True)
     ]
     return values, rows, np.concatenate([none.astype(dtype), *codes])
 
 
-def _followed(old: Column, moved: Ids, batches: Sequence[_Batch], size: int) -> Column:
-    """A column with the rows of an old one, where they are now, and further ones.
+def _updated(old: Column, moved: Ids, batches: Sequence[_Batch], size: int) -> Column:
+    """Merge the moved rows of an old column with new rows.
 
-    What both have in common is not looked at value by value: a column may have millions.
+    Does not iterate over the old values, since a column may have millions.
     """
     rows, codes = old.rows, old.codes
     if rows is None:
         rows = np.flatnonzero(codes).astype(np.uint32)
         codes = codes[rows]
     found = moved[rows]
-    stays = found >= 0
-    if not stays.all():
-        found, codes = found[stays], codes[stays]
+    is_kept = found >= 0
+    if not is_kept.all():
+        found, codes = found[is_kept], codes[is_kept]
     used = np.bincount(codes, minlength=len(old.values) + 1)[1:] > 0
-    new, new_rows, new_codes = _entries(batches, old.kind)
-    places = np.array([bisect_left(old.values, value) for value in new], np.int64)
+    new, new_rows, new_codes = _entries(batches, old.type)
+    positions = np.array([bisect_left(old.values, value) for value in new], np.int64)
     is_known = np.array(
         [
-            place < len(old.values) and old.values[place] == value
-            for place, value in zip(places.tolist(), new, strict=True)
+            position < len(old.values) and old.values[position] == value
+            for position, value in zip(positions.tolist(), new, strict=True)
         ],
         np.bool_,
     )
-    used[places[is_known]] = True
-    inserted = places[~is_known]
+    used[positions[is_known]] = True
+    inserted = positions[~is_known]
     others = packed(
-        [v for v, known in zip(new, is_known.tolist(), strict=True) if not known], old.kind
+        [v for v, known in zip(new, is_known.tolist(), strict=True) if not known], old.type
     )
-    values = spliced(old.values, used, inserted, others, old.kind)
+    values = spliced(old.values, used, inserted, others, old.type)
     dtype = np.min_scalar_type(len(values))
-    # A value stands after those that are kept, and after those that were inserted before it.
+    # New index of a value: number of kept values and of inserted values before it.
     kept = np.concatenate([[0], np.cumsum(used)])
     of_old = kept[:-1] + np.searchsorted(inserted, np.arange(len(used)), "right")
     of_new = np.empty(len(new), np.int64)
     of_new[~is_known] = kept[inserted] + np.arange(len(inserted))
-    of_new[is_known] = of_old[places[is_known]]
+    of_new[is_known] = of_old[positions[is_known]]
     all_codes = np.concatenate(
         [
             np.concatenate([[0], of_old + 1]).astype(dtype)[codes],
@@ -418,14 +421,14 @@ def _followed(old: Column, moved: Ids, batches: Sequence[_Batch], size: int) -> 
         ]
     )
     return _from_entries(
-        old.kind, values, np.concatenate([found.astype(np.uint32), new_rows]), all_codes, size
+        old.type, values, np.concatenate([found.astype(np.uint32), new_rows]), all_codes, size
     )
 
 
 def _from_entries(
-    kind: AttributeKind, values: Values, rows: NDArray[np.uint32], codes: Codes, size: int
+    type_: AttributeKind, values: Values, rows: NDArray[np.uint32], codes: Codes, size: int
 ) -> Column:
-    """The column of these entries (E,): a row and a code each."""
+    """Build a column from entries (E,) with a row and a code each."""
     counts = np.bincount(codes, minlength=len(values) + 1)[1:]
     counts = counts.astype(np.min_scalar_type(int(counts.max(initial=0))))
     flags = np.zeros(size, np.bool_)
@@ -433,20 +436,20 @@ def _from_entries(
     present = int(np.count_nonzero(flags))
     if present < len(rows) or _SPARSE * len(rows) < size:
         order = np.argsort(rows, kind="stable")
-        return Column(kind, values, counts, present, codes[order], rows[order])
+        return Column(type_, values, counts, present, codes[order], rows[order])
     dense = np.zeros(size, codes.dtype)
     dense[rows] = codes
-    return Column(kind, values, counts, len(rows), dense, None)
+    return Column(type_, values, counts, len(rows), dense, None)
 
 
 def _merged(
-    parts: Sequence[Values], kind: AttributeKind
+    parts: Sequence[Values], type_: AttributeKind
 ) -> tuple[Values, list[NDArray[np.uint32]]]:
-    """All values of the parts, each once, ascending; and the place of each value of each part.
+    """The distinct values of all parts, ascending, and the new index of each value of each part.
 
-    A range of values at a time, so that few of them are objects of Python at once.
+    Merges a range of values at a time, to limit the number of Python objects.
     """
-    places: list[Codes] = [np.empty(len(part), np.uint32) for part in parts]
+    positions: list[Codes] = [np.empty(len(part), np.uint32) for part in parts]
     merged: list[Values] = []
     starts, count = [0] * len(parts), 0
     for pivot in (*_pivots(parts), None):
@@ -456,29 +459,29 @@ def _merged(
         ]
         some = [part[start:end] for part, start, end in zip(parts, starts, ends, strict=True)]
         different: list[Any] = sorted({value for own in some for value in own})
-        place_of = dict(zip(different, range(count, count + len(different)), strict=True))
-        for own, place, start, end in zip(some, places, starts, ends, strict=True):
-            place[start:end] = np.fromiter(map(place_of.__getitem__, own), np.uint32, len(own))
-        merged.append(packed(different, kind))
+        index_of = dict(zip(different, range(count, count + len(different)), strict=True))
+        for own, position, start, end in zip(some, positions, starts, ends, strict=True):
+            position[start:end] = np.fromiter(map(index_of.__getitem__, own), np.uint32, len(own))
+        merged.append(packed(different, type_))
         starts, count = ends, count + len(different)
-    return joined(merged, kind), places
+    return joined(merged, type_), positions
 
 
 def _pivots(parts: Sequence[Values]) -> Sequence[Any]:
-    """Values that cut the parts into ranges of about `MERGED_AT_ONCE`, ascending."""
+    """Ascending values that split the parts into ranges of about `MERGED_AT_ONCE` values."""
     pieces = -(-sum(map(len, parts)) // MERGED_AT_ONCE)
     if pieces <= 1:
         return []
     drawn: list[Any] = sorted(
-        part[place]
+        part[index]
         for part in parts
-        for place in np.linspace(0, len(part) - 1, min(len(part), 4 * pieces)).astype(int).tolist()
+        for index in np.linspace(0, len(part) - 1, min(len(part), 4 * pieces)).astype(int).tolist()
     )
     return sorted({drawn[n * len(drawn) // pieces] for n in range(1, pieces)})
 
 
 def _parts(*arrays: NDArray[Any]) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Arrays of one length, `CHUNK` entries of each at a time."""
+    """Iterate over arrays of equal length in chunks of `CHUNK` entries."""
     for start in range(0, len(arrays[0]), CHUNK):
         yield tuple(array[start : start + CHUNK] for array in arrays)
 
@@ -486,18 +489,18 @@ def _parts(*arrays: NDArray[Any]) -> Iterator[tuple[NDArray[Any], ...]]:
 def _finder(
     spans: Sequence[Span], values: int, others: bool
 ) -> Callable[[Codes], NDArray[np.bool_]]:
-    """Tells which codes are in one of the spans, or in none."""
+    """A function that returns which codes are in one of the spans; with `others`, in none."""
     spans = [(first, end) for first, end in spans if first < end]
-    if len(spans) > _FEW_SPANS:
+    if len(spans) > _MAX_COMPARED_SPANS:
         table = np.full(values + 1, others, np.bool_)
         for first, end in spans:
             table[first:end] = not others
-        return lambda codes: table.take(codes, mode="clip")  # which takes half as long as raise
+        return lambda codes: table.take(codes, mode="clip")  # takes half as long as mode="raise"
 
     def found(codes: Codes) -> NDArray[np.bool_]:
         flags = np.zeros(len(codes), np.bool_)
         for first, end in spans:
-            # A code below the first wraps around to a great number: one comparison in place of two.
+            # A code below `first` wraps around to a large number, so one comparison suffices.
             flags |= codes - codes.dtype.type(first) < end - first
         return ~flags if others else flags
 

@@ -1,4 +1,4 @@
-"""Which rows of a segment fit a filter, from its columns."""
+"""Evaluates filters on the columns of a segment."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
@@ -24,9 +24,9 @@ from kinlens.values import Scalar
 
 
 def rows_matching(where: Filter, columns: Columns, checkpoint: Callable[[], None]) -> Bits:
-    """The rows that fit; an unused bit of the last byte may be anything.
+    """Bitmap of the rows that match; the unused bits of the last byte are undefined.
 
-    `checkpoint` is called between conditions; what it raises ends the work.
+    `checkpoint` is called between conditions; an exception from it cancels the evaluation.
     """
     if isinstance(where, Not):
         return ~rows_matching(where.part, columns, checkpoint)
@@ -40,7 +40,7 @@ def rows_matching(where: Filter, columns: Columns, checkpoint: Callable[[], None
 
 
 def _one_of(parts: Sequence[Filter], columns: Columns, checkpoint: Callable[[], None]) -> Bits:
-    """The rows that fit one of the parts. Conditions on one attribute take one pass over it."""
+    """The rows that match any of the parts. Conditions on one attribute share a pass over it."""
     found = empty_bits(columns.size)
     spans: dict[str, list[Span]] = {}
     for part in parts:
@@ -59,7 +59,7 @@ def _one_of(parts: Sequence[Filter], columns: Columns, checkpoint: Callable[[], 
 
 
 def rows_beyond(name: str, values: Collection[Scalar], columns: Columns) -> Bits:
-    """The rows that have another value of an attribute than these, or none."""
+    """The rows that have no value, or at least one value that is not in `values`."""
     column = columns.get(name)
     if column is None:
         return ~empty_bits(columns.size)
@@ -71,17 +71,17 @@ def rows_beyond(name: str, values: Collection[Scalar], columns: Columns) -> Bits
     return others | ~column.having([(1, len(column.values) + 1)], columns.size)
 
 
-def place_of(value: Scalar, values: Sequence[Any]) -> int | None:
-    """Where a value stands among ascending ones; None if it is not there."""
-    place = bisect_left(values, value)
-    return place if place < len(values) and values[place] == value else None
+def index_of(value: Scalar, values: Sequence[Any]) -> int | None:
+    """The index of a value among ascending values; None if it is not one of them."""
+    index = bisect_left(values, value)
+    return index if index < len(values) and values[index] == value else None
 
 
 def _spans(where: Condition, values: Sequence[Any]) -> list[Span]:
     if isinstance(where, Equals | In):
         wanted = (where.value,) if isinstance(where, Equals) else where.values
-        places = {place_of(value, values) for value in wanted} - {None}
-        return [(place + 1, place + 2) for place in places if place is not None]
+        indices = {index_of(value, values) for value in wanted} - {None}
+        return [(index + 1, index + 2) for index in indices if index is not None]
     first, end = 0, len(values)
     if isinstance(where, Exists):
         return [(1, end + 1)]

@@ -1,6 +1,6 @@
-"""The different values of an attribute: ascending, compact, and read one at a time.
+"""The distinct values of an attribute in a compact, ascending array.
 
-Ten million texts take 20 bytes each here and 80 as objects of Python. Texts are ordered by their
+Ten million texts take 20 bytes each here, and 80 as Python objects. Texts are ordered by their
 UTF-8 bytes, which is the order of their code points.
 """
 
@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from kinlens.values import AttributeKind, Scalar
 
 Arrays = Mapping[str, NDArray[Any]]
-"""What values consist of on the disk, by name."""
+"""The arrays that represent values on disk, by name."""
 
 Values = Sequence[Scalar]
-"""Ascending, each once, all of one kind."""
+"""Distinct values of one type, ascending."""
 
-_WHOLE = 2**53  # up to here a float64 holds every whole number
+_WHOLE = 2**53  # up to here a float64 represents every integer exactly
 
 
 class Texts(Sequence[str]):
-    """`data` holds all texts as UTF-8, one after the other; `ends` (V,) is where each one ends."""
+    """Texts (V,): `data` is their concatenated UTF-8, `ends` (V,) the end of each text."""
 
     def __init__(self, data: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
         self.data = data
@@ -38,7 +38,7 @@ class Texts(Sequence[str]):
 
     @classmethod
     def joined(cls, parts: Sequence["Texts"]) -> "Texts":
-        """One after the other."""
+        """Concatenate parts."""
         lengths = [np.diff(part.ends, prepend=0) for part in parts]
         data = np.concatenate([np.empty(0, np.uint8), *(part.data for part in parts)])
         return cls(data, np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths])))
@@ -47,20 +47,20 @@ class Texts(Sequence[str]):
         return len(self.ends)
 
     @overload
-    def __getitem__(self, place: int) -> str: ...
+    def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
-        if not 0 <= place < len(self.ends):
-            raise IndexError(place)
-        start = int(self.ends[place - 1]) if place else 0
-        return self.data[start : int(self.ends[place])].tobytes().decode()
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self.ends):
+            raise IndexError(index)
+        start = int(self.ends[index - 1]) if index else 0
+        return self.data[start : int(self.ends[index])].tobytes().decode()
 
 
 class Numbers(Sequence[Any]):
-    """Whole numbers, decimal numbers or truth values (V,), in an array of their type."""
+    """Integers, floats or booleans (V,), in an array of their type."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         self.array = array
@@ -69,23 +69,23 @@ class Numbers(Sequence[Any]):
         return len(self.array)
 
     @overload
-    def __getitem__(self, place: int) -> Any: ...
+    def __getitem__(self, index: int) -> Any: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Any]: ...
-    def __getitem__(self, place: int | slice) -> Any:
-        # As numbers of Python, which compare whole and decimal numbers exactly.
-        found = self.array[place].tolist()
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        # As Python numbers, which compare integers and floats exactly.
+        found = self.array[index].tolist()
         return [_plain(one) for one in found] if isinstance(found, list) else _plain(found)
 
 
-def packed(values: Sequence[Any], kind: AttributeKind) -> Values:
-    """Ascending values of one kind, compact.
+def packed(values: Sequence[Any], type_: AttributeKind) -> Values:
+    """Store ascending values of one type compactly.
 
-    Whole numbers that no float64 holds, among decimal ones, stay a list.
+    A mix of floats and integers that a float64 cannot represent stays a list.
     """
-    if kind == "text":
+    if type_ == "text":
         return Texts.of(values)
-    if kind == "boolean":
+    if type_ == "boolean":
         return Numbers(np.array(values, np.bool_))
     if all(type(value) is int for value in values):
         return Numbers(np.array(values, np.int64))
@@ -94,58 +94,61 @@ def packed(values: Sequence[Any], kind: AttributeKind) -> Values:
     return list(values)
 
 
-def joined(parts: Sequence[Values], kind: AttributeKind) -> Values:
-    """The values of all parts, which follow each other in order."""
-    if kind == "text":
+def joined(parts: Sequence[Values], type_: AttributeKind) -> Values:
+    """Concatenate parts whose values are in ascending order."""
+    if type_ == "text":
         return Texts.joined([part for part in parts if isinstance(part, Texts)])
     arrays = [part.array for part in parts if isinstance(part, Numbers)]
     if len(arrays) == len(parts) and len({array.dtype for array in arrays}) == 1:
         return Numbers(np.concatenate(arrays))
-    return packed([value for part in parts for value in part], kind)
+    return packed([value for part in parts for value in part], type_)
 
 
 def spliced(
     values: Values,
     kept: NDArray[np.bool_],
-    places: NDArray[np.int64],
+    positions: NDArray[np.int64],
     new: Values,
-    kind: AttributeKind,
+    type_: AttributeKind,
 ) -> Values:
-    """The values (V,) that are kept, with `new` ones (M,) in between, each before the value at its
-    place, ascending.
+    """Drop and insert values.
+
+    kept: mask (V,) of the values to keep.
+    positions: the index of the value before which each of the `new` values (M,) is inserted,
+        ascending.
     """
-    before = np.concatenate([[0], np.cumsum(kept)])[places]  # of those that are kept
+    offsets = np.concatenate([[0], np.cumsum(kept)])[positions]  # among the kept values
     if isinstance(values, Texts) and isinstance(new, Texts):
         lengths = np.diff(values.ends, prepend=0)
         data = values.data if kept.all() else values.data[np.repeat(kept, lengths)]
         lengths = lengths[kept]
-        starts = np.concatenate([[0], np.cumsum(lengths)])[before].tolist()
+        starts = np.concatenate([[0], np.cumsum(lengths)])[offsets].tolist()
         ends = [0, *new.ends.tolist()]
         pieces, last = [], 0
-        for place, start in enumerate(starts):
-            pieces += [data[last:start], new.data[ends[place] : ends[place + 1]]]
+        for index, start in enumerate(starts):
+            pieces += [data[last:start], new.data[ends[index] : ends[index + 1]]]
             last = start
-        both = np.insert(lengths, before, np.diff(new.ends, prepend=0))
+        both = np.insert(lengths, offsets, np.diff(new.ends, prepend=0))
         return Texts(np.concatenate([*pieces, data[last:]]), np.cumsum(both))
     if isinstance(values, Numbers) and isinstance(new, Numbers):
         own, others = values.array[kept], new.array
         if own.dtype != others.dtype and _is_exact(own) and _is_exact(others):
             own, others = own.astype(np.float64), others.astype(np.float64)
         if own.dtype == others.dtype:
-            return Numbers(np.insert(own, before, others))
-    left = [value for value, stays in zip(values, kept.tolist(), strict=True) if stays]
-    return packed(sorted([*left, *new]), kind)
+            return Numbers(np.insert(own, offsets, others))
+    rest = [value for value, is_kept in zip(values, kept.tolist(), strict=True) if is_kept]
+    return packed(sorted([*rest, *new]), type_)
 
 
 def _is_exact(array: NDArray[Any]) -> bool:
-    """Whether float64 holds all of these numbers."""
+    """Whether float64 represents all of these numbers exactly."""
     if array.dtype != np.int64:
         return array.dtype == np.float64
     return not len(array) or bool(max(-int(array.min()), int(array.max())) <= _WHOLE)
 
 
 def to_arrays(values: Values) -> Arrays:
-    """What `from_arrays` makes the same values of."""
+    """The arrays that represent values on disk; see `from_arrays`."""
     if isinstance(values, Texts):
         return {"data": values.data, "ends": values.ends}
     if isinstance(values, Numbers):
@@ -154,7 +157,7 @@ def to_arrays(values: Values) -> Arrays:
 
 
 def from_arrays(arrays: Arrays) -> Values:
-    """The values in these arrays. Raises: KeyError, ValueError for arrays of something else."""
+    """The values in these arrays. Raises: KeyError or ValueError for other arrays."""
     if "data" in arrays:
         return Texts(arrays["data"], arrays["ends"])
     if "numbers" in arrays:
@@ -164,7 +167,7 @@ def from_arrays(arrays: Arrays) -> Values:
 
 
 def _plain(number: Any) -> Any:
-    """A whole number as such: JSON writes 20 and not 20.0 for a price that is whole."""
+    """Convert whole floats to int, so that JSON shows a price as 20 and not 20.0."""
     if isinstance(number, float) and number.is_integer() and abs(number) <= _WHOLE:
         return int(number)
     return number

@@ -31,7 +31,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.types import SHORT, Embeddings, Hit, ItemId
 from kinlens.indexer.attributes import Schema
-from kinlens.indexer.catalog.entries import checked_keys, checked_vectors, learn_kinds, with_stored
+from kinlens.indexer.catalog.entries import checked_keys, checked_vectors, learn_types, with_stored
 from kinlens.indexer.exchange.milvus_collection import (
     ENTRY,
     ID_LIMIT,
@@ -342,7 +342,7 @@ class MilvusStore:
         kinds = dict(now.kinds)
         for entry in entries:
             refuse_lists(entry.key, entry.attributes)
-            learn_kinds(kinds, entry.key, entry.attributes)
+            learn_types(kinds, entry.key, entry.attributes)
         now.learn(kinds)
         written, size = Written(), now.page_rows
         for start in range(0, len(entries), size):
@@ -364,7 +364,7 @@ class MilvusStore:
         kinds = dict(now.kinds)
         for key, change in changes.items():
             refuse_lists(key, change)
-            learn_kinds(kinds, key, {n: v for n, v in change.items() if v is not None})
+            learn_types(kinds, key, {n: v for n, v in change.items() if v is not None})
         rows = now.strong().known([*changes], ENTRY)
         now.learn(kinds)
         changed = []
@@ -406,8 +406,8 @@ class MilvusStore:
         found = self._now().strong().lookup("key", keys, ITEM)
         return {row["key"]: item_of(row) for row in found}
 
-    def held(self, sha256s: Sequence[str]) -> set[str]:
-        """As `VectorStore.held`, always with consistency "Strong": unused images are deleted."""
+    def contents(self, sha256s: Sequence[str]) -> set[str]:
+        """As `VectorStore.contents`, but always "Strong": unused images are deleted."""
         found = self._now().strong().lookup("sha256", sha256s, ["sha256"])
         return {row["sha256"] for row in found}
 

@@ -89,7 +89,7 @@ def _field(name: str) -> str:
 def _one_of(where: In) -> _Part:
     """Split integers and decimals into two lists: Milvus accepts one type per list."""
     texts = [literal(value) for value in where.values]
-    decimal = [where.kind == "number" and not text.lstrip("-").isdigit() for text in texts]
+    decimal = [where.value_type == "number" and not text.lstrip("-").isdigit() for text in texts]
     lists = [
         ", ".join(text for text, is_decimal in zip(texts, decimal, strict=True) if is_decimal == d)
         for d in sorted(set(decimal))

@@ -22,7 +22,7 @@ from kinlens.embedder.durable import crash_point
 from kinlens.embedder.errors import EngineUnavailableError, InvalidParameterError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.catalog.entries import checked_vectors, learn_kinds
+from kinlens.indexer.catalog.entries import checked_vectors, learn_types
 from kinlens.indexer.exchange.milvus_collection import Collection, Connection, batches, row_of
 from kinlens.indexer.exchange.milvus_index import HeldOut
 from kinlens.indexer.types import Entry, Progress
@@ -145,7 +145,7 @@ class _Load:
         vectors = checked_vectors(part, self._made.facts.dim)
         for entry in part:
             refuse_lists(entry.key, entry.attributes)
-            learn_kinds(self.kinds, entry.key, entry.attributes)
+            learn_types(self.kinds, entry.key, entry.attributes)
             facts = (entry.key, entry.sha256, entry.path, entry.format, dict(entry.attributes))
             self._digest.update(repr(facts).encode())
         self._digest.update(vectors.tobytes())

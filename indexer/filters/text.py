@@ -23,7 +23,7 @@ from kinlens.indexer.filters.tree import (
 )
 from kinlens.values import Scalar
 
-_Made = TypeVar("_Made")
+_T = TypeVar("_T")
 MAX_TEXT = 200_000
 _GRAMMAR = r"""
 ?start: disjunction
@@ -33,7 +33,7 @@ _GRAMMAR = r"""
     | "(" disjunction ")"
     | condition
 ?condition: name OP value -> compared
-    | value OP name -> turned
+    | value OP name -> flipped
     | value OP name OP value -> between
     | name "in" "(" value ("," value)* ")" -> among
     | name "not" "in" "(" value ("," value)* ")" -> not_among
@@ -54,7 +54,7 @@ NUMBER: /[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?/
 _ESCAPE = re.compile(r"\\(.)")
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 _WHOLE = re.compile(r"[+-]?\d+")
-_TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+_FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _VALUE = 'a value such as "red" or 12.5'
 _WORDS = {
     "BARE": "an attribute",
@@ -80,13 +80,13 @@ _SNIPPET = 40
 
 
 def parse_filter(text: str) -> Filter:
-    """The filter that `text` says.
+    """Parse a filter.
 
     Comparisons: = == != < <= > >= in, not in, 5 <= name <= 9, name exists, name starts with "A".
-    Values: text in quotes, numbers,
-    true, false. A name with other characters than letters, digits and _ . - stands in back quotes.
+    Values: quoted texts, numbers, true, false. A name with other characters than letters, digits
+    and _ . - must be in backquotes.
 
-    Raises: FilterError with the position and what was expected there.
+    Raises: FilterError with the position and the expected token.
     """
     if len(text) > MAX_TEXT:
         raise FilterError(
@@ -100,7 +100,7 @@ def parse_filter(text: str) -> Filter:
 
 @v_args(inline=True)
 class _Builder(Transformer[Token, Filter]):
-    """Called by the parser as it goes, so that nesting never recurses."""
+    """Called by the parser for each rule, so that nested filters do not recurse."""
 
     def disjunction(self, *parts: Filter) -> Filter:
         return Or(parts)
@@ -114,8 +114,8 @@ class _Builder(Transformer[Token, Filter]):
     def compared(self, name: Token, sign: Token, value: Scalar) -> Filter:
         return _at(name, lambda: _comparison(name.value, sign, value))
 
-    def turned(self, value: Scalar, sign: Token, name: Token) -> Filter:
-        return _at(name, lambda: _comparison(name.value, _TURNED.get(sign, sign), value))
+    def flipped(self, value: Scalar, sign: Token, name: Token) -> Filter:
+        return _at(name, lambda: _comparison(name.value, _FLIPPED.get(sign, sign), value))
 
     def between(
         self,
@@ -127,10 +127,10 @@ class _Builder(Transformer[Token, Filter]):
     ) -> Filter:
         if left[0] != right[0] or left[0] not in "<>":
             raise FilterError(
-                f"{left} and {right} do not enclose a value at position {left.start_pos}. Write "
+                f"{left} and {right} at position {left.start_pos} are not a range. Write "
                 "5 <= name <= 9, or join two comparisons by and."
             )
-        limits = {LIMITS[_TURNED[left]]: first, LIMITS[right]: second}
+        limits = {LIMITS[_FLIPPED[left]]: first, LIMITS[right]: second}
         return _at(name, lambda: Range(name.value, **limits))
 
     def among(self, name: Token, *values: Scalar) -> Filter:
@@ -154,7 +154,7 @@ class _Builder(Transformer[Token, Filter]):
         return _ESCAPE.sub(lambda match: _ESCAPED.get(match[1], match[1]), token[1:-1])
 
     def number(self, token: Token) -> Scalar:
-        # Python reads no whole number of thousands of digits, and 40 are too many to be stored.
+        # Python refuses integers of thousands of digits; with 40 digits they exceed 64 bits anyway.
         return int(token[:40]) if _WHOLE.fullmatch(token) else float(token)
 
     def yes(self) -> bool:
@@ -171,7 +171,7 @@ def _comparison(name: str, sign: str, value: Scalar) -> Filter:
     return Not(equals) if sign == "!=" else equals
 
 
-def _at(token: Token, make: Callable[[], _Made]) -> _Made:
+def _at(token: Token, make: Callable[[], _T]) -> _T:
     try:
         return make()
     except FilterError as error:
@@ -193,8 +193,8 @@ def _explained(text: str, error: UnexpectedInput) -> str:
         position = len(text) if error.token.type == "$END" else error.token.start_pos or 0
     expected = sorted({_WORDS.get(name, name) for name in names - {"__IGNORE_0"}})
     near = text[position : position + _SNIPPET]
-    found = f"{near!r} stands" if near else "it ends"
+    found = f"found {near!r}" if near else "it ends"
     return (
-        f"The filter cannot be read: {found} at position {position}. "
+        f"The filter cannot be parsed: {found} at position {position}. "
         f"Expected {' or '.join(expected)}."
     )

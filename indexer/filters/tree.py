@@ -1,7 +1,7 @@
-"""What a filter is: conditions on attributes, joined by and, or and not.
+"""Filters: conditions on attributes, joined by and, or and not.
 
-A condition on an attribute that an item does not have is false; its negation is true. Of several
-values it is enough that one fits. A boolean equals no number. Text is compared by code points.
+A condition on a missing attribute is false, and its negation is true. If an attribute has several
+values, one match is enough. A boolean never equals a number. Texts are compared by code points.
 """
 
 import operator
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from kinlens.embedder.errors import FilterError
-from kinlens.indexer.attributes import Schema, check_name, checked_kind, kind_of
+from kinlens.indexer.attributes import Schema, check_name, checked_type, type_of
 from kinlens.values import AttributeKind, AttributeValue, Scalar
 
 MAX_DEPTH = 64
@@ -18,7 +18,7 @@ MAX_CONDITIONS = 1000
 MAX_VALUES = 10_000
 _SHOWN = 20
 LIMITS = {"<": "below", "<=": "at_most", ">": "above", ">=": "at_least"}
-"""The limits of a range by their signs; in the text, in JSON and for the engines."""
+"""The limits of a range by sign, in filters as text and as JSON."""
 
 SIGNS = {limit: sign for sign, limit in LIMITS.items()}
 _ABOVE: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -30,7 +30,7 @@ _ABOVE: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 class _Size(NamedTuple):
-    """How large a filter is: levels, conditions, and values compared with."""
+    """The size of a filter: nesting depth, number of conditions, and number of values."""
 
     depth: int
     conditions: int
@@ -38,25 +38,25 @@ class _Size(NamedTuple):
 
 
 class _Condition:
-    """A condition on one attribute; `kind` is the kind that the attribute must have."""
+    """A condition on one attribute, which must have the type `value_type`."""
 
     __slots__ = ()
     name: str
-    kind: AttributeKind
+    value_type: AttributeKind
 
     def check(self, schema: Schema) -> None:
-        """Raises: FilterError for an attribute that is unknown or of another kind."""
-        kind = schema.get(self.name)
-        if kind is None:
+        """Check name and type. Raises: FilterError if the attribute is unknown or differs."""
+        type_ = schema.get(self.name)
+        if type_ is None:
             raise FilterError(f"There is no attribute {self.name!r}. {_known(schema)}")
-        if kind != self.kind:
+        if type_ != self.value_type:
             raise FilterError(
-                f"Attribute {self.name!r} is a {kind}, and {self._shown()} is a {self.kind}. "
-                f"Compare it with a {kind}."
+                f"Attribute {self.name!r} is a {type_}, but {self._shown()} is a "
+                f"{self.value_type}. Compare it with a {type_}."
             )
 
     def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
-        """Whether an item with these attributes fits."""
+        """Whether an item with these attributes matches."""
         value = attributes.get(self.name)
         if isinstance(value, tuple):
             return any(self._fits(one) for one in value)
@@ -68,20 +68,20 @@ class _Condition:
     def _shown(self) -> str:
         raise NotImplementedError
 
-    def _set_kind(self, values: tuple[Scalar, ...]) -> None:
-        """Raises: FilterError if the name or a value is none, or the kinds differ."""
+    def _set_type(self, values: tuple[Scalar, ...]) -> None:
+        """Set `value_type`. Raises: FilterError for an invalid name or value, or mixed types."""
         try:
             check_name(self.name)
-            kinds = [checked_kind(value) for value in values]
+            types = [checked_type(value) for value in values]
         except ValueError as error:
             raise FilterError(f"A filter cannot use this: {error}.") from error
-        for kind, value in zip(kinds, values, strict=True):
-            if kind != kinds[0]:
+        for type_, value in zip(types, values, strict=True):
+            if type_ != types[0]:
                 raise FilterError(
-                    f"Attribute {self.name!r} is compared with {values[0]!r:.80}, a {kinds[0]}, "
-                    f"and with {value!r:.80}, a {kind}. Use values of one kind."
+                    f"Attribute {self.name!r} is compared with {values[0]!r:.80}, a {types[0]}, "
+                    f"and with {value!r:.80}, a {type_}. Use values of one type."
                 )
-        object.__setattr__(self, "kind", kinds[0])
+        object.__setattr__(self, "value_type", types[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +90,15 @@ class Equals(_Condition):
 
     name: str
     value: Scalar
-    # Part of equality, so that true and 1 make different filters.
-    kind: AttributeKind = field(init=False, repr=False)
+    # Part of equality, so that true and 1 are different filters.
+    value_type: AttributeKind = field(init=False, repr=False)
     size: ClassVar = _Size(1, 1, 1)
 
     def __post_init__(self) -> None:
-        self._set_kind((self.value,))
+        self._set_type((self.value,))
 
     def _fits(self, value: Scalar) -> bool:
-        return value == self.value and kind_of(value) == self.kind
+        return value == self.value and type_of(value) == self.value_type
 
     def _shown(self) -> str:
         return f"{self.value!r:.80}"
@@ -106,26 +106,26 @@ class Equals(_Condition):
 
 @dataclass(frozen=True, slots=True)
 class In(_Condition):
-    """The attribute has one of these values, all of one kind."""
+    """The attribute has one of these values, which must be of one type."""
 
     name: str
     values: tuple[Scalar, ...]
-    kind: AttributeKind = field(init=False, repr=False)
+    value_type: AttributeKind = field(init=False, repr=False)
     size: _Size = field(init=False, repr=False, compare=False)
     _set: frozenset[Scalar] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.values:
             raise FilterError(
-                f"{self.name!r:.160} in () fits no item. Give at least one value, or leave it out."
+                f"{self.name!r:.160} in () matches no item. Give at least one value, or omit it."
             )
         size = _checked_size(_Size(1, 1, len(self.values)))
-        self._set_kind(self.values)
+        self._set_type(self.values)
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "_set", frozenset(self.values))
 
     def _fits(self, value: Scalar) -> bool:
-        return value in self._set and kind_of(value) == self.kind
+        return value in self._set and type_of(value) == self.value_type
 
     def _shown(self) -> str:
         return f"{self.values[0]!r:.80}"
@@ -133,14 +133,14 @@ class In(_Condition):
 
 @dataclass(frozen=True, slots=True)
 class Range(_Condition):
-    """The attribute, a number or a text, lies between these limits; None is no limit."""
+    """The attribute, a number or a text, is between these limits; None means no limit."""
 
     name: str
     at_least: Scalar | None = None
     above: Scalar | None = None
     at_most: Scalar | None = None
     below: Scalar | None = None
-    kind: AttributeKind = field(init=False, repr=False)
+    value_type: AttributeKind = field(init=False, repr=False)
     size: ClassVar = _Size(1, 1, 2)
 
     def __post_init__(self) -> None:
@@ -152,11 +152,11 @@ class Range(_Condition):
                 f"The range of {self.name!r:.160} has {len(limits)} limits. Give one lower limit, "
                 "one upper limit, or one of each."
             )
-        self._set_kind(limits)
-        if self.kind == "boolean":
+        self._set_type(limits)
+        if self.value_type == "boolean":
             raise FilterError(
                 f"Attribute {self.name!r} is compared by order with {limits[0]!r}. Compare true "
-                "and false with = alone."
+                "and false only with =."
             )
 
     @property
@@ -166,7 +166,7 @@ class Range(_Condition):
         return [(n, v) for n, v in zip(_ABOVE, values, strict=True) if v is not None]
 
     def _fits(self, value: Scalar) -> bool:
-        if kind_of(value) != self.kind:
+        if type_of(value) != self.value_type:
             return False
         return all(_ABOVE[name](value, limit) for name, limit in self.limits)
 
@@ -176,17 +176,19 @@ class Range(_Condition):
 
 @dataclass(frozen=True, slots=True)
 class StartsWith(_Condition):
-    """The attribute, a text, begins with this one."""
+    """The attribute, a text, starts with this text."""
 
     name: str
     start: str
-    kind: AttributeKind = field(init=False, repr=False)
+    value_type: AttributeKind = field(init=False, repr=False)
     size: ClassVar = _Size(1, 1, 1)
 
     def __post_init__(self) -> None:
-        self._set_kind((self.start,))
-        if self.kind != "text":
-            raise FilterError(f"{self.name!r:.160} starts with {self.start!r:.80}: give a text.")
+        self._set_type((self.start,))
+        if self.value_type != "text":
+            raise FilterError(
+                f"{self.name!r:.160} starts with {self.start!r:.80}: the value must be a text."
+            )
 
     def _fits(self, value: Scalar) -> bool:
         return isinstance(value, str) and value.startswith(self.start)
@@ -209,11 +211,11 @@ class Exists:
             raise FilterError(f"A filter cannot use this: {error}.") from error
 
     def check(self, schema: Schema) -> None:
-        """Raises: FilterError for an attribute that is unknown."""
+        """Check the name. Raises: FilterError if the attribute is unknown."""
         check_attribute(self.name, schema, "look for")
 
     def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
-        """Whether an item with these attributes fits."""
+        """Whether an item with these attributes matches."""
         return self.name in attributes
 
 
@@ -227,40 +229,39 @@ class _Branch:
     def __post_init__(self) -> None:
         if len(self.parts) < 2:
             raise FilterError(
-                f"{type(self).__name__} has {len(self.parts)} parts. Join at least two filters, or "
-                "use the one alone."
+                f"{type(self).__name__} has {len(self.parts)} parts. Join at least two filters."
             )
         object.__setattr__(self, "size", _joined(*(part.size for part in self.parts)))
 
     def check(self, schema: Schema) -> None:
-        """Raises: FilterError for an attribute that is unknown or of another kind."""
+        """Check all parts. Raises: FilterError if an attribute is unknown or of another type."""
         for part in self.parts:
             part.check(schema)
 
 
 class And(_Branch):
-    """All parts fit."""
+    """All parts match."""
 
     __slots__ = ()
 
     def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
-        """Whether an item with these attributes fits."""
+        """Whether an item with these attributes matches."""
         return all(part.matches(attributes) for part in self.parts)
 
 
 class Or(_Branch):
-    """At least one part fits."""
+    """At least one part matches."""
 
     __slots__ = ()
 
     def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
-        """Whether an item with these attributes fits."""
+        """Whether an item with these attributes matches."""
         return any(part.matches(attributes) for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """The part does not fit; so for an item without the attribute."""
+    """The part does not match. Also matches items without the attribute."""
 
     part: "Filter"
     size: _Size = field(init=False, repr=False, compare=False)
@@ -269,11 +270,11 @@ class Not:
         object.__setattr__(self, "size", _joined(self.part.size))
 
     def check(self, schema: Schema) -> None:
-        """Raises: FilterError for an attribute that is unknown or of another kind."""
+        """Check the part. Raises: FilterError if an attribute is unknown or of another type."""
         self.part.check(schema)
 
     def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
-        """Whether an item with these attributes fits."""
+        """Whether an item with these attributes matches."""
         return not self.part.matches(attributes)
 
 
@@ -281,26 +282,29 @@ Condition = Equals | In | Range | StartsWith | Exists
 """A filter on one attribute."""
 
 Filter = Condition | And | Or | Not
-"""Which items to look at; a value, so that equal filters have equal hashes."""
+"""A filter of items. Immutable; equal filters have equal hashes."""
 
 
 def check_grouped(name: object, schema: Schema) -> None:
-    """Raises: FilterError for an attribute to group by that no item ever had."""
+    """Check the attribute of a grouping. Raises: FilterError if no item ever had it."""
     check_attribute(name, schema, "group by")
 
 
 def check_attribute(name: object, schema: Schema, purpose: str) -> None:
-    """Raises: FilterError for an attribute that no item ever had; it says what it is for."""
+    """Check that an attribute is known; `purpose` is for the message, such as "sort by".
+
+    Raises: FilterError if no item ever had it.
+    """
     if name not in schema:
         raise FilterError(f"There is no attribute {name!r:.160} to {purpose}. {_known(schema)}")
 
 
 def check_boosted(name: object, schema: Schema) -> None:
-    """Raises: FilterError for an attribute to boost by that is no number."""
-    numeric = {known: kind for known, kind in schema.items() if kind == "number"}
+    """Check the attribute of a boost. Raises: FilterError if it is not a number."""
+    numeric = {known: type_ for known, type_ in schema.items() if type_ == "number"}
     if name not in numeric:
-        told = _known(numeric) if numeric else "No attribute of this gallery is a number."
-        raise FilterError(f"There is no numeric attribute {name!r:.160} to boost by. {told}")
+        known = _known(numeric) if numeric else "No attribute of this gallery is a number."
+        raise FilterError(f"There is no numeric attribute {name!r:.160} to boost by. {known}")
 
 
 def _joined(*sizes: _Size) -> _Size:
@@ -314,11 +318,11 @@ def _checked_size(size: _Size) -> _Size:
         (MAX_CONDITIONS, "conditions"),
         (MAX_VALUES, "values"),
     )
-    for number, (limit, what) in zip(size, limits, strict=True):
+    for number, (limit, unit) in zip(size, limits, strict=True):
         if number > limit:
             raise FilterError(
-                f"The filter has {number:,} {what}, the limit is {limit:,}. Split it into several "
-                "searches, or give the items one attribute that says the same."
+                f"The filter has {number:,} {unit}, the limit is {limit:,}. Split it into several "
+                "searches, or add one attribute to the items for this selection."
             )
     return size
 

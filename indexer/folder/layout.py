@@ -1,18 +1,19 @@
-"""The folder of a gallery: its generations, which one is current, and how a new one replaces it.
+"""The folder of a gallery: its generations, the current one, and how a new one replaces it.
 
 gallery/
   CURRENT              the name of the current generation
-  LOCK                 held while a build runs
-  WRITE                shared by writes, held alone while a build replaces the gallery
-  TURN                 passed by a write on its way to WRITE, held by a build that waits for it
-  pictures/            what was uploaded, kept by whoever serves the gallery; no build touches it
-  PUBLISH              held while a snapshot of the gallery is published
-  PUBLISHER            a random id, by which the owner of a published snapshot is known
-  COPY_OF              the address that this is a copy of; nobody changes a copy
-  downloads/           what a copy has downloaded and not taken over yet
-  golden.sqlite        queries that the owner labelled, and reports; no build touches it either
-  versions/<name>/     a generation: what one build made, and every change since
-  versions/.draft-<...>/     a gallery in itself: what a build has made so far, kept after a kill
+  LOCK                 build lock: exclusive during a build
+  WRITE                write lock: shared by writes, exclusive while a build replaces the gallery
+  TURN                 shared by a write until it has WRITE, exclusive for a build that waits for
+                       WRITE, so that new writes do not starve it
+  pictures/            uploaded images, managed by the service; builds do not change it
+  PUBLISH              publish lock: exclusive while a snapshot is published
+  PUBLISHER            a random id that identifies the owner of a published snapshot
+  COPY_OF              the address of the original of this copy; copies are read-only
+  downloads/           files that a copy has downloaded but not adopted yet
+  golden.sqlite        labelled queries and reports; builds do not change it
+  versions/<name>/     a generation: the result of one build, and every change since
+  versions/.draft-<...>/     an unfinished build, itself a gallery; kept if the build is killed
 """
 
 import contextlib
@@ -71,7 +72,7 @@ _OWN_NAMES = {
 
 
 class GalleryFolder:
-    """The files of a gallery as a whole; what is inside a generation is not known here."""
+    """The files and locks of a gallery, without the contents of its generations."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -87,14 +88,14 @@ class GalleryFolder:
             raise GalleryNotFoundError(self._absence())
         if not _GENERATION_NAME.fullmatch(name) or not (self._versions / name).is_dir():
             raise GalleryCorruptError(
-                f"{self.path / _CURRENT} points to the generation {name[:40]!r}, which is not "
-                "there. Build the gallery again, or write the name of a folder in "
+                f"{self.path / _CURRENT} points to the generation {name[:40]!r}, which does not "
+                "exist. Build the gallery again, or write the name of a folder in "
                 f"{self._versions} into that file."
             )
         return self._versions / name
 
     def current_name(self) -> str | None:
-        """The name of the current generation; None where there is no gallery."""
+        """The name of the current generation; None if there is no gallery."""
         try:
             return (self.path / _CURRENT).read_text(encoding="utf-8", errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
@@ -102,21 +103,21 @@ class GalleryFolder:
 
     @property
     def copy_of(self) -> str | None:
-        """The address that this is a copy of; None for a gallery of its own."""
+        """The address of the original if this is a read-only copy; else None."""
         try:
             return (self.path / COPY_OF).read_text(encoding="utf-8").strip()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def mark_as_copy(self, address: str) -> None:
-        """Note the address that this is a copy of. Raises: OSError."""
+        """Mark this as a copy of the gallery at `address`. Raises: OSError."""
         make_folder(self._versions, "gallery")
         if self.copy_of != address:
             write_whole(self.path / COPY_OF, f"{address}\n".encode(), "copy")
-            (self.path / COPY_OF).chmod(0o644)  # others may serve the gallery
+            (self.path / COPY_OF).chmod(0o644)  # another user may serve the gallery
 
     def publisher(self) -> str:
-        """The id of this folder in snapshots; made at the first call. Raises: OSError."""
+        """The id of this folder in snapshots; created at the first call. Raises: OSError."""
         file = self.path / PUBLISHER
         if not file.is_file():
             write_whole(file, f"{os.urandom(16).hex()}\n".encode(), "publisher")
@@ -127,66 +128,65 @@ class GalleryFolder:
         address = self.copy_of
         if address is not None:
             raise GalleryConflictError(
-                f"{self.path} is a copy of {address} and follows it. Change the gallery where it "
-                "is published from. To make a gallery of its own of it: kinlens-index backup, then "
-                "restore."
+                f"{self.path} is a copy of {address} and follows it. Change the original. To "
+                "create an independent gallery from the copy: kinlens-index backup, then restore."
             )
 
     def generations(self) -> set[str]:
-        """The names of the generations that lie here: the current one, and older ones."""
+        """The names of all generations in this folder: the current one and older ones."""
         return {folder.name for folder in self._entries() if _is_generation(folder)}
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Create the folder if needed; keep other builds and all writes out of it.
+        """The build lock: excludes other builds and all writes. Creates the folder if needed.
 
-        Raises: GalleryBusyError if another build runs; GalleryError if the folder holds something
-            else; GalleryConflictError for a copy; GalleryWriteError if it cannot be written.
+        Raises: GalleryBusyError if another build runs; GalleryError if the folder contains other
+            files; GalleryConflictError for a copy; GalleryWriteError if it cannot be written.
         """
         self.refuse_copy()
         lock = self.path / _LOCK
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as cleanup:
             with disk_errors_explained(self.path):
                 self._refuse_foreign_folder()
                 make_folder(self._versions, "gallery")
-                is_alone = held.enter_context(exclusive(lock, wait=False))
-            if not is_alone:
+                is_locked = cleanup.enter_context(exclusive(lock, wait=False))
+            if not is_locked:
                 raise GalleryBusyError(
                     f"Another build (process {holder(lock)}) is writing {self.path}. "
                     "Wait for it to finish, or choose another folder with --out."
                 )
             with disk_errors_explained(self.path):
-                # Writes hold it for moments only; no new one comes while their turn is held.
-                held.enter_context(exclusive(self.path / _TURN, wait=True))
-                held.enter_context(exclusive(self.path / _WRITE, wait=True))
+                # Writes are short, and TURN keeps new ones out.
+                cleanup.enter_context(exclusive(self.path / _TURN, wait=True))
+                cleanup.enter_context(exclusive(self.path / _WRITE, wait=True))
             yield
 
     @contextlib.contextmanager
     def writing(self, generation: str) -> Iterator[None]:
-        """Hold off a build for the moment of one write into `generation`.
+        """The write lock for one write into `generation`; builds have to wait.
 
-        Raises: GalleryBusyError if a build runs, or has replaced the generation;
-            GalleryConflictError for a copy.
+        Raises: GalleryBusyError if a build runs or has replaced the generation;
+            GalleryConflictError for a copy; GalleryWriteError if the folder is read-only.
         """
         self.refuse_copy()
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as cleanup:
             try:
-                with shared(self.path / _TURN) as is_free:
-                    is_free = is_free and held.enter_context(shared(self.path / _WRITE))
+                with shared(self.path / _TURN) as is_shared:
+                    is_shared = is_shared and cleanup.enter_context(shared(self.path / _WRITE))
             except OSError as error:
                 if not self.path.is_dir():
                     raise GalleryBusyError(
-                        f"The gallery {self.path} is not there any more; nothing was changed. If "
+                        f"The gallery {self.path} no longer exists; nothing was changed. If "
                         "it is being replaced, try again in a second."
                     ) from error
                 raise GalleryWriteError(
                     f"The gallery {self.path} cannot be changed: {error.strerror}. Check that this "
                     "user may write there and that the file system is not read-only."
                 ) from error
-            if not is_free:
+            if not is_shared:
                 raise GalleryBusyError(
                     f"A build (process {holder(self.path / _LOCK)}) is replacing the gallery "
-                    f"{self.path}; a change made now would be lost. Repeat it when the build ended."
+                    f"{self.path}; a change made now would be lost. Repeat it after the build."
                 )
             if self.current_name() != generation:
                 raise GalleryBusyError(
@@ -197,32 +197,33 @@ class GalleryFolder:
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[Path]:
-        """An empty folder to write a new generation in; gone afterwards unless it was published.
+        """An empty folder for a new generation; deleted at the end unless it was published.
 
-        Every generation but the current one goes first, unless somebody has it open.
+        First deletes every generation except the current one and those in use.
         """
         self._prune_others()
         with self.aside() as stage:
             yield stage
 
     def aside(self) -> contextlib.AbstractContextManager[Path]:
-        """An empty folder beside the generations."""
+        """An empty folder next to the generations; deleted at the end unless it was renamed."""
         return staged(self._versions)
 
     @contextlib.contextmanager
     def draft(self, purpose: str) -> Iterator["GalleryFolder"]:
-        """Where a build makes its gallery; an interrupted one for the same purpose has begun to.
+        """The gallery folder of a build. An interrupted build with the same `purpose` is resumed.
 
-        It is gone afterwards if its generation was published.
+        Deleted at the end if its generation was published.
         """
         digest = hashlib.sha256(purpose.encode()).hexdigest()
         draft = GalleryFolder(self._versions / f"{_DRAFT}{digest[:SHORT]}")
         name = draft.current_name()
         if name is not None and name != self.current_name():
-            left, home = self._versions / name, draft._versions / name
-            # The publication was cut short, unless another one came since and somebody reads this.
-            if home.parent.is_dir() and not home.exists() and left.is_dir() and not in_use(left):
-                rename(left, home, "draft")
+            moved, home = self._versions / name, draft._versions / name
+            # An interrupted publication: move the generation back into the draft. If it is in use,
+            # it was published, and superseded since.
+            if home.parent.is_dir() and not home.exists() and moved.is_dir() and not in_use(moved):
+                rename(moved, home, "draft")
         self._drop_published(draft)
         self._prune_others()
         sweep(self._versions)
@@ -236,25 +237,25 @@ class GalleryFolder:
 
     def _drop_published(self, draft: "GalleryFolder") -> None:
         if draft.path.exists() and draft.current_name() == self.current_name() is not None:
-            (draft.path / _CURRENT).unlink()  # first: what is left then is nobody's
+            (draft.path / _CURRENT).unlink()  # first, so that the rest no longer is a gallery
             discard(draft.path)
 
     def _prune_others(self) -> None:
-        """Remove every generation but the current one, unless somebody has it open."""
+        """Delete every generation except the current one and those in use."""
         current = self.current_name()
-        # Where CURRENT is damaged or gone, any generation may be the one to go back to.
+        # If CURRENT is damaged or missing, any generation may be needed for a repair.
         if current in self.generations():
             self._prune(keep={current})
 
     def publish(self, stage: Path, name: str) -> Path:
-        """Make `stage` the current generation: everything is on the disk before anyone sees it.
+        """Make `stage` the current generation, after syncing all its files to disk.
 
-        The generation before it stays, older ones go as soon as nobody has them open.
+        Keeps the previous generation; older ones are deleted unless they are in use.
         """
         previous = self.current_name()
         target = self._versions / name
         sync_tree(stage, "generation")
-        if target.exists() and name != previous:  # of a copy that was interrupted at this point
+        if target.exists() and name != previous:  # from a copy that was interrupted here
             discard(target)
         rename(stage, target, "generation")
         self._switch(name)
@@ -282,12 +283,12 @@ class GalleryFolder:
         if any(self._versions.glob(f"{_DRAFT}*")):
             return (
                 f"The gallery {self.path} is not finished: its build was interrupted or refused. "
-                "Run the same `kinlens-index build` again; it continues where it stopped, or says "
-                "what is wrong."
+                "Run the same `kinlens-index build` again; it continues where it stopped, or "
+                "reports the error."
             )
         if (self.path / "snapshot.json").is_file():
             return (
-                f"{self.path} has a published snapshot, and is no gallery. Follow it: "
+                f"{self.path} is a published snapshot, not a gallery. Follow it: "
                 f"kinlens-serve --gallery NAME={self.path.absolute().as_uri()}."
             )
         return (
@@ -299,8 +300,8 @@ class GalleryFolder:
         foreign = sorted(self._foreign_entries())
         if foreign:
             raise GalleryError(
-                f"{self.path} is not a gallery, or not only that: {foreign[0]} is something else. "
-                "Choose a new or an empty folder with --out, or move that elsewhere."
+                f"{self.path} contains files that do not belong to a gallery: {foreign[0]}. "
+                "Choose a new or an empty folder with --out, or move them elsewhere."
             )
 
     def _foreign_entries(self) -> Iterator[Path]:
@@ -316,7 +317,7 @@ class GalleryFolder:
 
 @contextlib.contextmanager
 def disk_errors_explained(path: Path) -> Iterator[None]:
-    """Turn a failed write below `path` into a GalleryWriteError that says what to do."""
+    """Translate a failed write below `path` into a GalleryWriteError with advice."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:

@@ -1,4 +1,4 @@
-"""The manifest of a gallery generation: frozen, versioned, an unknown key is an error."""
+"""The manifest of a gallery generation: immutable and versioned; unknown keys are refused."""
 
 import hashlib
 import json
@@ -17,21 +17,22 @@ from kinlens.indexer.index.segment import SegmentManifest, brief
 from kinlens.indexer.types import GALLERY_NAME, VectorType
 
 MANIFEST = "manifest.json"
-"""The file that makes a folder a generation."""
+"""The manifest file; a folder that contains it is a generation."""
 
 REPORT = "report.json"
-"""How a generation was built, in a file beside its manifest."""
+"""The report of the build, next to the manifest."""
 
 PRECISIONS = "precisions.json"
-"""The precisions of items that were added after the build; absent if there are no others."""
+"""The precisions of items added after the build; absent if they equal that of the build."""
 
 SCHEMA_VERSION = 2
 
 
 class GalleryFacts(BaseModel, frozen=True):
-    """One state of a gallery: `size` items alive, of which `delta` came after the segment.
+    """One state of a gallery.
 
-    `tombstones` items of the segment have been removed and wait for the next compaction.
+    size: number of items; `delta` of them were added after the segment.
+    tombstones: number of removed items in the segment, until the next compaction.
     """
 
     name: str
@@ -51,10 +52,10 @@ class GalleryFacts(BaseModel, frozen=True):
 
 
 class GalleryManifest(BaseModel, frozen=True, extra="forbid"):
-    """What stays as it is while the items of a generation change.
+    """The properties of a generation that do not change with its items.
 
-    `precision` is that of the model that made it, `vector_type` how vectors are kept. Each is left
-    out for fp32, as earlier versions did.
+    `precision` is the precision of the model that computed the vectors, `vector_type` the type of
+    the stored vectors. Both are omitted for fp32, as in earlier versions.
     """
 
     schema_version: Literal[2] = 2
@@ -88,10 +89,7 @@ class GalleryManifest(BaseModel, frozen=True, extra="forbid"):
 
 
 def write_manifest(folder: Path, manifest: GalleryManifest) -> None:
-    """Write the manifest, whole or not at all, into a folder that nobody reads yet.
-
-    Raises: OSError.
-    """
+    """Write the manifest atomically into a folder that is not in use yet. Raises: OSError."""
     text = manifest.stamped().model_dump_json(indent=2) + "\n"
     aside = folder / f".{MANIFEST}"
     aside.write_text(text, encoding="utf-8")
@@ -128,8 +126,8 @@ def _refuse_other_schema(path: Path, content: object) -> None:
     found = content.get("schema_version") if isinstance(content, dict) else None
     if found == 1:
         raise GalleryCorruptError(
-            f"{path} has schema 1, this version of Kinlens reads {SCHEMA_VERSION}. Build the "
-            "gallery again from its images: kinlens-index build."
+            f"{path} has schema 1, this version of Kinlens reads {SCHEMA_VERSION}. Rebuild the "
+            "gallery from its images: kinlens-index build."
         )
     if isinstance(found, int) and found > SCHEMA_VERSION:
         raise GalleryCorruptError(
@@ -139,7 +137,7 @@ def _refuse_other_schema(path: Path, content: object) -> None:
 
 
 def read_report(generation: Path) -> dict[str, Any]:
-    """How a generation was made; empty if it grew from nothing. Raises: GalleryCorruptError."""
+    """The report of the build; empty for a gallery created empty. Raises: GalleryCorruptError."""
     path = generation / REPORT
     try:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -151,6 +149,6 @@ def read_report(generation: Path) -> dict[str, Any]:
 
 
 def name_of(folder: Path) -> str:
-    """A gallery name made from the name of its folder."""
+    """A valid gallery name derived from the name of its folder."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name)[:64]
     return cleaned.strip("-._") or "gallery"

@@ -15,11 +15,11 @@ from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, count_of, has_bits, packed_bits, positions_in
 from kinlens.indexer.index.gpu import LEAST_BYTES, MAX_K, GpuCopy, reason_of
 from kinlens.indexer.index.kinds import (
-    KINDS,
+    INDEX_TYPES,
     TUNED_AT,
     Effort,
     IndexKind,
-    Kind,
+    IndexType,
     found_by,
     full,
     scaled,
@@ -28,52 +28,54 @@ from kinlens.indexer.index.plan import Plan
 from kinlens.indexer.types import Ids, Progress, Scores, StoredRows
 
 CHUNK = 65_536
-"""Vectors that are compared with at once, or added to codes."""
+"""Vectors that are compared, or added to codes, at a time."""
 
-# Of many queries FAISS compares blocks, and its threads meet after each: with blocks of 1,024 by
-# 16,384, 64 MB, they wait less than half as long as with its own of 4,096 by 1,024.
+# FAISS compares many queries in blocks and synchronises its threads after each. With blocks of
+# 1,024 x 16,384 (64 MB) they wait less than half as long as with its default of 4,096 x 1,024.
 faiss.cvar.distance_compute_blas_query_bs = 1_024
 faiss.cvar.distance_compute_blas_database_bs = 16_384
 
 
 CHUNK_BYTES = 64 * 2**20
-"""Memory for the candidates of the queries that are searched for at once."""
+"""Memory for the candidates of a batch of queries."""
 
 EXACT_BELOW = 20_000
 EXACT_PART = 0.02
 SCAN_EXACT_PART = 0.1
-"""Filters that leave at most so many vectors, or this part (of flat), are answered by
-comparing with all that are left: measured, it is faster from there on."""
+"""Brute force is used if a filter passes at most this number or share of vectors, where it was
+measured to be faster; SCAN_EXACT_PART is the share for flat."""
 
 _CANDIDATE_BYTES = 12
-_EXCESS, _EXCESS_LEAST = 1.5, 16
-_MOST = 4  # where at most one vector in so many is left out, all are compared with
-_WIDER = 8  # a second try where a filter leaves nothing near a query
-_HARDER = 4  # k_factor where neighbours are far away: codes tell them apart less well
-_NODE = 8  # comparisons that a step of a graph costs
-_FEW = 8  # queries from which on vectors in half precision are compared with in blocks
-_LARGE = 20_000  # vectors from which on a build takes all cores
-_BLOCK = 65_536  # bytes; FAISS hands over 1 MiB by default, which is half as fast
-_CURE = "Make the index again from the catalogue: kinlens-index compact GALLERY --rebuild."
+_OVERFETCH, _MIN_OVERFETCH = 1.5, 16
+_SPARSE_EXCLUDED = 4  # over-fetch in brute force if at most one vector in 4 is excluded
+_SECOND_OVERFETCH = 8  # factor for a second try, if a filter excludes everything near a query
+_FAR_K_FACTOR = 4  # factor on k_factor for far neighbours, which codes separate less well
+_STEP_COST = 8  # cost of a graph step, in comparisons
+_HALF_IN_BLOCKS = 8  # queries above which half-precision vectors are compared in blocks
+_PARALLEL_FROM = 20_000  # vectors from which on a build uses all cores
+_BLOCK = 65_536  # bytes per write; with FAISS' default of 1 MiB, writing is half as fast
+_CURE = "Rebuild the index from the catalogue: kinlens-index compact GALLERY --rebuild."
 
 
 class SegmentIndex:
-    """Vectors (N, D), usually mapped from a file, and a compressed index that finds candidates.
+    """Vectors (N, D), usually memory-mapped, and a compressed index that finds candidates.
 
-    Scores are always those of the vectors, in the precision in which they are kept. Thread safe.
-    On a GPU (`use_gpu`) a copy answers as long as it can, without a filter or with one that leaves
-    many; the rest, and all after a fault, comes from the CPU.
+    Scores are always computed from the vectors in their stored precision. Thread safe. With
+    `use_gpu`, a copy on the GPU answers searches without a filter, or with one that passes many
+    vectors. The CPU answers all others, and all searches after a GPU error.
     """
 
-    def __init__(self, kind: IndexKind, vectors: StoredRows, codes: faiss.Index | None) -> None:
-        """`codes` hold the rows of `vectors` that are searched; a kind without codes, all."""
-        self.kind = kind
-        self._kind = KINDS[kind]
+    def __init__(
+        self, index_type: IndexKind, vectors: StoredRows, codes: faiss.Index | None
+    ) -> None:
+        """`codes` contain the rows of `vectors` to search; without codes, all rows."""
+        self.kind = index_type
+        self._type = INDEX_TYPES[index_type]
         self._vectors = vectors
         self._codes = codes
         self._is_half = vectors.dtype == np.float16
         self._flat = _flat_over(vectors)
-        self._top = self._flat if codes is None else self._kind.searched(codes, self._flat)
+        self._top = self._flat if codes is None else self._type.searched(codes, self._flat)
         self._gpu: GpuCopy | None = None
 
     @classmethod
@@ -84,19 +86,20 @@ class SegmentIndex:
         rows: Ids | None = None,
         on_progress: Progress | None = None,
     ) -> "SegmentIndex":
-        """Index the contiguous `vectors` (N, D), which are kept and not copied; of a kind that
-        `grows`, these rows alone.
+        """Index the contiguous `vectors` (N, D), which are referenced and not copied.
+
+        rows: the rows to index, only for an index that `is_extensible`; None for all.
 
         Raises: InvalidParameterError, ProviderError.
         """
         _check(vectors, plan.dim)
-        kind = KINDS[plan.kind]
+        index_type = INDEX_TYPES[plan.kind]
         rows = np.arange(len(vectors)) if rows is None else rows
         codes = None
-        if kind.faiss_class is not None:
-            _set_threads(core_count() if len(rows) >= _LARGE else 1)
-            codes = kind.codes(vectors, rows, plan.parameters)
-        if kind.grows:
+        if index_type.faiss_class is not None:
+            _set_threads(core_count() if len(rows) >= _PARALLEL_FROM else 1)
+            codes = index_type.codes(vectors, rows, plan.parameters)
+        if index_type.is_extensible:
             _grow(codes, vectors, rows, on_progress)
         elif on_progress is not None:
             on_progress(len(rows))
@@ -105,76 +108,80 @@ class SegmentIndex:
     @classmethod
     def open(
         cls,
-        kind: IndexKind,
+        index_type: IndexKind,
         vectors: StoredRows,
         path: Path | None,
         count: int | None = None,
     ) -> "SegmentIndex":
-        """Map what `save` wrote of `count` rows, None for all; no path for the kind flat. FAISS
-        trusts the file.
+        """Open an index written by `save`.
+
+        path: None for flat. FAISS does not validate the file, so verify its hash before.
+        count: number of indexed rows; None for all.
 
         Raises: GalleryCorruptError.
         """
         if path is None:
-            return cls(kind, vectors, None)
+            return cls(index_type, vectors, None)
         shape = (len(vectors) if count is None else count, vectors.shape[1])
-        return cls(kind, vectors, _read_codes(path, KINDS[kind], shape))
+        return cls(index_type, vectors, _read_codes(path, INDEX_TYPES[index_type], shape))
 
     @classmethod
-    def followed(
-        cls, kind: IndexKind, path: Path, vectors: StoredRows, count: int, moved: Ids
+    def updated(
+        cls, index_type: IndexKind, path: Path, vectors: StoredRows, count: int, moved: Ids
     ) -> "SegmentIndex":
-        """What `save` wrote of `count` rows, over other `vectors`: `moved` has the new row of each
-        of those rows, -1 for one that has gone. Of a kind that `follows`.
+        """Open an index of `count` rows written by `save`, and move it to other `vectors`.
+
+        moved: the new row of each old row; -1 for removed rows. The index must be `is_updatable`.
 
         Raises: GalleryCorruptError.
         """
-        codes = _read_codes(path, KINDS[kind], (count, vectors.shape[1]))
-        # FAISS looks at each bit alone; rows that it never had are no harm.
+        codes = _read_codes(path, INDEX_TYPES[index_type], (count, vectors.shape[1]))
+        # Bits of rows that are not in the index are ignored by FAISS.
         codes.remove_ids(faiss.IDSelectorBitmap(packed_bits(moved < 0)))
         if not np.array_equal(moved[moved >= 0], np.flatnonzero(moved >= 0)):
-            for place in range(codes.nlist):
-                if size := codes.invlists.list_size(place):
-                    rows = faiss.rev_swig_ptr(codes.invlists.get_ids(place), size)
+            for number in range(codes.nlist):
+                if size := codes.invlists.list_size(number):
+                    rows = faiss.rev_swig_ptr(codes.invlists.get_ids(number), size)
                     rows[:] = moved[rows]
-        return cls(kind, vectors, codes)
+        return cls(index_type, vectors, codes)
 
     def extended(self, rows: Ids, on_progress: Progress | None = None) -> "SegmentIndex":
-        """The index of these further rows as well, of a kind that `grows`; this one is used up."""
+        """A new index with additional rows; it must be `is_extensible`. Invalidates this one."""
         _grow(self._codes, self._vectors, rows, on_progress)
         return SegmentIndex(self.kind, self._vectors, self._codes)
 
     def use_gpu(self, name: str, parameters: Mapping[str, int]) -> None:
-        """Search a copy on the GPU as soon as it is there, if that has the memory, and the vectors
-        are not so few that the CPU is quick enough; `name` is for the log.
+        """Copy the index to the GPU in the background, and search there once it is copied.
+
+        Does nothing for few vectors, which the CPU searches fast enough. `name` is for the log.
         """
         count = self.size if self._codes is None else int(self._codes.ntotal)
         if 4 * count * self.dim < LEAST_BYTES:
             return
-        needed = self._kind.gpu_bytes(count, self.dim, parameters)
-        load = self._kind.on_gpu(self._vectors, self._codes)
+        needed = self._type.gpu_bytes(count, self.dim, parameters)
+        load = self._type.on_gpu(self._vectors, self._codes)
         self._gpu = GpuCopy(name, load, needed, self.dim)
 
     @property
     def gpu(self) -> GpuCopy | None:
-        """The copy on the GPU, which may be gone again; None if none was asked for."""
+        """The copy on the GPU, which may have failed; None if none was requested."""
         return self._gpu
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether the GPU answers now."""
+        """Whether the GPU currently answers searches."""
         return self._gpu is not None and self._gpu.is_there
 
     def save(self, path: Path) -> FileFacts:
         """Write the compressed index to the new file `path`, without the vectors.
 
-        Raises: OSError; InvalidParameterError for the kind flat, which has nothing to write.
+        Raises: OSError; InvalidParameterError for flat, which has nothing to write.
         """
         if self._codes is None:
-            raise InvalidParameterError("A flat index has no codes to save: keep its vectors.")
+            raise InvalidParameterError("A flat index has no codes to save, only its vectors.")
         with HashedFile(path) as file:
             writer = faiss.PyCallbackIOWriter(file.write, _BLOCK)
-            faiss.write_index(self._codes, writer, self._kind.write_flags)
+            faiss.write_index(self._codes, writer, self._type.write_flags)
         return file.facts
 
     @property
@@ -189,16 +196,16 @@ class SegmentIndex:
 
     @property
     def nlist(self) -> int:
-        """Inverted lists; 0 for a kind without."""
+        """Number of inverted lists; 0 for an index without lists."""
         return int(getattr(self._codes, "nlist", 0))
 
     def search(
         self, queries: Embeddings, k: int, effort: Effort, allowed: Bits | None = None
     ) -> tuple[Scores, Ids]:
-        """The `min(k, size)` best of each query (Q, D): scores and positions, best first, equal
-        scores by position. Position -1 and score -1 where the bitmap `allowed` leaves fewer.
+        """Scores and positions of the `min(k, size)` best vectors for each query (Q, D).
 
-        Which of equal scores are found is open where `k` cuts them.
+        Best first, ties by position; missing hits have position -1 and score -1. If scores tie at
+        `k`, any of them may be returned. `allowed` is a bitmap of the positions to search.
 
         Raises: InvalidParameterError.
         """
@@ -208,34 +215,35 @@ class SegmentIndex:
                 return self._brute_force(queries, k)
             return self._searched(queries, k, effort, None, self.size, (k,))
         count = count_of(allowed, self.size)
-        # Fetch in excess and drop: faster than FAISS with a bitmap, and recall does not suffer
-        # where the filter leaves out just what is near the query; then too few are left.
-        wide = int(_EXCESS * k * self.size / max(1, count)) + _EXCESS_LEAST
-        is_scan = self._kind.is_scan and not (wide <= MAX_K and self.is_on_gpu)
+        # Over-fetch and filter: faster than FAISS with a bitmap. If the filter excludes the nearest
+        # vectors, too few hits remain and the search is repeated, so recall does not suffer.
+        wide = int(_OVERFETCH * k * self.size / max(1, count)) + _MIN_OVERFETCH
+        is_scan = self._type.is_scan and not (wide <= MAX_K and self.is_on_gpu)
         part = SCAN_EXACT_PART if is_scan else EXACT_PART
         if count <= max(EXACT_BELOW, part * self.size):
             return self._brute_force(queries, k, allowed)
-        return self._searched(queries, k, effort, allowed, count, (wide, _WIDER * wide))
+        return self._searched(queries, k, effort, allowed, count, (wide, _SECOND_OVERFETCH * wide))
 
     def exact(self, queries: Embeddings, k: int, allowed: Bits | None = None) -> tuple[Scores, Ids]:
-        """As `search`, but by comparing with all vectors, or with those in `allowed`.
+        """The exact results of `search`: compares with all vectors, or with those in `allowed`.
 
         Raises: InvalidParameterError.
         """
         return self._brute_force(*self._checked(queries, k), allowed)
 
-    def reaching(self, query: Embeddings, least: float, allowed: Bits | None = None) -> Ids:
-        """The positions of all vectors whose score for the query (1, D) is at least `least`, of
-        those that the bitmap `allowed` leaves; by comparing with each.
+    def range_search(self, query: Embeddings, least: float, allowed: Bits | None = None) -> Ids:
+        """The positions of all vectors with a score of at least `least` for the query (1, D).
+
+        Compares with every vector in the bitmap `allowed`; None for all.
         """
-        return reaching(self._vectors, query, least, allowed)
+        return range_search(self._vectors, query, least, allowed)
 
     def vectors(self, positions: Ids) -> Embeddings:
         """The full-precision vectors (N, D) at known positions (N,)."""
         return full(self._vectors[positions])
 
     def close(self) -> None:
-        """Free the GPU, if there is one; the CPU answers from then on."""
+        """Release the GPU, if there is one; the CPU answers from then on."""
         if self._gpu is not None:
             self._gpu.close()
 
@@ -248,43 +256,46 @@ class SegmentIndex:
         count: int,
         widths: tuple[int, ...],
     ) -> tuple[Scores, Ids]:
-        """The best `k` of the `count` allowed: of the `widths` nearest, one width after the other
-        for queries that still lack answers, then by the greatest effort."""
+        """The best `k` of the `count` allowed vectors.
+
+        Over-fetches with each of `widths` for queries that still miss hits, then uses the highest
+        effort.
+        """
         if not len(queries):
-            return nothing(0, k)
+            return empty_result(0, k)
         if not widths:
             return self._probe_all_lists(queries, k, effort, allowed, count)
-        if self._is_cheaper_compared(widths[0], effort, count):
+        if self._is_exact_cheaper(widths[0], effort, count):
             return self._brute_force(queries, k, allowed)
         scores, positions = self._overfetch(queries, k, widths[0], effort, allowed)
-        short = np.flatnonzero(positions[:, min(k, count) - 1] < 0)  # what is missing stands last
+        short = np.flatnonzero(positions[:, min(k, count) - 1] < 0)  # missing hits come last
         if len(short):
             again = self._searched(queries[short], k, effort, allowed, count, widths[1:])
             scores[short], positions[short] = again
         return scores, positions
 
-    def _is_cheaper_compared(self, wide: int, effort: Effort, count: int) -> bool:
-        """Whether finding `wide` answers is no less work than comparing with `count` vectors."""
+    def _is_exact_cheaper(self, wide: int, effort: Effort, count: int) -> bool:
+        """Whether comparing with `count` vectors is at most as much work as finding `wide` hits."""
         if wide * effort.k_factor >= count:
             return True
-        return self._kind.is_graph and _NODE * scaled(effort.value, wide, self.size) >= count
+        return self._type.is_graph and _STEP_COST * scaled(effort.value, wide, self.size) >= count
 
     def _brute_force(
         self, queries: Embeddings, k: int, allowed: Bits | None = None
     ) -> tuple[Scores, Ids]:
         if not k or not len(queries):
-            return nothing(len(queries), k)
-        in_blocks = self._is_half and len(queries) > _FEW  # which is faster
+            return empty_result(len(queries), k)
+        in_blocks = self._is_half and len(queries) > _HALF_IN_BLOCKS
         if allowed is None and in_blocks:
             return compare(queries, k, self._vectors, np.arange(self.size))
         if allowed is None:
             return ordered(*found_by(self._flat, queries, k))
-        left_out = self.size - count_of(allowed, self.size)
-        if in_blocks or _MOST * left_out > self.size:
+        excluded = self.size - count_of(allowed, self.size)
+        if in_blocks or _SPARSE_EXCLUDED * excluded > self.size:
             return compare(queries, k, self._vectors, positions_in(allowed, self.size))
-        # To fetch more and drop them takes less than to copy what is allowed.
-        wide = k + min(left_out, int(_EXCESS * k * left_out / self.size) + _EXCESS_LEAST)
-        scores, positions = _sifted(*ordered(*found_by(self._flat, queries, wide)), allowed, k)
+        # Over-fetching takes less time than copying the allowed vectors.
+        wide = k + min(excluded, int(_OVERFETCH * k * excluded / self.size) + _MIN_OVERFETCH)
+        scores, positions = _filtered(*ordered(*found_by(self._flat, queries, wide)), allowed, k)
         short = np.flatnonzero(positions[:, -1] < 0)
         if len(short):
             rows = positions_in(allowed, self.size)
@@ -300,11 +311,11 @@ class SegmentIndex:
         def search(some: Embeddings) -> tuple[Scores, Ids]:
             found = self._found_on_gpu(some, wide, effort)
             if found is None:
-                asked = _parameters(self._kind, self.nlist, self.size, effort, wide)
-                found = found_by(self._top, some, wide, asked)
+                parameters = _parameters(self._type, self.nlist, self.size, effort, wide)
+                found = found_by(self._top, some, wide, parameters)
             found = ordered(*found)
             if allowed is not None:
-                return _sifted(*found, allowed, k)
+                return _filtered(*found, allowed, k)
             return found if wide == k else (found[0][:, :k], found[1][:, :k])
 
         return _chunked(search, queries, wide * effort.k_factor)
@@ -312,12 +323,12 @@ class SegmentIndex:
     def _found_on_gpu(
         self, queries: Embeddings, k: int, effort: Effort
     ) -> tuple[Scores, Ids] | None:
-        """The `k` best by the GPU; None if it does not answer."""
+        """The `k` best from the GPU; None if it cannot answer."""
         value = scaled(effort.on_gpu, k, self.size)
-        if k > MAX_K or value > self._kind.gpu_most or not self.is_on_gpu:
+        if k > MAX_K or value > self._type.gpu_max_effort or not self.is_on_gpu:
             return None
         assert self._gpu is not None
-        factor = self._kind.gpu_factor
+        factor = self._type.gpu_factor
         wide = min(factor * k, self.size)
         found = self._gpu.search(queries, wide, value)
         if found is None or factor == 1:
@@ -332,7 +343,7 @@ class SegmentIndex:
         return scores[:, :k], positions[:, :k]
 
     def _compare_each(self, queries: Embeddings, scores: Scores, positions: Ids) -> None:
-        """Put the scores of these positions (Q, K) into `scores`."""
+        """Compute the scores of `positions` (Q, K) into `scores`."""
         at_once = max(1, CHUNK // positions.shape[1])
         for start in range(0, len(queries), at_once):
             part = slice(start, start + at_once)
@@ -342,45 +353,49 @@ class SegmentIndex:
     def _probe_all_lists(
         self, queries: Embeddings, k: int, effort: Effort, allowed: Bits | None, count: int
     ) -> tuple[Scores, Ids]:
-        """Where there are any and a filter; else a comparison with all."""
-        hardest = Effort(self.nlist, _HARDER * effort.k_factor)
+        """Search all inverted lists; brute force without lists or without a filter."""
+        hardest = Effort(self.nlist, _FAR_K_FACTOR * effort.k_factor)
         if allowed is None or not self.nlist or k * hardest.k_factor >= count:
             return self._brute_force(queries, k, allowed)
-        asked = self._kind.search_parameters(self.nlist, self.size, hardest, k, allowed)
+        parameters = self._type.search_parameters(self.nlist, self.size, hardest, k, allowed)
 
         def search(some: Embeddings) -> tuple[Scores, Ids]:
-            return ordered(*found_by(self._top, some, k, asked))
+            return ordered(*found_by(self._top, some, k, parameters))
 
         return _chunked(search, queries, k * hardest.k_factor)
 
     def _checked(self, queries: Embeddings, k: int) -> tuple[Embeddings, int]:
-        """With as many threads as help: a second one makes a single query ten times slower."""
+        """Check queries and `k`, and set the number of threads.
+
+        A single query gets one thread: a second one makes it ten times slower.
+        """
         if k < 1:
-            raise InvalidParameterError(f"k = {k} is too small. Ask for at least 1 hit.")
+            raise InvalidParameterError(f"k = {k} must be at least 1.")
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         _check(queries, self.dim)
         _set_threads(1 if len(queries) == 1 else min(len(queries), core_count()))
         return queries, min(k, self.size)
 
 
-def reaching(
+def range_search(
     vectors: StoredRows, query: Embeddings, least: float, allowed: Bits | None = None
 ) -> Ids:
-    """The positions of all vectors (N, D) whose score for the query (1, D) is at least `least`,
-    of those that the bitmap `allowed` leaves. Compares with each of them.
+    """The positions of all vectors (N, D) with a score of at least `least` for the query (1, D).
+
+    Compares with every vector in the bitmap `allowed`; None for all.
     """
     if not len(vectors):
         return np.empty(0, np.int64)
     _set_threads(1)
-    # FAISS gives what is above its radius; scores and radius are of single precision.
+    # FAISS returns scores above its radius; both are single precision.
     radius = np.float32(least)
     if float(radius) >= least:
         radius = np.nextafter(radius, np.float32(-np.inf))
-    asked = None
+    parameters = None
     if allowed is not None:
-        asked = faiss.SearchParameters(sel=faiss.IDSelectorBitmap(allowed))
+        parameters = faiss.SearchParameters(sel=faiss.IDSelectorBitmap(allowed))
     found = faiss.RangeSearchResult(1)
-    _flat_over(vectors).range_search_c(1, faiss.swig_ptr(query), float(radius), found, asked)
+    _flat_over(vectors).range_search_c(1, faiss.swig_ptr(query), float(radius), found, parameters)
     count = int(faiss.rev_swig_ptr(found.lims, 2)[1])
     if not count:
         return np.empty(0, np.int64)
@@ -389,8 +404,8 @@ def reaching(
 
 
 def compare(queries: Embeddings, k: int, vectors: StoredRows, positions: Ids) -> tuple[Scores, Ids]:
-    """The best `k` (Q, k) of the vectors at `positions`; -1 where there are fewer."""
-    scores, found = nothing(len(queries), 0)
+    """Scores and positions (Q, k) of the best vectors among `positions`; -1 for missing hits."""
+    scores, found = empty_result(len(queries), 0)
     for start in range(0, len(positions), CHUNK):
         chunk = positions[start : start + CHUNK]
         some, rows = faiss.knn(
@@ -400,7 +415,7 @@ def compare(queries: Embeddings, k: int, vectors: StoredRows, positions: Ids) ->
         found = np.concatenate([found, chunk[rows]], axis=1)
         scores, found = ordered(scores, found)
         scores, found = scores[:, :k], found[:, :k]
-    missing = nothing(len(queries), k - scores.shape[1])
+    missing = empty_result(len(queries), k - scores.shape[1])
     return (
         np.concatenate([scores, missing[0]], axis=1),
         np.concatenate([found, missing[1]], axis=1),
@@ -410,7 +425,7 @@ def compare(queries: Embeddings, k: int, vectors: StoredRows, positions: Ids) ->
 def _chunked(
     search: Callable[[Embeddings], tuple[Scores, Ids]], queries: Embeddings, candidates: int
 ) -> tuple[Scores, Ids]:
-    """Search for some queries (Q, D), Q >= 1, at a time: each needs memory for its candidates."""
+    """Search queries (Q, D), Q >= 1, in batches to limit the memory for candidates."""
     rows = max(1, CHUNK_BYTES // (_CANDIDATE_BYTES * candidates))
     if len(queries) <= rows:
         return search(queries)
@@ -419,8 +434,8 @@ def _chunked(
     return np.concatenate(scores), np.concatenate(positions)
 
 
-def _sifted(scores: Scores, positions: Ids, allowed: Bits, k: int) -> tuple[Scores, Ids]:
-    """The first `k` answers of each row that are allowed; -1 where there are fewer."""
+def _filtered(scores: Scores, positions: Ids, allowed: Bits, k: int) -> tuple[Scores, Ids]:
+    """The first `k` allowed hits of each row; -1 for missing hits."""
     is_in = has_bits(allowed, positions) & (positions >= 0)
     kept = np.argsort(~is_in, axis=1, kind="stable")[:, :k]
     positions = np.where(is_in, positions, -1)
@@ -428,16 +443,16 @@ def _sifted(scores: Scores, positions: Ids, allowed: Bits, k: int) -> tuple[Scor
     return np.take_along_axis(scores, kept, axis=1), np.take_along_axis(positions, kept, axis=1)
 
 
-def nothing(rows: int, k: int) -> tuple[Scores, Ids]:
-    """An answer without any position."""
+def empty_result(rows: int, k: int) -> tuple[Scores, Ids]:
+    """A result with missing hits only: scores and positions are -1."""
     return np.full((rows, k), -1, np.float32), np.full((rows, k), -1, np.int64)
 
 
 def ordered(scores: Scores, positions: Ids) -> tuple[Scores, Ids]:
-    """Best first, equal scores by position, what is missing last; scores within [-1, 1]."""
+    """Sort hits by descending score, ties by position, missing hits last; clip to [-1, 1]."""
     scores = np.minimum(scores, np.float32(1))
     np.maximum(scores, np.float32(-1), out=scores)
-    # Counting is the fastest question to small arrays; for one query that is what matters.
+    # count_nonzero is the fastest check on small arrays, which matters for single queries.
     is_unordered = np.count_nonzero(scores[:, 1:] >= scores[:, :-1])
     if not is_unordered and not np.count_nonzero(positions < 0):
         return scores, positions
@@ -448,25 +463,25 @@ def ordered(scores: Scores, positions: Ids) -> tuple[Scores, Ids]:
 
 @lru_cache(maxsize=256)
 def _parameters(
-    kind: Kind, nlist: int, size: int, effort: Effort, k: int
+    index_type: IndexType, nlist: int, size: int, effort: Effort, k: int
 ) -> faiss.SearchParameters:
-    """Made once: for a single query in a small index, making them takes as long as to search."""
-    return kind.search_parameters(nlist, size, effort, k)
+    """Cached: for a single query in a small index, creating them takes as long as the search."""
+    return index_type.search_parameters(nlist, size, effort, k)
 
 
 def _flat_over(vectors: StoredRows) -> faiss.IndexFlatCodes:
-    """A flat index that reads `vectors` (N, D) in place; it lives no longer than they do."""
+    """A flat index that reads `vectors` (N, D) in place and keeps a reference to them."""
     dim = vectors.shape[1]
     if vectors.dtype == np.float16:
         half = faiss.ScalarQuantizer.QT_fp16
         index = faiss.IndexScalarQuantizer(dim, half, faiss.METRIC_INNER_PRODUCT)
-        index.is_trained = True  # there is nothing to learn
+        index.is_trained = True  # half precision needs no training
     else:
         index = faiss.IndexFlatIP(dim)
     if len(vectors):
-        nobody = faiss.MaybeOwnedVectorUInt8().owner
+        no_owner = faiss.MaybeOwnedVectorUInt8().owner
         pointer = faiss.swig_ptr(vectors.reshape(-1).view(np.uint8))
-        index.codes = faiss.MaybeOwnedVectorUInt8.create_view(pointer, vectors.nbytes, nobody)
+        index.codes = faiss.MaybeOwnedVectorUInt8.create_view(pointer, vectors.nbytes, no_owner)
         index.ntotal = len(vectors)
     add_to_referenced_objects(index, vectors)
     return index
@@ -474,7 +489,7 @@ def _flat_over(vectors: StoredRows) -> faiss.IndexFlatCodes:
 
 def _grow(codes: faiss.Index, vectors: StoredRows, rows: Ids, on_progress: Progress | None) -> None:
     """Add these rows of `vectors` to codes that do not have them yet."""
-    _set_threads(core_count() if len(rows) >= _LARGE else 1)
+    _set_threads(core_count() if len(rows) >= _PARALLEL_FROM else 1)
     for start in range(0, len(rows), CHUNK):
         batch = rows[start : start + CHUNK]
         codes.add_with_ids(full(vectors[batch]), batch)
@@ -482,9 +497,9 @@ def _grow(codes: faiss.Index, vectors: StoredRows, rows: Ids, on_progress: Progr
             on_progress(len(batch))
 
 
-def _read_codes(path: Path, kind: Kind, shape: tuple[int, int]) -> faiss.Index:
+def _read_codes(path: Path, index_type: IndexType, shape: tuple[int, int]) -> faiss.Index:
     try:
-        codes = faiss.read_index(str(path), kind.read_flags)
+        codes = faiss.read_index(str(path), index_type.read_flags)
     except (RuntimeError, MemoryError) as error:
         raise GalleryCorruptError(
             f"{path} is not a readable index: it is missing, truncated or damaged "
@@ -492,17 +507,17 @@ def _read_codes(path: Path, kind: Kind, shape: tuple[int, int]) -> faiss.Index:
         ) from error
     own = faiss.downcast_index(codes.index) if isinstance(codes, faiss.IndexIDMap) else codes
     found = (type(own), codes.metric_type, codes.ntotal, codes.d)
-    if found != (kind.faiss_class, faiss.METRIC_INNER_PRODUCT, *shape):
+    if found != (index_type.faiss_class, faiss.METRIC_INNER_PRODUCT, *shape):
         raise GalleryCorruptError(
-            f"{path} holds {codes.ntotal:,} vectors of length {codes.d} in a "
+            f"{path} has {codes.ntotal:,} vectors of length {codes.d} in a "
             f"{type(own).__name__}, but the segment has {shape[0]:,} of length "
-            f"{shape[1]} in an index of kind {kind.name}. {_CURE}"
+            f"{shape[1]} in an index {index_type.name}. {_CURE}"
         )
     return codes
 
 
 def _set_threads(count: int) -> None:
-    """For this thread alone."""
+    """Set the number of OpenMP threads of FAISS for the calling thread."""
     faiss.omp_set_num_threads(max(1, count))
 
 

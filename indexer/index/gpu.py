@@ -1,6 +1,6 @@
-"""An NVIDIA GPU for the search: whether there is one, its memory, and an index that lies on it.
+"""Search on an NVIDIA GPU: availability, memory, and a copy of an index on the GPU.
 
-What lies there is a copy. Whatever happens to the GPU, the index on the CPU can answer instead.
+The index on the GPU is only a copy, so after any GPU error the CPU can answer instead.
 """
 
 import ctypes
@@ -31,27 +31,27 @@ Search = Callable[[Embeddings, int, int], Answer]
 """queries (Q, D), k, effort -> scores (Q, k), positions (Q, k)."""
 
 MAX_ROWS = 64
-"""Queries that FAISS gets at once: more of them would need more than TEMP_BYTES."""
+"""Queries per FAISS call: more would need more than TEMP_BYTES."""
 
 MAX_K = 512
-"""More answers than this come from the CPU."""
+"""Searches for more hits than this run on the CPU."""
 
 SEARCH_S = 3.0
-"""A GPU that works longer than this on MAX_ROWS queries has hung: the CPU answers from then on."""
+"""Time limit for MAX_ROWS queries. After it, the GPU is considered hung and the CPU answers."""
 
-RETRY_S, LONGEST_RETRY_S = 10.0, 600.0
-"""After so long an index that lacked memory is copied to the GPU again; each time twice as long."""
+RETRY_S, MAX_RETRY_S = 10.0, 600.0
+"""Pause before an index that lacked memory is copied to the GPU again; doubled each time."""
 
 RESERVE_MB = 2048.0
-"""Of the memory of the GPU, which no index takes: for the model, and what CUDA itself needs."""
+"""GPU memory reserved for the model and CUDA itself."""
 
 TEMP_BYTES = 256 * 2**20
-"""Memory of the GPU that each index keeps for the search itself."""
+"""GPU memory that each index reserves for searches."""
 
 LEAST_BYTES = 16 * 2**20
-"""Vectors of less than this are searched on the CPU, in a millisecond or two."""
+"""Vectors smaller than this in total are searched on the CPU, in a millisecond or two."""
 
-_LOAD_S, _LOAD_BYTES_PER_S = 120.0, 50e6  # from a cold and slow disk
+_LOAD_S, _LOAD_BYTES_PER_S = 120.0, 50e6  # for a slow disk without page cache
 _WARM_K, _WARM_EFFORT = 20, 64
 TRIAL_S = 60.0
 TRIAL = """
@@ -71,50 +71,50 @@ _MIB = 2**20
 
 
 def why_no_gpu() -> str | None:
-    """Why FAISS cannot use a GPU here, and what to do; None if it can."""
+    """Why FAISS cannot use a GPU here, with a remedy; None if it can."""
     if not hasattr(faiss, "StandardGpuResources"):
         return (
-            "The installed faiss has no GPU support. Install them: pip install 'kinlens[gpu]' "
-            "on a machine with an NVIDIA GPU."
+            "The installed faiss has no GPU support. Run pip install 'kinlens[gpu]' on a machine "
+            "with an NVIDIA GPU."
         )
     if "CUVS" not in faiss.get_compile_options():
-        return "The installed faiss was built without cuVS. Install faiss-gpu-cuvs in its place."
+        return "The installed faiss was built without cuVS. Install faiss-gpu-cuvs instead."
     if fault := failed_trial():
-        return f"The GPU cannot be used: {fault}. See whether nvidia-smi lists one, and its driver."
+        return f"The GPU cannot be used: {fault}. Check the GPU and its driver with nvidia-smi."
     return None
 
 
 @cache
 def failed_trial() -> str | None:
-    """What goes wrong in a first search on the GPU; None if it is answered.
+    """The error of a test search on the GPU; None if it succeeds.
 
-    In a process of its own: many a fault of a driver ends the process, or never returns.
+    Runs in a separate process, since driver errors may kill the process or never return.
     """
     try:
         done = subprocess.run(
             [sys.executable, "-c", TRIAL], capture_output=True, text=True, timeout=TRIAL_S
         )
     except subprocess.TimeoutExpired:
-        return f"a first search on it did not end within {TRIAL_S:.0f} s"
+        return f"a test search did not end within {TRIAL_S:.0f} s"
     if not done.returncode:
         return None
-    said = done.stderr.strip().splitlines()
+    lines = done.stderr.strip().splitlines()
     if _OUT_OF_MEMORY in done.stderr:
-        return None  # it is there, and full
+        return None  # the GPU works, but its memory is in use
     if done.returncode < 0:
-        return f"a first search on it died of signal {-done.returncode}"
-    return reason_of(RuntimeError(said[-1])) if said else "a first search on it failed"
+        return f"a test search was killed by signal {-done.returncode}"
+    return reason_of(RuntimeError(lines[-1])) if lines else "a test search failed"
 
 
 def require_gpu() -> None:
-    """Raises: ProviderError where FAISS cannot use a GPU."""
+    """Check that FAISS can use a GPU. Raises: ProviderError."""
     if why := why_no_gpu():
         raise ProviderError(f"{why} Or search on the CPU.")
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """MiB of memory of the GPU: what nobody has taken, and all."""
+    """Free and total memory of the GPU in MiB."""
 
     free_mb: float
     total_mb: float
@@ -134,8 +134,8 @@ def cuda_memory() -> tuple[int, int]:
     if code := runtime.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)):
         runtime.cudaGetErrorString.restype = ctypes.c_char_p
         raise ProviderError(
-            f"CUDA does not tell the memory of the GPU: {runtime.cudaGetErrorString(code).decode()}"
-            f" (error {code}). See whether nvidia-smi lists it."
+            f"CUDA cannot read the memory of the GPU: {runtime.cudaGetErrorString(code).decode()} "
+            f"(error {code}). Check the GPU with nvidia-smi."
         )
     return free.value, total.value
 
@@ -149,18 +149,21 @@ class _Request:
 
 
 class GpuThread:
-    """Makes an index in a thread of its own; every search runs there, as many at once as wait.
+    """A thread that owns an index on the GPU and batches all waiting searches.
 
-    FAISS allows one thread at a time for an index on a GPU.
+    FAISS allows only one thread at a time to use an index on a GPU.
     """
 
     def __init__(self, make: Callable[[], Search], load_s: float = _LOAD_S) -> None:
-        """Raises: ProviderError if `make` takes longer than `load_s`; whatever `make` raises."""
+        """Create the index with `make`.
+
+        Raises: ProviderError if `make` takes longer than `load_s`; any error of `make`.
+        """
         self.is_lost = False
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._began: float | None = None  # when FAISS was last called, None while it is not
+        self._began: float | None = None  # start of the running FAISS call, if any
         ready: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(make, ready), name="gpu", daemon=True
@@ -170,13 +173,13 @@ class GpuThread:
             ready.result(load_s)
         except TimeoutError:
             self.end()
-            raise ProviderError(f"the GPU did not take it within {load_s:.0f} s") from None
+            raise ProviderError(f"copying it to the GPU took over {load_s:.0f} s") from None
 
     def search(self, queries: Embeddings, k: int, effort: int) -> Answer:
-        """The answer of the index, possibly computed with those of other threads.
+        """Scores and positions, possibly computed in a batch with other threads' queries.
 
-        Raises: EngineUnavailableError after `close`; ProviderError if the GPU hangs, and for all
-            that ask later; whatever the index raises.
+        Raises: EngineUnavailableError after `close`; ProviderError if the GPU hangs or has hung
+            before; any error of the index.
         """
         request = _Request(queries, k, effort)
         with self._lock:
@@ -197,17 +200,17 @@ class GpuThread:
 
     @property
     def waiting(self) -> int:
-        """Searches that nobody has begun to answer."""
+        """Number of searches in the queue."""
         return self._requests.qsize()
 
     def close(self) -> None:
-        """Answer what waits, then let the index go."""
+        """Answer the searches in the queue, then release the index."""
         self.end()
         if threading.current_thread() is not self._thread and not self.is_lost:
             self._thread.join(SEARCH_S)
 
     def end(self) -> None:
-        """As `close`, but without waiting for the index to be gone."""
+        """`close` without waiting until the index is released."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -217,16 +220,16 @@ class GpuThread:
         try:
             search = make()
         except BaseException as error:
-            # Its traceback would keep what was copied so far on the GPU.
+            # The traceback would keep the copied data on the GPU.
             ready.set_exception(error.with_traceback(None))
             return
         ready.set_result(None)
         while batch := self._next_batch():
-            for alike in _alike(batch):
-                self._answer(search, alike)
+            for group in _same_parameters(batch):
+                self._answer(search, group)
 
     def _next_batch(self) -> list[_Request]:
-        """Everything that waits now; empty after `close`."""
+        """The requests in the queue, up to MAX_ROWS queries; empty after `close`."""
         request = self._requests.get()
         if request is None:
             return []
@@ -237,7 +240,7 @@ class GpuThread:
             except queue.Empty:
                 break
             if request is None:
-                self._requests.put(None)  # nothing can follow it: end after this batch
+                self._requests.put(None)  # always the last request: end after this batch
                 break
             batch.append(request)
         return batch
@@ -265,11 +268,11 @@ class GpuThread:
 
 
 def _hung() -> ProviderError:
-    return ProviderError(f"the GPU has worked on one search for more than {SEARCH_S:g} s")
+    return ProviderError(f"one search on the GPU took more than {SEARCH_S:g} s")
 
 
-def _alike(batch: list[_Request]) -> list[list[_Request]]:
-    """Requests with the same parameters together."""
+def _same_parameters(batch: list[_Request]) -> list[list[_Request]]:
+    """Group requests by their parameters."""
     groups: dict[tuple[int, int], list[_Request]] = {}
     for request in batch:
         groups.setdefault((request.k, request.effort), []).append(request)
@@ -277,15 +280,15 @@ def _alike(batch: list[_Request]) -> list[list[_Request]]:
 
 
 class GpuCopy:
-    """A copy of an index on the GPU, made by a thread, which answers as long as it can.
+    """A copy of an index on the GPU, created in a background thread. Thread safe.
 
-    `reason` says why it does not, None while it does. A copy that lacks memory is made again later,
-    since what takes the memory may be the index that this one replaces. The memory of the GPU is
-    free again soon after the last reference is gone. Thread safe.
+    `reason` explains why it does not answer; None while it does. If memory is lacking, copying is
+    retried later, since the index that this one replaces may still use it. The GPU memory is freed
+    soon after the last reference to this object is dropped.
     """
 
     def __init__(self, name: str, load: Callable[[], Search], gpu_bytes: float, dim: int) -> None:
-        """`load` copies the index and takes `gpu_bytes`; `name` is for the log."""
+        """`load` copies the index, which needs `gpu_bytes`; `name` is for the log."""
         self.reason: str | None = "it is being copied to the GPU"
         self.gpu_mb = gpu_bytes / _MIB
         self._name = name
@@ -300,12 +303,12 @@ class GpuCopy:
         self._start()
 
     def wait(self, limit_s: float | None = None) -> bool:
-        """Whether the first copy was made, or failed, within so many seconds."""
+        """Wait up to `limit_s` seconds for the first copy; whether it has succeeded or failed."""
         return self._is_tried.wait(limit_s)
 
     @property
     def is_there(self) -> bool:
-        """Whether it answers now; it is made again where that is due."""
+        """Whether the GPU currently answers. Starts a retry if it is due."""
         if self._thread is not None:
             return True
         with self._lock:
@@ -317,18 +320,18 @@ class GpuCopy:
         return False
 
     def search(self, queries: Embeddings, k: int, effort: int) -> Answer | None:
-        """Up to MAX_K answers for each query (Q, D); None if the CPU has to give them."""
+        """Up to MAX_K hits for each query (Q, D); None if the CPU has to search."""
         thread = self._thread
         if thread is None:
             return None
         try:
             return thread.search(queries, k, effort)
-        except Exception as error:  # whatever it is, the CPU can answer
-            self._give_up(thread, error)
+        except Exception as error:  # the CPU can answer after any error
+            self._disable(thread, error)
             return None
 
     def close(self) -> None:
-        """Free the memory of the GPU, once the searches that wait are answered."""
+        """Free the GPU memory after the searches in the queue are answered."""
         with self._lock:
             self._is_closed, self._retry_at = True, None
             thread, self._thread = self._thread, None
@@ -343,50 +346,50 @@ class GpuCopy:
             free_mb = gpu_memory().free_mb
             if self.gpu_mb + RESERVE_MB > free_mb:
                 raise MemoryError(
-                    f"it takes {self.gpu_mb:,.0f} MB of the memory of the GPU, of which "
-                    f"{free_mb:,.0f} MB are free and {RESERVE_MB:,.0f} MB are kept for the model"
+                    f"it needs {self.gpu_mb:,.0f} MB of GPU memory, of which {free_mb:,.0f} MB "
+                    f"are free and {RESERVE_MB:,.0f} MB are reserved for the model"
                 )
             thread = GpuThread(self._make, _LOAD_S + self.gpu_mb * _MIB / _LOAD_BYTES_PER_S)
-        except Exception as error:  # whatever it is, the CPU can answer
-            self._refused(error)
+        except Exception as error:  # the CPU can answer after any error
+            self._fail(error)
         else:
-            self._take(thread)
+            self._install(thread)
         self._is_tried.set()
 
-    def _take(self, thread: GpuThread) -> None:
+    def _install(self, thread: GpuThread) -> None:
         with self._lock:
             if self._is_closed:
                 thread.end()
                 return
             self._thread, self.reason, self._is_logged = thread, None, False
-        # Not by joining, since any thread may drop the last reference; and not at exit, when the
-        # thread would meet a CUDA that is going away.
+        # Without joining, since any thread may drop the last reference; and not at exit, when CUDA
+        # may already be shut down.
         weakref.finalize(self, thread.end).atexit = False
-        _log.info("%s is searched on the GPU, with %s MB of it", self._name, f"{self.gpu_mb:,.0f}")
+        _log.info("%s is searched on the GPU, with %s MB", self._name, f"{self.gpu_mb:,.0f}")
 
-    def _give_up(self, thread: GpuThread, error: Exception) -> None:
-        """Once, although all that wait for the same answer come here."""
+    def _disable(self, thread: GpuThread, error: Exception) -> None:
+        """Stop using the GPU. Called by every search in the failed batch; only the first acts."""
         with self._lock:
             if self._thread is not thread:
                 return
             self._thread = None
         thread.end()
-        self._refused(error)
+        self._fail(error)
 
-    def _refused(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         with self._lock:
             self.reason = reason_of(error)
             is_new, self._is_logged = not self._is_logged, True
-            # A GPU that is missing or hangs does not come back by itself.
+            # A missing or hung GPU does not recover on its own.
             if not (isinstance(error, ProviderError) or self._is_closed):
                 self._retry_at = time.monotonic() + self._pause_s
-                self._pause_s = min(2 * self._pause_s, LONGEST_RETRY_S)
+                self._pause_s = min(2 * self._pause_s, MAX_RETRY_S)
         if is_new:
             _log.warning("%s is searched on the CPU: %s", self._name, self.reason)
 
 
 def _warmed(load: Callable[[], Search], dim: int) -> Search:
-    """What `load` makes, after the first searches, for which CUDA compiles and loads kernels."""
+    """Run `load`, then warm up: the first searches compile and load CUDA kernels."""
     search = load()
     queries = np.full((MAX_ROWS, dim), dim**-0.5, np.float32)
     for rows in (1, MAX_ROWS):
@@ -395,5 +398,5 @@ def _warmed(load: Callable[[], Search], dim: int) -> Search:
 
 
 def reason_of(error: BaseException) -> str:
-    """The end of its message, without the place in the C++ source."""
+    """The message of a FAISS error without the C++ source location."""
     return str(error).rpartition("Error: ")[2].strip() or type(error).__name__

@@ -1,7 +1,8 @@
-"""The kinds of index, a class each: what one costs, how it is trained, searched, stored and tuned.
+"""The index types, one class each: cost, training, search, storage and tuning.
 
-A kind finds candidates by its codes; the full-precision vectors, which stay on the disk, mapped
-into memory, are compared with them afterwards. A new kind is a class, and its place in `KINDS`.
+An index finds candidates by compressed codes. They are then rescored with the full-precision
+vectors, which are memory-mapped from disk. To add an index type, write a class and add it to
+`INDEX_TYPES`.
 """
 
 import math
@@ -24,23 +25,23 @@ IndexKind = Literal["flat", "hnsw", "ivf-pq", "cagra"]
 Device = Literal["cpu", "cuda"]
 
 Parameters = Mapping[str, int]
-"""What an index is built with, by name."""
+"""The build parameters of an index, by name."""
 
 TUNED_AT = 10
-"""The number of answers that an effort is tuned for."""
+"""The number of hits that an effort is tuned for."""
 
 FLAT_BYTES = 200e6
 GPU_FLAT_BYTES = 2e9
 HNSW_MAX = 500_000
-"""Lists of codes answer sooner and are smaller: at 200,000 x 128 IVF-PQ took 232 us (p50) and 51
-bytes a vector, HNSW 775 us and 400 bytes; at 1 million HNSW was built in 510 s and needed efSearch
+"""IVF-PQ is faster and smaller for many vectors: at 200,000 x 128 it took 232 us (p50) and 51 bytes
+per vector, HNSW 775 us and 400 bytes. At 1 million, HNSW took 510 s to build and needed efSearch
 352."""
 
 COARSE_HNSW_FROM = 16_384
-"""From so many lists on, a graph finds the nearest ones."""
+"""Number of lists from which on a graph finds the nearest ones."""
 TRAIN_PER_LIST = 64
 IVF_POINTS_PER_LIST = 39
-"""What FAISS asks for at least to train a centroid."""
+"""The minimum number of vectors per centroid that FAISS requires for training."""
 PQ_BITS = 4
 PQ_MIN = 16 * IVF_POINTS_PER_LIST
 
@@ -49,27 +50,27 @@ _COARSE_M, _KMEANS_M = 32, 16
 _KMEANS_ROUNDS = 8
 _SQ_SAMPLE = 65_536
 _MAX_SEARCH = 4096
-_GPU_ADDED = 262_144  # vectors that are copied to a GPU at once
-_WARP = 32  # CAGRA keeps its intermediate results in multiples of it
+_GPU_BATCH = 262_144  # vectors copied to a GPU at a time
+_WARP = 32  # CAGRA's itopk_size must be a multiple of it
 _MIB = 2**20
 
-# Seconds of one core, measured on an AMD EPYC of family 26 with AVX-512: CPU time of a build with
-# two threads, 50k to 300k clustered vectors of 128 and 512 dimensions; HNSW at m 32, ef 80.
+# Seconds of one core, measured on an AMD EPYC of family 26 with AVX-512: CPU time of builds with
+# two threads, 50k to 300k clustered vectors of 128 and 512 dimensions; HNSW with m 32, ef 80.
 _HNSW_S = 9e-6
 _PRODUCTS_PER_S = 45e9
 _GRAPH_ASSIGN_S = 40e-6
 _ENCODE_S = 4e-6
-_CAGRA_S = 5e-5  # of the GPU, not measured yet
+_CAGRA_S = 5e-5  # GPU seconds, not measured yet
 _TUNE_QUERIES = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard an index tries to find 10 answers; for more it tries harder in proportion.
+    """Search parameters of an index, tuned for 10 hits and scaled up for more.
 
-    value: efSearch (hnsw, cagra) or nprobe (ivf); 0 for flat. k_factor: so many times k
-    candidates are compared at full precision. gpu: itopk_size (cagra) or nprobe (ivf) on the GPU;
-    0 means the same as `value`.
+    value: efSearch (hnsw, cagra) or nprobe (ivf); 0 for flat.
+    k_factor: candidates to rescore at full precision, as a multiple of k.
+    gpu: itopk_size (cagra) or nprobe (ivf) on the GPU; 0 means the same as `value`.
     """
 
     value: int
@@ -82,92 +83,93 @@ class Effort:
         return self.gpu or self.value
 
 
-class Kind(ABC):
-    """What differs from one kind of index to another; n vectors of length dim."""
+class IndexType(ABC):
+    """An index type. In all methods, n is the number of vectors and dim their length."""
 
     name: ClassVar[IndexKind]
 
     devices: ClassVar[tuple[Device, ...]] = ("cpu",)
-    """For which it is made; every kind can be searched on both."""
+    """The devices that can build it; every type can be searched on both."""
 
     least_recall: ClassVar[float] = 0.0
-    """Known beforehand."""
+    """The recall that is guaranteed without measuring."""
 
     is_scan: ClassVar[bool] = False
-    """It looks at all vectors, so it knows no effort."""
+    """Compares with all vectors, so it has no effort to tune."""
 
     is_graph: ClassVar[bool] = False
-    """It walks a graph, whose steps cost more than comparisons."""
+    """Walks a graph, whose steps cost more than comparisons."""
 
-    grows: ClassVar[bool] = True
+    is_extensible: ClassVar[bool] = True
     """Rows can be added to its codes."""
 
-    follows: ClassVar[bool] = False
-    """Rows can be taken out of them as well."""
+    is_updatable: ClassVar[bool] = False
+    """Rows can also be removed from its codes."""
 
     needs_all_rows: ClassVar[bool] = False
-    """It cannot leave out rows without an item."""
+    """Cannot skip rows of removed items."""
 
     k_factors: ClassVar[tuple[int, ...]] = (2, 4, 8)
-    """What tuning may choose."""
+    """The values of k_factor that tuning tries."""
 
     gpu_factor: ClassVar[int] = 2
-    """So many times k answers of the GPU, which has half precision, are compared once more."""
+    """Hits of the GPU (half precision) to rescore, as a multiple of k."""
 
-    gpu_most: ClassVar[float] = math.inf
-    """The greatest effort on the GPU; beyond it the CPU answers."""
+    gpu_max_effort: ClassVar[float] = math.inf
+    """The highest effort on the GPU; above it, the CPU searches."""
 
     gpu_builds: ClassVar[bool] = False
-    """It is made on the GPU, beside the index that it replaces."""
+    """Built on the GPU, which then needs memory for the new and the current index."""
 
     faiss_class: ClassVar[type | None] = None
     read_flags: ClassVar[int] = faiss.IO_FLAG_MMAP_IFC
     write_flags: ClassVar[int] = 0
-    """Of the file of codes."""
+    """FAISS flags for the file of codes."""
 
     @abstractmethod
-    def suits(self, n: int, dim: int, device: str) -> bool:
-        """Whether no smaller kind is wanted yet, where memory is plenty."""
+    def is_preferred(self, n: int, dim: int, device: str) -> bool:
+        """Whether to prefer this type to later ones in `INDEX_TYPES`, given enough memory."""
 
     @abstractmethod
     def reason(self, n: int, dim: int) -> str:
-        """Why it is chosen where it suits."""
+        """Why it is chosen if it is preferred."""
 
     def problem(self, n: int, dim: int, vector_type: VectorType) -> str | None:
-        """Why these vectors cannot have this kind, whatever the memory."""
+        """Why this type cannot index these vectors; None if it can."""
         return None
 
     def parameters(self, n: int, dim: int) -> dict[str, int]:
-        """What the index is built with."""
+        """The build parameters."""
         return {}
 
     @abstractmethod
     def code_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
-        """Of the file of codes."""
+        """Size of the file of codes."""
 
     def memory_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
-        """Resident while searching."""
+        """Resident memory while searching."""
         return self.code_bytes(n, dim, parameters)
 
     def build_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
-        """Resident while building."""
+        """Resident memory while building."""
         return self.code_bytes(n, dim, parameters)
 
     def build_s(self, n: int, dim: int, parameters: Parameters, cores: int) -> float:
-        """Seconds of building and tuning, without the writing of vectors."""
+        """Seconds to build and tune the index, without writing vectors."""
         return 0.0
 
     @abstractmethod
     def codes(self, vectors: StoredRows, rows: Ids, parameters: Parameters) -> faiss.Index:
-        """The index of codes, trained for these rows of `vectors` (N, D), empty if it `grows`. Its
-        answers are rows.
+        """A FAISS index of codes, trained on these rows of `vectors` (N, D). It returns rows.
+
+        If `is_extensible`, it is empty: the caller adds the rows.
 
         Raises: ProviderError.
         """
 
     def searched(self, codes: faiss.Index, flat: faiss.IndexFlatCodes) -> faiss.Index:
-        """What is searched: codes whose candidates are compared at full precision."""
-        # FAISS wants as many codes as vectors, but some vectors have none.
+        """The FAISS index to search: `codes` with rescoring at full precision."""
+        # FAISS requires as many codes as vectors, but removed items have no code.
         size, flat.ntotal = flat.ntotal, codes.ntotal
         found = faiss.IndexRefine(codes, flat)
         flat.ntotal = found.ntotal = size
@@ -175,24 +177,27 @@ class Kind(ABC):
 
     @abstractmethod
     def gpu_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
-        """Of the GPU, while it searches there."""
+        """GPU memory while searching there."""
 
     def host_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
-        """Resident beside the GPU, so that the CPU can answer in its place."""
+        """Resident host memory while the GPU searches, so that the CPU can take over."""
         return self.code_bytes(n, dim, parameters)
 
     @abstractmethod
     def on_gpu(self, vectors: StoredRows, codes: faiss.Index | None) -> Callable[[], Search]:
-        """What copies the index to the GPU and searches it there, in one thread."""
+        """A function that copies the index to the GPU and returns its search.
+
+        Both must be called in the same thread.
+        """
 
     def efforts(self, size: int, nlist: int) -> list[int]:
-        """What tuning tries: doubling, up to the greatest that makes sense."""
+        """The values that tuning tries: doubled up to the highest useful one."""
         return [0]
 
     def search_parameters(
         self, nlist: int, size: int, effort: Effort, k: int, allowed: Bits | None = None
     ) -> faiss.SearchParameters:
-        """Parameters of one call, so that no index is changed for it."""
+        """The FAISS parameters of one search; the index itself is not modified."""
         selected = {} if allowed is None else {"sel": faiss.IDSelectorBitmap(allowed)}
         base = self._parameters(nlist, scaled(effort.value, k, size), selected)
         return faiss.IndexRefineSearchParameters(k_factor=effort.k_factor, base_index_params=base)
@@ -203,21 +208,21 @@ class Kind(ABC):
         return faiss.SearchParameters(**selected)
 
 
-class Flat(Kind):
-    """No codes: all vectors are compared with."""
+class Flat(IndexType):
+    """Brute force: no codes; compares with all vectors."""
 
     name = "flat"
     devices = ("cpu", "cuda")
     least_recall = 1.0
     is_scan = True
-    grows = False
+    is_extensible = False
     k_factors = (1,)
 
-    def suits(self, n: int, dim: int, device: str) -> bool:
+    def is_preferred(self, n: int, dim: int, device: str) -> bool:
         return 4.0 * n * dim <= (GPU_FLAT_BYTES if device == "cuda" else FLAT_BYTES)
 
     def reason(self, n: int, dim: int) -> str:
-        return f"{_size(n, dim)} of vectors are few enough to compare with all"
+        return f"{_size(n, dim)} of vectors are few enough for brute force"
 
     def code_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
         return 0.0
@@ -240,18 +245,18 @@ class Flat(Kind):
         return faiss.SearchParameters()
 
 
-class Hnsw(Kind):
+class Hnsw(IndexType):
     """A graph over 8-bit codes (Malkov and Yashunin 2016, https://arxiv.org/abs/1603.09320)."""
 
     name: ClassVar[IndexKind] = "hnsw"
     is_graph = True
     faiss_class = faiss.IndexHNSWSQ
 
-    def suits(self, n: int, dim: int, device: str) -> bool:
+    def is_preferred(self, n: int, dim: int, device: str) -> bool:
         return n <= HNSW_MAX
 
     def reason(self, n: int, dim: int) -> str:
-        return f"{n:,} vectors are too many for a scan of all, and few enough for a graph"
+        return f"{n:,} vectors are too many for brute force, and few enough for a graph"
 
     def parameters(self, n: int, dim: int) -> dict[str, int]:
         return {"m": 32, "ef_construction": 80}
@@ -261,8 +266,8 @@ class Hnsw(Kind):
 
     def build_s(self, n: int, dim: int, parameters: Parameters, cores: int) -> float:
         effort = parameters["m"] * parameters["ef_construction"] / (32 * 80)
-        inserted = n * _HNSW_S * math.log2(n + 1) * _wider(dim) * effort
-        return (_truth_s(n, dim) + inserted) / cores
+        inserted = n * _HNSW_S * math.log2(n + 1) * _dim_factor(dim) * effort
+        return (_ground_truth_s(n, dim) + inserted) / cores
 
     def codes(self, vectors: StoredRows, rows: Ids, parameters: Parameters) -> faiss.Index:
         dim, m = vectors.shape[1], parameters["m"]
@@ -275,7 +280,7 @@ class Hnsw(Kind):
         return _flat_gpu_bytes(n, dim)
 
     def on_gpu(self, vectors: StoredRows, codes: faiss.Index | None) -> Callable[[], Search]:
-        """Compare with all: a GPU does that sooner than it walks this graph."""
+        """Brute force: on a GPU it is faster than this graph."""
         assert codes is not None
         rows: Ids = faiss.vector_to_array(codes.id_map)
         return lambda: _flat_search(vectors, rows)
@@ -289,21 +294,22 @@ class Hnsw(Kind):
         return faiss.SearchParametersHNSW(efSearch=value, **selected)
 
 
-class IvfPq(Kind):
-    """Inverted lists, whose centroids come from spherical k-means, of 4-bit product codes of pairs
-    of numbers, compared in registers (FastScan).
+class IvfPq(IndexType):
+    """Inverted lists of 4-bit product quantisation codes, compared in registers (FastScan).
+
+    The centroids come from spherical k-means; each code represents a pair of components.
     """
 
     name = "ivf-pq"
     devices = ("cpu", "cuda")
-    follows = True
-    gpu_most = 2048  # lists that FAISS probes on a GPU
+    is_updatable = True
+    gpu_max_effort = 2048  # lists that FAISS probes on a GPU
     k_factors = (4, 8, 16, 32, 64)
     faiss_class = faiss.IndexIVFPQFastScan
-    # FAISS copies the lists of an IVF into memory of its own; mapped, they would be there twice.
+    # FAISS copies the lists of an IVF to the heap; with mmap they would be in memory twice.
     read_flags = 0
 
-    def suits(self, n: int, dim: int, device: str) -> bool:
+    def is_preferred(self, n: int, dim: int, device: str) -> bool:
         return True
 
     def reason(self, n: int, dim: int) -> str:
@@ -313,8 +319,8 @@ class IvfPq(Kind):
         if n >= PQ_MIN:
             return None
         return (
-            f"{n:,} vectors are too few to train the index {self.name}: it needs {PQ_MIN:,} or "
-            "more. Choose --index flat or hnsw."
+            f"{n:,} vectors are too few to train the index {self.name}: it needs at least "
+            f"{PQ_MIN:,}. Choose --index flat or hnsw."
         )
 
     def parameters(self, n: int, dim: int) -> dict[str, int]:
@@ -322,7 +328,7 @@ class IvfPq(Kind):
 
     def code_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
         nlist = parameters["nlist"]
-        # FastScan keeps codes in blocks of 32, so half a block a list is empty.
+        # FastScan stores codes in blocks of 32, so on average half a block per list is empty.
         stored = (n + 16 * nlist) * parameters["pq_m"] * PQ_BITS / 8 + 8 * n
         graph = _graph_bytes(_COARSE_M) if nlist >= COARSE_HNSW_FROM else 0
         return stored + nlist * (4 * dim + graph)
@@ -335,12 +341,12 @@ class IvfPq(Kind):
         nlist = parameters["nlist"]
         assign = 2.0 * nlist * dim / _PRODUCTS_PER_S
         if nlist >= COARSE_HNSW_FROM:
-            assign = _GRAPH_ASSIGN_S * _wider(dim)
+            assign = _GRAPH_ASSIGN_S * _dim_factor(dim)
         train = min(n, TRAIN_PER_LIST * nlist) * assign * _KMEANS_ROUNDS
-        return (_truth_s(n, dim) + train + n * (assign + _ENCODE_S)) / cores
+        return (_ground_truth_s(n, dim) + train + n * (assign + _ENCODE_S)) / cores
 
     def codes(self, vectors: StoredRows, rows: Ids, parameters: Parameters) -> faiss.Index:
-        """From many lists on, each round of k-means finds the nearest one through a graph."""
+        """Train the lists. With many lists, k-means finds the nearest centroid with a graph."""
         dim, nlist = vectors.shape[1], parameters["nlist"]
         has_graph = nlist >= COARSE_HNSW_FROM
         coarse = f"_HNSW{_COARSE_M}" if has_graph else ""
@@ -348,20 +354,20 @@ class IvfPq(Kind):
         codes = faiss.index_factory(dim, f"IVF{nlist}{coarse},{code}", _IP)
         codes.cp.spherical = True
         codes.cp.niter = _KMEANS_ROUNDS
-        codes.cp.min_points_per_centroid = 1  # the plan has seen to it; else FAISS warns
+        codes.cp.min_points_per_centroid = 1  # checked by `problem`; avoids a warning of FAISS
         codes.cp.max_points_per_centroid = TRAIN_PER_LIST
         assigner = faiss.IndexHNSWFlat(dim, _KMEANS_M, _IP) if has_graph else faiss.IndexFlatIP(dim)
         codes.clustering_index = assigner
         codes.train(sample_of(vectors, rows, TRAIN_PER_LIST * nlist))
-        codes.clustering_index = None  # it does not own it
+        codes.clustering_index = None  # FAISS does not own it
         return codes
 
     def gpu_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
-        # Lists double as they grow, and are cut to their size at the end.
+        # Lists double as they grow, and are trimmed at the end.
         return 1.5 * 2.0 * n * dim + 8.0 * n + 4.0 * parameters["nlist"] * dim + TEMP_BYTES
 
     def on_gpu(self, vectors: StoredRows, codes: faiss.Index | None) -> Callable[[], Search]:
-        """The same lists, of the vectors themselves in half precision."""
+        """The same lists with half-precision vectors instead of codes."""
         assert codes is not None
         return lambda: _lists_search(vectors, codes)
 
@@ -379,11 +385,11 @@ class IvfPq(Kind):
 
 
 class Cagra(Hnsw):
-    """A graph that is built and searched on the GPU, on a CPU as an HNSW of one level."""
+    """A graph built and searched on the GPU; a CPU searches it as an HNSW with one level."""
 
     name = "cagra"
     devices = ("cuda",)
-    grows = False
+    is_extensible = False
     k_factors = (1,)
     gpu_factor = 1
     gpu_builds = True
@@ -397,15 +403,15 @@ class Cagra(Hnsw):
         if vector_type == "fp32":
             return None
         return (
-            "The index cagra needs vectors in fp32, and this gallery keeps them in fp16. Choose "
+            "The index cagra needs vectors in fp32, but this gallery stores them in fp16. Choose "
             "--index flat or ivf-pq."
         )
 
-    def suits(self, n: int, dim: int, device: str) -> bool:
+    def is_preferred(self, n: int, dim: int, device: str) -> bool:
         return True
 
     def reason(self, n: int, dim: int) -> str:
-        return f"{_size(n, dim)} of vectors are too many to compare with all"
+        return f"{_size(n, dim)} of vectors are too many for brute force"
 
     def parameters(self, n: int, dim: int) -> dict[str, int]:
         return {"graph_degree": 64, "intermediate_graph_degree": 128}
@@ -417,7 +423,7 @@ class Cagra(Hnsw):
         return self.code_bytes(n, dim, parameters) + 4.0 * n * dim
 
     def build_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
-        """The vectors that are not held out, FAISS' own copy of them, and the graph in 64 bits."""
+        """The vectors without held-out queries, FAISS' copy of them, and the graph in 64 bits."""
         wide = 8.0 * parameters["graph_degree"] * n
         return self.code_bytes(n, dim, parameters) + 8.0 * n * dim + wide
 
@@ -425,7 +431,7 @@ class Cagra(Hnsw):
         return 4.0 * n * dim + 8.0 * parameters["graph_degree"] * n + TEMP_BYTES
 
     def host_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
-        """The graph, and while it is copied FAISS' own of 32 and of 64 bits."""
+        """The graph and, during the copy, FAISS' copies of it with 32 and 64 bits."""
         degree = parameters["graph_degree"]
         return self.code_bytes(n, dim, parameters) + (4.0 + 8.0) * degree * n
 
@@ -436,7 +442,7 @@ class Cagra(Hnsw):
         return _cagra_graph(full(vectors), parameters)
 
     def searched(self, codes: faiss.Index, flat: faiss.IndexFlatIP) -> faiss.Index:
-        """The graph reads the mapped vectors, in place of its own copy, which is freed."""
+        """Make the graph read the mapped vectors, and free its own copy."""
         own = codes.storage
         codes.storage = flat
         codes.own_fields = False
@@ -455,22 +461,24 @@ class Cagra(Hnsw):
         return self._parameters(nlist, scaled(effort.value, k, size), selected)
 
 
-KINDS: Mapping[IndexKind, Kind] = {kind.name: kind for kind in (Flat(), Hnsw(), Cagra(), IvfPq())}
-"""Every kind; on each device from the one for few vectors to that for most."""
+INDEX_TYPES: Mapping[IndexKind, IndexType] = {
+    one.name: one for one in (Flat(), Hnsw(), Cagra(), IvfPq())
+}
+"""Every index type, ordered from few vectors to many."""
 
 
-def kinds_on(device: str) -> list[Kind]:
-    """The kinds that are made on a device."""
-    return [kind for kind in KINDS.values() if device in kind.devices]
+def index_types_on(device: str) -> list[IndexType]:
+    """The index types that a device can build."""
+    return [one for one in INDEX_TYPES.values() if device in one.devices]
 
 
 def found_by(
     index: faiss.Index, queries: Embeddings, k: int, parameters: object = None
 ) -> tuple[Scores, Ids]:
-    """The answers (Q, k) of FAISS itself, past its Python layer.
+    """Scores and positions (Q, k) from FAISS' C++ API.
 
-    That is replaced in a process that imports `faiss.contrib.torch_utils`, as libraries for metric
-    learning do, and then takes no parameters.
+    Bypasses FAISS' Python `search`: `faiss.contrib.torch_utils`, which metric learning libraries
+    import, replaces it with one that takes no parameters.
     """
     rows = len(queries)
     scores, positions = np.empty((rows, k), np.float32), np.empty((rows, k), np.int64)
@@ -479,13 +487,13 @@ def found_by(
     return scores, positions
 
 
-def _rows_in(codes: faiss.Index) -> Ids:
-    """The rows that an index of lists holds, ascending."""
+def _rows_in_lists(codes: faiss.Index) -> Ids:
+    """The rows in the inverted lists, ascending."""
     lists = codes.invlists
-    sizes = [lists.list_size(place) for place in range(codes.nlist)]
+    sizes = [lists.list_size(number) for number in range(codes.nlist)]
     found = [
-        faiss.rev_swig_ptr(lists.get_ids(place), size).copy()
-        for place, size in enumerate(sizes)
+        faiss.rev_swig_ptr(lists.get_ids(number), size).copy()
+        for number, size in enumerate(sizes)
         if size
     ]
     return np.sort(np.concatenate(found)) if found else np.empty(0, np.int64)
@@ -494,7 +502,7 @@ def _rows_in(codes: faiss.Index) -> Ids:
 def _gpu_resources() -> "faiss.StandardGpuResources":
     resources = faiss.StandardGpuResources()
     resources.setTempMemory(TEMP_BYTES)
-    resources.setPinnedMemory(0)  # for batches of more than a quarter of a gigabyte
+    resources.setPinnedMemory(0)  # only useful for batches above a quarter of a gigabyte
     return resources
 
 
@@ -503,14 +511,14 @@ def _flat_gpu_bytes(n: int, dim: int) -> float:
 
 
 def _flat_search(stored: StoredRows, rows: Ids | None) -> Search:
-    """Compare with all vectors (N, D) in half precision; with these rows of them, if given."""
+    """Brute force over vectors (N, D) in half precision; only over `rows`, if given."""
     rows = None if rows is None or len(rows) == len(stored) else rows
     vectors = full(stored if rows is None else stored[rows])
     resources = _gpu_resources()
     config = faiss.GpuIndexFlatConfig()
     config.useFloat16 = True
     index = faiss.GpuIndexFlatIP(resources, vectors.shape[1], config)
-    # At once: FAISS copies all that it has at each call.
+    # In one call: FAISS copies all existing vectors at each call.
     index.add_c(len(vectors), faiss.swig_ptr(vectors))
 
     def search(queries: Embeddings, k: int, _: int) -> tuple[Scores, Ids]:
@@ -523,19 +531,19 @@ def _flat_search(stored: StoredRows, rows: Ids | None) -> Search:
 
 
 def _lists_search(vectors: StoredRows, codes: faiss.Index) -> Search:
-    """Search the lists of an IVF for the vectors themselves, in half precision."""
+    """Inverted lists on the GPU, with half-precision vectors instead of codes."""
     dim, nlist = vectors.shape[1], codes.nlist
     centroids = faiss.IndexFlatIP(dim)
     centroids.add(codes.quantizer.reconstruct_n(0, nlist))
     half = faiss.ScalarQuantizer.QT_fp16
     empty = faiss.IndexIVFScalarQuantizer(centroids, dim, nlist, half, _IP, False)
-    empty.is_trained = True  # its centroids are there, and half precision learns nothing
+    empty.is_trained = True  # the centroids exist, and half precision needs no training
     resources = _gpu_resources()
     index = faiss.GpuIndexIVFScalarQuantizer(resources, empty)
-    rows = _rows_in(codes)
+    rows = _rows_in_lists(codes)
     index.reserveMemory(len(rows))
-    for start in range(0, len(rows), _GPU_ADDED):
-        some = rows[start : start + _GPU_ADDED]
+    for start in range(0, len(rows), _GPU_BATCH):
+        some = rows[start : start + _GPU_BATCH]
         batch = full(vectors[some])
         index.add_with_ids_c(len(some), faiss.swig_ptr(batch), faiss.swig_ptr(some))
     index.reclaimMemory()
@@ -548,7 +556,7 @@ def _lists_search(vectors: StoredRows, codes: faiss.Index) -> Search:
 
 
 def _cagra_graph(vectors: Embeddings, parameters: Parameters) -> faiss.IndexHNSWCagra:
-    """Build the graph of vectors (N, D) on the GPU and bring it back. Raises: ProviderError."""
+    """Build the graph of vectors (N, D) on the GPU and copy it back. Raises: ProviderError."""
     require_gpu()
     config = faiss.GpuIndexCagraConfig()
     config.graph_degree = min(parameters["graph_degree"], len(vectors) - 1)
@@ -575,18 +583,21 @@ def _cagra_search(graph: faiss.IndexHNSWCagra) -> Search:
     resources = _gpu_resources()
     index = faiss.GpuIndexCagra(resources, graph.d, _IP)
     index.copyFrom(graph)
-    add_to_referenced_objects(index, graph)  # whose vectors it reads
+    add_to_referenced_objects(index, graph)  # the index reads the vectors of the graph
 
     def search(queries: Embeddings, k: int, value: int) -> tuple[Scores, Ids]:
-        asked = faiss.SearchParametersCagra()
-        asked.itopk_size = -(-max(value, 2 * k) // _WARP) * _WARP
-        return found_by(index, queries, k, asked)
+        parameters = faiss.SearchParametersCagra()
+        parameters.itopk_size = -(-max(value, 2 * k) // _WARP) * _WARP
+        return found_by(index, queries, k, parameters)
 
     return search
 
 
 def lists_for(n: int) -> int:
-    """Inverted lists: 4 sqrt(n) to the next power of two, few enough to train; then in steps."""
+    """Number of inverted lists: 4 sqrt(n), rounded to a power of two; fixed from 1 million on.
+
+    Limited to the number that n vectors can train.
+    """
     if n > 10_000_000:
         return 65_536
     if n >= 1_000_000:
@@ -595,30 +606,31 @@ def lists_for(n: int) -> int:
 
 
 def scaled(value: int, k: int, size: int) -> int:
-    """The value for `k` answers of `size` vectors: with that for 10, fewer of more are found.
+    """Scale an effort tuned for 10 hits to `k` hits of `size` vectors, to keep the recall.
 
-    In proportion to k while it is small; a great value already looks beyond the first 10. Measured
-    on galleries from easy (18) to hard (72): with this, recall at 30 to 1000 is that at 10 or more.
+    Small values grow in proportion to k; large ones grow less, since they already find more than
+    10. Measured on galleries from easy (effort 18) to hard (72): recall at 30 to 1000 is then at
+    least the recall at 10.
     """
     return min(value + min(value, 2 * TUNED_AT) * max(0, k - TUNED_AT) // TUNED_AT, size)
 
 
 def full(vectors: StoredRows) -> Embeddings:
-    """Vectors (N, D) in single precision: the same array, or a copy of one in half precision."""
+    """Vectors (N, D) in single precision; half-precision vectors are copied."""
     return np.asarray(vectors, np.float32)
 
 
 def sample_of(vectors: StoredRows, rows: Ids, count: int) -> Embeddings:
-    """Up to `count` of these rows, drawn evenly; always the same ones."""
+    """The vectors of up to `count` random rows of `rows`; always the same sample."""
     if count < len(rows):
         drawn = np.random.default_rng(0).choice(len(rows), count, replace=False, shuffle=False)
         rows = rows[np.sort(drawn)]
-    # All of them are read where they are mapped.
+    # All rows can be read from the memory map without a copy.
     return np.ascontiguousarray(full(vectors if len(rows) == len(vectors) else vectors[rows]))
 
 
 def _by_row(codes: faiss.Index) -> faiss.Index:
-    """Codes that answer with the rows they were added under, in place of their own count."""
+    """Wrap codes to return the rows they were added with, instead of consecutive numbers."""
     found = faiss.IndexIDMap(codes)
     found.own_fields = True
     codes.this.own(False)
@@ -633,16 +645,16 @@ def _doubling(first: int, last: int) -> Iterator[int]:
 
 
 def _graph_bytes(m: int) -> float:
-    """Of a node: 2 m neighbours below, m on each of the few levels above, offset and level."""
+    """Bytes per node: 2 m neighbours on the base level, m on each level above, offset and level."""
     return 8 * m + 4 * m / (m - 1) + 12
 
 
-def _truth_s(n: int, dim: int) -> float:
-    """Of the exact answers that tuning compares with."""
+def _ground_truth_s(n: int, dim: int) -> float:
+    """Seconds of one core to compute the exact results for tuning."""
     return 2.0 * n * dim * _TUNE_QUERIES / _PRODUCTS_PER_S
 
 
-def _wider(dim: int) -> float:
+def _dim_factor(dim: int) -> float:
     return 1 + dim / 1500
 
 

@@ -1,7 +1,7 @@
-"""Which index a gallery gets: by number of vectors, dimension, memory and device.
+"""Chooses the index of a gallery by number of vectors, dimension, memory and device.
 
-Nothing is built here. `auto` takes the first kind that fits the memory, from the one that suits so
-many vectors to ever smaller ones (`kinlens.indexer.index.kinds`).
+Nothing is built here. `auto` starts with the preferred index type and takes the first one that fits
+into memory, from larger to smaller ones (`kinlens.indexer.index.kinds`).
 """
 
 import contextlib
@@ -14,17 +14,17 @@ from kinlens.embedder.errors import PlanError, ProviderError
 from kinlens.embedder.machine import core_count, free_memory_mb
 from kinlens.embedder.machine import memory_mb as machine_memory_mb
 from kinlens.indexer.index.gpu import RESERVE_MB, gpu_memory, why_no_gpu
-from kinlens.indexer.index.kinds import KINDS, Device, IndexKind, Kind, kinds_on
+from kinlens.indexer.index.kinds import INDEX_TYPES, Device, IndexKind, IndexType, index_types_on
 from kinlens.indexer.types import NUMBER_BYTES, VectorType
 
 _log = logging.getLogger(__name__)
 
 _MIB = 2**20
-_BASE_BUILD_MB = 100.0  # batches on their way from the catalogue to the file, held-out queries
-_BUILD_ITEM_BYTES = 60  # measured by benchmarks/memory.py: keys and numbers of items
+_BASE_BUILD_MB = 100.0  # batches read from the catalogue, and held-out queries
+_BUILD_ITEM_BYTES = 60  # keys and ids of items, measured by benchmarks/memory.py
 ITEM_DISK_BYTES = 400
-"""Of its row in the catalogue with five attributes and their columns, beside the vector: 310 where
-their texts are short."""
+"""Disk space per item in addition to its vector: its row in the catalogue with five attributes, and
+their columns. 310 for short texts."""
 _WRITE_BYTES_PER_S = 200e6
 
 MAX_DIM = 8192
@@ -32,21 +32,24 @@ MAX_N = 2**31 - 1
 """FAISS counts the nodes of a graph and the entries of a list in 32 bits."""
 
 EXACT_TARGET = 0.9995
-"""From this target on only an exact index will do."""
+"""Target recall from which on only an exact index is accepted."""
 
-_PLACES = {
+_DEVICES = {
     "cpu": "the CPU; on a GPU with --index-device cuda",
-    "cuda": "the GPU, as --index-device says; without one on the CPU",
+    "cuda": "the GPU (--index-device cuda); on the CPU if there is none",
 }
 
 MEMORY_PART = 0.8
-"""Of the machine's memory; the rest is for the process itself and its neighbours."""
+"""Share of the machine's memory for an index; the rest is for this and other processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSettings:
-    """What index to make. memory_mb: of the machine; None: what it or the container has. device:
-    what is to search it.
+    """How to build an index.
+
+    kind: an index type, or auto.
+    memory_mb: memory limit; None for a share of the memory of the machine or container.
+    device: the device that will search it.
     """
 
     kind: str = "auto"
@@ -57,11 +60,13 @@ class IndexSettings:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An index that fits, and what it costs.
+    """An index and its cost.
 
-    memory_mb: resident while searching; build_memory_mb: while building. gpu_memory_mb: of the GPU,
-    while searching; gpu_free_mb: what there is for it; 0 without one. mapped_mb: vectors, read from
-    the disk through the page cache. code_bytes: of the index alone. disk_mb: of the whole gallery.
+    memory_mb, build_memory_mb: resident memory while searching and while building.
+    mapped_mb: memory-mapped vectors, read through the page cache.
+    code_bytes: size of the index file.
+    disk_mb: size of the whole gallery.
+    gpu_memory_mb, gpu_free_mb: GPU memory while searching, and available; 0 without a GPU.
     """
 
     kind: IndexKind
@@ -82,7 +87,7 @@ class Plan:
 
     @property
     def needs(self) -> str:
-        """Its needs in one line."""
+        """Its requirements in one line."""
         on_gpu = f"{_mb(self.gpu_memory_mb)} of the GPU, " if self.gpu_memory_mb else ""
         return (
             f"{on_gpu}{_mb(self.memory_mb)} of memory ({_mb(self.build_memory_mb)} while it is "
@@ -91,23 +96,24 @@ class Plan:
 
     @property
     def gpu_peak_mb(self) -> float:
-        """The memory of the GPU while a compaction makes the next index there."""
-        return self.gpu_memory_mb * (2 if KINDS[self.kind].gpu_builds else 1)
+        """The highest GPU memory, while a compaction builds the next index there."""
+        return self.gpu_memory_mb * (2 if INDEX_TYPES[self.kind].gpu_builds else 1)
 
     @property
     def peak_mb(self) -> float:
-        """The memory of the machine that it takes at most."""
+        """The highest resident memory."""
         return max(self.memory_mb, self.build_memory_mb)
 
     def fits(self, budget_mb: float, gpu_mb: float | None = None) -> bool:
-        """Whether so much memory of the machine will do, and what the GPU has for `gpu_mb`, by
-        default while searching.
+        """Whether `budget_mb` of memory suffice, and `gpu_mb` of GPU memory are available.
+
+        By default, `gpu_mb` is the GPU memory while searching.
         """
         needed_mb = self.gpu_memory_mb if gpu_mb is None else gpu_mb
         return self.peak_mb <= budget_mb and needed_mb <= self.gpu_free_mb
 
-    def lacks(self, budget_mb: float) -> str:
-        """What it needs where it does not fit."""
+    def shortage(self, budget_mb: float) -> str:
+        """The missing resource of a plan that does not fit."""
         if self.peak_mb > budget_mb:
             return f"{_mb(self.peak_mb)} of memory, but there are only {_mb(budget_mb)}"
         needed = _mb(
@@ -116,17 +122,17 @@ class Plan:
         return f"{needed} of the GPU, but there are only {_mb(self.gpu_free_mb)}"
 
     def lines(self) -> list[str]:
-        """The plan for people, a fact a line."""
+        """A readable description, one fact per line."""
         parameters = ", ".join(f"{name} {value:,}" for name, value in self.parameters.items())
-        is_known = KINDS[self.kind].is_scan
+        is_known = INDEX_TYPES[self.kind].is_scan
         facts = {
             "index": f"{self.kind} on {self.device}" + f" ({parameters})" * bool(parameters),
-            "searched on": _PLACES[self.device],
+            "searched on": _DEVICES[self.device],
             "vectors": f"{self.n:,} x {self.dim}",
             "memory": f"{_mb(self.memory_mb)} while searching; {_mb(free_memory_mb())} are free",
-            "GPU memory": f"{_mb(self.gpu_memory_mb)} of {_mb(self.gpu_free_mb)} that are free",
+            "GPU memory": f"{_mb(self.gpu_memory_mb)} of {_mb(self.gpu_free_mb)} free",
             "mapped": f"{_mb(self.mapped_mb)} of vectors",
-            "disk": f"{_mb(self.disk_mb)}, and as much again while a later build is made",
+            "disk": f"{_mb(self.disk_mb)}, twice as much during a later build",
             "build": f"{_minutes(self.build_minutes)}, {_mb(self.build_memory_mb)} of memory",
             f"recall@10 {'expected' if is_known else 'target'}": f"{self.expected_recall:.3f}",
             "reason": self.reason,
@@ -144,13 +150,14 @@ def plan_index(
     *,
     replaces: bool = False,
 ) -> Plan:
-    """The index for `n` vectors of length `dim`, of the kind asked for or of the first that fits.
-    One that `replaces` another may have all memory of the GPU: the other one gives its part back.
+    """The index for `n` vectors of length `dim`: of the requested type, or the first that fits.
 
-    Raises: PlanError for numbers out of range, a kind or device that is not there, or too little
-        memory; it names the flag to change. ProviderError.
+    replaces: the index replaces another one, whose GPU memory will be free.
+
+    Raises: PlanError for numbers out of range, an unknown type or device, or too little memory; it
+        names the option to change. ProviderError.
     """
-    _check_numbers(n, dim, settings)
+    _check_size(n, dim, settings)
     _check_device(settings.device)
     budget, gpu_mb = _budget_mb(settings), _gpu_mb(settings, replaces)
     if settings.kind == "auto":
@@ -161,26 +168,28 @@ def plan_index(
         raise PlanError(problem)
     plan = _plan(chosen, n, dim, settings, "asked for with --index", gpu_mb, vector_type)
     if not plan.fits(budget):
-        raise PlanError(_too_big(plan, budget))
+        raise PlanError(_does_not_fit(plan, budget))
     return plan
 
 
 def plans_for(
     n: int, dim: int, settings: IndexSettings, vector_type: VectorType = "fp32"
 ) -> list[Plan]:
-    """The index to make in place of the one so far, then others to make if that one fails: with
-    `auto` smaller and larger ones that fit, and at the end of those for a GPU those for the CPU.
+    """The preferred plan of a new index, followed by fallbacks in case its build fails.
 
-    Raises: as `plan_index`, if there is none.
+    With `auto`, fallbacks are smaller and larger index types that fit; for a GPU, plans for the CPU
+    come last.
+
+    Raises: PlanError or ProviderError if no index fits.
     """
     if settings.device == "cpu":
         return _plans_on(n, dim, settings, vector_type)
-    is_known = settings.kind in {kind.name for kind in kinds_on("cpu")}
+    is_known = settings.kind in {one.name for one in index_types_on("cpu")}
     on_cpu = replace(settings, device="cpu", kind=settings.kind if is_known else "auto")
     try:
         found = _plans_on(n, dim, settings, vector_type)
     except (PlanError, ProviderError) as error:
-        _log.warning("The index is made for the CPU: %s", error)
+        _log.warning("The index is built for the CPU: %s", error)
         return _plans_on(n, dim, on_cpu, vector_type)
     with contextlib.suppress(PlanError):
         found += _plans_on(n, dim, on_cpu, vector_type)
@@ -191,27 +200,27 @@ def _plans_on(n: int, dim: int, settings: IndexSettings, vector_type: VectorType
     first = plan_index(n, dim, settings, vector_type, replaces=True)
     if settings.kind != "auto":
         return [first]
-    kinds = kinds_on(settings.device)
-    place = kinds.index(KINDS[first.kind])
+    index_types = index_types_on(settings.device)
+    chosen = index_types.index(INDEX_TYPES[first.kind])
     plans = [
-        _plan(kind, n, dim, settings, "another one missed", first.gpu_free_mb, vector_type)
-        for kind in (*kinds[place + 1 :], *kinds[:place][::-1])
-        if not kind.problem(n, dim, vector_type)
+        _plan(index_type, n, dim, settings, "another one failed", first.gpu_free_mb, vector_type)
+        for index_type in (*index_types[chosen + 1 :], *index_types[:chosen][::-1])
+        if not index_type.problem(n, dim, vector_type)
     ]
     budget = _budget_mb(settings)
     return [first, *(plan for plan in plans if plan.fits(budget, plan.gpu_peak_mb))]
 
 
-def check_target(kind: IndexKind, target_recall: float) -> None:
-    """Raises: PlanError for a target out of range, or that no index of this kind can promise."""
+def check_target(name: IndexKind, target_recall: float) -> None:
+    """Check a target recall. Raises: PlanError if it is out of range, or too high for the type."""
     if not 0 < target_recall <= 1:
         raise PlanError(
-            f"A target recall of {target_recall} cannot be reached: it lies above 0 and goes up "
-            "to 1. Change --target-recall."
+            f"The target recall must be above 0 and at most 1, not {target_recall}. Change "
+            "--target-recall."
         )
-    if KINDS[kind].least_recall < 1 and target_recall >= EXACT_TARGET:
+    if INDEX_TYPES[name].least_recall < 1 and target_recall >= EXACT_TARGET:
         raise PlanError(
-            f"The index {kind} is approximate, and a target recall of {target_recall} needs an "
+            f"The index {name} is approximate, but a target recall of {target_recall} needs an "
             f"exact one. Choose --index flat, or a --target-recall below {EXACT_TARGET}."
         )
 
@@ -225,29 +234,29 @@ def _first_that_fits(
     vector_type: VectorType,
 ) -> Plan:
     refused: list[Plan] = []
-    for kind, reason in _preferred(n, dim, settings.device, settings.target_recall):
-        if kind.problem(n, dim, vector_type):
+    for index_type, reason in _preferred(n, dim, settings.device, settings.target_recall):
+        if index_type.problem(n, dim, vector_type):
             continue
         if refused:
-            reason = "; ".join(f"{plan.kind} needs {plan.lacks(budget)}" for plan in refused)
-        plan = _plan(kind, n, dim, settings, reason, gpu_mb, vector_type)
+            reason = "; ".join(f"{plan.kind} needs {plan.shortage(budget)}" for plan in refused)
+        plan = _plan(index_type, n, dim, settings, reason, gpu_mb, vector_type)
         if plan.fits(budget, plan.gpu_peak_mb):
             return plan
         refused.append(plan)
-    raise PlanError(_too_big(min(refused, key=lambda plan: plan.peak_mb), budget))
+    raise PlanError(_does_not_fit(min(refused, key=lambda plan: plan.peak_mb), budget))
 
 
-def _preferred(n: int, dim: int, device: str, target_recall: float) -> list[tuple[Kind, str]]:
-    """Kinds from the one that suits best to ever smaller ones, and why."""
+def _preferred(n: int, dim: int, device: str, target_recall: float) -> list[tuple[IndexType, str]]:
+    """The preferred index type and smaller ones, each with a reason."""
+    index_types = index_types_on(device)
     if target_recall >= EXACT_TARGET:
-        return [(kinds_on(device)[0], f"a target recall of {target_recall} needs an exact index")]
-    kinds = kinds_on(device)
-    first = next(place for place, kind in enumerate(kinds) if kind.suits(n, dim, device))
-    return [(kind, kind.reason(n, dim)) for kind in kinds[first:]]
+        return [(index_types[0], f"a target recall of {target_recall} needs an exact index")]
+    first = next(i for i, one in enumerate(index_types) if one.is_preferred(n, dim, device))
+    return [(index_type, index_type.reason(n, dim)) for index_type in index_types[first:]]
 
 
 def _plan(
-    kind: Kind,
+    index_type: IndexType,
     n: int,
     dim: int,
     settings: IndexSettings,
@@ -255,17 +264,17 @@ def _plan(
     gpu_mb: float,
     vector_type: VectorType,
 ) -> Plan:
-    parameters = kind.parameters(n, dim)
+    parameters = index_type.parameters(n, dim)
     full = float(NUMBER_BYTES[vector_type]) * n * dim
-    codes = kind.code_bytes(n, dim, parameters)
+    codes = index_type.code_bytes(n, dim, parameters)
     is_on_gpu = settings.device == "cuda"
     if is_on_gpu:
-        resident = kind.host_bytes(n, dim, parameters)
+        resident = index_type.host_bytes(n, dim, parameters)
     else:
-        resident = full if kind.is_scan else kind.memory_bytes(n, dim, parameters)
+        resident = full if index_type.is_scan else index_type.memory_bytes(n, dim, parameters)
     written_s = full / _WRITE_BYTES_PER_S
     return Plan(
-        kind=kind.name,
+        kind=index_type.name,
         n=n,
         dim=dim,
         device=settings.device,
@@ -273,54 +282,54 @@ def _plan(
         mapped_mb=full / _MIB,
         code_bytes=codes,
         disk_mb=(full + codes + ITEM_DISK_BYTES * n) / _MIB,
-        build_memory_mb=(kind.build_bytes(n, dim, parameters) + _BUILD_ITEM_BYTES * n) / _MIB
+        build_memory_mb=(index_type.build_bytes(n, dim, parameters) + _BUILD_ITEM_BYTES * n) / _MIB
         + _BASE_BUILD_MB,
-        build_minutes=(written_s + kind.build_s(n, dim, parameters, core_count())) / 60,
-        expected_recall=max(kind.least_recall, settings.target_recall),
+        build_minutes=(written_s + index_type.build_s(n, dim, parameters, core_count())) / 60,
+        expected_recall=max(index_type.least_recall, settings.target_recall),
         reason=reason,
-        gpu_memory_mb=kind.gpu_bytes(n, dim, parameters) / _MIB if is_on_gpu else 0.0,
+        gpu_memory_mb=index_type.gpu_bytes(n, dim, parameters) / _MIB if is_on_gpu else 0.0,
         gpu_free_mb=gpu_mb,
         parameters=parameters,
     )
 
 
-def _check_numbers(n: int, dim: int, settings: IndexSettings) -> None:
+def _check_size(n: int, dim: int, settings: IndexSettings) -> None:
     if not 1 <= n <= MAX_N:
         raise PlanError(
-            f"An index of {n:,} vectors cannot be made: 1 to {MAX_N:,} are possible. "
+            f"An index of {n:,} vectors cannot be built: 1 to {MAX_N:,} are possible. "
             "Split the gallery, or use a vector database (kinlens-index import --out milvus:...)."
         )
     if not 1 <= dim <= MAX_DIM:
         raise PlanError(
-            f"An index of dimension {dim:,} cannot be made: 1 to {MAX_DIM:,} are possible. "
+            f"An index of dimension {dim:,} cannot be built: 1 to {MAX_DIM:,} are possible. "
             "Export a bundle with a smaller embedding."
         )
     check_target("flat", settings.target_recall)
     if settings.memory_mb is not None and not settings.memory_mb > 0:
-        raise PlanError(f"{settings.memory_mb} MB of memory is not a limit. Change --memory-mb.")
+        raise PlanError(f"--memory-mb must be above 0, not {settings.memory_mb}.")
 
 
 def _check_device(device: str) -> None:
     if device not in get_args(Device):
         raise PlanError(
-            f"There is no device {device!r}. Choose --index-device {' or '.join(get_args(Device))}."
+            f"Unknown device {device!r}. Choose --index-device {' or '.join(get_args(Device))}."
         )
     if device == "cuda" and (why := why_no_gpu()):
         raise PlanError(f"{why} Or choose --index-device cpu.")
 
 
-def _named(kind: str, device: str) -> Kind:
-    names = [known.name for known in kinds_on(device)]
-    for known in KINDS.values():
-        if kind == known.name and device in known.devices:
+def _named(name: str, device: str) -> IndexType:
+    names = [known.name for known in index_types_on(device)]
+    for known in INDEX_TYPES.values():
+        if name == known.name and device in known.devices:
             return known
-    if kind in KINDS:
+    if name in INDEX_TYPES:
         other = "cpu" if device == "cuda" else "cuda"
         raise PlanError(
-            f"The index {kind} is not made on {device}. Choose --index-device {other}, or --index "
-            f"auto, {', '.join(names)}."
+            f"The index {name} cannot be built on {device}. Choose --index-device {other}, or "
+            f"--index auto, {', '.join(names)}."
         )
-    raise PlanError(f"There is no index {kind!r}. Choose --index auto, {', '.join(names)}.")
+    raise PlanError(f"Unknown index {name!r}. Choose --index auto, {', '.join(names)}.")
 
 
 def _budget_mb(settings: IndexSettings) -> float:
@@ -330,20 +339,19 @@ def _budget_mb(settings: IndexSettings) -> float:
 
 
 def _gpu_mb(settings: IndexSettings, replaces: bool) -> float:
-    """What an index may have of the GPU. Raises: ProviderError."""
+    """The GPU memory available for an index. Raises: ProviderError."""
     if settings.device == "cpu":
         return 0.0
     memory = gpu_memory()
     return max(0.0, (memory.total_mb if replaces else memory.free_mb) - RESERVE_MB)
 
 
-def _too_big(plan: Plan, budget: float) -> str:
-    smaller = (
-        "" if plan.kind == kinds_on(plan.device)[-1].name else ", choose a smaller one with --index"
-    )
+def _does_not_fit(plan: Plan, budget: float) -> str:
+    is_smallest = plan.kind == index_types_on(plan.device)[-1].name
+    smaller = "" if is_smallest else ", choose a smaller one with --index"
     return (
         f"The index {plan.kind} for {plan.n:,} vectors of length {plan.dim} needs {plan.needs}: "
-        f"{plan.lacks(budget)}. Raise --memory-mb if the machine has more{smaller}, or change "
+        f"{plan.shortage(budget)}. Raise --memory-mb if the machine has more{smaller}, or change "
         "--index-device."
     )
 

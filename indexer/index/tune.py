@@ -1,4 +1,4 @@
-"""The least effort with which an index finds enough of the true neighbours."""
+"""Tuning: finds the lowest search effort that reaches a target recall."""
 
 import math
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from kinlens.embedder.errors import RecallError
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits
 from kinlens.indexer.index.faiss import SegmentIndex
-from kinlens.indexer.index.kinds import KINDS, TUNED_AT, Effort
+from kinlens.indexer.index.kinds import INDEX_TYPES, TUNED_AT, Effort
 from kinlens.indexer.types import SAME_SCORE, Ids, Scores
 
 _SCAN_QUERIES = 100
-_FASTER = 0.9  # a greater k_factor must save this much
+_FASTER = 0.9  # a higher k_factor is kept only if the time drops below this share
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """An effort and the recall that was measured with it."""
+    """An effort and its measured recall."""
 
     effort: Effort
     recall: float
 
 
 def recall_at(found: Ids, truth: Ids) -> float:
-    """Part of the true neighbours (Q, k) that were found (Q, any width)."""
+    """Share of the true neighbours (Q, k) that are among those found (Q, any width)."""
     if not truth.size:
         return 1.0
     hits = sum(len(np.intersect1d(*rows)) for rows in zip(found, truth, strict=True))
@@ -41,27 +41,26 @@ def tune(
     k: int = TUNED_AT,
     allowed: Bits | None = None,
 ) -> Tuned:
-    """The fastest effort that reaches the recall `target` at `k`, measured on `queries` (Q, D);
-    `allowed` are the positions that the index has, None for all.
+    """The fastest effort that reaches the recall `target` at `k`, measured on `queries` (Q, D).
 
-    The queries must not be in the index. Aims two standard errors of their mean recall above the
-    target, but not beyond half of what is missing to 1.
+    The queries must not be in the index. `allowed` are the indexed positions; None for all. Aims
+    two standard errors above the target, but at most halfway from the target to 1.
 
     Raises: RecallError.
     """
-    if KINDS[index.kind].is_scan:
+    if INDEX_TYPES[index.kind].is_scan:
         queries = queries[:_SCAN_QUERIES]
     return least_effort(Measure(index, queries, target, k, allowed))
 
 
 def least_effort(measure: "Measure") -> Tuned:
-    """The fastest effort that reaches the target of a measurement. Raises: RecallError."""
+    """The fastest effort that reaches the target of `measure`. Raises: RecallError."""
     index, target = measure.index, measure.target
-    kind = KINDS[index.kind]
+    index_type = INDEX_TYPES[index.kind]
     best: Tuned | None = None
     fastest = math.inf
-    for k_factor in (1,) if index.is_on_gpu else kind.k_factors:
-        found = _smallest(measure, k_factor, kind.efforts(index.size, index.nlist))
+    for k_factor in (1,) if index.is_on_gpu else index_type.k_factors:
+        found = _smallest(measure, k_factor, index_type.efforts(index.size, index.nlist))
         if found is None:
             continue
         if found.seconds >= _FASTER * fastest:
@@ -71,8 +70,8 @@ def least_effort(measure: "Measure") -> Tuned:
         best = max(measure.seen, key=lambda tuned: tuned.recall)
     if best.recall < target:
         raise RecallError(
-            f"The index {index.kind} finds {best.recall:.4f} of the true {measure.k} nearest "
-            f"neighbours at its greatest effort, the target is {target}. Lower --target-recall or "
+            f"The index {index.kind} has a recall of {best.recall:.4f} at {measure.k} with its "
+            f"highest effort; the target is {target}. Lower --target-recall or "
             "choose another --index (flat is exact)."
         )
     return best
@@ -80,9 +79,7 @@ def least_effort(measure: "Measure") -> Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The recall with an effort, its standard error, the time it took, and whether it is enough for
-    a target.
-    """
+    """A measured effort: recall, standard error, duration, and whether it reaches the target."""
 
     tuned: Tuned
     error: float
@@ -91,8 +88,9 @@ class Tried:
 
 
 class Measure:
-    """Recall and time of a search with an effort, against exact answers; or against those of a much
-    greater effort, the `reference`, which takes less time than to compare with all vectors.
+    """Measures recall and time of an effort against exact results.
+
+    With `reference`, results of this much higher effort replace exact ones, which takes less time.
     """
 
     def __init__(
@@ -123,13 +121,13 @@ class Measure:
         recall = float(recalls.mean())
         self.seen.append(Tuned(effort, recall))
         error = _error(recalls)
-        # Two errors above the target, but not beyond half of what is missing to 1.
+        # Two standard errors above the target, but at most halfway from the target to 1.
         aim = min(self.target + 2 * error, (1 + self.target) / 2)
         return Tried(self.seen[-1], error, seconds, recall >= aim)
 
 
 def _smallest(measure: Measure, k_factor: int, values: list[int]) -> Tried | None:
-    """The first of ever larger values that is enough, by halving between the last two."""
+    """The smallest value that reaches the target: tries `values` in order, then bisects."""
     low = 0
     for high in values:
         found = measure(Effort(high, k_factor))
@@ -149,7 +147,8 @@ def _smallest(measure: Measure, k_factor: int, values: list[int]) -> Tried | Non
 
 
 def _error(recalls: NDArray[np.float64]) -> float:
-    """The standard error of the mean of the `recalls` (Q,). They are measured, not the neighbours
-    counted: those of one query are found or missed together.
+    """The standard error of the mean of `recalls` (Q,).
+
+    Computed per query and not per neighbour, since neighbours of one query are correlated.
     """
     return float(recalls.std(ddof=1)) / math.sqrt(len(recalls)) if len(recalls) > 1 else 0.0

@@ -130,7 +130,7 @@ class Ingest:
 
     def run(self, settings: EmbedSettings, on_progress: Progress | None = None) -> None:
         """Process the whole source. Raises: the errors of `add_source`."""
-        known = self.gallery.held
+        known = self.gallery.contents
         with embedded_batches(self.source, self.embedder, known, settings) as batches:
             for batch in batches:
                 self._take(batch)

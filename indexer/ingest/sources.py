@@ -17,7 +17,7 @@ import numpy as np
 from kinlens.embedder.errors import SourceError
 from kinlens.embedder.formats import SUFFIXES
 from kinlens.indexer.attributes import Schema, is_printable
-from kinlens.indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
+from kinlens.indexer.catalog.entries import MAX_KEY, is_key, learn_types
 from kinlens.indexer.images import printable, read_image
 from kinlens.values import AttributeKind, AttributeValue, Scalar, date_text
 
@@ -312,7 +312,7 @@ def check_attributes(source: Source, schema: Schema) -> None:
     """
     kinds = dict(schema)
     for record in source.records():
-        learn_kinds(kinds, record.key, record.attributes)
+        learn_types(kinds, record.key, record.attributes)
 
 
 def check_names(record: Record) -> None:

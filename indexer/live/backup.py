@@ -1,16 +1,17 @@
-"""Backups: a gallery as it is at one moment, taken while it is searched and changed; and back.
+"""Backup and restore of a gallery while it is searched and changed.
 
-A backup is a folder in the layout of a gallery, so it opens as it is, with one file more:
+A backup is a consistent copy in the folder layout of a gallery, so it can be opened as one. It has
+one more file:
 
-    backup.json            BackupReport; no build takes a folder that has it
+    backup.json            BackupReport; builds refuse a folder that contains it
     CURRENT
     golden.sqlite          the golden set, if there is one
     versions/<generation>/ manifest.json, report.json, calibration.json, precisions.json,
                            catalog.sqlite, vectors/<name>/, segments/<name>/
 
-A backup and what is restored from it are generations of their own: their items change separately
-from then on, so nothing that somebody remembers of one may be taken for another. Each copy is read
-back before it gets its name: the hashes of the segment, every row of the catalogue and its pages.
+A backup and a restored gallery get generation ids of their own: their items change independently,
+so cached answers of one are invalid for the other. Before a copy gets its name, it is verified: the
+hashes of the segment, every row of the catalogue and its pages.
 """
 
 import contextlib
@@ -54,12 +55,12 @@ from kinlens.indexer.types import Progress
 
 REPORT = "backup.json"
 
-_PAGES = 1024  # of a catalogue, copied between two calls of the progress: 4 MiB
-_PATIENCE = 8  # a segment that is replaced while it is copied is looked up anew that often
+_PAGES = 1024  # pages of a catalogue (4 MiB) copied between two progress calls
+_MAX_ATTEMPTS = 8  # to copy a segment before a compaction replaces it
 
 
 class BackupReport(BaseModel, frozen=True):
-    """What a backup holds: `items` items, state `seq` of the generation `source_generation`."""
+    """Contents of a backup: `items` items of state `seq` of the generation `source_generation`."""
 
     schema_version: Literal[2] = 2
     name: str
@@ -74,17 +75,17 @@ class BackupReport(BaseModel, frozen=True):
 def backup(
     gallery: Path | str, out: Path | str, on_progress: Progress | None = None
 ) -> BackupReport:
-    """Copy the gallery in folder `gallery`, while it is in use, to the new folder `out`.
+    """Copy the gallery in folder `gallery`, which may be in use, to the new folder `out`.
 
-    The copy holds every change that was acknowledged before the call, and is one state of the
-    gallery. Until it is complete there is no `out`.
+    The copy is one consistent state with every change acknowledged before the call. `out` appears
+    only when the copy is complete.
 
     Raises: GalleryNotFoundError, GalleryCorruptError; GalleryBusyError if compactions keep
-        replacing what is copied; GalleryError if `out` is there already; GalleryWriteError.
+        replacing the segment during the copy; GalleryError if `out` exists; GalleryWriteError.
     """
     source, out = GalleryFolder(gallery).current(), Path(out)
     if out.exists():
-        raise GalleryError(f"{out} is there already. Choose a new folder for the backup.")
+        raise GalleryError(f"{out} already exists. Choose a new folder for the backup.")
     with disk_errors_explained(out):
         make_folder(out.parent, "backup")
         with staged(out.parent, f".{out.name}.part-") as stage:
@@ -103,13 +104,13 @@ def restore(
     replace: bool = False,
     on_progress: Progress | None = None,
 ) -> GalleryManifest:
-    """Make the gallery of a backup the current one in folder `out`, as a new generation.
+    """Restore a backup to folder `out` as a new generation.
 
-    A damaged backup, or a kill at any moment, leaves the gallery in `out` as it was. One that is
-    there has to be given up with `replace`, and so is its golden set, if the backup has one.
+    If the backup is damaged or the process is killed, the gallery in `out` is unchanged. `replace`
+    is required to overwrite a gallery; its golden set is replaced if the backup has one.
 
     Raises: GalleryNotFoundError if there is no backup; GalleryCorruptError if it is damaged;
-        GalleryError if `out` holds a gallery and not `replace`; GalleryBusyError;
+        GalleryError if `out` contains a gallery, without `replace`; GalleryBusyError;
         GalleryWriteError.
     """
     if not (Path(backup) / REPORT).is_file():
@@ -118,12 +119,12 @@ def restore(
             "`kinlens-index backup ... --out` wrote."
         )
     source, folder = GalleryFolder(backup).current(), GalleryFolder(out)
-    _refuse_old(folder, replace)
+    _refuse_overwrite(folder, replace)
     golden = GoldenSet(backup)
     golden.check()
     with disk_errors_explained(folder.path), folder.locked(), folder.stage() as stage:
-        _refuse_old(folder, replace)
-        manifest = _renewed(source)
+        _refuse_overwrite(folder, replace)
+        manifest = _with_new_uid(source)
         _copy(source, stage, manifest, on_progress)
         folder.publish(stage, manifest.generation)
         golden.copy_to(folder.path)
@@ -131,7 +132,7 @@ def restore(
 
 
 def check_backup(backup: Path | str) -> BackupReport:
-    """Read the whole backup of a gallery, as `restore` does before it replaces anything.
+    """Verify a complete backup, with the checks of `restore`.
 
     Raises: GalleryNotFoundError if there is none; GalleryCorruptError if it is damaged.
     """
@@ -149,7 +150,7 @@ def check_backup(backup: Path | str) -> BackupReport:
 
 
 def _write(source: Path, stage: Path, on_progress: Progress | None) -> BackupReport:
-    manifest = _renewed(source)
+    manifest = _with_new_uid(source)
     folder = stage / "versions" / manifest.generation
     folder.mkdir(parents=True)
     state = _copy(source, folder, manifest, on_progress)
@@ -167,7 +168,7 @@ def _write(source: Path, stage: Path, on_progress: Progress | None) -> BackupRep
     return report
 
 
-def _renewed(generation: Path) -> GalleryManifest:
+def _with_new_uid(generation: Path) -> GalleryManifest:
     return read_manifest(generation).model_copy(update={"uid": uuid.uuid4().hex})
 
 
@@ -175,8 +176,8 @@ def _copy(
     source: Path, target: Path, manifest: GalleryManifest, on_progress: Progress | None
 ) -> State:
     """Copy one state of the generation `source` into the folder `target`, under this manifest."""
-    with contextlib.ExitStack() as held:
-        held.callback(os.close, hold(source))
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(os.close, hold(source))
         write_manifest(target, manifest)
         read_report(source)
         shutil.copyfile(source / BUILD_REPORT, target / BUILD_REPORT)
@@ -187,13 +188,13 @@ def _copy(
         state = _copy_state(source, target, on_progress or _ignore)
     try:
         _check(target, state)
-    except GalleryCorruptError as error:  # whose copy it is, says more
+    except GalleryCorruptError as error:  # the temporary folder means nothing to the user
         raise GalleryCorruptError(str(error).replace(str(target), str(source))) from error
     return state
 
 
 def _check(generation: Path, state: State) -> None:
-    # Opened for writing, so that nothing but the file itself is left afterwards.
+    # Opened for writing, so that closing it deletes the log files of SQLite.
     catalog = Catalog.open(generation / CATALOG, writable=True)
     with contextlib.closing(catalog), catalog.reading() as view:
         view.check()
@@ -202,13 +203,13 @@ def _check(generation: Path, state: State) -> None:
 
 
 def _copy_state(source: Path, target: Path, on_progress: Progress) -> State:
-    """One state of the catalogue, with the segment and the vectors that it names."""
-    for _ in range(_PATIENCE):
-        with catalog_view(source / CATALOG) as view, contextlib.ExitStack() as held:
+    """Copy one state of the catalogue with its segment and vectors."""
+    for _ in range(_MAX_ATTEMPTS):
+        with catalog_view(source / CATALOG) as view, contextlib.ExitStack() as cleanup:
             state = view.state()
             if state.segment is not None:
-                try:  # first, since the others take long enough for a compaction
-                    held.callback(os.close, hold(source / SEGMENTS / state.segment))
+                try:  # lock the segment first: a compaction may run while the rest is copied
+                    cleanup.callback(os.close, hold(source / SEGMENTS / state.segment))
                 except FileNotFoundError:
                     continue
             _copy_catalog(view, target, on_progress)
@@ -217,8 +218,8 @@ def _copy_state(source: Path, target: Path, on_progress: Progress) -> State:
             ):
                 return state
     raise GalleryBusyError(
-        f"Compactions of {source.parent.parent} keep replacing what is to be copied, "
-        f"{_PATIENCE} times by now. Try again when they have ended."
+        f"Compactions of {source.parent.parent} replaced the segment during each of "
+        f"{_MAX_ATTEMPTS} attempts to copy it. Try again when they have finished."
     )
 
 
@@ -232,7 +233,7 @@ def _copy_catalog(view: CatalogView, target: Path, on_progress: Progress) -> Non
 
     (target / CATALOG).unlink(missing_ok=True)
     shutil.rmtree(target / VECTORS, ignore_errors=True)
-    # The transaction of the view lasts, so that all steps copy one state.
+    # The view's transaction stays open, so that all steps copy one state.
     with contextlib.closing(sqlite3.connect(target / CATALOG, isolation_level=None)) as write:
         write.execute("PRAGMA synchronous = OFF")  # the whole tree is synced before it is renamed
         page_size = view.connection.execute("PRAGMA page_size").fetchone()[0]
@@ -243,7 +244,7 @@ def _copy_catalog(view: CatalogView, target: Path, on_progress: Progress) -> Non
 
 
 def _is_copied(source: Path, target: Path, on_progress: Progress) -> bool:
-    """False if a compaction removed the segment meanwhile."""
+    """Copy a segment. False if a compaction removed it in the meantime."""
     try:
         descriptor = hold(source)
     except FileNotFoundError:
@@ -266,13 +267,13 @@ def _is_copied(source: Path, target: Path, on_progress: Progress) -> bool:
     return True
 
 
-def _refuse_old(folder: GalleryFolder, replace: bool) -> None:
+def _refuse_overwrite(folder: GalleryFolder, replace: bool) -> None:
     if folder.current_name() is not None and not replace:
         raise GalleryError(
-            f"{folder.path} holds a gallery already. Choose another folder with --out, or give it "
-            "up with --replace."
+            f"{folder.path} already contains a gallery. Choose another folder with --out, or "
+            "replace it with --replace."
         )
 
 
 def _ignore(_: int) -> None:
-    """Nobody watches."""
+    """The default progress callback: does nothing."""

@@ -1,4 +1,4 @@
-"""Facets of items and facts of attributes, from the counts of their values."""
+"""Facets and attribute statistics, computed from value counts."""
 
 import math
 import sys
@@ -16,50 +16,50 @@ from kinlens.indexer.types import MAX_COUNTED_VALUES, MAX_FACETS, AttributeFacts
 from kinlens.values import AttributeKind
 
 MAX_BINS = 20
-"""Bins of a histogram, and different numbers up to which each is counted by itself."""
+"""Maximum bins of a histogram. Up to this number of distinct values each value is counted."""
 
 _LARGEST = 2**63 - 1
 
 
 def checked_names(names: Sequence[str]) -> list[str]:
-    """The attributes to count, each once. Raises: InvalidParameterError for too many."""
+    """The attribute names without repetition. Raises: InvalidParameterError for too many."""
     different = list(dict.fromkeys(names))
     if len(different) > MAX_FACETS:
         raise InvalidParameterError(
             f"facets = {len(different)} attributes; at most {MAX_FACETS} are counted at once. Name "
-            "fewer, or ask several times."
+            "fewer, or send several requests."
         )
     return different
 
 
-def facet_of(spread: Spread, kind: AttributeKind) -> Facet:
-    """The facet of an attribute of this kind."""
-    if kind == "number" and spread.different > MAX_BINS:
+def facet_of(spread: Spread, type_: AttributeKind) -> Facet:
+    """The facet of an attribute of this type."""
+    if type_ == "number" and spread.different > MAX_BINS:
         return Facet(None, _histogram(spread), missing=spread.missing)
     shown = _most_frequent(spread)
-    if kind == "number":
+    if type_ == "number":
         return Facet(tuple(sorted(shown)), missing=spread.missing)
     other = spread.total - sum(count for _, count in shown)
     return Facet(shown, other=other, missing=spread.missing)
 
 
 def facts_of(
-    name: str, kind: AttributeKind, attributes: StateAttributes, selected: Selected
+    name: str, type_: AttributeKind, attributes: StateAttributes, selected: Selected
 ) -> AttributeFacts:
-    """The facts of an attribute of this kind in the selected items."""
+    """The value statistics of an attribute of this type over the selected items."""
     if attributes.is_nearly_unique(name):
-        return AttributeFacts(name, kind, None)
+        return AttributeFacts(name, type_, None)
     spread = attributes.spread(name, selected)
-    if kind != "number":
-        return AttributeFacts(name, kind, _most_frequent(spread))
+    if type_ != "number":
+        return AttributeFacts(name, type_, _most_frequent(spread))
     minimum, maximum = spread.ends() or (None, None)
     is_listed = spread.different <= MAX_COUNTED_VALUES
     values = _most_frequent(spread) if is_listed else None
-    return AttributeFacts(name, kind, values, minimum, maximum)
+    return AttributeFacts(name, type_, values, minimum, maximum)
 
 
 def _most_frequent(spread: Spread) -> tuple[tuple[Any, int], ...]:
-    """The most frequent values with their counts, equal ones by value."""
+    """The most frequent values with their counts, ties by value."""
     present = np.flatnonzero(spread.counts)
     if len(present) > MAX_COUNTED_VALUES:
         counts = spread.counts[present]
@@ -67,13 +67,13 @@ def _most_frequent(spread: Spread) -> tuple[tuple[Any, int], ...]:
         more = np.flatnonzero(counts > least)
         equal = np.flatnonzero(counts == least)[: MAX_COUNTED_VALUES - len(more)]
         present = present[np.concatenate([more, equal])]
-    found = [(spread.values[place], int(spread.counts[place])) for place in present.tolist()]
+    found = [(spread.values[code], int(spread.counts[code])) for code in present.tolist()]
     found += spread.later.items()
     return tuple(sorted(found, key=lambda one: (-one[1], one[0]))[:MAX_COUNTED_VALUES])
 
 
 def _histogram(spread: Spread) -> tuple[tuple[float, float, int], ...]:
-    """Counts in bins of one width, each from its lower end to below its upper, the last with it."""
+    """(lower, upper, count) of bins of equal width; only the last bin includes its upper end."""
     values, counts = spread.values, spread.counts
     edges = bin_edges(*(spread.ends() or (0, 1)))
     cuts = [*(bisect_left(values, edge) for edge in edges[:-1]), bisect_right(values, edges[-1])]
@@ -84,21 +84,22 @@ def _histogram(spread: Spread) -> tuple[tuple[float, float, int], ...]:
 
 
 def bin_edges(low: float, high: float) -> list[float]:
-    """The ends of at most `MAX_BINS` bins of one width that hold both numbers, low < high:
-    multiples of 1, 2 or 5 times a power of ten.
+    """Edges of at most `MAX_BINS` bins of equal width that cover `low` < `high`.
+
+    Edges are multiples of 1, 2 or 5 times a power of ten.
     """
-    least, greatest = Fraction(low), Fraction(high)  # a rounded quotient could leave out an end
+    least, greatest = Fraction(low), Fraction(high)  # exact: a rounded quotient could miss an end
     power = Fraction(10) ** math.floor(math.log10((greatest - least) / MAX_BINS))
     for factor in (1, 2, 5, 10, 20):
         step = factor * power
         first, last = math.floor(least / step), math.ceil(greatest / step)
         if last - first <= MAX_BINS:
             break
-    return sorted({_number(place * step) for place in range(first, last + 1)})
+    return sorted({_number(multiple * step) for multiple in range(first, last + 1)})
 
 
 def _number(exact: Fraction) -> float:
-    """As it is stored: 64 bits of a whole number, or the nearest float."""
+    """Convert to a stored number: an integer of 64 bits if exact, else the nearest float."""
     if exact.denominator == 1 and abs(exact) <= _LARGEST:
         return int(exact)
     most = Fraction(sys.float_info.max)

@@ -1,7 +1,6 @@
-"""From candidates in order of their score to hits and groups, the same way for every engine.
+"""Turns candidates into hits and groups; shared by the FAISS and the Milvus galleries.
 
-An engine hands over its `Fetch`; here more is fetched until no item that was not fetched can change
-the answer.
+An engine provides a `Fetch`. More candidates are fetched until no other item can change the answer.
 """
 
 import math
@@ -23,21 +22,20 @@ from kinlens.values import AttributeValue, Scalar, values_in
 _EXPECTED_EXCLUDED = 100
 _BLOCK = 4096
 _EXPECTED_SIZE = 4
-_OPENED_AT_ONCE = 256
-_MOST_GROWTH = 16  # so many times the first number of candidates is fetched while groups turn up
-_MOST_CLOSED = 5000
-_MOST_COMPARED = 10_000  # among so many of the best, what is near a better one is left out
+_MAX_OVERFETCH = 16  # upper bound on over-fetching for groups, as a multiple of the first batch
+_MAX_EXCLUDED_VALUES = 5000
+_MAX_COMPARED = 10_000  # top candidates among which near-duplicates are removed
 _COMPARED = 256  # candidates whose vectors are compared at a time
 
 T = TypeVar("T")
 
 _Key = tuple[bool | None, Scalar]
-"""Of a group: None and what tells an item without a value; or whether the value is a boolean, and
-the value."""
+"""The key of a group: (whether the value is a boolean, value), since True == 1 in Python. For an
+item without the attribute: (None, its id or content)."""
 
 
 class Candidate(NamedTuple):
-    """An item that fits the filter of a search, with its score for one query."""
+    """An item that matches the filter of a search, with its score for one query."""
 
     id: ItemId
     key: str
@@ -49,7 +47,7 @@ class Candidate(NamedTuple):
 Fetch = Callable[[Sequence[int], int], list[list[Candidate]]]
 """(query rows, n) -> the n best candidates of each of these rows; fewer only if there are no more.
 
-Which of several equal scores are cut off at n is left to the engine.
+If scores tie at n, the engine may return any of them.
 """
 
 VectorsOf = Callable[[Sequence[ItemId]], Embeddings]
@@ -57,16 +55,16 @@ VectorsOf = Callable[[Sequence[ItemId]], Embeddings]
 
 
 Reorder = Callable[[Sequence[Candidate]], Sequence[int]]
-"""(the first candidates of a query, best first) -> their places in the order to show them in; as
-many of these as a page needs.
+"""(the top candidates of a query, best first) -> their indices in the order to return them; at
+least as many as a page needs.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What is certain about one query: no other item scores higher than `ceiling`.
+    """The known candidates of one query; no other item scores higher than `ceiling`.
 
-    candidates: every item above the ceiling, best first, equal scores by id.
+    candidates: every item above the ceiling, best first, ties by id.
     ceiling: minus infinity if there are no other items.
     """
 
@@ -75,7 +73,7 @@ class Pool:
 
     @classmethod
     def of(cls, fetched: Sequence[Candidate], n: int) -> "Pool":
-        """The pool of `fetched`, which has fewer than `n` items only if there are no more."""
+        """A pool of the `n` items fetched; fewer than `n` mean that there are no more."""
         ordered = sorted(fetched, key=rank)
         if len(ordered) < n:
             return cls(ordered, -math.inf)
@@ -83,14 +81,14 @@ class Pool:
         return cls([c for c in ordered if c.score > ceiling], ceiling)
 
     def joined(self, others: "Pool") -> "Pool":
-        """With the pool of the items outside some groups, of which this one has the best."""
+        """Merge with the pool of the items outside the groups that this pool already covers."""
         found = {c.id: c for c in others.candidates} | {c.id: c for c in self.candidates}
         ceiling = min(self.ceiling, others.ceiling)
         return Pool(sorted(found.values(), key=rank), ceiling)
 
-    def holds_all(self, min_score: float | None) -> bool:
-        """Whether every item that reaches `min_score` is a candidate."""
-        return math.isinf(self.ceiling) or not reaches(self.ceiling, min_score)
+    def contains_all(self, min_score: float | None) -> bool:
+        """Whether every item with at least `min_score` is a candidate."""
+        return math.isinf(self.ceiling) or not passes(self.ceiling, min_score)
 
 
 def best_hits(
@@ -103,29 +101,29 @@ def best_hits(
 ) -> list[list[Hit]]:
     """The `k` best items of each of `rows` queries after `options.offset`, best first.
 
-    Obeys `min_score`, `offset`, `distinct`, `exclude` and, with `vectors_of`, `near` of the
-    options; the rest is up to `fetch` and `reorder`.
+    Applies the options `min_score`, `offset`, `distinct`, `exclude` and, with `vectors_of`, `near`.
+    `fetch` and `reorder` apply the others.
     """
-    reach = _reach(k, options, reorder)
+    depth = _depth(k, options, reorder)
 
     def settled(pool: Pool) -> list[Hit] | None:
-        allowed = (c for c in pool.candidates if reaches(c.score, options.min_score))
+        allowed = (c for c in pool.candidates if passes(c.score, options.min_score))
         ordered = remaining(allowed, options)
         if options.near is not None and vectors_of is not None:
-            ordered = apart(ordered, options.near, vectors_of, options.checkpoint)
-        kept = list(islice(ordered, reach))
-        is_crowd = options.near is not None and len(pool.candidates) >= _MOST_COMPARED
-        if len(kept) < reach and not is_crowd and not pool.holds_all(options.min_score):
+            ordered = without_near_duplicates(ordered, options.near, vectors_of, options.checkpoint)
+        kept = list(islice(ordered, depth))
+        is_capped = options.near is not None and len(pool.candidates) >= _MAX_COMPARED
+        if len(kept) < depth and not is_capped and not pool.contains_all(options.min_score):
             return None
         return [hit(c) for c in _page(kept, lambda c: c, k, options, reorder)]
 
-    return settle(fetch, rows, first_count(reach, options), settled)
+    return settle(fetch, rows, first_count(depth, options), settled)
 
 
-def _reach(k: int, options: SearchOptions, reorder: Reorder | None) -> int:
-    """How many of the best a page is made of."""
-    reach = max(options.offset + k, 0 if reorder is None else CANDIDATES)
-    return min(reach, sys.maxsize)
+def _depth(k: int, options: SearchOptions, reorder: Reorder | None) -> int:
+    """Number of top hits that a page is built from."""
+    depth = max(options.offset + k, 0 if reorder is None else CANDIDATES)
+    return min(depth, sys.maxsize)
 
 
 def _page(
@@ -135,39 +133,40 @@ def _page(
     options: SearchOptions,
     reorder: Reorder | None,
 ) -> Sequence[T]:
-    """The `k` after `options.offset`, once the first have changed places; the rest follow as they
-    are, so that pages leave nothing out and show nothing twice.
+    """The `k` results after `options.offset`, with the first `CANDIDATES` reordered.
+
+    Later results keep their order, so that pages neither skip nor repeat a result.
     """
     if reorder is not None and options.offset < CANDIDATES:
-        places = reorder([best(one) for one in found[:CANDIDATES]])
-        found = [*(found[place] for place in places), *found[CANDIDATES:]]
+        order = reorder([best(one) for one in found[:CANDIDATES]])
+        found = [*(found[index] for index in order), *found[CANDIDATES:]]
     return found[options.offset : options.offset + k]
 
 
 def settle(fetch: Fetch, rows: int, first: int, settled: Callable[[Pool], T | None]) -> list[T]:
-    """Fetch `first` candidates of every row, then ever twice as many of the rows without an answer.
+    """Fetch `first` candidates of every row; double the number for the rows without an answer.
 
-    `settled(pool)` gives the answer, or None as long as more is needed.
+    `settled(pool)` returns the answer, or None if it needs more candidates.
     """
     answers: dict[int, T] = {}
-    waiting: Sequence[int] = range(rows)
-    while waiting:
-        for row, fetched in zip(waiting, fetch(waiting, first), strict=True):
+    unanswered: Sequence[int] = range(rows)
+    while unanswered:
+        for row, fetched in zip(unanswered, fetch(unanswered, first), strict=True):
             answer = settled(Pool.of(fetched, first))
             if answer is not None:
                 answers[row] = answer
-        waiting = [row for row in waiting if row not in answers]
+        unanswered = [row for row in unanswered if row not in answers]
         first *= 2
     return [answers[row] for row in range(rows)]
 
 
-def first_count(reach: int, options: SearchOptions) -> int:
-    """How many candidates to fetch at first for `reach` items: one more shows a tie at the cut."""
-    return reach + min(len(options.exclude), _EXPECTED_EXCLUDED) + 1
+def first_count(depth: int, options: SearchOptions) -> int:
+    """Candidates to fetch first for `depth` hits; the extra one detects a tie at the end."""
+    return depth + min(len(options.exclude), _EXPECTED_EXCLUDED) + 1
 
 
 def remaining(ordered: Iterable[Candidate], options: SearchOptions) -> Iterator[Candidate]:
-    """Candidates without the excluded and, if only distinct ones count, without later copies."""
+    """Candidates without the excluded items and, with `distinct`, without repeated content."""
     contents: set[str] = set()
     for candidate in ordered:
         if candidate.id in options.exclude:
@@ -178,16 +177,16 @@ def remaining(ordered: Iterable[Candidate], options: SearchOptions) -> Iterator[
         yield candidate
 
 
-def apart(
+def without_near_duplicates(
     ordered: Iterable[Candidate],
     near: float,
     vectors_of: VectorsOf,
     checkpoint: Callable[[], None],
 ) -> Iterator[Candidate]:
-    """Candidates, best first, without those whose cosine with one that stays is at least `near`.
+    """Drop candidates whose cosine to a better candidate that was kept is at least `near`.
 
-    What stays depends on better candidates alone, so that all pages agree; for the same reason
-    cosines are summed in float64, where it does not matter how many are summed at a time.
+    The result depends only on better candidates, so all pages agree. For the same reason cosines
+    are summed in float64, where the block size does not change the result.
     """
     rest = iter(ordered)
     kept: NDArray[np.float64] | None = None
@@ -208,37 +207,37 @@ def apart(
 def _are_near(
     some: NDArray[np.float64], others: NDArray[np.float64], near: float
 ) -> NDArray[np.bool_]:
-    """Which cosines of unit vectors (N, D) and (M, D) are at least `near`, (N, M)."""
+    """Mask (N, M): whether the cosine of unit vectors (N, D) and (M, D) is at least `near`."""
     cosines: NDArray[np.float32] = (some @ others.T).astype(np.float32)
     return cosines >= np.float32(near)
 
 
 def rank(candidate: Candidate) -> tuple[float, ItemId]:
-    """Sorts candidates best first, equal scores by id."""
+    """Sort key: best first, ties by id."""
     return -candidate.score, candidate.id
 
 
-def reaches(score: float, min_score: float | None) -> bool:
+def passes(score: float, min_score: float | None) -> bool:
     """Whether `score` is at least `min_score`, if there is one."""
     return min_score is None or score >= min_score
 
 
 def hit(candidate: Candidate) -> Hit:
-    """The candidate as an answer."""
+    """Convert a candidate to a hit."""
     return Hit(candidate.id, candidate.key, candidate.score, candidate.attributes)
 
 
 class GroupSource(Protocol):
-    """What an engine has to know for one search; all of it fits the filter of the search.
+    """Candidates of one grouped search, provided by an engine; all match the filter.
 
-    Each list is as that of `Fetch`: the n best, fewer only if there are no more.
+    Each method returns the n best candidates, fewer only if there are no more.
     """
 
     def fetch(self, rows: Sequence[int], n: int) -> list[list[Candidate]]:
         """The n best candidates of each of these queries."""
 
     def outside(self, row: int, values: Sequence[Scalar], n: int) -> list[Candidate]:
-        """The n best that have another value than these, or none."""
+        """The n best that have no value, or at least one value that is not in `values`."""
 
     def inside(self, row: int, value: Scalar, n: int) -> list[Candidate]:
         """The n best with this value."""
@@ -254,24 +253,24 @@ def best_groups(
 ) -> list[list[Group]]:
     """The `k` best groups of each of `rows` queries after `options.offset`, best first.
 
-    Equal groups are ordered by the number of their best item. What does not fit the filter or is
-    excluded belongs to no group; with `distinct` a content counts once in each group, and once
-    among the items without the attribute. `min_score` applies to the score of a group. To
-    `reorder` the best item of a group stands for it.
+    Ties are ordered by the id of the best item. Excluded items and items that do not match the
+    filter are in no group. With `distinct`, each content counts once per group, and once among the
+    items without the attribute. `min_score` applies to the best score of a group. `reorder` is
+    called with the best item of each group.
 
     Raises: InvalidParameterError for a grouping out of range.
     """
     _check_grouping(grouping)
     if options.near is not None:
         raise InvalidParameterError(
-            "Near-duplicates are not left out of groups. Ask for distinct = true, which leaves out "
-            "equal content, or for items in place of groups."
+            "near cannot be combined with groups. Use distinct = true, which removes equal "
+            "content, or search for items instead of groups."
         )
-    reach = _reach(k, options, reorder)
-    first = _EXPECTED_SIZE * first_count(reach, options)
+    depth = _depth(k, options, reorder)
+    first = _EXPECTED_SIZE * first_count(depth, options)
     fetched = source.fetch(range(rows), first) if rows else []
     return [
-        _Search(source, row, k, reach, grouping, options, reorder).found(
+        _Search(source, row, k, depth, grouping, options, reorder).found(
             Pool.of(best, first), first
         )
         for row, best in enumerate(fetched)
@@ -280,44 +279,46 @@ def best_groups(
 
 @dataclass(frozen=True)
 class _Search:
-    """One query."""
+    """A grouped search for one query."""
 
     source: GroupSource
     row: int
     k: int
-    reach: int
+    depth: int
     grouping: Grouping
     options: SearchOptions
     reorder: Reorder | None
 
     def found(self, pool: Pool, first: int) -> list[Group]:
-        """The answer, from the `first` best and then from ever more outside the groups found."""
-        n, closed = first, 0
+        """The groups: from the `first` best, then from items outside the groups found so far."""
+        n, excluded = first, 0
         while (groups := self._settled(pool)) is None:
             keys = [key for key, _ in self._split(pool)]
-            values = [value for kind, value in keys if kind is not None][:_MOST_CLOSED]
-            is_growing = len(values) > closed
-            n = min(2 * n, max(n, _MOST_GROWTH * first)) if is_growing else 2 * n
+            values = [value for is_boolean, value in keys if is_boolean is not None][
+                :_MAX_EXCLUDED_VALUES
+            ]
+            found_new_groups = len(values) > excluded
+            n = min(2 * n, max(n, _MAX_OVERFETCH * first)) if found_new_groups else 2 * n
             pool = pool.joined(Pool.of(self.source.outside(self.row, values, n), n))
-            closed = len(values)
+            excluded = len(values)
         return groups
 
     def _settled(self, pool: Pool) -> list[Group] | None:
         least = self.options.min_score
-        found = [(key, own) for key, own in self._split(pool) if reaches(own[0].score, least)]
-        if len(found) < self.reach and not pool.holds_all(self.options.min_score):
+        found = [(key, own) for key, own in self._split(pool) if passes(own[0].score, least)]
+        if len(found) < self.depth and not pool.contains_all(self.options.min_score):
             return None
         shown = _page(found, lambda one: one[1][0], self.k, self.options, self.reorder)
-        return [self._group(key, self._best_of(key, own), own[0].score) for key, own in shown]
+        return [self._group(key, self._members(key, own), own[0].score) for key, own in shown]
 
     def _split(self, pool: Pool) -> list[tuple[_Key, list[Candidate]]]:
-        """The certain candidates of each group, the groups in the order of their best."""
+        """The known candidates of each group; groups are in the order of their best candidate."""
         groups: dict[_Key, list[Candidate]] = {}
         for candidate in pool.candidates:
             for key in self._keys(candidate):
                 groups.setdefault(key, []).append(candidate)
         kept = ((key, list(remaining(own, self.options))) for key, own in groups.items())
-        # An excluded best makes a group come later.
+        # Sorted again: without an excluded best item, a group ranks lower.
         return sorted(((key, own) for key, own in kept if own), key=lambda one: rank(one[1][0]))
 
     def _keys(self, candidate: Candidate) -> list[_Key]:
@@ -326,16 +327,16 @@ class _Search:
             return [(None, candidate.sha256 if self.options.distinct else candidate.id)]
         return [(isinstance(value, bool), value) for value in values]
 
-    def _best_of(self, key: _Key, own: Sequence[Candidate]) -> Sequence[Candidate]:
-        """As many as are shown, where `own` are the best of a group."""
-        kind, value = key
+    def _members(self, key: _Key, own: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The members to return, given the best members `own` of a group."""
+        is_boolean, value = key
         size = self.grouping.size
-        if kind is None or len(own) >= size:
+        if is_boolean is None or len(own) >= size:
             return own
 
         def settled(pool: Pool) -> list[Candidate] | None:
             kept = self._ordered({c.id: c for c in (*pool.candidates, *own)})
-            return kept if len(kept) >= size or pool.holds_all(None) else None
+            return kept if len(kept) >= size or pool.contains_all(None) else None
 
         def fetch(_rows: Sequence[int], n: int) -> list[list[Candidate]]:
             return [self.source.inside(self.row, value, n)]
@@ -356,9 +357,9 @@ def _check_grouping(grouping: Grouping) -> None:
 
 
 def check_search(k: int, options: SearchOptions, dim: int, queries: Embeddings) -> Embeddings:
-    """`queries` as C-ordered float32 (Q, dim), once they and the numbers are in range.
+    """Check a search and return its queries as C-ordered float32 (Q, dim).
 
-    Raises: InvalidParameterError.
+    Raises: InvalidParameterError for queries or options out of range.
     """
     check_options(k, options)
     if _is_one_unit(queries, dim):
@@ -380,7 +381,7 @@ def check_search(k: int, options: SearchOptions, dim: int, queries: Embeddings) 
 
 
 def check_options(k: int, options: SearchOptions) -> None:
-    """Raises: InvalidParameterError, unless the options of a search are in range."""
+    """Check the options of a search. Raises: InvalidParameterError if one is out of range."""
     check_at_least("k", k, 1)
     check_at_least("offset", options.offset, 0)
     if options.effort is not None:
@@ -391,16 +392,16 @@ def check_options(k: int, options: SearchOptions) -> None:
         _check_reordering(options)
     if not isinstance(options.exclude, set | frozenset):
         raise InvalidParameterError(
-            f"exclude = {options.exclude!r:.80} is not a set. Give frozenset(...) of item numbers."
+            f"exclude = {options.exclude!r:.80} is not a set. Give frozenset(...) of item ids."
         )
 
 
 def _check_reordering(options: SearchOptions) -> None:
-    """Raises: InvalidParameterError, unless diversity and boost are in range."""
+    """Check `diversity`, `boost` and `sort_by`. Raises: InvalidParameterError."""
     _check_number("diversity", options.diversity, 0, 1)
     if options.sort_by and (options.diversity or options.boost):
         raise InvalidParameterError(
-            "sort_by orders hits by an attribute alone. Omit diversity and boost, or sort_by."
+            "sort_by cannot be combined with diversity or boost. Omit one of them."
         )
     boost = options.boost
     if boost is None:
@@ -411,8 +412,8 @@ def _check_reordering(options: SearchOptions) -> None:
             _check_number("from or to of a boost", end, -math.inf, math.inf)
     if boost.low is not None and boost.high is not None and boost.low >= boost.high:
         raise InvalidParameterError(
-            f"A boost from {boost.low:g} to {boost.high:g} has no length. Let `from` be below "
-            "`to`; a negative weight prefers what is low."
+            f"A boost from {boost.low:g} to {boost.high:g} is an empty range. `from` must be below "
+            "`to`; a negative weight prefers low values."
         )
 
 
@@ -430,22 +431,22 @@ def _check_cosine(name: str, value: object) -> None:
     if not is_number or not -1.0 <= value <= 1.0:  # type: ignore[operator]
         raise InvalidParameterError(
             f"{name} = {value!r:.80} is outside -1..1, the range of a cosine "
-            "similarity. Choose a number inside, or leave it out."
+            "similarity. Choose a number in this range, or omit it."
         )
 
 
 def check_at_least(name: str, value: object, least: int) -> None:
-    """Raises: InvalidParameterError, unless `value` is a whole number of at least `least`."""
+    """Check that `value` is an integer of at least `least`. Raises: InvalidParameterError."""
     if type(value) is int and value >= least:
-        return  # as nearly always; the general question takes longer
+        return  # the common case; the checks below take longer
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise InvalidParameterError(
-            f"{name} = {value!r} is not a whole number of at least {least}. Give one."
+            f"{name} = {value!r} must be a whole number of at least {least}."
         )
 
 
 def _is_one_unit(queries: object, dim: int) -> bool:
-    """One query as it is wanted: what most searches bring, found out in a tenth of the time."""
+    """Whether this is one valid unit query: the common case, checked in a tenth of the time."""
     return (
         isinstance(queries, np.ndarray)
         and queries.shape == (1, dim)

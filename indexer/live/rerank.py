@@ -1,6 +1,6 @@
-"""Another order of the first hits: by an attribute, and with fewer alike.
+"""Reordering of the top hits: by an attribute, by a boost, or for diversity.
 
-What each does to the answers and what it costs: docs/benchmarks.md, Diversity and boost.
+Effects and costs are measured in docs/benchmarks.md, Diversity and boost.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from kinlens.indexer.live.ranking import Candidate, Reorder
 from kinlens.indexer.types import Boost, SearchOptions, SortBy
 
 Span = Callable[[str], tuple[float, float] | None]
-"""The lowest and highest value of a numeric attribute, None where they are not known; raises for
-what is none.
+"""The lowest and highest value of a numeric attribute; None if the engine does not know them.
+Raises FilterError for another attribute.
 """
 
 _Relevance = NDArray[np.float32]
@@ -28,12 +28,12 @@ def reorder_of(
     vectors_of: Callable[[Sequence[int]], Embeddings],
     span: Span,
 ) -> Reorder | None:
-    """How the candidates of a query change places; None if they stay as they are.
+    """The function that reorders the candidates of a query; None if they keep their order.
 
     Args:
-        vectors_of: the vectors (N, D) of items by their numbers, in the order asked for.
+        vectors_of: returns the vectors (N, D) of items by id, in the given order.
 
-    Raises: InvalidParameterError, FilterError for an attribute that cannot boost.
+    Raises: InvalidParameterError; FilterError for an attribute that cannot boost.
     """
     if not options.reorders:
         return None
@@ -57,26 +57,26 @@ def reorder_of(
 
 
 def _sorted(order: SortBy, candidates: Sequence[Candidate]) -> Sequence[int]:
-    """The places of candidates by an attribute; equal ones stay in the order of their scores."""
+    """Indices of the candidates, sorted by an attribute; ties stay in the order of their scores."""
     values = [order.value_of(candidate.attributes) for candidate in candidates]
-    known = [place for place, value in enumerate(values) if value is not None]
-    known.sort(key=lambda place: values[place], reverse=order.descending)
-    return [*known, *(place for place, value in enumerate(values) if value is None)]
+    known = [index for index, value in enumerate(values) if value is not None]
+    known.sort(key=lambda index: values[index], reverse=order.descending)
+    return [*known, *(index for index, value in enumerate(values) if value is None)]
 
 
 def diverse(vectors: Embeddings, relevance: _Relevance, diversity: float, count: int) -> list[int]:
-    """The first `count` places by maximal marginal relevance, from the one most relevant on.
+    """Indices of the first `count` items by maximal marginal relevance; the most relevant first.
 
     Carbonell and Goldstein, 1998, https://doi.org/10.1145/290941.291025.
     """
-    left = (1 - diversity) * relevance
-    alike = np.full(len(left), -np.inf, np.float32)  # of each to the most similar that is placed
-    is_left = np.ones(len(left), np.bool_)
-    order = [int(np.argmax(relevance))] if len(left) else []
-    while len(order) < min(count, len(left)):
-        alike = np.maximum(alike, vectors @ vectors[order[-1]])
-        is_left[order[-1]] = False
-        order.append(int(np.argmax(np.where(is_left, left - diversity * alike, -np.inf))))
+    gain = (1 - diversity) * relevance
+    redundancy = np.full(len(gain), -np.inf, np.float32)  # highest cosine to a chosen item
+    is_open = np.ones(len(gain), np.bool_)
+    order = [int(np.argmax(relevance))] if len(gain) else []
+    while len(order) < min(count, len(gain)):
+        redundancy = np.maximum(redundancy, vectors @ vectors[order[-1]])
+        is_open[order[-1]] = False
+        order.append(int(np.argmax(np.where(is_open, gain - diversity * redundancy, -np.inf))))
     return order
 
 
@@ -87,7 +87,7 @@ def _ends(boost: Boost, span: Span) -> tuple[float, float]:
     if known is None:
         raise InvalidParameterError(
             f"A boost by {boost.attribute!r:.160} needs from and to, since a gallery on Milvus "
-            f"does not tell the range of an attribute. Give both, such as {boost.weight:g}:0:50."
+            f"does not know the range of an attribute. Give both, such as {boost.weight:g}:0:50."
         )
     lowest, highest = known
     return (
@@ -97,9 +97,9 @@ def _ends(boost: Boost, span: Span) -> tuple[float, float]:
 
 
 def _scaled(candidates: Sequence[Candidate], boost: Boost, low: float, high: float) -> _Relevance:
-    """The attribute of each, from 0 to 1; nobody's, if there is no range."""
+    """The attribute of each candidate, scaled to 0..1; all 0 if the range is empty."""
     missing = low if boost.weight > 0 else high
-    order = SortBy(boost.attribute, descending=boost.weight > 0)  # of several the preferred one
+    order = SortBy(boost.attribute, descending=boost.weight > 0)  # picks the preferred value
     own = [order.value_of(candidate.attributes) for candidate in candidates]
     values = np.array([missing if value is None else value for value in own], np.float64)
     if not low < high:

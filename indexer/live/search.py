@@ -1,4 +1,4 @@
-"""Answers searches from one state: vectors from the snapshot, rows from the catalogue."""
+"""Searches of one state: vectors come from the snapshot, rows from the catalogue."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,21 +32,21 @@ from kinlens.indexer.types import (
     Scores,
     SearchOptions,
     combined_query,
-    go_on,
+    no_checkpoint,
     no_key,
 )
 from kinlens.values import Scalar
 
 _DEFAULTS = SearchOptions()
 _NO_IDS: Ids = np.empty(0, np.int64)
-_MASKS = 64  # of values, kept for the other queries of a search
-_WIDER = 8  # times as many items are fetched where the last ones are equal
-_FEW = 1000  # items above a threshold that an index is asked for, to count them
+_MASKS = 64  # masks of attribute values, cached for the other queries of a search
+_TIE_OVERFETCH = 8  # factor by which more items are fetched until a tie at the end is complete
+_INDEXED_RANGE = 1000  # hits up to which a range search uses the index
 _BLOCK = 4096  # items whose rows or vectors are read at a time
 
 
 class Searcher:
-    """The searches of a gallery: what `kinlens.indexer.gallery.Gallery` begins with."""
+    """The search methods of a gallery: the base class of `kinlens.indexer.gallery.Gallery`."""
 
     def __init__(self, snapshots: SnapshotKeeper, dim: int) -> None:
         self._snapshots = snapshots
@@ -56,9 +56,10 @@ class Searcher:
     def nearest(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
     ) -> tuple[Scores, Ids]:
-        """Scores and item numbers of the best, shape (Q, at most k); number -1 where fewer.
+        """Scores and item ids of the best items, shape (Q, at most k); missing hits have id -1.
 
-        Without the rows of the items, so `where`, `exact` and `effort` alone of the options count.
+        Reads no rows of items, so only the options `where`, `exact` and `effort` have an effect.
+
         Raises: InvalidParameterError, FilterError.
         """
         options = options or _DEFAULTS
@@ -72,7 +73,7 @@ class Searcher:
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
     ) -> list[list[Hit]]:
-        """For each query (Q, D) its `k` best items: best first, equal scores by number.
+        """The `k` best items for each query (Q, D), best first, ties by id.
 
         Raises: InvalidParameterError, FilterError, GalleryCorruptError.
         """
@@ -90,9 +91,9 @@ class Searcher:
     def search_groups(
         self, queries: Embeddings, k: int, grouping: Grouping, options: SearchOptions | None = None
     ) -> list[list[Group]]:
-        """For each query its `k` best groups, exactly k if there are as many.
+        """The `k` best groups for each query (Q, D), best first; fewer only if fewer exist.
 
-        Raises: as `search`.
+        Raises: InvalidParameterError, FilterError, GalleryCorruptError.
         """
         options = options or _DEFAULTS
         queries = check_search(k, options, self._dim, queries)
@@ -111,13 +112,16 @@ class Searcher:
         k: int,
         options: SearchOptions | None = None,
     ) -> list[Hit]:
-        """The `k` items most like the items with keys `liked` and least like `disliked`, without
-        these. Raises: ItemNotFoundError, InvalidParameterError, FilterError.
+        """The `k` items most similar to the liked items and least similar to the disliked ones.
+
+        `liked` and `disliked` are keys; these items are not returned.
+
+        Raises: ItemNotFoundError, InvalidParameterError, FilterError.
         """
         options = options or _DEFAULTS
         check_options(k, options)
         with self._snapshots.reading() as now:
-            chosen = numbers_of(now.view, [*liked, *disliked])
+            chosen = ids_of_keys(now.view, [*liked, *disliked])
             vectors = now.view.vectors(chosen)
             query = combined_query(vectors[: len(liked)], vectors[len(liked) :])
             others = replace(options, exclude=options.exclude | set(chosen))
@@ -131,12 +135,12 @@ class Searcher:
         options: SearchOptions | None = None,
         prefix: str = "",
     ) -> dict[str, Facet]:
-        """How the values of these attributes are spread over all items that fit `options.where`,
-        whose keys begin with `prefix`, and, with `options.min_score`, whose score for one of the
-        queries (Q, D) reaches it; without those to exclude. `distinct` and places do not count.
+        """The value counts of these attributes over the selected items.
 
-        The items that reach a score are those that a search without end would list: up to 1,000
-        as its index finds them, more by comparing with every item, as with `exact`.
+        An item is selected if it matches `options.where`, its key starts with `prefix` and it is
+        not in `options.exclude`. With `options.min_score`, its score for at least one of the
+        queries (Q, D) must also be that high: up to 1,000 such items are found by the index, more
+        by comparing every item, as with `exact`. `distinct`, `offset` and the order are ignored.
 
         Raises: InvalidParameterError for more than 8 attributes; FilterError for an unknown one.
         """
@@ -144,10 +148,10 @@ class Searcher:
         check_options(1, options)
         if query is not None:
             query = check_search(1, options, self._dim, query)
-        asked = 0 if query is None else len(query)
-        if asked < (options.min_score is not None):
+        query_count = 0 if query is None else len(query)
+        if query_count < (options.min_score is not None):
             raise InvalidParameterError(
-                f"No query for facets with min_score. Give some of shape (Q, {self._dim})."
+                f"Facets with min_score need a query. Give an array of shape (Q, {self._dim})."
             )
         with self._snapshots.reading() as now:
             if not now.snapshot.size:
@@ -157,14 +161,14 @@ class Searcher:
                 check_attribute(name, schema, "count")
                 if attributes.is_nearly_unique(name):
                     raise InvalidParameterError(
-                        f"Facet {name!r}: nearly every item has a value of its own. Choose an "
+                        f"Facet {name!r}: nearly every item has a different value. Choose an "
                         "attribute whose values are shared by several items."
                     )
             selected: list[Selected] = []
 
             def count(name: str) -> Facet:
                 options.checkpoint()
-                if not selected:  # for all attributes at once, when the first is counted
+                if not selected:  # once for all attributes, unless all counts are cached
                     among = self._counted(now, attributes, query, options, prefix)
                     selected.append(attributes.selected(among))
                 return facet_of(attributes.spread(name, selected[0]), schema[name])
@@ -189,7 +193,7 @@ class Searcher:
             mask = self._among(now, options.where, prefix, options.checkpoint)
         if query is not None and options.min_score is not None and options.min_score > -1:
             each = [query[n : n + 1] for n in range(len(query))]
-            found = [_reaching(snapshot, one, options.min_score, options, mask) for one in each]
+            found = [_range_search(snapshot, one, options.min_score, options, mask) for one in each]
             mask = attributes.mask_of_rows(np.concatenate(found))
         if options.exclude:
             known = now.view.get(list(options.exclude))
@@ -202,7 +206,7 @@ class Searcher:
         return self._attributes.at(now.view, self._snapshots.with_changes(now))
 
     def _mask(self, now: Reading, options: SearchOptions) -> FilterMask | None:
-        """What a filter leaves. Raises: FilterError."""
+        """The items that match the filter of a search; None for all. Raises: FilterError."""
         if options.where is None:
             return None
         return self._among(now, options.where, checkpoint=options.checkpoint)
@@ -212,9 +216,9 @@ class Searcher:
         now: Reading,
         where: Filter | None,
         prefix: str = "",
-        checkpoint: Callable[[], None] = go_on,
+        checkpoint: Callable[[], None] = no_checkpoint,
     ) -> FilterMask:
-        """The items that fit and whose keys begin with `prefix`. Raises: FilterError."""
+        """The items that match `where` and whose keys start with `prefix`. Raises: FilterError."""
         attributes, mask = self._attributes_of(now), None
         if where is not None:
             where.check(now.view.schema())
@@ -225,7 +229,7 @@ class Searcher:
         return mask
 
     def _reorder(self, now: Reading, k: int, options: SearchOptions) -> Reorder | None:
-        """How the first hits change places. Raises: FilterError."""
+        """How the top hits are reordered; None if they are not. Raises: FilterError."""
         vectors_of = partial(_vectors, now.snapshot)
         if options.sort_by is not None and now.snapshot.size:
             check_attribute(options.sort_by.attribute, now.view.schema(), "sort by")
@@ -252,7 +256,7 @@ class Searcher:
 
 
 def _is_plain(k: int, options: SearchOptions, queries: int) -> bool:
-    """Whether every item counts for itself in the order found, and rows of few are read."""
+    """Whether hits are returned in the order of the index, and few rows have to be read."""
     if options.distinct or options.exclude or options.near is not None or options.reorders:
         return False
     return queries * (options.offset + k) <= _BLOCK
@@ -266,18 +270,20 @@ def _plain_hits(
     options: SearchOptions,
     mask: FilterMask | None,
 ) -> list[list[Hit]] | None:
-    """As `best_hits` where every item counts for itself, in half the time; None for rows of another
-    state. The index has ranked the items, and rows are read of those that are shown.
+    """The fast path without reordering and deduplication: half the time of `best_hits`.
+
+    Takes the order of the index and reads only the rows that are returned. None if the rows come
+    from another state than the snapshot.
     """
     options.checkpoint()
-    reach = options.offset + k
+    depth = options.offset + k
     least = -math.inf if options.min_score is None else options.min_score
-    scores, ids = _nearest(snapshot, queries, reach + 1, options, mask)
+    scores, ids = _nearest(snapshot, queries, depth + 1, options, mask)
     shown: list[list[tuple[ItemId, float]]] = []
-    for row, (numbers, own) in enumerate(zip(ids.tolist(), scores.tolist(), strict=True)):
-        if len(own) > reach and own[reach - 1] <= own[reach] and numbers[reach] >= 0:
-            numbers, own = _beyond_the_tie(snapshot, queries[row : row + 1], reach, options, mask)
-        ranked = zip(numbers[options.offset : reach], own[options.offset : reach], strict=True)
+    for row, (best, own) in enumerate(zip(ids.tolist(), scores.tolist(), strict=True)):
+        if len(own) > depth and own[depth - 1] <= own[depth] and best[depth] >= 0:
+            best, own = _with_whole_tie(snapshot, queries[row : row + 1], depth, options, mask)
+        ranked = zip(best[options.offset : depth], own[options.offset : depth], strict=True)
         shown.append([(i, score) for i, score in ranked if i >= 0 and score >= least])
     wanted = {i for row in shown for i, _ in row}
     known = read(list(wanted)) if wanted else {}
@@ -286,27 +292,29 @@ def _plain_hits(
     return [[Hit(i, known[i][0], score, known[i][1]) for i, score in row] for row in shown]
 
 
-def _beyond_the_tie(
+def _with_whole_tie(
     snapshot: Snapshot,
     query: Embeddings,
-    reach: int,
+    depth: int,
     options: SearchOptions,
     mask: FilterMask | None,
 ) -> tuple[list[ItemId], list[float]]:
-    """The best items with their scores, until all that equal the last of the first `reach` are
-    among them, as many copies of one picture do.
+    """The best `depth` items with their scores, where the last ones have equal scores.
+
+    Fetches more until every item with that score was seen, since ties are ordered by id. Copies
+    of one image can make such ties long.
     """
-    wanted = reach + 1
+    wanted = depth + 1
     while True:
         options.checkpoint()
-        wanted *= _WIDER
+        wanted *= _TIE_OVERFETCH
         [scores], [ids] = _nearest(snapshot, query, wanted, options, mask)
-        if wanted >= snapshot.state.size or ids[-1] < 0 or scores[-1] < scores[reach - 1]:
-            return ids[: reach + 1].tolist(), scores[: reach + 1].tolist()
+        if wanted >= snapshot.state.size or ids[-1] < 0 or scores[-1] < scores[depth - 1]:
+            return ids[: depth + 1].tolist(), scores[: depth + 1].tolist()
 
 
-def numbers_of(view: CatalogView, keys: Sequence[str]) -> list[ItemId]:
-    """The numbers of items, in the order of their keys. Raises: ItemNotFoundError."""
+def ids_of_keys(view: CatalogView, keys: Sequence[str]) -> list[ItemId]:
+    """The ids of items, in the order of their keys. Raises: ItemNotFoundError."""
     found = view.find(keys)
     for key in keys:
         if key not in found:
@@ -325,28 +333,30 @@ def _nearest(
     return snapshot.nearest(queries, k, mask, exact=options.exact, effort=options.effort)
 
 
-def _reaching(
+def _range_search(
     snapshot: Snapshot,
     query: Embeddings,
     least: float,
     options: SearchOptions,
     mask: FilterMask | None,
 ) -> Ids:
-    """The rows of the items whose score is at least `least`: of few, those that the index finds;
-    of more, or where a search looks at every item anyway, by comparing with each.
+    """The rows of the items whose score is at least `least`.
+
+    Up to 1,000 hits come from the index. If there are more, or if a search compares every item
+    anyway, the query is compared with every item.
     """
     options.checkpoint()
     if not options.exact and snapshot.segment is not None and snapshot.segment.index.kind != "flat":
-        [scores], [ids] = _nearest(snapshot, query, _FEW, options, mask)
+        [scores], [ids] = _nearest(snapshot, query, _INDEXED_RANGE, options, mask)
         is_hit = (ids >= 0) & (scores >= np.float64(least))
-        if not is_hit.all() or len(ids) < _FEW:
+        if not is_hit.all() or len(ids) < _INDEXED_RANGE:
             return snapshot.rows_of(ids[is_hit])
         options.checkpoint()
-    return snapshot.reaching(query, least, mask)
+    return snapshot.range_search(query, least, mask)
 
 
 def _in_both(one: FilterMask | None, other: FilterMask) -> FilterMask:
-    """What both filters leave."""
+    """The items that pass both masks; None passes all."""
     if one is None:
         return other
     return FilterMask(one.segment & other.segment, one.delta & other.delta)
@@ -357,8 +367,8 @@ def _fetch(
 ) -> Fetch:
     def fetch(rows: Sequence[int], n: int) -> list[list[Candidate]]:
         options.checkpoint()
-        asked = queries if len(rows) == len(queries) else queries[list(rows)]
-        scores, ids = _nearest(now.snapshot, asked, n, options, mask)
+        some = queries if len(rows) == len(queries) else queries[list(rows)]
+        scores, ids = _nearest(now.snapshot, some, n, options, mask)
         known = _rows(now, set(ids[ids >= 0].tolist()), options)
         return [
             [_candidate(i, score, *known[i]) for i, score in zip(*row, strict=True) if i >= 0]
@@ -370,20 +380,20 @@ def _fetch(
 
 def _vectors(snapshot: Snapshot, ids: Sequence[ItemId]) -> Embeddings:
     """The vectors (N, D) of these items, in their order. Raises: GalleryCorruptError."""
-    numbers, vectors = snapshot.vectors(np.array(ids, np.int64))
-    order = np.argsort(numbers)
-    in_order: Embeddings = vectors[order[np.searchsorted(numbers, ids, sorter=order)]]
+    found, vectors = snapshot.vectors(np.array(ids, np.int64))
+    order = np.argsort(found)
+    in_order: Embeddings = vectors[order[np.searchsorted(found, ids, sorter=order)]]
     return in_order
 
 
 def _candidate(
-    number: ItemId, score: float, key: str, attributes: Attributes, sha256: bytes
+    item_id: ItemId, score: float, key: str, attributes: Attributes, sha256: bytes
 ) -> Candidate:
-    return Candidate(number, key, score, attributes, sha256.hex())
+    return Candidate(item_id, key, score, attributes, sha256.hex())
 
 
 def _rows(now: Reading, ids: Collection[ItemId], options: SearchOptions) -> dict[ItemId, Row]:
-    """What the catalogue has on items that fit the filter. Raises: GalleryCorruptError."""
+    """The catalogue's rows of items that passed the filter. Raises: GalleryCorruptError."""
     wanted = list(ids)
     found: dict[ItemId, Row] = {}
     for start in range(0, len(wanted), _BLOCK):
@@ -391,9 +401,9 @@ def _rows(now: Reading, ids: Collection[ItemId], options: SearchOptions) -> dict
             options.checkpoint()
         found |= now.view.rows(wanted[start : start + _BLOCK], now.snapshot.state.seq) or {}
     if len(found) < len(wanted):
-        missing = next(number for number in wanted if number not in found)
+        missing = next(item_id for item_id in wanted if item_id not in found)
         raise GalleryCorruptError(
-            f"Item {missing} is in the index but not in the catalogue. Make the index again: "
+            f"Item {missing} is in the index but not in the catalogue. Rebuild the index: "
             "kinlens-index compact GALLERY --rebuild."
         )
     if options.where is not None:
@@ -402,19 +412,19 @@ def _rows(now: Reading, ids: Collection[ItemId], options: SearchOptions) -> dict
 
 
 def _check_fit(found: Mapping[ItemId, Row], where: Filter) -> None:
-    """What the index of attributes says is what the items say. Raises: GalleryCorruptError."""
-    for number, (_, attributes, _) in found.items():
+    """Check that items which passed the columns match the filter. Raises: GalleryCorruptError."""
+    for item_id, (_, attributes, _) in found.items():
         if not where.matches(attributes):
             raise GalleryCorruptError(
-                f"The catalogue is damaged: item {number} is listed under attributes that it does "
+                f"The catalogue is damaged: item {item_id} is listed under attributes that it does "
                 "not have. Restore a backup: kinlens-index restore."
             )
 
 
 class _Groups:
-    """`kinlens.indexer.live.ranking.GroupSource` of one state; each value is read once.
+    """A `kinlens.indexer.live.ranking.GroupSource` over one state.
 
-    Masks of single values are not kept with those of filters, which they would push out.
+    Masks of single values have their own cache: in the cache of filters they would evict filters.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""One state of a gallery, ready to be searched: a segment, what came after it, what has gone.
+"""Searchable snapshots of a gallery: an index segment, a delta of later inserts, and tombstones.
 
-A snapshot never changes. A change makes a new one that shares what stayed, while searches go on in
-the old one. The keeper gives out that of the newest state.
+A snapshot is immutable. A change creates a new snapshot that shares the unchanged parts, while
+running searches keep the old one. `SnapshotKeeper` returns the snapshot of the latest state.
 """
 
 import contextlib
@@ -27,24 +27,24 @@ from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, put_bits
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.read import Attributes, Base, CatalogView, State
-from kinlens.indexer.index.faiss import reaching
+from kinlens.indexer.index.faiss import range_search
 from kinlens.indexer.index.kinds import Effort
 from kinlens.indexer.index.segment import COPY_S, Segment
 from kinlens.indexer.live.compaction import SEGMENTS, collect
-from kinlens.indexer.types import Ids, Scores, places_of
+from kinlens.indexer.types import Ids, Scores, find_sorted
 from kinlens.values import Scalar, values_in
 
-_FIRST_CAPACITY = 256  # of a delta
-_SPARE = 2  # how many times the expected number of removed items a search fetches in excess
+_FIRST_CAPACITY = 256  # rows of a delta
+_OVERFETCH = 2  # extra items to fetch, as a multiple of the expected number of removed hits
 _COLLECT_S = 0.1
-_RETRY_S = 60.0  # after which a segment that could not be opened is tried again
-_ROUNDED = np.float32(2e-6)  # by which scores of one pair of vectors may differ
-_GPU_STEP_S = 0.2  # between looks whether a gallery is closed while its index is copied
-_PATIENCE = 8  # a segment that is gone when it is to be opened is looked up anew that often
+_RETRY_S = 60.0  # pause after a segment could not be opened
+_ROUNDED = np.float32(2e-6)  # rounding differences between scores of the same two vectors
+_GPU_STEP_S = 0.2  # how often to check for `close` while an index is copied to the GPU
+_MAX_ATTEMPTS = 8  # to open a segment that a compaction may delete before it is opened
 
 
 class _Rows:
-    """Arrays that grow behind the views that were handed out, so that these stay valid."""
+    """Append-only arrays. Appending does not move them, so existing views stay valid."""
 
     def __init__(self, ids: Ids, vectors: Embeddings, capacity: int) -> None:
         self.used = len(ids)
@@ -54,7 +54,7 @@ class _Rows:
         self.vectors[: self.used] = vectors
 
     def append(self, ids: Ids, vectors: Embeddings) -> bool:
-        """Whether there was room."""
+        """Append rows if they fit into the capacity; return whether they did."""
         end = self.used + len(ids)
         if end > len(self.ids):
             return False
@@ -66,9 +66,9 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The first `count` rows under ascending item numbers; `alive` (count,) are not removed.
+    """Items inserted after the segment, by ascending id; `alive` (N,) is False for removed ones.
 
-    A delta never changes; `changed` must be called on the newest one.
+    Immutable. Call `changed` on the latest delta only: all deltas share the arrays in `rows`.
     """
 
     rows: _Rows
@@ -76,27 +76,27 @@ class Delta:
 
     @classmethod
     def of(cls, ids: Ids, vectors: Embeddings) -> "Delta":
-        """A delta of items with ascending numbers (N,) and vectors (N, D)."""
+        """A delta of items with ascending ids (N,) and vectors (N, D)."""
         rows = _Rows(ids, vectors, max(_FIRST_CAPACITY, len(ids)))
         return cls(rows, np.ones(len(ids), np.bool_))
 
     @property
     def ids(self) -> Ids:
-        """The number of each row."""
+        """The item id of each row (N,)."""
         return self.rows.ids[: len(self.alive)]
 
     @property
     def vectors(self) -> Embeddings:
-        """The vector (D,) of each row."""
+        """The vectors (N, D)."""
         return self.rows.vectors[: len(self.alive)]
 
     @property
     def size(self) -> int:
-        """Number of items that are alive."""
+        """Number of items that are not removed."""
         return int(self.alive.sum())
 
     def changed(self, ids: Ids, vectors: Embeddings, removed: Ids) -> "Delta":
-        """With more items, whose numbers are above all others, and without the removed ones."""
+        """A new delta with more items, whose ids exceed all others, and without `removed`."""
         rows = self.rows
         if rows.used != len(self.alive) or not rows.append(ids, vectors):
             capacity = 2 * (len(self.alive) + len(ids))
@@ -108,16 +108,17 @@ class Delta:
         return grown
 
     def positions_of(self, ids: Ids) -> NDArray[np.int64]:
-        """The rows of these items; those that are not here are left out."""
-        found = places_of(ids, self.ids)
+        """The rows of these items; ids that are not in the delta are omitted."""
+        found = find_sorted(ids, self.ids)
         return found[found >= 0]
 
     def nearest(
         self, queries: Embeddings, k: int, among: NDArray[np.bool_] | None = None
     ) -> tuple[Scores, Ids]:
-        """The best of each query (Q, D), shape (Q, at most k), best first; -1 where fewer.
+        """Scores and ids of the best rows for each query (Q, D), best first.
 
-        `among` (N,) leaves only some rows.
+        Both have the shape (Q, at most k); missing hits have id -1. `among` (N,) is a mask of the
+        rows to search; by default all of them.
         """
         chosen = self.alive if among is None else self.alive & among
         shape = (len(queries), min(k, int(chosen.sum())))
@@ -125,18 +126,18 @@ class Delta:
         if not scores.size:
             return scores, positions
         bitmap = None if chosen.all() else packed_bits(chosen)
-        _compare(queries, self.vectors, scores, positions, bitmap)
+        _inner_products(queries, self.vectors, scores, positions, bitmap)
         return np.clip(scores, -1, 1), np.where(positions < 0, -1, self.ids[positions])
 
 
-def _compare(
+def _inner_products(
     queries: Embeddings,
     vectors: Embeddings,
     scores: Scores,
     positions: Ids,
     bitmap: NDArray[np.uint8] | None,
 ) -> None:
-    """Inner products by FAISS, without a copy of the vectors into an index."""
+    """Compute the top inner products with FAISS without copying the vectors into an index."""
     faiss.omp_set_num_threads(1 if len(queries) == 1 else core_count())
     queries = np.ascontiguousarray(queries, dtype=np.float32)
     faiss.knn_inner_product(
@@ -156,35 +157,35 @@ def _compare(
 class Changes:
     """The attributes of the items that were added or changed after the segment, oldest first.
 
-    rows (E,): of a snapshot; of one row the last entry counts. attributes: the first E of them;
-    later changes append to the same list. looked_at: the number of entries at which those that were
-    replaced are dropped next.
+    rows: the row (E,) of each entry in the snapshot; the last entry of a row counts.
+    attributes: only the first E entries belong to this state; later changes append to this list.
+    prune_at: the number of entries at which replaced entries are dropped.
     """
 
     rows: Ids
     attributes: list[Attributes]
-    looked_at: int = 1024
+    prune_at: int = 1024
 
     def extended(self, rows: Ids, attributes: Sequence[Attributes]) -> "Changes":
-        """With later ones."""
+        """These changes and later ones."""
         if not len(rows):
             return self
         known = self.attributes
-        if len(known) > len(self.rows):  # another state has extended it already
+        if len(known) > len(self.rows):  # a later state has already appended to the list
             known = known[: len(self.rows)]
         known.extend(attributes)
-        found = Changes(np.concatenate([self.rows, rows]), known, self.looked_at)
-        if len(known) < self.looked_at:
+        found = Changes(np.concatenate([self.rows, rows]), known, self.prune_at)
+        if len(known) < self.prune_at:
             return found
         last = np.flatnonzero(found.is_last)
         if 2 * len(last) > len(known):
-            return replace(found, looked_at=2 * len(known))
-        # A few items that are changed all the time must not fill the memory.
+            return replace(found, prune_at=2 * len(known))
+        # Items that change all the time must not use up the memory.
         kept = [known[entry] for entry in last.tolist()]
         return Changes(found.rows[last], kept, max(1024, 2 * len(kept)))
 
     def values(self, name: str) -> list[tuple[Scalar, ...]]:
-        """The different values of an attribute in each entry (E,)."""
+        """The distinct values of an attribute in each entry (E,)."""
         if name not in self._values:
             some = self.attributes[: len(self.rows)]
             self._values[name] = [
@@ -198,16 +199,16 @@ class Changes:
 
     @functools.cached_property
     def is_last(self) -> NDArray[np.bool_]:
-        """Which entries (E,) no later one replaces."""
+        """Mask (E,) of the entries that no later entry replaces."""
         found = np.zeros(len(self.rows), np.bool_)
-        _, places = np.unique(self.rows[::-1], return_index=True)
-        found[len(self.rows) - 1 - places] = True
+        _, last = np.unique(self.rows[::-1], return_index=True)
+        found[len(self.rows) - 1 - last] = True
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class FilterMask:
-    """The items that a filter leaves: positions in the segment, rows of the delta."""
+    """The items that pass a filter: positions in the segment and a mask of the delta's rows."""
 
     segment: Bits
     delta: NDArray[np.bool_]
@@ -215,43 +216,46 @@ class FilterMask:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The items of a state. `dead` marks positions of the segment that have been removed.
+    """The items of a state. `tombstones` marks the removed positions of the segment.
 
-    The segment, if there were any items, holds those of `state.segment_seq`. `changes` are read
-    when a filter or a facet needs them first.
+    The segment contains the items of `state.segment_seq`; None if there were no items. `changes`
+    are read when a filter or a facet first needs them.
     """
 
     state: State
     base: Base
     segment: Segment | None
-    dead: Bits
-    dead_count: int
+    tombstones: Bits
+    tombstone_count: int
     delta: Delta
     changes: Changes | None = None
 
     @classmethod
     def load(cls, view: CatalogView, state: State, segment: Segment | None) -> "Snapshot":
-        """The snapshot of a state whose segment is open; with all that came after the segment."""
+        """Load the snapshot of a state: its open segment and all later changes."""
         delta = Delta.of(*view.added_since(state.segment_seq))
-        gone, count = empty_bits(0), 0
+        tombstones, count = empty_bits(0), 0
         if segment is not None:
-            gone, count = segment.gone, segment.manifest.gone
-        loaded = cls(state, state.base, segment, gone, count, delta)
-        return loaded._without(view.removed_since(state.segment_seq))
+            tombstones, count = segment.removed, segment.manifest.gone
+        loaded = cls(state, state.base, segment, tombstones, count, delta)
+        return loaded._with_tombstones(view.removed_since(state.segment_seq))
 
     def advanced(self, view: CatalogView, state: State) -> "Snapshot":
-        """The snapshot of a later state, with this segment, although there may be a newer one."""
+        """The snapshot of a later state with the same segment, even if a newer segment exists."""
         removed = view.removed_since(self.state.seq)
         delta = self.delta.changed(*view.added_since(self.state.seq), removed)
-        later = replace(self, state=state, delta=delta)._without(removed)
+        later = replace(self, state=state, delta=delta)._with_tombstones(removed)
         if self.changes is None:
             return later
         changes = self.changes.extended(*later._changes_since(view, self.state.seq))
         return replace(later, changes=changes)
 
-    def with_changes(self, view: CatalogView, earlier: "_Loaded | None" = None) -> "Snapshot":
-        """The same with the attributes of what came after the segment; `view` is of its state. The
-        changes of an `earlier` state with this segment are not read again.
+    def with_changes(
+        self, view: CatalogView, earlier: "_LoadedChanges | None" = None
+    ) -> "Snapshot":
+        """This snapshot with its `changes` loaded from `view`, which must show the same state.
+
+        Changes in `earlier` are reused if they belong to an earlier state of the same segment.
         """
         changes, seq = Changes(np.empty(0, np.int64), []), self.base[1]
         if earlier is not None and earlier.base == self.base and earlier.seq <= self.state.seq:
@@ -260,29 +264,29 @@ class Snapshot:
 
     def _changes_since(self, view: CatalogView, seq: int) -> tuple[Ids, list[Attributes]]:
         found = view.attributes_since(seq)
-        rows = self.rows_of(np.array([number for number, _ in found], np.int64))
+        rows = self.rows_of(np.array([item_id for item_id, _ in found], np.int64))
         return rows, [attributes for _, attributes in found]
 
     @property
     def size(self) -> int:
-        """Number of items that are alive."""
-        return self.segment_size - self.dead_count + self.delta.size
+        """Number of items that are not removed."""
+        return self.segment_size - self.tombstone_count + self.delta.size
 
     @property
     def segment_size(self) -> int:
-        """Rows of the segment, also of removed items; the rows of the delta follow them."""
+        """Number of rows of the segment, including removed items. The rows of the delta follow."""
         return 0 if self.segment is None else self.segment.size
 
-    def number_of(self, row: int) -> int:
-        """The number of the item in a row."""
+    def id_of(self, row: int) -> int:
+        """The id of the item in a row."""
         if row < self.segment_size and self.segment is not None:
-            return int(self.segment.numbers.of(np.array([row]))[0])
+            return int(self.segment.row_ids.of(np.array([row]))[0])
         return int(self.delta.ids[row - self.segment_size])
 
     def rows_of(self, ids: Ids) -> Ids:
         """The row of each of these items, removed or not.
 
-        Raises: GalleryCorruptError for an item that is not here.
+        Raises: GalleryCorruptError if an item is not in the snapshot.
         """
         rows = np.full(len(ids), -1, np.int64)
         if self.segment is not None:
@@ -291,28 +295,29 @@ class Snapshot:
         found = self.delta.positions_of(ids[others])
         if len(found) < np.count_nonzero(others):
             raise GalleryCorruptError(
-                "An item of the catalogue is not in the index. Make the index again: "
+                "An item of the catalogue is missing from the index. Rebuild the index: "
                 "kinlens-index compact GALLERY --rebuild."
             )
         rows[others] = self.segment_size + found
         return rows
 
-    def reaching(self, query: Embeddings, least: float, among: FilterMask | None) -> Ids:
-        """The rows of all items that `among` leaves whose score for the query (1, D) is at least
-        `least`; by comparing with each.
+    def range_search(self, query: Embeddings, least: float, among: FilterMask | None) -> Ids:
+        """The rows of all items with a score of at least `least` for the query (1, D).
+
+        Compares the query with every item that passes `among`.
         """
-        bits, later = self._left(among)
+        bits, later = self._allowed(among)
         own = packed_bits(later)
-        rows = self.segment_size + reaching(self.delta.vectors, query, least, own)
+        rows = self.segment_size + range_search(self.delta.vectors, query, least, own)
         if self.segment is None:
             return rows
-        return np.concatenate([self.segment.index.reaching(query, least, bits), rows])
+        return np.concatenate([self.segment.index.range_search(query, least, bits), rows])
 
-    def _left(self, among: FilterMask | None) -> tuple[Bits | None, NDArray[np.bool_]]:
-        """Positions of the segment, None for all of them, and rows of the delta."""
+    def _allowed(self, among: FilterMask | None) -> tuple[Bits | None, NDArray[np.bool_]]:
+        """Searchable positions of the segment (None: all of them) and rows of the delta."""
         if among is None:
-            return (~self.dead if self.dead_count else None), self.delta.alive
-        return among.segment & ~self.dead, self.delta.alive & among.delta
+            return (~self.tombstones if self.tombstone_count else None), self.delta.alive
+        return among.segment & ~self.tombstones, self.delta.alive & among.delta
 
     def nearest(
         self,
@@ -323,11 +328,11 @@ class Snapshot:
         exact: bool = False,
         effort: int | None = None,
     ) -> tuple[Scores, Ids]:
-        """The best of each query (Q, D), shape (Q, at most k): best first, equal ones by number.
+        """Scores and ids of the best items for each query (Q, D), best first, ties by id.
 
-        Where a query has fewer, number -1 fills its row. `effort` is efSearch or nprobe.
+        Both have the shape (Q, at most k); missing hits have id -1. `effort` is efSearch or nprobe.
         """
-        if k < 1:  # as many as there are
+        if k < 1:  # an empty gallery limits k to 0
             return np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
         if self.segment is not None and not len(self.delta.alive):
             scores, ids = self._in_segment(queries, k, among, exact, effort)
@@ -337,27 +342,29 @@ class Snapshot:
                 found = self._in_segment(queries, k, among, exact, effort)
                 scores = np.concatenate([found[0], scores], axis=1)
                 ids = np.concatenate([found[1], ids], axis=1)
-        scores, ids = _ordered(scores, ids, k)
-        return (scores, ids) if len(queries) == 1 else self._settled(queries, scores, ids)
+        scores, ids = _sorted(scores, ids, k)
+        return (scores, ids) if len(queries) == 1 else self._with_exact_ties(queries, scores, ids)
 
-    def _settled(self, queries: Embeddings, scores: Scores, ids: Ids) -> tuple[Scores, Ids]:
-        """The same where equal vectors have equal scores: of many queries FAISS rounds a score as
-        it comes, in a block of vectors, a list of candidates or the delta.
+    def _with_exact_ties(self, queries: Embeddings, scores: Scores, ids: Ids) -> tuple[Scores, Ids]:
+        """Recompute nearly equal scores, so that equal vectors have equal scores.
+
+        For batches of queries, FAISS rounds the score of a pair differently in a block of vectors,
+        a list of candidates and the delta.
         """
-        with np.errstate(invalid="ignore"):  # between two that are missing
+        with np.errstate(invalid="ignore"):  # the gap between two missing hits is NaN
             gaps = scores[:, :-1] - scores[:, 1:]
         for row in np.flatnonzero(((gaps > 0) & (gaps < _ROUNDED)).any(axis=1)).tolist():
-            numbers, vectors = self.vectors(ids[row][ids[row] >= 0])
+            found, vectors = self.vectors(ids[row][ids[row] >= 0])
             exact = np.einsum("nd,d->n", vectors, queries[row])
-            order = np.lexsort((numbers, -exact))
+            order = np.lexsort((found, -exact))
             scores[row, : len(order)] = np.clip(exact[order], -1, 1)
-            ids[row, : len(order)] = numbers[order]
+            ids[row, : len(order)] = found[order]
         return scores, ids
 
     def vectors(self, ids: Ids, among: FilterMask | None = None) -> tuple[Ids, Embeddings]:
-        """Numbers (N,) and vectors (N, D) of those of the items that `among` leaves, in any order.
+        """Ids (N,) and vectors (N, D) of the given items that pass `among`, in any order.
 
-        Raises: GalleryCorruptError for an item that is not here.
+        Raises: GalleryCorruptError if an item is not in the snapshot.
         """
         rows = self.rows_of(ids)
         is_later = rows >= self.segment_size
@@ -370,7 +377,7 @@ class Snapshot:
         found = self.segment.index.vectors(positions)
         if len(rows):
             found = np.concatenate([found, self.delta.vectors[rows]])
-        return np.concatenate([self.segment.numbers.of(positions), self.delta.ids[rows]]), found
+        return np.concatenate([self.segment.row_ids.of(positions), self.delta.ids[rows]]), found
 
     def _in_segment(
         self,
@@ -383,31 +390,35 @@ class Snapshot:
         assert self.segment is not None
         index, tuned = self.segment.index, self.segment.tuned
         chosen = tuned if effort is None else Effort(effort, tuned.k_factor)
-        if among is None and self.dead_count and not exact:
-            return self._despite_dead(queries, k, chosen)
-        bits, _ = self._left(among)
+        if among is None and self.tombstone_count and not exact:
+            return self._search_overfetched(queries, k, chosen)
+        bits, _ = self._allowed(among)
         if exact:
             scores, positions = index.exact(queries, k, bits)
-            return scores, self._numbers(positions)
+            return scores, self._ids_at(positions)
         return self._search(queries, k, chosen, bits)
 
-    def _despite_dead(self, queries: Embeddings, k: int, effort: Effort) -> tuple[Scores, Ids]:
-        """Fetch a few more than k and drop the dead: much faster than asking FAISS to skip them."""
+    def _search_overfetched(
+        self, queries: Embeddings, k: int, effort: Effort
+    ) -> tuple[Scores, Ids]:
+        """Over-fetch and drop removed items: much faster than a FAISS search with a mask."""
         assert self.segment is not None
-        dead = self.dead_count - self.segment.unindexed
-        excess = 1 + int(_SPARE * k * dead / self.segment.size)
-        wanted = k + min(excess, dead)
+        tombstones = self.tombstone_count - self.segment.unindexed
+        excess = 1 + int(_OVERFETCH * k * tombstones / self.segment.size)
+        wanted = k + min(excess, tombstones)
         scores, positions = self.segment.index.search(queries, wanted, effort)
-        is_dead = has_bits(self.dead, positions)
-        is_dead |= positions < 0
-        if not is_dead.any():
-            return scores[:, :k], self._numbers(positions[:, :k])
-        order = np.argsort(is_dead, axis=1, kind="stable")[:, :k]
-        scores = np.take_along_axis(np.where(is_dead, np.float32(-np.inf), scores), order, axis=1)
-        ids = self._numbers(np.take_along_axis(np.where(is_dead, -1, positions), order, axis=1))
+        is_removed = has_bits(self.tombstones, positions)
+        is_removed |= positions < 0
+        if not is_removed.any():
+            return scores[:, :k], self._ids_at(positions[:, :k])
+        order = np.argsort(is_removed, axis=1, kind="stable")[:, :k]
+        scores = np.take_along_axis(
+            np.where(is_removed, np.float32(-np.inf), scores), order, axis=1
+        )
+        ids = self._ids_at(np.take_along_axis(np.where(is_removed, -1, positions), order, axis=1))
         short = np.flatnonzero((ids < 0).any(axis=1))
-        if len(short) and self.segment.size - self.dead_count > 0:
-            again = self._search(queries[short], k, effort, ~self.dead)
+        if len(short) and self.segment.size - self.tombstone_count > 0:
+            again = self._search(queries[short], k, effort, ~self.tombstones)
             width = again[0].shape[1]
             scores[short, :width], ids[short, :width] = again
         return scores, ids
@@ -417,26 +428,28 @@ class Snapshot:
     ) -> tuple[Scores, Ids]:
         assert self.segment is not None
         scores, positions = self.segment.index.search(queries, k, effort, allowed)
-        return scores, self._numbers(positions)
+        return scores, self._ids_at(positions)
 
-    def _numbers(self, positions: NDArray[np.int64]) -> Ids:
+    def _ids_at(self, positions: NDArray[np.int64]) -> Ids:
         assert self.segment is not None
-        ids = self.segment.numbers.of(positions)
+        ids = self.segment.row_ids.of(positions)
         is_missing = positions < 0
         return np.where(is_missing, -1, ids) if np.count_nonzero(is_missing) else ids
 
-    def _without(self, removed: Ids) -> "Snapshot":
-        """The same with the removed positions of the segment marked."""
+    def _with_tombstones(self, removed: Ids) -> "Snapshot":
+        """This snapshot with the positions of more removed items marked."""
         if self.segment is None or not len(removed):
             return self
         positions = self.segment.positions_of(removed)
-        dead = self.dead.copy()
-        put_bits(dead, positions[positions >= 0], True)
-        return replace(self, dead=dead, dead_count=int(np.bitwise_count(dead).sum()))
+        tombstones = self.tombstones.copy()
+        put_bits(tombstones, positions[positions >= 0], True)
+        return replace(
+            self, tombstones=tombstones, tombstone_count=int(np.bitwise_count(tombstones).sum())
+        )
 
 
-class _Loaded(NamedTuple):
-    """The changes of the state `seq` after a segment."""
+class _LoadedChanges(NamedTuple):
+    """The changes between the segment `base` and the state `seq`."""
 
     base: Base
     seq: int
@@ -444,14 +457,14 @@ class _Loaded(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """One state: its rows, and what is searched."""
+    """One state of a gallery: the catalogue in a read transaction, and the snapshot."""
 
     view: CatalogView
     snapshot: Snapshot
 
 
 class SnapshotKeeper:
-    """Gives out the newest state; each search holds one read transaction, so nothing is mixed."""
+    """Returns the latest snapshot. A search uses one read transaction, so states never mix."""
 
     def __init__(
         self, catalog: Catalog, generation: Path, device: str, verify_hashes: bool | None
@@ -468,46 +481,46 @@ class SnapshotKeeper:
         self._is_closed = False
         self._snapshot: Snapshot | None = None
         self._advancing = threading.Lock()
-        # Not a snapshot, which would keep a segment that a compaction has replaced.
-        self._loaded: _Loaded | None = None
+        # Not a snapshot: it would keep a replaced segment in memory.
+        self._loaded: _LoadedChanges | None = None
         self._loading = threading.Lock()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Reading]:
-        """The newest state, for the length of a block. Raises: GalleryCorruptError."""
+        """The latest state, for the duration of a `with` block. Raises: GalleryCorruptError."""
         missing = 0
-        while missing < _PATIENCE:
+        while missing < _MAX_ATTEMPTS:
             with self.catalog.reading() as view:
                 state = view.state()
                 try:
                     snapshot = self.at(view, state)
                 except FileNotFoundError:
-                    missing += 1  # a compaction has replaced it meanwhile, or it is lost
+                    missing += 1  # replaced by a compaction in the meantime, or lost
                     continue
                 if snapshot is not None:
                     yield Reading(view, snapshot)
                     return
         raise GalleryCorruptError(
-            f"The segment {state.segment} of the gallery is missing below {self.generation}. Make "
-            "it again from the catalogue: kinlens-index compact GALLERY --rebuild."
+            f"The segment {state.segment} of the gallery is missing below {self.generation}. "
+            "Rebuild it from the catalogue: kinlens-index compact GALLERY --rebuild."
         )
 
     def with_changes(self, now: Reading) -> Snapshot:
-        """The snapshot of `now` with its `changes`."""
+        """The snapshot of `now` with its `changes` loaded."""
         if now.snapshot.changes is not None:
             return now.snapshot
-        with self._loading:  # not `_advancing`: other searches go on while many changes are read
+        with self._loading:  # not `_advancing`: reading many changes must not block other searches
             found = now.snapshot.with_changes(now.view, self._loaded)
             assert found.changes is not None
             if self._loaded is None or self._loaded.seq <= found.state.seq:
-                self._loaded = _Loaded(found.base, found.state.seq, found.changes)
+                self._loaded = _LoadedChanges(found.base, found.state.seq, found.changes)
         with self._advancing:
             if self._snapshot is now.snapshot:
                 self._snapshot = found
         return found
 
     def newest(self) -> Snapshot:
-        """The snapshot of the newest state, for a search that reads no rows.
+        """The snapshot of the latest state, for searches that read no rows of the catalogue.
 
         Raises: GalleryCorruptError.
         """
@@ -518,7 +531,7 @@ class SnapshotKeeper:
             return reading.snapshot
 
     def at(self, view: CatalogView, state: State) -> Snapshot | None:
-        """The snapshot of `state`; None if this transaction is older than what others have seen."""
+        """The snapshot of `state`; None if another thread has already advanced beyond it."""
         current = self._snapshot
         if current is None or current.state != state or self._next is not None:
             with self._advancing:
@@ -532,7 +545,7 @@ class SnapshotKeeper:
         if current is None or (
             current.base != state.base
             and not self._is_next(state.base)
-            and not self._can_wait(current, state)
+            and not self._can_keep_current(current, state)
         ):
             with self._refreshing:  # another thread may be opening it
                 pass
@@ -570,66 +583,71 @@ class SnapshotKeeper:
         )
 
     def _wait_for_gpu(self, segment: Segment | None) -> None:
-        """Until the segment is on the GPU, if it is to be there and this is not closed."""
+        """Wait until the segment is copied to the GPU, if there is one, or until `close`."""
         copy = None if segment is None else segment.index.gpu
         end = time.monotonic() + COPY_S
         while copy is not None and not self._is_closed and time.monotonic() < end:
             if copy.wait(_GPU_STEP_S):
                 return
 
-    def _can_wait(self, current: Snapshot, state: State) -> bool:
-        """Whether searches can go on in the segment so far while the new one is opened."""
+    def _can_keep_current(self, current: Snapshot, state: State) -> bool:
+        """Whether searches can use the current segment while a thread opens the new one."""
         if current.state.seq < state.segment_seq:
-            return False  # the catalogue has forgotten what was removed before
+            return False  # the catalogue no longer lists the earlier removals
         is_opening = self._opener is not None and self._opener.is_alive()
-        if not is_opening and not self._has_failed(state.base):
+        if not is_opening and not self._just_failed(state.base):
             self._opener = threading.Thread(target=self.refresh, name="segment")
             self._opener.start()
         return True
 
     def refresh(self) -> None:
-        """Open the newest segment, if it is not in use yet, while searches go on."""
+        """Open the latest segment unless it is in use already. Searches are not blocked."""
         if not self._refreshing.acquire(blocking=False):
             return
         base: Base | None = None
         try:
             current, before = self._snapshot, self.catalog.state()
             base = before.base
-            if self._is_closed or current is None or current.base == base or self._has_failed(base):
+            if (
+                self._is_closed
+                or current is None
+                or current.base == base
+                or self._just_failed(base)
+            ):
                 return
             segment = self._opened(before)
-            if current.state.seq >= before.segment_seq:  # else a search may wait for this
+            if current.state.seq >= before.segment_seq:  # else a search may be waiting for it
                 self._wait_for_gpu(segment)
             with self.catalog.reading() as view:
                 state = view.state()
                 if state.base != base:
-                    return  # a compaction has replaced it meanwhile
+                    return  # replaced by another compaction
                 following = Snapshot.load(view, state, segment)
-                if current.changes is not None:  # searches have filters
+                if current.changes is not None:  # searches use filters
                     following = following.with_changes(view)
                 self._next = following
         except FileNotFoundError:
-            return  # a compaction has replaced it meanwhile
-        except Exception as error:  # memory for one; searches go on in the segment so far
+            return  # replaced by another compaction
+        except Exception as error:  # such as a MemoryError; searches keep the current segment
             logging.getLogger(__name__).warning("a new segment cannot be opened: %s", error)
             self._failed = base, time.monotonic()
             return
         finally:
             self._refreshing.release()
-        with contextlib.suppress(GalleryError):  # a search says why
+        with contextlib.suppress(GalleryError):  # the next search raises it
             self.newest()
 
-    def _has_failed(self, base: Base) -> bool:
-        """Whether this segment could not be opened a short time ago."""
+    def _just_failed(self, base: Base) -> bool:
+        """Whether opening this segment failed a short time ago."""
         failed, when = self._failed
         return failed == base and time.monotonic() - when < _RETRY_S
 
     def _is_next(self, base: Base) -> bool:
-        """Whether a snapshot with this segment was made in advance."""
+        """Whether a snapshot with this segment has been prepared."""
         return self._next is not None and self._next.base == base
 
-    def forget(self) -> None:
-        """Let go of the segment; what nobody reads any more has been removed afterwards."""
+    def close(self) -> None:
+        """Release the segment and delete unused files of the generation."""
         self._is_closed = True
         if self._opener is not None and self._opener is not threading.current_thread():
             self._opener.join()
@@ -641,19 +659,19 @@ class SnapshotKeeper:
 
 
 class _Collector:
-    """Removes what nobody reads any more from a generation, in a thread: no search waits for it."""
+    """Deletes unused segments and vectors in a thread, so that no search waits for it."""
 
     def __init__(self, generation: Path) -> None:
         self._generation = generation
         self._timer: threading.Timer | None = None
 
     def __call__(self) -> None:
-        # Not at once: the segment that is let go of has its files open until this returns.
+        # Delayed: the released segment has its files open until this returns.
         self._timer = threading.Timer(_COLLECT_S, collect, (self._generation,))
         self._timer.start()
 
     def finish(self) -> None:
-        """Do it now, if it is to be done."""
+        """Run a pending collection now."""
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
@@ -667,9 +685,11 @@ def open_segment(
     verify_hashes: bool | None,
     on_release: Callable[[], None] = lambda: None,
 ) -> Segment:
-    """A segment that stays on the disk while it is used; `on_release` is called afterwards.
+    """Open a segment. Its lock keeps the files on disk while it is in use.
 
-    Raises: FileNotFoundError if it is gone; GalleryCorruptError.
+    `on_release` is called once the segment is garbage collected.
+
+    Raises: FileNotFoundError if the segment has been removed; GalleryCorruptError.
     """
     descriptor = hold(folder)
     try:
@@ -677,7 +697,7 @@ def open_segment(
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, GalleryCorruptError) and not folder.is_dir():
-            raise FileNotFoundError(folder) from error  # it was being removed
+            raise FileNotFoundError(folder) from error  # it was being deleted
         raise
     weakref.finalize(segment, _release, descriptor, on_release).atexit = False
     return segment
@@ -688,8 +708,8 @@ def _release(descriptor: int, on_release: Callable[[], None]) -> None:
     on_release()
 
 
-def _ordered(scores: Scores, ids: Ids, k: int) -> tuple[Scores, Ids]:
-    """Best first, equal scores by number, what is missing last."""
+def _sorted(scores: Scores, ids: Ids, k: int) -> tuple[Scores, Ids]:
+    """Sort hits by descending score, ties by id, missing hits last."""
     if np.count_nonzero(scores[:, 1:] >= scores[:, :-1]):
         scores = np.where(ids < 0, np.float32(-np.inf), scores)
         order = np.lexsort((ids, -scores), axis=1)

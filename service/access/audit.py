@@ -1,12 +1,12 @@
-"""Who changed what: one line of JSON for each change, in STATE/audit.jsonl.
+"""The audit log of changes: one line of JSON for each change, in STATE/audit.jsonl.
 
     route: note(...) ─► gate, before the answer ─► thread ─► lock, append ─► audit.jsonl
                                                                 │ full
                                                                 ▼
                                          audit.jsonl.1 … .7, the oldest is removed
 
-A line names the key and the gallery and counts the items. It has no secret, no key or attribute of
-an item, and no picture. Any number of processes may write.
+A line names the API key and the gallery and counts the items. It contains no secrets, no item keys
+or attributes, and no images. Any number of processes may write.
 """
 
 import contextlib
@@ -28,24 +28,27 @@ from kinlens.models import AuditEntry
 
 AUDIT_FILE = "audit.jsonl"
 KEPT_FILES = 8
-"""Files of the log, the one that is written included."""
+"""Number of files of the log, including the current one."""
 
 FILE_BYTES = 8 * 2**20
-"""From this size on a file is full."""
+"""A file is rotated at this size."""
 
 _STEP = "audit"
 _SHOWN = 80
-_TAIL_BYTES = 4_096  # a line is shorter: every text in it is cut
+_TAIL_BYTES = 4_096  # longer than any line, since texts are truncated
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change, or an attempt at one that was refused.
+    """One change, or an attempt that was refused.
 
-    by: the name of the key, `anonymous` or `command line`; key_id: its public digits. client: the
-    address, as in the log of requests. action: method and template of the address, or the command.
-    target: what was changed, such as the name of a key or the id of a job. affected: items, keys or
-    queries that were changed; None where that is not known.
+    Attributes:
+        action: method and path template, or the command.
+        by: the name of the key, `anonymous` or `command line`.
+        key_id: the public id of the key.
+        client: the address of the client, as in the request log.
+        target: the changed object, such as the name of a key or the id of a job.
+        affected: the number of changed items, keys or queries; None if unknown.
     """
 
     action: str
@@ -66,7 +69,7 @@ def note(
     gallery: str | None = None,
     target: str | None = None,
 ) -> None:
-    """Say for the audit log what the request with this state changes; the last values count."""
+    """Record for the audit log what a request changes; later values replace earlier ones."""
     fields = {"affected": affected, "gallery": gallery, "target": target}
     known = state.get("change", {})
     state["change"] = known | {name: value for name, value in fields.items() if value is not None}
@@ -83,7 +86,7 @@ class AuditLog:
         self._kept_files = kept_files
 
     def add(self, change: Change) -> None:
-        """Append a change. If the disk does not take it, it is a warning in the log instead."""
+        """Append a change; if that fails, log a warning with the change instead."""
         try:
             self._append(_cut(change))
         except (OSError, ValueError) as error:
@@ -91,15 +94,16 @@ class AuditLog:
             warn(change, reason)
 
     def newest(self, limit: int, before: int | None = None) -> list[AuditEntry]:
-        """Up to `limit` lines, newest first, of those with numbers below `before`; damaged lines
-        are left out. Raises: StateError.
+        """Up to `limit` entries with numbers below `before`, newest first, without damaged lines.
+
+        Raises: StateError.
         """
         found: list[AuditEntry] = []
         for path in self._files():
             for line in _lines(path):
                 if before is None or line.number < before:
                     found.append(line)
-                    before = line.number  # files may be renamed while this reads
+                    before = line.number  # a concurrent rotation would repeat lines
                 if len(found) == limit:
                     return found
         return found
@@ -115,13 +119,13 @@ class AuditLog:
             self._write(text + b"\n")
 
     def _write(self, line: bytes) -> None:
-        """All of it, or nothing if the disk is full in the middle."""
+        """Append the whole line, or nothing if the disk becomes full."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         descriptor = os.open(self.path, flags, 0o600)
         try:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # a power loss has cut the last line short
+                line = b"\n" + line  # the last line is incomplete after a power loss
             try:
                 written = os.write(descriptor, line)
                 if written < len(line):
@@ -133,7 +137,7 @@ class AuditLog:
             os.close(descriptor)
 
     def _last_number(self) -> tuple[int, int]:
-        """The number of the last line, and how large the file is that it is in."""
+        """The number of the last line, and the size of the current file."""
         for path in self._files():
             with path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -152,13 +156,13 @@ class AuditLog:
         return self.path.with_name(f"{AUDIT_FILE}.{number}")
 
     def _files(self) -> list[Path]:
-        """Those that exist, newest first."""
+        """The existing files, newest first."""
         paths = [self.path, *(self._old(number) for number in range(1, self._kept_files))]
         return [path for path in paths if path.is_file()]
 
 
 def _cut(change: Change) -> dict[str, Any]:
-    """As it is written: no text is long, whoever sent it."""
+    """The fields of a change with all texts truncated, since clients choose some of them."""
     return {
         name: value[:_SHOWN] if isinstance(value, str) else value
         for name, value in asdict(change).items()
@@ -170,11 +174,11 @@ def _lines(path: Path) -> Iterator[AuditEntry]:
     """The lines of a file, newest first. Raises: StateError."""
     try:
         content = path.read_bytes()
-    except FileNotFoundError:  # rotated at this moment
+    except FileNotFoundError:  # concurrently rotated
         return
     except OSError as error:
         raise StateError(
-            f"The audit log {path} cannot be read ({error.strerror}). Let this user read it."
+            f"The audit log {path} cannot be read ({error.strerror}). Allow this user to read it."
         ) from error
     yield from _parsed(content)
 
@@ -186,7 +190,7 @@ def _parsed(content: bytes) -> Iterator[AuditEntry]:
 
 
 def warn(change: Change, reason: str) -> None:
-    """The change has happened, so the log of the service gets its line instead."""
+    """Log a change that was made but cannot be written to the audit log."""
     fields = {f"change_{name}": value for name, value in _cut(change).items()}
     structlog.get_logger().warning("audit log not written", reason=reason, **fields)
 

@@ -1,9 +1,9 @@
-"""What the caller of a request may see: some galleries, and of these the items that fit a filter.
+"""Bindings of API keys: the galleries and the items that the caller of a request can see.
 
     gate: key ─► Binding ─► context of the request ─► registry: which gallery, and which view of it
 
-The gate sets the binding once for each request. The registry reads it whenever it gives out a
-gallery, so that a route cannot forget it. Work that no request asked for has no binding.
+The gate sets the binding once per request. The registry applies it to every gallery lease, so a
+route cannot forget it. Background work has no binding.
 """
 
 import contextlib
@@ -16,10 +16,12 @@ from kinlens.indexer.filters.tree import Filter
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What the key called `key` is bound to.
+    """The galleries and items that the key named `key` can see.
 
-    galleries: their names; None for all that the service has.
-    where: only items that fit; None for all. `text` is the same filter as it was given.
+    Attributes:
+        galleries: names of galleries; None for all.
+        where: the key only sees items that match this filter; None for all.
+        text: the filter as text.
     """
 
     key: str = ""
@@ -29,28 +31,28 @@ class Binding:
 
     @property
     def is_bound(self) -> bool:
-        """Whether anything of the service is out of its reach."""
+        """Whether the key is restricted at all."""
         return self.galleries is not None
 
     def permits(self, *names: str) -> bool:
-        """Whether all these galleries may be known to the caller."""
+        """Whether the caller can see all these galleries."""
         return self.galleries is None or all(name in self.galleries for name in names)
 
 
 EVERYTHING = Binding()
-"""That of callers without a key, of keys that are not bound, and of work in the background."""
+"""The binding of callers without a key, of unbound keys and of background work."""
 
 _OF_CALLER: ContextVar[Binding] = ContextVar("kinlens_binding", default=EVERYTHING)
 
 
 def of_caller() -> Binding:
-    """The binding of the request that this code works for."""
+    """The binding of the current request."""
     return _OF_CALLER.get()
 
 
 @contextlib.contextmanager
 def calling(binding: Binding) -> Iterator[None]:
-    """Work for a caller with this binding inside the block, also in tasks and pools it starts."""
+    """Apply this binding inside the block, including tasks and pool calls that it starts."""
     before = _OF_CALLER.set(binding)
     try:
         yield

@@ -1,4 +1,4 @@
-"""API keys: kept as hashes in one file, compared in constant time, read again when it changes."""
+"""API keys: stored as hashes in one file, compared in constant time, re-read regularly."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ _SHOWN = 80
 _PARSED_FILTERS = 1_024
 _MAX_GALLERIES = 1_000
 MAX_FILTER = 2_000
-"""Characters of the filter of a key."""
+"""Maximum length of the filter of a key in characters."""
 
 MAX_DAILY_UNITS = 999_999_999
 OVERLAP = timedelta(hours=24)
@@ -57,27 +57,33 @@ MAX_OVERLAP = timedelta(days=30)
 
 
 class Limits(BaseModel):
-    """What a key is bound to and how much it may ask for; without values it has no limits of its
-    own.
+    """The binding and the rate limits of a key; None means no limit.
 
-    galleries: the only ones that exist for the key. filter: of these only items that fit.
-    rate: in place of KINLENS_RATE_LIMIT_PER_KEY; an empty text is no rate. daily_units: units of
-    work that fit into a day, in addition to the rate.
+    Attributes:
+        galleries: the only galleries that the key can see.
+        filter: in these galleries, it only sees matching items.
+        rate: replaces KINLENS_RATE_LIMIT_PER_KEY; an empty text removes the limit.
+        daily_units: maximum units of work in a day, in addition to the rate.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     galleries: tuple[str, ...] | None = Field(
-        default=None, min_length=1, max_length=_MAX_GALLERIES, description="The only ones it sees."
+        default=None,
+        min_length=1,
+        max_length=_MAX_GALLERIES,
+        description="The only galleries that the key can see.",
     )
     filter: str | None = Field(
-        default=None, max_length=MAX_FILTER, description="Of these galleries, the items it sees."
+        default=None,
+        max_length=MAX_FILTER,
+        description="The key only sees items of these galleries that match this filter.",
     )
     rate: str | None = Field(
-        default=None, max_length=200, description="In place of KINLENS_RATE_LIMIT_PER_KEY."
+        default=None, max_length=200, description="Replaces KINLENS_RATE_LIMIT_PER_KEY."
     )
     daily_units: int | None = Field(
-        default=None, ge=1, le=MAX_DAILY_UNITS, description="Units of work that fit into a day."
+        default=None, ge=1, le=MAX_DAILY_UNITS, description="Maximum units of work in a day."
     )
 
     @field_validator("galleries")
@@ -108,9 +114,7 @@ class Limits(BaseModel):
     @model_validator(mode="after")
     def _has_galleries(self) -> "Limits":
         if self.filter is not None and self.galleries is None:
-            raise ValueError(
-                "A filter is about the items of certain galleries; name each of them as well"
-            )
+            raise ValueError("filter needs galleries; name the galleries that it applies to")
         return self
 
 
@@ -118,7 +122,7 @@ NO_LIMITS = Limits()
 
 
 class OldSecret(BaseModel):
-    """The secret that a rotated key had before; it opens the same until then."""
+    """The previous secret of a rotated key; it stays valid until `until`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -127,9 +131,9 @@ class OldSecret(BaseModel):
 
 
 class Key(BaseModel):
-    """One key: who it is and what it may do. `digest` is the sha256 of its secret, in hex.
+    """One API key. `digest` is the sha256 of its secret, in hex.
 
-    A rotated key keeps its id, so that its rate, its log lines and its metrics go on.
+    A rotated key keeps its id, so its rate, log lines and metrics continue.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
@@ -147,7 +151,7 @@ class Key(BaseModel):
 
     @property
     def limits(self) -> Limits:
-        """Its limits; without values if it has none."""
+        """The limits of the key; all None if it has none."""
         return self.own_limits or NO_LIMITS
 
     def state(self, now: datetime) -> Literal["active", "expired", "revoked"]:
@@ -157,11 +161,11 @@ class Key(BaseModel):
         return "expired" if self.expires_at is not None and now >= self.expires_at else "active"
 
     def old_valid_until(self, now: datetime) -> datetime | None:
-        """Until when the secret before the last rotation opens something; None if it does not."""
+        """The expiry of the previous secret; None if it is not valid."""
         return self.old.until if self.old is not None and now < self.old.until else None
 
     def binding(self) -> Binding:
-        """What it may see."""
+        """The galleries and items that the key can see."""
         given = self.limits
         if given.galleries is None:
             return EVERYTHING
@@ -169,7 +173,7 @@ class Key(BaseModel):
         return Binding(self.name, given.galleries, where, given.filter or "")
 
     def rates(self, default: str) -> tuple[Rate, ...]:
-        """Its rates, `default` in place of one of its own; then the units of a day."""
+        """The rates of the key, or `default` without its own rate; then its daily units."""
         given = self.limits
         rates = parse_rates(default if given.rate is None else given.rate)
         return rates if given.daily_units is None else (*rates, Rate(given.daily_units, DAY_S))
@@ -183,9 +187,9 @@ class _KeyFile(BaseModel):
 
 
 class KeyStore:
-    """The keys of the file at `path`; a file that is not there holds none.
+    """The keys in the file at `path`; a missing file has no keys.
 
-    Everything that reads raises StateError if the file cannot be read: nobody gets in then.
+    All methods raise StateError if the file cannot be read; no key is accepted then.
     """
 
     def __init__(self, path: Path) -> None:
@@ -198,14 +202,14 @@ class KeyStore:
         expires_at: datetime | None = None,
         limits: Limits = NO_LIMITS,
     ) -> str:
-        """Add a key and return its text, which is shown this once and kept nowhere.
+        """Add a key and return its text, which is not stored and not shown again.
 
         Raises: InvalidParameterError, StateError.
         """
         if not _NAME.fullmatch(name):
             raise InvalidParameterError(
-                f"name = {name[:80]!r} does not fit; use up to 64 letters, digits, dots, dashes "
-                "and underscores, beginning with a letter or digit."
+                f"name = {name[:80]!r} is not a valid name; use up to 64 letters, digits, dots, "
+                "dashes and underscores, beginning with a letter or digit."
             )
         granted: tuple[Scope, ...] = tuple(dict.fromkeys(scopes))
         if not granted:
@@ -223,26 +227,27 @@ class KeyStore:
         with self._changing() as known:
             if any(k.name == name and k.revoked_at is None for k in known):
                 raise InvalidParameterError(
-                    f"There is a key {name!r} already. Revoke it first, or choose another name."
+                    f"A key {name!r} exists already. Revoke it first, or choose another name."
                 )
             self._write([*known, key])
         return f"kl_{identity}_{secret}"
 
     def revoke(self, name: str) -> Key:
-        """End the key `name`; its line stays, so that old log entries can be read.
+        """Revoke the key `name`; its entry is kept, so old log entries can be understood.
 
         Raises: KeyNotFoundError, StateError.
         """
         with self._changing() as known:
             revoked = _named(known, name, "revoke")
-            # No secret opens it any more, so none of them is kept.
+            # The previous secret is no longer needed.
             revoked = revoked.model_copy(update={"revoked_at": _now(), "old": None})
             self._write([revoked if k.id == revoked.id else k for k in known])
         return revoked
 
     def rotate(self, name: str, overlap: timedelta = OVERLAP) -> str:
-        """Give the key `name` a new secret and return its text, which is shown this once. The last
-        secret opens the same for `overlap`; one before that ends now.
+        """Give the key `name` a new secret and return its text, which is not shown again.
+
+        The previous secret stays valid for `overlap`; older ones expire now.
 
         Raises: InvalidParameterError, KeyNotFoundError, StateError.
         """
@@ -256,8 +261,8 @@ class KeyStore:
             key = _named(known, name, "rotate")
             if key.state(now) == "expired":
                 raise InvalidParameterError(
-                    f"The key {name!r} has expired, so a new secret would open nothing. Revoke it, "
-                    "and create another one."
+                    f"The key {name!r} has expired, so a new secret would not be accepted. Revoke "
+                    "it, and create another one."
                 )
             old = OldSecret(digest=key.digest, until=now + overlap) if overlap else None
             made = {"digest": _digest(secret), "old": old, "rotated_at": now}
@@ -266,7 +271,7 @@ class KeyStore:
         return f"kl_{key.id}_{secret}"
 
     def list(self) -> tuple[Key, ...]:
-        """Every key, the revoked and expired ones as well, oldest first. Raises: StateError."""
+        """All keys, including revoked and expired ones, oldest first. Raises: StateError."""
         try:
             return _KeyFile.model_validate_json(self.path.read_bytes()).keys
         except FileNotFoundError:
@@ -283,13 +288,13 @@ class KeyStore:
             raise self._unreadable(text.rstrip(".")) from None
 
     def active(self) -> int:
-        """How many keys open anything. Raises: StateError."""
+        """The number of active keys. Raises: StateError."""
         now = _now()
         return sum(key.state(now) == "active" for key in self.list())
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[tuple[Key, ...]]:
-        """Hold the lock of the file; its newest keys."""
+        """Acquire the lock of the file, and return its current keys."""
         with contextlib.ExitStack() as stack:
             try:
                 make_folder(self.path.parent, _STEP)
@@ -301,13 +306,13 @@ class KeyStore:
 
     def _unreadable(self, reason: str) -> StateError:
         return StateError(
-            f"The file of keys {self.path} cannot be read ({reason}). Until it is restored from a "
-            "copy, or removed and its keys made again, no key is accepted."
+            f"The file of keys {self.path} cannot be read ({reason}), so no key is accepted. "
+            "Restore it from a copy, or remove it and create its keys again."
         )
 
     def _write(self, keys: Iterable[Key]) -> None:
-        # Without what a key does not have, so that a release before limits reads it too. One with
-        # limits must not be read there: it would open everything.
+        # Fields without a value are omitted, so older releases without limits can read the file.
+        # A key with limits must not be readable there: it would have access to everything.
         content = _KeyFile(keys=tuple(keys)).model_dump_json(
             indent=2, exclude_none=True, by_alias=True
         )
@@ -318,10 +323,9 @@ class KeyStore:
 
 
 class FreshKeys:
-    """The keys of a store for an event loop: read in a thread, and known for `max_age_s`.
+    """The keys of a store for an event loop: read in a thread, and cached for `max_age_s`.
 
-    A key that was created since is found in the file. A disk that does not answer within `limit_s`
-    is a StateError, and holds up one thread and nothing else.
+    A read that takes longer than `limit_s` is a StateError; it only blocks its own thread.
     """
 
     def __init__(self, store: KeyStore, max_age_s: float = 1.0, limit_s: float = 2.0) -> None:
@@ -333,18 +337,18 @@ class FreshKeys:
         self._reading: asyncio.Future[tuple[Key, ...]] | None = None
 
     async def known(self, text: str) -> Key | None:
-        """The active key with this text among those of the last read. Raises: StateError."""
+        """The active key with this text among the cached keys. Raises: StateError."""
         return _matching(await self._recent(), text)
 
     async def created(self, text: str) -> Key | None:
-        """The same after another read of the file, for a key that is not known.
+        """The active key with this text after re-reading the file, for keys that are not cached.
 
-        Each call may cost a read: bound how many come from one caller. Raises: StateError.
+        Each call may read the file, so the caller must limit their rate. Raises: StateError.
         """
         return _matching(await self._read(), text)
 
     async def has_active(self) -> bool:
-        """Whether any key opens anything. Raises: StateError."""
+        """Whether any key is active. Raises: StateError."""
         now = _now()
         return any(key.state(now) == "active" for key in await self._recent())
 
@@ -362,14 +366,14 @@ class FreshKeys:
         except TimeoutError:
             raise StateError(
                 f"The file of keys {self._store.path} was not read within {self._limit_s:g} s, "
-                "which is the limit. Look at the disk that holds it."
+                "which is the limit. Check its disk."
             ) from None
         self._read_at = asked_at
         return self._keys
 
 
 def open_keys(state: Path | None) -> KeyStore | None:
-    """The keys of the folder `state`, read once; None without a folder. Raises: StateError."""
+    """The key store in the folder `state`, or None without a folder. Raises: StateError."""
     if state is None:
         return None
     store = KeyStore(state / KEYS_FILE)
@@ -378,14 +382,14 @@ def open_keys(state: Path | None) -> KeyStore | None:
 
 
 def allowed(scopes: Iterable[Scope]) -> frozenset[Scope]:
-    """The scopes with those that they imply: admin implies write, write implies search."""
+    """These scopes and the ones they imply: admin implies write, write implies search."""
     return frozenset().union(*(_IMPLIED[scope] for scope in scopes))
 
 
 def _matching(keys: Iterable[Key], text: str) -> Key | None:
     match, now = _TEXT.fullmatch(text), _now()
     key = next((key for key in keys if match and key.id == match[1]), None)
-    # Unknown and malformed keys, and those that were not rotated, cost as many comparisons.
+    # Constant time: all keys cost two comparisons, including unknown and malformed ones.
     digest = _digest(match[2] if match else "")
     is_new = hmac.compare_digest(digest, key.digest if key else _NO_DIGEST)
     old = key.old if key and key.old_valid_until(now) else None
@@ -398,7 +402,7 @@ def _named(keys: Iterable[Key], name: str, what: str) -> Key:
     names = {key.name: key for key in keys if key.revoked_at is None}
     if name not in names:
         raise KeyNotFoundError(
-            f"There is no key {name[:_SHOWN]!r} to {what}. Known are: "
+            f"There is no key {name[:_SHOWN]!r} to {what}. Existing keys: "
             f"{', '.join(sorted(names)) or 'none'}."
         )
     return names[name]
@@ -411,7 +415,7 @@ def _parsed(text: str) -> Filter:
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """What `work` returns; its thread keeps no process from ending."""
+    """Run `work` in a daemon thread, which does not delay the exit of the process."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -434,6 +438,6 @@ def _now() -> datetime:
 
 def _unwritable(path: Path, error: OSError) -> StateError:
     return StateError(
-        f"The file of keys {path} cannot be written ({error.strerror}). Let this user write to "
-        f"{path.parent}, or name another folder."
+        f"The file of keys {path} cannot be written ({error.strerror}). Allow this user to write "
+        f"to {path.parent}, or choose another folder."
     )

@@ -1,17 +1,17 @@
-"""Who a request comes from, past the proxies that are trusted, and how much work a key, or an
-address without one, may ask for: counted here or in Redis.
+"""The client address of a request behind trusted proxies, and rate limits per API key or address,
+counted in this process or in Redis.
 
-The law is GCRA (Generic Cell Rate Algorithm), https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm:
-each unit of work owes T = period / amount of time, and what is owed is paid off by waiting. A
-request that would owe more than the period with its first unit is refused and owes nothing. So
-`amount` units may come at once, and then one every T.
+The algorithm is GCRA (Generic Cell Rate Algorithm), https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm:
 
-Only the body says how many units a request has. The first unit is charged before the body is read,
-the remaining ones afterwards, unless requests that were read meanwhile have used up the period.
-They may owe more than the period: otherwise a request of more than `amount` units could never be
-answered. The next request waits until the excess is paid off.
+- Each unit of work adds a debt of T = period / amount, which decreases as time passes.
+- A request is refused, without a debt, if its first unit would raise the debt above the period. So
+  a burst of `amount` units is possible, then one unit every T.
+- The number of units is only known from the body. The first unit is charged before the body is
+  read. The others are charged afterwards, unless concurrent requests have used up the period.
+- These may raise the debt above the period, since otherwise a request of more than `amount` units
+  could never be answered. The next request must wait until the excess is paid off.
 
-All that is kept of a caller is when nothing will be owed any more.
+The only state per caller is the time at which its debt will be zero.
 """
 
 import functools
@@ -36,7 +36,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _FORWARDED = "x-forwarded-for"
-# With a port, as some gateways write it: 10.0.0.5:443, [2001:db8::1]:443, "[2001:db8::1]".
+# Some gateways add a port: 10.0.0.5:443, [2001:db8::1]:443, "[2001:db8::1]".
 _WITH_PORT = re.compile(r'"?(?:\[([^\[\]]+)\]|([\d.]+))(?::\d{1,5})?"?')
 _NO_ADDRESS = "local"
 _IPV6_PREFIX = 64
@@ -44,33 +44,33 @@ _KNOWN_ADDRESSES = 1_024
 
 
 def parse_network(text: str) -> Network:
-    """An address or network such as 10.0.0.0/8. Raises: ValueError that says what to write."""
+    """An address or network such as 10.0.0.0/8. Raises: ValueError with a hint."""
     try:
         network = ipaddress.ip_network(text, strict=False)
     except ValueError:
         raise ValueError(
-            f"{text!r} is no address of a proxy; write an address such as 10.0.0.5 or a network "
+            f"{text!r} is not a proxy address; write an address such as 10.0.0.5 or a network "
             "such as 10.0.0.0/8"
         ) from None
     if network.prefixlen == 0:
         raise ValueError(
-            f"{text!r} would believe every client what it writes in X-Forwarded-For; write the "
-            "address of your proxy"
+            f"{text!r} would trust X-Forwarded-For from every client; write the address of your "
+            "proxy"
         )
     return network
 
 
 class Addresses:
-    """Finds the address of the client; only `trusted` proxies may say that it is another."""
+    """Finds client addresses; X-Forwarded-For is only read from `trusted` proxies."""
 
     def __init__(self, trusted: Iterable[str] = ()) -> None:
         self._trusted = tuple(parse_network(text) for text in trusted)
 
     def of(self, scope: Scope) -> str:
-        """The address of the client; of IPv6 its /64 network, which is what one client has.
+        """The address of the client; for IPv6 its /64 network, which usually is one client.
 
-        X-Forwarded-For is read from its end, where the nearest proxy wrote, up to the first
-        address that is no trusted proxy.
+        X-Forwarded-For is read from its end, where the nearest proxy appends, up to the first
+        address that is not a trusted proxy.
         """
         client = scope.get("client")
         peer = _parse(client[0]) if client else None
@@ -98,8 +98,8 @@ class Addresses:
         )
 
 
-def address_of(scope: Scope) -> str:
-    """The address that the gate found for this request."""
+def client_address(scope: Scope) -> str:
+    """The client address that the gate has found for this request."""
     return str(scope["state"]["address"])
 
 
@@ -123,25 +123,25 @@ def _shown(address: Address) -> str:
 DAY_S = 86_400
 _PERIODS_S = {"second": 1, "minute": 60, "hour": 3_600, "day": DAY_S}
 _RATE = re.compile(r"(\d{1,9}) ?/ ?(second|minute|hour|day)")
-_US = 1_000_000  # whole microseconds, which Lua and Python add up alike
+_US = 1_000_000  # whole microseconds, so Lua and Python compute the same sums
 _PREFIX = "kinlens:2:rate"
 _SWEEP_ABOVE = 1_024
 _HIT = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
-local units, room = tonumber(ARGV[2 * #KEYS + 1]), tonumber(ARGV[2 * #KEYS + 2])
-local said = {}
+local units, must_fit = tonumber(ARGV[2 * #KEYS + 1]), tonumber(ARGV[2 * #KEYS + 2])
+local results = {}
 for i, key in ipairs(KEYS) do
   local interval, amount = tonumber(ARGV[2 * i - 1]), tonumber(ARGV[2 * i])
   local owed = math.max(0, tonumber(redis.call('GET', key) or '0') - now)
-  local fits = owed + room * interval <= amount * interval
+  local fits = owed + must_fit * interval <= amount * interval
   if fits then
     owed = owed + units * interval
     redis.call('SET', key, string.format('%.0f', now + owed), 'PX', math.ceil(owed / 1000))
   end
-  said[i] = {fits and 1 or 0, owed}
+  results[i] = {fits and 1 or 0, owed}
 end
-return said
+return results
 """
 
 
@@ -154,14 +154,15 @@ class Rate:
 
     @property
     def interval_us(self) -> int:
-        """The time that one unit owes, in microseconds."""
+        """The debt of one unit in microseconds."""
         return max(1, self.period_s * _US // self.amount)
 
 
 @dataclass(frozen=True, slots=True)
 class RateVerdict:
-    """Whether a request fits; `amount`, `remaining` and `retry_after_s` of the rate that is nearest
-    to its end. Without a rate everything fits and `amount` is None."""
+    """Whether a request is allowed, with the values of the rate that is closest to its limit.
+
+    Without a rate, all requests are allowed and `amount` is None."""
 
     allowed: bool = True
     amount: int | None = None
@@ -170,9 +171,9 @@ class RateVerdict:
 
 
 def parse_rates(text: str) -> tuple[Rate, ...]:
-    """The rates of a text such as `600/minute` or `10/second;5000/hour`; of an empty one none.
+    """Parse rates such as `600/minute` or `10/second;5000/hour`; an empty text has no rates.
 
-    Raises: ValueError that says what to write.
+    Raises: ValueError with a hint.
     """
     if not text.strip():
         return ()
@@ -180,25 +181,25 @@ def parse_rates(text: str) -> tuple[Rate, ...]:
     rates = tuple(Rate(int(each[1]), _PERIODS_S[each[2]]) for each in found if each)
     if len(rates) < len(found) or any(rate.amount < 1 for rate in rates):
         raise ValueError(
-            f"{text!r} is no rate; write such as 600/minute or 10/second;5000/hour, or nothing "
-            "for no limit"
+            f"{text!r} is not a rate; write for example 600/minute or 10/second;5000/hour, or "
+            "an empty text for no limit"
         )
     return rates
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """Units of work to be owed, if `room` of them still fit into the period."""
+    """`units` of work to charge, if `must_fit` of them still fit into the period."""
 
     units: int
-    room: int
+    must_fit: int
 
 
-FIRST = Charge(units=1, room=1)
-"""What each request owes before its body is read."""
+FIRST = Charge(units=1, must_fit=1)
+"""The charge of each request before its body is read."""
 
-Said = tuple[bool, int]
-"""Whether a request fits, and how many microseconds its caller owes now."""
+Debt = tuple[bool, int]
+"""Whether a charge fits, and the debt of the caller in microseconds."""
 
 
 class LocalCounts:
@@ -210,35 +211,35 @@ class LocalCounts:
         self._sweep_above = _SWEEP_ABOVE
 
     def __len__(self) -> int:
-        """How many callers are remembered, for each rate."""
+        """The number of stored callers, per rate."""
         return len(self._paid_at_us)
 
-    def hit(self, rates: Sequence[Rate], kind: str, caller: str, charge: Charge) -> list[Said]:
-        """Count a charge in each rate."""
+    def hit(self, rates: Sequence[Rate], kind: str, caller: str, charge: Charge) -> list[Debt]:
+        """Count a charge against each rate."""
         now = self._clock_ns() // 1_000
         self._sweep(now)
         return [self._hit(rate, (kind, caller, rate), charge, now) for rate in rates]
 
-    def _hit(self, rate: Rate, key: tuple[str, str, Rate], charge: Charge, now: int) -> Said:
+    def _hit(self, rate: Rate, key: tuple[str, str, Rate], charge: Charge, now: int) -> Debt:
         owed = max(0, self._paid_at_us.get(key, 0) - now)
-        fits = owed + charge.room * rate.interval_us <= rate.amount * rate.interval_us
+        fits = owed + charge.must_fit * rate.interval_us <= rate.amount * rate.interval_us
         if fits:
             owed += charge.units * rate.interval_us
             self._paid_at_us[key] = now + owed
         return fits, owed
 
     def _sweep(self, now: int) -> None:
-        """Forget who owes nothing, whenever there are twice as many callers as after the last."""
+        """Remove callers without debt, once their number has doubled since the last sweep."""
         if len(self._paid_at_us) > self._sweep_above:
             self._paid_at_us = {k: at for k, at in self._paid_at_us.items() if at > now}
             self._sweep_above = max(_SWEEP_ABOVE, 2 * len(self._paid_at_us))
 
 
 class SharedCounts:
-    """Counters in Redis, for all processes together, by the clock of Redis.
+    """Counters in Redis, shared by all processes, with the clock of Redis.
 
-    A call waits at most `timeout_s`, less what its request has waited for Redis before, and is one
-    round trip. After one that fails nobody asks for `retry_s`.
+    A call is one round trip. It waits at most `timeout_s`, minus the time that its request has
+    already waited for Redis. After a failed call, Redis is not called for `retry_s`.
     """
 
     def __init__(self, url: str, *, timeout_s: float, retry_s: float, connections: int) -> None:
@@ -251,8 +252,8 @@ class SharedCounts:
 
     async def hit(
         self, rates: Sequence[Rate], kind: str, caller: str, charge: Charge
-    ) -> list[Said] | None:
-        """Count a charge in each rate; None if Redis does not answer, whatever the reason."""
+    ) -> list[Debt] | None:
+        """Count a charge against each rate; None if Redis does not answer, for any reason."""
         budget = request_budget(self._timeout_s)
         given_s = budget.left_s
         if time.monotonic() < self._closed_until or not given_s:
@@ -261,13 +262,14 @@ class SharedCounts:
         numbers = [number for rate in rates for number in (rate.interval_us, rate.amount)]
         try:
             async with budget.wait():
-                said = await self._script(keys=names, args=[*numbers, charge.units, charge.room])
-                return [(bool(fits), owed) for fits, owed in said]
+                args = [*numbers, charge.units, charge.must_fit]
+                results = await self._script(keys=names, args=args)
+                return [(bool(fits), owed) for fits, owed in results]
         except TimeoutError as error:
             if given_s >= FAIR_SHARE * self._timeout_s:
                 self._fail(error)
         except Exception as error:
-            # Whatever the client raises, the request is counted here instead.
+            # For any error of the client, the request is counted in this process instead.
             self._fail(error)
         return None
 
@@ -276,7 +278,7 @@ class SharedCounts:
         await self._client.aclose()
 
     def _fail(self, error: Exception) -> None:
-        """Leave Redis alone for a while."""
+        """Do not call Redis for a while."""
         if time.monotonic() >= self._closed_until:
             self._failures.add()
         times = self._failures.due()
@@ -287,9 +289,9 @@ class SharedCounts:
 
 
 class RateLimits:
-    """Counts what each kind of caller does against its rates.
+    """Counts the requests of each kind of caller against its rates.
 
-    While Redis does not answer, each process counts for itself, and nobody is refused for it.
+    While Redis does not answer, each process counts alone, and no request is refused for that.
     """
 
     def __init__(
@@ -309,16 +311,16 @@ class RateLimits:
         charge: Charge = FIRST,
         rates: Sequence[Rate] | None = None,
     ) -> RateVerdict:
-        """Count a charge of `caller`, and say whether it still fits; by its own `rates` where it
-        has some, else by those of its kind.
-        """
+        """Count a charge of `caller` against its own `rates`, or else the rates of its kind."""
         rates = self._rates.get(kind, ()) if rates is None else rates
         if not rates:
             return RateVerdict()
-        said = None if self._shared is None else await self._shared.hit(rates, kind, caller, charge)
-        if said is None:
-            said = self._local.hit(rates, kind, caller, charge)
-        verdicts = [_verdict(rate, *each) for rate, each in zip(rates, said, strict=True)]
+        debts = (
+            None if self._shared is None else await self._shared.hit(rates, kind, caller, charge)
+        )
+        if debts is None:
+            debts = self._local.hit(rates, kind, caller, charge)
+        verdicts = [_verdict(rate, *each) for rate, each in zip(rates, debts, strict=True)]
         return min(verdicts, key=lambda v: (v.allowed, v.remaining, -v.retry_after_s))
 
     async def close(self) -> None:
@@ -328,8 +330,9 @@ class RateLimits:
 
 
 class Account:
-    """What one caller is charged for one request, by rates of its own or those of its kind;
-    `verdict` is that of the last charge, `units` is how much was charged in all.
+    """The charges of one request to its caller, by the caller's own rates or those of its kind.
+
+    `verdict` is the result of the last charge, `units` the total of charged units.
     """
 
     def __init__(
@@ -347,12 +350,12 @@ class Account:
         await self._charge(FIRST, "")
 
     async def owe(self, units: int) -> None:
-        """Charge the others, once the body has said how many units there are in all.
+        """Charge the remaining units, once the total `units` of the request is known.
 
         Raises: RateLimitedError.
         """
         if units > 1:
-            await self._charge(Charge(units - 1, room=0), f" This one counts as {units:,}.")
+            await self._charge(Charge(units - 1, must_fit=0), f" This one counts as {units:,}.")
 
     async def _charge(self, charge: Charge, units_text: str) -> None:
         self.verdict = verdict = await self._limits.hit(
@@ -360,7 +363,7 @@ class Account:
         )
         if not verdict.allowed:
             raise RateLimitedError(
-                f"More requests came from this {self._kind} than its limit of {verdict.amount:,} "
+                f"This {self._kind} has sent more requests than its limit of {verdict.amount:,} "
                 f"allows.{units_text} Try again in {verdict.retry_after_s} s.",
                 verdict.retry_after_s,
             )
@@ -374,8 +377,8 @@ def account_of(scope: Scope) -> Account:
 
 
 def _verdict(rate: Rate, fits: bool, owed_us: int) -> RateVerdict:
-    """There is room for one more when the part of an interval that is owed has been paid, and all
-    that is owed beyond the period.
+    """The verdict for one rate. The next unit fits once the fraction of an interval in the debt,
+    and any debt beyond the period, has been paid off.
     """
     remaining = max(0, rate.amount - -(-owed_us // rate.interval_us))
     most_us = (rate.amount - 1) * rate.interval_us

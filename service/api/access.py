@@ -1,4 +1,4 @@
-"""API keys and the audit log over HTTP, for keys that are bound to nothing."""
+"""API keys and the audit log over HTTP, for admin keys that are not bound to galleries."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -14,7 +14,7 @@ from kinlens.service.access.audit import AuditLog, note
 from kinlens.service.access.keys import MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
 from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
-from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
+from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
 T = TypeVar("T")
@@ -22,14 +22,14 @@ _MAX_DAYS = 3_650
 _MAX_ENTRIES = 1_000
 _HOUR = timedelta(hours=1)
 _STATE = (
-    KINDS[errors.StateMissingError],
-    KINDS[errors.StateError],
-    KINDS[errors.InvalidParameterError],
-    KINDS[errors.DeadlineExceededError],
-    KINDS[errors.OverloadedError],
+    PROBLEM_TYPES[errors.StateMissingError],
+    PROBLEM_TYPES[errors.StateError],
+    PROBLEM_TYPES[errors.InvalidParameterError],
+    PROBLEM_TYPES[errors.DeadlineExceededError],
+    PROBLEM_TYPES[errors.OverloadedError],
 )
 _CHANGES = (*_STATE, BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW)
-_UNKNOWN = KINDS[errors.KeyNotFoundError]
+_UNKNOWN = PROBLEM_TYPES[errors.KeyNotFoundError]
 _NO_STORE = {"Cache-Control": "no-store"}
 
 Name = Annotated[str, Path(max_length=64, description="The name of a key.")]
@@ -37,17 +37,17 @@ router = APIRouter()
 
 
 class KeyRequest(Limits):
-    """A key to be made."""
+    """A key to create."""
 
-    name: Annotated[str, Field(max_length=64, description="What the key is for.")]
+    name: Annotated[str, Field(max_length=64, description="A unique name for the key.")]
     scopes: Annotated[list[keys.Scope], Field(min_length=1)]
     expires_days: Annotated[
-        int | None, Field(ge=1, le=_MAX_DAYS, description="Days until it ends; null: never.")
+        int | None, Field(ge=1, le=_MAX_DAYS, description="Days until it expires; null: never.")
     ] = None
 
 
 class RotateRequest(BaseModel):
-    """How a key gets its new secret."""
+    """Options of a key rotation."""
 
     model_config = {"extra": "forbid"}
 
@@ -57,7 +57,7 @@ class RotateRequest(BaseModel):
             ge=0,
             le=MAX_OVERLAP / _HOUR,
             allow_inf_nan=False,
-            description="How long the last secret stays valid.",
+            description="How long the previous secret stays valid.",
         ),
     ] = OVERLAP / _HOUR
 
@@ -71,7 +71,7 @@ class RotateRequest(BaseModel):
 
 @router.get("/keys", responses=problems(*_STATE), summary="List API keys")
 async def list_keys(runtime: Service) -> Keys:
-    """Every key without its secret, also the revoked and expired ones, oldest first."""
+    """All keys without their secrets, including revoked and expired ones, oldest first."""
     found = await _changed(runtime, lambda store: store.list())
     return Keys(keys=[_model(key) for key in found])
 
@@ -80,7 +80,7 @@ async def list_keys(runtime: Service) -> Keys:
 async def create_key(
     runtime: Service, new: KeyRequest, request: Request, response: Response
 ) -> NewKey:
-    """Make a key; its text is in this answer alone."""
+    """Create a key; only this answer contains its text."""
     note(request.scope["state"], target=new.name)
     ends = new.expires_days
     expires_at = None if ends is None else datetime.now(UTC) + timedelta(days=ends)
@@ -97,7 +97,7 @@ async def create_key(
 
 @router.delete("/keys/{name}", responses=problems(*_STATE, _UNKNOWN), summary="Revoke an API key")
 async def revoke_key(runtime: Service, name: Name, request: Request) -> KeyModel:
-    """End a key with all its secrets, in every process within a second."""
+    """Revoke a key with all its secrets; all processes apply it within a second."""
     note(request.scope["state"], target=name)
     revoked = await _changed(runtime, lambda store: store.revoke(name))
     note(request.scope["state"], affected=1)
@@ -116,8 +116,8 @@ async def rotate_key(
     response: Response,
     how: RotateRequest | None = None,
 ) -> NewKey:
-    """The new text is in this answer alone. The last one stays valid for `overlap_hours`, one
-    before that ends now. Name, scopes, limits and counters stay.
+    """Only this answer contains the new text. The previous secret stays valid for `overlap_hours`;
+    older ones expire now. Name, scopes, limits and counters do not change.
     """
     note(request.scope["state"], target=name)
     overlap = (how or RotateRequest()).overlap_hours * _HOUR
@@ -135,18 +135,18 @@ async def audit(
         int | None, Query(ge=0, le=2**63 - 1, description="Only entries with lower numbers.")
     ] = None,
 ) -> Audit:
-    """The changes of this service, newest first, and attempts that were refused with 403."""
+    """The changes in this service and the attempts that were refused with 403, newest first."""
     log = _log_of(runtime)
     found = await runtime.read("the audit log", lambda: log.newest(limit, before))
     return Audit(entries=found)
 
 
 async def _changed(runtime: Runtime, work: Callable[[KeyStore], T]) -> T:
-    """What `work` does with the file of keys, which has a lock that may be waited for."""
+    """Run `work` on the key store in a thread, since it may wait for the lock of the file."""
     store = runtime.keys
     if store is None:
         raise errors.StateMissingError(
-            "The service has no folder to keep keys in. Start it with --state DIR."
+            "The service has no state folder for keys. Start it with --state DIR."
         )
     return await runtime.read("or writing the keys", lambda: work(store), "feedback")
 
@@ -154,7 +154,7 @@ async def _changed(runtime: Runtime, work: Callable[[KeyStore], T]) -> T:
 def _log_of(runtime: Runtime) -> AuditLog:
     if runtime.audit is None:
         raise errors.StateMissingError(
-            "The service has no folder to keep an audit log in. Start it with --state DIR."
+            "The service has no state folder for an audit log. Start it with --state DIR."
         )
     return runtime.audit
 

@@ -1,7 +1,7 @@
-"""Items by the key that a shop gave them: a SKU or a path, in place of our number.
+"""Routes for items by the key of the shop, such as a SKU or a path, instead of the item id.
 
-Slashes of a key may stand as they are or as %2F. A key that itself ends with /similar, /explain or
-/image is reached by its number alone.
+Slashes in a key may be sent as they are or as %2F. An item whose key ends with /similar, /explain
+or /image can only be addressed by its id.
 """
 
 from typing import Annotated
@@ -16,7 +16,7 @@ from kinlens.models import ExplainAnswer, ItemModel, PatchAnswer, RemoveAnswer, 
 from kinlens.service.access.audit import note
 from kinlens.service.api.galleries import FAILURES, Version
 from kinlens.service.api.items import UNKNOWN_ITEM, WRITES, Changes, item_model
-from kinlens.service.api.pictures import PICTURE_ANSWERS, PictureSize, picture_of
+from kinlens.service.api.pictures import IMAGE_ANSWERS, ImageSize, image_of
 from kinlens.service.api.requests import SearchFields
 from kinlens.service.api.search import (
     EXPLAIN,
@@ -39,7 +39,7 @@ _PART = "/galleries/{name}/items/by-key/{key:path}"
 
 
 class _ItemKey(Convertor[str]):
-    """What is left of an address that does not end with a part of an item."""
+    """The rest of a path, unless it ends with a subresource of an item."""
 
     regex = r".+(?<!/similar)(?<!/explain)(?<!/image)"
 
@@ -54,25 +54,25 @@ register_url_convertor("item_key", _ItemKey())
 
 
 class KeyChanges(RootModel[Annotated[Changes, Field(min_length=1)]]):
-    """Attributes of one item to change; null takes one away, those not named stay."""
+    """Attributes of one item to change; null removes one, all others stay unchanged."""
 
 
 def build_router(runtime: Runtime) -> APIRouter:
-    """The routes of items by key; those with a last word come before the plain ones."""
+    """Build the routes of items by key; subresources come before the item itself."""
     router, limits = APIRouter(), runtime.settings
 
     @router.get(
         f"{_PART}/similar",
         response_model=SearchAnswer,
         responses={
-            200: {"description": "What is similar, without the item itself."},
+            200: {"description": "Similar items, without the item itself."},
             **problems(*SIMILAR),
         },
         openapi_extra={"parameters": search_parameters(SearchFields, limits)},
         summary="Search with an item by key",
     )
     async def similar(request: Request, name: str, key: Key, version: Version = None) -> Response:
-        """The items that look most like this one, without it, best first."""
+        """The items that are visually most similar to this one, without it, best first."""
         number, generation = await _number_of(runtime, name, key)
         return await similar_to(runtime, request, name, number, version or generation)
 
@@ -80,35 +80,35 @@ def build_router(runtime: Runtime) -> APIRouter:
         f"{_PART}/explain",
         response_model=ExplainAnswer,
         responses={
-            200: {"description": "The share of the score that each region has."},
+            200: {"description": "The share of each region in the score."},
             **problems(*EXPLAIN),
         },
         openapi_extra=search_docs(limits),
         summary="Where a hit matches, by key",
     )
     async def explain(request: Request, name: str, key: Key) -> Response:
-        """The regions of query and hit that make their score; the request is that of the search."""
+        """Which regions of query and hit contribute to the score; send the body of the search."""
         number, generation = await _number_of(runtime, name, key)
         return await explanation_of(runtime, request, name, number, generation)
 
     @router.get(
         f"{_PART}/image",
         response_class=Response,
-        responses=PICTURE_ANSWERS,
-        summary="The picture of an item by key",
+        responses=IMAGE_ANSWERS,
+        summary="The image of an item by key",
     )
     async def image(
-        request: Request, name: str, key: Key, version: Version = None, size: PictureSize = None
+        request: Request, name: str, key: Key, version: Version = None, size: ImageSize = None
     ) -> Response:
-        """The picture as a browser can show it."""
+        """The image in a format that browsers can show."""
         number, generation = await _number_of(runtime, name, key)
-        return await picture_of(runtime, request, name, number, version or generation, size)
+        return await image_of(runtime, request, name, number, version or generation, size)
 
     @router.get(
         _ITEM, responses=problems(*FAILURES, UNKNOWN_ITEM), summary="Describe an item by key"
     )
     async def item(name: str, key: Key) -> ItemModel:
-        """What is known of one item."""
+        """One item with its attributes."""
         async with runtime.registry.find(name) as served:
             return item_model(name, served.gallery, await _stored(runtime, served, key))
 
@@ -140,7 +140,7 @@ def build_router(runtime: Runtime) -> APIRouter:
 
 
 async def _number_of(runtime: Runtime, name: str, key: str) -> tuple[int, str]:
-    """The number of the item with this key now, and the generation that it is of.
+    """The current id of the item with this key, and the generation that the id belongs to.
 
     Raises: ItemNotFoundError.
     """
@@ -160,5 +160,5 @@ async def _stored(runtime: Runtime, served: Served, key: str) -> Item:
 
 def _unknown(name: str, key: str) -> ItemNotFoundError:
     return ItemNotFoundError(
-        f"Gallery {name} has no item with the key {key!r:.200}. Keys are compared letter by letter."
+        f"Gallery {name} has no item with the key {key!r:.200}. Keys are case-sensitive."
     )

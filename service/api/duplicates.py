@@ -21,13 +21,13 @@ from kinlens.service.api.galleries import FAILURES, Service
 from kinlens.service.api.items import item_model
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.openapi import problems
-from kinlens.service.search.pipeline import Abandoned
+from kinlens.service.search.pipeline import CancelToken
 
-MOST_ITEMS = 10_000
-"""Items of the largest gallery that is looked through while somebody waits."""
+MAX_ITEMS = 10_000
+"""Maximum number of items in a gallery that a request may search for near-duplicates."""
 
-_MOST_GROUPS = 200
-_at_work = threading.Lock()  # it takes all cores
+_MAX_GROUPS = 200
+_at_work = threading.Lock()  # one run at a time, since it uses all cores
 
 router = APIRouter()
 
@@ -38,24 +38,26 @@ router = APIRouter()
 async def duplicates(
     runtime: Service,
     name: str,
-    offset: Annotated[int, Query(ge=0, le=MOST_ITEMS)] = 0,
-    limit: Annotated[int, Query(ge=1, le=_MOST_GROUPS, description="Groups, at most.")] = 50,
+    offset: Annotated[int, Query(ge=0, le=MAX_ITEMS)] = 0,
+    limit: Annotated[
+        int, Query(ge=1, le=_MAX_GROUPS, description="Maximum number of groups.")
+    ] = 50,
     min_score: Annotated[
         float | None,
         Query(
             ge=-1,
             le=1,
-            description="Least cosine; default 0.95, or more where different products are alike.",
+            description="Minimum cosine; default 0.95, or more if different products look alike.",
         ),
     ] = None,
 ) -> DuplicatesAnswer:
-    """Groups of items that show one product: each is near the first of its group.
+    """Groups of near-duplicates that likely show one product, the largest first.
 
-    The largest come first. A group with more than 1 % of the gallery and 20 items is in `crowds`
-    instead: it shows a placeholder, or the score is too low. Galleries of more than 10,000 items
-    are for the command line.
+    Each item is near the first of its group. A group of more than 20 items and more than 1 % of the
+    gallery is listed in `crowds` instead: it is a placeholder image, or the score is too low. For
+    galleries of more than 10,000 items, use the command line.
     """
-    over = Abandoned()
+    over = CancelToken()
     async with runtime.registry.find(name) as served:
 
         def read() -> DuplicatesAnswer:
@@ -75,7 +77,7 @@ async def duplicates(
                 items=sum(map(len, near.groups)),
                 offset=offset,
                 warning=near.warning,
-                crowds=list(_crowds(name, gallery, near)),
+                crowds=list(_clusters(name, gallery, near)),
                 groups=[
                     [_item(name, gallery, one) for one in group]
                     for group in members_of(gallery, page)
@@ -83,47 +85,49 @@ async def duplicates(
             )
 
         try:
-            return await runtime.read("the near-duplicates", lambda: _alone(served, read))
+            return await runtime.read("the near-duplicates", lambda: _exclusively(served, read))
         finally:
-            over.end()
+            over.cancel()
 
 
-def _alone(served: Served, read: Callable[[], DuplicatesAnswer]) -> DuplicatesAnswer:
-    """What `read` gives, as a user of `served`: it goes on for a moment when nobody waits."""
+def _exclusively(served: Served, read: Callable[[], DuplicatesAnswer]) -> DuplicatesAnswer:
+    """Run `read` with a lease on `served`, since it continues briefly after a cancellation."""
     if not _at_work.acquire(blocking=False):
-        raise OverloadedError("Near-duplicates are looked for already. Try again in a second.")
+        raise OverloadedError(
+            "Another search for near-duplicates is running. Try again in a second."
+        )
     try:
-        if not served.take():
+        if not served.acquire():
             raise OverloadedError("The gallery has just been replaced. Try again in a second.")
         try:
             return read()
         finally:
-            served.give_back()
+            served.release()
     finally:
         _at_work.release()
 
 
 def _comparable(served: Served) -> Gallery:
-    """Its gallery. Raises: InvalidParameterError if it cannot be compared with itself here."""
+    """The gallery of `served`. Raises: InvalidParameterError if it is remote or too large."""
     gallery = served.whole()
     if not isinstance(gallery, Gallery):
         raise InvalidParameterError(
-            f"Gallery {served.name} is on Milvus; near-duplicates are looked for in a folder. Copy "
+            f"Gallery {served.name} is on Milvus; near-duplicates need a gallery in a folder. Copy "
             "it with kinlens-index import, and run kinlens-index duplicates."
         )
-    if gallery.size > MOST_ITEMS:
+    if gallery.size > MAX_ITEMS:
         raise InvalidParameterError(
-            f"Gallery {served.name} has {gallery.size:,} items; here near-duplicates are looked "
-            f"for among up to {MOST_ITEMS:,}. Run kinlens-index duplicates GALLERY --out "
-            "near.html on the machine of the service."
+            f"Gallery {served.name} has {gallery.size:,} items; the limit for near-duplicates over "
+            f"HTTP is {MAX_ITEMS:,}. Run kinlens-index duplicates GALLERY --out near.html on the "
+            "machine of the service."
         )
     return gallery
 
 
-def _crowds(name: str, gallery: Gallery, near: NearDuplicates) -> Iterator[NearCrowd]:
-    for crowd in clusters_of(gallery, near):
-        examples = [item_model(name, gallery, item) for item in crowd.examples]
-        yield NearCrowd(items=crowd.items, examples=examples, detail=crowd.detail)
+def _clusters(name: str, gallery: Gallery, near: NearDuplicates) -> Iterator[NearCrowd]:
+    for cluster in clusters_of(gallery, near):
+        examples = [item_model(name, gallery, item) for item in cluster.examples]
+        yield NearCrowd(items=cluster.items, examples=examples, detail=cluster.detail)
 
 
 def _item(name: str, gallery: Gallery, member: Member) -> NearItem:

@@ -1,4 +1,4 @@
-"""Feedback over HTTP: what a user made of an item of an answer, and all of it for the operator."""
+"""Feedback over HTTP: judgements of users about items of answers, and their export."""
 
 import hashlib
 from functools import partial
@@ -11,7 +11,7 @@ from kinlens.embedder import errors
 from kinlens.models import Action, FeedbackCounts
 from kinlens.service.api.galleries import BODY_FAILURES, FAILURES, Service
 from kinlens.service.api.requests import FORM, Strict, read_form
-from kinlens.service.galleries.feedback import PICTURE_PX, FeedbackStore, Question, as_csv
+from kinlens.service.galleries.feedback import IMAGE_PX, FeedbackStore, Question, as_csv
 from kinlens.service.http.bodies import (
     INLINE_BYTES,
     JSON,
@@ -22,33 +22,35 @@ from kinlens.service.http.bodies import (
     read_model,
 )
 from kinlens.service.http.openapi import problems
-from kinlens.service.problems import KINDS
+from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
 _MAX_ANSWER_ID = 8_192  # the key of an item has up to 1,024 characters of 4 bytes each
 _MAX_KEY = 1_024
 _WHAT = "or writing the feedback"
-_STATE = KINDS[errors.StateError]
+_STATE = PROBLEM_TYPES[errors.StateError]
 _CSV = "text/csv"
 
 
 class FeedbackModel(Strict):
-    """What a user made of an item of an answer."""
+    """The judgement of a user about an item of an answer."""
 
     answer_id: Annotated[
-        str, Field(max_length=_MAX_ANSWER_ID, description="That of the answer, as it came.")
+        str, Field(max_length=_MAX_ANSWER_ID, description="The answer_id of the answer, unchanged.")
     ]
     item: Annotated[str, Field(max_length=_MAX_KEY, description="The key of the item.")]
     action: Annotated[
         Action,
-        Field(description="clicked and bought: the item is right. wrong: it should not be there."),
+        Field(
+            description="clicked, bought: the item is right. wrong: it should not have been found."
+        ),
     ]
 
 
 _IMAGE = {
     "type": "string",
     "format": "binary",
-    "description": "The picture that was searched with, byte for byte; where pictures are kept.",
+    "description": "The image of the search, byte for byte; only if the service stores images.",
 }
 _SCHEMA = FeedbackModel.model_json_schema()
 _CONTENT = {
@@ -61,31 +63,31 @@ router = APIRouter()
 @router.post(
     "/feedback",
     status_code=204,
-    responses=problems(*FAILURES, *BODY_FAILURES, KINDS[errors.ItemNotFoundError], _STATE),
-    summary="Say what an item of an answer was worth",
+    responses=problems(*FAILURES, *BODY_FAILURES, PROBLEM_TYPES[errors.ItemNotFoundError], _STATE),
+    summary="Report whether an item was right",
     openapi_extra={"requestBody": {"required": True, "content": _CONTENT}},
 )
 async def feedback(runtime: Service, request: Request) -> None:
-    """Keeps that an item was right or wrong for what was searched with, and nothing of the caller.
+    """Stores that an item was right or wrong for a query, without any data about the caller.
 
-    To send the same again does no harm: it counts once.
+    Repeated feedback counts once.
     """
     store = _store_of(runtime)
-    said, image = await _read(request, runtime)
-    question = store.question(said.answer_id)
+    sent, image = await _read(request, runtime)
+    question = store.question(sent.answer_id)
     async with runtime.registry.find(question.gallery) as served:
-        read = partial(served.gallery.stored, [said.item])
+        read = partial(served.gallery.stored, [sent.item])
         stored = await runtime.read("the item", read, served=served)
-    if said.item not in stored:
+    if sent.item not in stored:
         raise errors.ItemNotFoundError(
-            f"Gallery {question.gallery} has no item {said.item[:200]!r}. Send the key of an item "
+            f"Gallery {question.gallery} has no item {sent.item[:200]!r}. Send the key of an item "
             "of the answer; it may have been removed since."
         )
-    picture = b"" if image is None else await _picture(runtime, store, question, image)
+    stored_image = b"" if image is None else await _stored_image(runtime, store, question, image)
     if await runtime.read(
-        _WHAT, lambda: store.add(question, said.item, said.action, picture), "feedback"
+        _WHAT, lambda: store.add(question, sent.item, sent.action, stored_image), "feedback"
     ):
-        runtime.metrics.feedback.labels(said.action).inc()
+        runtime.metrics.feedback.labels(sent.action).inc()
 
 
 @router.get(
@@ -93,7 +95,7 @@ async def feedback(runtime: Service, request: Request) -> None:
     response_model=FeedbackCounts,
     responses={
         200: {
-            "description": "The pairs as CSV, or how much there is as JSON.",
+            "description": "The pairs as CSV, or their counts as JSON.",
             "content": {_CSV: {"schema": {"type": "string"}}},
         },
         **problems(*FAILURES, _STATE),
@@ -105,12 +107,12 @@ async def gallery_feedback(
     name: str,
     kind: Annotated[Literal["csv", "json"], Query(alias="format")] = "csv",
 ) -> FeedbackCounts | Response:
-    """The rows query, query_key, item and action that a training learns from, oldest first; with
-    format=json how often each action was sent, and how many rows there are.
+    """CSV with the columns query, query_key, item and action for training, oldest first. With
+    format=json, the counts of each action and of the rows.
     """
     store = _store_of(runtime)
     async with runtime.registry.find(name):
-        pass  # an unknown gallery is told
+        pass  # raises for an unknown gallery
     if kind == "csv":
         text = await runtime.read(_WHAT, lambda: as_csv(store.pairs(name)), "feedback")
         return Response(text, media_type=_CSV)
@@ -125,14 +127,14 @@ def _store_of(runtime: Runtime) -> FeedbackStore:
     if runtime.feedback is None:
         raise HTTPException(
             404,
-            "This service takes no feedback. Start it with KINLENS_FEEDBACK=pairs, or pictures to "
-            "keep the pictures that are searched with.",
+            "This service does not accept feedback. Start it with KINLENS_FEEDBACK=pairs, or with "
+            "KINLENS_FEEDBACK=pictures to also store the query images.",
         )
     return runtime.feedback
 
 
 async def _read(request: Request, runtime: Runtime) -> tuple[FeedbackModel, bytes | None]:
-    """The feedback and the picture beside it.
+    """The feedback and its image, if one was sent.
 
     Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError.
     """
@@ -143,30 +145,30 @@ async def _read(request: Request, runtime: Runtime) -> tuple[FeedbackModel, byte
     def read() -> tuple[FeedbackModel, bytes | None]:
         images, fields = read_form(request, body)
         if len(images) > 1:
-            raise fault("image", f"image is there {len(images)} times; send it once.")
+            raise fault("image", f"image was sent {len(images)} times; send it once.")
         return checked(FeedbackModel, dict(fields), None), images[0] if images else None
 
     return await off_loop(runtime, read, short=len(body) <= INLINE_BYTES)
 
 
-async def _picture(
+async def _stored_image(
     runtime: Runtime, store: FeedbackStore, question: Question, image: bytes
 ) -> bytes:
-    """What is kept of a picture: a small JPEG, made where uploads are decoded; nothing if it is
-    kept already. Raises: RequestValidationError, ItemNotFoundError, OverloadedError.
+    """The small JPEG to store for a query image, or b"" if it is stored already.
+
+    Raises: RequestValidationError, ItemNotFoundError, OverloadedError.
     """
     if runtime.settings.feedback != "pictures":
-        raise fault("image", "image is not kept here; send the feedback without it.")
-    digest = await runtime.read("the picture", lambda: hashlib.sha256(image).hexdigest(), "body")
-    if digest != question.picture:
+        raise fault("image", "image is not stored by this service; send the feedback without it.")
+    digest = await runtime.read("the image", lambda: hashlib.sha256(image).hexdigest(), "body")
+    if digest != question.image:
         raise fault(
             "image",
-            "image is not the picture that the answer is about; send the same bytes as in the "
-            "search, or none.",
+            "image is not the image of the search; send the same bytes as in the search, or none.",
         )
 
     async def given() -> bytes:
         return image
 
-    is_kept = await runtime.read(_WHAT, lambda: store.has_picture(question), "feedback")
-    return b"" if is_kept else await runtime.renditions.get(f"feedback-{digest}", given, PICTURE_PX)
+    is_kept = await runtime.read(_WHAT, lambda: store.has_image(question), "feedback")
+    return b"" if is_kept else await runtime.renditions.get(f"feedback-{digest}", given, IMAGE_PX)

@@ -1,4 +1,4 @@
-"""Galleries over HTTP: list, describe, create, delete; and what all routes of a gallery share."""
+"""Galleries over HTTP: list, describe, create, delete; and definitions for all gallery routes."""
 
 import os
 from dataclasses import asdict
@@ -31,7 +31,7 @@ from kinlens.service.problems import (
     BAD_REQUEST,
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
-    KINDS,
+    PROBLEM_TYPES,
     UNSUPPORTED_MEDIA,
 )
 from kinlens.service.runtime import Runtime
@@ -39,33 +39,33 @@ from kinlens.service.search.pipeline import calibrated_by
 from kinlens.service.settings import Settings
 
 _READING = (
-    KINDS[errors.OverloadedError],
-    KINDS[errors.DeadlineExceededError],
-    KINDS[errors.GalleryError],
+    PROBLEM_TYPES[errors.OverloadedError],
+    PROBLEM_TYPES[errors.DeadlineExceededError],
+    PROBLEM_TYPES[errors.GalleryError],
 )
 FAILURES = (
-    KINDS[errors.GalleryNotFoundError],
-    KINDS[errors.InvalidParameterError],
+    PROBLEM_TYPES[errors.GalleryNotFoundError],
+    PROBLEM_TYPES[errors.InvalidParameterError],
     *_READING,
 )
-"""What whatever is asked of a gallery can be answered with."""
+"""Problems that every request about a gallery can return."""
 
 CHANGE_FAILURES = (
     *FAILURES,
-    KINDS[errors.GalleryConflictError],
-    KINDS[errors.StateMissingError],
-    KINDS[errors.GalleryBusyError],
+    PROBLEM_TYPES[errors.GalleryConflictError],
+    PROBLEM_TYPES[errors.StateMissingError],
+    PROBLEM_TYPES[errors.GalleryBusyError],
 )
 
 BODY_FAILURES = (BAD_REQUEST, BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA)
 IMAGE_FAILURES = (
-    KINDS[errors.EmptyImageError],
-    KINDS[errors.ImageTooManyBytesError],
-    KINDS[errors.ImageTooLargeError],
-    KINDS[errors.ImageCostError],
-    KINDS[errors.UnsupportedFormatError],
-    KINDS[errors.CorruptImageError],
-    KINDS[errors.BundleError],
+    PROBLEM_TYPES[errors.EmptyImageError],
+    PROBLEM_TYPES[errors.ImageTooManyBytesError],
+    PROBLEM_TYPES[errors.ImageTooLargeError],
+    PROBLEM_TYPES[errors.ImageCostError],
+    PROBLEM_TYPES[errors.UnsupportedFormatError],
+    PROBLEM_TYPES[errors.CorruptImageError],
+    PROBLEM_TYPES[errors.BundleError],
 )
 
 ItemId = Annotated[int, Path(ge=0, le=2**63 - 1)]
@@ -78,13 +78,13 @@ async def _runtime_of(request: Request) -> Runtime:
 
 
 Service = Annotated[Runtime, Depends(_runtime_of)]
-"""The parts of the service that a route belongs to."""
+"""Dependency of a route: the parts of the running service."""
 
 router = APIRouter()
 
 
 class NewGallery(BaseModel):
-    """A gallery to be made, without items; by default for the bundle of the first gallery."""
+    """An empty gallery to create; by default for the bundle of the first gallery."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -94,7 +94,7 @@ class NewGallery(BaseModel):
 
 @router.get("/galleries", responses=problems(*_READING), summary="List the galleries")
 async def galleries(runtime: Service) -> Galleries:
-    """Every gallery as it is now; the first is the default of a search."""
+    """All galleries; the first is the default of a search."""
     registry, state = runtime.registry, runtime.settings.state
     listed, silent = await registry.describe_each(lambda served: _described(served, state))
     return Galleries(bundle_id=registry.model.bundle_id, galleries=listed, unavailable=silent)
@@ -102,7 +102,7 @@ async def galleries(runtime: Service) -> Galleries:
 
 @router.get("/galleries/{name}", responses=problems(*FAILURES), summary="Describe a gallery")
 async def gallery(runtime: Service, name: str) -> GalleryDetail:
-    """A gallery with its attributes, for filters, its index and its calibration."""
+    """A gallery with its attributes (for filters), index and calibration."""
     async with runtime.registry.find(name) as served:
         read = partial(_detail, served, runtime.settings)
         detail = await runtime.read("the gallery", read, served=served)
@@ -119,7 +119,7 @@ async def gallery(runtime: Service, name: str) -> GalleryDetail:
 async def create(
     runtime: Service, new: NewGallery, request: Request, response: Response
 ) -> GalleryModel:
-    """An empty gallery, searchable at once, to which items can be added."""
+    """Create an empty gallery, which can be filled and searched at once."""
     note(request.scope["state"], gallery=new.name)
     await runtime.managed.create(new.name, new.bundle_id)
     response.headers["Location"] = f"/galleries/{new.name}"
@@ -134,7 +134,7 @@ async def create(
     summary="Delete a gallery",
 )
 async def delete(runtime: Service, request: Request, name: str) -> None:
-    """The gallery with its items and their uploaded pictures; only one created here."""
+    """Delete a gallery that the service created, with its items and uploaded images."""
     await runtime.managed.delete(name)
     if (feedback := runtime.feedback) is not None:  # another gallery may get the name
         forgotten = await runtime.read("the feedback", lambda: feedback.clear(name), "feedback")
@@ -148,7 +148,7 @@ def _described(served: Served, state: FilePath | None) -> GalleryModel:
 def _known(
     served: Served, gallery: Gallery | GalleryFacts, state: FilePath | None
 ) -> dict[str, Any]:
-    """From its facts, or from a gallery without reading more of it: its index may be damaged."""
+    """The fields that need no index, since the index may be damaged."""
     shared = ("version", "generation", "bundle_id", "precision", "size", "dim", "created_at")
     return {name: getattr(gallery, name) for name in shared} | {
         "name": served.name,
@@ -159,9 +159,9 @@ def _known(
 
 
 def _is_writable(served: Served, state: FilePath | None) -> bool:
-    """Whether items can be put into it."""
+    """Whether items can be added to it."""
     if served.is_remote:
-        return served.pictures is not None
+        return served.uploads is not None
     return state is not None and (served.path is None or os.access(served.path, os.W_OK))
 
 

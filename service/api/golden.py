@@ -1,6 +1,7 @@
-"""The golden set of a gallery over HTTP: queries that the owner labelled, and how it does on them.
+"""The golden set of a gallery over HTTP: labelled queries, and runs that measure quality on them.
 
-A run uses one search thread at a time and queues for it like a search, so it delays nobody.
+A run uses one search thread at a time and queues for it like a search, so it delays searches
+little.
 """
 
 import hashlib
@@ -40,16 +41,16 @@ from kinlens.service.galleries.registry import Served
 from kinlens.service.http.bodies import as_faults, fault, media_type_of, parse_json
 from kinlens.service.http.forms import parse_form
 from kinlens.service.http.openapi import problems
-from kinlens.service.problems import KINDS
+from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
 _SHOWN = 80
 _QUERIES_PER_LIMIT = 16
-_UNKNOWN = KINDS[errors.ItemNotFoundError]
-_KEPT = (*FAILURES, KINDS[errors.GalleryConflictError])
-_MODEL = (KINDS[errors.SearchError], KINDS[errors.BundleError])
+_UNKNOWN = PROBLEM_TYPES[errors.ItemNotFoundError]
+_KEPT = (*FAILURES, PROBLEM_TYPES[errors.GalleryConflictError])
+_MODEL = (PROBLEM_TYPES[errors.SearchError], PROBLEM_TYPES[errors.BundleError])
 _LABEL_TEXT = (
-    'What is right, as JSON: {"keys": ["a", "b"]}, {"attribute": "product", "value": 12} or '
+    'The right items, as JSON: {"keys": ["a", "b"]}, {"attribute": "product", "value": 12} or '
     '{"no_match": true}.'
 )
 _ADD_FORM: dict[str, Any] = {
@@ -58,17 +59,17 @@ _ADD_FORM: dict[str, Any] = {
     "properties": {
         "image": {"type": "string", "format": "binary", "description": "The image file."},
         "label": {"type": "string", "description": _LABEL_TEXT},
-        "name": {"type": "string", "description": "What the query is called in reports."},
+        "name": {"type": "string", "description": "The name of the query in reports."},
     },
 }
 
-Sha256 = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The sha256 of its picture.")]
+Sha256 = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The sha256 of its image.")]
 router = APIRouter(prefix="/galleries/{name}/golden")
 
 
 @router.get("", responses=problems(*_KEPT), summary="List golden queries")
 async def queries(runtime: Service, name: str) -> GoldenQueries:
-    """The queries that the owner labelled, and what is right for each."""
+    """The labelled queries and the right items of each."""
     async with runtime.registry.find(name) as served:
         golden = GoldenSet(_folder(served))
         found = await runtime.read("the golden set", golden.queries, served=served)
@@ -78,18 +79,22 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
 @router.post(
     "",
     responses=problems(
-        *CHANGE_FAILURES, *_MODEL, *BODY_FAILURES, *IMAGE_FAILURES, KINDS[errors.FilterError]
+        *CHANGE_FAILURES,
+        *_MODEL,
+        *BODY_FAILURES,
+        *IMAGE_FAILURES,
+        PROBLEM_TYPES[errors.FilterError],
     ),
     summary="Label a query",
     openapi_extra={"requestBody": {"required": True, "content": {FORM: {"schema": _ADD_FORM}}}},
 )
 async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
-    """Keep an image with what is right for it; the same image again gets the new label."""
+    """Store an image with its right items; an image that is stored already gets the new label."""
     async with runtime.registry.find(name) as served:
         served.refuse_if_followed()
         golden = GoldenSet(_folder(served))
         new = await _new_query(request, runtime)
-        async with within(runtime.settings.request_timeout_ms / 1e3, "Looking at the picture"):
+        async with within(runtime.settings.request_timeout_ms / 1e3, "Embedding the image"):
             await served.model.encoder.encode(new.data, hashlib.sha256(new.data).hexdigest())
         [made] = await runtime.pools["write"].run(lambda: golden.add([new], served.whole()))
     note(request.scope["state"], affected=1)
@@ -103,14 +108,14 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
     summary="Remove a golden query",
 )
 async def remove(runtime: Service, request: Request, name: str, sha256: Sha256) -> None:
-    """Remove a query with its picture; reports stay."""
+    """Remove a query with its image; reports are not changed."""
     async with runtime.registry.find(name) as served:
         served.refuse_if_followed()
         golden = GoldenSet(_folder(served))
 
         def work() -> None:
             if not golden.remove([sha256]):
-                golden.image(sha256)  # an error that says so
+                golden.image(sha256)  # raises ItemNotFoundError
 
         await runtime.pools["write"].run(work)
     note(request.scope["state"], affected=1)
@@ -120,21 +125,21 @@ async def remove(runtime: Service, request: Request, name: str, sha256: Sha256) 
     "/{sha256}/image",
     response_class=Response,
     responses={
-        200: {"content": {"image/jpeg": {}}, "description": "The picture as a JPEG."},
+        200: {"content": {"image/jpeg": {}}, "description": "The image as a JPEG."},
         **problems(*_KEPT, _UNKNOWN),
     },
-    summary="The picture of a golden query",
+    summary="The image of a golden query",
 )
 async def image(
     runtime: Service,
     name: str,
     sha256: Sha256,
-    size: Annotated[Size, AS_SIZE, Query(description="Its longest side in pixels, at most.")] = 320,
+    size: Annotated[Size, AS_SIZE, Query(description="Maximum longest side in pixels.")] = 320,
 ) -> Response:
-    """The picture of a query, as small as a page needs it."""
+    """The image of a labelled query, scaled down."""
     async with runtime.registry.find(name) as served:
         golden = GoldenSet(_folder(served))
-        data = await runtime.read("the picture", lambda: golden.image(sha256), served=served)
+        data = await runtime.read("the image", lambda: golden.image(sha256), served=served)
 
     async def read() -> bytes:
         return data
@@ -149,12 +154,18 @@ async def run(
     name: str,
     min_score: Annotated[
         float | None,
-        Query(ge=-1, le=1, allow_inf_nan=False, description="Score of a match; calibrated."),
+        Query(
+            ge=-1,
+            le=1,
+            allow_inf_nan=False,
+            description="Minimum score of a match; default: the calibrated threshold.",
+        ),
     ] = None,
 ) -> GoldenRun:
-    """Ask with every query: recall at 1, 5 and 10, MAP@R, no-match precision, the worst queries.
+    """Search with every query: recall at 1, 5 and 10, MAP@R, no-match precision, worst queries.
 
-    The report is kept with the model and the version of the gallery, also if the client has gone.
+    The report is stored with the model and the version of the gallery, even if the client
+    disconnects.
     """
     async with runtime.registry.find(name) as served:
         served.refuse_if_followed()
@@ -168,7 +179,7 @@ async def run(
 async def runs(
     runtime: Service, name: str, limit: Annotated[int, Query(ge=1, le=KEPT_RUNS)] = 50
 ) -> GoldenRuns:
-    """The reports over time, newest first."""
+    """Reports of earlier runs, newest first."""
     async with runtime.registry.find(name) as served:
         golden = GoldenSet(_folder(served))
         found = await runtime.read("the reports", lambda: golden.runs(limit), served=served)
@@ -179,8 +190,8 @@ def _folder(served: Served) -> FilePath:
     served.whole()
     if served.path is None:
         raise errors.GalleryConflictError(
-            f"Gallery {served.name} lies on Milvus and has no folder to keep a golden set in. Keep "
-            "it beside a gallery in a folder."
+            f"Gallery {served.name} is stored in Milvus and has no folder for a golden set. Use a "
+            "gallery in a folder."
         )
     return served.path
 
@@ -196,19 +207,19 @@ async def _run(
             f"/galleries/{served.name}/golden."
         )
     limit_s = -(-len(queries) // _QUERIES_PER_LIMIT) * runtime.settings.request_timeout_ms / 1e3
-    cure = "Try again when the service has less to do."
-    async with within(limit_s, f"Asking with {len(queries):,} queries", cure):
+    cure = "Try again when the service is less busy."
+    async with within(limit_s, f"Searching with {len(queries):,} queries", cure):
         begun = await pool.run(lambda: GoldenResults.begin(gallery, queries))
         vectors: dict[str, Vector | KinlensError] = {}
         for query in queries:
             vector = await _vector(runtime, served, golden, query)
             work = partial(ask, gallery, query, vector)
             vectors[query.sha256] = vector
-            begun.outcomes.append(await pool.run(work, patient=True))
+            begun.outcomes.append(await pool.run(work, bulk=True))
         if isinstance(gallery, Gallery):
             known = partial(labelled, gallery, queries, vectors)
             fit = partial(gallery.calibrate_golden, known)
-            await pool.run(fit, patient=True)
+            await pool.run(fit, bulk=True)
     return begun.report(threshold_of(model.calibration) if min_score is None else min_score)
 
 
@@ -217,9 +228,9 @@ async def _vector(
 ) -> Vector | errors.KinlensError:
     read = partial(golden.image, query.sha256)
     try:
-        data = await runtime.pools["file"].run(read, patient=True)
+        data = await runtime.pools["file"].run(read, bulk=True)
         return await served.model.encoder.encode(data, query.sha256, "golden")
-    except (ImageError, errors.ItemNotFoundError) as error:  # or was removed since
+    except (ImageError, errors.ItemNotFoundError) as error:  # ItemNotFoundError: was removed since
         return error
 
 
@@ -228,7 +239,7 @@ async def _new_query(request: Request, runtime: Runtime) -> NewQuery:
     kind = media_type_of(request)
     if kind != FORM:
         shown = kind[:_SHOWN]
-        raise HTTPException(415, f"Content-Type = {shown!r} is not read here; send {FORM}.")
+        raise HTTPException(415, f"Content-Type = {shown!r} is not supported here; send {FORM}.")
     body, content_type = await request.body(), request.headers["content-type"]
     return await runtime.read("the request", partial(_from_form, body, content_type), "body")
 
@@ -238,9 +249,9 @@ def _from_form(body: bytes, content_type: str) -> NewQuery:
     for part in parse_form(body, content_type):
         if part.name not in _ADD_FORM["properties"] or part.name in parts:
             name = part.name[:_SHOWN]
-            raise fault(name, f"{name} is unknown or given twice; send image, label and name once.")
+            raise fault(name, f"{name} is unknown or sent twice; send image, label and name once.")
         if part.is_file != (part.name == "image"):
-            raise fault(part.name, "image is sent as a file, label and name as texts.")
+            raise fault(part.name, "Send image as a file, and label and name as texts.")
         parts[part.name] = part
     for name in _ADD_FORM["required"]:
         if name not in parts:

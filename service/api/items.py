@@ -51,7 +51,7 @@ from kinlens.service.api.requests import (
     inlined,
     where_of,
 )
-from kinlens.service.galleries.items import NewItem, Outcome, Status
+from kinlens.service.galleries.items import ItemOutcome, NewItem, Status
 from kinlens.service.galleries.locations import VERSION_DIGITS, Gallery
 from kinlens.service.http.bodies import (
     JSON,
@@ -64,25 +64,32 @@ from kinlens.service.http.bodies import (
 )
 from kinlens.service.http.forms import Part, parse_form
 from kinlens.service.http.openapi import problems
-from kinlens.service.problems import KINDS, described, fault_text, path_of, request_id_of, shown
+from kinlens.service.problems import (
+    PROBLEM_TYPES,
+    described,
+    fault_text,
+    path_of,
+    request_id_of,
+    shown,
+)
 from kinlens.service.runtime import Runtime
 from kinlens.values import AttributeValue
 
 MAX_KEYS = 10_000
-"""Items that one request may patch or remove by key."""
+"""Maximum number of items that one request may patch or remove by key."""
 
 _MAX_LISTED = 200
 _MAX_OFFSET = 10**9
 _MAX_PREFIX = 1024
 _SHOWN = 80
 _CHANGED: tuple[Status, ...] = ("added", "replaced", "updated")
-_FILTER = KINDS[errors.FilterError]
-UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
+_FILTER = PROBLEM_TYPES[errors.FilterError]
+UNKNOWN_ITEM = PROBLEM_TYPES[errors.ItemNotFoundError]
 WRITES = (*CHANGE_FAILURES, *BODY_FAILURES)
 
 
 def _plain(value: Any) -> Any:
-    """A validator of the value of an attribute; what pydantic says of each kind would be long."""
+    """A validator for an attribute value; pydantic's own message would be long."""
     if isinstance(value, str | int | float | None):
         return value
     if isinstance(value, list) and all(isinstance(one, str | int | float) for one in value):
@@ -101,14 +108,14 @@ _ATTRIBUTES: TypeAdapter[dict[str, AttributeValue]] = TypeAdapter(_Attributes)
 
 
 _OF_PRODUCT = (
-    "The product that all these images show: its attribute `product`, and the start of the keys "
-    "that are not given. Search with group_by=product."
+    "The product that all these images show. It is stored as the attribute `product` and is the "
+    "prefix of generated keys. Search with group_by=product."
 )
 
 
 class NewItemModel(Strict):
-    """An item to be put: its key, its image as base64, and all of its attributes; without
-    attributes, or with null, those that are stored under the key stay.
+    """An item to add or replace: its key, its image as base64, and all of its attributes. If
+    `attributes` is omitted or null, the stored attributes are kept.
     """
 
     key: str | None = None
@@ -117,15 +124,15 @@ class NewItemModel(Strict):
 
 
 class PutItems(Strict):
-    """Items to be put; one with the key of a stored item takes its place."""
+    """Items to add; an item with the key of a stored item replaces it."""
 
     product: Annotated[str | None, Field(description=_OF_PRODUCT, min_length=1)] = None
     items: Annotated[list[NewItemModel], Field(fail_fast=True, min_length=1)]
 
 
 class PatchItems(Strict):
-    """Attributes to change, by key, or the same ones in all items that fit a filter; null takes one
-    away, those not named stay.
+    """Attributes to change: per key, or the same change for all items that match a filter. null
+    removes an attribute; all others stay unchanged.
     """
 
     model_config = ConfigDict(
@@ -150,12 +157,12 @@ class PatchItems(Strict):
     def _is_one_of_both(self) -> Self:
         by_filter = self.filter is not None, self.set is not None
         if by_filter not in ((True, True), (False, False)) or any(by_filter) == bool(self.changes):
-            raise custom_error("Send changes by key; or a filter, with set for what fits it.")
+            raise custom_error("Send either changes, or filter together with set.")
         return self
 
 
 class RemoveItems(Strict):
-    """Which items to remove: those with these keys, or those that fit the filter."""
+    """The items to remove: those with these keys, or those that match the filter."""
 
     keys: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)] | None = (
         None
@@ -169,13 +176,13 @@ class RemoveItems(Strict):
             default_factory=list,
             fail_fast=True,
             max_length=MAX_KEYS,
-            description="With keys: remove them only while one of these other keys is there.",
+            description="With keys: remove them only if an item with one of these keys exists.",
         ),
     ]
 
 
 class RestoreItems(Strict):
-    """The keys of removed items that are to come back."""
+    """The keys of removed items to restore."""
 
     keys: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)]
 
@@ -189,11 +196,11 @@ _PUT_FORM = {
     "required": ["image"],
     "properties": {
         "image": _parts({"format": "binary"}, "The image files, one for each item."),
-        "key": _parts({}, "The key of each image, in the same order; or none, with product."),
+        "key": _parts({}, "The key of each image, in order; may be omitted with product."),
         "product": {"type": "string", "description": _OF_PRODUCT},
         "attributes": _parts(
             {},
-            "For each image a JSON object, or null to keep those that are stored; or none at all.",
+            "A JSON object for each image, or null to keep the stored attributes; may be omitted.",
         ),
     },
 }
@@ -209,7 +216,7 @@ router = APIRouter(prefix="/galleries/{name}/items")
     "",
     responses=problems(*FAILURES, _FILTER),
     summary="List items",
-    response_model_exclude_unset=True,  # no facets where none are asked for
+    response_model_exclude_unset=True,  # omits facets unless they are requested
 )
 async def items(
     runtime: Service,
@@ -221,18 +228,19 @@ async def items(
     ] = None,
     key_prefix: Annotated[str, Query(max_length=_MAX_PREFIX)] = "",
     after: Annotated[
-        int | None, Query(ge=0, le=2**63 - 1, description="Only items with higher numbers.")
+        int | None, Query(ge=0, le=2**63 - 1, description="Only items with higher ids.")
     ] = None,
     sort_by: Annotated[
-        str | None, Query(description="NAME, NAME:asc or NAME:desc, in place of the numbers.")
+        str | None, Query(description="NAME, NAME:asc or NAME:desc; default: by id.")
     ] = None,
     facets: Annotated[
-        str | None, Query(description="Attributes to count over all that fits: colour,price.")
+        str | None,
+        Query(description="Attributes to count over all matching items: colour,price."),
     ] = None,
 ) -> ItemPage:
-    """Items in the order of their numbers, new ones last, or of an attribute.
+    """Items ordered by id (new items last), or by an attribute.
 
-    To read all while some are added and removed, send the last number of a page as `after`.
+    To read all items while others are added and removed, send the last id of a page as `after`.
     """
     fitting = await runtime.read("the filter", lambda: where_of(where), "filter") if where else None
     async with runtime.registry.find(name) as served:
@@ -261,7 +269,7 @@ async def items(
 
 @router.get("/{item_id}", responses=problems(*FAILURES, UNKNOWN_ITEM), summary="Describe an item")
 async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
-    """What is known of one item."""
+    """One item with its attributes."""
     async with runtime.registry.find(name) as served:
         gallery = served.gallery
         found = await runtime.read("the item", lambda: gallery.item(item_id), served=served)
@@ -275,13 +283,13 @@ async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
     openapi_extra={"requestBody": {"required": True, "content": _PUT_CONTENT}},
 )
 async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
-    """Add items, or replace those with the same keys; a bad image fails alone.
+    """Add items, or replace items with the same keys. A bad image only fails its own item.
 
-    The same key and content again is `unchanged`. Searches find an item when this returns. If a
-    single item was sent and failed, the answer is its problem.
+    An item with the stored key and content is `unchanged`. When this returns, searches find the
+    items. If the only item of a request fails, the answer is its problem.
     """
     async with runtime.registry.find(name):
-        pass  # an unknown gallery is told before the body is read
+        pass  # raises for an unknown gallery before the body is read
     new = await _new_items(request, runtime)
     await account_of(request.scope).owe(len(new))
     done = await runtime.items.put(name, new)
@@ -303,8 +311,8 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     openapi_extra=body_docs(PatchItems),
 )
 async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
-    """Change attributes of items by key, all or none; or of all that fit a filter, 10,000 in one
-    step.
+    """Change attributes of items by key, all or none; or of all items that match a filter, in
+    steps of 10,000.
     """
     sent = await read_model(request, PatchItems)
     if sent.changes is not None:
@@ -333,20 +341,20 @@ async def remove(
 
 @router.post(
     "/delete",
-    responses=problems(*WRITES, _FILTER, KINDS[errors.GalleryConflictError]),
+    responses=problems(*WRITES, _FILTER, PROBLEM_TYPES[errors.GalleryConflictError]),
     summary="Remove many items",
     openapi_extra=body_docs(RemoveItems),
 )
 async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAnswer:
-    """Remove the items with these keys, or all that fit a filter.
+    """Remove the items with these keys, or all items that match a filter.
 
-    With `keep`, 409 and nothing removed if no item with one of these keys is there any more.
+    With `keep`, nothing is removed (409) if no item with one of these keys exists.
     """
     sent = await read_model(request, RemoveItems)
     if (sent.keys is None) == (sent.filter is None):
-        raise InvalidParameterError("Send either keys or filter, and not both.")
+        raise InvalidParameterError("Send either keys or filter, not both.")
     if sent.keep and sent.keys is None:
-        raise InvalidParameterError("keep goes with keys. Send it without filter.")
+        raise InvalidParameterError("keep requires keys. Send keys, or omit keep.")
     if sent.keys is not None:
         removed = await runtime.items.remove(name, sent.keys, sent.keep)
     else:
@@ -365,9 +373,9 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
     openapi_extra=body_docs(RestoreItems),
 )
 async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswer:
-    """Bring back items that were removed in the last day, as they were, under new ids.
+    """Restore items that were removed within the last day, unchanged, under new ids.
 
-    Keys that a new item has, and items that `POST .../compact` has erased, are skipped.
+    Skipped: keys that a new item has, and items that `POST .../compact` has erased.
     """
     sent = await read_model(request, RestoreItems)
     done = await runtime.items.restore(name, sent.keys)
@@ -381,14 +389,14 @@ async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswe
 async def remove_item(
     runtime: Service, request: Request, name: str, item_id: ItemId, version: Version = None
 ) -> RemoveAnswer:
-    """Remove one item by its number; in another generation that is the number of another."""
+    """Remove one item by its id; send `version`, since ids change with the generation."""
     removed = await runtime.items.remove_item(name, item_id, version)
     note(request.scope["state"], affected=removed.count)
     return RemoveAnswer(removed=removed.count, version=removed.version)
 
 
 def item_model(name: str, gallery: Gallery, item: Item) -> ItemModel:
-    """An item of gallery `name` as it goes over the wire."""
+    """The response model of an item of gallery `name`."""
     version = gallery.generation[:VERSION_DIGITS]
     return ItemModel(
         id=item.id,
@@ -399,7 +407,7 @@ def item_model(name: str, gallery: Gallery, item: Item) -> ItemModel:
     )
 
 
-def _result(outcome: Outcome, request: Request) -> PutResult:
+def _result(outcome: ItemOutcome, request: Request) -> PutResult:
     problem, error = None, outcome.error
     if error is not None:
         request_id, instance = request_id_of(request.scope), request.url.path
@@ -421,7 +429,7 @@ async def _new_items(request: Request, runtime: Runtime) -> list[NewItem]:
     kind, limit = media_type_of(request), runtime.settings.max_items_per_request
     if kind not in (FORM, JSON):
         raise HTTPException(
-            415, f"Content-Type = {kind[:_SHOWN]!r} is not read here; send {FORM} or {JSON}."
+            415, f"Content-Type = {kind[:_SHOWN]!r} is not supported here; send {FORM} or {JSON}."
         )
     body = await request.body()
     if kind == JSON:
@@ -463,7 +471,7 @@ def _from_form(body: bytes, content_type: str, limit: int) -> list[NewItem]:
 
 
 def _key_in(product: str | None, data: bytes) -> str:
-    """The key of a view that has none: the same for the same picture of the same product."""
+    """A generated key for a view, determined by its product and its image content."""
     return f"{product}/{hashlib.sha256(data).hexdigest()[:16]}"
 
 
@@ -473,8 +481,8 @@ def _of_product(product: str | None, item: NewItem) -> NewItem:
     own = item.attributes.get("product", product)
     if own != product:
         fault = InvalidParameterError(
-            f"Item {item.key!r:.200} has the attribute product = {own!r:.80}, and the request "
-            f"says {product!r:.80}. Send one of them."
+            f"Item {item.key!r:.200} has the attribute product = {own!r:.80}, but the request "
+            f"has product = {product!r:.80}. Send one of them."
         )
         return replace(item, error=item.error or fault)
     return replace(item, attributes={**item.attributes, "product": product})
@@ -514,7 +522,7 @@ def _decoded(item: NewItemModel, product: str | None) -> NewItem:
         fault = InvalidParameterError(error.message())
         return NewItem(item.key or "", b"", attributes, fault)
     if item.key is None and product is None:
-        fault = InvalidParameterError("The item has no key; send one, or a product for all.")
+        fault = InvalidParameterError("The item has no key; send a key, or a product for all.")
         return NewItem("", data, attributes, fault)
     key = _key_in(product, data) if item.key is None else item.key
     return NewItem(key, data, attributes, keeps=keeps)
@@ -523,5 +531,5 @@ def _decoded(item: NewItemModel, product: str | None) -> NewItem:
 def _check_count(count: int, limit: int) -> None:
     if not 1 <= count <= limit:
         raise InvalidParameterError(
-            f"The request has {count:,} items; send from 1 to {limit:,} at once."
+            f"The request has {count:,} items; send from 1 to {limit:,} per request."
         )

@@ -1,6 +1,6 @@
-"""Long work over HTTP: start it, look at it, read its log, end it.
+"""Jobs over HTTP: start, describe, read the log, cancel.
 
-The work of these routes is on the disk, so they run in threads.
+These routes read and write files, so they are plain functions that FastAPI runs in threads.
 """
 
 from collections.abc import Callable
@@ -23,20 +23,20 @@ from kinlens.service.jobs.params import (
     TrainParams,
 )
 from kinlens.service.jobs.store import Job
-from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
+from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, PROBLEM_TYPES
 
 _STATE = (
-    KINDS[errors.StateMissingError],
-    KINDS[errors.StateError],
-    KINDS[errors.InvalidParameterError],
+    PROBLEM_TYPES[errors.StateMissingError],
+    PROBLEM_TYPES[errors.StateError],
+    PROBLEM_TYPES[errors.InvalidParameterError],
 )
-_UNKNOWN = KINDS[errors.JobNotFoundError]
+_UNKNOWN = PROBLEM_TYPES[errors.JobNotFoundError]
 _CHANGES = (
     *_STATE,
-    KINDS[errors.GalleryNotFoundError],
-    KINDS[errors.GalleryConflictError],
-    KINDS[errors.GalleryError],
-    KINDS[errors.JobConflictError],
+    PROBLEM_TYPES[errors.GalleryNotFoundError],
+    PROBLEM_TYPES[errors.GalleryConflictError],
+    PROBLEM_TYPES[errors.GalleryError],
+    PROBLEM_TYPES[errors.JobConflictError],
     BAD_REQUEST,
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
@@ -54,7 +54,7 @@ async def _manager_of(request: Request) -> JobManager:
     manager: JobManager | None = request.app.state.runtime.jobs
     if manager is None:
         raise errors.StateMissingError(
-            "The service has no folder to keep jobs in. Start it with --state DIR."
+            "The service has no state folder for jobs. Start it with --state DIR."
         )
     return manager
 
@@ -75,7 +75,7 @@ async def _principal_of(request: Request) -> str:
 Manager = Annotated[JobManager, Depends(_manager_of)]
 Principal = Annotated[str, Depends(_principal_of)]
 Accept = Annotated[Callable[[Job], Job], Depends(_accept_of)]
-"""What to do with a job that was taken or changed."""
+"""Adds the job to the audit log and sets the Location header."""
 
 router = APIRouter(tags=["jobs"])
 
@@ -89,14 +89,14 @@ class SwapRequest(Params):
 
 
 class TrainRequest(TrainParams):
-    """Train a model and give it to a gallery."""
+    """A training job and the gallery that is rebuilt with its model."""
 
     gallery: Annotated[str, Field(pattern=NAME)]
 
 
 @router.post("/jobs/train", **_START, summary="Train a model")
 def train(manager: Manager, body: TrainRequest, by: Principal, accept: Accept) -> Job:
-    """Train, export, rebuild the gallery beside the old one, compare, and swap if it passes."""
+    """Train, export, rebuild the gallery next to the old one, compare, and swap if it passes."""
     params = TrainParams.model_validate(body.model_dump(exclude={"gallery"}))
     return accept(manager.start(body.gallery, params, by))
 
@@ -105,7 +105,7 @@ def train(manager: Manager, body: TrainRequest, by: Principal, accept: Accept) -
 def rebuild(
     manager: Manager, name: GalleryName, body: RebuildParams, by: Principal, accept: Accept
 ) -> Job:
-    """Make the gallery again with another bundle, compare, and swap if it passes."""
+    """Rebuild the gallery with another bundle, compare, and swap if it passes."""
     return accept(manager.start(name, body, by))
 
 
@@ -119,7 +119,7 @@ def swap(
 
 @router.post("/galleries/{name}/compact", **_START, summary="Compact the index")
 def compact(manager: Manager, name: GalleryName, by: Principal, accept: Accept) -> Job:
-    """Make the index anew, without what was removed."""
+    """Rebuild the index without removed items."""
     return accept(manager.start(name, CompactParams(), by))
 
 
@@ -133,15 +133,15 @@ def jobs(
     return Jobs(jobs=[*manager.store.newest(state, limit)])
 
 
-@router.get("/jobs/options", responses=problems(*_STATE), summary="What jobs can be given")
+@router.get("/jobs/options", responses=problems(*_STATE), summary="Options for jobs")
 def options(manager: Manager) -> JobOptions:
-    """The training jobs, data sets, weights and bundles that this service knows, by name."""
+    """The names of the training jobs, data sets, weights and bundles of this service."""
     return manager.options()
 
 
-@router.get("/jobs/{job_id}", **_LOOK, response_model=JobModel, summary="A job")
+@router.get("/jobs/{job_id}", **_LOOK, response_model=JobModel, summary="Describe a job")
 def job(manager: Manager, job_id: JobId) -> Job:
-    """How far a job is, and what it found."""
+    """The progress of a job and its report."""
     return manager.store.get(job_id)
 
 
@@ -149,23 +149,23 @@ def job(manager: Manager, job_id: JobId) -> Job:
 def log(
     manager: Manager, job_id: JobId, offset: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0
 ) -> JobLog:
-    """Up to 64 KiB of what a job has written, from a byte on."""
+    """Up to 64 KiB of the log of a job, from byte `offset` on."""
     return manager.log(job_id, offset)
 
 
 @router.post("/jobs/{job_id}/cancel", **_CHANGE, summary="Cancel a job")
 def cancel(manager: Manager, job_id: JobId, accept: Accept) -> Job:
-    """End a job and all its processes; the gallery stays as it was."""
+    """Cancel a job and stop all its processes; the gallery does not change."""
     return accept(manager.cancel(job_id))
 
 
 @router.post("/jobs/{job_id}/swap", name="swap", **_CHANGE, summary="Swap in a candidate")
 def swap_candidate(manager: Manager, job_id: JobId, by: Principal, accept: Accept) -> Job:
-    """Put the gallery that a job made in place, whatever its gate said."""
+    """Swap in the gallery that a job has built, even if it did not pass its gate."""
     return accept(manager.swap(job_id, by))
 
 
 @router.post("/jobs/{job_id}/resume", **_CHANGE, summary="Resume a job")
 def resume(manager: Manager, job_id: JobId, accept: Accept) -> Job:
-    """Let a rebuild or training that failed or was cancelled go on with what it has."""
+    """Continue a rebuild or training job that failed or was cancelled, from its last step."""
     return accept(manager.resume(job_id))

@@ -1,4 +1,4 @@
-"""What operators ask of the service: is it there, can it answer, and its metrics."""
+"""Routes for operators: liveness, readiness, startup and metrics."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -13,14 +13,14 @@ from kinlens.service.access.binding import of_caller
 from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
 from kinlens.service.observe.metrics import CONTENT_TYPE
-from kinlens.service.problems import KINDS
+from kinlens.service.problems import PROBLEM_TYPES
 
 router = APIRouter()
 
 
-@router.get("/live", responses=problems(), summary="Is the process there")
+@router.get("/live", responses=problems(), summary="Liveness")
 async def live() -> Live:
-    """Answers as long as the process does."""
+    """Returns 200 as long as the process responds."""
     return Live()
 
 
@@ -28,18 +28,18 @@ async def live() -> Live:
     "/ready",
     response_model=Ready,
     responses={
-        **problems(KINDS[GalleryNotFoundError], KINDS[InvalidParameterError]),
+        **problems(PROBLEM_TYPES[GalleryNotFoundError], PROBLEM_TYPES[InvalidParameterError]),
         503: {"model": Ready, "description": "A check failed."},
     },
-    summary="Can it answer searches",
+    summary="Readiness",
 )
 async def ready(
     runtime: Service,
     gallery: Annotated[
-        str | None, Query(description="Whether searches of this gallery are answered.")
+        str | None, Query(description="Restrict the status to this gallery.")
     ] = None,
 ) -> JSONResponse:
-    """Embeds a known image and searches every gallery with it."""
+    """Whether searches work: embeds a test image and searches every gallery with it."""
     readiness = (await runtime.health.check()).seen_by(of_caller())
     is_ready = readiness.ready if gallery is None else readiness.of_gallery(gallery)
     content = Ready(
@@ -64,11 +64,11 @@ async def ready(
 @router.get(
     "/startup",
     response_model=Startup,
-    responses={**problems(), 503: {"model": Startup, "description": "It was not ready yet."}},
-    summary="Has it been ready once",
+    responses={**problems(), 503: {"model": Startup, "description": "Not ready so far."}},
+    summary="Startup",
 )
 async def startup(runtime: Service) -> JSONResponse:
-    """For a probe that waits for slow starts: 200 for ever once it was ready."""
+    """For startup probes: 200 from the first time that the service was ready."""
     if not runtime.health.has_started:
         await runtime.health.check()
     has_started = runtime.health.has_started
@@ -80,5 +80,5 @@ async def startup(runtime: Service) -> JSONResponse:
     "/metrics", response_class=Response, responses=problems(), summary="Metrics for Prometheus"
 )
 async def metrics(runtime: Service) -> Response:
-    """Counters, histograms and gauges in the text format of Prometheus."""
+    """Counters, histograms and gauges in the Prometheus text format."""
     return Response(await runtime.observer.render(), media_type=CONTENT_TYPE)

@@ -1,5 +1,5 @@
-"""A search as it is sent, a form, JSON or a bare image, made into queries; and what its body has in
-common with those of items: fields that cost little to refuse.
+"""Parsing of search requests (a form, JSON or a raw image) into queries, with validators that are
+shared with the requests about items and that refuse bad fields cheaply.
 """
 
 import base64
@@ -79,24 +79,24 @@ class Strict(BaseModel):
 
 
 def base64_content(value: Any) -> bytes:
-    """A validator for base64, also in a data: URL. Nothing is ever loaded from an address."""
-    if isinstance(value, bytes):  # a part of a form; JSON has none
+    """A validator for base64, also in a data: URL. Other URLs are never loaded."""
+    if isinstance(value, bytes):  # from a form; JSON has no bytes
         return value
     if not isinstance(value, str):
-        raise custom_error("data is no text; send the content of an image file as base64.")
+        raise custom_error("data must be a string; send the content of an image file as base64.")
     start = _DATA_URL.match(value[:_HEAD])
     try:
         return base64.b64decode(value if start is None else value[start.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
         raise custom_error(
             f"data = {shown(value)!r} is not base64 ({error}); encode the content of an image file "
-            "with the standard alphabet and padding, without line breaks, alone or after "
-            "data:image/...;base64, Nothing is loaded from addresses."
+            "with the standard alphabet and padding, without line breaks, optionally after "
+            "data:image/...;base64, Other URLs are not loaded."
         ) from error
 
 
 def where_of(value: str | dict[str, Any] | None) -> Filter | None:
-    """A filter in its text form, or as JSON, also written as text. Raises: FilterError."""
+    """Parse a filter: in text form, as a JSON object, or as JSON in a text. Raises: FilterError."""
     if value is None or value == "":
         return None
     if isinstance(value, str):
@@ -113,8 +113,8 @@ def where_of(value: str | dict[str, Any] | None) -> Filter | None:
 
 
 def facets_of(value: Any) -> list[str]:
-    """A validator for the attributes to count: a list, JSON of one, or a text with commas between
-    the names. Raises: InvalidParameterError.
+    """A validator for the attributes to count: a list, a JSON list as text, or names separated by
+    commas. Raises: InvalidParameterError.
     """
     names = value
     if isinstance(value, str):
@@ -122,23 +122,27 @@ def facets_of(value: Any) -> list[str]:
             is_json = value[:1] == "["
             names = parse_json(value.encode()) if is_json else value.split(",") if value else []
         except ValueError as error:
-            raise InvalidParameterError(f"facets is no JSON list: {error}; {_FACETS}.") from error
+            raise InvalidParameterError(
+                f"facets is not a valid JSON list: {error}; {_FACETS}."
+            ) from error
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise InvalidParameterError(f"facets = {shown(value)} names no attributes; {_FACETS}.")
+        raise InvalidParameterError(
+            f"facets = {shown(value)} must be names of attributes; {_FACETS}."
+        )
     if len(names) > MAX_FACETS:
         raise InvalidParameterError(
-            f"facets = {len(names):,} attributes, more than the limit of {MAX_FACETS}; send fewer."
+            f"facets has {len(names):,} attributes; the limit is {MAX_FACETS}. Send fewer."
         )
     return names
 
 
 def custom_error(message: str) -> PydanticCustomError:
-    """A fault that is shown with this message as it is."""
+    """A validation error whose message is shown unchanged."""
     return PydanticCustomError("out_of_range", "{message}", {"message": message})
 
 
 def inlined(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema of a model with the models inside it in place of references to them."""
+    """The JSON schema of a model, with nested models inlined instead of referenced."""
     schema = model.model_json_schema()
     definitions = schema.pop("$defs", {})
 
@@ -163,7 +167,7 @@ _INLINE_IMAGE = 256 * 2**10
 _INLINE_PARTS = 16
 _SHORT_FILTER = 256  # characters
 _LISTS = {"positive": "positives", "negative": "negatives"}
-_LISTED = ("images", *_LISTS.values())  # names that only JSON has
+_LISTED = ("images", *_LISTS.values())  # names that are only valid in JSON
 _VIEWS = "images and crops"
 _MAX_KEYS = 256
 _CORNERS = 4
@@ -171,14 +175,14 @@ _SHOWN = 80
 
 
 def _limits(info: ValidationInfo) -> Settings:
-    assert isinstance(info.context, Settings), "a request is checked with the settings as context"
+    assert isinstance(info.context, Settings), "requests need the settings as validation context"
     return info.context
 
 
 def _number(low: float, high: float | None = None) -> Callable[[Any, ValidationInfo], Any]:
-    """A validator for numbers from `low` to `high`, or None; NaN is none.
+    """A validator for None or numbers from `low` to `high`; NaN is refused.
 
-    Without `high` they are whole, up to the limit for hits.
+    Without `high` the numbers must be whole, up to the limit for hits.
     """
 
     def check(value: Any, info: ValidationInfo) -> float | None:
@@ -205,21 +209,19 @@ def _out_of_range(name: str | None, value: Any, expected: str) -> Exception:
 
 
 def _few(what: str, bound: str) -> Callable[[Any, ValidationInfo], Any]:
-    """A validator of a list that is no longer than the field `bound` of the limits."""
+    """A validator for the length of a list; the limit is the setting `bound`."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         limit = getattr(_limits(info), bound)
         if isinstance(value, list) and len(value) > limit:
-            raise custom_error(
-                f"{len(value):,} {what} are more than the limit of {limit:,}; send fewer."
-            )
+            raise custom_error(f"{len(value):,} {what} exceed the limit of {limit:,}; send fewer.")
         return value
 
     return check
 
 
 def _box(value: Any) -> Box:
-    """A validator for a part of an image: four numbers, or a text with commas between them."""
+    """A validator for a crop: four numbers, or a text with four numbers separated by commas."""
     parts = value.split(",", _CORNERS) if isinstance(value, str) else value
     try:
         if not isinstance(parts, list) or any(isinstance(part, bool) for part in parts):
@@ -235,7 +237,7 @@ def _box(value: Any) -> Box:
 
 
 def _filter(value: Any) -> Any:
-    """A validator for what may be a filter: a text, an object, or None."""
+    """A validator for the type of a filter: a text, an object, or None."""
     if value is None or isinstance(value, str | dict):
         return value
     raise custom_error(
@@ -245,7 +247,7 @@ def _filter(value: Any) -> Any:
 
 
 def _distinct(value: Any) -> Distinct:
-    """A validator for true, false, however they are written, or "near"."""
+    """A validator for "near" or a boolean in any spelling."""
     if value == "near":
         return "near"
     try:
@@ -259,7 +261,7 @@ _DISTINCT_SCHEMA: dict[str, Any] = {"enum": [False, True, "near"]}
 
 
 def _boost(value: Any) -> Boost | None:
-    """A validator of a boost as text."""
+    """A validator for a boost in text form."""
     if value is None or value == "":
         return None
     try:
@@ -269,7 +271,7 @@ def _boost(value: Any) -> Boost | None:
 
 
 def _sort_by(value: Any) -> SortBy | None:
-    """A validator of an order as text."""
+    """A validator for a sort order in text form."""
     if value is None or value == "":
         return None
     if not isinstance(value, str):
@@ -281,16 +283,16 @@ _SORT_SCHEMA: dict[str, Any] = {
     "anyOf": [{"type": "string"}, {"type": "null"}],
     "default": None,
     "examples": ["price", "price:desc"],
-    "description": "NAME, NAME:asc or NAME:desc: the best 200 in the order of an attribute, those "
-    "without it last. Scores stay as they are.",
+    "description": "NAME, NAME:asc or NAME:desc: sort the best 200 by an attribute; items without "
+    "it come last. Scores do not change.",
 }
 _BOOST_SCHEMA: dict[str, Any] = {
     "anyOf": [{"type": "string"}, {"type": "null"}],
     "default": None,
     "examples": ["price:-0.1", "price:-0.1:0:50"],
     "description": "NAME:WEIGHT or NAME:WEIGHT:FROM:TO: rank by score + weight * a numeric "
-    "attribute, which is scaled to 0..1 by its range in the gallery or by FROM and TO; weights "
-    f"from {-MAX_BOOST} to {MAX_BOOST}. Scores stay as they are.",
+    "attribute, scaled to 0..1 by its range in the gallery or by FROM and TO; weights from "
+    f"{-MAX_BOOST} to {MAX_BOOST}. Scores do not change.",
 }
 _CROP_SCHEMA: dict[str, Any] = {
     "type": "array",
@@ -302,15 +304,15 @@ _CROP_SCHEMA: dict[str, Any] = {
 _DATA_SCHEMA: dict[str, Any] = {
     "type": "string",
     "contentEncoding": "base64",
-    "description": "The content of an image file as base64, also as a data: URL. Addresses are "
-    "refused: nothing is loaded from elsewhere.",
+    "description": "The content of an image file as base64, also as a data: URL. Other URLs are "
+    "refused and never loaded.",
 }
 _Natural = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_number(1))]
 _Keys = Annotated[list[str], Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True)]
 
 
 class ImageInput(Strict):
-    """An image, or parts of it: each crop is looked for by itself."""
+    """An image, or crops of it, each of which is a view of the query."""
 
     data: Annotated[bytes, BeforeValidator(base64_content), WithJsonSchema(_DATA_SCHEMA)]
     crops: Annotated[
@@ -321,54 +323,54 @@ class ImageInput(Strict):
 
 
 class SearchFields(Strict):
-    """How to search and what to show; it is checked with the `Settings` as context."""
+    """Options of a search; validated with the `Settings` as context."""
 
-    k: Annotated[_Natural, Field(description="How many hits, or groups, at most.")] = None
+    k: Annotated[_Natural, Field(description="Maximum number of hits, or groups.")] = None
     offset: Annotated[
         Annotated[int, Field(ge=0)] | None,
         BeforeValidator(_number(0)),
-        Field(description="Leave out that many of the best."),
+        Field(description="Number of top hits, or groups, to skip."),
     ] = None
     min_score: Annotated[
         Annotated[float, Field(ge=-1, le=1)] | None,
         BeforeValidator(_number(-1, 1)),
-        Field(description="Leave out hits below this cosine similarity."),
+        Field(description="Omit hits below this cosine similarity."),
     ] = None
     min_probability: Annotated[
         Annotated[float, Field(ge=0, le=1)] | None,
         BeforeValidator(_number(0, 1)),
-        Field(description="Leave out hits that are less likely to be right."),
+        Field(description="Omit hits with a lower probability of being right."),
     ] = None
     filter: Annotated[
         str | dict[str, JsonValue] | None,
         BeforeValidator(_filter),
         Field(
-            description="Which items: as text or as JSON.",
+            description="Only search items that match this filter, as text or JSON.",
             examples=['colour = "red" and price < 20'],
         ),
     ] = None
     group_by: Annotated[
-        str | None, Field(description="An attribute: answer with groups of items that share it.")
+        str | None, Field(description="Return groups of items with equal values of this attribute.")
     ] = None
     group_size: Annotated[
-        _Natural, Field(description="How many items of each group; default 1.")
+        _Natural, Field(description="Maximum number of items in each group; default 1.")
     ] = None
     distinct: Annotated[
         Distinct,
         BeforeValidator(_distinct),
         WithJsonSchema(_DISTINCT_SCHEMA),
         Field(
-            description="true: of items with equal content only the best; near: also of those with "
-            "a cosine of 0.95, or more where different products of the gallery are that alike."
+            description="true: return only the best of items with identical content. near: also of "
+            "near-duplicates, with a cosine of 0.95, or more if different products look alike."
         ),
     ] = False
-    exact: Annotated[bool, Field(description="Compare with every item, whatever the index.")] = (
-        False
-    )
+    exact: Annotated[
+        bool, Field(description="Exact search: compare with every item, without the index.")
+    ] = False
     diversity: Annotated[
         Annotated[float, Field(ge=0, le=1)] | None,
         BeforeValidator(_number(0, 1)),
-        Field(description="Of the first 200, prefer what is unlike those before it; 0: not."),
+        Field(description="Rerank the best 200 to prefer items unlike earlier ones; 0: off."),
     ] = None
     boost: Annotated[Boost | None, BeforeValidator(_boost), WithJsonSchema(_BOOST_SCHEMA)] = None
     sort_by: Annotated[
@@ -381,31 +383,31 @@ class SearchFields(Strict):
         Field(
             default_factory=list,
             max_length=MAX_FACETS,
-            description="Attributes whose values to count over all that fits.",
+            description="Attributes whose values are counted over all matching items.",
             examples=[["colour", "price"]],
         ),
         BeforeValidator(facets_of),
     ]
 
     @model_validator(mode="after")
-    def _is_within_reach(self, info: ValidationInfo) -> Self:
+    def _is_within_limits(self, info: ValidationInfo) -> Self:
         limits = _limits(info)
         k, offset, size = self.k or limits.default_k, self.offset or 0, self.group_size or 1
         if offset + k > limits.max_k:
             raise custom_error(
-                f"offset + k = {offset + k:,} is above the limit of {limits.max_k:,}; ask for "
+                f"offset + k = {offset + k:,} is above the limit of {limits.max_k:,}; request "
                 "fewer, or narrow the search with a filter."
             )
         if k * size > limits.max_k:
             raise custom_error(
-                f"k * group_size = {k * size:,} is above the limit of {limits.max_k:,}; ask for "
-                "fewer groups or fewer items of each."
+                f"k * group_size = {k * size:,} is above the limit of {limits.max_k:,}; request "
+                "fewer groups or fewer items in each."
             )
         return self
 
     @property
     def has_short_filter(self) -> bool:
-        """Whether its filter is parsed in a moment, or there is none."""
+        """Whether there is no filter, or one that is quick to parse."""
         return not self.filter or (
             isinstance(self.filter, str) and len(self.filter) <= _SHORT_FILTER
         )
@@ -414,13 +416,13 @@ class SearchFields(Strict):
     def _is_sorted_or_likely(self) -> Self:
         if self.sort_by is not None and self.min_probability is not None:
             raise custom_error(
-                "min_probability is of the best hits, and sort_by chooses others for a page. Send "
-                "min_score with sort_by, or omit one of them."
+                "min_probability cannot be combined with sort_by. Send min_score with sort_by, or "
+                "omit one of them."
             )
         return self
 
     def query(self, limits: Settings) -> Query:
-        """The same as a query. Raises: FilterError."""
+        """Convert to a query. Raises: FilterError."""
         grouping = None
         if self.group_by:
             grouping = Grouping(self.group_by, self.group_size or 1)
@@ -441,22 +443,22 @@ class SearchFields(Strict):
 
 
 class SearchRequest(SearchFields):
-    """A search: at least one image or one positive."""
+    """A search with at least one image or one positive."""
 
     gallery: Annotated[
         str | None,
-        Field(description="Where to search; default: the first of the settings, else by name."),
+        Field(description="Name of the gallery; default: the first in the settings, else by name."),
     ] = None
     combine: Annotated[
         Combine,
         Field(
             description="mean: one query from the mean of all images, crops and positives, moved "
-            "away from the negatives. best: each image and crop is looked for, and an item or "
-            "group counts with the best of them, which its view tells."
+            "away from the negatives. best: search with each image and crop; an item or group "
+            "counts with the best of them, its view."
         ),
     ] = "mean"
-    positives: Annotated[_Keys, Field(description="Keys of items to look like.")]
-    negatives: Annotated[_Keys, Field(description="Keys of items not to look like.")]
+    positives: Annotated[_Keys, Field(description="Keys of liked items.")]
+    negatives: Annotated[_Keys, Field(description="Keys of disliked items.")]
     images: Annotated[
         list[ImageInput],
         Field(default_factory=list, fail_fast=True),
@@ -468,19 +470,18 @@ class SearchRequest(SearchFields):
         others = (self.positives, self.negatives, self.distinct)
         if self.combine == "best" and any((*others, self.diversity, self.boost, self.sort_by)):
             raise custom_error(
-                "combine = best is for images and crops, each looked for by itself; leave out "
-                "positives, negatives, distinct, diversity, boost and sort_by, or send combine = "
-                "mean."
+                "combine = best searches with each image and crop; omit positives, negatives, "
+                "distinct, diversity, boost and sort_by, or send combine = mean."
             )
         return self
 
     def query(self, limits: Settings) -> Query:
-        """The same as a query. Raises: FilterError, InvalidParameterError."""
+        """Convert to a query. Raises: FilterError, InvalidParameterError."""
         views = sum(max(1, len(image.crops)) for image in self.images)
         _check(_VIEWS, views, limits.max_views)
         if self.combine == "best":
-            reach = (self.offset or 0) + (self.k or limits.default_k)
-            _check("hits", views * reach * (self.group_size or 1), MAX_HITS)
+            depth = (self.offset or 0) + (self.k or limits.default_k)
+            _check("hits", views * depth * (self.group_size or 1), MAX_HITS)
         return replace(
             super().query(limits),
             views=tuple(
@@ -500,7 +501,7 @@ R = TypeVar("R")
 
 
 async def read_search(request: Request, runtime: Runtime) -> Query:
-    """What a search asks for.
+    """Read a search from a request.
 
     Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
     """
@@ -508,7 +509,7 @@ async def read_search(request: Request, runtime: Runtime) -> Query:
     readers = {FORM: _from_form, IMAGE: _from_raw, RAW: _from_raw, JSON: _from_json}
     body, reader = await _body(request, readers)
     short = len(body) + len(request.url.query) <= INLINE_BYTES or (
-        # an image that is quicker to read at once than to hand to a thread
+        # an image that is faster to parse here than to hand to a thread
         media_type_of(request) != JSON
         and len(body) <= _INLINE_IMAGE
         and len(request.url.query) <= INLINE_BYTES
@@ -523,9 +524,9 @@ async def read_search(request: Request, runtime: Runtime) -> Query:
 
 
 async def read_batch(request: Request, runtime: Runtime) -> list[Query | Exception]:
-    """What a batch asks for; a query that cannot be read is an error in its place.
+    """Read a batch of searches; an invalid query is replaced by its error.
 
-    Raises: as `read_search`.
+    Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
     """
     limits = runtime.settings
     body, reader = await _body(request, {JSON: _batch_from_json, FORM: _batch_from_form})
@@ -533,7 +534,10 @@ async def read_batch(request: Request, runtime: Runtime) -> list[Query | Excepti
 
 
 async def read_fields(pairs: Pairs, runtime: Runtime) -> Query:
-    """A query without images from a query string. Raises: RequestValidationError, KinlensError."""
+    """Read a query without images from a query string.
+
+    Raises: RequestValidationError, KinlensError.
+    """
     limits = runtime.settings
     length = sum(len(name) + len(value) for name, value in pairs)
     return await _read_query(
@@ -545,7 +549,7 @@ async def read_fields(pairs: Pairs, runtime: Runtime) -> Query:
 
 
 async def charge(request: Request, queries: Sequence[Query | Exception]) -> None:
-    """Charge the caller for queries; one that could not be read counts as one.
+    """Charge the caller for queries; an invalid query costs one unit.
 
     Raises: RateLimitedError.
     """
@@ -556,12 +560,11 @@ async def charge(request: Request, queries: Sequence[Query | Exception]) -> None
 async def _read_query(
     read: Callable[[], F], query: Callable[[F], T], runtime: Runtime, *, short: bool
 ) -> T:
-    """The query of the fields that `read` reads, which is quick if they are `short`.
+    """Read fields with `read` and convert them with `query`, on the event loop if they are `short`.
 
-    A filter is judged by its own length: 4 KiB of it take 12 ms to parse, 100 times as long as
-    other fields do. One thread parses all long ones, so they never get more than their share of
-    the interpreter. The length is known only now: a body can spell the name of a field in several
-    ways.
+    Filters have their own limit: 4 KiB take 12 ms to parse, 100 times as long as other fields. One
+    thread parses all long filters, so they cannot use more than their share of the GIL. Their
+    length is only known after parsing, since a body can spell a field name in several ways.
     """
     fields = await off_loop(runtime, read, short=short)
     if fields.has_short_filter:
@@ -570,12 +573,13 @@ async def _read_query(
 
 
 async def _body(request: Request, readers: Mapping[str, R]) -> tuple[bytes, R]:
-    """The body of a request, and what reads its kind. Raises: HTTPException (415)."""
+    """The body of a request and the reader for its content type. Raises: HTTPException (415)."""
     body, kind = await request.body(), media_type_of(request)
     reader = readers.get(IMAGE if kind.startswith("image/") else kind)
     if reader is None:
         raise HTTPException(
-            415, f"Content-Type = {kind[:_SHOWN]!r} is not read here; send {', '.join(readers)}."
+            415,
+            f"Content-Type = {kind[:_SHOWN]!r} is not supported here; send {', '.join(readers)}.",
         )
     return body, reader
 
@@ -592,7 +596,7 @@ def _from_raw(request: Request, body: bytes, limits: Settings) -> SearchRequest:
 def _from_json(request: Request, body: bytes, limits: Settings) -> SearchRequest:
     payload, fields = parse_object(body), _fields(request.query_params.multi_items())
     for name in fields.keys() & payload.keys():
-        raise fault(name, f"{name} is given twice; send it once, in the query string or the body.")
+        raise fault(name, f"{name} was sent twice; send it once, in the query string or the body.")
     return _checked({**fields, **payload}, limits)
 
 
@@ -600,9 +604,7 @@ def _batch_from_json(_: Request, body: bytes, limits: Settings) -> list[Query | 
     payload = parse_object(body)
     raw = payload.get("queries")
     if payload.keys() != {"queries"} or not isinstance(raw, list) or not raw:
-        raise fault(
-            "queries", 'queries is missing or no list of searches; send {"queries": [{…}]}.'
-        )
+        raise fault("queries", 'queries must be a list of searches; send {"queries": [{…}]}.')
     _check("queries", len(raw), limits.max_batch_queries)
     queries = [_one_of_batch(value, limits) for value in raw]
     _check_amounts([query for query in queries if isinstance(query, Query)], limits)
@@ -619,7 +621,7 @@ def _one_of_batch(value: Any, limits: Settings) -> Query | Exception:
 def _batch_from_form(request: Request, body: bytes, limits: Settings) -> list[Query | Exception]:
     images, pairs = read_form(request, body)
     if not images:
-        raise _nothing_asked()
+        raise _empty_query()
     _check("queries", len(images), limits.max_batch_queries)
     search = _with_images(pairs, images[:1], limits)
     shared, crops = search.query(limits), search.images[0].crops
@@ -629,7 +631,7 @@ def _batch_from_form(request: Request, body: bytes, limits: Settings) -> list[Qu
 
 
 def read_form(request: Request, body: bytes) -> tuple[list[bytes], list[tuple[str, str]]]:
-    """The images of a form, and its other fields.
+    """The images of a form and its other fields.
 
     Raises: HTTPException (400), RequestValidationError.
     """
@@ -639,16 +641,16 @@ def read_form(request: Request, body: bytes) -> tuple[list[bytes], list[tuple[st
         if part.name == "image" and not part.is_file:
             raise fault(
                 "image",
-                "image is a text; send the content of an image file, with a file name. Nothing is "
-                "loaded from addresses or paths.",
+                "image was sent as a text; send the content of an image file, with a file name. "
+                "URLs and paths are not loaded.",
             )
         if part.name == "image":
             images.append(part.data)
         elif part.is_file:
             raise fault(
                 name,
-                f"{name} was sent as a file; only the field image may be one. Send a file as "
-                "image, and any other field as a text without a file name.",
+                f"{name} was sent as a file; only the field image may be a file. Send any other "
+                "field as a text without a file name.",
             )
         else:
             pairs.append((part.name, part.text))
@@ -662,14 +664,14 @@ def _fields(pairs: Pairs) -> dict[str, Any]:
             fields.setdefault(_LISTS[name], []).append(value)
         elif name in fields or name in _LISTED:
             known = name[:_SHOWN]
-            raise fault(known, f"{known} is given twice, or in the wrong place; send it once.")
+            raise fault(known, f"{known} was sent twice, or is only valid in JSON; send it once.")
         else:
             fields[name] = value
     return fields
 
 
 def _with_images(pairs: Pairs, images: Sequence[bytes], limits: Settings) -> SearchRequest:
-    """The search for the crops among `pairs` of each image; faults have the names of a form."""
+    """The search with the crops in `pairs` for each image; errors use the names of form fields."""
     crops = [value for name, value in pairs if name == "crop"]
     fields = _fields([pair for pair in pairs if pair[0] != "crop"])
     sent = [{"data": data, "crops": crops} for data in images]
@@ -686,19 +688,19 @@ def _with_images(pairs: Pairs, images: Sequence[bytes], limits: Settings) -> Sea
 def _checked(value: Any, limits: Settings) -> SearchRequest:
     search = checked(SearchRequest, value, limits)
     if not search.images and not search.positives:
-        raise _nothing_asked()
+        raise _empty_query()
     return search
 
 
-def _nothing_asked() -> RequestValidationError:
+def _empty_query() -> RequestValidationError:
     return fault(
         "image",
-        "image is missing, and so are positives; send at least one image, or the key of an item.",
+        "image and positives are missing; send at least one image, or the key of an item.",
     )
 
 
 def _check_amounts(queries: Sequence[Query], limits: Settings) -> None:
-    """What queries of one request ask for in all. Raises: InvalidParameterError."""
+    """Check the totals over all queries of a request. Raises: InvalidParameterError."""
     _check("queries", len(queries), limits.max_batch_queries)
     _check(_VIEWS, sum(len(query.views) for query in queries), limits.max_views)
     hits = sum(query.k * (query.grouping.size if query.grouping else 1) for query in queries)
@@ -708,6 +710,6 @@ def _check_amounts(queries: Sequence[Query], limits: Settings) -> None:
 def _check(what: str, count: int, limit: int) -> None:
     if count > limit:
         raise InvalidParameterError(
-            f"The request asks for {count:,} {what} in all; the limit is {limit:,}. Ask for less, "
-            "or send several requests."
+            f"The request has {count:,} {what} in total; the limit is {limit:,}. Send less, or "
+            "split it into several requests."
         )

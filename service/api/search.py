@@ -1,6 +1,7 @@
-"""Searches over HTTP: the routes, and what the OpenAPI document says of what they read themselves.
+"""Searches over HTTP: the routes and their OpenAPI documentation.
 
-Forms, JSON and bare images are read by `kinlens.service.api.requests`, not by FastAPI.
+`kinlens.service.api.requests` parses the forms, JSON and raw images, not FastAPI, so the
+documentation of the bodies is written here.
 """
 
 from collections.abc import Callable, Coroutine, Sequence
@@ -30,16 +31,16 @@ from kinlens.service.api.requests import (
 from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.http.bodies import JSON, while_connected
 from kinlens.service.http.openapi import problems
-from kinlens.service.problems import KINDS, described, request_id_of
+from kinlens.service.problems import PROBLEM_TYPES, described, request_id_of
 from kinlens.service.runtime import Runtime
 from kinlens.service.search.explanation import explain
 from kinlens.service.search.query import Answer, Query
 from kinlens.service.settings import Settings
 
 _HEADERS = {"Cache-Control": "no-store"}
-SIMILAR = (*FAILURES, KINDS[errors.ItemNotFoundError], KINDS[errors.FilterError])
-_SEARCH = (*SIMILAR, *BODY_FAILURES, *IMAGE_FAILURES, KINDS[errors.SearchError])
-EXPLAIN = (*_SEARCH, KINDS[errors.GalleryConflictError])
+SIMILAR = (*FAILURES, PROBLEM_TYPES[errors.ItemNotFoundError], PROBLEM_TYPES[errors.FilterError])
+_SEARCH = (*SIMILAR, *BODY_FAILURES, *IMAGE_FAILURES, PROBLEM_TYPES[errors.SearchError])
+EXPLAIN = (*_SEARCH, PROBLEM_TYPES[errors.GalleryConflictError])
 _PNG = (  # red and blue, 8 x 8 px
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGklEQVR42mM8ISfHAANhDKvgbCYGHGBw"
     "SgAAioUCFJLJ2DgAAAAASUVORK5CYII="
@@ -67,19 +68,19 @@ _BATCHES = {
 }
 _FILE = {"type": "string", "format": "binary"}
 _FACETS = {"type": "string", "examples": ["colour,price"]}
-_CROP_TEXT = "left,top,width,height as fractions of the upright image; for each image."
+_CROP_TEXT = "left,top,width,height as fractions of the upright image; applies to each image."
 _CROP = {"type": "string", "examples": ["0.1,0.2,0.5,0.5"]}
 
 
 class _RequestRoute(APIRoute):
-    """A route whose function takes the request and nothing else; FastAPI works nothing out."""
+    """A route whose function only takes the request, without FastAPI's parameter handling."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         return cast("Callable[[Request], Coroutine[Any, Any, Response]]", self.endpoint)
 
 
 def build_router(runtime: Runtime) -> APIRouter:
-    """The routes of searches; the settings of this service are their limits."""
+    """Build the routes of searches, with the limits of the settings."""
     router, limits = APIRouter(route_class=_RequestRoute), runtime.settings
     feedback = runtime.feedback
 
@@ -87,17 +88,18 @@ def build_router(runtime: Runtime) -> APIRouter:
         "/search",
         response_model=SearchAnswer,
         responses={
-            200: {"description": "What was found."},
+            200: {"description": "The hits or groups."},
             **problems(*_SEARCH),
         },
         openapi_extra=search_docs(limits),
         summary="Search with images or items",
     )
     async def search(request: Request) -> Response:
-        """The items of a gallery that look most like what is sent, best first.
+        """The items of a gallery that are visually most similar to the query, best first.
 
-        As a form, as JSON, or as the bare bytes of an image with the other fields in the query
-        string. Several images, crops and items make one query; POST /search/batch takes several.
+        Send a form, JSON, or the raw bytes of an image with the other fields in the query string.
+        Several images, crops and items are combined into one query; for several queries use POST
+        /search/batch.
         """
         query = await read_search(request, runtime)
         await charge(request, [query])
@@ -108,18 +110,21 @@ def build_router(runtime: Runtime) -> APIRouter:
         "/search/batch",
         response_model=BatchAnswer,
         responses={
-            200: {"description": "An outcome for each query, in their order."},
+            200: {"description": "An outcome for each query, in order."},
             **problems(
-                *BODY_FAILURES, KINDS[errors.InvalidParameterError], KINDS[errors.OverloadedError]
+                *BODY_FAILURES,
+                PROBLEM_TYPES[errors.InvalidParameterError],
+                PROBLEM_TYPES[errors.OverloadedError],
             ),
         },
         openapi_extra=_batch_docs(limits),
         summary="Several searches at once",
     )
     async def search_batch(request: Request) -> Response:
-        """Each query is answered by itself: one that fails has a problem in its place.
+        """Several independent searches; a query that fails has a problem in place of an answer.
 
-        As JSON a list of searches; as a form each image is a query, and all share the other fields.
+        Send JSON with a list of searches, or a form in which each image is a query and all queries
+        share the other fields.
         """
         queries = await read_batch(request, runtime)
         await charge(request, queries)
@@ -132,7 +137,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         "/galleries/{name}/items/{item_id}/similar",
         response_model=SearchAnswer,
         responses={
-            200: {"description": "What is similar, without the item itself."},
+            200: {"description": "Similar items, without the item itself."},
             **problems(*SIMILAR),
         },
         openapi_extra={"parameters": search_parameters(SearchFields, limits)},
@@ -141,23 +146,23 @@ def build_router(runtime: Runtime) -> APIRouter:
     async def similar(
         request: Request, name: str, item_id: ItemId, version: Version = None
     ) -> Response:
-        """The items that look most like this one, without it, best first."""
+        """The items that are visually most similar to this one, without it, best first."""
         return await similar_to(runtime, request, name, item_id, version)
 
     @router.post(
         "/galleries/{name}/items/{item_id}/explain",
         response_model=ExplainAnswer,
         responses={
-            200: {"description": "The share of the score that each region has."},
+            200: {"description": "The share of each region in the score."},
             **problems(*EXPLAIN),
         },
         openapi_extra=search_docs(limits),
         summary="Where a hit matches",
     )
     async def explain_hit(request: Request, name: str, item_id: ItemId) -> Response:
-        """The regions of query and hit that make their score; the request is that of the search.
+        """Which regions of query and hit contribute to the score; send the request of the search.
 
-        The gallery is that of the address, and what chooses among hits changes nothing. It needs a
+        The gallery is that of the URL; `k`, `filter` and similar fields are ignored. It needs a
         bundle that was exported with a map (`has_map` of the gallery).
         """
         return await explanation_of(runtime, request, name, item_id)
@@ -168,7 +173,7 @@ def build_router(runtime: Runtime) -> APIRouter:
 async def similar_to(
     runtime: Runtime, request: Request, name: str, item_id: int, version: str | None
 ) -> Response:
-    """The answer with the items that look most like this one; the rest is in the query string."""
+    """The response of a search with an item; the options are in the query string."""
     pairs = [pair for pair in request.query_params.multi_items() if pair[0] != "version"]
     query = await read_fields(pairs, runtime)
     await charge(request, [query])
@@ -183,11 +188,11 @@ async def similar_to(
 async def explanation_of(
     runtime: Runtime, request: Request, name: str, item_id: int, generation: str | None = None
 ) -> Response:
-    """The answer with the regions of query and item that make their score."""
+    """The response with the regions of query and item that contribute to their score."""
     query = await read_search(request, runtime)
     if query.best_view:
         raise errors.InvalidParameterError(
-            "combine = best is not for an explanation; send the image or crop that found the hit."
+            "combine = best is not supported here; send only the image or crop that found the hit."
         )
     await charge(request, [query])
     answer = await while_connected(request, _explained(runtime, name, item_id, query, generation))
@@ -204,9 +209,9 @@ async def _explained(
             item = served.gallery.item(item_id)
             return item.key, original(served, item)
 
-        key, picture = await runtime.read("the picture", read, served=served)
+        key, image = await runtime.read("the image", read, served=served)
         limit_s = runtime.settings.request_timeout_ms / 1e3
-        found = await explain(runtime.search_threads, served, query, picture, limit_s)
+        found = await explain(runtime.search_threads, served, query, image, limit_s)
         return ExplainAnswer(
             bundle_id=served.model.bundle_id,
             gallery=served.name,
@@ -224,7 +229,7 @@ async def _explained(
 
 
 async def _with_key(runtime: Runtime, query: Query) -> tuple[Query, str]:
-    """A query about an item in the generation that is served now, and the key of that item."""
+    """The query with the current generation, and the key of its item."""
     number = query.like
     assert number is not None
     async with runtime.registry.find(query.gallery) as served:
@@ -254,7 +259,7 @@ def _outcome(answer: Answer | Exception, request: Request, feedback: FeedbackSto
 
 
 def _json(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> bytes:
-    """The answer as JSON; its results are JSON already, and are not read again."""
+    """The answer as JSON; the results are encoded already and are not parsed again."""
     head = to_json(
         {
             "bundle_id": answer.bundle_id,
@@ -272,17 +277,17 @@ def _json(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> byt
 
 
 def _answer_id(answer: Answer, feedback: FeedbackStore, like: str) -> str | None:
-    """What feedback on this answer names; None if it is about no single whole picture or item.
+    """The id for feedback on this answer; None unless the query is one whole image or an item.
 
-    Of several items that were searched with without a picture, the first.
+    For several liked items without an image, it is about the first item.
     """
-    views, picture = answer.query.views, ""
+    views, image = answer.query.views, ""
     if len(views) == 1 and views[0].box is None:
-        picture = views[0].digest
+        image = views[0].digest
     item = "" if views else like or next(iter(answer.query.positives), "")
-    if not picture and not item:
+    if not image and not item:
         return None
-    question = Question(answer.gallery, answer.gallery_version, picture, item)
+    question = Question(answer.gallery, answer.gallery_version, image, item)
     return feedback.sign(question)
 
 
@@ -313,7 +318,7 @@ def _batch_docs(limits: Settings) -> dict[str, Any]:
     }
     schema = {
         "title": "BatchRequest",
-        "description": "Several searches; each is checked and answered by itself.",
+        "description": "Several searches, validated and answered independently.",
         "type": "object",
         "properties": {"queries": queries},
         "required": ["queries"],
@@ -325,7 +330,7 @@ def _batch_docs(limits: Settings) -> dict[str, Any]:
 
 
 def _schema(model: type[SearchFields], limits: Settings) -> dict[str, Any]:
-    """The JSON schema of a request with the limits of this service."""
+    """The JSON schema of a request, with the limits of this service."""
     schema = inlined(model)
     fields = schema["properties"]
     for name in ("k", "offset", "group_size"):
@@ -338,14 +343,14 @@ def _schema(model: type[SearchFields], limits: Settings) -> dict[str, Any]:
 
 
 def _text_fields(model: type[SearchFields], limits: Settings) -> dict[str, Any]:
-    """The schema of each field as it is written in a form or a query string: never null."""
+    """The schema of each field in a form or a query string, where values are never null."""
     fields = _schema(model, limits)["properties"]
     texts = {}
     for name, schema in fields.items():
-        choice = schema.pop("anyOf", [{}])[0]  # a text, if it may be one; null comes last
+        choice = schema.pop("anyOf", [{}])[0]  # the first type is text if allowed; null is last
         default = schema.pop("default", None)
         known = {} if default is None else {"default": default}
-        texts[name.removesuffix("s")] = {**choice, **schema, **known}  # one of positives at a time
+        texts[name.removesuffix("s")] = {**choice, **schema, **known}  # positives -> positive
     texts["facets"] = {**_FACETS, "description": texts.pop("facet")["description"]}
     if texts.pop("image", None):
         crops = {"type": "array", "items": _CROP, "maxItems": limits.max_crops}
@@ -358,7 +363,7 @@ def _form(limits: Settings, max_images: int) -> dict[str, Any]:
         "type": "array",
         "items": _FILE,
         "maxItems": max_images,
-        "description": "JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF or HEIC; each a part of its own.",
+        "description": "JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF or HEIC; one part per image.",
     }
     return {
         "type": "object",
@@ -368,7 +373,7 @@ def _form(limits: Settings, max_images: int) -> dict[str, Any]:
 
 
 def search_parameters(model: type[SearchFields], limits: Settings) -> list[dict[str, Any]]:
-    """The same fields as a query string."""
+    """The OpenAPI parameters for the fields of `model` in a query string."""
     return [
         {
             "name": name,

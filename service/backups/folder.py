@@ -1,14 +1,14 @@
-"""Backups of a whole service: its galleries with their pictures, bundles, keys, feedback and jobs.
+"""Backups of a whole service: its galleries with their images, bundles, keys, feedback and jobs.
 
     BACKUP/                     mode 0700
-      backup.json               Backup: what it holds, and what it does not
+      backup.json               Backup: what is and what is not contained
       SHA256SUMS                of every other file; `sha256sum -c SHA256SUMS` checks them
       galleries/<name>/         as `kinlens-index backup` writes it, and pictures/<ab>/<sha256>
       bundles/<bundle_id>/
       state/                    keys.json, feedback.sqlite, service.sqlite, feedback/, jobs/ ...
 
-Each gallery and each database is one state of its own, taken while it is in use. A backup is
-written aside and appears by one rename.
+Each gallery and each database is a consistent snapshot, taken while it is in use. A backup is
+written to a temporary folder and renamed at the end.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ from kinlens.service.galleries.locations import (
     known_bundles,
     managed_folder,
 )
-from kinlens.service.galleries.pictures import PictureFolder
+from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.jobs.store import JobFolders, JobStore
 from kinlens.service.settings import REPLICAS, Settings
 
@@ -67,17 +67,17 @@ _STEP = "service backup"
 _PART = ".kinlens-backup-"
 _JOBS = "service.sqlite"
 _KEYS = "keys.json"
-_FOLDERS = ("feedback", "jobs")  # of the state folder, copied whole
-_APART = ("galleries", "bundles")  # copied in their own way
-_OF_SQLITE = ("-wal", "-shm", "-journal")
-_OF_A_PROCESS = ("lock", "group.txt")  # of a job
+_FOLDERS = ("feedback", "jobs")  # in the state folder, copied whole
+_COPIED_SEPARATELY = ("galleries", "bundles")
+_SQLITE_SUFFIXES = ("-wal", "-shm", "-journal")
+_PROCESS_FILES = ("lock", "group.txt")  # of a job, valid only while its process runs
 _RESERVE_BYTES = 16 << 20
 _CURE = "Use another backup."
-_UNDER_WAY = "The job was under way when the backup was made that was restored. Start it again."
+_INTERRUPTED = "The job was running when the restored backup was made. Start it again."
 
 
 class SavedGallery(BaseModel, frozen=True):
-    """One gallery: `seq` is the state of its generation `generation` at `path` that was copied."""
+    """One gallery of a backup, copied from `path`: `seq` is its state within `generation`."""
 
     name: str
     path: str
@@ -90,15 +90,15 @@ class SavedGallery(BaseModel, frozen=True):
 
 
 class SavedBundle(BaseModel, frozen=True):
-    """One bundle; the `primary` one is that of the settings."""
+    """One bundle of a backup; `primary` if the settings named it."""
 
     bundle_id: str
     primary: bool
 
 
 class Backup(BaseModel, frozen=True):
-    """What a backup holds. `not_contained` says how to save the rest; `damaged` names pictures that
-    were damaged already.
+    """The contents of a backup. `not_contained` lists other data and how to save it; `damaged`
+    lists images that were already damaged.
     """
 
     schema_version: Literal[1] = 1
@@ -111,29 +111,29 @@ class Backup(BaseModel, frozen=True):
 
 
 def expected_bytes(settings: Settings) -> int:
-    """About how many bytes a backup takes. Raises: KinlensError, OSError."""
+    """The approximate size of a backup in bytes. Raises: KinlensError, OSError."""
     size = 0
-    for place in _in_folders(settings):
-        if place.path is not None:
-            size += copy_bytes(place.path)
-            size += _size(PictureFolder(place.path).files())
+    for location in _in_folders(settings):
+        if location.path is not None:
+            size += copy_bytes(location.path)
+            size += _size(UploadFolder(location.path).files())
     for folder, _ in _bundles(settings).values():
         size += _size(_files(folder))
     return size + (_size(_state_files(settings.state)) if settings.state is not None else 0)
 
 
 def back_up(settings: Settings, out: Path, on_progress: Progress) -> Backup:
-    """Copy all that the service keeps in folders to the new folder `out`, while it is in use.
+    """Copy all data that the service stores in folders to the new folder `out`, while it runs.
 
-    Everything that was acknowledged before the call is in it. Until it is complete there is no
-    `out`.
+    The backup contains every change that was acknowledged before the call. `out` is created only
+    when the backup is complete.
 
-    Raises: StateError if `out` is there already or the disk is full; KinlensError; OSError.
+    Raises: StateError if `out` exists or the disk is full; KinlensError; OSError.
     """
     if out.exists():
-        raise StateError(f"out = {out} is there already. Choose a new folder for the backup.")
+        raise StateError(f"out = {out} already exists. Choose a new folder for the backup.")
     make_folder(out.absolute().parent, _STEP)
-    _refuse_full(out.absolute().parent, expected_bytes(settings), "the backup")
+    _refuse_full(out.absolute().parent, expected_bytes(settings), "the files of the backup")
     with staged(out.absolute().parent, _PART) as stage:
         stage.chmod(0o700)
         galleries = tuple(_save_galleries(settings, stage, on_progress))
@@ -164,25 +164,25 @@ def back_up(settings: Settings, out: Path, on_progress: Progress) -> Backup:
 def check(backup: Path, on_progress: Progress) -> Backup:
     """Read the whole backup: every hash, gallery, bundle, key and database.
 
-    Raises: StateError naming what is missing, damaged or not of the backup; KinlensError.
+    Raises: StateError naming a file that is missing, damaged or unknown; KinlensError.
     """
     sums = _sums(backup)
-    found = {path for path in _listed(backup) if not path.endswith(_OF_SQLITE)}
+    found = {path for path in _listed(backup) if not path.endswith(_SQLITE_SUFFIXES)}
     for path in sorted({*sums, *found} - {SUMS}):
         file = backup / path
         if path not in sums:
-            raise StateError(f"{file} is not in {SUMS}, so that it is not of this backup. {_CURE}")
+            raise StateError(f"{file} is not in {SUMS}, so it does not belong here. {_CURE}")
         if path not in found:
             raise StateError(f"{file} is missing. {_CURE}")
         if _digest(file) != sums[path]:
-            raise StateError(f"{file} is damaged: its sha256 is not the one in {SUMS}. {_CURE}")
+            raise StateError(f"{file} is damaged: its sha256 differs from {SUMS}. {_CURE}")
         on_progress(file.stat().st_size)
     try:
         report = Backup.model_validate_json((backup / REPORT).read_bytes())
     except (OSError, ValidationError) as error:
         raise StateError(
-            f"{backup / REPORT} cannot be read, or is of a newer Kinlens. Restore with the version "
-            "that made the backup, or use another backup."
+            f"{backup / REPORT} cannot be read, or was made by a newer Kinlens. Restore it with "
+            "the version that made the backup, or use another backup."
         ) from error
     for gallery in report.galleries:
         check_backup(_gallery_in(backup, gallery.name))
@@ -204,13 +204,14 @@ def restore(
     replace: bool,
     on_progress: Progress,
 ) -> Backup:
-    """Put a backup back: managed galleries and all else into `state`, the others into `galleries`.
+    """Restore a backup: galleries outside the state folder to the paths in `galleries`, all else to
+    `state`.
 
-    Nothing is changed unless the whole backup can be read. Each part is then replaced by one step:
-    after a kill it is the old or the new one, and the same call with `replace` ends the work.
+    Nothing is changed unless the whole backup can be read. Then each part is replaced atomically.
+    If the process is killed, repeat the call with `replace` to finish the restore.
 
-    Raises: StateError if there is something already and not `replace`, if a service runs on
-        `state`, or the disk is full; KinlensError; OSError.
+    Raises: StateError if a target exists and `replace` is false, if a service runs on `state`, or
+        if the disk is full; KinlensError; OSError.
     """
     report = check(backup, on_progress)
     targets = _targets(report, state, galleries)
@@ -231,40 +232,41 @@ def restore(
 
 
 def _in_folders(settings: Settings) -> list[GalleryLocation]:
-    found = [place for place in Locations(settings).list_galleries() if place.follows is None]
-    for place in found:
-        if place.path is not None and not place.exists:
+    """The galleries in folders, without copies of followed galleries. Raises: GalleryError."""
+    found = [one for one in Locations(settings).list_galleries() if one.follows is None]
+    for location in found:
+        if location.path is not None and not location.exists:
             raise GalleryError(
-                f"No gallery at {place.path}, which the settings name {place.name!r}. Correct "
-                "--gallery, or take it out."
+                f"No gallery at {location.path}, which the settings name {location.name!r}. "
+                "Correct or remove this --gallery."
             )
-    return [place for place in found if place.path is not None]
+    return [location for location in found if location.path is not None]
 
 
 def _save_galleries(
     settings: Settings, stage: Path, on_progress: Progress
 ) -> Iterator[SavedGallery]:
-    for place in _in_folders(settings):
-        assert place.path is not None
-        target, pictures = _gallery_in(stage, place.name), PictureFolder(place.path)
-        with contextlib.ExitStack() as held:
+    for location in _in_folders(settings):
+        assert location.path is not None
+        target, uploads = _gallery_in(stage, location.name), UploadFolder(location.path)
+        with contextlib.ExitStack() as stack:
             with contextlib.suppress(GalleryWriteError):  # read-only, so nothing is removed there
-                held.enter_context(pictures.staying())
+                stack.enter_context(uploads.removal_paused())
             try:
-                saved = backup_gallery(place.path, target, on_progress)
+                saved = backup_gallery(location.path, target, on_progress)
             except KinlensError:
-                if place.managed and current_generation(place.path) is None:
-                    continue  # deleted meanwhile
+                if location.managed and current_generation(location.path) is None:
+                    continue  # it has just been deleted
                 raise
-            # After the catalogue: what an item shows was written before the item was.
+            # After the catalogue: the image of each item was written before the item.
             count = 0
-            for file in pictures.files():
-                _copy(file, target / file.relative_to(place.path), on_progress)
+            for file in uploads.files():
+                _copy(file, target / file.relative_to(location.path), on_progress)
                 count += 1
         yield SavedGallery(
-            name=place.name,
-            path=str(place.path),
-            managed=place.managed,
+            name=location.name,
+            path=str(location.path),
+            managed=location.managed,
             generation=saved.source_generation,
             seq=saved.seq,
             items=saved.items,
@@ -275,7 +277,7 @@ def _save_galleries(
 
 def _save_state(state: Path, target: Path, on_progress: Progress) -> None:
     target.mkdir()
-    # Databases first: a picture of feedback is written before its row.
+    # Databases first: the image of a feedback is written before its row.
     files = sorted(_state_files(state), key=lambda file: file.parent != state)
     for file in files:
         copy = target / file.relative_to(state)
@@ -284,47 +286,49 @@ def _save_state(state: Path, target: Path, on_progress: Progress) -> None:
             _copy_database(file, copy)
             on_progress(copy.stat().st_size)
         else:
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # it has just been removed
                 _copy(file, copy, on_progress)
     if (target / _JOBS).is_file():
-        JobStore(target / _JOBS).fail_active(_UNDER_WAY)
+        JobStore(target / _JOBS).fail_active(_INTERRUPTED)
         with _database(target / _JOBS) as connection:
             connection.execute("PRAGMA journal_mode = DELETE")
 
 
 def _state_files(state: Path) -> Iterator[Path]:
-    """What is copied of the state folder, besides galleries and bundles."""
+    """The files of the state folder to copy, without galleries and bundles."""
     for entry in sorted(state.iterdir()) if state.is_dir() else []:
-        if entry.name.startswith(".") or entry.name.endswith(_OF_SQLITE):
+        if entry.name.startswith(".") or entry.name.endswith(_SQLITE_SUFFIXES):
             continue
         if entry.is_file():
             yield entry
         elif entry.name in _FOLDERS:
-            yield from (file for file in _files(entry) if file.name not in _OF_A_PROCESS)
+            yield from (file for file in _files(entry) if file.name not in _PROCESS_FILES)
 
 
 def _not_contained(settings: Settings) -> Iterator[str]:
-    for place in Locations(settings).list_galleries():
-        if place.follows is not None:
-            yield f"gallery {place.name}, a copy of {place.follows}: back up what publishes it"
-        elif place.path is None:
+    for location in Locations(settings).list_galleries():
+        name, address = location.name, location.address
+        if location.follows is not None:
+            yield f"gallery {name}, a copy of {location.follows}: back up the original"
+        elif location.path is None:
             yield (
-                f"gallery {place.name} at {place.address}: kinlens-index export {place.address} "
-                f"--out {place.name}.parquet, or the backup tools of Milvus"
+                f"gallery {name} at {address}: kinlens-index export {address} "
+                f"--out {name}.parquet, or the backup tools of Milvus"
             )
-        elif root := current_manifest(place.path).source_root:
-            yield f"the images of gallery {place.name} in {root}: copy that folder"
+        elif root := current_manifest(location.path).source_root:
+            yield f"the images of gallery {name} in {root}: copy that folder"
     for text in settings.pictures:
-        yield f"shared pictures {text}: use the tools of that store"
+        yield f"shared images {text}: use the tools of that store"
     if settings.state is not None and settings.state.is_dir():
         for entry in sorted(settings.state.iterdir()):
-            is_left = entry.is_dir() and entry.name not in (*_FOLDERS, *_APART, REPLICAS)
-            if is_left and not entry.name.startswith(".") and any(entry.iterdir()):
-                yield f"{entry}: work of jobs, which can be made again"
+            is_copied = entry.name in (*_FOLDERS, *_COPIED_SEPARATELY, REPLICAS)
+            is_other = entry.is_dir() and not is_copied
+            if is_other and not entry.name.startswith(".") and any(entry.iterdir()):
+                yield f"{entry}: files of jobs, which can be recreated"
 
 
 def _bundles(settings: Settings) -> dict[str, tuple[Path, bool]]:
-    """Folder of each bundle by its id, and whether it is that of the settings."""
+    """The folder of each bundle by its id, and whether the settings name it."""
     primary = None if settings.bundle is None else Bundles(settings).primary()
     known = known_bundles(settings.state, settings.bundle)
     return {bundle_id: (folder, bundle_id == primary) for bundle_id, (folder, _) in known.items()}
@@ -341,21 +345,21 @@ def _targets(report: Backup, state: Path, galleries: Mapping[str, Path]) -> dict
     for name, gallery in known.items():
         if name not in galleries and not gallery.managed:
             raise StateError(
-                f"Gallery {name!r} was in {gallery.path}, outside the state folder. Say where to "
-                f"put it: --gallery {name}={gallery.path}."
+                f"Gallery {name!r} was in {gallery.path}, outside the state folder. Choose where "
+                f"to restore it: --gallery {name}={gallery.path}."
             )
         found[name] = galleries.get(name, managed_folder(state) / name)
     return found
 
 
 def _refuse_existing(backup: Path, state: Path, targets: Mapping[str, Path]) -> None:
-    there = [str(path) for path in targets.values() if current_generation(path) is not None]
+    existing = [str(path) for path in targets.values() if current_generation(path) is not None]
     files = (backup / "state").glob("*")
-    there += [str(state / file.name) for file in files if (state / file.name).is_file()]
-    if there:
+    existing += [str(state / file.name) for file in files if (state / file.name).is_file()]
+    if existing:
         raise StateError(
-            f"{there[0]} is there already. Choose an empty folder with --state, or give up what is "
-            "there with --replace; so you do as well to end a restore that was interrupted."
+            f"{existing[0]} already exists. Choose an empty folder with --state, or overwrite the "
+            "existing files with --replace, also to finish an interrupted restore."
         )
 
 
@@ -364,16 +368,20 @@ def _refuse_foreign(bundle: Path | None) -> None:
         return
     if not bundle.is_dir() or any(bundle.iterdir()):
         raise StateError(
-            f"bundle = {bundle} is there and is no model bundle. Choose a new folder with --bundle."
+            f"bundle = {bundle} exists and is not a model bundle. Choose a new folder with "
+            "--bundle."
         )
 
 
 @contextlib.contextmanager
 def _stopped(state: Path) -> Iterator[None]:
-    """No service begins to tidy in `state` until the block ends. Raises: StateError."""
+    """Hold the sweep lock of `state`, so no service sweeps there during the block.
+
+    Raises: StateError if a service or a job runs on `state`.
+    """
     lock = state / ".sweep.lock"
-    with contextlib.ExitStack() as held:
-        if not held.enter_context(exclusive(lock, wait=False)):
+    with contextlib.ExitStack() as stack:
+        if not stack.enter_context(exclusive(lock, wait=False)):
             raise StateError(
                 f"A service (process {holder(lock)}) runs on {state}. Stop it, restore, and start "
                 "it again."
@@ -411,18 +419,20 @@ def _put_bundle(
 
 def _put_gallery(source: Path, target: Path, replace: bool, on_progress: Progress) -> None:
     make_folder(target.absolute(), _STEP)
-    pictures = PictureFolder(target)
-    # Before the catalogue that shows them, and no sweep takes them until it is there.
-    with pictures.staying():
-        for file in PictureFolder(source).files():
-            pictures.write(file.name, file.read_bytes())
+    uploads = UploadFolder(target)
+    # Images before the catalogue that refers to them. No sweep may remove them in between.
+    with uploads.removal_paused():
+        for file in UploadFolder(source).files():
+            uploads.write(file.name, file.read_bytes())
             on_progress(file.stat().st_size)
         restore_gallery(source, target, replace=replace, on_progress=on_progress)
 
 
 def _put_state(source: Path, state: Path, on_progress: Progress) -> None:
-    """Pictures and logs, then the databases that name them; keys last, for they open the rest."""
-    files = [file for file in _files(source) if not file.name.endswith(_OF_SQLITE)]
+    """Restore images and logs, then the databases that refer to them; keys last, since they give
+    access to the rest.
+    """
+    files = [file for file in _files(source) if not file.name.endswith(_SQLITE_SUFFIXES)]
     for file in sorted(files, key=lambda file: (file.parent == source, file.name == _KEYS)):
         target = state / file.relative_to(source)
         make_folder(target.absolute().parent, _STEP)
@@ -436,7 +446,7 @@ def _put_state(source: Path, state: Path, on_progress: Progress) -> None:
 
 
 def _copy_database(source: Path, target: Path) -> None:
-    """In one transaction of `target`, so that its users see the old or the new content."""
+    """Copy a database in one transaction of `target`: readers see the old or the new content."""
     with _database(source) as read, _database(target, "rwc") as write:
         read.backup(write)
 
@@ -459,7 +469,7 @@ def _database(file: Path, mode: str = "rw") -> Iterator[sqlite3.Connection]:
     except sqlite3.Error as error:
         raise StateError(
             f"{file} cannot be copied: {error}. Check the disk and the permissions; if the file "
-            "is damaged, move it away and take it from a backup."
+            "is damaged, remove it and restore it from a backup."
         ) from error
 
 
@@ -468,19 +478,19 @@ def _refuse_full(folder: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise StateError(
-            f"{what.capitalize()} need {needed / 1e6:,.0f} MB, and the disk of {folder} has "
-            f"{free / 1e6:,.0f} MB free. Make room there, or choose a folder on another disk."
+            f"{what.capitalize()} need {needed / 1e6:,.0f} MB, but the disk of {folder} has "
+            f"{free / 1e6:,.0f} MB free. Free some space, or choose a folder on another disk."
         )
 
 
 def _sums(backup: Path) -> dict[str, str]:
-    """The sha256 of each file by its path. Raises: StateError."""
+    """The sha256 of each file in SHA256SUMS, by its path. Raises: StateError."""
     file = backup / SUMS
     try:
         *lines, end = file.read_bytes().decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise StateError(
-            f"No backup at {backup}: {SUMS} cannot be read ({type(error).__name__}). Give the "
+            f"No backup at {backup}: {SUMS} cannot be read ({type(error).__name__}). Pass the "
             "folder that `kinlens-serve backup --out` wrote."
         ) from error
     found = {}

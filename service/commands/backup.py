@@ -1,4 +1,4 @@
-"""`kinlens-serve backup` and `restore`: all that a service keeps, as one folder; and back."""
+"""`kinlens-serve backup` and `restore`: copy all data of a service to one folder, and back."""
 
 import contextlib
 from collections.abc import Iterator
@@ -33,9 +33,9 @@ def backup(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     **given: Any,
 ) -> None:
-    """Copy galleries, uploaded pictures, bundles, keys, feedback and jobs while they are in use.
+    """Back up galleries, uploaded images, bundles, keys, feedback and jobs of a running service.
 
-    Give the options, or the environment, of the service. What is not contained is listed.
+    Use the same options, or environment, as the service. Data that is not included is listed.
     """
     settings = options.read_settings(**given)
     with _progress(backups.expected_bytes(settings), "Copying") as advance:
@@ -49,25 +49,27 @@ def restore(
     state: options.State = None,
     gallery: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=DIR, where to put a gallery; repeat for more."),
+        typer.Option(help="NAME=DIR, the folder for a gallery; repeatable."),
     ] = None,
     bundle: Annotated[Path | None, typer.Option(help="Folder for the model bundle.")] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Give up what is there.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Overwrite existing data in these folders.")
+    ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Read the whole backup and change nothing.")
+        bool, typer.Option("--check", help="Only verify the whole backup; change no files.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Put a backup back, after every file of it was checked; the service must be stopped."""
+    """Restore a backup after verifying all its files. Stop the service first."""
     size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
     if check:
         with _progress(size, "Checking") as advance:
             report = backups.check(source, advance)
-        _show(report, as_json, f"Backup {source} is whole")
+        _show(report, as_json, f"Backup {source} is complete")
         return
     settings = options.read_settings(state=state, gallery=gallery, bundle=bundle)
     if settings.state is None:
-        raise StateMissingError("A restore needs a folder. Name it with --state DIR.")
+        raise StateMissingError("A restore needs a state folder. Set it with --state DIR.")
     galleries = {}
     for name, text in map(split_named, settings.galleries):
         if name is None:
@@ -100,9 +102,9 @@ def _show(report: backups.Backup, as_json: bool, title: str) -> None:
         return
     typer.echo(f"{title}: of {report.created_at}, {len(report.bundles)} bundles")
     for gallery in report.galleries:
-        pictures = f"{gallery.items:,} items, {gallery.pictures:,} uploaded pictures"
-        typer.echo(f"  gallery {gallery.name}: {pictures}")
+        counts = f"{gallery.items:,} items, {gallery.pictures:,} uploaded images"
+        typer.echo(f"  gallery {gallery.name}: {counts}")
     for text in report.damaged:
         typer.echo(f"  damaged before the backup: {text}")
     for text in report.not_contained:
-        typer.echo(f"  not contained: {text}")
+        typer.echo(f"  not included: {text}")

@@ -1,4 +1,4 @@
-"""`kinlens-serve check`: would it start? Each part is tried by itself; each fault has a cure."""
+"""`kinlens-serve check`: try each part of a service separately, and show what to do for faults."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One part of the service; a `fault` keeps it from starting. `text` ends with its cure."""
+    """The result for one part; a `fault` prevents a start. `text` ends with what to do."""
 
     subject: str
     verdict: Literal["ok", "warning", "fault"]
@@ -51,13 +51,13 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     **given: Any,
 ) -> None:
-    """Try everything that a start would, print what was found, and exit: 0 if it would start."""
+    """Check whether the service would start, without serving. Exits with 0 if it would, else 1."""
     try:
         settings = options.read_settings(**given)
     except ValidationError as error:
         findings = [Finding("settings", "fault", options.faults(error))]
     else:
-        findings = [Finding("settings", "ok", "every value is within its range"), *_look(settings)]
+        findings = [Finding("settings", "ok", "all values are valid"), *_findings(settings)]
     starts = all(finding.verdict != "fault" for finding in findings)
     if as_json:
         shown = {"starts": starts, "findings": [asdict(finding) for finding in findings]}
@@ -71,16 +71,16 @@ def check(
     raise typer.Exit(0 if starts else 1)
 
 
-def _look(settings: Settings) -> Iterator[Finding]:
-    """Try everything that a start would, without serving; one fault does not hide the next."""
+def _findings(settings: Settings) -> Iterator[Finding]:
+    """Try every part of a start, and continue after faults."""
     bundles = Bundles(settings)
     yield _tried("bundle", _bundle, bundles)
     yield from _galleries(settings, bundles)
     if settings.searched_on() == "cuda":
         yield _gpu()
     if settings.state is None:
-        text = "There is no folder for keys, galleries and jobs, so nothing can be changed. "
-        yield Finding("state", "warning", f"{text}Give --state DIR if it should be.")
+        text = "There is no state folder for keys, galleries and jobs, so changes are refused. "
+        yield Finding("state", "warning", f"{text}Set --state DIR to allow changes.")
     else:
         yield _tried("state", _state, settings.state)
     yield _tried("keys", _keys, settings)
@@ -114,8 +114,8 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
         locations = Locations(settings).list_galleries()
         if not locations and settings.state is None:
             raise GalleryError(
-                "No gallery was given, and there is no folder to make one in. Name one with "
-                "--gallery, or give --state DIR."
+                "There is no gallery, and no state folder to create one in. Set --gallery or "
+                "--state DIR."
             )
     except (KinlensError, OSError) as error:
         yield _failed("galleries", error)
@@ -131,14 +131,14 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
                 yield Finding(
                     subject,
                     "ok",
-                    f"{items}, published at {snapshot.published_at}; a start copies it",
+                    f"{items}, published at {snapshot.published_at}; it is copied at the start",
                 )
                 continue
             with contextlib.closing(open_gallery(location, on_cpu)) as gallery:
                 bundles.folder(gallery.bundle_id)
                 items = f"{gallery.size:,} items of bundle {gallery.bundle_id[:12]}"
                 yield Finding(subject, "ok", f"{items}{_place(gallery)}")
-                if not location.managed:  # what the service makes shows pictures of its own
+                if not location.managed:  # managed galleries store their own images
                     for text in missing_image_roots({location.name: gallery}):
                         yield Finding(subject, "warning", text)
         except (KinlensError, OSError) as error:
@@ -151,29 +151,32 @@ def _place(gallery: Gallery) -> str:
 
 
 def _gpu() -> Finding:
-    """Where galleries are to be searched."""
+    """Whether the GPU can be used for searches."""
     try:
         memory = gpu_memory()
     except KinlensError as error:
         return Finding("gpu", "warning", f"Galleries are searched on the CPU: {error}")
-    text = f"{memory.free_mb:,.0f} of {memory.total_mb:,.0f} MB are free for galleries and model"
+    text = f"{memory.free_mb:,.0f} of {memory.total_mb:,.0f} MB free for galleries and model"
     return Finding("gpu", "ok", text)
 
 
 def _state(folder: Path) -> str:
     options.make_state(folder)
-    return f"{folder} can be written"
+    return f"{folder} is writable"
 
 
 def _keys(settings: Settings) -> str:
     store = open_keys(settings.state)
     active = 0 if store is None else store.active()
-    closed = "no API key is active, so that changes and jobs are closed; kinlens-serve keys create"
+    closed = (
+        "no API key is active, so changes and jobs are refused; create one with kinlens-serve keys "
+        "create"
+    )
     return f"{active} active" if active else closed
 
 
 def _decoder(settings: Settings) -> Finding:
-    """Decode an image as the service will, and see what its process can still reach."""
+    """Decode an image as the service does, and report the active sandbox layers."""
     timeout_s = settings.decode_timeout_ms / 1e3
     decoder = create_decoder(settings.decode_isolation, settings.decode_memory_mb, timeout_s)
     try:
@@ -203,7 +206,7 @@ def _redis(settings: Settings) -> Finding:
         ) as client:
             client.ping()
     except Exception as error:
-        # Its text may hold the address with its password.
+        # The message may contain the URL with its password.
         text = f"Redis does not answer ({type(error).__name__}); the service works without it. "
         return Finding("redis", "warning", f"{text}Start it, or correct KINLENS_REDIS_URL.")
     return Finding("redis", "ok", "answers")
@@ -215,7 +218,7 @@ def _port(settings: Settings) -> str:
 
 
 def exposures(settings: Settings) -> list[str]:
-    """One sentence, with its cure, for each setting that opens more than one may think."""
+    """A warning, with what to do, for each setting that exposes the service."""
     found = []
     is_public = not settings.is_local()
     if settings.cors_origins and ANY_HOST in settings.cors_origins:
@@ -226,36 +229,36 @@ def exposures(settings: Settings) -> list[str]:
     has_rates = settings.rate_limit_per_key or settings.rate_limit_per_address
     if settings.workers > 1 and settings.redis_url is None and has_rates:
         found.append(
-            f"Each of the {settings.workers} processes counts requests for itself, so that a "
-            "caller gets up to as many times its rate. Set KINLENS_REDIS_URL to count together."
+            f"Each of the {settings.workers} processes counts requests separately, so a caller "
+            f"gets up to {settings.workers} times its rate. Set KINLENS_REDIS_URL to share counts."
         )
     if is_public and settings.anonymous_scopes and not settings.rate_limit_per_address:
         found.append(
-            f"Everybody who reaches {settings.host} may search, as often as they like. Set "
+            f"Any client that can connect to {settings.host} may search without a rate limit. Set "
             "KINLENS_RATE_LIMIT_PER_ADDRESS, such as 120/minute (it counts images and queries), "
-            "or close the search with an empty KINLENS_ANONYMOUS_SCOPES."
+            "or require keys with an empty KINLENS_ANONYMOUS_SCOPES."
         )
     if is_public and ANY_HOST in settings.hosts():
         found.append(
-            "Requests may name any host, so that a foreign web page can point its own name here. "
-            "Name the hosts of this service in KINLENS_ALLOWED_HOSTS."
+            "Requests may name any host, so a foreign web page can point its own name here. List "
+            "the hosts of this service in KINLENS_ALLOWED_HOSTS."
         )
     if settings.anonymous_scopes and (bound := _bound_keys(settings)):
         found.append(
-            f"{bound} keys are bound to galleries, but who sends no key may "
+            f"{bound} keys are bound to galleries, but clients without a key may "
             f"{' and '.join(settings.anonymous_scopes)} in all of them. Set "
-            "KINLENS_ANONYMOUS_SCOPES to nothing."
+            "KINLENS_ANONYMOUS_SCOPES to an empty text."
         )
     if settings.state is not None and _others_may_write(settings.state):
         found.append(
-            f"Other users of this machine may write to {settings.state}, and so make keys. Take "
-            f"that from them: chmod go-w {settings.state}."
+            f"Other users of this machine can write to {settings.state}, and so create keys. Run "
+            f"chmod go-w {settings.state}."
         )
     return found
 
 
 def _bound_keys(settings: Settings) -> int:
-    """How many active keys are bound to galleries; 0 if they cannot be read, which `_keys` says."""
+    """The number of active keys bound to galleries; 0 if unreadable, which `_keys` reports."""
     with contextlib.suppress(StateError):
         store, now = open_keys(settings.state), datetime.now(UTC)
         known = () if store is None else store.list()

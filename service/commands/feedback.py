@@ -1,4 +1,4 @@
-"""`kinlens-serve feedback`: what users made of answers, exported for a training, shown, cleared."""
+"""`kinlens-serve feedback`: export the feedback of users for training, show it, or clear it."""
 
 import contextlib
 from pathlib import Path
@@ -14,7 +14,7 @@ from kinlens.service.commands import options
 from kinlens.service.commands.keys import BY_COMMAND, noted
 from kinlens.service.galleries.feedback import ACTIONS, FeedbackStore, open_feedback
 
-app = typer.Typer(no_args_is_help=True, help="What users made of answers: export, show, clear.")
+app = typer.Typer(no_args_is_help=True, help="Feedback of users on answers: export, show, clear.")
 
 Named = Annotated[str | None, typer.Option(help="Name of a gallery.")]
 
@@ -22,13 +22,13 @@ Named = Annotated[str | None, typer.Option(help="Name of a gallery.")]
 @app.command()
 @options.refusals()
 def export(
-    out: Annotated[Path, typer.Option(help="Folder for pairs.csv and pictures.")],
+    out: Annotated[Path, typer.Option(help="Folder for pairs.csv and the images.")],
     gallery: Named = None,
     state: options.State = None,
 ) -> None:
-    """Write the feedback on a gallery as pairs that kinlens-train fit can learn from.
+    """Export the feedback on a gallery as training pairs for kinlens-train fit.
 
-    Feedback on pictures that were not kept is left out.
+    Feedback on images that were not stored is omitted.
     """
     with _store(state) as store:
         name = gallery or _only_gallery(store)
@@ -39,7 +39,7 @@ def export(
 @app.command()
 @options.refusals()
 def show(state: options.State = None) -> None:
-    """How much feedback there is on each gallery; pairs are what a training can learn from."""
+    """Show the counts of feedback on each gallery; pairs can be used for training."""
     table = Table("Gallery", *map(str.capitalize, ACTIONS), "Pairs", box=None, pad_edge=False)
     with _store(state) as store:
         for name in store.galleries():
@@ -52,14 +52,14 @@ def show(state: options.State = None) -> None:
 @app.command()
 @options.refusals()
 def clear(gallery: Named = None, state: options.State = None) -> None:
-    """Forget the feedback on a gallery, or on all of them, and its pictures."""
+    """Delete the feedback on a gallery, or on all galleries, with its images."""
     settings = options.read_settings(state=state)
     with contextlib.closing(open_feedback(settings)) as store:
         forgotten = store.clear(gallery)
     assert settings.state is not None
     change = Change("feedback clear", BY_COMMAND, 200, gallery=gallery, affected=forgotten)
     noted(settings.state, change)
-    typer.echo(f"{forgotten:,} feedbacks are forgotten.")
+    typer.echo(f"Deleted {forgotten:,} feedbacks.")
 
 
 def _store(state: object) -> contextlib.closing[FeedbackStore]:
@@ -71,6 +71,6 @@ def _only_gallery(store: FeedbackStore) -> str:
     if len(names) == 1:
         return names[0]
     raise InvalidParameterError(
-        f"There is feedback on {len(names)} galleries ({', '.join(names) or 'none'}). Name one "
+        f"There is feedback on {len(names)} galleries ({', '.join(names) or 'none'}). Select one "
         "with --gallery."
     )

@@ -1,4 +1,4 @@
-"""`kinlens-serve keys`: make API keys, list them, rotate them, end them; `kinlens-serve audit`."""
+"""`kinlens-serve keys`: create, list, rotate and revoke API keys; `kinlens-serve audit`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -25,15 +25,15 @@ from kinlens.service.access.keys import (
 )
 from kinlens.service.commands import options
 
-app = typer.Typer(no_args_is_help=True, help="Make API keys, list them, rotate them, end them.")
+app = typer.Typer(no_args_is_help=True, help="Create, list, rotate and revoke API keys.")
 
 BY_COMMAND = "command line"
-"""Who changed something, in the audit log, where no key was needed for it."""
+"""`by` in the audit log for changes by these commands, which need no key."""
 
 _HOUR = timedelta(hours=1)
 _MAX_SHOWN = 1_000_000
 
-Name = Annotated[str, typer.Argument(help="What the key is for; shown in logs and lists.")]
+Name = Annotated[str, typer.Argument(help="Name of the key, shown in logs and lists.")]
 
 
 @app.command()
@@ -43,7 +43,7 @@ def create(
     scope: Annotated[
         list[str],
         typer.Option(
-            help="search, write or admin; admin may do all, write may search. Repeatable."
+            help="search, write or admin; write includes search, admin includes all. Repeatable."
         ),
     ],
     gallery: Annotated[
@@ -52,28 +52,26 @@ def create(
     ] = None,
     only: Annotated[
         str | None,
-        typer.Option(
-            "--filter", help="Of these galleries only items that fit, such as 'tenant = 7'."
-        ),
+        typer.Option("--filter", help="Only items that match this filter, such as 'tenant = 7'."),
     ] = None,
     rate: Annotated[
         str | None,
-        typer.Option(help="Such as 600/minute, in place of KINLENS_RATE_LIMIT_PER_KEY."),
+        typer.Option(help="Rate such as 600/minute; replaces KINLENS_RATE_LIMIT_PER_KEY."),
     ] = None,
     daily_units: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_DAILY_UNITS, help="Units of work that fit into a day."),
+        typer.Option(min=1, max=MAX_DAILY_UNITS, help="Maximum units of work in a day."),
     ] = None,
     expires_days: Annotated[
         int | None,
-        typer.Option(min=1, max=3650, help="Days until it ends by itself; default: never."),
+        typer.Option(min=1, max=3650, help="Days until it expires; default: never."),
     ] = None,
     state: options.State = None,
 ) -> None:
-    """Make a key and print it, this once: only its hash is kept."""
+    """Create a key and print it once; only its hash is stored."""
     scopes = [known for known in SCOPES if known in scope]
     for word in {*scope} - {*scopes}:
-        options.refuse(f"scope = {word[:40]!r} is unknown; write search, write or admin.")
+        options.refuse(f"scope = {word[:40]!r} is unknown; use search, write or admin.")
     ends = None if expires_days is None else datetime.now(UTC) + timedelta(days=expires_days)
     galleries = tuple(gallery) if gallery else None
     try:
@@ -82,14 +80,14 @@ def create(
         options.refuse(options.faults(error))
     with _changing("create", name, state) as store:
         text = store.create(name, scopes, ends, limits)
-    typer.echo(f"Key {name}: keep it now, it is not shown again.", err=True)
+    typer.echo(f"Key {name}: store it now, it is not shown again.", err=True)
     typer.echo(text)
 
 
 @app.command("list")
 @options.refusals()
 def list_keys(state: options.State = None) -> None:
-    """Show every key, without its secret: what it may do, what it is bound to, its limits."""
+    """List all keys with their scopes, bindings and limits, without their secrets."""
     now = datetime.now(UTC)
     columns = ("Name", "Scopes", "State", "Made", "Ends", "Galleries", "Filter", "Limits")
     table = Table(*columns, box=None, pad_edge=False)
@@ -101,7 +99,7 @@ def list_keys(state: options.State = None) -> None:
 @app.command()
 @options.refusals()
 def revoke(name: Name, state: options.State = None) -> None:
-    """End a key; a running service refuses it within a second."""
+    """Revoke a key; a running service refuses it within a second."""
     with _changing("revoke", name, state) as store:
         store.revoke(name)
     typer.echo(f"Key {name} is revoked.")
@@ -112,16 +110,16 @@ def revoke(name: Name, state: options.State = None) -> None:
 def rotate(
     name: Name,
     overlap_hours: Annotated[
-        float, typer.Option(min=0, help="How long the last secret stays valid.")
+        float, typer.Option(min=0, help="Hours that the previous secret stays valid.")
     ] = OVERLAP / _HOUR,
     state: options.State = None,
 ) -> None:
-    """Give a key a new secret and print it, this once; the last one stays valid for a while."""
+    """Give a key a new secret and print it once; the previous one stays valid for a while."""
     with _changing("rotate", name, state) as store:
         text = store.rotate(name, overlap_hours * _HOUR)
     typer.echo(
-        f"Key {name}: keep it now, it is not shown again. The last secret is valid for "
-        f"{overlap_hours:g} more hours.",
+        f"Key {name}: store it now, it is not shown again. The previous secret stays valid for "
+        f"{overlap_hours:g} hours.",
         err=True,
     )
     typer.echo(text)
@@ -129,11 +127,13 @@ def rotate(
 
 @options.refusals()
 def audit(
-    limit: Annotated[int, typer.Option(min=1, max=_MAX_SHOWN, help="Newest entries.")] = 50,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object in each line.")] = False,
+    limit: Annotated[
+        int, typer.Option(min=1, max=_MAX_SHOWN, help="Number of newest entries.")
+    ] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
     state: options.State = None,
 ) -> None:
-    """Who changed what, newest first."""
+    """Show the audit log of changes, newest first."""
     entries = AuditLog(_folder(state)).newest(limit)
     if as_json:
         for entry in entries:
@@ -150,7 +150,7 @@ def audit(
 
 
 def noted(state: Path, change: Change) -> None:
-    """Write what a command has changed into the audit log of the folder `state`."""
+    """Write a change by a command to the audit log of the folder `state`."""
     AuditLog(state).add(change)
 
 
@@ -164,13 +164,15 @@ def _changing(command: str, name: str, state: object) -> Iterator[KeyStore]:
 def _folder(state: object) -> Path:
     folder = options.read_settings(state=state).state
     if folder is None:
-        raise StateMissingError("Keys need a folder. Name it with --state DIR or KINLENS_STATE.")
+        raise StateMissingError(
+            "Keys need a state folder. Set it with --state DIR or KINLENS_STATE."
+        )
     return folder
 
 
 def _store(folder: Path) -> KeyStore:
     store = KeyStore(folder / KEYS_FILE)
-    store.list()  # an error that names the folder, before anything is made there
+    store.list()  # raises for a bad folder before any file is created
     return store
 
 

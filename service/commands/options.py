@@ -1,4 +1,4 @@
-"""The options that several commands share, and the settings that come from them."""
+"""Options shared by several commands, and the settings that they produce."""
 
 import contextlib
 import inspect
@@ -16,34 +16,34 @@ from kinlens.service.settings import Settings
 
 State = Annotated[
     Path | None,
-    typer.Option(help="Folder for keys, galleries that the service makes, bundles and jobs."),
+    typer.Option(help="State folder: keys, bundles, jobs, and galleries created over HTTP."),
 ]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error (default info).")]
 
 _HELP = {
     "bundle": "Folder of the model bundle.",
-    "gallery": "Gallery as NAME=PATH or PATH, NAME=milvus://HOST:PORT/GALLERY, or the address of a "
-    "published one such as NAME=s3://bucket/shop; repeat for more, the first is default.",
-    "image_root": "NAME=DIR, where the images of a gallery are now; repeat for more.",
-    "pictures": "NAME=ADDRESS, a folder or an address of fsspec such as s3://bucket/shop for the "
-    "uploaded pictures of a gallery on Milvus; repeat for more.",
-    "follow": "How often the addresses of followed galleries are looked at: 5s, 2m (default 5s).",
+    "gallery": "Gallery as NAME=PATH or PATH, NAME=milvus://HOST:PORT/GALLERY, or the URL of a "
+    "published gallery such as NAME=s3://bucket/shop; repeatable, the first is the default.",
+    "image_root": "NAME=DIR, the current folder of a gallery's images; repeatable.",
+    "pictures": "NAME=URL, a folder or an fsspec URL such as s3://bucket/shop for the uploaded "
+    "images of a gallery on Milvus; repeatable.",
+    "follow": "Interval to check the URLs of followed galleries: 5s, 2m (default 5s).",
     "replica_folder": "Folder for the copies of followed galleries (default STATE/replicas).",
     "host": "Address to listen on (default 127.0.0.1).",
     "port": "Port; 0 picks a free one (default 8000).",
-    "workers": "Processes that answer (default 1).",
-    "device": "Where the model runs and galleries are searched: cpu or cuda (default cpu).",
-    "index_device": "Where galleries are searched, if not with the model: cpu or cuda.",
-    "precision": "How the model computes: fp32, bf16, int8, fp16 or auto, the fastest that "
-    "holds here (default fp32).",
-    "engine": "What runs the model: onnxruntime, openvino or auto, the faster one that the export "
-    "measured (default auto).",
+    "workers": "Number of serving processes (default 1).",
+    "device": "Device for the model and the searches: cpu or cuda (default cpu).",
+    "index_device": "Device for the searches, if not that of the model: cpu or cuda.",
+    "precision": "Precision of the model: fp32, bf16, int8, fp16 or auto, the fastest that is "
+    "accurate on this machine (default fp32).",
+    "engine": "Engine of the model: onnxruntime, openvino or auto, the faster one in the "
+    "measurement of the export (default auto).",
     "threads": "Threads for one batch (default 1).",
-    "no_match_prior": "Share of searches for a product that no gallery has (default 0.1).",
-    "redis_url": "Redis as second cache level, and to count rates: redis://HOST:PORT/0.",
+    "no_match_prior": "Share of searches for a product that is in no gallery (default 0.1).",
+    "redis_url": "Redis as second cache level and for rate limits: redis://HOST:PORT/0.",
 }
 _HARMLESS = ("greater_", "less_", "int_", "float_", "bool_", "literal_")
-"""Types of faults that only settings without a secret have: numbers and choices."""
+"""Error types of numbers and choices, whose values are never secret."""
 
 _REPEATED = ("gallery", "image_root", "pictures")
 _SHARED: dict[str, Any] = {
@@ -55,14 +55,14 @@ _SHARED: dict[str, Any] = {
     "allow_cpu_fallback": Annotated[
         bool,
         typer.Option(
-            "--allow-cpu-fallback", help="With cuda: run the model on the CPU if it must be."
+            "--allow-cpu-fallback", help="With cuda: run the model on the CPU if CUDA fails."
         ),
     ],
 }
 
 
 def with_shared(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` the options of the service in place of its `**given`."""
+    """Replace the `**given` of `command` by the options of the service."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     own = list(inspect.signature(command).parameters.values())[:-1]
     shared = [
@@ -75,7 +75,7 @@ def with_shared(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def read_settings(**options: Any) -> Settings:
-    """The settings of the environment and the options; options that were not given are left out.
+    """The settings from the environment and the options; options that were not given are ignored.
 
     Raises: ValidationError.
     """
@@ -85,24 +85,24 @@ def read_settings(**options: Any) -> Settings:
 
 
 def make_state(folder: Path | None) -> None:
-    """Make the folder of --state, if there is one, and write there. Raises: StateError."""
+    """Create the folder of --state, if set, and check that it is writable. Raises: StateError."""
     if folder is None:
         return
     if folder.exists() and not folder.is_dir():
-        raise StateError(f"state = {folder} is not a folder. Name another one.")
+        raise StateError(f"state = {folder} is not a folder. Choose another one.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise StateError(
-            f"state = {folder} cannot be written ({error.strerror}). Let this user write there, or "
-            "name another folder."
+            f"state = {folder} cannot be written ({error.strerror}). Allow this user to write "
+            "there, or choose another folder."
         ) from error
 
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """End the command with one line and code 1 at a fault of the settings, or of what they name."""
+    """Turn errors of the settings and of their files into one line and exit status 1."""
     try:
         yield
     except ValidationError as error:
@@ -112,16 +112,16 @@ def refusals() -> Iterator[None]:
 
 
 def faults(error: ValidationError) -> str:
-    """Each setting that does not fit, by name; a text may hold a password, so it is not shown."""
+    """Describe each invalid setting by name; texts may contain passwords and are not shown."""
     texts = []
     for each in error.errors(include_url=False):
         hidden = {} if each["type"].startswith(_HARMLESS) else {"input"}
-        told = {name: value for name, value in each.items() if name not in hidden}
-        texts.append(fault_text(told, path_of(each["loc"]) or "settings"))
+        visible = {name: value for name, value in each.items() if name not in hidden}
+        texts.append(fault_text(visible, path_of(each["loc"]) or "settings"))
     return " ".join(texts)
 
 
 def refuse(message: str) -> NoReturn:
-    """End the command with one line and code 1."""
+    """Print one line and exit with status 1."""
     typer.echo(f"kinlens-serve: {' '.join(message.split())}", err=True)
     raise typer.Exit(1)

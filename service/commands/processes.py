@@ -1,8 +1,8 @@
-"""Several processes at one address: the parent only watches, its children listen and serve.
+"""Several serving processes at one address: the parent supervises, its children serve.
 
 parent ──spawn──► child: own app, own model; galleries memory-mapped, so their pages are shared
-   │  pipe: "" each second while its event loop runs, or why it cannot start; closed by either's end
-   └─ a child that ends or hangs is replaced, after a pause that grows while it keeps ending
+   │  pipe: "" each second while its event loop runs, or the reason why it cannot start
+   └─ a child that ends or hangs is replaced, with exponential back-off
 """
 
 import contextlib
@@ -29,21 +29,21 @@ from kinlens.embedder.errors import KinlensError
 from kinlens.service.app import create_app
 from kinlens.service.http.server import (
     Server,
-    address_of,
     config_of,
     listen,
     prepared,
     share_the_interpreter,
+    url_of,
 )
 from kinlens.service.observe.logs import configure_logs
 from kinlens.service.observe.metrics_shared import forget, restarts_counter, shared_folder
 from kinlens.service.settings import Settings
 
 GRACE_S = 10.0
-"""What a child gets beyond its time to finish what it accepted, before it is killed."""
+"""Time that a child gets after its drain and shutdown times, before it is killed."""
 
 HUNG_S = 30.0
-"""A child whose event loop reports nothing for so long is killed and replaced."""
+"""A child whose event loop sends no report for this time is killed and replaced."""
 
 _BEAT_S = 1.0
 _TICKS_PER_BEAT = 10  # uvicorn ticks every 0.1 s
@@ -54,11 +54,11 @@ _STABLE_S = 60.0
 
 
 def serve_processes(settings: Settings, reserved: socket.socket, count: int) -> None:
-    """Serve in `count` processes until SIGTERM or SIGINT; then each finishes what it accepted.
+    """Serve in `count` processes until SIGTERM or SIGINT; then each finishes its running requests.
 
-    Each listens at the address of `reserved`, which is closed. Must run in the main thread.
+    All listen on the address of `reserved`, which is closed at the end. Call it in the main thread.
 
-    Raises: ChildProcessError with the child's own reason if one of the first does not start.
+    Raises: ChildProcessError with the child's reason if one of the first children does not start.
     """
     with shared_folder() as metrics:
         parent = _Parent(settings, reserved, count, metrics)
@@ -68,44 +68,47 @@ def serve_processes(settings: Settings, reserved: socket.socket, count: int) -> 
 
 
 def pause_after(failures: int) -> float:
-    """Seconds before a process that failed so often in a row is started again."""
+    """Seconds before a process is restarted after this number of consecutive failures."""
     return min(_FIRST_PAUSE_S * 2.0 ** min(failures, _DOUBLINGS), _LONGEST_PAUSE_S)
 
 
 @dataclass
 class WorkerSlot:
-    """Where one child runs; `failures` in a row; `start_at` is when the next may start.
+    """The slot of one child process.
 
-    `said` is None until the child says that it serves ("") or why it does not; `silent_s` is how
-    long it has said nothing since.
+    Attributes:
+        last_report: None before the first, "" while it serves, or why it cannot start.
+        failures: the number of consecutive failures.
+        start_at: the earliest time for the next start.
+        silent_s: the time since the last report.
     """
 
     process: SpawnProcess | None = None
     pipe: Connection | None = None
-    said: str | None = None
+    last_report: str | None = None
     failures: int = 0
     started_at: float = 0.0
     start_at: float = 0.0
     silent_s: float = 0.0
 
     def listen(self) -> None:
-        """Read what the child says."""
+        """Read the reports of the child."""
         with contextlib.suppress(EOFError, OSError):
             while self.pipe is not None and self.pipe.poll():
-                self.said = self.pipe.recv()
+                self.last_report = self.pipe.recv()
                 self.silent_s = 0.0
 
     def reason(self) -> str:
-        """Why the child ended."""
+        """The reason why the child ended."""
         assert self.process is not None
         if self.silent_s > HUNG_S:
-            return f"A process reported nothing for {HUNG_S:g} s and was killed."
-        when = "started" if self.said is None else "served"
+            return f"A process did not respond for {HUNG_S:g} s and was killed."
+        when = "starting" if self.last_report is None else "serving"
         code = self.process.exitcode
-        return self.said or f"A process ended with code {code} while it {when}; its log says why."
+        return self.last_report or f"A process exited with status {code} while {when}; see its log."
 
     def clear(self, metrics: Path) -> None:
-        """Forget a child that has ended."""
+        """Remove a child that has ended."""
         child, self.process = self.process, None
         if child is not None and self.pipe is not None:
             child.join()
@@ -128,7 +131,7 @@ class _Parent:
         self._woken, self._wake = multiprocessing.Pipe(duplex=False)
 
     def end(self, *_: object) -> None:
-        """End soon; said twice, at once."""
+        """Shut down; a second call kills the children."""
         if self._is_ending:
             for child in self._children():
                 child.kill()
@@ -136,7 +139,7 @@ class _Parent:
         self._wake.send(None)
 
     def run(self) -> None:
-        """Keep every slot filled until the end."""
+        """Keep a child running in each slot until the shutdown."""
         try:
             while not self._is_ending:
                 self._start_due()
@@ -146,19 +149,19 @@ class _Parent:
                     if slot.process is not None and not slot.process.is_alive():
                         slot.listen()
                         self._replace(slot, slot.reason())
-                if not self._is_serving and all(slot.said == "" for slot in self._slots):
+                if not self._is_serving and all(slot.last_report == "" for slot in self._slots):
                     self._is_serving = True
-                    typer.echo(f"Kinlens is at {address_of(self._reserved)} (Ctrl-C ends it)")
+                    typer.echo(f"Kinlens is at {url_of(self._reserved)} (Ctrl-C ends it)")
         finally:
             self._end_all()
 
     def _start_due(self) -> None:
         for slot in self._slots:
             if slot.process is None and time.monotonic() >= slot.start_at:
-                slot.said, slot.silent_s, slot.started_at = None, 0.0, time.monotonic()
+                slot.last_report, slot.silent_s, slot.started_at = None, 0.0, time.monotonic()
                 try:
                     self._start(slot)
-                except OSError as error:  # no memory, or no process more, for now
+                except OSError as error:  # out of memory or processes, maybe temporarily
                     self._replace(slot, f"A process cannot be started ({error}).")
 
     def _start(self, slot: WorkerSlot) -> None:
@@ -179,8 +182,10 @@ class _Parent:
         slot.process, slot.pipe = child, pipe
 
     def _wait(self) -> float:
-        """Until a child reports or ends, one is due to start, or a signal came; seconds, at most
-        one beat. When the whole service was frozen, its children are not to blame for the rest.
+        """Wait until a child reports or ends, a start is due, or a signal arrives.
+
+        Return the time in seconds, at most one beat: if the whole service was suspended, its
+        children must not count as hung.
         """
         sources: list[Any] = [self._woken, *(child.sentinel for child in self._children())]
         sources += [slot.pipe for slot in self._slots if slot.process]
@@ -190,8 +195,8 @@ class _Parent:
         return min(time.monotonic() - began, _BEAT_S)
 
     def _check(self, slot: WorkerSlot, waited_s: float) -> None:
-        """Listen to a child, and kill it if it hangs."""
-        if slot.said == "":
+        """Read the reports of a child, and kill it if it hangs."""
+        if slot.last_report == "":
             slot.silent_s += waited_s
         slot.listen()
         if slot.process is not None and slot.silent_s > HUNG_S:
@@ -217,7 +222,7 @@ class _Parent:
         return [slot.process for slot in self._slots if slot.process is not None]
 
     def _end_all(self) -> None:
-        """Tell every child to finish, and kill what has not within the limit."""
+        """Terminate all children, and kill those that do not end within the limit."""
         self._reserved.close()
         for child in self._children():
             child.terminate()
@@ -230,30 +235,30 @@ class _Parent:
 
 
 class _Child(Server):
-    """A server whose event loop calls `report` each second, and that ends when its parent says."""
+    """A server whose event loop calls `report` each second; its parent shuts it down."""
 
     report: Callable[[], None]
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn every 0.1 s, first when it serves."""
+        """Called by uvicorn every 0.1 s while it serves."""
         if counter % _TICKS_PER_BEAT == 0:
             self.report()
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Ctrl-C also reaches the parent, which says SIGTERM."""
+        """Shut down only on SIGTERM; the parent also gets a Ctrl-C and then sends SIGTERM."""
         if not self.begin_drain(sig):
             self.should_exit = self.should_exit or sig == signal.SIGTERM
 
 
 def serve_child(settings: Settings, port: int, parent: Connection, metrics: Path) -> None:
-    """Serve until SIGTERM or the end of the parent; tell it "" each second while it serves.
+    """Serve until SIGTERM or the end of the parent; send "" to it each second.
 
-    A process that cannot start tells why instead, and ends with code 1.
+    A process that cannot start sends the reason instead, and exits with status 1.
     """
 
-    def tell(text: str) -> None:
-        with contextlib.suppress(OSError):  # it may be gone
+    def report(text: str) -> None:
+        with contextlib.suppress(OSError):  # the parent may have ended
             parent.send(text)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -262,10 +267,10 @@ def serve_child(settings: Settings, port: int, parent: Connection, metrics: Path
         app = create_app(settings)
         listener = listen(settings.host, port, shared=True)
     except (KinlensError, OSError) as error:
-        tell(" ".join(str(error).split()) or type(error).__name__)
+        report(" ".join(str(error).split()) or type(error).__name__)
         raise SystemExit(1) from None
     server = prepared(_Child(config_of(app, settings)), app, settings)
-    server.report = lambda: tell("")
+    server.report = lambda: report("")
     signal.signal(signal.SIGTERM, server.handle_exit)
     limit_s = _limit_s(settings)
     watcher = threading.Thread(
@@ -277,16 +282,16 @@ def serve_child(settings: Settings, port: int, parent: Connection, metrics: Path
 
 
 def _limit_s(settings: Settings) -> float:
-    """What a child has from the signal to its end."""
+    """The time that a child has from the signal to its end."""
     return settings.drain_s + settings.shutdown_timeout_s + GRACE_S
 
 
 def _end_with_parent(parent: Connection, server: _Child, limit_s: float, metrics: Path) -> None:
-    """The other end of `parent` closes when that process ends, however it ends."""
+    """Shut down when the parent ends, for any reason: its end of the pipe is closed then."""
     with contextlib.suppress(EOFError, OSError):
         parent.recv()
     server.should_exit = True
     shutil.rmtree(metrics, ignore_errors=True)
     time.sleep(limit_s)
-    logging.shutdown()  # `os._exit` would lose the lines that wait to be written
+    logging.shutdown()  # `os._exit` would lose buffered lines
     os._exit(1)

@@ -1,4 +1,4 @@
-"""`kinlens-serve` itself: open a bundle and its galleries and answer over HTTP; or run its jobs."""
+"""`kinlens-serve` without a command: serve a bundle and its galleries; and `work`: run its jobs."""
 
 import contextlib
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from kinlens.service.app import create_app
 from kinlens.service.commands import options
 from kinlens.service.commands.check import exposures
 from kinlens.service.commands.processes import serve_processes
-from kinlens.service.http.server import address_of, listen, reserve, serve_on
+from kinlens.service.http.server import listen, reserve, serve_on, url_of
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.observe.logs import configure_logs
 from kinlens.service.runtime import missing_image_roots
@@ -23,14 +23,14 @@ def serve(
     _version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=print_version, is_eager=True, help="Print the version and end."
+            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
     **given: Any,
 ) -> None:
-    """Serve a model bundle and its galleries: POST /search and a page to try it.
+    """Serve a model bundle and its galleries over HTTP, with a search page.
 
-    Every setting can also come from the environment as KINLENS_NAME; options win.
+    Every setting can also be set in the environment as KINLENS_NAME; options take precedence.
     """
     command = context.invoked_subcommand
     if command is not None:
@@ -48,12 +48,12 @@ def serve(
     service = create_app(settings)
     listener = listen(settings.host, settings.port)
 
-    def say() -> None:
-        typer.echo(f"Kinlens is at {address_of(listener)} (Ctrl-C ends it)")
+    def announce() -> None:
+        typer.echo(f"Kinlens is at {url_of(listener)} (Ctrl-C ends it)")
         _warn([*missing_image_roots(service.state.runtime.galleries), *exposures(settings)])
 
     with contextlib.suppress(KeyboardInterrupt):
-        serve_on(service, listener, settings, say)
+        serve_on(service, listener, settings, announce)
 
 
 def _warn(texts: list[str]) -> None:
@@ -64,12 +64,13 @@ def _warn(texts: list[str]) -> None:
 @options.refusals()
 def work(
     state: options.State = None,
-    once: Annotated[bool, typer.Option("--once", help="End when no job waits.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Exit when no job is queued.")] = False,
     log_level: options.LogLevel = None,
 ) -> None:
-    """Take the jobs of the state folder and run them until Ctrl-C.
+    """Run the queued jobs of the state folder until Ctrl-C.
 
-    Of rebuilds and trainings one runs at a time; other jobs, on other galleries, run beside it.
+    Only one rebuild or training job runs at a time; jobs of other kinds on other galleries run in
+    parallel.
 
     The service that shares the folder must run with KINLENS_JOBS=elsewhere.
     """

@@ -1,7 +1,7 @@
-"""Two levels of cache: in this process and, if there is one, Redis. It can only ever save work.
+"""Two levels of cache: in this process and, if configured, Redis. A cache failure is a miss.
 
-Keys hold what the value depends on, and an answer begins with the version of the gallery that it
-is about, so nothing needs to be flushed:
+Keys contain everything that a value depends on. An answer starts with the gallery version that it
+was computed from, so no entry ever has to be invalidated:
 
     embeddings   bundle_id + engine and precision + sha256 of the bytes + box
     answers      bundle_id + engine and precision + gallery + its generation + digest of the query
@@ -34,7 +34,7 @@ _UNIT_TOLERANCE = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Lookup(Generic[T]):
-    """What to look for; `decode` raises ValueError for a payload that is not accepted."""
+    """A key to look up; `decode` raises ValueError for an invalid or outdated payload."""
 
     kind: CacheKind
     key: str
@@ -42,7 +42,7 @@ class Lookup(Generic[T]):
 
 
 class LruCache:
-    """The least recently used values go first when entries or bytes exceed their bounds."""
+    """A cache bounded by entries and bytes; evicts the least recently used values. Thread safe."""
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
@@ -56,7 +56,7 @@ class LruCache:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Total bytes of all keys and values."""
         return self._bytes
 
     def get(self, key: str) -> bytes | None:
@@ -68,7 +68,7 @@ class LruCache:
             return value
 
     def set(self, key: str, value: bytes) -> None:
-        """Keep a value, at the expense of older ones; one above the bound is not kept."""
+        """Store a value and evict older ones; a value larger than the bound is not stored."""
         with self._lock:
             self._remove(key)
             if len(key) + len(value) > self._max_bytes:
@@ -85,7 +85,7 @@ class LruCache:
 
 
 class Cache:
-    """Looks in `local` first, then in `remote`; a value that does not decode counts as missing."""
+    """Looks in `local`, then in `remote`; a value that does not decode counts as a miss."""
 
     def __init__(self, local: LruCache, remote: RedisStore | None = None) -> None:
         self._local = local
@@ -99,25 +99,25 @@ class Cache:
 
     @property
     def pending_writes(self) -> int:
-        """Values on their way to the remote level."""
+        """Number of queued writes to the remote level."""
         return 0 if self._remote is None else self._remote.pending_writes
 
     def observe(self, callback: Callable[[CacheKind, Level], None]) -> None:
-        """Call back with kind and level at each lookup."""
+        """Call `callback` with the kind and level of each lookup."""
         self._observe = callback
 
     def start(self) -> None:
-        """Connect; a remote level that is away is no error."""
+        """Connect; an unreachable remote level is not an error."""
         if self._remote is not None:
             self._remote.start()
 
     def close(self) -> None:
-        """Finish what is being written, and disconnect."""
+        """Finish queued writes, and disconnect."""
         if self._remote is not None:
             self._remote.close()
 
     def has(self, key: str) -> bool:
-        """Whether this process has a value."""
+        """Whether the cache of this process has a value."""
         return self._local.get(key) is not None
 
     def get(self, lookup: Lookup[T]) -> T | None:
@@ -127,7 +127,7 @@ class Cache:
         return found
 
     def get_local(self, lookup: Lookup[T]) -> T | None:
-        """The decoded value if this process has it; what it has not is not counted as missing."""
+        """The decoded value from the cache of this process; a miss is not counted."""
         payload = self._local.get(lookup.key)
         value = None if payload is None else _decoded(lookup.decode, payload)
         if value is not None:
@@ -135,20 +135,20 @@ class Cache:
         return value
 
     def get_all(self, lookups: Sequence[Lookup[Any]]) -> list[Any]:
-        """The decoded value of each, or None; all that is missing here costs one remote call."""
+        """The decoded value of each lookup, or None. All local misses share one remote call."""
         values = [self.get_local(lookup) for lookup in lookups]
-        missing = [place for place, value in enumerate(values) if value is None]
+        missing = [index for index, value in enumerate(values) if value is None]
         if not missing:
             return values
-        keys = [lookups[place].key for place in missing]
+        keys = [lookups[index].key for index in missing]
         with span("cache"):
             sealed = [None] * len(keys) if self._remote is None else self._remote.get(keys)
-        for place, found in zip(missing, sealed, strict=True):
-            values[place] = self._unsealed(lookups[place], found)
+        for index, found in zip(missing, sealed, strict=True):
+            values[index] = self._unsealed(lookups[index], found)
         return values
 
     def set(self, key: str, payload: bytes) -> None:
-        """Keep a value in both levels; nobody waits for the remote one."""
+        """Store a value in both levels; the remote write runs in the background."""
         self._local.set(key, payload)
         if self._remote is not None:
             self._remote.set(key, seal(key, payload))
@@ -176,27 +176,27 @@ def _decoded(decode: Callable[[bytes], T], payload: bytes) -> T | None:
 
 
 def embedding_key(bundle_id: str, mode: Mode, digest: str, box: Box | None) -> str:
-    """Key of the vector of an image, or of its part in `box`."""
+    """The cache key for the vector of an image, or of its part in `box`."""
     part = "" if box is None else ",".join(map(repr, box))
     return f"{_PREFIX}:e:{bundle_id}:{mode.key}:{digest}:{part}"
 
 
 def answer_key(bundle_id: str, mode: Mode, gallery: str, generation: str, digest: str) -> str:
-    """Key of the answer to a query in a gallery."""
+    """The cache key for the answer to a query in a gallery."""
     name = quote(gallery, safe="")
     return f"{_PREFIX}:a:{bundle_id}:{mode.key}:{name}:{generation}:{digest}"
 
 
 def seal(key: str, payload: bytes) -> bytes:
-    """Put a digest over key and payload in front, so that a value fits only under its own key."""
+    """Prefix a payload with a digest of key and payload, so it is valid only under its own key."""
     return _digest(key, payload) + payload
 
 
 def unseal(key: str, sealed: bytes) -> bytes:
-    """The payload of `seal`. Raises: ValueError if it was not made for this key, or was changed."""
+    """The payload of a sealed value. Raises: ValueError for another key or a changed payload."""
     digest, payload = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
     if digest != _digest(key, payload):
-        raise ValueError("the value does not fit its seal")
+        raise ValueError("the digest of the cached value does not match")
     return payload
 
 
@@ -206,9 +206,9 @@ def encode_vector(vector: NDArray[np.float32]) -> bytes:
 
 
 def decode_vector(payload: bytes, dim: int) -> NDArray[np.float32]:
-    """The vector (D,) of `encode_vector`.
+    """The vector (D,) that `encode_vector` encoded.
 
-    Raises: ValueError unless of length `dim` and unit norm.
+    Raises: ValueError unless it has length `dim` and unit norm.
     """
     if len(payload) != 4 * dim:
         raise ValueError(f"{len(payload)} bytes are not a vector of length {dim}")

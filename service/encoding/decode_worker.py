@@ -1,17 +1,17 @@
-"""A decoding process, and the bytes that it exchanges with the service over one socket.
+"""A decoding process, and its protocol with the service over one socket.
 
 first:   READY, length, the layers of its sandbox (JSON)
 request: lengths of order and image, order (JSON: spec, limits, box, whether to embed; or limits,
          side), image
-reply:   status, length of the content, content (pixels; a vector, and how long decoding took, as
-         float32; a JPEG; or JSON: class name and text of an error)
+reply:   status, length of the content, content (pixels; or a vector and the decoding time in ms, as
+         float32; or a JPEG; or JSON: class name and text of an error)
 
 Only a process that a fork server started has a model and can embed.
 
-Nothing that a decoding process sends is executed or unpickled. The process ends when the service
-closes the socket or dies; in the middle of an image at the latest when its alarm goes off, which
-no damaged image can hold up. It imports nothing that it does not need, and all of that before it
-enters its sandbox, where it can open no file.
+The service never executes or unpickles what a decoding process sends. The process ends when the
+service closes the socket or dies. If it is busy with an image, its alarm ends it, which no damaged
+image can delay. It imports only what it needs, before it enters its sandbox, where it can open no
+file.
 """
 
 import io
@@ -42,44 +42,44 @@ from kinlens.service.encoding.sandbox import Layer, enter, enter_again
 REQUEST = struct.Struct("<II")
 REPLY = struct.Struct("<BxxxI")
 DONE, REFUSED, ENDING, READY, FAILED = range(5)
-"""Status of a reply. After ENDING the process ends, since it may be out of memory; FAILED says that
-the model could not run.
+"""Status of a reply. After ENDING the process exits, since it may be out of memory; FAILED means
+that the model could not run.
 """
 
 ERROR_BYTES = 4096
 _TEXT_CHARACTERS = 500
-_KNOWN_ORDERS = 64
+_CACHED_ORDERS = 64
 _MIB = 2**20
 
 EMBED_S = 30.0
-"""How long the model may take for an image, after it was decoded."""
+"""Time limit of the model for one decoded image."""
 
 Embed = Callable[[Images], Embeddings]
 Order = tuple[Preprocessing, ImageLimits, Box | None, bool]
 Rendering = tuple[ImageLimits, int]
-"""A JPEG is asked for: limits, longest side in pixels."""
+"""An order for a JPEG: limits, longest side in pixels."""
 
 
-@lru_cache(_KNOWN_ORDERS)
+@lru_cache(_CACHED_ORDERS)
 def pack_order(
     spec: Preprocessing, limits: ImageLimits, box: Box | None, embed: bool = False
 ) -> bytes:
-    """How an image is to be decoded, and whether its vector is the answer, as JSON."""
+    """How to decode an image, and whether to answer with its vector, as JSON."""
     sizes = (limits.max_bytes, limits.max_megapixels, limits.max_side_px)
     order = {"spec": spec.model_dump(), "limits": sizes, "box": box, "embed": embed}
     return json.dumps(order).encode()
 
 
-@lru_cache(_KNOWN_ORDERS)
+@lru_cache(_CACHED_ORDERS)
 def pack_rendering(limits: ImageLimits, side_px: int) -> bytes:
-    """How an image is to become a JPEG, as JSON."""
+    """How to render an image as a JPEG, as JSON."""
     sizes = (limits.max_bytes, limits.max_megapixels, limits.max_side_px)
     return json.dumps({"limits": sizes, "side": side_px}).encode()
 
 
-@lru_cache(_KNOWN_ORDERS)
+@lru_cache(_CACHED_ORDERS)
 def unpack_order(packed: bytes) -> Order | Rendering:
-    """The order of `pack_order` or `pack_rendering`."""
+    """The order that `pack_order` or `pack_rendering` packed."""
     order = json.loads(packed)
     if "side" in order:
         return ImageLimits(*order["limits"]), int(order["side"])
@@ -93,14 +93,14 @@ def unpack_order(packed: bytes) -> Order | Rendering:
 
 
 def pack_error(error: Exception) -> bytes:
-    """Class name and text of an error, at most ERROR_BYTES."""
+    """Class name and text of an error as JSON, at most ERROR_BYTES."""
     return json.dumps([type(error).__name__, str(error)[:_TEXT_CHARACTERS]]).encode()
 
 
 def unpack_error(packed: bytes) -> Exception:
-    """The error of `pack_error`; one that is no fault of an image or its box is a RuntimeError.
+    """The error that `pack_error` packed; a RuntimeError unless the image or its box caused it.
 
-    Raises: ValueError, TypeError if it is damaged.
+    Raises: ValueError, TypeError if `packed` is damaged.
     """
     name, text = json.loads(packed)
     cls = getattr(errors, str(name), None)
@@ -115,46 +115,46 @@ def pack_layers(layers: Sequence[Layer]) -> bytes:
 
 
 def unpack_layers(packed: bytes) -> list[Layer]:
-    """The layers of `pack_layers`. Raises: ValueError, TypeError if it is damaged."""
+    """The layers that `pack_layers` packed. Raises: ValueError, TypeError if damaged."""
     return [
         Layer(str(name), bool(holds), str(absence)) for name, holds, absence in json.loads(packed)
     ]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve until the socket is closed; `arguments` are memory in MB, alarm in seconds, and of a
-    process that replaces another the layers that held for that one.
+    """Serve until the socket is closed. `arguments` are memory in MB, alarm in seconds, and, if the
+    process replaces another, the active sandbox layers of that one.
     """
     memory_mb, alarm_s = int(arguments[0]), float(arguments[1])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the service decides when this ends
     warnings.simplefilter("ignore")
     load_all()
-    held = arguments[2].split() if len(arguments) > 2 else None
-    serve(socket.socket(fileno=0), memory_mb * _MIB, alarm_s, held)
+    layers = arguments[2].split() if len(arguments) > 2 else None
+    serve(socket.socket(fileno=0), memory_mb * _MIB, alarm_s, layers)
 
 
 def serve(
     connection: socket.socket,
     memory_bytes: int,
     alarm_s: float,
-    held: Sequence[str] | None = None,
+    layers: Sequence[str] | None = None,
     embed: Embed | None = None,
 ) -> None:
     """Serve until `connection` is closed, in at most `memory_bytes` of address space. The sandbox
-    has the layers that `held` for an earlier process, or those that a rehearsal proves.
+    has the active `layers` of an earlier process, or by default those that pass a rehearsal.
     """
     silence = os.open(os.devnull, os.O_WRONLY)
     _limit(memory_bytes)
-    layers = pack_layers(enter(_rehearse) if held is None else enter_again(held))
-    connection.sendall(REPLY.pack(READY, len(layers)) + layers)
-    os.dup2(silence, 2)  # C libraries talk about the images they decode
+    entered = pack_layers(enter(_rehearse) if layers is None else enter_again(layers))
+    connection.sendall(REPLY.pack(READY, len(entered)) + entered)
+    os.dup2(silence, 2)  # C libraries write warnings about images to stderr
     while _serve(connection, alarm_s, embed):
         pass
 
 
 def _limit(memory_bytes: int) -> None:
-    """No more memory than this, no core dumps, no growing file. The sandbox refuses the rest."""
+    """Limit the memory, and forbid core dumps and growing files. The sandbox forbids the rest."""
     for kind, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CORE, 0),
@@ -164,7 +164,7 @@ def _limit(memory_bytes: int) -> None:
 
 
 def known_image() -> bytes:
-    """A small PNG, to see whether anything can be decoded."""
+    """A small PNG to test decoding with."""
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8)).save(buffer, "PNG")
     return buffer.getvalue()
@@ -172,15 +172,15 @@ def known_image() -> bytes:
 
 def _rehearse() -> None:
     """Decode and encode an image in a thread, as the libraries of some formats do."""
-    image, made = known_image(), []
-    thread = Thread(target=lambda: made.append(render_jpeg(image, ImageLimits())))
+    image, rendered = known_image(), []
+    thread = Thread(target=lambda: rendered.append(render_jpeg(image, ImageLimits())))
     thread.start()
     thread.join()
-    made.pop()
+    rendered.pop()
 
 
 def _serve(connection: socket.socket, alarm_s: float, embed: Embed | None) -> bool:
-    """Answer one request; whether there may be another."""
+    """Answer one request; False if the process must end afterwards."""
     head = _receive(connection, REQUEST.size)
     if head is None:
         return False
@@ -207,7 +207,7 @@ def _answer(
     except BundleError as error:
         return FAILED, pack_error(error)
     except Exception as error:
-        # Whatever it is, it is about this image and goes to its caller.
+        # Whatever it is, this image caused it, so its caller gets the error.
         return REFUSED, pack_error(error)
 
 
@@ -221,12 +221,12 @@ def _content(image: bytes, order: Order | Rendering, embed: Embed | None) -> byt
         return pixels.data.cast("B")
     assert embed is not None
     decode_ms = 1e3 * (perf_counter() - started)
-    signal.setitimer(signal.ITIMER_REAL, EMBED_S)  # the alarm so far was for decoding
+    signal.setitimer(signal.ITIMER_REAL, EMBED_S)  # replaces the alarm for decoding
     [vector] = embed(pixels[np.newaxis])
     return np.append(vector, np.float32(decode_ms)).tobytes()
 
 
 def _receive(connection: socket.socket, count: int) -> bytes | None:
-    """Exactly `count` bytes; None if the other side has gone."""
+    """Exactly `count` bytes; None if the service has closed the socket."""
     data = connection.recv(count, socket.MSG_WAITALL) if count else b""
     return data if len(data) == count else None

@@ -1,8 +1,8 @@
-"""Decoders: each turns images into pixels, in a process of its own that can be killed.
+"""Decoders: each turns images into pixels in its own process, which can be killed.
 
-An image can cost another nothing: a decoding process that takes too long, takes too much memory or
-crashes is replaced, and its image alone is refused. A process that was forked with a model embeds
-the image as well.
+One image cannot harm another: a decoding process that exceeds its time or memory or crashes is
+replaced, and only its image is refused. A process that was forked with a model also embeds the
+image.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from kinlens.service.encoding.decode_worker import (
     unpack_layers,
 )
 from kinlens.service.encoding.fork_server import spawn
-from kinlens.service.encoding.sandbox import Layer, held_names
+from kinlens.service.encoding.sandbox import Layer, active_names
 
 Pixels = NDArray[np.uint8]
 Vector = NDArray[np.float32]
@@ -47,7 +47,7 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _REAP_S = 5.0
 _ALARM_GRACE_S = 1.0
-_ATTEMPTS = 2  # a process that was dead before the image came costs no image
+_ATTEMPTS = 2  # no image is refused because its process had already died
 _NOTHING = np.empty(0, dtype=np.uint8)
 _NO_VECTOR = np.zeros(1, dtype=np.float32)
 _OFF_UNIT = 1e-2
@@ -57,21 +57,21 @@ _CODE = "from kinlens.service.encoding.decode_worker import main; main(arguments
 
 
 class Child(Protocol):
-    """A process that was started."""
+    """A started process."""
 
     @property
     def pid(self) -> int: ...
 
     def end(self) -> int | None:
-        """Kill it; its exit code, if that is known."""
+        """Kill it and return its exit code, if known."""
 
 
 Start = Callable[[socket.socket, Sequence[Layer]], Child]
-"""Starts a process that serves the socket, in the sandbox of an earlier one. Raises: OSError."""
+"""Starts a process that serves the socket, in a sandbox with these layers. Raises: OSError."""
 
 
 class InlineDecoder:
-    """Decodes in the calling thread, for tests and small machines; nothing can be killed."""
+    """Decodes in the calling thread, for tests and small machines. It cannot be killed."""
 
     restarts = kills = 0
     pid: int | None = None
@@ -83,29 +83,32 @@ class InlineDecoder:
         ),
     )
 
-    def enter_layers(self, layers: Sequence[Layer]) -> None:
-        """There is no process that could."""
+    def reuse_layers(self, layers: Sequence[Layer]) -> None:
+        """Do nothing: there is no process."""
 
     def start(self) -> None:
-        """Nothing needs to start."""
+        """Do nothing: there is no process."""
 
     def close(self) -> None:
-        """Nothing needs to end."""
+        """Do nothing: there is no process."""
 
-    def rest(self) -> None:
-        """Nothing needs to end."""
+    def stop(self) -> None:
+        """Do nothing: there is no process."""
 
     def decode(
         self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None = None
     ) -> Pixels:
-        """`kinlens.embedder.preprocess.preprocess`. Raises: ImageError, InvalidParameterError."""
+        """Decode an image, or its part in `box`, as uint8 (3, S, S).
+
+        Raises: ImageError, InvalidParameterError.
+        """
         try:
             return preprocess(data, spec, limits, box)
         except MemoryError as error:
             raise _too_much_memory() from error
 
     def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
-        """`kinlens.embedder.preprocess.render_jpeg`. Raises: ImageError."""
+        """Render an image as a JPEG of at most `side_px` a side. Raises: ImageError."""
         try:
             return render_jpeg(data, limits, side_px)
         except MemoryError as error:
@@ -113,19 +116,19 @@ class InlineDecoder:
 
 
 class NoProcessError(SearchError):
-    """There is no process that can do it now."""
+    """No process can do the work now."""
 
 
 class _Outcome(enum.Enum):
-    """How one attempt to decode an image ended; the log gives it as the cause of a new process."""
+    """How one attempt to decode an image ended; logged as the cause of a new process."""
 
     DONE = "done"
     REFUSED = "refused the image"
     LATE = "took too long"
     FULL = "out of memory"
-    ENDED = "ended by itself"
-    NONSENSE = "answered nonsense"
-    UNREADY = "did not get ready"
+    ENDED = "exited"
+    INVALID = "sent an invalid answer"
+    UNREADY = "did not become ready"
     FAILED = "could not run the model"
 
 
@@ -135,12 +138,12 @@ _OUTCOMES = {
     ENDING: _Outcome.FULL,
     FAILED: _Outcome.FAILED,
 }
-_NOT_ABOUT_THE_IMAGE = (_Outcome.ENDED, _Outcome.NONSENSE, _Outcome.UNREADY)
-"""It is sent once more after these: the process may have been dead before the image came."""
+_RETRIED = (_Outcome.ENDED, _Outcome.INVALID, _Outcome.UNREADY)
+"""After these the image is sent once more: the process may have died before it got the image."""
 
 
 class _LostError(Exception):
-    """The process is gone or answers nonsense; `outcome` is which."""
+    """The process has ended or sent an invalid answer, as `outcome` states."""
 
     def __init__(self, outcome: _Outcome) -> None:
         super().__init__(outcome.value)
@@ -148,12 +151,12 @@ class _LostError(Exception):
 
 
 class ProcessDecoder:
-    """Decodes in a process of its own, which has `memory_mb` of address space and `timeout_s` of
+    """Decodes in its own process, which has `memory_mb` of address space, and `timeout_s` of
     wall-clock time for each image.
     """
 
     def __init__(self, memory_mb: int, timeout_s: float, start: Start | None = None) -> None:
-        """`start` starts its processes; by default each is a fresh interpreter without a model."""
+        """`start` starts a process; by default a fresh interpreter without a model."""
         self.restarts = 0
         self.kills = 0
         self._memory_mb = memory_mb
@@ -168,44 +171,44 @@ class ProcessDecoder:
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """The layers of its sandbox; none before its first process is up."""
+        """The layers of its sandbox; empty before its first process is ready."""
         return self._layers
 
     @property
     def pid(self) -> int | None:
-        """The number of its process."""
+        """The id of its process."""
         process = self._process
         return None if process is None else process.pid
 
     def start(self) -> None:
-        """Start the process; it need not be up when this returns."""
+        """Start the process, without waiting until it is ready."""
         try:
             self._process = _Process(self._start_process, self._timeout_s, self._layers)
         except OSError as error:
             self._not_started(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """End the process, also in the middle of an image of another thread."""
+        """Kill the process for good, even while another thread decodes an image."""
         self._closed = True
         if self._process is not None:
             self._process.end()
 
-    def rest(self) -> None:
-        """End the process; the next image starts one."""
+    def stop(self) -> None:
+        """Kill the process; the next image starts a new one."""
         process, self._process = self._process, None
         if process is not None:
             process.end()
 
-    def enter_layers(self, layers: Sequence[Layer]) -> None:
-        """Let its process enter the sandbox of another one without a rehearsal, which could fail
-        where the machine is overloaded.
+    def reuse_layers(self, layers: Sequence[Layer]) -> None:
+        """Use the sandbox `layers` of another process, without a rehearsal: that could fail on an
+        overloaded machine.
         """
         self._layers = layers
 
     def decode(
         self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None = None
     ) -> Pixels:
-        """`kinlens.embedder.preprocess.preprocess` in the process: uint8 (3, S, S).
+        """Decode an image, or its part in `box`, in the process, as uint8 (3, S, S).
 
         Raises: ImageError (ImageCostError if the process was killed or crashed),
             InvalidParameterError for the box, NoProcessError if no process can be started.
@@ -213,43 +216,47 @@ class ProcessDecoder:
         side_px = spec.crop_px
         content = self._ask(pack_order(spec, limits, box), data, 3 * side_px**2)
         if len(content) != 3 * side_px**2:
-            self._replace(_Outcome.NONSENSE)
+            self._replace(_Outcome.INVALID)
             raise _crashed()
         return content.reshape(3, side_px, side_px)
 
     def embed(
         self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None, dim: int
     ) -> tuple[Vector, float]:
-        """The unit vector (dim,) of an image, and the milliseconds that decoding it took. Only for
-        a process that has a model of `dim` numbers.
+        """The unit vector (dim,) of an image, and the milliseconds for decoding it. The process
+        must have a model with `dim` dimensions.
 
-        Raises: as `decode`.
+        Raises: ImageError (ImageCostError if the process was killed or crashed),
+            InvalidParameterError for the box, NoProcessError if no process can be started.
         """
         order = pack_order(spec, limits, box, embed=True)
         content = self._ask(order, data, 4 * (dim + 1), EMBED_S)
         found = content.view(np.float32) if len(content) == 4 * (dim + 1) else _NO_VECTOR
         vector, decode_ms = found[:-1], float(found[-1])
         if not abs(float(vector @ vector) - 1.0) < _OFF_UNIT:
-            self._replace(_Outcome.NONSENSE)
+            self._replace(_Outcome.INVALID)
             raise _crashed()
         return vector, decode_ms if 0 <= decode_ms <= 1e3 * self._timeout_s else 0.0
 
     def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
-        """`kinlens.embedder.preprocess.render_jpeg` in the process. Raises: as `decode`."""
+        """Render an image as a JPEG of at most `side_px` a side.
+
+        Raises: ImageError (ImageCostError if the process was killed or crashed), NoProcessError.
+        """
         content = self._ask(pack_rendering(limits, side_px), data, 3 * side_px**2).tobytes()
         if not content.startswith(_JPEG):
-            self._replace(_Outcome.NONSENSE)
+            self._replace(_Outcome.INVALID)
             raise _crashed()
         return content
 
-    def _ask(self, order: bytes, data: bytes, room: int, more_s: float = 0.0) -> Pixels:
-        """The content of the answer, which may come `more_s` after the limit of decoding.
+    def _ask(self, order: bytes, data: bytes, max_bytes: int, more_s: float = 0.0) -> Pixels:
+        """The content of the answer, at most `max_bytes`; `more_s` extends the limit of decoding.
 
-        Raises: as `decode`.
+        Raises: ImageError, InvalidParameterError, NoProcessError, SearchError.
         """
         for _ in range(_ATTEMPTS):
-            outcome, content = self._attempt(order, data, room, more_s)
-            if outcome not in _NOT_ABOUT_THE_IMAGE:
+            outcome, content = self._attempt(order, data, max_bytes, more_s)
+            if outcome not in _RETRIED:
                 break
         match outcome:
             case _Outcome.DONE:
@@ -264,19 +271,19 @@ class ProcessDecoder:
             case _Outcome.FULL:
                 raise _too_much_memory(f"the limit of {self._memory_mb:,} MB")
             case _Outcome.FAILED:
-                raise NoProcessError("The model cannot run in a decoding process; try again.")
+                raise NoProcessError("The model cannot run in a decoding process. Try again.")
             case _Outcome.UNREADY:
-                self._not_started("it ended at its start")
+                self._not_started("it exited at its start")
                 raise self._cannot_start()
-            case _Outcome.ENDED | _Outcome.NONSENSE:
+            case _Outcome.ENDED | _Outcome.INVALID:
                 raise _crashed()
 
     def _attempt(
-        self, order: bytes, data: bytes, room: int, more_s: float
+        self, order: bytes, data: bytes, max_bytes: int, more_s: float
     ) -> tuple[_Outcome, Pixels]:
-        """Send the image once; a process that is of no more use is replaced."""
+        """Send the image once; replace the process if it cannot be used again."""
         process = self._started()
-        outcome, content = process.ask(order, data, room, more_s)
+        outcome, content = process.ask(order, data, max_bytes, more_s)
         self._layers = self._layers or process.layers
         if outcome in (_Outcome.LATE, _Outcome.FULL):
             self.kills += 1
@@ -288,13 +295,13 @@ class ProcessDecoder:
         try:
             return unpack_error(content.tobytes())
         except (TypeError, ValueError):
-            self._replace(_Outcome.NONSENSE)
+            self._replace(_Outcome.INVALID)
             return _crashed()
 
     def _started(self) -> "_Process":
-        """The process, started again if there is none."""
+        """The process, which is started if there is none."""
         if self._closed:
-            raise SearchError("The service is being stopped and decodes no images any more.")
+            raise SearchError("The service is shutting down and decodes no more images.")
         if self._process is None and time.monotonic() >= self._not_before:
             self.start()
         if self._process is None:
@@ -324,16 +331,16 @@ class ProcessDecoder:
 
     def _cannot_start(self) -> NoProcessError:
         return NoProcessError(
-            f"The process that decodes images cannot be started ({self._last_failure}); it is "
-            "tried again. The log of the service has more."
+            f"The process that decodes images cannot be started ({self._last_failure}). The "
+            "service keeps trying; its log has details."
         )
 
 
 class _Process:
-    """A process at the other end of a socket."""
+    """A decoding process and the socket to it."""
 
     def __init__(self, start: Start, timeout_s: float, layers: Sequence[Layer] = ()) -> None:
-        """`layers` are those of the process that it replaces. Raises: OSError."""
+        """`layers` are the sandbox layers of the process that it replaces. Raises: OSError."""
         self._timeout_s = timeout_s
         self.is_ready = False
         self.layers: Sequence[Layer] = ()
@@ -352,9 +359,9 @@ class _Process:
         return self._process.pid
 
     def ask(
-        self, order: bytes, data: bytes, room: int, more_s: float = 0.0
+        self, order: bytes, data: bytes, max_bytes: int, more_s: float = 0.0
     ) -> tuple[_Outcome, Pixels]:
-        """What became of the image, and the content of the reply."""
+        """Send an image; the outcome, and the content of the reply."""
         try:
             self._wait_ready()
         except (TimeoutError, _LostError):
@@ -362,15 +369,15 @@ class _Process:
         due = time.monotonic() + self._timeout_s
         try:
             self._send(REQUEST.pack(len(order), len(data)) + order, data)
-            status, content = self._receive(room, due + more_s)
+            status, content = self._receive(max_bytes, due + more_s)
         except TimeoutError:
             return _Outcome.FAILED if more_s else _Outcome.LATE, _NOTHING
         except _LostError as error:
             late_s = time.monotonic() - due
             if more_s and error.outcome is _Outcome.ENDED and 0 <= late_s < _ALARM_GRACE_S:
-                return _Outcome.LATE, _NOTHING  # its own alarm ended it
+                return _Outcome.LATE, _NOTHING  # the alarm of the process has killed it
             return error.outcome, _NOTHING
-        return _OUTCOMES.get(status, _Outcome.NONSENSE), content
+        return _OUTCOMES.get(status, _Outcome.INVALID), content
 
     def _wait_ready(self) -> None:
         """Raises: TimeoutError, _LostError."""
@@ -379,9 +386,9 @@ class _Process:
             try:
                 self.layers = unpack_layers(content.tobytes())
             except (TypeError, ValueError) as error:
-                raise _LostError(_Outcome.NONSENSE) from error
+                raise _LostError(_Outcome.INVALID) from error
             if status != READY:
-                raise _LostError(_Outcome.NONSENSE)
+                raise _LostError(_Outcome.INVALID)
             self.is_ready = True
 
     def _send(self, head: bytes, data: bytes) -> None:
@@ -398,15 +405,15 @@ class _Process:
             raise _LostError(_Outcome.ENDED) from error
 
     def end(self) -> int | None:
-        """Kill it if it still lives; how it ended."""
+        """Kill the process if it still runs, and return its exit code, if known."""
         code = self._process.end()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is reading from it
         self._socket.close()
         return code
 
-    def _receive(self, room: int, deadline: float) -> tuple[int, Pixels]:
-        buffer = np.empty(REPLY.size + max(room, ERROR_BYTES), dtype=np.uint8)
+    def _receive(self, max_bytes: int, deadline: float) -> tuple[int, Pixels]:
+        buffer = np.empty(REPLY.size + max(max_bytes, ERROR_BYTES), dtype=np.uint8)
         received, length = 0, REPLY.size
         while received < length:
             left_s = deadline - time.monotonic()
@@ -425,26 +432,26 @@ class _Process:
             if received >= REPLY.size:
                 length = REPLY.size + REPLY.unpack_from(buffer.data)[1]
                 if received > length or length > len(buffer):
-                    raise _LostError(_Outcome.NONSENSE)
+                    raise _LostError(_Outcome.INVALID)
         return REPLY.unpack_from(buffer.data)[0], buffer[REPLY.size : length]
 
 
 Decoder = InlineDecoder | ProcessDecoder
-"""Turns image bytes into pixels, or into a JPEG; one thread at a time. `restarts` and `kills` count
-processes that were replaced, and ended for time or memory."""
+"""Turns image bytes into pixels, or into a JPEG; for one thread at a time. `restarts` counts
+replaced processes, `kills` those that exceeded their time or memory."""
 
 
 def create_decoder(isolated: bool, memory_mb: int, timeout_s: float) -> Decoder:
-    """In a process of its own, if it is to be `isolated`."""
+    """A decoder with its own process if `isolated`, otherwise one that decodes in the thread."""
     return ProcessDecoder(memory_mb, timeout_s) if isolated else InlineDecoder()
 
 
 def _spawn(
     memory_mb: int, alarm_s: float, connection: socket.socket, layers: Sequence[Layer]
 ) -> "_Spawned":
-    """A process that has no model. Raises: OSError."""
-    held = [" ".join(held_names(layers))] if layers else []
-    return _Spawned(spawn(_CODE, connection, [str(memory_mb), str(alarm_s), *held]))
+    """Start a process without a model. Raises: OSError."""
+    names = [" ".join(active_names(layers))] if layers else []
+    return _Spawned(spawn(_CODE, connection, [str(memory_mb), str(alarm_s), *names]))
 
 
 class _Spawned:
@@ -463,19 +470,19 @@ class _Spawned:
 
 def _crashed() -> ImageCostError:
     return ImageCostError(
-        "The process that decoded the image ended in the middle of it. Export the image again "
-        "from its source; if it is a good one, send it again."
+        "The process that decoded the image crashed. Export the image again from its source; if "
+        "the file is intact, send it again."
     )
 
 
-def _too_much_memory(limit: str = "there is") -> ImageCostError:
+def _too_much_memory(limit: str = "is available") -> ImageCostError:
     return ImageCostError(
         f"Decoding the image needs more memory than {limit}. Resize it, or save it as a plain JPEG."
     )
 
 
 class DecoderPool:
-    """Decoders, of which each call takes one; up to `count` are kept for later calls."""
+    """A pool of decoders, each used by one call at a time; up to `count` idle ones are kept."""
 
     def __init__(self, make: Callable[[], Decoder], count: int) -> None:
         self.decoders: list[Decoder] = []
@@ -490,21 +497,21 @@ class DecoderPool:
         return any(decoder.pid is not None for decoder in self.decoders)
 
     def start(self) -> None:
-        """Start all processes; none need be up when this returns."""
+        """Start all processes, without waiting until they are ready."""
         for _ in range(self._count - len(self.decoders)):
             decoder = self._new()
             decoder.start()
             self._idle.append(decoder)
 
     def add(self, decoder: Decoder) -> None:
-        """Keep this one, whose process is up, for later calls."""
+        """Add an idle decoder whose process is ready."""
         self.decoders.append(decoder)
         self._layers = decoder.layers
         self._idle.append(decoder)
 
     @contextlib.contextmanager
     def one(self) -> Iterator[Decoder]:
-        """A decoder that no other call uses: the last used one, whose memory is in the caches."""
+        """A decoder for exclusive use: the last used one, whose memory is still in CPU caches."""
         try:
             decoder = self._idle.pop()
         except IndexError:
@@ -519,24 +526,24 @@ class DecoderPool:
                 self.decoders.remove(decoder)
                 decoder.close()
 
-    def rest(self) -> None:
-        """End the idle processes; the next call starts one."""
-        rested: list[Decoder] = []
-        while len(rested) < self._count:
+    def stop_idle(self) -> None:
+        """Kill the processes of idle decoders; the next call starts a new one."""
+        stopped: list[Decoder] = []
+        while len(stopped) < self._count:
             try:
-                rested.append(self._idle.pop())
+                stopped.append(self._idle.pop())
             except IndexError:
                 break
-            rested[-1].rest()
-        self._idle += rested
+            stopped[-1].stop()
+        self._idle += stopped
 
     def close(self) -> None:
-        """End all processes, also in the middle of an image."""
+        """Kill all processes for good, even while they decode images."""
         for decoder in list(self.decoders):
             decoder.close()
 
     def _new(self) -> Decoder:
         decoder = self._make()
-        decoder.enter_layers(self._layers)
+        decoder.reuse_layers(self._layers)
         self.decoders.append(decoder)
         return decoder

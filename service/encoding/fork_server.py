@@ -1,17 +1,17 @@
 """A process that loads a model once and forks workers, which decode images and embed them.
 
     service ──► fork server: model loaded ──fork──► worker: image in, vector out
-       └─────────────────── one socket a worker ───────┘
+       └───────────────── one socket per worker ───────┘
 
 A fork takes milliseconds and shares the weights, so a killed worker is replaced at once. The fork
-server itself reads golden images alone, so no hostile image reaches the process that all workers
-copy.
+server itself decodes only golden images, so no hostile image reaches the process that all workers
+are copies of.
 
 Messages on the socket of the fork server, each one packet of text:
 
     "first", with a socket              ──► process id of a worker that serves this socket
-    "again LAYER ...", with a socket    ──► the same; it enters the layers of the one it replaces
-    "end PID"                           ──► exit code of the worker, which is killed
+    "again LAYER ...", with a socket    ──► process id of a worker that enters these layers
+    "end PID"                           ──► exit code of the worker, after killing it
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from kinlens.embedder.preprocess import ImageLimits
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import SHORT
 from kinlens.service.encoding import decode_worker
-from kinlens.service.encoding.sandbox import Layer, held_names
+from kinlens.service.encoding.sandbox import Layer, active_names
 
 _START_S = 60.0
 _ANSWER_S = 10.0
@@ -50,7 +50,7 @@ _REASON_CHARACTERS = 1000
 _READY = "ready"
 _MOST_CRASHES = 8
 """Workers share the memory layout of their server. After this number of crashes the server is
-replaced, so nobody can find out addresses by trying.
+replaced, so that no attacker can find addresses by trial and error.
 """
 _DIE_WITH_PARENT = 1  # prctl: PR_SET_PDEATHSIG
 _MIB = 2**20
@@ -69,8 +69,8 @@ _PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 def spawn(
     code: str, connection: socket.socket, arguments: Sequence[str]
 ) -> "subprocess.Popen[bytes]":
-    """A fresh interpreter that runs `code` with the list `arguments`, in a session of its own, with
-    nothing of our environment or files but `connection`, which is its standard input.
+    """Start a fresh interpreter in its own session that runs `code` with the list `arguments`. It
+    inherits no environment and no files except `connection`, which is its standard input.
 
     Raises: OSError.
     """
@@ -94,18 +94,18 @@ class ForkedWorker:
     server: "ForkServer"
 
     def end(self) -> int | None:
-        """Kill it; its exit code, if the server still knows it."""
+        """Kill it and return its exit code, if the server still knows it."""
         return self.server.end(self.pid)
 
 
 class ForkServer:
     """The fork server of one bundle in one mode.
 
-    `memory_mb` is what a worker may allocate in addition to the model; `alarm_s` limits decoding.
+    A worker may allocate `memory_mb` in addition to the model; `alarm_s` limits its decoding.
     """
 
     def __init__(self, bundle: Bundle, mode: Mode, memory_mb: int, alarm_s: float) -> None:
-        # Resolved: a link to the newest bundle may point elsewhere by the next start.
+        # Resolve the path: a symlink to the newest bundle may have changed by the next start.
         path, bundle_id = str(bundle.path.resolve()), bundle.bundle_id
         self._arguments = [path, bundle_id, *mode, str(memory_mb), str(alarm_s)]
         self._lock = threading.Lock()
@@ -136,32 +136,32 @@ class ForkServer:
         self._socket = ours
         try:
             if self._is_closed:
-                raise ConnectionError("it was closed")
+                raise ConnectionError("the service is shutting down")
             ours.settimeout(_START_S)
             answer = ours.recv(_PACKET_BYTES).decode()
             if answer != _READY:
-                raise ConnectionError(answer or "it ended at its start")
+                raise ConnectionError(answer or "it exited at its start")
         except OSError:
             self.stop()
             raise
         self._crashes, self._is_up = 0, True
 
     def fork(self, connection: socket.socket, layers: Sequence[Layer] = ()) -> ForkedWorker:
-        """A worker that serves the other end of `connection`. `layers` are those of the worker
-        that it replaces.
+        """Fork a worker that serves the other end of `connection`. `layers` are the sandbox layers
+        of the worker that it replaces.
 
         Raises: OSError if no worker can be started.
         """
-        order = " ".join(["again", *held_names(layers)]) if layers else "first"
+        order = " ".join(["again", *active_names(layers)]) if layers else "first"
         return ForkedWorker(self._ask(order, [connection.fileno()]), self)
 
     def end(self, pid: int) -> int | None:
-        """Kill a worker; its exit code. A worker ends with its server, so there may be none."""
+        """Kill a worker and return its exit code; None if it has ended with its server."""
         try:
             code = self._ask(f"end {pid}")
         except OSError:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)  # as process 1 of a container, the service inherits it
+                os.waitpid(pid, 0)  # as PID 1 of a container, the service inherits the worker
             return None
         if code < 0 and code != -signal.SIGKILL:
             self._crashes += 1
@@ -170,12 +170,12 @@ class ForkServer:
         return code
 
     def close(self) -> None:
-        """As `stop`, for good."""
+        """Kill the server and all its workers, and refuse later starts."""
         self._is_closed = True
         self.stop()
 
     def stop(self) -> None:
-        """End the server and all its workers."""
+        """Kill the server and all its workers."""
         self._is_up = False
         if self._process is not None and self._socket is not None:
             self._process.kill()
@@ -183,16 +183,19 @@ class ForkServer:
             self._socket.close()
 
     def _ask(self, text: str, descriptors: Sequence[int] = ()) -> int:
-        """Raises: OSError, after which the server is stopped unless it reported the reason."""
+        """Send a message and return the answer.
+
+        Raises: OSError, after which the server is stopped unless it reported the reason.
+        """
         with self._lock:
             if not self.is_running or self._socket is None:
-                raise ConnectionError("the fork server does not run")
+                raise ConnectionError("the fork server is not running")
             try:
                 self._socket.settimeout(_ANSWER_S)
                 socket.send_fds(self._socket, [text.encode()], descriptors)
                 answer = self._socket.recv(_PACKET_BYTES).decode()
             except OSError:
-                self.stop()  # its next answer could be that to this order
+                self.stop()  # a late answer would be taken for the answer to the next message
                 raise
         if not answer.removeprefix("-").isdecimal():
             raise ConnectionError(answer or "the fork server ended")
@@ -217,7 +220,7 @@ def main(arguments: Sequence[str]) -> None:
         with contextlib.suppress(ConnectionError):
             orders.send(str(error)[:_REASON_CHARACTERS].encode())
         return
-    gc.freeze()  # a collection in a worker would write to, and so copy, every page of these objects
+    gc.freeze()  # otherwise a collection in a worker writes to, and so copies, all these pages
     server = os.getpid()
 
     def work(layers: Sequence[str] | None) -> None:
@@ -240,7 +243,7 @@ def _serve(orders: socket.socket, work: Callable[[Sequence[str] | None], None]) 
         command, *words = text.decode().split()
         if command == "end":
             pid = int(words[0])
-            answer = str(_ended(pid) if pid in workers else 0)  # another may have its id by now
+            answer = str(_ended(pid) if pid in workers else 0)  # the id may have been reused
             workers.discard(pid)
         else:
             [connection] = descriptors
@@ -259,7 +262,7 @@ def _serve(orders: socket.socket, work: Callable[[Sequence[str] | None], None]) 
 
 
 def _become_worker(connection: int, work: Callable[[], None]) -> NoReturn:
-    """Keep this connection, as standard input, and no other file of the server."""
+    """Do `work` with `connection` as standard input and no other file of the server, then exit."""
     status = 1
     try:
         os.dup2(connection, 0)
@@ -274,9 +277,9 @@ def _become_worker(connection: int, work: Callable[[], None]) -> NoReturn:
 
 
 def _die_with(server: int) -> None:
-    """End with the server, which would otherwise leave workers that nobody can end."""
+    """Exit when the server does; otherwise workers would remain that no process can kill."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != server:  # it ended before
+    if os.getppid() != server:  # it ended before the call
         os._exit(1)
 
 

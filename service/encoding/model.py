@@ -1,4 +1,4 @@
-"""The models that are served: a session for each bundle, and the way from images to vectors."""
+"""The models that are served: one session for each bundle, and the embedding of images."""
 
 import asyncio
 import threading
@@ -35,9 +35,8 @@ from kinlens.service.observe.tracing import span
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A part of an encoded image, the whole without `box`; `digest` is the sha256 of the image.
-
-    `number` counts the images of a query, from 1.
+    """An encoded image, or its part in `box`. `digest` is the sha256 of the image, and `number` its
+    position among the images of a query, from 1.
     """
 
     data: bytes
@@ -47,12 +46,12 @@ class View:
 
 
 Guard = Callable[[View], AbstractContextManager[object]]
-"""A context for the work on a view, as for a check before it or a better error."""
+"""A context manager around the work on a view, for checks before it or better errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Milliseconds in each stage; 0 for one that a cache made unnecessary."""
+    """Milliseconds in each stage; 0 for a stage that a cached value replaced."""
 
     decode: float = 0.0
     embed: float = 0.0
@@ -61,11 +60,11 @@ class Stages:
 
 
 class Batcher:
-    """Calls `embed` for several threads, at most `at_once` times at the same time.
+    """Batches the images of several threads for `embed`, with at most `at_once` concurrent calls.
 
-    A thread that finds all calls taken waits; whoever comes next takes what waits, up to
-    `batch_size` images, in one call. A call that fails is repeated for each of its callers, so
-    that only the bad image fails. `on_batch` is told the size of each call.
+    While all calls are in use, threads queue their images. The next free thread embeds up to
+    `batch_size` queued images in one call. A call that fails is repeated for each caller, so only
+    the bad image fails. `on_batch` is called with the size of each call.
     """
 
     def __init__(
@@ -84,13 +83,13 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Callers that wait."""
+        """Number of queued callers."""
         return len(self._waiting)
 
     def embed(self, images: Images) -> Embeddings:
         """The vectors (N, D) of images (N, 3, S, S).
 
-        Raises: BundleError, SearchError, whatever `embed` raises.
+        Raises: BundleError, SearchError; what `embed` raises.
         """
         step = self._batch_size
         parts = [self._part(images[n : n + step]) for n in range(0, len(images), step)]
@@ -108,10 +107,10 @@ class Batcher:
     def _take(self) -> list[tuple[Images, Future[Embeddings]]]:
         batch = []
         with self._lock:
-            room = self._batch_size
-            while self._waiting and len(self._waiting[0][0]) <= room:
+            free = self._batch_size
+            while self._waiting and len(self._waiting[0][0]) <= free:
                 batch.append(self._waiting.popleft())
-                room -= len(batch[-1][0])
+                free -= len(batch[-1][0])
         return batch
 
     def _run(self, batch: Sequence[tuple[Images, Future[Embeddings]]]) -> None:
@@ -124,7 +123,7 @@ class Batcher:
             for each in batch:
                 self._run([each])
         except BaseException as error:
-            # Let through, SystemExit and its like would end more than this search.
+            # SystemExit and the like must not end more than this search.
             for _, future in batch:
                 future.set_exception(SearchError(f"The model ended with {type(error).__name__}."))
         else:
@@ -146,11 +145,11 @@ class Batcher:
 
 
 class Encoder:
-    """Turns images into vectors, and caches them.
+    """Turns images into vectors, and caches the vectors.
 
-    Where several calls run at once on a CPU, `workers` decode and embed. Otherwise the decoder of
-    the search thread decodes and this process embeds. A GPU gets batches; a call that is alone on a
-    CPU gets all cores. The arguments from `search_threads` to `workers` configure the `Batcher`.
+    On a CPU under load, `workers` decode and embed. Otherwise the decoder of the search thread
+    decodes and this process embeds: in batches on a GPU, with all cores for a single call on a CPU.
+    `batch_size`, `at_once` and `on_batch` configure the `Batcher`.
     """
 
     def __init__(
@@ -169,28 +168,33 @@ class Encoder:
         self._workers = workers
         self._on_batch = on_batch
 
-        def embed(images: Images) -> Embeddings:  # no method: a cycle would keep the session alive
-            """With all cores where nothing else wants one."""
-            return (embedder.embed_alone if search_threads.is_alone else embedder.embed)(images)
+        def embed(images: Images) -> Embeddings:
+            """Embed with all cores if no other call needs one."""
+            # Not a method of this class: the reference cycle would keep the session alive.
+            use_all_cores = search_threads.is_uncontended
+            return (embedder.embed_alone if use_all_cores else embedder.embed)(images)
 
         self._batcher = Batcher(embed, batch_size, at_once, on_batch)
 
     def lookup(self, view: View) -> Lookup[Vector]:
-        """Where a cache may have the vector of `view`."""
+        """The cache lookup for the vector of `view`."""
         embedder, dim = self._embedder, self._embedder.dim
         key = embedding_key(embedder.bundle_id, embedder.mode, view.digest, view.box)
         return Lookup("embedding", key, lambda value: decode_vector(value, dim))
 
     def decode(self, decoder: Decoder, view: View) -> NDArray[np.uint8]:
-        """Its pixels (3, S, S). Raises: ImageError, InvalidParameterError, SearchError."""
+        """The pixels (3, S, S) of `view`.
+
+        Raises: ImageError, InvalidParameterError, SearchError.
+        """
         embedder = self._embedder
         return decoder.decode(view.data, embedder.preprocessing, embedder.limits, view.box)
 
     def compute(
         self, decoder: Decoder, views: Sequence[View], guard: Guard = nullcontext
     ) -> tuple[Embeddings, Stages]:
-        """The vectors (N, D) of `views`, at least one, in this thread; a cache gets them. The
-        work on each view is done in the context of `guard`.
+        """Compute the vectors (N, D) of N > 0 `views` in this thread, and cache them. Each view is
+        processed in the context of `guard`.
 
         Raises: ImageError, SearchError, BundleError.
         """
@@ -202,18 +206,18 @@ class Encoder:
         return vectors, stages
 
     def start_workers(self, image: bytes, vector: Vector) -> None:
-        """Start the workers, if there are to be any; the model gives `vector` for `image`."""
+        """Start the workers, if any are configured; they must return `vector` for `image`."""
         if self._workers is not None:
             self._workers.start(image, vector, self._search_threads.layers)
 
     def _computed_by_workers(
         self, decoder: Decoder, views: Sequence[View], guard: Guard
     ) -> tuple[Embeddings, Stages] | None:
-        """As `compute`; None where this process is the better one."""
+        """Do the work of `compute` in the workers; None if this process should do it instead."""
         workers = self._workers
         if workers is None or not workers.is_ready:
             return None
-        if workers.gains_alone and self._search_threads.is_alone:
+        if workers.gains_alone and self._search_threads.is_uncontended:
             return None
         vectors, decode_ms, started = [], 0.0, time.perf_counter()
         with span("embed"):
@@ -248,9 +252,7 @@ class Encoder:
         return vectors, Stages((decoded - started) * 1e3, (embedded - decoded) * 1e3)
 
     async def encode(self, data: bytes, digest: str, kind: BulkKind = "write") -> Vector:
-        """The vector (D,) of the image `data` with sha256 `digest`, once a search thread is free.
-
-        Calls share the bulk limit of their kind.
+        """The vector (D,) of the image `data` with sha256 `digest`, as a bulk call of this `kind`.
 
         Raises: ImageError, SearchError, BundleError.
         """
@@ -263,62 +265,64 @@ class Encoder:
             return vector
 
         async with self._search_threads.bulk_limit(kind):
-            return await self._search_threads.run(work, patient=True)
+            return await self._search_threads.run(work, bulk=True)
 
     async def infer(self, data: bytes) -> Vector:
-        """The vector (D,) of an image without any cache and ahead of all that waits."""
+        """The vector (D,) of an image, computed without a cache and before all queued calls."""
 
         def work(decoder: Decoder) -> Vector:
             image = self.decode(decoder, View(data, ""))
             vector: Vector = self._batcher.embed(image[np.newaxis])[0]
             return vector
 
-        return await self._search_threads.run(work, urgent=True, patient=True)
+        return await self._search_threads.run(work, urgent=True, bulk=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """A bundle that runs, and the image that it is checked with: its vector at the warm-up (D,)."""
+    """A running bundle. `reference_vector` (D,) is the vector of `reference_image` at the warm-up;
+    health checks compare with it.
+    """
 
     embedder: Embedder
     encoder: Encoder
-    known_image: bytes = field(repr=False)
-    known_vector: Vector = field(repr=False)
+    reference_image: bytes = field(repr=False)
+    reference_vector: Vector = field(repr=False)
 
     @property
     def bundle_id(self) -> str:
-        """The bundle that it runs."""
+        """The id of its bundle."""
         return self.embedder.bundle_id
 
     @property
     def dim(self) -> int:
-        """Length of a vector."""
+        """Dimension of its vectors."""
         return self.embedder.dim
 
     @property
     def provider(self) -> str:
-        """What runs it."""
+        """The execution provider, such as CPUExecutionProvider."""
         return self.embedder.provider
 
     @property
     def calibration(self) -> Calibration | None:
-        """From a score to a probability, if the bundle has it."""
+        """The calibration of the bundle, from score to probability, if it has one."""
         return self.embedder.calibration
 
     @property
     def no_calibration(self) -> str | None:
-        """Why the bundle has none."""
+        """The reason why the bundle has no calibration."""
         return self.embedder.no_calibration
 
 
 class Models:
-    """Opens a model when a gallery needs it, and lets go of it when none does any more."""
+    """Opens a model when a gallery needs it, and drops it when no gallery does."""
 
     def __init__(
         self, find: Callable[[str, str], Embedder], connect: Callable[[Embedder], Encoder]
     ) -> None:
-        """`find` opens the embedder of a bundle for a gallery whose vectors have a precision; it
-        may block. Raises: BundleError.
+        """`find` opens the embedder of a bundle for galleries of a precision, and may block.
+        `connect` makes the encoder of an embedder.
         """
         self._find = find
         self._connect = connect
@@ -332,7 +336,7 @@ class Models:
 
     def open(self, bundle_id: str, precision: str = "fp32") -> Embedder:
         """Open the embedder of a bundle before the event loop runs; `get` starts it. `precision` is
-        that of the gallery that will be searched with it.
+        the precision of the gallery to search with it.
 
         Raises: BundleNotFoundError, BundleError.
         """
@@ -341,8 +345,8 @@ class Models:
         return self._opened[bundle_id]
 
     async def get(self, bundle_id: str, precision: str = "fp32") -> Model:
-        """The model of a bundle, warm; it stays as long as a gallery uses it. `precision` is that
-        of the first gallery.
+        """The warmed-up model of a bundle. `precision` is the precision of the first gallery that
+        uses it.
 
         Raises: BundleNotFoundError, BundleError.
         """
@@ -353,7 +357,7 @@ class Models:
         return model
 
     async def keep(self, bundle_ids: Collection[str]) -> None:
-        """Let go of every other model and its memory, once the last search in it has ended."""
+        """Drop every other model; its memory is freed once its last search has ended."""
         for bundle_id in self._models.keys() - set(bundle_ids):
             structlog.get_logger().info("model stopped", bundle_id=bundle_id)
         self._models = {n: model for n, model in self._models.items() if n in bundle_ids}
@@ -365,7 +369,7 @@ class Models:
         encoder = self._connect(embedder)
         image = embedder.known_images()[0]
         model = Model(embedder, encoder, image, await encoder.infer(image))
-        encoder.start_workers(image, model.known_vector)
+        encoder.start_workers(image, model.reference_vector)
         self._models[bundle_id] = model
         structlog.get_logger().info(
             "model started",

@@ -1,4 +1,4 @@
-"""Redis as the shared cache level: a short timeout, a breaker, and no error that gets out."""
+"""Redis as the shared cache level, with a short timeout and a circuit breaker; it never raises."""
 
 import contextlib
 import functools
@@ -24,11 +24,11 @@ _MAX_PENDING_WRITES = 64
 
 
 class RedisStore:
-    """Values in Redis under `ttl_s`; what it cannot answer in time is None. Any thread may call.
+    """Values in Redis that expire after `ttl_s`; None if it does not answer in time. Thread safe.
 
-    All reads of one request together wait at most `timeout_s`; see `WaitBudget`. The first call
-    that fails opens the breaker: later ones return at once, while a thread of its own asks every
-    `retry_s` whether Redis is back. The same thread writes, so that nobody waits for that.
+    All reads of one request together wait at most `timeout_s` (`WaitBudget`). The first call that
+    fails opens the circuit breaker: later calls return at once, while a background thread probes
+    Redis every `retry_s`. The same thread writes values, so no request waits for a write.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class RedisStore:
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
-            driver_info=None,  # nothing is said before the first question
+            driver_info=None,  # send no CLIENT SETINFO on connect, which would cost a round trip
         )
         self._client = Redis(connection_pool=self._pool)
         self._writes: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_MAX_PENDING_WRITES)
         self._is_down = False
         self._ended = threading.Event()
         self._outages = Repeats()
-        self._is_told = False
+        self._is_logged = False
         self._thread = threading.Thread(target=self._serve, name="kinlens-redis", daemon=True)
 
     @property
@@ -61,16 +61,16 @@ class RedisStore:
 
     @property
     def pending_writes(self) -> int:
-        """Values on their way."""
+        """Number of queued writes."""
         return self._writes.unfinished_tasks
 
     def start(self) -> None:
-        """Ask once; if there is no answer, go on without and keep asking."""
+        """Ping Redis once, then serve in the background; without an answer it keeps probing."""
         self._call(self._client.ping)
         self._thread.start()
 
     def close(self) -> None:
-        """Write what waits, if Redis answers, and disconnect."""
+        """Finish queued writes, if Redis answers, and disconnect."""
         self._ended.set()
         self._wake()
         if self._thread.is_alive():
@@ -79,7 +79,7 @@ class RedisStore:
         self._pool.disconnect()
 
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The value of each key, if Redis has it and answers in time; one round trip."""
+        """The value of each key, or None if Redis lacks it or is late; one round trip."""
         budget = request_budget(self._timeout_s)
         given_s = budget.left_s
         if self._is_down or not given_s:
@@ -91,7 +91,7 @@ class RedisStore:
         return [None] * len(keys) if found is None else found
 
     def set(self, key: str, value: bytes) -> None:
-        """Store a value soon, unless it is too large, too many wait, or Redis is away."""
+        """Queue a write; it is dropped if it is too large, the queue is full, or Redis is down."""
         if len(value) <= self._max_value_bytes and not self._is_down:
             with contextlib.suppress(queue.Full):
                 self._writes.put_nowait((key, value))
@@ -106,17 +106,21 @@ class RedisStore:
         return [value if isinstance(value, bytes) else None for value in values]
 
     def _call(self, operation: Callable[[], T], *, is_fair: bool = True) -> T | None:
-        """What it gives; None if Redis refuses, or fails, which opens the breaker if `is_fair`."""
+        """The result of `operation`; None if Redis refuses it or fails.
+
+        A failure opens the breaker, but a timeout does so only if `is_fair`: if the operation had a
+        fair share of the time budget.
+        """
         try:
             return operation()
         except ResponseError as error:
-            # Redis is there and said no: another type under the key, out of memory.
+            # Redis is up and refuses: another type under the key, or out of memory.
             structlog.get_logger().debug("redis refused", error=type(error).__name__)
         except RedisTimeoutError as error:
             if is_fair:
                 self._open_breaker(error)
         except Exception as error:
-            # Whatever the client raises, the request goes on without this level.
+            # Whatever the client raises, the request continues without this cache level.
             self._open_breaker(error)
         return None
 
@@ -124,20 +128,20 @@ class RedisStore:
         if not self._is_down:
             self._is_down = True
             self._outages.add()
-            self._is_told = False
-            self._tell(error)
+            self._is_logged = False
+            self._log_outage(error)
             self._wake()
 
-    def _tell(self, error: Exception) -> None:
-        """Log an outage once, unless another was logged a moment ago; it is counted then."""
-        times = 0 if self._is_told else self._outages.due()
+    def _log_outage(self, error: Exception) -> None:
+        """Log an outage once. If another was logged a moment ago, it is only counted."""
+        times = 0 if self._is_logged else self._outages.due()
         if times:
-            self._is_told = True
+            self._is_logged = True
             name = type(error).__name__
             structlog.get_logger().warning("redis is away", error=name, times=times)
 
     def _wake(self) -> None:
-        with contextlib.suppress(queue.Full):  # then there is something to wake up for
+        with contextlib.suppress(queue.Full):  # a full queue wakes the thread anyway
             self._writes.put_nowait(None)
 
     def _serve(self) -> None:
@@ -151,16 +155,16 @@ class RedisStore:
                 return
 
     def _came_back(self) -> bool:
-        """Ask again and again; False if the store was closed meanwhile."""
+        """Probe Redis until it answers; False if the store is closed first."""
         delay_s = min(_FIRST_PROBE_S, self._retry_s)
         while not self._ended.wait(delay_s):
             try:
                 self._client.ping()
             except Exception as error:
-                self._tell(error)
+                self._log_outage(error)
                 delay_s = min(2 * delay_s, self._retry_s)
             else:
-                if self._is_told:
+                if self._is_logged:
                     structlog.get_logger().info("redis is back")
                 self._is_down = False
                 return True

@@ -1,11 +1,12 @@
-"""A process gives up what decoding does not need: files, the network, other processes.
+"""A sandbox in which a process cannot use files, the network or other processes.
 
-Two layers of the Linux kernel. Each is entered by itself, needs no privilege and stays on:
+It has two layers of the Linux kernel. Each works independently, needs no privilege and is
+permanent:
 
     landlock   no file can be opened, no TCP port reached, no other process signalled
     seccomp    only the listed system calls work: no open, socket, execve, fork, ptrace or kill
 
-What is open or loaded already stays usable, so a process opens and loads everything first.
+Open files and loaded code stay usable, so a process opens and loads everything first.
 """
 
 import contextlib
@@ -26,12 +27,12 @@ _NO_NEW_PRIVILEGES = 38
 
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # on every architecture
 _ASK_VERSION = 1
-_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}  # how many there are, from each version on
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}  # number of file rights, from each version on
 _TCP_RIGHTS, _TCP_SINCE = 0b11, 4
 _SCOPES, _SCOPES_SINCE = 0b11, 6  # abstract Unix sockets, signals
 
 _MACHINES = {"x86_64": (0xC000003E, 317, 56), "aarch64": (0xC00000B7, 277, 220)}
-"""Of an architecture: its name in a filter, and the numbers of `seccomp` and `clone`."""
+"""For each architecture: its id in a filter, and the numbers of `seccomp` and `clone`."""
 ALLOWED_CALLS = """
     recvfrom 45 207      sendmsg 46 211       sendto 44 206          setitimer 38 103
     getitimer 36 102     futex 202 98         mmap 9 222             munmap 11 215
@@ -46,7 +47,7 @@ ALLOWED_CALLS = """
     getrandom 318 278    getrusage 98 165     clock_getres 229 114   sysinfo 99 179
     getcwd 79 17
 """
-"""System calls that stay allowed, with their numbers on x86_64 and aarch64."""
+"""Allowed system calls, with their numbers on x86_64 and aarch64."""
 _CLONE_THREAD = 0x10000
 _CLONE3 = 435
 _FIRST_UNKNOWN = 463
@@ -71,44 +72,44 @@ _ABSENCES = {
 
 
 class Layer(NamedTuple):
-    """Whether a layer holds; if it does not, `absence` is the reason and the cure."""
+    """A layer and whether it is active (`holds`); if not, `absence` is the reason and the fix."""
 
     name: str
     holds: bool
     absence: str = ""
 
 
-def held_names(layers: Sequence[Layer]) -> list[str]:
-    """The names of the layers that hold."""
+def active_names(layers: Sequence[Layer]) -> list[str]:
+    """The names of the active layers."""
     return [layer.name for layer in layers if layer.holds]
 
 
 def holding(layers: Sequence[Layer]) -> str:
-    """The names of the layers that hold, as a text."""
-    return ", ".join(held_names(layers)) or "none"
+    """The names of the active layers as one string, or "none"."""
+    return ", ".join(active_names(layers)) or "none"
 
 
 def absences(layers: Sequence[Layer]) -> dict[str, str]:
-    """Why each of the other layers does not hold, and the cure."""
+    """For each layer that is not active, the reason and the fix."""
     return {layer.name: layer.absence for layer in layers if not layer.holds}
 
 
 def enter(rehearse: Callable[[], object], names: Sequence[str] | None = None) -> list[Layer]:
-    """Enter each layer that this kernel has, for good; `names` are all of them by default.
+    """Enter each layer of `names` (default: all) that this kernel has. This cannot be undone.
 
-    A child process enters a layer first and calls `rehearse` there. If that fails the layer is not
-    entered: a filter that does not fit the machine, as under emulation, must not end all decoding.
+    A child process enters a layer first and calls `rehearse` there. If that fails the layer is
+    skipped: a filter that does not fit the machine, as under emulation, must not stop all decoding.
 
-    Raises: TimeoutError if the child takes too long to tell, or was killed from outside.
+    Raises: TimeoutError if the child takes too long, or was killed from outside.
     """
     return [_entered(name, rehearse) for name in names or _LAYERS]
 
 
 def enter_again(names: Sequence[str]) -> list[Layer]:
-    """Enter the layers that held for an earlier process. Raises: OSError if one is refused now.
+    """Enter the active layers of an earlier process. Raises: OSError if one is refused now.
 
-    There is no rehearsal: whoever overloads the machine could make it fail, and so open the
-    sandbox of the process that replaces a killed one.
+    There is no rehearsal: an attacker could overload the machine to make it fail, and the process
+    that replaces a killed one would then run without a sandbox.
     """
     for name in names:
         _LAYERS[name]()
@@ -121,11 +122,11 @@ def _entered(name: str, rehearse: Callable[[], object]) -> Layer:
         return Layer(name, False, f"{sys.platform} has none. Run the service on Linux.")
     status = _rehearsed(restrict, rehearse)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in _FROM_OUTSIDE:
-        # A machine this busy, or out of memory, says nothing about the layer: the service starts
-        # another process.
+        # The machine is too busy or out of memory, which shows nothing about the layer. The
+        # service starts another process.
         raise TimeoutError(
-            f"a small image in the layer {name} was ended by "
-            f"{signal.Signals(os.WTERMSIG(status)).name}; it has {_REHEARSAL_S} s"
+            f"decoding a small image in the layer {name} was ended by "
+            f"{signal.Signals(os.WTERMSIG(status)).name}; the limit is {_REHEARSAL_S} s"
         )
     if status:
         return Layer(
@@ -140,7 +141,9 @@ def _entered(name: str, rehearse: Callable[[], object]) -> Layer:
 
 
 def _rehearsed(restrict: Callable[[], None], rehearse: Callable[[], object]) -> int:
-    """How a child ends that calls `rehearse` in this layer, if the kernel has it: 0 is well."""
+    """The wait status of a child that calls `rehearse` in this layer: 0 means success. A layer
+    that the kernel lacks is not entered.
+    """
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
@@ -156,16 +159,16 @@ def _rehearsed(restrict: Callable[[], None], rehearse: Callable[[], object]) -> 
 
 
 def landlock_version() -> int:
-    """The version of Landlock that the kernel has. Raises: OSError if it has none."""
+    """The Landlock version of the kernel. Raises: OSError if it has none."""
     return system_call(_CREATE_RULESET, None, 0, _ASK_VERSION)
 
 
 def _landlock() -> None:
-    """Deny every right that this version of Landlock knows, to this thread and those that it will
-    start. Raises: OSError.
+    """Deny every right that this version of Landlock knows to this thread and all threads that it
+    starts later. Raises: OSError.
     """
     if _TASKS.is_dir() and len([*_TASKS.iterdir()]) > 1:
-        raise OSError(errno.EBUSY, "another thread runs already, which it would not cover")
+        raise OSError(errno.EBUSY, "another thread is running, which Landlock would not restrict")
     version = landlock_version()
     count = max(count for since, count in _FILE_RIGHTS.items() if since <= version)
     tcp = _TCP_RIGHTS if version >= _TCP_SINCE else 0
@@ -174,13 +177,13 @@ def _landlock() -> None:
     ruleset = system_call(_CREATE_RULESET, denied, len(denied), 0)
     try:
         _forbid_new_privileges()
-        system_call(_RESTRICT_SELF, ruleset, 0)  # without a rule, which would allow something
+        system_call(_RESTRICT_SELF, ruleset, 0)  # no rules: a rule would allow something
     finally:
         os.close(ruleset)
 
 
 def _seccomp() -> None:
-    """Refuse every system call but ALLOWED_CALLS, of all threads. Raises: OSError."""
+    """Refuse every system call except ALLOWED_CALLS, in all threads. Raises: OSError."""
     machine = os.uname().machine
     if machine not in _MACHINES or struct.calcsize("P") != 8:
         raise OSError(errno.ENOTSUP, f"no list of system calls for {machine}")
@@ -210,12 +213,12 @@ def _filter(machine: str) -> bytes:
     ]
     for number in numbers:
         steps += returned_if(_EQUALS, number, _ALLOW)
-    # A C library that asks for a newer call, or for clone3, whose flags no filter can read, goes on
-    # with an older one when it hears ENOSYS, but not when it hears EPERM.
+    # After ENOSYS, but not after EPERM, a C library falls back from a newer call to an older one.
+    # clone3 must be refused as well, since no filter can read its flags.
     steps += returned_if(_AT_LEAST, _FIRST_UNKNOWN, unknown)
     steps += returned_if(_EQUALS, _CLONE3, unknown)
     steps += [
-        (_EQUALS, 0, 3, clone),  # a thread is allowed, a process is not
+        (_EQUALS, 0, 3, clone),  # allowed for threads, refused for processes
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         *returned_if(_HAS_BITS, _CLONE_THREAD, _ALLOW),
         (_RETURN, 0, 0, refuse),
@@ -224,13 +227,13 @@ def _filter(machine: str) -> bytes:
 
 
 def _forbid_new_privileges() -> None:
-    """No program that is started later gains rights; without it the kernel refuses both layers."""
+    """Let no later program gain privileges; without this the kernel refuses both layers."""
     if ctypes.CDLL(None, use_errno=True).prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def system_call(number: int, *arguments: int | bytes | None) -> int:
-    """A system call. Raises: OSError."""
+    """Make a system call. Raises: OSError."""
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
     words = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]

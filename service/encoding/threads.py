@@ -1,8 +1,8 @@
-"""Search threads: threads that each do all the work of a search, with a decoder.
+"""Search threads: a pool of threads, each of which does one search from end to end with a decoder.
 
-    event loop ── run(work) ──► waiting (bounded) ──► search thread: work(decoder) ──► event loop
+    event loop ── run(work) ──► bounded queue ──► search thread: work(decoder) ──► event loop
 
-A search is handed over once, and its image never leaves the caches of its core.
+A search changes threads only once, and its image stays in the caches of one core.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from kinlens.service.encoding.workers import Workers
 
 T = TypeVar("T")
 BulkKind = Literal["batch", "write", "golden"]
-"""Work of many calls: queries of a batch, images of items, queries of a golden set."""
+"""Kinds of bulk work: queries of a batch, images of items to store, queries of a golden set."""
 
 
 class SearchThreads:
-    """`count` search threads, and a queue of at most `queue_size` calls. A thread whose call runs
-    for more than `overdue_s` seconds is replaced by a new one.
+    """A pool of `count` search threads with a queue of at most `queue_size` calls.
 
-    A call gets a decoder from `make`, or from a pool of workers that is ready.
+    A thread whose call runs longer than `overdue_s` seconds is replaced by a new one. Each call
+    gets exclusive use of a decoder: a model worker if some are ready, or else one from `make`.
     """
 
     def __init__(
@@ -50,58 +50,59 @@ class SearchThreads:
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a search thread."""
+        """Number of queued calls."""
         return self._pool.waiting
 
     @property
-    def is_alone(self) -> bool:
-        """Whether no more than one call is worked on, and none waits."""
+    def is_uncontended(self) -> bool:
+        """Whether at most one call runs and none is queued."""
         return len(self._working) <= 1 and not self.waiting
 
     @property
     def restarts(self) -> int:
-        """Decoding processes that were replaced."""
+        """Number of decoding processes that were replaced."""
         return sum(decoder.restarts for decoder in self._all())
 
     @property
     def kills(self) -> int:
-        """Decoding processes that were ended for time or memory."""
+        """Number of decoding processes that were killed because of time or memory."""
         return sum(decoder.kills for decoder in self._all())
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """The layers of the decoder with the weakest sandbox; none before the first image."""
-        known = [decoder.layers for decoder in self._all() if decoder.layers]
-        return min(known, key=lambda layers: sum(layer.holds for layer in layers), default=())
+        """The layers of the decoder with the weakest sandbox; empty before the first image."""
+        found = [decoder.layers for decoder in self._all() if decoder.layers]
+        return min(found, key=lambda layers: sum(layer.holds for layer in layers), default=())
 
     @property
     def pids(self) -> list[int]:
-        """Numbers of the decoding processes."""
+        """Process ids of the decoding processes."""
         return [decoder.pid for decoder in self._all() if decoder.pid is not None]
 
     def use(self, workers: Workers) -> None:
-        """Take decoders from the pool of `workers` while they are ready, as long as they live."""
-        self._workers = (*map(weakref.ref, self._known_workers()), weakref.ref(workers))
+        """Prefer decoders from `workers` while these are ready. Only a weak reference is kept."""
+        self._workers = (*map(weakref.ref, self._live_workers()), weakref.ref(workers))
 
-    def _known_workers(self) -> list[Workers]:
+    def _live_workers(self) -> list[Workers]:
         return [workers for each in self._workers if (workers := each()) is not None]
 
     def _all(self) -> list[Decoder]:
-        pools = [self._own, *(workers.pool for workers in self._known_workers())]
+        pools = [self._own, *(workers.pool for workers in self._live_workers())]
         return [decoder for pool in pools for decoder in pool.decoders]
 
     def bulk_limit(self, kind: BulkKind) -> AbstractAsyncContextManager[None]:
-        """Hold it around each call of bulk work: up to `count` calls of a kind wait or run.
+        """The semaphore to hold around each bulk call: up to `count` calls of a kind are queued or
+        running, so a single search waits for few of them.
 
-        Each kind has a limit of its own, because the queue for a limit is served in order: one put
-        would otherwise wait for every query of all batches that came before it.
+        Each kind has its own semaphore, because waiters are served in order: a put would otherwise
+        wait for every query of all earlier batches.
         """
         return self._bulk_limits[kind]
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Hold it for all the patient calls of a batch. Batches have places of their own, so they
-        never take those of single searches. Raises: OverloadedError when none is free.
+        """Hold one batch slot while the bulk calls of a batch run. Batches have their own slots, so
+        they never take the slots of single searches. Raises: OverloadedError when none is free.
         """
         if not self._batches.acquire(blocking=False):
             raise OverloadedError(
@@ -114,12 +115,12 @@ class SearchThreads:
             self._batches.release()
 
     async def start(self) -> None:
-        """Start the decoding processes; work may come before they are up."""
+        """Start the decoding processes. Calls may arrive before these are ready."""
         await asyncio.to_thread(self._own.start)
 
     async def close(self) -> None:
-        """Drop what waits and end the processes; a thread that hangs ends with the service."""
-        closing = [self._own.close, *(workers.close for workers in self._known_workers())]
+        """Drop queued calls and end the processes. A thread that hangs ends with the service."""
+        closing = [self._own.close, *(workers.close for workers in self._live_workers())]
         await asyncio.gather(*(asyncio.to_thread(close) for close in closing))
         await asyncio.to_thread(self._pool.close)
 
@@ -128,31 +129,38 @@ class SearchThreads:
         work: Callable[[Decoder], T],
         *,
         urgent: bool = False,
-        patient: bool = False,
+        bulk: bool = False,
         after: Callable[[], None] = lambda: None,
     ) -> T:
-        """Call `work` in a search thread, as `BoundedPool.run`.
+        """Call `work` with a decoder in a search thread, and return its result.
 
-        Raises: OverloadedError when too many wait; what `work` raises.
+        urgent: queue the call before all calls that are not urgent.
+        bulk: do not count the call towards `queue_size`, since `bulk_limit` bounds it.
+        after: called in any thread once the call has ended, was refused or was dropped.
+
+        Raises: OverloadedError when the queue is full; what `work` raises.
         """
         return await self._pool.run(
-            lambda: self._with_decoder(work), urgent=urgent, patient=patient, after=after
+            lambda: self._with_decoder(work), urgent=urgent, bulk=bulk, after=after
         )
 
     async def render(self, data: bytes, limits: ImageLimits, side_px: int) -> bytes:
-        """An image as a JPEG of at most `side_px` a side. Raises: ImageError, SearchError."""
-        return await self.run(lambda decoder: decoder.render(data, limits, side_px), patient=True)
+        """Render an image as a JPEG of at most `side_px` a side, as a bulk call.
+
+        Raises: ImageError, SearchError.
+        """
+        return await self.run(lambda decoder: decoder.render(data, limits, side_px), bulk=True)
 
     def _with_decoder(self, work: Callable[[Decoder], T]) -> T:
         own = threading.get_ident()
         self._working.add(own)
         try:
-            workers = next((each for each in self._known_workers() if each.is_ready), None)
+            workers = next((each for each in self._live_workers() if each.is_ready), None)
             if workers is not None:
                 with contextlib.suppress(NoProcessError), workers.pool.one() as decoder:
                     found = work(decoder)
                     if self._own.is_up:
-                        self._own.rest()
+                        self._own.stop_idle()
                     return found
                 workers.fail()
             with self._own.one() as decoder:

@@ -1,7 +1,7 @@
-"""Workers of a model: processes that decode an image and embed it, one for each call at a time.
+"""Model workers: processes that decode and embed images, each for one call at a time.
 
-They are forked from a process that has the model loaded (`kinlens.service.encoding.fork_server`).
-While that does not run, the service decodes and embeds without them.
+They are forked from a process that has loaded the model (`kinlens.service.encoding.fork_server`).
+While that process does not run, the service decodes and embeds without workers.
 """
 
 import sys
@@ -23,7 +23,7 @@ from kinlens.service.encoding.decoders import (
     Vector,
 )
 from kinlens.service.encoding.fork_server import ForkServer
-from kinlens.service.encoding.sandbox import Layer, held_names
+from kinlens.service.encoding.sandbox import Layer, active_names
 
 _SAME_COSINE = 0.999
 _FIRST_PAUSE_S = 30.0
@@ -31,16 +31,16 @@ _LONGEST_PAUSE_S = 600.0
 
 
 class Workers:
-    """The workers of the model of `embedder`, which runs on the CPU. Thread safe.
+    """The workers of one CPU model. Thread safe.
 
-    `gains_alone`: the service embeds one image sooner than a worker if nothing else runs.
+    `gains_alone`: on an idle service, embedding one image in the service is faster.
     """
 
     def __init__(
         self, embedder: OnnxEmbedder, memory_mb: int, timeout_s: float, count: int
     ) -> None:
-        """A worker may allocate `memory_mb` and take `timeout_s` for decoding an image; `count` are
-        kept for later calls.
+        """A worker may allocate `memory_mb`, and decode an image for `timeout_s`. Up to `count`
+        idle workers are kept.
         """
         self.gains_alone = embedder.gains_alone
         self._embedder = embedder
@@ -51,11 +51,11 @@ class Workers:
         self._lock = threading.Lock()
         self._pause_s = _FIRST_PAUSE_S
         self._end = weakref.finalize(self, _end, self.pool, self._server)
-        self._known: tuple[bytes, Vector, frozenset[str]]
+        self._reference: tuple[bytes, Vector, frozenset[str]]
 
     @staticmethod
     def can_run() -> bool:
-        """Whether this system has what a fork server needs."""
+        """Whether a fork server can run on this system."""
         return sys.platform == "linux"
 
     @property
@@ -66,15 +66,15 @@ class Workers:
     def start(self, image: bytes, expected: Vector, layers: Sequence[Layer] = ()) -> None:
         """Start in the background, and again whenever the fork server has ended.
 
-        Workers are ready once one of them gives the vector (D,) of `image`, in a sandbox with all
-        the layers that hold for other decoders.
+        Workers are ready once one of them returns the `expected` vector (D,) of `image`, in a
+        sandbox with all the active `layers` of other decoders.
         """
-        self._known = image, expected, frozenset(held_names(layers))
-        self._embedder.drop_single_session()  # or the model would be in memory three times
+        self._reference = image, expected, frozenset(active_names(layers))
+        self._embedder.drop_single_session()  # otherwise the model is in memory three times
         self._start()
 
     def fail(self) -> None:
-        """No worker could be had. If the server has ended, start another one."""
+        """Handle a failed fork: if the fork server has ended, start another one."""
         if self._server.is_running:
             return
         with self._lock:
@@ -90,8 +90,8 @@ class Workers:
     def embed(
         self, data: bytes, box: Box | None = None, decoder: Decoder | None = None
     ) -> tuple[Vector, float]:
-        """The vector (D,) of an image, and the milliseconds that decoding it took. Uses `decoder`
-        if it is a worker of this model, else one of the pool.
+        """The vector (D,) of an image, and the milliseconds for decoding it. Uses `decoder` if it
+        is a worker of this model, otherwise a worker of the pool.
 
         Raises: ImageError (ImageCostError if the worker was killed or crashed),
             InvalidParameterError for the box, NoProcessError.
@@ -122,7 +122,7 @@ class Workers:
     def _run(self) -> None:
         fault = self._try_to_start()
         if not self._end.alive:
-            return  # the service stops
+            return  # the service is shutting down
         log = structlog.get_logger().bind(bundle_id=self._embedder.bundle_id)
         if fault is None:
             self._pause_s = _FIRST_PAUSE_S
@@ -136,12 +136,12 @@ class Workers:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _try_to_start(self) -> str | None:
-        """Start the server and its first worker; the reason if they cannot be used, or None."""
-        image, expected, layers = self._known
+        """Start the server and its first worker; the reason if they are unusable, or None."""
+        image, expected, layers = self._reference
         try:
             self._server.start()
         except OSError as error:
-            return f"the fork server does not start: {error}"
+            return f"the fork server did not start: {error}"
         worker = self._make()
         fault = None
         try:
@@ -151,8 +151,8 @@ class Workers:
         else:
             cosine = float(vector @ expected)
             if cosine < _SAME_COSINE:
-                fault = f"the vector of a known image is off: cosine {cosine:.4f}"
-            elif missing := layers.difference(held_names(worker.layers)):
+                fault = f"wrong vector for the reference image: cosine {cosine:.4f}"
+            elif missing := layers.difference(active_names(worker.layers)):
                 fault = f"their sandbox lacks {', '.join(sorted(missing))}"
         if fault is None:
             self.pool.add(worker)

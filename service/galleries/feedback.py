@@ -1,11 +1,10 @@
-"""What users made of answers: which item was right for a picture, or for another item, and which
-was wrong.
+"""Feedback of users on answers: which item was right for a query image or item, and which was not.
 
     answer ─► sign ─► answer_id ─► POST /feedback ─► question ─► add ─► pairs ─► CSV, training
 
-STATE/feedback.sqlite has the rows and the secret of the signatures; STATE/feedback/pictures has the
-pictures that were searched with, where the operator keeps them. Neither knows anything of the
-client, nor a time finer than a day. Any number of threads and processes may use both.
+STATE/feedback.sqlite stores the rows and the secret for signatures. STATE/feedback/pictures stores
+the query images, if the operator chose to keep them. Nothing about the client is stored, and no
+time finer than a day. Any number of threads and processes may use both.
 """
 
 import base64
@@ -31,8 +30,8 @@ from kinlens.models import Action
 from kinlens.service.settings import Settings
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
-PICTURE_PX = 640
-"""Longest side of a picture that is kept: a JPEG without what the camera wrote into the file."""
+IMAGE_PX = 640
+"""Longest side of a stored query image, which is a JPEG without camera metadata."""
 
 _STEP = "feedback"
 _MAC_BYTES = 16  # of HMAC-SHA256
@@ -53,19 +52,19 @@ CREATE TABLE IF NOT EXISTS feedback (
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a gallery was asked, of which version: the sha256 (hex) of the picture that was searched
-    with, or else the key of the item.
+    """The query of an answer and the gallery version that it searched. The query is the sha256
+    (hex) of an `image`, or the key of an `item`.
     """
 
     gallery: str
     version: str
-    picture: str = ""
+    image: str = ""
     item: str = ""
 
 
 class Pair(NamedTuple):
-    """A row of pairs.csv: the path of the query picture, or else the key of the item searched with;
-    the key of the item that was answered; the action.
+    """A row of pairs.csv: the path of the query image, or the key of the query item; the key of the
+    item in the answer; the action.
     """
 
     query: str
@@ -75,20 +74,20 @@ class Pair(NamedTuple):
 
 
 class FeedbackStore:
-    """The feedback in the folder `state`. Of more than `max_rows` the oldest go; `tidy` removes
-    what is older than `days`.
+    """The feedback in the folder `state`. Above `max_rows` the oldest rows are removed; `tidy`
+    removes rows older than `days`.
 
-    Raises, from every call: StateError if the disk does not allow it.
+    Every call raises: StateError if the disk cannot be read or written.
     """
 
     def __init__(self, state: Path, *, max_rows: int = 100_000, days: int = 180) -> None:
         self._path = state / "feedback.sqlite"
-        self._pictures = state / "feedback" / "pictures"
+        self._images = state / "feedback" / "pictures"
         self._max_rows = max_rows
         self._days = days
-        self._lock = threading.Lock()  # of the one connection: to open and close one costs 40 ms
+        self._lock = threading.Lock()  # for the single connection: a new one costs 40 ms
         try:
-            make_folder(self._pictures, _STEP)
+            make_folder(self._images, _STEP)
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._connection = sqlite3.connect(
                 self._path,
@@ -99,8 +98,8 @@ class FeedbackStore:
         except (sqlite3.Error, OSError) as error:
             reason = getattr(error, "strerror", error)
             raise StateError(
-                f"Feedback cannot be kept in {state} ({reason}). Let this user write there, or "
-                "name another folder."
+                f"Feedback cannot be stored in {state} ({reason}). Give this user write access, "
+                "or choose another folder."
             ) from error
         try:
             self._prepare()
@@ -109,37 +108,39 @@ class FeedbackStore:
             raise
 
     def sign(self, question: Question) -> str:
-        """The text under which feedback on an answer to this question is taken, by any process."""
+        """The answer_id of an answer to this question; every process accepts feedback on it."""
         version = question.version[:_VERSION_DIGITS]
-        parts = [question.gallery, version, question.picture, question.item]
-        said = json.dumps(parts, ensure_ascii=False).encode()
-        return base64.urlsafe_b64encode(self._mac(said) + said).decode().rstrip("=")
+        parts = [question.gallery, version, question.image, question.item]
+        payload = json.dumps(parts, ensure_ascii=False).encode()
+        return base64.urlsafe_b64encode(self._mac(payload) + payload).decode().rstrip("=")
 
     def question(self, answer_id: str) -> Question:
-        """What was signed. Raises: InvalidParameterError for a text that is not of this service."""
+        """The signed question of an answer_id.
+
+        Raises: InvalidParameterError for an answer_id that this service did not sign.
+        """
         try:
             raw = base64.urlsafe_b64decode(answer_id + "=" * (-len(answer_id) % 4))
         except ValueError:
             raw = b""
-        mac, said = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(said)):
+        mac, payload = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(payload)):
             raise InvalidParameterError(
-                f"answer_id = {answer_id[:20]!r} is not one that this service gave. Send the "
-                "answer_id of an answer as it is, to the service that answered."
+                f"answer_id = {answer_id[:20]!r} was not issued by this service. Send the "
+                "answer_id of an answer unchanged, to the service that answered."
             )
-        return Question(*json.loads(said))
+        return Question(*json.loads(payload))
 
-    def has_picture(self, question: Question) -> bool:
-        """Whether the picture of a question is kept."""
+    def has_image(self, question: Question) -> bool:
+        """Whether the query image of a question is stored."""
         return self._file(question).is_file()
 
-    def add(self, question: Question, item: str, action: Action, picture: bytes = b"") -> bool:
-        """Keep one feedback, and the picture of the question if it is given; False if the very same
-        was there already. It survives the end of the process, whatever ends it; a loss of power may
-        take the last ones.
+    def add(self, question: Question, item: str, action: Action, image: bytes = b"") -> bool:
+        """Store one feedback, and the query image if given; False if the same feedback is already
+        stored. It survives a crash of the process; a power failure may lose the last rows.
         """
         today = _today()
-        row = (question.gallery, question.version, question.picture, question.item, item, action)
+        row = (question.gallery, question.version, question.image, question.item, item, action)
         with self._transaction() as connection:
             sql = (
                 "INSERT OR IGNORE INTO feedback"
@@ -149,26 +150,25 @@ class FeedbackStore:
             is_new = connection.execute(sql, (*row, today.isoformat())).rowcount > 0
             sql = "DELETE FROM feedback WHERE number <= (SELECT max(number) FROM feedback) - ?"
             connection.execute(sql, (self._max_rows,))
-            if picture and not self.has_picture(question):  # nobody tidies before this is over
-                write_whole(self._file(question), picture, _STEP)
+            if image and not self.has_image(question):  # `tidy` waits for this transaction
+                write_whole(self._file(question), image, _STEP)
                 midnight = datetime(today.year, today.month, today.day, tzinfo=UTC).timestamp()
                 os.utime(self._file(question), (midnight, midnight))
         return is_new
 
     def pairs(self, gallery: str, names: Mapping[str, str] | None = None) -> list[Pair]:
-        """What can be learnt from, oldest first: feedback on an answer to an item, or to a picture
-        that is kept.
+        """The feedback to train on, oldest first: on answers to an item or to a stored image.
 
         Args:
-            names: other names for the keys of items; what is about an item without one is left out.
+            names: replaces the keys of items by these names; feedback on other items is omitted.
         """
         sql = "SELECT picture, query_key, item, action FROM feedback WHERE gallery = ?"
         with self._transaction() as connection:
             rows = connection.execute(f"{sql} ORDER BY number", (gallery,)).fetchall()
-            kept = {file.stem for file in self._pictures.glob("*.jpg")}
+            kept = {file.stem for file in self._images.glob("*.jpg")}
         found = []
-        for picture, key, item, action in rows:
-            query = f"pictures/{picture}.jpg" if picture in kept else ""
+        for image, key, item, action in rows:
+            query = f"pictures/{image}.jpg" if image in kept else ""
             if names is not None:
                 key, item = names.get(key, ""), names.get(item, "")
             if (query or key) and item:
@@ -176,13 +176,13 @@ class FeedbackStore:
         return found
 
     def galleries(self) -> list[str]:
-        """The galleries that there is feedback on."""
+        """The names of galleries with feedback."""
         with self._transaction() as connection:
             rows = connection.execute("SELECT DISTINCT gallery FROM feedback ORDER BY gallery")
             return [gallery for (gallery,) in rows]
 
     def counts(self, gallery: str) -> dict[Action, int]:
-        """How often each action was sent."""
+        """The number of rows for each action."""
         sql = "SELECT action, count(*) FROM feedback WHERE gallery = ? GROUP BY action"
         with self._transaction() as connection:
             found = connection.execute(sql, (gallery,)).fetchall()
@@ -191,41 +191,41 @@ class FeedbackStore:
     def export(
         self, gallery: str, folder: Path, names: Mapping[str, str] | None = None
     ) -> list[Pair]:
-        """Write `pairs` to FOLDER/pairs.csv, and the pictures that they name below it."""
+        """Write `pairs` to FOLDER/pairs.csv, and their query images to FOLDER/pictures."""
         pairs = self.pairs(gallery, names)
-        gone = set()
+        expired = set()
         try:
             make_folder(folder / "pictures", _STEP)
             for name in {pair.query for pair in pairs if pair.query}:
                 try:
-                    shutil.copyfile(self._pictures.parent / name, folder / name)
-                except FileNotFoundError:  # its time has just come
-                    gone.add(name)
-            pairs = [pair for pair in pairs if pair.query not in gone]
+                    shutil.copyfile(self._images.parent / name, folder / name)
+                except FileNotFoundError:  # it was just removed because of its age
+                    expired.add(name)
+            pairs = [pair for pair in pairs if pair.query not in expired]
             write_whole(folder / "pairs.csv", as_csv(pairs).encode(), _STEP)
         except OSError as error:
             raise StateError(
-                f"{folder} cannot be written: {error}. Name another folder."
+                f"{folder} cannot be written: {error}. Choose another folder."
             ) from error
         return pairs
 
     def clear(self, gallery: str | None = None) -> int:
-        """Forget the feedback on a gallery, or all; how much it was."""
+        """Remove the feedback on a gallery, by default on all; the number of removed rows."""
         with self._transaction() as connection:
             sql = "DELETE FROM feedback WHERE gallery = coalesce(?, gallery)"
             removed = connection.execute(sql, (gallery,)).rowcount
-            self._drop_pictures(connection)
+            self._drop_images(connection)
         return removed
 
     def tidy(self) -> None:
-        """Forget what is too old, and pictures that no row names."""
+        """Remove rows that are too old, and images that no row refers to."""
         oldest = _today() - timedelta(days=self._days)
         with self._transaction() as connection:
             connection.execute("DELETE FROM feedback WHERE day < ?", (oldest.isoformat(),))
-            self._drop_pictures(connection)
+            self._drop_images(connection)
 
     def close(self) -> None:
-        """Let go of the file; a call that hangs keeps it."""
+        """Close the database, unless a call that hangs still uses it."""
         if self._lock.acquire(timeout=_CLOSE_S):
             self._connection.close()
             self._lock.release()
@@ -241,7 +241,9 @@ class FeedbackStore:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Committed in the end, or rolled back; no other process writes after its first change."""
+        """A transaction: committed at the end, or rolled back after an error. Other processes
+        cannot write from its first change on.
+        """
         try:
             with self._lock, self._connection:
                 yield self._connection
@@ -251,31 +253,31 @@ class FeedbackStore:
                 "folder that --state names."
             ) from error
 
-    def _drop_pictures(self, connection: sqlite3.Connection) -> None:
+    def _drop_images(self, connection: sqlite3.Connection) -> None:
         named = {name for (name,) in connection.execute("SELECT DISTINCT picture FROM feedback")}
-        for file in self._pictures.iterdir():
-            if file.stem not in named:  # also what an interrupted write left
+        for file in self._images.iterdir():
+            if file.stem not in named:  # also files of interrupted writes
                 file.unlink(missing_ok=True)
 
     def _file(self, question: Question) -> Path:
-        return self._pictures / f"{question.picture}.jpg"
+        return self._images / f"{question.image}.jpg"
 
-    def _mac(self, said: bytes) -> bytes:
-        return hmac.digest(self._secret, said, "sha256")[:_MAC_BYTES]
+    def _mac(self, payload: bytes) -> bytes:
+        return hmac.digest(self._secret, payload, "sha256")[:_MAC_BYTES]
 
 
 def open_feedback(settings: Settings) -> FeedbackStore:
-    """The feedback that the settings speak of. Raises: StateMissingError, StateError."""
+    """Open the feedback in the state folder. Raises: StateMissingError, StateError."""
     if settings.state is None:
         raise StateMissingError(
-            "Feedback needs a folder. Name it with --state DIR or KINLENS_STATE."
+            "Feedback needs a state folder. Set it with --state DIR or KINLENS_STATE."
         )
     most, days = settings.feedback_max_rows, settings.feedback_days
     return FeedbackStore(settings.state, max_rows=most, days=days)
 
 
 def as_csv(pairs: Sequence[Pair]) -> str:
-    """The text of pairs.csv."""
+    """The content of pairs.csv."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([Pair._fields, *pairs])

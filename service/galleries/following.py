@@ -1,4 +1,4 @@
-"""Galleries that this service follows: copies of snapshots that another host publishes."""
+"""Followed galleries: this service keeps copies of snapshots that another host publishes."""
 
 import random
 import threading
@@ -12,17 +12,17 @@ from kinlens.service.observe.logs import Repeats
 from kinlens.service.settings import Settings
 
 _STOP_S = 2.0
-_VARIED = (0.5, 1.5)  # times the interval, so that many hosts do not ask at the same moment
+_JITTER = (0.5, 1.5)  # times the interval, so that many hosts do not read at the same moment
 
 
 class Following:
-    """Keeps the copies of the followed galleries up to date, each in a thread of its own.
+    """Keeps the copies of the followed galleries up to date, each in its own thread.
 
-    An address that does not answer leaves its copy as it is: searches go on in it.
+    While an address does not answer, its last copy stays searchable.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Raises: EngineUnavailableError for an address that no file system takes."""
+        """Raises: EngineUnavailableError for an address that no file system supports."""
         self._interval_s = settings.follow
         self._stopped = threading.Event()
         self._followers: Mapping[str, Follower] = {
@@ -35,8 +35,8 @@ class Following:
         ]
 
     def load(self) -> None:
-        """Copy galleries of which there is no copy yet, before they are opened. Others are served
-        as they are and brought up to date later, since their address may not answer.
+        """Copy galleries that have no copy yet, before they are opened. Existing copies are served
+        at once and updated later, since their address may not answer.
 
         Raises: KinlensError if a gallery cannot be copied.
         """
@@ -45,12 +45,12 @@ class Following:
                 structlog.get_logger().info("snapshot copied", gallery=name)
 
     def start(self) -> None:
-        """Look for new snapshots from now on."""
+        """Start to poll for new snapshots."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End; a download that hangs is left behind, and goes on at the next start."""
+        """Stop; a download that hangs is interrupted, and resumes at the next start."""
         self._stopped.set()
         for thread in self._threads:
             thread.join(_STOP_S)
@@ -60,7 +60,7 @@ class Following:
         failures, is_failing = Repeats(), False
         pause_s = 0.0  # the copy of an earlier start may be old
         while not self._stopped.wait(pause_s):
-            pause_s = random.uniform(*_VARIED) * self._interval_s
+            pause_s = random.uniform(*_JITTER) * self._interval_s
             try:
                 if follower.update():
                     log.info("snapshot followed")
@@ -68,7 +68,7 @@ class Following:
                     log.info("snapshots can be read again")
                 is_failing = False
             except Exception as error:
-                # The border of the thread: whatever it is, the next snapshot may be fine.
+                # The boundary of the thread: whatever failed, the next snapshot may be readable.
                 is_failing = True
                 failures.add()
                 if times := failures.due():

@@ -1,6 +1,6 @@
-"""The use cases that change items: put, patch and remove. They know nothing of HTTP.
+"""The operations that change items: put, patch, remove and restore. They do not use HTTP.
 
-check ─► known content? its vector : decode and embed ─► picture on the disk ─► catalogue ─► answer
+check ─► stored vector, or decode and embed ─► image on the disk ─► catalogue ─► answer
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from kinlens.indexer.types import Entry, Item
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.encoding.model import Model
 from kinlens.service.galleries.locations import Gallery
-from kinlens.service.galleries.pictures import PictureFolder, SharedPictures
 from kinlens.service.galleries.registry import Registry, Served
+from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.galleries.view import GalleryView
 from kinlens.values import AttributeKind, AttributeValue
 
@@ -43,18 +43,18 @@ Change = Mapping[str, AttributeValue | None]
 Changes = Mapping[str, Change]
 
 MAX_ATTRIBUTES = 64
-"""Attributes that one item may have."""
+"""Maximum number of attributes of one item."""
 
-_EMBEDDED_AT_ONCE = 16  # of all puts together: searches find a place in the queue of the model
+_EMBEDDED_AT_ONCE = 16  # for all puts together, so that searches need not queue behind them
 _IMAGES_PER_LIMIT = 16
 _PAGE = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class NewItem:
-    """An image to be stored under a key; with `error` it was refused before anyone looked at it.
+    """An image to store under a key. With `error` it was already refused, and is not stored.
 
-    With `keeps`, attributes that a stored item has and `attributes` does not name stay.
+    With `keeps`, attributes of a stored item that `attributes` does not name are kept.
     """
 
     key: str
@@ -65,9 +65,9 @@ class NewItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of an item; `id` is its number, `error` says why it failed, `attributes` whether
-    those that it had stayed.
+class ItemOutcome:
+    """The result of storing one item. `error` is the reason of a failure; `attributes` shows
+    whether earlier attributes were kept or replaced.
     """
 
     key: str
@@ -79,15 +79,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """What became of each item, in the order sent, and the version of the gallery afterwards."""
+    """The outcome of each item, in the order sent, and the gallery version afterwards."""
 
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[ItemOutcome]
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """How many items were changed or removed, and the version of the gallery afterwards."""
+    """The number of changed or removed items, and the gallery version afterwards."""
 
     count: int
     version: str
@@ -95,7 +95,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The items that came back, and the version of the gallery afterwards."""
+    """The restored items, and the gallery version afterwards."""
 
     items: Sequence[Item]
     version: str
@@ -110,8 +110,8 @@ class Items:
     def __init__(
         self, registry: Registry, pool: BoundedPool, limit_s: float, *, puts: bool
     ) -> None:
-        """`limit_s` is how long 16 images of one put may take until the last is embedded; without
-        `puts` nothing is stored.
+        """`limit_s` is the time limit for embedding each 16 images of one put. Without `puts`,
+        galleries in folders refuse new items.
         """
         self._registry = registry
         self._puts = puts
@@ -120,55 +120,58 @@ class Items:
         self._embedding = asyncio.Semaphore(_EMBEDDED_AT_ONCE)
 
     async def put(self, gallery: str, items: Sequence[NewItem]) -> Put:
-        """Store items; each fails alone. Raises: StateMissingError if this service stores none."""
+        """Store items; each can fail without the others.
 
-        run = partial(self._pool.run, patient=True)
+        Raises: StateMissingError if this service cannot store images.
+        """
+
+        run = partial(self._pool.run, bulk=True)
 
         async def put(served: Served) -> Put:
-            pictures = self._place_for_pictures(served)
+            uploads = self._upload_store(served)
             drafts = await run(lambda: _drafts(served.gallery, items))
             deadline = time.monotonic() + -(-len(items) // _IMAGES_PER_LIMIT) * self._limit_s
             unknown = [draft for draft in drafts if draft.error is None and draft.vector is None]
             await asyncio.gather(*(self._embed(served.model, draft, deadline) for draft in unknown))
-            return await run(lambda: _store(served, pictures, drafts))
+            return await run(lambda: _store(served, uploads, drafts))
 
-        with self._pool.place():
+        with self._pool.permit():
             return await self._changing(gallery, put)
 
     async def patch(self, gallery: str, changes: Changes) -> Changed:
-        """Change attributes by key, all or none; None takes one away.
+        """Change attributes of items by key, in one transaction; None removes an attribute.
 
         Raises: ItemNotFoundError, InvalidParameterError naming the attribute.
         """
         return await self._calling(gallery, lambda served: _patch(served.gallery, changes))
 
     async def patch_where(self, gallery: str, where: Filter, change: Change) -> Changed:
-        """One change for every item that fits. Raises: FilterError, InvalidParameterError."""
+        """Apply one change to every matching item. Raises: FilterError, InvalidParameterError."""
         return await self._calling(gallery, lambda own: _patch_where(own.gallery, where, change))
 
     async def remove(self, gallery: str, keys: Sequence[str], keep: Sequence[str] = ()) -> Changed:
-        """Remove items by key; with `keep` only while one of these other keys is there. Uploaded
-        pictures that no item shows stay until the removal can no longer be undone.
+        """Remove items by key; with `keep`, only if an item with one of these other keys exists.
+        Uploaded images are kept until the removal can no longer be undone.
 
-        Raises: GalleryConflictError if nothing of `keep` is there.
+        Raises: GalleryConflictError if no item of `keep` exists.
         """
         return await self._calling(gallery, lambda served: _remove(served, keys, keep))
 
     async def restore(self, gallery: str, keys: Sequence[str]) -> Restored:
-        """Bring back removed items by key, under new numbers; keys that cannot be are omitted."""
+        """Restore removed items by key, with new ids; keys that cannot be restored are omitted."""
         return await self._calling(gallery, lambda served: _restore(served.gallery, keys))
 
     async def remove_where(self, gallery: str, where: Filter) -> Changed:
-        """As `remove`, every item that fits. Raises: FilterError."""
+        """Remove every matching item. Raises: FilterError."""
         return await self._calling(gallery, lambda served: _remove_where(served, where))
 
     async def remove_item(
         self, gallery: str, item_id: ItemId, generation: str | None = None
     ) -> Changed:
-        """As `remove`, by number, which is one of the generation that begins so; or of the one
-        being served. In another generation it is the number of another item.
+        """Remove an item by its id in the generation whose name starts with `generation`, by
+        default the served one. In another generation the id may name another item.
 
-        Raises: ItemNotFoundError, also if the gallery was replaced meanwhile.
+        Raises: ItemNotFoundError, also if the gallery has been replaced.
         """
         async with self._registry.find(gallery) as served:
             served.refuse_if_followed()
@@ -179,7 +182,7 @@ class Items:
         return await self._changing(gallery, lambda own: self._pool.run(lambda: work(own)))
 
     async def _changing(self, gallery: str, work: Callable[[Served], Awaitable[T]]) -> T:
-        """Do it in the gallery as it is now; once more if that was replaced meanwhile."""
+        """Do `work` in the current gallery, and repeat it if that was replaced during the work."""
         try:
             async with self._registry.find(gallery) as served:
                 served.refuse_if_followed()
@@ -189,18 +192,18 @@ class Items:
         with self._registry.lease(gallery) as served:
             return await work(served)
 
-    def _place_for_pictures(self, served: Served) -> PictureFolder | SharedPictures:
-        pictures = served.pictures
-        if pictures is None and served.is_remote:
+    def _upload_store(self, served: Served) -> UploadFolder | SharedUploads:
+        uploads = served.uploads
+        if uploads is None and served.is_remote:
             raise StateMissingError(
-                f"There is no place for the pictures of gallery {served.name}, which lies on "
-                f"Milvus. Start the service with --pictures {served.name}=ADDRESS."
+                f"The service cannot store images for gallery {served.name}, which is on Milvus. "
+                f"Start the service with --pictures {served.name}=ADDRESS."
             )
-        if pictures is None or not (self._puts or served.is_remote):
+        if uploads is None or not (self._puts or served.is_remote):
             raise StateMissingError(
-                "The service keeps no uploaded images. Start it with --state DIR."
+                "The service cannot store uploaded images. Start it with --state DIR."
             )
-        return pictures
+        return uploads
 
     async def _embed(self, model: Model, draft: "_Draft", deadline: float) -> None:
         try:
@@ -208,8 +211,8 @@ class Items:
                 draft.vector = await model.encoder.encode(draft.item.data, draft.sha256)
         except TimeoutError:
             draft.error = DeadlineExceededError(
-                f"The image was not embedded within {self._limit_s:g} s for each "
-                f"{_IMAGES_PER_LIMIT} images, which is the limit. Try again in a second."
+                f"The image was not embedded in time: the limit is {self._limit_s:g} s for each "
+                f"{_IMAGES_PER_LIMIT} images of a request. Try again in a second."
             )
         except KinlensError as error:
             draft.error = error
@@ -217,7 +220,7 @@ class Items:
 
 @dataclass(slots=True)
 class _Draft:
-    """An item that is being stored; one with an `error` goes no further."""
+    """An item that is being stored; with an `error` it is not processed further."""
 
     item: NewItem
     error: KinlensError | None
@@ -225,7 +228,7 @@ class _Draft:
     vector: NDArray[np.float32] | None = None
 
     def entry(self, stored: Item | None) -> Entry:
-        """As it is to be stored; a picture that was indexed where it lies stays there."""
+        """The entry to store. An unchanged image keeps the path that it was indexed from."""
         assert self.vector is not None
         path, kind = "", format_of(self.item.data) or ""
         if stored is not None and stored.sha256 == self.sha256 and stored.path:
@@ -237,20 +240,21 @@ class _Draft:
 
     def outcome(
         self, entries: Mapping[str, Entry], old: Mapping[str, Item], new: Mapping[str, Item]
-    ) -> Outcome:
-        """What became of it; `old` and `new` are the items that had and have the keys."""
+    ) -> ItemOutcome:
+        """The outcome; `old` and `new` are the items by key before and after the put."""
         key = self.item.key
         if self.error is not None:
-            return Outcome(key, "failed", error=self.error)
-        number = new[key].id if key in new else None
+            return ItemOutcome(key, "failed", error=self.error)
+        item_id = new[key].id if key in new else None
         attributes: Literal["kept", "replaced"] = (
             "kept" if self.item.keeps and key in old else "replaced"
         )
-        return Outcome(key, _status(old.get(key), entries[key]), number, attributes=attributes)
+        status = _status(old.get(key), entries[key])
+        return ItemOutcome(key, status, item_id, attributes=attributes)
 
 
 def _drafts(gallery: Gallery, items: Sequence[NewItem]) -> list[_Draft]:
-    """Each item checked against the gallery; the vector of a content that it has is reused."""
+    """Check each item against the gallery, and reuse the vector of a content that it contains."""
     drafts = [_Draft(item, item.error) for item in items]
     kinds = dict(gallery.schema())
     seen: set[str] = set()
@@ -262,20 +266,20 @@ def _drafts(gallery: Gallery, items: Sequence[NewItem]) -> list[_Draft]:
             except KinlensError as error:
                 draft.error = error
             seen.add(draft.item.key)
-    known = gallery.vectors_of_contents([draft.sha256 for draft in drafts if draft.sha256])
+    stored = gallery.vectors_of_contents([draft.sha256 for draft in drafts if draft.sha256])
     for draft in drafts:
-        draft.vector = known.get(draft.sha256)
+        draft.vector = stored.get(draft.sha256)
     return drafts
 
 
 def _check_item(item: NewItem, seen: Collection[str], kinds: dict[str, AttributeKind]) -> None:
-    """Check key and attributes, against `kinds`, to which new ones are added.
+    """Check key and attributes against `kinds`, and add new attributes to `kinds`.
 
     Raises: InvalidParameterError naming the key, or the attribute, and the limit.
     """
     if item.key in seen:
         raise InvalidParameterError(
-            f"The key {item.key!r:.200} is in the request twice. Send each item once."
+            f"The request contains the key {item.key!r:.200} twice. Send each item once."
         )
     _check_count(item.key, item.attributes)
     check_stored(item.key, item.attributes, kinds)
@@ -285,39 +289,35 @@ def _check_count(key: str, attributes: Collection[str]) -> None:
     if len(attributes) > MAX_ATTRIBUTES:
         raise InvalidParameterError(
             f"Item {key!r:.200} has {len(attributes):,} attributes, the limit is {MAX_ATTRIBUTES}. "
-            "Leave some out."
+            "Send fewer attributes."
         )
 
 
-def _store(
-    served: Served, pictures: PictureFolder | SharedPictures, drafts: Sequence[_Draft]
-) -> Put:
-    """Keep the pictures, then store the items; what nobody shows afterwards goes.
+def _store(served: Served, uploads: UploadFolder | SharedUploads, drafts: Sequence[_Draft]) -> Put:
+    """Store the images, then the items, and discard images that no item uses afterwards.
 
-    Raises: GalleryBusyError, GalleryWriteError, and then nothing was stored.
+    Raises: GalleryBusyError, GalleryWriteError; then nothing was stored.
     """
     gallery = served.gallery
     good = {draft.item.key: draft for draft in drafts if draft.error is None}
     old = gallery.stored([*good])
     entries = {key: draft.entry(old.get(key)) for key, draft in good.items()}
-    uploads = {
-        draft.sha256: draft.item.data for key, draft in good.items() if not entries[key].path
-    }
+    images = {draft.sha256: draft.item.data for key, draft in good.items() if not entries[key].path}
     replaced = [item.sha256 for key, item in old.items() if item.sha256 != entries[key].sha256]
     try:
-        with pictures.keeping(uploads):
+        with uploads.storing(images):
             _add(served, good, entries)
     except KinlensError:
-        served.discard_pictures([*uploads])
+        served.discard_uploads([*images])
         raise
     failed = [draft.sha256 for draft in good.values() if draft.error is not None]
-    served.discard_pictures([*replaced, *failed])
+    served.discard_uploads([*replaced, *failed])
     new = gallery.stored([*entries])
     return Put([draft.outcome(entries, old, new) for draft in drafts], gallery.version)
 
 
 def _add(served: Served, drafts: Mapping[str, _Draft], entries: Mapping[str, Entry]) -> None:
-    """All in one transaction; if an entry does not fit after all, each in its own."""
+    """Add all entries in one transaction; if the gallery refuses one, each in its own."""
     gallery = served.gallery
     gallery.admit(served.model.embedder.mode.precision)
     try:
@@ -331,14 +331,14 @@ def _add(served: Served, drafts: Mapping[str, _Draft], entries: Mapping[str, Ent
 
 
 def _status(stored: Item | None, entry: Entry) -> Status:
-    """What storing `entry` makes of the item that had its key."""
+    """The effect of storing `entry` on the `stored` item with its key."""
     if stored is None:
         return "added"
     if stored.sha256 != entry.sha256:
         return "replaced"
-    known = (stored.path, stored.format, dict(stored.attributes))
+    before = (stored.path, stored.format, dict(stored.attributes))
     kept = stored.attributes if entry.keeps else {}
-    same = known == (entry.path, entry.format, {**kept, **entry.attributes})
+    same = before == (entry.path, entry.format, {**kept, **entry.attributes})
     return "unchanged" if same else "updated"
 
 
@@ -356,8 +356,8 @@ def _patch_where(gallery: Gallery, where: Filter, change: Change) -> Changed:
     new = {name for name, value in change.items() if value is not None} - gallery.schema().keys()
     if new and len(gallery.schema()) + len(new) > MAX_ATTRIBUTES:
         raise InvalidParameterError(
-            f"{', '.join(sorted(new)):.200}: with these the gallery has more than {MAX_ATTRIBUTES} "
-            "attributes, the limit of an item. Add new attributes by key."
+            f"With the new attributes {', '.join(sorted(new)):.200} the gallery would have more "
+            f"than {MAX_ATTRIBUTES}, the limit of one item. Add new attributes by key."
         )
     return Changed(gallery.update_where(where, change), gallery.version)
 
@@ -381,8 +381,8 @@ def _local(gallery: Gallery, what: str) -> IndexedGallery | GalleryView:
     if isinstance(gallery, GalleryView) and isinstance(gallery.whole, IndexedGallery):
         return gallery
     raise InvalidParameterError(
-        f"{what} is for galleries in a folder. {gallery.name} is on Milvus, which keeps nothing of "
-        "what was removed: put the items again."
+        f"{what} needs a gallery in a folder. {gallery.name} is on Milvus, which cannot restore "
+        "removed items. Put the items again."
     )
 
 
@@ -391,7 +391,7 @@ def _remove_item(served: Served, item_id: ItemId) -> Changed:
     item = gallery.item(item_id)
     try:
         if not gallery.remove_items([item_id]):
-            gallery.item(item_id)  # replaced meanwhile: an error that says so
+            gallery.item(item_id)  # raises the right error if the item was just removed
     except GalleryBusyError:
         if served.path is not None:
             served.check_generation(gallery.generation, current_generation(served.path))
@@ -412,14 +412,16 @@ def _remove_where(served: Served, where: Filter) -> Changed:
     try:
         removed = gallery.remove_where(where)
     finally:
-        _discard_removed(served, contents)  # also of what was removed before it was cut short
+        _discard_removed(served, contents)  # also after an interrupted removal
     return Changed(removed, gallery.version)
 
 
 def _discard_removed(served: Served, contents: Sequence[str]) -> None:
-    """In a folder the removal can be undone for a while: a sweep discards them after that."""
+    """Discard the images on Milvus. In a folder the removal can be undone for a while, and a sweep
+    discards them later.
+    """
     if served.is_remote:
-        served.discard_pictures(contents)
+        served.discard_uploads(contents)
 
 
 def _uploaded(items: Iterable[Item]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where things are: the galleries and bundles of the settings, then those of the state folder."""
+"""Finds galleries and bundles: those of the settings first, then those of the state folder."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from kinlens.embedder.types import SHORT
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore, current_generation, current_manifest, open_remote
 from kinlens.indexer.types import MILVUS, OnCall, checked_name, milvus_address, unobserved
-from kinlens.service.galleries.pictures import SharedPictures
+from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.settings import Settings, is_followed, split_gallery, split_named
 
@@ -28,7 +28,7 @@ VERSION_DIGITS = 12
 """Hex digits of a generation in links."""
 
 VERSION_PATTERN = rf"^[0-9a-f]{{{VERSION_DIGITS},64}}$"
-VERSION_TEXT = "The gallery generation that the number is from; default: the one being served."
+VERSION_TEXT = "The gallery generation that the item id is from; default: the served one."
 
 _NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": (), "pictures": ()}
 
@@ -36,21 +36,23 @@ Opened = IndexedGallery | MilvusStore
 """A gallery with all its items."""
 
 Gallery = Opened | GalleryView
-"""A gallery that is served, whole or as the filter of a key leaves it. To read its `version` or
-`size` may block, since they are looked up. Each change raises GalleryBusyError while a
-build replaces the gallery, and GalleryWriteError.
+"""A served gallery, whole or limited by the filter of a key. Reading its `version` or `size` may
+block. Each change raises GalleryBusyError while a build replaces the gallery, and
+GalleryWriteError.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GalleryLocation:
-    """Where a gallery is; `generation` is the current one, None if it was not looked up or there
-    is none.
+    """Where a gallery is stored.
 
-    A `managed` one was made by the service and lies in its state folder. One on Milvus has no
-    `path` but an `address`, and perhaps a place for `pictures`; its server is not asked here, so
-    its `generation` is None. One that was `given` open is never opened or closed. One that
-    `follows` an address lies in `path` as a copy, and its `pictures` are at that address.
+    path: its folder; None on Milvus.
+    managed: it was made by the service and is stored in the state folder.
+    generation: the current one; None if it was not read, does not exist or is on Milvus.
+    address: its address on Milvus.
+    uploads: the uploaded images of a gallery on Milvus or of a followed gallery.
+    follows: the address that the gallery in `path` is a copy of.
+    given: an open gallery, which is never opened or closed here.
     """
 
     name: str
@@ -59,13 +61,13 @@ class GalleryLocation:
     generation: str | None
     image_root: Path | None = None
     address: str = ""
-    pictures: SharedPictures | None = None
+    uploads: SharedUploads | None = None
     follows: str | None = None
     given: Opened | None = None
 
     @property
     def exists(self) -> bool:
-        """Whether it is there, as far as that can be told without asking a server."""
+        """Whether the gallery exists; on Milvus it is assumed to."""
         return self.generation is not None or bool(self.address)
 
 
@@ -73,10 +75,10 @@ class Locations:
     """Finds galleries on the disk; every call may block."""
 
     def __init__(self, settings: Settings, given: Mapping[str, Opened] | None = None) -> None:
-        """Galleries that are `given` open stand for those of the settings.
+        """Open galleries that are `given` replace the galleries of the settings.
 
-        Raises: GalleryNotFoundError if two galleries have one name, or an image root has none;
-            GalleryError for a gallery without a name of its own that cannot be read.
+        Raises: GalleryNotFoundError if two galleries have the same name, or an image root names no
+            gallery; GalleryError if a gallery is not named in the settings and cannot be read.
         """
         if given is not None:
             settings = settings.model_copy(update=_NO_GALLERIES)
@@ -84,8 +86,8 @@ class Locations:
         self._managed = None if settings.state is None else managed_folder(settings.state)
         self._roots = dict(split_gallery(entry) for entry in settings.image_roots)
         limit_s = settings.pictures_timeout_ms / 1e3
-        self._pictures = {
-            name: SharedPictures(address, limit_s)
+        self._uploads = {
+            name: SharedUploads(address, limit_s)
             for name, address in map(split_named, settings.pictures)
             if name is not None
         }
@@ -100,52 +102,50 @@ class Locations:
                 )
             self._named[name] = text
         self._followed = followed(settings)
-        self._picture_limit_s = limit_s
+        self._upload_limit_s = limit_s
         self._check()
 
     def list_galleries(self) -> list[GalleryLocation]:
-        """Every gallery, in the order of the service; those of the settings also while they are
-        away.
+        """Every gallery, in the order of the service. Galleries of the settings are listed even if
+        they cannot be found.
         """
-        found = map(self.look, self.list_places())
+        found = map(self.read, self.list_unread())
         return [location for location in found if location.exists or not location.managed]
 
-    def list_places(self) -> list[GalleryLocation]:
-        """Where galleries may be, in the order of the service. None of them is looked at, since
-        one that hangs must not hold up the others.
+    def list_unread(self) -> list[GalleryLocation]:
+        """All possible locations of galleries, in the order of the service. Their galleries are not
+        read, since one that hangs must not delay the others.
         """
-        places = [
+        found = [
             GalleryLocation(name, _path_of(gallery), False, None, given=gallery)
             for name, gallery in self._open.items()
         ]
-        places += [self._named_place(name, text) for name, text in self._named.items()]
-        taken = {place.name for place in places}
-        places += [
+        found += [self._location_of(name, text) for name, text in self._named.items()]
+        taken = {location.name for location in found}
+        found += [
             GalleryLocation(path.name, path, True, None, self._roots.get(path.name))
             for path in self._managed_folders()
             if path.name not in taken
         ]
-        return places
+        return found
 
-    def look(self, place: GalleryLocation) -> GalleryLocation:
-        """The place with the generation that is there now."""
-        if place.given is not None:
-            return replace(place, generation=place.given.generation)
-        if place.path is not None:
-            return replace(place, generation=current_generation(place.path))
-        return place
+    def read(self, location: GalleryLocation) -> GalleryLocation:
+        """The location with its current generation."""
+        if location.given is not None:
+            return replace(location, generation=location.given.generation)
+        if location.path is not None:
+            return replace(location, generation=current_generation(location.path))
+        return location
 
-    def _named_place(self, name: str, text: str) -> GalleryLocation:
+    def _location_of(self, name: str, text: str) -> GalleryLocation:
         root = self._roots.get(name)
         if name in self._followed:
             address, path = self._followed[name]
-            pictures = SharedPictures(f"{address.rstrip('/')}/pictures", self._picture_limit_s)
-            return GalleryLocation(
-                name, path, False, None, root, pictures=pictures, follows=address
-            )
+            uploads = SharedUploads(f"{address.rstrip('/')}/pictures", self._upload_limit_s)
+            return GalleryLocation(name, path, False, None, root, uploads=uploads, follows=address)
         if not text.startswith(MILVUS):
             return GalleryLocation(name, Path(text), False, None, root)
-        return GalleryLocation(name, None, False, None, root, text, self._pictures.get(name))
+        return GalleryLocation(name, None, False, None, root, text, self._uploads.get(name))
 
     def _managed_folders(self) -> list[Path]:
         if self._managed is None or not self._managed.is_dir():
@@ -161,19 +161,19 @@ class Locations:
                     f"{', '.join(known) or 'none'}."
                 )
         remote = [name for name, text in self._named.items() if text.startswith(MILVUS)]
-        for name in self._pictures:
+        for name in self._uploads:
             if name not in remote:
                 raise GalleryNotFoundError(
-                    f"--pictures names {name!r}, which is no gallery on Milvus of this service; "
-                    f"those are: {', '.join(remote) or 'none'}. A gallery in a folder keeps its "
-                    "pictures there."
+                    f"--pictures names {name!r}, which is not a gallery on Milvus of this service. "
+                    f"Known are: {', '.join(remote) or 'none'}. A gallery in a folder stores its "
+                    "uploaded images in that folder."
                 )
 
 
 def open_gallery(
     location: GalleryLocation, settings: Settings, on_call: OnCall = unobserved
 ) -> Opened:
-    """The generation that a gallery is at now; `on_call` is told of each request to Milvus.
+    """Open the current generation of a gallery; `on_call` is called for each request to Milvus.
 
     Raises: GalleryError.
     """
@@ -195,7 +195,7 @@ def open_gallery(
 
 
 def followed(settings: Settings) -> dict[str, tuple[str, Path]]:
-    """By name the address of each gallery that is followed, and the folder of its copy."""
+    """The address of each followed gallery and the folder of its copy, by name."""
     folder = settings.copies_in()
     named = ((name or name_of(text), text) for name, text in map(split_named, settings.galleries))
     return {
@@ -206,7 +206,7 @@ def followed(settings: Settings) -> dict[str, tuple[str, Path]]:
 
 
 def name_of(address: str) -> str:
-    """The name of a gallery by its address: its last part. Raises: GalleryNotFoundError."""
+    """The name of a gallery: the last part of its address. Raises: GalleryNotFoundError."""
     name = address.rstrip("/").rpartition("/")[2]
     if not is_name(name):
         raise GalleryNotFoundError(
@@ -221,14 +221,14 @@ def _path_of(gallery: Opened) -> Path | None:
 
 
 def _own_name(text: str) -> str:
-    """The name that a gallery has at its place. Raises: GalleryError."""
+    """The name that a gallery has in its address or manifest. Raises: GalleryError."""
     if is_followed(text):
         return name_of(text)
     return milvus_address(text)[1] if text.startswith(MILVUS) else current_manifest(text).name
 
 
 def is_name(name: str) -> bool:
-    """Whether a gallery can be called so."""
+    """Whether this is a valid name for a gallery."""
     try:
         return bool(checked_name(name))
     except InvalidParameterError:
@@ -236,7 +236,7 @@ def is_name(name: str) -> bool:
 
 
 def managed_folder(state: Path) -> Path:
-    """Where the galleries are that the service makes."""
+    """The folder of the galleries that the service makes."""
     return state / "galleries"
 
 
@@ -244,7 +244,7 @@ class Bundles:
     """Finds a bundle by its id and opens it; the hashes of its files are checked each time."""
 
     def __init__(self, settings: Settings, embedder: Embedder | None = None) -> None:
-        """An `embedder` that is given stands for the bundle of the settings."""
+        """A given `embedder` replaces the bundle of the settings."""
         self._settings = settings
         self._embedder = embedder
         self._primary = settings.bundle if embedder is None else None
@@ -267,24 +267,24 @@ class Bundles:
             return self._embedder.bundle_id
         if self._primary is None:
             raise BundleNotFoundError(
-                "No model bundle was given. Name its folder with --bundle or KINLENS_BUNDLE."
+                "No model bundle was given. Set its folder with --bundle or KINLENS_BUNDLE."
             )
         return id_of(self._primary) or Bundle.open(self._primary).bundle_id
 
     def open(self, bundle_id: str, precision: str = "fp32") -> Embedder:
-        """A bundle in a session of its own, to search vectors in `precision` and those of all its
-        galleries. Raises: BundleNotFoundError, BundleError.
+        """Open a bundle in a new session that can search vectors of `precision`, and of the
+        precisions of all its galleries. Raises: BundleNotFoundError, BundleError.
         """
         if self._embedder is not None and bundle_id == self._embedder.bundle_id:
             return self._embedder
         session = self._session
         if session.precision == "auto":
-            held = {precision, *self._held(bundle_id)}
-            session = replace(session, galleries=frozenset(held))
+            precisions = {precision, *self._precisions_of(bundle_id)}
+            session = replace(session, galleries=frozenset(precisions))
         return OnnxEmbedder.open(self.folder(bundle_id), session, self._limits)
 
-    def _held(self, bundle_id: str) -> set[str]:
-        """The precisions of the galleries of a bundle; those that cannot be read are skipped."""
+    def _precisions_of(self, bundle_id: str) -> set[str]:
+        """The precisions of the galleries of a bundle; unreadable galleries are skipped."""
         found = set()
         with contextlib.suppress(GalleryError, OSError):
             for location in Locations(self._settings).list_galleries():
@@ -294,7 +294,7 @@ class Bundles:
         return found
 
     def folder(self, bundle_id: str) -> Path:
-        """Where a bundle is. Raises: BundleNotFoundError naming the known ones."""
+        """The folder of a bundle. Raises: BundleNotFoundError naming the known bundles."""
         known = known_bundles(self._state, self._primary)
         if bundle_id not in known:
             ids = [other[:SHORT] for other in known]
@@ -303,7 +303,7 @@ class Bundles:
             raise BundleNotFoundError(
                 f"The bundle {bundle_id[:SHORT]} is unknown to this service. Known are: "
                 f"{', '.join(ids) or 'none'}. "
-                "Name its folder with --bundle, or put it into the folder bundles of --state."
+                "Set its folder with --bundle, or put it into the folder bundles of --state."
             )
         return known[bundle_id][0]
 
@@ -311,8 +311,8 @@ class Bundles:
 def known_bundles(
     state: Path | None, bundle: Path | None
 ) -> dict[str, tuple[Path, dict[str, str]]]:
-    """The folder and the manifest, unchecked, of each bundle that can be opened, by its id: those
-    of the state folder, whatever their folders are called, and that of the settings.
+    """The folder and the unchecked manifest of each bundle that can be opened, by its id: all
+    bundles of the state folder, whatever the names of their folders, and the one of the settings.
     """
     folders = [] if state is None else sorted(state.glob("bundles/*"))
     if bundle is not None:
@@ -322,7 +322,7 @@ def known_bundles(
 
 
 def manifest_of(folder: Path) -> dict[str, str]:
-    """The texts in the manifest of a bundle, unchecked; none if there is no such manifest."""
+    """The string fields of a bundle's manifest, unchecked; empty if there is no such manifest."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -332,5 +332,5 @@ def manifest_of(folder: Path) -> dict[str, str]:
 
 
 def id_of(folder: Path) -> str | None:
-    """The id that the manifest in a folder names, unchecked; None if there is no such manifest."""
+    """The bundle id in the manifest of a folder, unchecked; None if there is no such manifest."""
     return manifest_of(folder).get("bundle_id")

@@ -1,4 +1,4 @@
-"""Galleries that the service makes and deletes itself, in the folder of its state."""
+"""Managed galleries: the service makes and deletes them in its state folder."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -22,14 +22,14 @@ from kinlens.service.access.binding import of_caller
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.locations import managed_folder
-from kinlens.service.galleries.pictures import PictureFolder
 from kinlens.service.galleries.registry import Registry
+from kinlens.service.galleries.uploads import UploadFolder
 
 _SHOWN = 64
 
 
 class ManagedGalleries:
-    """Makes and deletes galleries; other processes see it when they next read the disk."""
+    """Makes and deletes galleries; other processes notice when they next read the disk."""
 
     def __init__(
         self,
@@ -40,30 +40,30 @@ class ManagedGalleries:
         active_job: Callable[[str], JobModel | None],
         limit_s: float,
     ) -> None:
-        """`active_job` returns a job that uses a gallery; reading the disk may take `limit_s`."""
+        """`active_job` returns a job that uses a gallery; `limit_s` limits reading the disk."""
         self._registry = registry
         self._models = models
         self._state = state
         self._pool = pool
         self._active_job = active_job
         self._limit_s = limit_s
-        self._changing = asyncio.Lock()  # one waits for the folder, the others for it
+        self._changing = asyncio.Lock()  # only one call at a time blocks a thread on the file lock
 
     async def create(self, name: str, bundle_id: str | None) -> None:
         """Make an empty gallery and serve it.
 
-        Raises: StateMissingError, InvalidParameterError for a name that fits in no link or a bundle
-            that is unknown, GalleryConflictError for a name that is taken, GalleryWriteError;
+        Raises: StateMissingError, InvalidParameterError for an invalid name or an unknown bundle,
+            GalleryConflictError for a name that is taken, GalleryWriteError;
             DeadlineExceededError if it was made but could not be served in time.
         """
         if self._state is None:
             raise StateMissingError(
-                "The service has no folder to keep galleries in. Start it with --state DIR."
+                "The service has no state folder for galleries. Start it with --state DIR."
             )
         folder = managed_folder(self._state)
         checked_name(name)
         binding = of_caller()
-        if not binding.permits(name):  # whether it exists or not
+        if not binding.permits(name):  # before the check for existence, which would reveal it
             raise AccessError(
                 f"The key {binding.key} is not bound to a gallery {name!r}, so it cannot make one. "
                 f"Make {' or '.join(binding.galleries or ())}, or send a key that is bound to it."
@@ -76,18 +76,18 @@ class ManagedGalleries:
         await self._registry.read_from_disk(self._limit_s, name)
 
     async def delete(self, name: str) -> None:
-        """Delete a gallery with its items and their pictures.
+        """Delete a gallery with its items and their images.
 
-        Raises: GalleryNotFoundError, GalleryConflictError for one that the service did not make or
-            a job works with, GalleryBusyError while a build runs in it, GalleryWriteError;
-            DeadlineExceededError if it was deleted but the others could not be looked at in time.
+        Raises: GalleryNotFoundError, GalleryConflictError if the service did not make it or a job
+            uses it, GalleryBusyError while a build runs in it, GalleryWriteError;
+            DeadlineExceededError if it was deleted but the galleries could not be read in time.
         """
         async with self._registry.find(name) as served:
             path = served.path
             if path is None or not served.managed:
                 raise GalleryConflictError(
-                    f"Gallery {name[:_SHOWN]!r} was not made by this service, which leaves its "
-                    "files alone. Take it out of the settings (--gallery) and delete its folder."
+                    f"Gallery {name[:_SHOWN]!r} was not made by this service, so the service does "
+                    "not delete it. Remove it from the settings (--gallery) and delete its folder."
                 )
         async with self._changing:
             await self._pool.run(lambda: self._delete(path))
@@ -100,10 +100,10 @@ class ManagedGalleries:
             job = self._active_job(path.name)
             if job is not None:
                 raise GalleryConflictError(
-                    f"Job {job.id} ({job.kind}) works with gallery {path.name!r}. Wait until "
-                    f"it has ended, or end it: POST /jobs/{job.id}/cancel."
+                    f"Job {job.id} ({job.kind}) uses gallery {path.name!r}. Wait until it has "
+                    f"ended, or cancel it: POST /jobs/{job.id}/cancel."
                 )
-            with PictureFolder(path).deleted():
+            with UploadFolder(path).deleting():
                 delete_gallery(path)
 
     async def _model(self, bundle_id: str | None) -> Model:
@@ -114,18 +114,18 @@ class ManagedGalleries:
         except BundleNotFoundError as error:
             raise InvalidParameterError(
                 f"bundle_id = {bundle_id[:_SHOWN]!r} is unknown to this service. Put the bundle "
-                "into the folder bundles of its state, or leave bundle_id away."
+                "into the folder bundles of its state, or omit bundle_id."
             ) from error
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Only one process makes or deletes galleries at a time. Raises: GalleryWriteError."""
+    """Hold the lock for making and deleting galleries. Raises: GalleryWriteError."""
     try:
         make_folder(folder, "galleries")
         with exclusive(folder / ".lock", wait=True):
-            for left in filter(is_stage, folder.iterdir()):  # of a deletion that was cut short
-                discard(left)
+            for stage in filter(is_stage, folder.iterdir()):  # of an interrupted deletion
+                discard(stage)
             yield
     except OSError as error:
         raise GalleryWriteError(
@@ -149,5 +149,5 @@ def _create(path: Path, model: Model) -> None:
 
 def _taken(name: str) -> GalleryConflictError:
     return GalleryConflictError(
-        f"There is a gallery {name!r} already. Choose another name, or delete it first."
+        f"A gallery {name!r} already exists. Choose another name, or delete it first."
     )

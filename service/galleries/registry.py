@@ -1,7 +1,7 @@
-"""The galleries that are served, each with its model: leased for a request, swapped in one step.
+"""The served galleries, each with its model: leased for a request, and swapped atomically.
 
-read the disk ─► open what is new ─► its model, warm ─► self-check ─► one assignment
-                                                the old one closes after its last user
+read the disk ─► open new galleries ─► warm up their models ─► self-check ─► one assignment
+                                         the old gallery is closed after its last lease
 """
 
 import asyncio
@@ -47,7 +47,7 @@ from kinlens.service.galleries.locations import (
     Opened,
     is_name,
 )
-from kinlens.service.galleries.pictures import PictureFolder, SharedPictures
+from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.observe.logs import Repeats
 
@@ -56,30 +56,30 @@ T = TypeVar("T")
 _SHOWN_NAME = 64
 _CLOSE_S = 5.0
 _READ_S = 10.0
-_LOCATION_S = 2.0  # a disk or server that works answers much sooner
-_HANGS = "It goes on, and is served once it is open. Check its disk or server."
+_LOCATION_S = 2.0  # a healthy disk or server answers much sooner
+_HANGS = "It continues, and the gallery is served once it is open. Check its disk or server."
 _UNKNOWN_S = 2.0
 _BETWEEN_READS_S = 0.2
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
 
-class _Use:
-    """Who uses a gallery now; `close` is called once, when the last user has gone. Thread safe."""
+class _Usage:
+    """The leases and running reads of a gallery, shared by all its views."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self.close = close
-        self.users = 1  # whoever serves it
-        self.calls: dict[object, float] = {}  # that read it now, each since when
-        self.read_at = time.monotonic()  # when one ended
+        self.leases = 1  # the registry has the first one while it serves the gallery
+        self.reads: dict[object, float] = {}  # start time of each running read
+        self.read_at = time.monotonic()  # when the last read ended
         self.lock = threading.Lock()
 
 
 class Served:
-    """A gallery and the model that made its vectors. Counts its users; `close` is called once, when
-    it has been replaced and the last one has gone. Thread safe.
+    """A gallery and the model that made its vectors. It counts leases, and calls `close` once: when
+    it has been replaced and the last lease is released. Thread safe.
 
-    For a caller whose key has a filter, `gallery` is a view of the `opened` one.
+    For a caller whose key has a filter, `gallery` is a view of the `opened` gallery.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class Served:
         self.managed = location.managed
         self.follows = location.follows
         self.is_remote = isinstance(gallery, MilvusStore)
-        self.calibrated: Calibrated | str = "Nothing was searched for yet"  # what a search found
-        self._shared = location.pictures
-        self._use = _Use(close)
+        self.calibrated: Calibrated | str = "No search yet"  # the calibration of the last search
+        self._shared = location.uploads
+        self._usage = _Usage(close)
 
     def seen_by(self, binding: Binding) -> "Served":
-        """The same with the items alone that this binding leaves; users are counted together."""
+        """This gallery limited to the items that the binding permits; leases count together."""
         if binding.where is None:
             return self
         seen = copy.copy(self)
@@ -110,104 +110,109 @@ class Served:
         return seen
 
     def whole(self) -> Opened:
-        """The gallery with all its items. Raises: AccessError for who sees a part of them."""
+        """The gallery with all its items. Raises: AccessError if the key of the caller has a
+        filter.
+        """
         if isinstance(self.gallery, GalleryView):
             raise AccessError(
-                f"This is about all items of gallery {self.name}, and the key has a filter. Send a "
-                "key that was made without --filter."
+                f"This operation needs all items of gallery {self.name}, and the key has a filter. "
+                "Send a key that was made without --filter."
             )
         return self.opened
 
     @property
     def scope(self) -> str:
-        """Names the filter through which this is seen, for caches; empty without one."""
+        """The filter of the view as a string for cache keys; empty without a filter."""
         return repr(self.gallery.where) if isinstance(self.gallery, GalleryView) else ""
 
     @property
-    def pictures(self) -> PictureFolder | SharedPictures | None:
-        """The pictures that were uploaded for it, or published with the gallery that it follows;
-        None if there is no place for them.
+    def uploads(self) -> UploadFolder | SharedUploads | None:
+        """Its uploaded images, or those that were published with the gallery that it follows; None
+        if it has no upload store.
         """
         if self.path is None or self.follows is not None:
             return self._shared
-        return PictureFolder(self.path)
+        return UploadFolder(self.path)
 
     def refuse_if_followed(self) -> None:
-        """Refuse changes of a copy. Raises: GalleryConflictError."""
+        """Raises: GalleryConflictError if the gallery is a copy, which cannot be changed."""
         if self.follows is not None:
             raise GalleryConflictError(
                 f"Gallery {self.name} is a copy that follows {self.follows}. Change it at the "
                 "service that publishes it."
             )
 
-    def discard_pictures(self, sha256s: Sequence[str]) -> None:
-        """Remove those that were uploaded with these contents and that no item shows any more."""
+    def discard_uploads(self, sha256s: Sequence[str]) -> None:
+        """Remove the uploaded images with these contents that no item uses any more."""
         if self.follows is not None:
             return
         if self.path is not None:
-            PictureFolder(self.path).discard(sha256s)
+            UploadFolder(self.path).discard(sha256s)
         elif self._shared is not None:
-            self._shared.discard(sha256s, self.gallery.held)
+            self._shared.discard(sha256s, self.gallery.contents)
 
     def check_generation(self, version: str | None, current: str | None = None) -> None:
-        """Numbers of items belong to one generation of a gallery; in another they name other items.
-        On Milvus they mean one content for ever.
+        """Check that an item id comes from the `current` generation, by default the served one.
 
-        Raises: ItemNotFoundError for a number from another generation than the `current` one, by
-            default the one being served.
+        In another generation an id names another item. Ids on Milvus are permanent and always pass.
+
+        Raises: ItemNotFoundError for an id from another generation.
         """
         current = current or self.gallery.generation
         if version is not None and not self.is_remote and not current.startswith(version):
             raise ItemNotFoundError(
                 f"This link is from version {version[:VERSION_DIGITS]} of gallery {self.name}, "
-                f"which was built again and is at version {current[:VERSION_DIGITS]} now. Search "
-                "again."
+                f"which was rebuilt and is at version {current[:VERSION_DIGITS]} now. Search again."
             )
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Around work that reads the gallery; `refuse_if_hanging` knows how long that takes."""
-        call = object()
-        self._use.calls[call] = time.monotonic()
+        """Hold this around work that reads the gallery: `refuse_if_hanging` needs its duration."""
+        read = object()
+        self._usage.reads[read] = time.monotonic()
         try:
             yield
         finally:
-            del self._use.calls[call]
-            self._use.read_at = time.monotonic()
+            del self._usage.reads[read]
+            self._usage.read_at = time.monotonic()
 
     def refuse_if_hanging(self, limit_s: float) -> None:
-        """Refuse new reads while one has run longer than `limit_s` and none has ended since it
-        began: the disk is away, and each would lose a thread. Raises: OverloadedError.
+        """Refuse new reads while a read has run longer than `limit_s` and no read has ended since
+        it began: the disk does not answer, and each new read would block another thread.
+
+        Raises: OverloadedError.
         """
-        oldest = min(list(self._use.calls.values()), default=math.inf)
-        longest = time.monotonic() - max(oldest, self._use.read_at)
+        oldest = min(list(self._usage.reads.values()), default=math.inf)
+        longest = time.monotonic() - max(oldest, self._usage.read_at)
         if longest > limit_s:
             raise OverloadedError(
-                f"Gallery {self.name} does not answer: reads have been under way for "
+                f"Gallery {self.name} does not answer: reads have been running for "
                 f"{longest:.0f} s. Check its disk. Try again when it answers."
             )
 
-    def take(self) -> bool:
-        """Be a user; False after the end."""
-        with self._use.lock:
-            self._use.users += bool(self._use.users)
-            return bool(self._use.users)
+    def acquire(self) -> bool:
+        """Acquire a lease; False if the gallery is already closed."""
+        with self._usage.lock:
+            if self._usage.leases == 0:
+                return False
+            self._usage.leases += 1
+            return True
 
-    def give_back(self) -> None:
-        """Be a user no longer."""
-        with self._use.lock:
-            self._use.users -= 1
-            is_over = not self._use.users
-        if is_over:
-            self._use.close()
+    def release(self) -> None:
+        """Release a lease; the last release closes the gallery."""
+        with self._usage.lock:
+            self._usage.leases -= 1
+            is_last = self._usage.leases == 0
+        if is_last:
+            self._usage.close()
 
 
 class Registry:
-    """Gives out galleries by name, to each caller those that its key is bound to and as the filter
-    of the key leaves them (`kinlens.service.access.binding`). Any other gallery is unknown to it.
+    """Leases galleries by name. A caller gets only galleries that its key is bound to, limited by
+    the filter of the key (`kinlens.service.access.binding`); others are unknown to it.
 
-    Leases may be taken, and names and folders be read, in any thread; all else belongs to the
-    thread of the event loop.
+    Leases, names and folders may be used in any thread, everything else only in the thread of the
+    event loop.
     """
 
     def __init__(
@@ -219,11 +224,11 @@ class Registry:
         open_gallery: Callable[[GalleryLocation], Opened],
         on_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Open everything with its embedder; what does not fit is refused. A managed gallery that
-        cannot be opened does not stop the others.
+        """Open all galleries and their embedders. A managed gallery that cannot be opened is
+        skipped; for any other this fails.
 
-        `primary` is the bundle that runs without a gallery; `on_failure` is called with the name
-        of a gallery each time that it cannot be opened.
+        primary: the bundle to run while there is no gallery.
+        on_failure: called with the name of a gallery each time that it cannot be opened.
 
         Raises: GalleryError, BundleError.
         """
@@ -254,7 +259,7 @@ class Registry:
             raise
 
     async def start(self, interval_s: float) -> None:
-        """Warm the models up, serve the galleries, and read the disk every `interval_s`."""
+        """Warm up the models, serve the galleries, and read the disk every `interval_s`."""
         while self._opened:
             first = self._opened[0][1]
             model = await self._models.get(first.bundle_id, first.precision)
@@ -264,11 +269,11 @@ class Registry:
         self._reading = asyncio.create_task(self._keep_reading(interval_s))
 
     async def stop(self) -> None:
-        """Close every gallery that was opened here and stop the models; what hangs is left."""
+        """Close every gallery that was opened here and stop the models, in a bounded time."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
-        self._names = []  # so that what is being opened now is closed
+        self._names = []  # so that galleries that are being opened now are closed again
         if self._visits:
             _, hanging = await asyncio.wait(self._visits.values(), timeout=_LOCATION_S)
             for visit in hanging:
@@ -277,13 +282,13 @@ class Registry:
         self._close_opened()
         all_served, self._served = self._served, {}
         for served in all_served.values():
-            served.give_back()
+            served.release()
         await self._models.keep(())
         await asyncio.to_thread(self._join)
 
     @property
     def model(self) -> Model:
-        """The model of the caller's first gallery, or one that runs while there is none."""
+        """The model of the caller's first gallery, or any running model without a gallery."""
         for served in self._permitted().values():
             return served.model
         return self._models.running()[0]
@@ -293,46 +298,46 @@ class Registry:
         return list(self._permitted())
 
     def closed(self) -> dict[str, str]:
-        """What is wrong with each of the caller's galleries that cannot be opened."""
+        """The fault of each of the caller's galleries that cannot be opened."""
         binding = of_caller()
         return {
             name: why for name, why in self.failures.verdicts().items() if binding.permits(name)
         }
 
     def galleries(self) -> dict[str, Opened]:
-        """All galleries by name, also before the start; a request takes a lease instead."""
+        """All galleries by name, also before `start`. Requests must use `lease` instead."""
         served = {name: served.opened for name, served in self._served.items()}
         return served | {location.name: gallery for location, gallery in self._opened}
 
     def folders(self) -> list[Path]:
-        """The folders of the galleries that lie in one and belong to this service."""
+        """The folders of all galleries in folders, except copies of followed galleries."""
         owned = (one for one in self._served.values() if one.follows is None)
         return [one.path for one in owned if one.path is not None]
 
     @contextlib.contextmanager
     def lease(self, name: str | None = None) -> Iterator[Served]:
-        """A gallery, by default the first, and its model; both stay as they are until the lease
-        ends. Raises: GalleryNotFoundError naming the known ones.
+        """Lease a gallery, by default the first, with its model; neither is closed until the lease
+        ends. Raises: GalleryNotFoundError naming the known galleries.
         """
         served = self._get(name)
-        while not served.take():  # replaced at this moment
+        while not served.acquire():  # it has just been replaced
             served = self._get(name)
         served = served.seen_by(of_caller())
         try:
             yield served
         finally:
-            served.give_back()
+            served.release()
 
     @contextlib.asynccontextmanager
     async def find(self, name: str | None) -> AsyncIterator[Served]:
-        """As `lease`, also of a gallery that another process has just made."""
+        """Lease a gallery, also one that another process has just made."""
         await self.refresh_if_unknown(name)
         with self.lease(name) as served:
             yield served
 
     async def describe_each(self, describe: Callable[[Served], T]) -> tuple[list[T], list[str]]:
-        """What `describe` returns for each gallery, and the names of those that gave no answer
-        within the limit of a location, failed, or have not been opened.
+        """The result of `describe` for each gallery, and the names of galleries that did not answer
+        in time, failed, or have not been opened.
         """
         silent = set(self.closed()) - set(self._served)
 
@@ -343,7 +348,7 @@ class Registry:
                     key = served.opened, served.scope  # shared by callers who see the same
                     return [await self._descriptions.run(key, work, _LOCATION_S)]
             except GalleryNotFoundError:
-                pass  # deleted at this moment
+                pass  # it has just been deleted
             except (KinlensError, TimeoutError) as error:
                 structlog.get_logger().warning("gallery not listed", gallery=name, exc_info=error)
                 silent.add(name)
@@ -353,9 +358,10 @@ class Registry:
         return [one for part in found for one in part], sorted(silent)
 
     async def refresh_if_unknown(self, name: str | None) -> None:
-        """Read the disk if this name is unknown: another process may have just made it. What the
-        caller is not bound to stays unknown, and is not looked for: that would take another time
-        for a gallery that exists.
+        """Read the disk if this name is unknown: another process may have just made the gallery.
+
+        A gallery that the caller is not bound to is not looked up: the time of the response would
+        reveal whether it exists.
         """
         if name is None or name in self._served or not is_name(name):
             return
@@ -374,43 +380,43 @@ class Registry:
                 )
 
     async def read_from_disk(self, limit_s: float = _READ_S, name: str | None = None) -> None:
-        """As `refresh`, beginning after this call, shared with everybody who waits for it, and at
-        most five times a second; then waits for the gallery of this name, should it be slow.
+        """Wait for a `refresh` that begins after this call, then for the gallery `name` if it is
+        still being opened. Callers share the refreshes, of which there are up to five a second.
 
         Raises: DeadlineExceededError after `limit_s`; GalleryError if the disk fails.
         """
         self._asked.set()
         try:
-            cure = "It goes on; try again in a second."
-            async with within(limit_s, "Looking at the galleries on the disk", cure):
+            cure = "It continues; try again in a second."
+            async with within(limit_s, "Reading the galleries from the disk", cure):
                 await asyncio.shield(self._next)
                 if name is not None and (visit := self._visits.get(name)) is not None:
                     await asyncio.wait((visit,))
         except OSError as error:
             raise GalleryError(
-                f"The galleries cannot be looked at: {error.strerror}. Check the disk."
+                f"The galleries cannot be read: {error.strerror}. Check the disk."
             ) from error
 
     async def refresh(self) -> None:
-        """Look at every location now and serve what is there; one call at a time.
+        """Read every location now and serve its current gallery; one call at a time.
 
-        Each location has a thread of its own. One that hangs is waited for once, up to its limit;
-        its gallery is served or closed whenever it answers. A generation that cannot be opened
-        leaves the old one served and is in `failures`.
+        Each location is read in its own thread. For a location that hangs this waits once, up to
+        a limit; its gallery is served or closed as soon as it answers. If a generation cannot be
+        opened, the old one stays served and the fault is added to `failures`.
         """
-        places = await self._threads.run(None, self._locations.list_places, _READ_S)
-        self._names = [place.name for place in places]
+        locations = await self._threads.run(None, self._locations.list_unread, _READ_S)
+        self._names = [location.name for location in locations]
         begun = {
-            asyncio.create_task(self._visit(place)): place
-            for place in places
-            if place.name not in self._visits
+            asyncio.create_task(self._visit(location)): location
+            for location in locations
+            if location.name not in self._visits
         }
-        self._visits |= {place.name: task for task, place in begun.items()}
+        self._visits |= {location.name: task for task, location in begun.items()}
         if begun:
             _, hanging = await asyncio.wait(begun, timeout=_LOCATION_S)
-            for place in (begun[task] for task in hanging):
-                error = too_late(_LOCATION_S, f"Opening gallery {place.name!r}", _HANGS)
-                self.failures.add(place, error, f"no result within {_LOCATION_S:g} s")
+            for location in (begun[task] for task in hanging):
+                error = too_late(_LOCATION_S, f"Opening gallery {location.name!r}", _HANGS)
+                self.failures.add(location, error, f"no result within {_LOCATION_S:g} s")
         for name in (self._served.keys() | self.failures.verdicts().keys()) - set(self._names):
             self._forget(name)
         in_order = [name for name in self._names if name in self._served]
@@ -433,12 +439,12 @@ class Registry:
         return known[name]
 
     def _permitted(self) -> dict[str, Served]:
-        """What is served of the galleries that the key of the caller is bound to."""
+        """The served galleries that the key of the caller is bound to."""
         binding = of_caller()
         return {name: served for name, served in self._served.items() if binding.permits(name)}
 
     def _open_first(self, location: GalleryLocation) -> None:
-        """With its model, before the event loop runs."""
+        """Open a gallery and its embedder, before the event loop runs."""
         opened = len(self._opened)
         try:
             gallery = self._open_gallery(location)
@@ -449,15 +455,15 @@ class Registry:
                 if gallery.bundle_id == self._primary:
                     raise
                 raise BundleMismatchError(
-                    f"Gallery {location.name!r} was made with bundle {gallery.bundle_id}, the "
-                    f"service runs {self._primary}. Serve the bundle it was made with. After a "
-                    "swap it is in STATE/bundles: start with that --state. Or build the gallery "
-                    "again: kinlens-index build."
+                    f"Gallery {location.name!r} was built with bundle {gallery.bundle_id}, but the "
+                    f"service runs {self._primary}. Serve the bundle that it was built with (after "
+                    "a swap it is in STATE/bundles: start with that --state), or rebuild the "
+                    "gallery: kinlens-index build."
                 ) from None
             if gallery.dim != embedder.dim:
                 raise BundleMismatchError(
-                    f"Gallery {location.name!r} has vectors of length {gallery.dim}, its bundle "
-                    f"makes them of length {embedder.dim}. Build it again: kinlens-index build."
+                    f"Gallery {location.name!r} has vectors of dimension {gallery.dim}, but its "
+                    f"bundle makes {embedder.dim}. Rebuild the gallery: kinlens-index build."
                 )
             check_precision(gallery, embedder)
         except KinlensError as error:
@@ -466,34 +472,36 @@ class Registry:
             self._close_opened(opened)
             self.failures.add(location, error)
 
-    async def _visit(self, place: GalleryLocation) -> None:
-        """Look at one location and serve what is new there."""
+    async def _visit(self, unread: GalleryLocation) -> None:
+        """Read one location and serve a new generation of its gallery."""
         try:
-            location = await self._call(place.name, lambda: self._look(place))
+            location = await self._call(unread.name, lambda: self._read(unread))
             if location.managed and not location.exists:
-                self._forget(place.name)
+                self._forget(unread.name)
             elif self._is_due(location):
                 await self._reload(location)
         except Exception as error:
-            # The border of the task: one location that fails must not keep the others waiting.
-            if not self.failures.is_waiting(place):
-                self.failures.add(place, error)
+            # The boundary of the task: a failing location must not delay the others.
+            if not self.failures.is_waiting(unread):
+                self.failures.add(unread, error)
         finally:
-            del self._visits[place.name]
+            del self._visits[unread.name]
 
-    def _look(self, place: GalleryLocation) -> GalleryLocation:
-        """With its generation; on Milvus with that of the last look while there is no answer."""
-        served = self._served.get(place.name)
+    def _read(self, location: GalleryLocation) -> GalleryLocation:
+        """The location with its current generation; while Milvus does not answer, with the last
+        known one.
+        """
+        served = self._served.get(location.name)
         if served is None or not isinstance(gallery := served.opened, MilvusStore):
-            return self._locations.look(place)
+            return self._locations.read(location)
         try:
             current = gallery.current_generation()
         except KinlensError as error:
             structlog.get_logger().warning(
-                "gallery on Milvus cannot be looked at", gallery=place.name, detail=str(error)
+                "gallery on Milvus cannot be read", gallery=location.name, detail=str(error)
             )
             current = gallery.generation
-        return replace(place, generation=current)
+        return replace(location, generation=current)
 
     def _is_due(self, location: GalleryLocation) -> bool:
         served = self._served.get(location.name)
@@ -517,10 +525,10 @@ class Registry:
             finally:
                 del self._opening[name]
         except Exception as error:
-            # Whatever is wrong with the new one, the old one must stay.
+            # Whatever is wrong with the new generation, the old one must stay served.
             self.failures.add(location, error)
             return
-        if name not in self._names:  # deleted while it was opened, or the service stops
+        if name not in self._names:  # deleted while it was opened, or the service is stopping
             self._close(location, gallery)
             return
         self.failures.clear(name)
@@ -533,25 +541,25 @@ class Registry:
         )
 
     def _serve(self, location: GalleryLocation, gallery: Opened, model: Model) -> None:
-        """From the next lease on."""
+        """Serve a gallery from the next lease on, in place of the old one of this name."""
         served = Served(gallery, model, location, lambda: self._close(location, gallery))
         old = self._served.get(location.name)
         self._served = self._served | {location.name: served}
         if isinstance(gallery, IndexedGallery):
             gallery.compact_in_background(only_calibrate=not location.managed)
         if old is not None:
-            old.give_back()
+            old.release()
 
     def _forget(self, name: str) -> None:
-        """A gallery is gone."""
-        gone = self._served.get(name)
+        """Stop serving a gallery that was deleted."""
+        removed = self._served.get(name)
         self._served = {other: own for other, own in self._served.items() if other != name}
         self.failures.clear(name)
-        if gone is not None:
-            gone.give_back()
+        if removed is not None:
+            removed.release()
 
     def _close(self, location: GalleryLocation, gallery: Opened) -> None:
-        """In a thread of its own: it may take as long as a compaction."""
+        """Close a gallery in another thread: it may take as long as a compaction."""
         if location.given is None:
             closing = threading.Thread(target=self._end, args=(gallery,), daemon=True)
             self._closings.add(closing)
@@ -563,8 +571,8 @@ class Registry:
         finally:
             self._closings.discard(threading.current_thread())
 
-    def _close_opened(self, left: int = 0) -> None:
-        while len(self._opened) > left:
+    def _close_opened(self, keep: int = 0) -> None:
+        while len(self._opened) > keep:
             self._close(*self._opened.pop())
 
     def _join(self) -> None:
@@ -573,8 +581,8 @@ class Registry:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     async def _drop_models(self) -> None:
-        """Let go of every model without a gallery, except where there is no gallery at all; one
-        that a search still uses goes with the search.
+        """Drop every model that no gallery uses; without any gallery, keep the primary one. A model
+        that a search still uses is freed after that search.
         """
         used = {served.model.bundle_id for served in self._served.values()}
         used |= set(self._opening.values())
@@ -582,12 +590,12 @@ class Registry:
             try:
                 await self._models.get(self._primary)
             except KinlensError as error:
-                structlog.get_logger().error("the first bundle does not run", exc_info=error)
-                return  # better another model than none
+                structlog.get_logger().error("the primary bundle does not run", exc_info=error)
+                return  # keep the other models, which are better than none
         await self._models.keep(used or {self._primary})
 
     async def _call(self, name: str, work: Callable[[], T]) -> T:
-        """Without a limit: whoever waits for the visit has one."""
+        """Call `work` without a time limit; callers limit how long they wait for the visit."""
         return await self._threads.run(name, work, None)
 
     async def _keep_reading(self, interval_s: float) -> None:
@@ -600,10 +608,10 @@ class Registry:
             try:
                 await self.refresh()
             except Exception as error:
-                # The border of the task: a disk that fails now may be back at the next look.
-                structlog.get_logger().error("galleries cannot be looked at", exc_info=error)
+                # The boundary of the task: a disk that fails now may work at the next read.
+                structlog.get_logger().error("galleries cannot be read", exc_info=error)
                 awaited.set_exception(error)
-                awaited.exception()  # those who wait have it
+                awaited.exception()  # mark it as retrieved, since perhaps no caller waits
             else:
                 awaited.set_result(None)
             await asyncio.sleep(_BETWEEN_READS_S)
@@ -618,25 +626,25 @@ class _Failure:
 
 
 class Failures:
-    """Galleries that could not be opened; each is tried again after a pause that doubles."""
+    """Galleries that could not be opened; each is retried after a pause that doubles."""
 
     def __init__(self, on_failure: Callable[[str], None]) -> None:
         self._on_failure = on_failure
         self._failures: dict[str, _Failure] = {}
 
     def verdicts(self) -> dict[str, str]:
-        """What is wrong, by the name of the gallery; nothing of the inside of the service."""
+        """The fault of each gallery by name, without internal details of the service."""
         return {name: failure.verdict for name, failure in self._failures.items()}
 
     def is_waiting(self, location: GalleryLocation) -> bool:
-        """Whether this generation failed so lately that it is not tried again yet."""
+        """Whether this generation failed recently and must not be retried yet."""
         failure = self._failures.get(location.name)
         if failure is None or failure.generation != location.generation:
             return False
         return time.monotonic() < failure.retry_at
 
     def add(self, location: GalleryLocation, error: Exception, verdict: str = "") -> None:
-        """Remember, count and log that a generation could not be opened."""
+        """Record, count and log that a generation could not be opened."""
         name, generation = location.name, location.generation
         last = self._failures.get(name)
         is_again = last is not None and last.generation == generation
@@ -649,25 +657,29 @@ class Failures:
         )
 
     def clear(self, name: str) -> None:
-        """A gallery is well again, or gone."""
+        """Forget the failure of a gallery that was opened or deleted."""
         self._failures.pop(name, None)
 
 
 def probe(gallery: Opened, model: Model) -> tuple[str, bool]:
-    """Search a gallery with the known image of its model: its version, and whether there are hits
-    where there are items, all of them finite. Others may change it meanwhile. Raises: GalleryError.
+    """Search a gallery with the reference image of its model. Returns its version, and whether the
+    search works: a gallery with items has hits, and all scores are finite. Concurrent changes are
+    allowed. Raises: GalleryError.
     """
     version, size = gallery.version, gallery.size
-    [hits] = gallery.search(np.ascontiguousarray(model.known_vector[np.newaxis]), 1)
+    [hits] = gallery.search(np.ascontiguousarray(model.reference_vector[np.newaxis]), 1)
     is_found = bool(hits) or not size or gallery.version != version
     return version, is_found and all(math.isfinite(hit.score) for hit in hits)
 
 
 def _check_searches(gallery: Opened, model: Model) -> None:
-    """What a gallery must pass before it is served. Raises: GalleryError, InvalidParameterError."""
+    """Check that a gallery can be searched before it is served.
+
+    Raises: GalleryError, InvalidParameterError.
+    """
     _, is_searchable = probe(gallery, model)
     if not is_searchable:
         raise GalleryCorruptError(
             f"Gallery {gallery.name!r} has {gallery.size:,} items, but a search found none of "
-            "them. Make its index again: kinlens-index compact GALLERY --rebuild."
+            "them. Rebuild its index: kinlens-index compact GALLERY --rebuild."
         )

@@ -1,4 +1,4 @@
-"""Pictures made for the screen: JPEGs that fit a side, made in the decoding processes and kept."""
+"""Renditions: JPEGs of item images for display, rendered in decoding processes and cached."""
 
 import asyncio
 import time
@@ -19,17 +19,17 @@ from kinlens.service.encoding.cache import LruCache
 from kinlens.service.encoding.threads import SearchThreads
 
 SIDES_PX = (160, 320, 640)
-"""Longest sides of the small pictures that can be asked for."""
+"""Longest sides of the available thumbnails."""
 
-_KEPT_BYTES = 64 * 2**20
-_KEPT = 10_000
+_CACHED_BYTES = 64 * 2**20
+_CACHED = 10_000
 _PAUSE_S = 30.0
 
 
 class Renditions:
-    """Makes and keeps them; belongs to the thread of the event loop.
+    """Renders and caches JPEGs; to be used in the thread of the event loop.
 
-    At most `at_once` are made at the same time, so that searches find decoding processes free.
+    At most `at_once` are rendered at the same time, so decoding processes stay free for searches.
     """
 
     def __init__(
@@ -40,60 +40,63 @@ class Renditions:
         waiting: int,
         limit_s: float,
     ) -> None:
-        """`limits` are those of uploads; bytes do not count, since the file is here already."""
+        """`limits` are the limits of uploads, except for bytes: the file is already stored.
+        `waiting` is the number of calls that may be queued.
+        """
         self._search_threads = search_threads
         self._limits = replace(limits, max_bytes=ANY_SIZE.max_bytes)
-        self._places = asyncio.Semaphore(at_once)
-        self._most = at_once + waiting
-        self._under_way = 0
+        self._slots = asyncio.Semaphore(at_once)
+        self._max_calls = at_once + waiting
+        self._calls = 0
         self._limit_s = limit_s
-        self._kept = LruCache(_KEPT, _KEPT_BYTES)
-        self._costly: dict[str, float] = {}  # given up until then: nobody keeps the processes busy
+        self._cache = LruCache(_CACHED, _CACHED_BYTES)
+        self._costly: dict[str, float] = {}  # until when each is refused, to spare the processes
         self._flights: SingleFlight[bytes] = SingleFlight()
 
     async def get(
         self, key: str, read: Callable[[], Awaitable[bytes]], side_px: int | None = None
     ) -> bytes:
-        """The picture `key` as a JPEG, from what `read` gives; `side_px` None: MAX_SIDE_PX.
+        """The image `key` as a JPEG of at most `side_px` a side, by default MAX_SIDE_PX. `read`
+        returns the original.
 
-        Raises: ItemNotFoundError if it cannot be shown, OverloadedError, DeadlineExceededError;
+        Raises: ItemNotFoundError if it cannot be decoded, OverloadedError, DeadlineExceededError;
             what `read` raises.
         """
         side_px = side_px or MAX_SIDE_PX
         key = f"{key}-{side_px}"
-        if (kept := self._kept.get(key)) is not None:
-            return kept
+        if (cached := self._cache.get(key)) is not None:
+            return cached
         if self._costly.get(key, 0.0) > time.monotonic():
             raise _too_costly()
-        async with within(self._limit_s, "Making the picture"):
-            return await self._flights.run(key, lambda: self._make(key, read, side_px))
+        async with within(self._limit_s, "Rendering the image"):
+            return await self._flights.run(key, lambda: self._render(key, read, side_px))
 
-    async def _make(self, key: str, read: Callable[[], Awaitable[bytes]], side_px: int) -> bytes:
-        if self._under_way >= self._most:
+    async def _render(self, key: str, read: Callable[[], Awaitable[bytes]], side_px: int) -> bytes:
+        if self._calls >= self._max_calls:
             raise OverloadedError(
-                f"{self._under_way} pictures are being made, which is the limit. "
+                f"{self._calls} images are being rendered, which is the limit. "
                 "Try again in a second."
             )
-        self._under_way += 1
+        self._calls += 1
         try:
-            async with self._places:
+            async with self._slots:
                 data = await read()
-                made = await self._search_threads.render(data, self._limits, side_px)
+                jpeg = await self._search_threads.render(data, self._limits, side_px)
         except ImageCostError as error:
             now = time.monotonic()
             self._costly = {name: until for name, until in self._costly.items() if until > now}
             self._costly[key] = now + _PAUSE_S
             raise _too_costly() from error
         except ImageError as error:
-            raise ItemNotFoundError(f"The picture of this item cannot be shown: {error}") from error
+            raise ItemNotFoundError(f"The image of this item cannot be shown: {error}") from error
         finally:
-            self._under_way -= 1
-        self._kept.set(key, made)
-        return made
+            self._calls -= 1
+        self._cache.set(key, jpeg)
+        return jpeg
 
 
 def _too_costly() -> DeadlineExceededError:
     return DeadlineExceededError(
-        "Making the picture took more time or memory than an image may take. Try again in a "
-        "minute, or put a smaller image in its place."
+        "Rendering the image exceeded the limit of time or memory. Try again in a minute, or put "
+        "the item again with a smaller image."
     )

@@ -1,10 +1,13 @@
-"""A gallery as a caller sees it whose key has a filter: only items that fit exist in it.
+"""The view of a gallery for a caller whose key has a filter: only matching items exist in it.
 
-Every read adds the filter to what was asked, and every count is of what it leaves. Every change is
-limited to items that fit and still fit afterwards, in the transaction of the change. What depends
-on other items is omitted: the index, the calibration. Four things are shared by all items of a
-gallery and stay so: keys are unique, ids are counted over all, an attribute has one kind, and each
-change makes another version.
+Every read and every count adds the filter. Every change is limited, in its transaction, to items
+that match the filter before and after the change. Facts that depend on other items are omitted:
+the index and the calibration. Four things still depend on all items of the gallery:
+
+- keys are unique,
+- ids are numbered over all items,
+- an attribute has one kind,
+- each change makes a new version.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,9 +53,9 @@ Schema = Mapping[str, AttributeKind]
 
 
 class GalleryView:
-    """The items of `whole` that fit `where`. It has the methods of a gallery that a service calls.
+    """The items of `whole` that match `where`, with the methods of a gallery that the service uses.
 
-    While no item of the gallery ever had an attribute of the filter, nothing fits it.
+    If no item of the gallery has ever had an attribute of the filter, no item matches.
     """
 
     def __init__(self, whole: Gallery | MilvusStore, where: Filter) -> None:
@@ -102,16 +105,16 @@ class GalleryView:
         return self.whole.schema()
 
     def calibration(self) -> None:
-        """None: the curve is fitted to all items."""
+        """None, because the curve is fitted to all items."""
 
     def facts(self) -> GalleryFacts:
-        """Without the index, whose sizes count all items."""
-        left = {"size": self.size, "delta": 0, "tombstones": 0}
+        """Facts about the view, without the index, whose sizes count all items."""
+        own = {"size": self.size, "delta": 0, "tombstones": 0}
         hidden = {"compaction_due": None, "segment": None}
-        return self.whole.facts().model_copy(update=left | hidden)
+        return self.whole.facts().model_copy(update=own | hidden)
 
     def attribute_facts(self) -> tuple[AttributeFacts, ...]:
-        """Of the attributes that an item of the view has."""
+        """Facts about the attributes that an item of the view has."""
         if not self._is_known():
             return ()
         return tuple(
@@ -120,12 +123,16 @@ class GalleryView:
             if facts.values or facts.minimum is not None or self._has(facts.name)
         )
 
-    def held(self, sha256s: Sequence[str]) -> set[str]:
-        """Which of these contents some item has, of all: pictures are kept once for all."""
-        return self.whole.held(sha256s)
+    def contents(self, sha256s: Sequence[str]) -> set[str]:
+        """Those of these contents that any item of the whole gallery uses: an image is stored once
+        for all items.
+        """
+        return self.whole.contents(sha256s)
 
     def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-        """As of the whole gallery: the vector of a picture is the same for everybody."""
+        """The stored vectors of these contents in the whole gallery: the vector of an image is the
+        same for every caller.
+        """
         return self.whole.vectors_of_contents(sha256s)
 
     def item(self, item_id: ItemId) -> Item:
@@ -240,8 +247,9 @@ class GalleryView:
         return self.where if where is None else And((self.where, where))
 
     def _limited(self, options: SearchOptions | None) -> SearchOptions | None:
-        """The options with the filter; None if nothing fits it. Raises: FilterError,
-        InvalidParameterError.
+        """The options with the filter; None if no item can match it.
+
+        Raises: FilterError, InvalidParameterError.
         """
         options = options or SearchOptions()
         where, boost, sort_by = options.where, options.boost, options.sort_by
@@ -252,14 +260,14 @@ class GalleryView:
             if boost.low is None:
                 raise InvalidParameterError(
                     f"boost = {boost.attribute}:{boost.weight:g} scales by the range in the whole "
-                    "gallery, of which this key sees a part. Send NAME:WEIGHT:FROM:TO."
+                    "gallery, and the key has a filter. Send NAME:WEIGHT:FROM:TO."
                 )
         if sort_by is not None:
             self._check_name(sort_by.attribute, "sort by")
         return replace(options, where=self._with(where)) if self._is_known() else None
 
     def _is_known(self) -> bool:
-        """Whether the gallery has ever had the attributes of the filter, in these kinds."""
+        """Whether the gallery has ever had the attributes of the filter, with the same kinds."""
         try:
             self.where.check(self.whole.schema())
         except FilterError:
@@ -267,7 +275,7 @@ class GalleryView:
         return True
 
     def _check(self, check: Callable[[Schema], None]) -> None:
-        """Do `check` with the schema. Raises: FilterError naming only what the view has."""
+        """Call `check` with the schema. Raises: FilterError naming only attributes of the view."""
         schema = self.whole.schema()
         if not schema:
             return

@@ -1,7 +1,7 @@
-"""Bodies of requests: let in within limits, read as forms or JSON, and named where they are wrong.
+"""Request bodies: limits of size and time, parsing as forms or JSON, and messages for faults.
 
-socket ─► BodyLimit (bytes by route, bytes in all, seconds) ─► forms, read_model ─► route
-             └─ refuse: 413, 408, 503, while the rest of the body is thrown away
+socket ─► BodyLimit (bytes per route, total bytes, seconds) ─► forms, read_model ─► route
+             └─ refuse: 413, 408, 503, while the rest of the body is discarded
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from kinlens.embedder.errors import InvalidParameterError
 from kinlens.service.problems import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
-    CLIENT_GONE,
+    CLIENT_DISCONNECTED,
     OVERLOADED,
     fault_text,
     path_of,
@@ -31,95 +31,96 @@ from kinlens.service.problems import (
     request_id_of,
 )
 
-BodyKind = Literal["plain", "keys", "picture", "image", "batch"]
+BodyKind = Literal["plain", "keys", "form_image", "image", "batch"]
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 FORM_BYTES = 64 * 2**10
-"""Room beside the images for the other parts of a form and its boundaries."""
+"""Allowance for the other parts and the boundaries of a form, in addition to its images."""
 
 JSON = "application/json"
 MAX_MARKS = 100_000
-"""Commas and opening brackets in one JSON text: what it can hold of values, at most."""
+"""Maximum number of commas and opening brackets in a JSON text; it bounds the number of values."""
 
 INLINE_BYTES = 4 * 2**10
-"""So short a text is read on the event loop, but for a filter; a longer one in a thread."""
+"""Texts up to this length, except filters, are parsed on the event loop, longer ones in a thread.
+"""
 
 _KEYS_BYTES = 2**20
-_PLAIN_BYTES = 16 * 2**10  # read where it holds up all other requests
+_PLAIN_BYTES = 16 * 2**10  # small, since it is parsed on the event loop
 _DRAIN_S = 5.0
 _DRAIN_FACTOR = 4
 _MARKS = (b",", b"[", b"{")
-_STEP = 2**20  # a look at so much holds up other threads for a millisecond or two
+_STEP = 2**20  # bytes counted at once; holds the GIL for 1 to 2 ms
 _SHOWN = 80
 _MAX_FAULTS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """`image_bytes` for one file, `batch_bytes` for what may hold several images.
+    """Size limits of bodies: `image_bytes` for one image, `batch_bytes` for several.
 
-    Both get 64 KiB more for what is around the images. A list of keys or changes has at most
-    1 MiB, everything else 16 KiB.
+    Both get 64 KiB more for the rest of the form. A list of keys or changes is limited to 1 MiB,
+    all other bodies to 16 KiB.
     """
 
     image_bytes: int
     batch_bytes: int
 
     def of(self, kind: BodyKind, media_type: str) -> int:
-        """The limit in bytes for the body of a request; a search with JSON may hold a batch."""
+        """The limit in bytes for a body; a search with JSON can contain several images."""
         is_json = media_type == JSON or media_type.endswith("+json")
         if kind == "batch" or (kind == "image" and is_json):
             return self.batch_bytes + FORM_BYTES
-        if kind == "image" or (kind == "picture" and not is_json):
+        if kind == "image" or (kind == "form_image" and not is_json):
             return self.image_bytes + FORM_BYTES
         plain = _KEYS_BYTES if kind == "keys" else _PLAIN_BYTES
         return min(plain, self.image_bytes + FORM_BYTES)
 
     @property
     def largest(self) -> int:
-        """The limit of the widest route."""
+        """The largest limit of any route."""
         return max(self.image_bytes, self.batch_bytes) + FORM_BYTES
 
 
-class HeldBytes:
-    """Bytes of all bodies that are arriving or whose requests are being answered.
+class BufferedBytes:
+    """Total bytes of the request bodies in memory, with a limit.
 
-    Only what has arrived counts: a client that announces much and sends little keeps nobody out.
-    Above `limit` the body that has been arriving longest gives way, so one that is held back at
-    its last byte keeps nobody out either.
+    Only received bytes count, so a client cannot block others with a large Content-Length. Above
+    `limit`, the oldest incomplete body is evicted, so a client cannot block others by withholding
+    the last byte.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.count = 0
-        self.arriving: dict[_Body, None] = {}  # in the order in which they began
+        self.arriving: dict[_Body, None] = {}  # oldest first
 
-    def take(self, body: "_Body", more: int) -> None:
-        """Count `more` bytes of `body`, or refuse it and those that began before it."""
+    def add(self, body: "_Body", more: int) -> None:
+        """Count `more` bytes of `body`; evict the oldest incomplete bodies, or `body` itself."""
         self.arriving.setdefault(body)
         while self.count + more > self.limit and not body.refusal:
-            next(iter(self.arriving)).give_way()
+            next(iter(self.arriving)).evict()
         if not body.refusal:
             self.count += more
 
 
 class _RefusedError(Exception):
-    """Ends the reading of a body that was refused."""
+    """Stops reading a refused body."""
 
 
 class BodyLimit:
-    """Refuses a body above the bound of its route (413), or not complete after `timeout_s` (408),
-    or too much together with the bodies of other requests: above `max_held_bytes` (503).
+    """Refuses a body that is too large for its route (413), that is incomplete after `timeout_s`
+    (408), or that raises the total of all bodies above `max_total_bytes` (503).
     """
 
     def __init__(
-        self, app: ASGIApp, *, bounds: Bounds, timeout_s: float, max_held_bytes: int
+        self, app: ASGIApp, *, bounds: Bounds, timeout_s: float, max_total_bytes: int
     ) -> None:
         self.app = app
         self._bounds = bounds
         self._timeout_s = timeout_s
-        self._held = HeldBytes(max_held_bytes)
+        self._buffered = BufferedBytes(max_total_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _has_body(scope):
@@ -127,7 +128,7 @@ class BodyLimit:
             return
         max_bytes = self._bounds.of(scope["state"]["route"].rule.body, media_type_of(scope))
         claimed = _claimed_bytes(scope)
-        body = _Body(receive, max_bytes, self._timeout_s, self._held)
+        body = _Body(receive, max_bytes, self._timeout_s, self._buffered)
         if claimed is not None and claimed > max_bytes:
             body.refusal = "large"
         started = False
@@ -146,17 +147,18 @@ class BodyLimit:
         except asyncio.CancelledError:
             if body.complete or started:
                 raise
-            body.refusal = "ending"  # the service stops and waits no longer for this body
+            body.refusal = "ending"  # the service stops before the body is complete
         finally:
             body.release()
         if body.refusal and not started:
-            drain_bytes = -1 if body.refusal in ("ending", "gone") else _DRAIN_FACTOR * max_bytes
+            is_lost = body.refusal in ("ending", "disconnected")
+            drain_bytes = -1 if is_lost else _DRAIN_FACTOR * max_bytes
             answer = self._answer(body, scope, claimed)
             await refuse(answer, scope, body.drained, send, drain_bytes=drain_bytes)
 
     def _answer(self, body: "_Body", scope: Scope, claimed: int | None) -> Response:
-        is_told = claimed is not None and claimed > body.max_bytes
-        found = f"{claimed:,} bytes" if is_told else f"more than {body.max_bytes:,} bytes"
+        is_declared = claimed is not None and claimed > body.max_bytes
+        found = f"{claimed:,} bytes" if is_declared else f"more than {body.max_bytes:,} bytes"
         kind, text = {
             "large": (
                 BODY_TOO_LARGE,
@@ -168,28 +170,33 @@ class BodyLimit:
                 f"The request body was not complete after {self._timeout_s:g} s, which is the "
                 "limit. Send a smaller image or use a faster connection.",
             ),
-            "crowded": (
+            "evicted": (
                 OVERLOADED,
-                f"The bodies of all requests hold more than {self._held.limit:,} bytes, which is "
-                "the limit. Try again in a second, or raise KINLENS_MAX_HELD_BYTES.",
+                f"The bodies of all requests use more than {self._buffered.limit:,} bytes, which "
+                "is the limit. Try again in a second, or raise KINLENS_MAX_HELD_BYTES.",
             ),
             "ending": (OVERLOADED, "The service is stopping. Try again in a second."),
-            "gone": (CLIENT_GONE, "The client left before its body was complete."),
+            "disconnected": (
+                CLIENT_DISCONNECTED,
+                "The client disconnected before its body was complete.",
+            ),
         }[body.refusal]
         return problem(kind, text, request_id=request_id_of(scope), instance=scope["path"])
 
 
 class _Body:
-    """Counts and times what is received, which is held until `release`.
+    """Receives one body, counts its bytes until `release`, and enforces its limits.
 
-    `refusal` is why it is refused: large, slow, crowded, ending or gone; empty while it is not.
+    `refusal` is the reason of a refusal: large, slow, evicted, ending or disconnected; else empty.
     """
 
-    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float, held: HeldBytes) -> None:
+    def __init__(
+        self, receive: Receive, max_bytes: int, timeout_s: float, buffered: BufferedBytes
+    ) -> None:
         self.refusal = ""
         self.complete = False
         self.max_bytes = max_bytes
-        self._held = held
+        self._buffered = buffered
         self._receive = receive
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._timeout: asyncio.Timeout | None = None
@@ -204,7 +211,7 @@ class _Body:
             async with asyncio.timeout_at(self._deadline) as self._timeout:
                 message = await self._receive()
         except TimeoutError:
-            if not self.refusal:  # it may have given way
+            if not self.refusal:  # not evicted
                 self.refusal = "slow"
             raise _RefusedError from None
         finally:
@@ -215,48 +222,48 @@ class _Body:
         return message
 
     async def drained(self) -> Message:
-        """The next message, whatever the limits say."""
+        """The next message, without limits."""
         if self.complete:
             return {"type": "http.request", "body": b"", "more_body": False}
         message = await self._receive()
         self.complete = not message.get("more_body", False)
         return message
 
-    def give_way(self) -> None:
-        """End the reading now, for the sake of other bodies."""
-        self.refusal = "crowded"
+    def evict(self) -> None:
+        """Refuse this body now to free memory for others."""
+        self.refusal = "evicted"
         self.release()
         if self._timeout is not None:
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
     def release(self) -> None:
-        """Nothing of the body is in use any more."""
-        self._held.arriving.pop(self, None)
-        self._held.count -= self._bytes
+        """Stop counting the body: it is no longer in memory."""
+        self._buffered.arriving.pop(self, None)
+        self._buffered.count -= self._bytes
         self._bytes = 0
 
     def _count(self, message: Message) -> None:
         self.complete = not message.get("more_body", False)
         count = len(message.get("body", b""))
         if message["type"] == "http.disconnect":
-            self.refusal = "gone"
+            self.refusal = "disconnected"
         elif self._bytes + count > self.max_bytes:
             self.refusal = "large"
         elif not self.refusal:
-            self._held.take(self, count)
+            self._buffered.add(self, count)
         if not self.refusal:
             self._bytes += count
         if self.complete:
-            self._held.arriving.pop(self, None)
+            self._buffered.arriving.pop(self, None)
 
 
 async def refuse(
     answer: Response, scope: Scope, receive: Receive, send: Send, *, drain_bytes: int
 ) -> None:
-    """Send `answer`; read on for up to `drain_bytes` of the body, below 0 none, and forget them.
+    """Send `answer`, then read and discard up to `drain_bytes` of the body (none if negative).
 
-    A client that is cut off while it sends would not see the answer. Afterwards the connection
-    ends, since the rest of the body could not be told from a next request.
+    Without reading on, a client that is still sending would not see the answer. The connection is
+    then closed, since the rest of the body would look like the next request.
     """
     if not _has_body(scope):
         await answer(scope, receive, send)
@@ -264,7 +271,7 @@ async def refuse(
     headers = [*answer.raw_headers, (b"connection", b"close")]
     await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": bytes(answer.body), "more_body": True})
-    waits = "expect" in Headers(scope=scope)  # for 100 Continue, which never comes
+    waits = "expect" in Headers(scope=scope)  # the client waits for 100 Continue and sends no body
     if not waits and answer.status_code != HTTPStatus.REQUEST_TIMEOUT:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
@@ -282,82 +289,81 @@ async def _drain(receive: Receive, max_bytes: int) -> None:
 
 
 def _has_body(scope: Scope) -> bool:
-    """Whether the request says that it has a body."""
+    """Whether the headers of the request declare a body."""
     headers = Headers(scope=scope)
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _claimed_bytes(scope: Scope) -> int | None:
-    """What the request says its body has; None if it does not."""
+    """The Content-Length of the request; None without one."""
     claimed = Headers(scope=scope).get("content-length")
     return int(claimed) if claimed is not None and claimed.isdecimal() else None
 
 
 def media_type_of(request: Request | Scope) -> str:
-    """The content type without its parameters, in small letters."""
+    """The content type without its parameters, in lowercase."""
     headers = request.headers if isinstance(request, Request) else Headers(scope=request)
     return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-class ClientGoneError(Exception):
-    """The client closed the connection; nobody reads an answer."""
+class ClientDisconnectedError(Exception):
+    """The client closed the connection, so no answer is needed."""
 
 
 class Connection:
-    """A connection, whose requests are answered one after another; the server calls `end` when the
-    client has gone.
-    """
+    """A connection with one request at a time; the server calls `end` if the client disconnects."""
 
     def __init__(self) -> None:
-        self.is_gone = False
+        self.is_disconnected = False
         self._task: asyncio.Task[Any] | None = None
 
     def end(self) -> None:
-        """Cancel what is done for the client."""
-        self.is_gone = True
+        """Cancel the running work for this client."""
+        self.is_disconnected = True
         if self._task is not None:
             self._task.cancel()
 
     async def keep(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` in the task of the request until it ends or the client goes.
+        """Run `work` in the task of the request; cancel it if the client disconnects.
 
-        Raises: ClientGoneError, whatever `work` raises.
+        Raises: ClientDisconnectedError, any error of `work`.
         """
         self._task = task = asyncio.current_task()
         assert task is not None
         try:
-            if self.is_gone:
+            if self.is_disconnected:
                 task.cancel()
             return await work
         except asyncio.CancelledError:
-            if self.is_gone and not task.uncancel():
-                raise ClientGoneError from None
+            if self.is_disconnected and not task.uncancel():
+                raise ClientDisconnectedError from None
             raise
         finally:
             self._task = None
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` until it ends or the client goes, as far as the server tells that.
+    """Run `work`; cancel it if the client disconnects and the server reports that.
 
-    Raises: ClientGoneError, whatever `work` raises.
+    Raises: ClientDisconnectedError, any error of `work`.
     """
     connection: Connection = request.scope["state"].get("connection") or Connection()
     return await connection.keep(work)
 
 
 def parse_json(body: bytes) -> Any:
-    """The value of a JSON text, without broken Unicode, NaN and infinity.
+    """The value of a JSON text. Invalid Unicode, NaN and infinity are refused.
 
-    Raises: ValueError for what is no JSON or too deep, InvalidParameterError above `MAX_MARKS`.
+    Raises: ValueError if it is invalid or nested too deeply, InvalidParameterError above
+        `MAX_MARKS`.
     """
     count = 0
     for start in range(0, len(body), _STEP):
         count += sum(body.count(mark, start, start + _STEP) for mark in _MARKS)
         if count > MAX_MARKS:
             raise InvalidParameterError(
-                f"The JSON has more than {MAX_MARKS:,} commas and opening brackets. Send less at "
-                "once."
+                f"The JSON has more than {MAX_MARKS:,} commas and opening brackets, which is the "
+                "limit. Split the request."
             )
     return from_json(body, allow_inf_nan=False)
 
@@ -369,21 +375,21 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise HTTPException(400, f"The body is not valid JSON: {error}. Send an object.") from error
     if not isinstance(payload, dict):
-        raise HTTPException(400, "The body is JSON, but no object. Send {…}.")
+        raise HTTPException(400, "The body must be a JSON object. Send {…}.")
     return payload
 
 
 class Threads(Protocol):
-    """What runs calls in a named pool of threads, within the time limit of a request."""
+    """Runs calls in a named pool of threads, within the time limit of a request."""
 
     async def read(self, what: str, work: Callable[[], T], pool: str) -> T:
-        """Raises: DeadlineExceededError, OverloadedError, what `work` raises."""
+        """Raises: DeadlineExceededError, OverloadedError, any error of `work`."""
 
 
 async def off_loop(threads: Threads, work: Callable[[], T], *, short: bool) -> T:
-    """What `work` makes of a body, which runs in a thread unless it is `short`.
+    """Run `work`, the parsing of a body, in a thread, or directly if the body is `short`.
 
-    Raises: DeadlineExceededError, OverloadedError, what `work` raises.
+    Raises: DeadlineExceededError, OverloadedError, any error of `work`.
     """
     return work() if short else await threads.read("the request", work, "body")
 
@@ -395,7 +401,9 @@ async def read_model(request: Request, model: type[M]) -> M:
     """
     kind = media_type_of(request)
     if kind != JSON:
-        raise HTTPException(415, f"Content-Type = {kind[:_SHOWN]!r} is not read here; send {JSON}.")
+        raise HTTPException(
+            415, f"Content-Type = {kind[:_SHOWN]!r} is not supported here; send {JSON}."
+        )
     body = await request.body()
     threads: Threads = request.app.state.runtime
     return await off_loop(
@@ -404,13 +412,13 @@ async def read_model(request: Request, model: type[M]) -> M:
 
 
 def body_docs(model: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI of a body that `read_model` reads; the model must have no models inside."""
+    """The OpenAPI of a body for `read_model`; the model must not contain other models."""
     content = {JSON: {"schema": model.model_json_schema()}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def checked(model: type[M], value: Any, context: object) -> M:
-    """`value` as a model. Raises: RequestValidationError."""
+    """Validate `value` as a model. Raises: RequestValidationError."""
     try:
         return model.model_validate(value, context=context)
     except ValidationError as error:
@@ -418,7 +426,7 @@ def checked(model: type[M], value: Any, context: object) -> M:
 
 
 def as_faults(error: ValidationError, name: str = "") -> RequestValidationError:
-    """What pydantic found, about parameter `name` or those that it names itself."""
+    """Convert a pydantic error about parameter `name`, or about the parameters that it names."""
     found = error.errors(include_url=False)
     return RequestValidationError([_readable(each, name) for each in found[:_MAX_FAULTS]])
 
@@ -429,5 +437,5 @@ def _readable(each: ErrorDetails, name: str) -> dict[str, Any]:
 
 
 def fault(name: str, message: str) -> RequestValidationError:
-    """One parameter that does not fit, and what to do."""
+    """The error for one invalid parameter; `message` includes what to do."""
     return RequestValidationError([{"type": "out_of_range", "loc": (name,), "msg": message}])

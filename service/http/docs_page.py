@@ -1,4 +1,4 @@
-"""The OpenAPI document as a page: every parameter and answer, without a script or another host."""
+"""The OpenAPI document as an HTML page, without scripts and without other hosts."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-_PLACES = {
+_SOURCES = {
     "application/json": "JSON",
     "multipart/form-data": "form",
     "application/octet-stream": "body",
@@ -30,7 +30,7 @@ _Schema = Mapping[str, Any]
 
 
 class _Field(NamedTuple):
-    """What a client can send; several places may take the same."""
+    """A parameter; query string, form and JSON may accept the same one."""
 
     name: str
     kind: str
@@ -40,7 +40,7 @@ class _Field(NamedTuple):
 
 
 def render_docs(document: dict[str, Any]) -> str:
-    """The document as HTML; its style is a file of the service."""
+    """Render the document as HTML; its stylesheet is a static file of the service."""
     operations = [
         (path, method, operation)
         for path, item in document["paths"].items()
@@ -77,15 +77,15 @@ def _operation(document: _Schema, path: str, method: str, operation: _Schema) ->
 
 
 def _parameters(document: _Schema, operation: _Schema) -> str:
-    """A table with a row for each field; the same field of several places is one row."""
-    places: dict[_Field, list[str]] = {}
-    for place, field in _sent(document, operation):
-        places.setdefault(field, []).append(place)
+    """A table with a row for each field; equal fields of several sources share a row."""
+    sources: dict[_Field, list[str]] = {}
+    for source, field in _sent(document, operation):
+        sources.setdefault(field, []).append(source)
     rows = "".join(
         f'<tr><th scope="row"><code>{escape(field.name)}</code></th><td>{", ".join(found)}</td>'
         f"<td>{escape(field.kind)}</td><td>{_value(field.default)}</td>"
         f"<td>{escape(field.limits)}</td><td>{_prose(field.text)}</td></tr>"
-        for field, found in places.items()
+        for field, found in sources.items()
     )
     if not rows:
         return ""
@@ -102,28 +102,28 @@ def _sent(document: _Schema, operation: _Schema) -> Iterator[tuple[str, _Field]]
             _field(document, parameter["name"], schema, text, parameter.get("required", False)),
         )
     for media_type, content in operation.get("requestBody", {}).get("content", {}).items():
-        place = _PLACES.get(media_type, media_type)
+        source = _SOURCES.get(media_type, media_type)
         schema = _choice(document, content["schema"])
         if schema.get("properties"):
             for field in _inside(document, schema):
-                yield place, field
+                yield source, field
         else:
             yield media_type, _field(document, "(the whole body)", schema, "", is_required=True)
 
 
 def _inside(document: _Schema, schema: _Schema, before: str = "") -> Iterator[_Field]:
-    """The fields of an object, and of the objects inside it with the way to them."""
+    """The fields of an object and of nested objects, named by their path."""
     required = schema.get("required", ())
     for name, given in schema["properties"].items():
         known = _choice(document, given)
         yield _field(
             document, f"{before}{name}", known, known.get("description", ""), name in required
         )
-        inner, way = known, f"{before}{name}"
+        inner, path = known, f"{before}{name}"
         while "items" in inner:
-            inner, way = _choice(document, inner["items"]), f"{way}[]"
+            inner, path = _choice(document, inner["items"]), f"{path}[]"
         if inner.get("properties"):
-            yield from _inside(document, inner, f"{way}.")
+            yield from _inside(document, inner, f"{path}.")
 
 
 def _field(document: _Schema, name: str, schema: _Schema, text: str, is_required: bool) -> _Field:
@@ -134,7 +134,7 @@ def _field(document: _Schema, name: str, schema: _Schema, text: str, is_required
 
 
 def _choice(document: _Schema, schema: _Schema) -> dict[str, Any]:
-    """A schema without references; of a value that may be null, the schema of the value."""
+    """A schema with references resolved; for a nullable value, the schema of the value."""
     if "$ref" in schema:
         found: Any = document
         for part in schema["$ref"].removeprefix("#/").split("/"):
@@ -172,7 +172,7 @@ def _limits(schema: _Schema) -> Iterator[str]:
 
 
 def _answers(operation: _Schema) -> str:
-    """A table of the statuses, with the problems that each may be."""
+    """A table of the statuses and the problems of each."""
     rows = "".join(
         f'<tr><th scope="row"><code>{escape(status)}</code></th>'
         f"<td>{_prose(answer.get('description', ''))}</td><td>{_problems(answer)}</td></tr>"

@@ -1,9 +1,9 @@
-"""multipart/form-data (RFC 7578), read from a body that is in memory: a search for its boundary.
+"""A parser for multipart/form-data (RFC 7578) of bodies in memory: it searches for the boundary.
 
     --boundary CRLF  head CRLF CRLF  content  CRLF --boundary CRLF  ...  CRLF --boundary--
 
-Browsers choose a boundary that no part contains, so a boundary that is followed by anything else
-is an error here. That ends a form of near-boundaries at the first of them.
+Clients choose a boundary that occurs in no part, so a boundary with any other continuation is an
+error. A hostile form of near-boundaries therefore fails at the first one.
 """
 
 import re
@@ -15,11 +15,11 @@ from fastapi import HTTPException
 MAX_PARTS = 1_000
 _HEAD_BYTES = 4 * 2**10
 _MAX_FIELDS = 8  # header lines of a part, and parameters of one of them
-_STEP = 2**20  # searching so much holds the GIL for a few milliseconds
+_STEP = 2**20  # bytes searched at once; holds the GIL for a few milliseconds
 _END = b"\r\n\r\n"
 _FIELD = re.compile(rb"([!#-'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n]*)")
-# Only a quote is escaped: a path of Windows has backslashes that mean themselves. A value whose
-# closing quote is missing goes to the end, so no part of the text is read twice.
+# Only quotes and backslashes are unescaped: Windows paths contain literal backslashes. A value
+# without a closing quote extends to the end, so no part of the text is scanned twice.
 _PARAMETER = re.compile(rb';[ \t]*([^\s;=]+)[ \t]*=[ \t]*(?:"((?:\\"|[^"])*+)(?:"|$)|([^;]*))')
 _ESCAPED = re.compile(rb"\\([\"\\])")
 _SHOWN = 40
@@ -27,7 +27,7 @@ _SHOWN = 40
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a form: a file if it came with a file name."""
+    """One part of a form; it is a file if it has a file name."""
 
     name: str
     is_file: bool
@@ -40,12 +40,12 @@ class Part:
 
 
 def parse_form(body: bytes, content_type: str) -> list[Part]:
-    """The parts in their order. Raises: HTTPException (400) for a form that cannot be read."""
+    """The parts in order. Raises: HTTPException (400) if the form cannot be read."""
     boundary = _parameters(content_type.encode("latin-1")).get(b"boundary")
     if not boundary:
         raise HTTPException(400, "Missing boundary in multipart.")
     delimiter = b"\r\n--" + boundary
-    # A first boundary needs no line before it; what comes before the first one is ignored.
+    # The first boundary may start the body without a CRLF; anything before it is ignored.
     start = -2 if body.startswith(delimiter[2:]) else _find(body, delimiter, 0)
     parts: list[Part] = []
     while start != -1:
@@ -53,7 +53,7 @@ def parse_form(body: bytes, content_type: str) -> list[Part]:
         if body.startswith(b"--", after):
             return parts
         if not body.startswith(b"\r\n", after):
-            raise _malformed(f"a boundary at byte {after:,} is not followed by the end of its line")
+            raise _malformed(f"the boundary before byte {after:,} is not followed by a line break")
         if len(parts) == MAX_PARTS:
             raise _malformed(f"it has more than {MAX_PARTS:,} parts")
         end_of_head = body.find(_END, after, after + _HEAD_BYTES)
@@ -66,7 +66,7 @@ def parse_form(body: bytes, content_type: str) -> list[Part]:
 
 
 def _find(body: bytes, delimiter: bytes, start: int) -> int:
-    """Where `delimiter` is next; as `bytes.find`, but other threads get their turn in between."""
+    """Like `bytes.find`, in steps, so other threads can run in between."""
     for step in range(start, len(body), _STEP):
         found = body.find(delimiter, step, step + _STEP + len(delimiter) - 1)
         if found != -1:
@@ -81,7 +81,7 @@ def _part(head: bytes, data: bytes) -> Part:
         field = _FIELD.fullmatch(line)
         if field is None or len(lines) > _MAX_FIELDS:
             raise _malformed(
-                f"the head of a part is not a list of up to {_MAX_FIELDS} headers, NAME: VALUE"
+                f"the head of a part must be up to {_MAX_FIELDS} lines of the form NAME: VALUE"
             )
         if field[1].lower() == b"content-disposition":
             disposition = field[2]

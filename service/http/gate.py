@@ -1,11 +1,11 @@
-"""The one gate before the routes: who asks, for what, and whether that may be.
+"""The gate before all routes: it authenticates, authorizes and rate-limits each request.
 
-    id, log, headers ─► host, address ─► other origins ─► key and scope ─► rate ─► BodyLimit, route
-         every answer      400              CORS            401, 403        429       (404, 405)
+    id, log, headers ─► host, path ─► other origins ─► key and scope ─► rate ─► BodyLimit, route
+         every answer      400           CORS            401, 403        429       (404, 405)
 
-The route of a request is found once, here, in the table of what is served with the scope that it
-needs, what of the service it is about and the body that it takes; what is not found never reaches
-the router. The binding of the key goes with the request: the registry of galleries enforces it.
+The gate looks up the route of a request once, in a table with the required scope, the extent and
+the kind of body of each route. Requests without a route never get to the router. The binding of the
+key is set for the request, and the registry of galleries enforces it.
 """
 
 import asyncio
@@ -44,7 +44,13 @@ from kinlens.service.access import keys
 from kinlens.service.access.audit import AuditLog, Change, warn
 from kinlens.service.access.binding import calling
 from kinlens.service.access.keys import FreshKeys, KeyStore
-from kinlens.service.access.rates import Account, Addresses, RateLimits, SharedCounts, address_of
+from kinlens.service.access.rates import (
+    Account,
+    Addresses,
+    RateLimits,
+    SharedCounts,
+    client_address,
+)
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.http.bodies import BodyKind, Bounds, refuse
 from kinlens.service.observe.metrics import Metrics
@@ -63,37 +69,40 @@ _READ = frozenset({"GET", "HEAD"})
 _CHANGE = frozenset({"PUT", "PATCH", "DELETE"})
 _POST = frozenset({"POST"})
 
-Reach = Literal["nothing", "items", "galleries", "service"]
-"""What of a service a route is about: nothing that a key can be bound to; items that a filter can
-leave out; whole galleries, so that a key with a filter is refused; or more than some galleries, so
-that every bound key is refused.
+Extent = Literal["none", "items", "galleries", "service"]
+"""The part of the service that a route is about.
+
+- none: no gallery; bindings of keys do not matter.
+- items: items that the filter of a key can exclude.
+- galleries: whole galleries; keys with a filter are refused.
+- service: more than some galleries; all bound keys are refused.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What these methods need at the templates that `path` fits; the scope None is open to all."""
+    """The requirements of `methods` at path templates that match `path`; scope None is public."""
 
     methods: frozenset[str]
     path: str
     scope: keys.Scope | None
-    reach: Reach
+    extent: Extent
     body: BodyKind = "plain"
     stores: bool = False
-    """Whether it stores something although a search key is enough."""
+    """Whether it stores data although the scope `search` is enough."""
 
 
 _G = r"/galleries/[^/]+"
 RULES = (
-    Rule(_READ, r"/(live|startup|docs|openapi\.json|admin)?", None, "nothing"),
-    Rule(_READ, r"/ui/", None, "nothing"),
+    Rule(_READ, r"/(live|startup|docs|openapi\.json|admin)?", None, "none"),
+    Rule(_READ, r"/ui/", None, "none"),
     Rule(_READ, r"/ready", None, "items"),
     Rule(_READ, r"/metrics", None, "service"),
     Rule(_POST, r"/search", "search", "items", "image"),
     Rule(_POST, r"/search/batch", "search", "items", "batch"),
     Rule(_POST, rf"{_G}/golden", "write", "galleries", "image"),
     Rule(_READ | _CHANGE | {"POST"}, rf"{_G}/golden(/.*)?", "write", "galleries"),
-    Rule(_POST, r"/feedback", "search", "items", "picture", stores=True),
+    Rule(_POST, r"/feedback", "search", "items", "form_image", stores=True),
     Rule(_READ, rf"{_G}/feedback", "admin", "galleries"),
     Rule(_READ, rf"{_G}/duplicates", "admin", "galleries"),
     Rule(_POST, rf"{_G}/items/(.+)/explain", "search", "items", "image"),
@@ -112,13 +121,13 @@ RULES = (
     Rule(_READ, r"/jobs/\{job_id\}", "admin", "galleries"),
     Rule(_POST, r"/jobs/[^/]+/cancel", "admin", "galleries"),
 )
-"""The first rule that fits counts. A route without one needs `admin`, is refused to every bound key
-and takes a plain body.
+"""The first matching rule applies. A route without a rule needs `admin`, refuses all bound keys and
+accepts a plain body.
 """
 
 
 def rule_of(method: str, template: str) -> Rule:
-    """What a route needs."""
+    """The rule of a route."""
     for rule in RULES:
         if method in rule.methods and re.fullmatch(rule.path, template):
             return rule
@@ -127,7 +136,7 @@ def rule_of(method: str, template: str) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class ServedRoute:
-    """One method of one route; `pattern` is the very one that the router compares paths with."""
+    """One method of one route; `pattern` is the regex that the router matches paths with."""
 
     method: str
     template: str
@@ -136,15 +145,15 @@ class ServedRoute:
 
 
 class RouteTable:
-    """The routes of an app, found once for each request before the router looks at it."""
+    """The routes of an app, matched once per request, before the router."""
 
     def __init__(self, routes: Sequence[BaseRoute]) -> None:
         self.served = tuple(_served(routes))
 
     def match(self, method: str, path: str) -> ServedRoute | None:
-        """The route of a request; None if nothing is served there.
+        """The route of a request, or None.
 
-        HEAD is GET without the body of the answer: what has no HEAD of its own is answered by GET.
+        A HEAD request uses the GET route if the path has no HEAD route.
         """
         for wanted in (method, "GET") if method == "HEAD" else (method,):
             for route in self.served:
@@ -153,9 +162,10 @@ class RouteTable:
         return None
 
     def at(self, path: str) -> list[ServedRoute]:
-        """What is at `path` under any method.
+        """The routes at `path`, for any method.
 
-        A word of an address may also be the value of a parameter: the routes with the fewest count.
+        A fixed word in a path also matches a parameter, so only the routes with the fewest
+        parameters are returned.
         """
         known = [route for route in self.served if route.pattern.match(path)]
         fewest = min((route.template.count("{") for route in known), default=0)
@@ -171,7 +181,7 @@ def _served(routes: Sequence[BaseRoute]) -> Iterator[ServedRoute]:
             methods, template = sorted(route.methods or ()), str(context.path)
             path = template
         else:
-            raise LookupError(f"{type(route).__name__} is no route that the gate can match")
+            raise LookupError(f"the gate cannot match a {type(route).__name__}; use Route or Mount")
         for method in methods:
             yield ServedRoute(method, template, compile_path(path)[0], rule_of(method, template))
 
@@ -180,24 +190,24 @@ ANONYMOUS = "anonymous"
 KEY_HEADER = "X-API-Key"
 
 _FAILURES = "30/minute"
-# In the audit log, of all callers: at this rate it takes months to push the changes out of it. Keys
-# of shop fronts are public, so that anybody can be refused as often as they like.
+# Limits the refusals of all callers in the audit log: at this rate it takes months until they push
+# out the changes. Keys of shop fronts are public, so anybody can cause refusals.
 _REFUSALS = "120/hour"
 _EVERYBODY = "everybody"
 _AUDIT_S = 2.0
 _UNWRITTEN = 1_000
 _UNREADABLE_TEXT = (
-    "The file of API keys cannot be read, so no key is accepted. The log of the service says why."
+    "The file of API keys cannot be read, so no key is accepted. The service log shows the cause."
 )
 _BEARER = "bearer "
 _SHOWN_CHARACTERS = 64
-_IDS = random.Random()  # names, not secrets: no system call for each request
+_IDS = random.Random()  # ids are not secrets, and this needs no system call per request
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(:\d+)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PROBES = frozenset({"/live", "/ready", "/startup", "/metrics"})
 SECURITY_HEADERS = {
-    # No inline script or style, no other host; the page shows pictures that it made itself.
+    # No inline script or style, no other host. The page shows images that it made itself (blob:).
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
         "script-src 'self'; style-src 'self'; connect-src 'self'; worker-src 'none'; "
@@ -229,12 +239,12 @@ _CORS_SHOWN = (
 
 
 class Gate:
-    """Lets a request in if its host, its address, the scope of its caller and its rate allow it.
+    """Admits a request if its host, its path, the scopes of its caller and its rate allow it.
 
-    Without a key a caller has the anonymous scopes of the settings. What is not served is told so,
-    and a route without a rule needs `admin`. `scope["state"]` gets the `request_id`, the `route`,
-    the `principal` and, if one was sent, the `key`; every answer gets the id and the headers that
-    browsers obey, is counted and is one line of the log. A change is one of the audit log too.
+    - A caller without a key has the anonymous scopes of the settings.
+    - `scope["state"]` gets the `request_id`, the `route`, the `principal` and the `key`, if sent.
+    - Every answer gets the request id and the security headers, is counted and is logged.
+    - Changes are also written to the audit log.
     """
 
     def __init__(
@@ -263,7 +273,7 @@ class Gate:
         headers = dict(SECURITY_HEADERS)
         self._inside: ASGIApp = self._admit
         if self._origins:
-            headers["Cross-Origin-Resource-Policy"] = "cross-origin"  # pictures on their pages
+            headers["Cross-Origin-Resource-Policy"] = "cross-origin"  # images on their pages
             self._inside = CORSMiddleware(
                 self._admit,
                 allow_origins=settings.cors_origins,
@@ -284,24 +294,24 @@ class Gate:
         state["route"] = route = self._routes(scope).match(scope["method"], scope["path"])
         state["template"] = "unmatched" if route is None else route.template
         state["address"] = self._addresses.of(scope)
-        answering = _Answering(self, scope, send)
+        observed = _ObservedAnswer(self, scope, send)
         with structlog.contextvars.bound_contextvars(request_id=request_id, **trace_fields()):
             try:
-                odd = self._odd(scope)
-                if odd is None:
-                    await self._inside(scope, receive, answering.send)
+                bad = self._bad_request(scope)
+                if bad is None:
+                    await self._inside(scope, receive, observed.send)
                 else:
-                    await refuse(odd, scope, receive, answering.send, drain_bytes=self._drain_bytes)
+                    await refuse(bad, scope, receive, observed.send, drain_bytes=self._drain_bytes)
             except Exception as error:
-                if answering.status:
+                if observed.status:
                     raise
                 answer = await from_error(Request(scope), error)
-                await answer(scope, receive, answering.send)
+                await answer(scope, receive, observed.send)
             finally:
-                await answering.end()
+                await observed.end()
 
     async def note(self, scope: Scope, status: int) -> None:
-        """Write a change into the audit log; not one that was refused because of what was sent."""
+        """Write a change to the audit log, unless it was refused with a 4xx other than 403."""
         state = scope["state"]
         has_key = "key" in state
         if self._audit is None or not _is_change(scope):
@@ -320,7 +330,7 @@ class Gate:
             by=state["principal"],
             status=status,
             key_id=state["key"].id if has_key else None,
-            client=address_of(scope),
+            client=client_address(scope),
             request_id=state["request_id"],
             **named | state.get("change", {}),
         )
@@ -336,7 +346,7 @@ class Gate:
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = await self._refusal(scope)
         if answer is None:
-            # A scope of its own: the server leaves the body out by the method of the first.
+            # Copy the scope, since the method of the original makes the server omit a HEAD body.
             method = scope["state"]["route"].method
             key: keys.Key | None = scope["state"].get("key")
             with contextlib.nullcontext() if key is None else calling(key.binding()):
@@ -349,7 +359,7 @@ class Gate:
         try:
             if route is not None and route.rule.scope is not None:
                 await self._authorize(scope, route.rule, route.rule.scope)
-            elif route is not None and route.rule.reach != "nothing":
+            elif route is not None and route.rule.extent != "none":
                 await self._recognize(scope, route.rule)
             if route is None or route.rule.scope is not None:
                 await self._count(scope)
@@ -378,39 +388,39 @@ class Gate:
         if needed not in keys.allowed(key.scopes):
             raise ScopeError(
                 f"The key {key.name} has the scopes {', '.join(key.scopes)}; this needs {needed}. "
-                f"Make another with kinlens-serve keys create NAME --scope {needed}."
+                f"Create one with kinlens-serve keys create NAME --scope {needed}."
             )
-        _refuse_beyond(key, rule.reach)
+        _refuse_beyond(key, rule.extent)
 
     async def _recognize(self, scope: Scope, rule: Rule) -> None:
-        """What is open to all shows a bound key what it is bound to, and no more."""
+        """Identify the key on a public route, so a bound key only sees what it is bound to."""
         text = _sent_key(scope)
         if text is None or self._keys is None:
             return
         key = None
-        with contextlib.suppress(StateError, AccessError):  # what is open stays open
+        with contextlib.suppress(StateError, AccessError):  # a public route stays public
             key = await self._keys.known(text) or await self._created(scope, text)
         if key is not None:
-            _refuse_beyond(key, rule.reach)
+            _refuse_beyond(key, rule.extent)
             scope["state"]["principal"] = key.name
             scope["state"]["key"] = key
 
     async def _created(self, scope: Scope, text: str) -> keys.Key:
-        """The key, if it was created since the file was read.
+        """The key, if it was created after the last read of the file.
 
-        Reading it is work, so each try is counted before, also that of a new key.
+        Reading the file is costly, so every attempt is rate-limited, including those with new keys.
         """
-        verdict = await self._rates.hit("failure", address_of(scope))
+        verdict = await self._rates.hit("failure", client_address(scope))
         if not verdict.allowed:
             raise RateLimitedError(
-                f"Too many unknown API keys came from this address. Try again in "
+                f"This address sent too many unknown API keys. Try again in "
                 f"{verdict.retry_after_s} s.",
                 verdict.retry_after_s,
             )
         key = None if self._keys is None else await self._keys.created(text)
         if key is None:
             raise KeyMissingError(
-                "The API key is not known: it is mistyped, expired or revoked. Send a valid one as "
+                "The API key is unknown: it is mistyped, expired or revoked. Send a valid key as "
                 "Authorization: Bearer KEY or X-API-Key: KEY."
             )
         return key
@@ -418,12 +428,12 @@ class Gate:
     async def _closed(self, needed: keys.Scope) -> AccessError:
         if self._keys is None:
             return AccessError(
-                f"This needs the scope {needed}, and the service has no folder for keys. Start it "
-                "with --state DIR and make a key with kinlens-serve keys create."
+                f"This needs the scope {needed}, but the service has no state folder for keys. "
+                "Start it with --state DIR and create a key with kinlens-serve keys create."
             )
         if not await self._keys.has_active():
             return AccessError(
-                f"This needs the scope {needed}, and no API key exists yet. Make one with "
+                f"This needs the scope {needed}, but no API key exists yet. Create one with "
                 f"kinlens-serve keys create NAME --scope {needed}."
             )
         return KeyMissingError(
@@ -432,20 +442,20 @@ class Gate:
         )
 
     async def _count(self, scope: Scope) -> None:
-        """Count a request by its key, or by address if it has none."""
+        """Count a request against the rate of its key, or of its address if it has no key."""
         key: keys.Key | None = scope["state"].get("key")
         if key is None:
-            account = Account(self._rates, "address", address_of(scope))
+            account = Account(self._rates, "address", client_address(scope))
         else:
             account = Account(self._rates, "key", key.id, key.rates(self._per_key))
         scope["state"]["account"] = account
         await account.open()
 
     async def _not_served(self, scope: Scope) -> Response:
-        """405 where other methods are, else 404.
+        """A 405 if the path exists with other methods, else a 404.
 
-        An address with a slash too many or too few is no redirect: a client would send its key
-        after it, and behind a proxy nobody here knows by which protocol and name.
+        A wrong trailing slash is not redirected: the client would send its key along, and behind a
+        proxy the public protocol and host are unknown.
         """
         path = scope["path"]
         others = self._routes(scope).at(path)
@@ -458,7 +468,7 @@ class Gate:
         twin = path.rstrip("/") if path.endswith("/") else f"{path}/"
         detail = None
         if self._routes(scope).at(twin):
-            detail = f"Nothing is at {path}. Did you mean {twin}?"
+            detail = f"{path} does not exist. Did you mean {twin}?"
         return await from_http(Request(scope), HTTPException(404, detail))
 
     def _routes(self, scope: Scope) -> RouteTable:
@@ -466,12 +476,13 @@ class Gate:
             self._table = RouteTable(scope["app"].routes)
         return self._table
 
-    def _odd(self, scope: Scope) -> Response | None:
-        """Refuses a host that is not served here, and addresses that no route has.
+    def _bad_request(self, scope: Scope) -> Response | None:
+        """The refusal of an unknown host or of control characters in the path, or None.
 
-        Without the first a web page could point its own name at this machine and read what is
-        served. What orchestrators and monitoring read has any host: they call by address. What
-        compares paths does not agree about a line break at their end: `$` overlooks it.
+        The host check prevents DNS rebinding: a web page could point its own name at this machine
+        and read the responses. Probes are exempt, since orchestrators and monitoring call by IP
+        address. Control characters are refused because `$` in a regex also matches before a
+        trailing newline, so route matchers could disagree.
         """
         given = ", ".join(Headers(scope=scope).getlist("host"))
         match = _HOST.fullmatch(given)
@@ -480,14 +491,14 @@ class Gate:
         if not is_known and not _is_probe(scope):
             kind = UNKNOWN_HOST
             text = (
-                f"The host {given[:_SHOWN_CHARACTERS]!r} is not served here; known are "
-                f"{', '.join(sorted(self._hosts))}. Name it in KINLENS_ALLOWED_HOSTS to allow it."
+                f"The host {given[:_SHOWN_CHARACTERS]!r} is not allowed; allowed are "
+                f"{', '.join(sorted(self._hosts))}. Add it to KINLENS_ALLOWED_HOSTS to allow it."
             )
         elif control is not None:
             kind = BAD_REQUEST
             text = (
-                f"The address has the control character U+{ord(control[0]):04X} at place "
-                f"{control.start()}; leave it out."
+                f"The path has the control character U+{ord(control[0]):04X} at position "
+                f"{control.start()}; remove it."
             )
         else:
             return None
@@ -520,14 +531,14 @@ class Gate:
             method=scope["method"],
             status=status,
             principal=state["principal"],
-            client=address_of(scope),
+            client=client_address(scope),
             bytes=sent,
             ms=round(seconds * 1e3, 1),
         )
 
 
-class _Answering:
-    """One answer on its way to the client; `status` is 0 until it has begun."""
+class _ObservedAnswer:
+    """Observes one answer while it is sent; `status` is 0 until it has started."""
 
     def __init__(self, gate: Gate, scope: Scope, send: Send) -> None:
         self.status = 0
@@ -540,18 +551,18 @@ class _Answering:
         self._is_reported = False
 
     async def send(self, message: Message) -> None:
-        """Pass a part of the answer on."""
+        """Send a part of the answer."""
         self._sent += len(message.get("body", b"")) if self._scope["method"] != "HEAD" else 0
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            await self._note()  # before the client knows that something has changed
+            await self._note()  # before the client can see the change
             self._gate.add_headers(self._scope, message)
         elif not message.get("more_body", False):
-            self._report()  # before the client has the whole answer and looks at the metrics
+            self._report()  # before the client has the whole answer and can read the metrics
         await self._send(message)
 
     async def end(self) -> None:
-        """Also of an answer that was never sent: what the client wanted may have been done."""
+        """Log the answer even if it was never sent, since the change may have been made."""
         await self._note()
         self._report()
 
@@ -568,12 +579,12 @@ class _Answering:
 
 
 def bounds_of(settings: Settings) -> Bounds:
-    """How much a body may weigh."""
+    """The limits of request bodies."""
     return Bounds(settings.max_upload_bytes, settings.max_batch_bytes)
 
 
 def open_rates(settings: Settings) -> RateLimits:
-    """The rates of the settings, and that of unknown keys; counted in Redis if there is one."""
+    """The rate limits of the settings and of unknown keys, counted in Redis if it is configured."""
     rates = {
         "key": settings.rate_limit_per_key,
         "address": settings.rate_limit_per_address,
@@ -591,23 +602,23 @@ def open_rates(settings: Settings) -> RateLimits:
     return RateLimits(rates, shared)
 
 
-def _refuse_beyond(key: keys.Key, reach: Reach) -> None:
-    """Raises: AccessError where a key is bound to less than a route is about."""
+def _refuse_beyond(key: keys.Key, extent: Extent) -> None:
+    """Raises: AccessError if the binding of a key does not cover the extent of a route."""
     binding = key.binding()
-    if reach == "service" and binding.is_bound:
+    if extent == "service" and binding.is_bound:
         raise AccessError(
-            f"The key {key.name} is bound to some galleries, and this is about the whole service. "
-            "Send a key that was made without --gallery."
+            f"The key {key.name} is bound to some galleries, but this affects the whole service. "
+            "Send a key that was created without --gallery."
         )
-    if reach == "galleries" and binding.where is not None:
+    if extent == "galleries" and binding.where is not None:
         raise AccessError(
-            f"The key {key.name} has a filter, and this is about all items of a gallery. Send a "
-            "key that was made without --filter."
+            f"The key {key.name} has a filter, but this affects all items of a gallery. Send a "
+            "key that was created without --filter."
         )
 
 
 def _is_change(scope: Scope) -> bool:
-    """Whether a request belongs into the audit log."""
+    """Whether a request is written to the audit log."""
     route: ServedRoute | None = scope["state"]["route"]
     return (
         route is not None and route.method not in _READ and route.rule.scope in ("write", "admin")
@@ -628,9 +639,9 @@ def _request_id(scope: Scope) -> str:
 
 
 def _sent_key(scope: Scope) -> str | None:
-    """The key of a request, or None.
+    """The key of a request, None without a key, or "" (invalid) for two different keys.
 
-    An `Authorization` of another scheme is meant for somebody else. Two keys are no key.
+    An `Authorization` header of another scheme is ignored: it may be meant for a proxy.
     """
     headers = Headers(scope=scope)
     bearers = [h for h in headers.getlist("authorization") if h.lower().startswith(_BEARER)]
@@ -642,7 +653,10 @@ def _sent_key(scope: Scope) -> str | None:
 
 
 def _refuse_foreign_page(scope: Scope, origins: frozenset[str]) -> None:
-    """Where no key is needed for a change, any page in a browser could send one unnoticed."""
+    """Refuse cross-site requests (CSRF): without a key, any web page could send a change.
+
+    Raises: AccessError.
+    """
     headers = Headers(scope=scope)
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
     if origin in origins or ANY_HOST in origins or site in ("same-origin", "none"):
@@ -651,8 +665,8 @@ def _refuse_foreign_page(scope: Scope, origins: frozenset[str]) -> None:
     if not is_own:
         page = "another site" if origin is None else repr(origin[:_SHOWN_CHARACTERS])
         raise AccessError(
-            f"A page of {page} may not change anything here without an API key. Send one, or name "
-            "the origin in KINLENS_CORS_ORIGINS."
+            f"A page of {page} must not change anything here without an API key. Send a key, or "
+            "add the origin to KINLENS_CORS_ORIGINS."
         )
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: the problems, the scopes, and the two addresses that serve it."""
+"""The OpenAPI document with its problems and scopes, served at /openapi.json and /docs."""
 
 import asyncio
 import hashlib
@@ -18,13 +18,13 @@ from kinlens.service.access import keys
 from kinlens.service.concurrency import Recent
 from kinlens.service.http.bodies import JSON
 from kinlens.service.http.docs_page import render_docs
-from kinlens.service.http.gate import Reach, rule_of
+from kinlens.service.http.gate import Extent, rule_of
 from kinlens.service.problems import (
     INTERNAL,
-    KINDS,
     MEDIA_TYPE,
+    PROBLEM_TYPES,
     UNKNOWN_HOST,
-    Kind,
+    ProblemType,
 )
 
 _METHODS = frozenset({"get", "head", "post", "put", "patch", "delete"})
@@ -39,39 +39,39 @@ _SCHEMES = {
         "type": "apiKey",
         "in": "header",
         "name": "X-API-Key",
-        "description": "The same key in a header of its own.",
+        "description": "The API key in a separate header.",
     },
 }
-_REFUSED: dict[Reach, str] = {
+_REFUSED: dict[Extent, str] = {
     "galleries": " Refused to keys with a filter.",
     "service": " Refused to keys that are bound to galleries.",
 }
 _REFUSALS = (
-    KINDS[errors.AccessError],
-    KINDS[errors.KeyMissingError],
-    KINDS[errors.ScopeError],
-    KINDS[errors.RateLimitedError],
-)  # what the gate may answer instead of an operation that needs a scope
+    PROBLEM_TYPES[errors.AccessError],
+    PROBLEM_TYPES[errors.KeyMissingError],
+    PROBLEM_TYPES[errors.ScopeError],
+    PROBLEM_TYPES[errors.RateLimitedError],
+)  # problems of the gate for operations that need a scope
 _PROBLEM = {"$ref": "#/components/schemas/Problem"}
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 _TEXTS = {
-    400: "The image is empty, the form is malformed, or the host is not one of this service.",
-    401: "The address needs an API key, or the one that was sent is not known.",
-    403: "The API key lacks the scope that this needs, or is bound to less than this is about.",
-    404: "The gallery, item, job or key is unknown, or the link is of another gallery version.",
+    400: "The image is empty, the form is malformed, or the host is not allowed.",
+    401: "The operation needs an API key, or the API key is unknown.",
+    403: "The API key lacks the required scope, or its binding does not cover this operation.",
+    404: "The gallery, item, job or key is unknown, or the link is for another gallery version.",
     408: "The body did not arrive in time.",
-    409: "What is there now does not allow this.",
-    413: "The body, or the image, is larger than the limit.",
-    415: "The content is not an image in a format that is read, or its type is not one of these.",
+    409: "The current state does not allow this.",
+    413: "The body or the image is larger than the limit.",
+    415: "The image format or the content type is not supported.",
     422: "A parameter is missing or outside its range, or the image is damaged.",
-    429: "More requests than the rate allows; Retry-After says when to ask again.",
+    429: "More requests than the rate allows; retry after Retry-After seconds.",
     500: "Something failed inside the service.",
-    503: "The service is too busy or not able to answer now; Retry-After says when to ask again.",
+    503: "The service is too busy or cannot respond now; retry after Retry-After seconds.",
 }
 
 
-def problems(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
-    """The `responses=` of a route: these problems, and those that any route can answer with."""
+def problems(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
+    """The `responses=` of a route: these problems and the ones that every route can return."""
     responses: dict[int | str, dict[str, Any]] = {}
     for kind in sorted({*kinds, UNKNOWN_HOST, INTERNAL}, key=lambda k: (k.status, k.slug)):
         response = responses.setdefault(
@@ -88,14 +88,14 @@ def problems(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """An answer that stays the same while the process runs."""
+    """A response that stays constant while the process runs."""
 
     body: bytes
     media_type: str
     etag: str
 
     def answer(self, request: Request) -> Response:
-        """304 without the body for a client that has it already."""
+        """The page, or a 304 without a body if the client has it cached."""
         headers = {"ETag": self.etag}
         if self.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -107,10 +107,10 @@ def _page(body: bytes, media_type: str) -> _Page:
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Make `app.openapi` know the problem schema, and serve the document and its page.
+    """Add the problem schema to `app.openapi`, and serve the document and its page.
 
-    Both need no key, so they are made once, at the first request, in a thread: that takes as long
-    as many searches.
+    Both are public and as costly as many searches, so they are built once, in a thread, at the
+    first request.
     """
 
     def build() -> dict[str, Any]:
@@ -149,10 +149,10 @@ def install_openapi(app: FastAPI) -> None:
 
 
 def _add_security(document: dict[str, Any], anonymous: Iterable[keys.Scope]) -> None:
-    """Name the scope of every operation, and add the answers of the gate to it.
+    """Add the scope of every operation and the problems of the gate.
 
-    The scope is the role that each scheme needs; an operation that anonymous callers may use
-    has the empty requirement as well.
+    The scope is listed as the role of each security scheme. Operations for anonymous callers also
+    have the empty requirement.
     """
     document["components"]["securitySchemes"] = _SCHEMES
     free, refusals = keys.allowed(anonymous), problems(*_REFUSALS)
@@ -166,13 +166,13 @@ def _add_security(document: dict[str, Any], anonymous: Iterable[keys.Scope]) -> 
             operation["security"] += [{name: [scope]} for name in _SCHEMES]
             operation["security"] += [{}] if scope in free else []
             text = operation.get("description", "")
-            needs = f"Needs the scope `{scope}`.{_REFUSED.get(rule.reach, '')}"
+            needs = f"Needs the scope `{scope}`.{_REFUSED.get(rule.extent, '')}"
             operation["description"] = f"{text}\n\n{needs}".strip()
             for status, response in refusals.items():
                 operation["responses"].setdefault(str(status), response)
 
 
-def _example(kind: Kind) -> dict[str, Any]:
+def _example(kind: ProblemType) -> dict[str, Any]:
     return {
         "type": kind.type,
         "title": kind.title,

@@ -1,4 +1,4 @@
-"""uvicorn with the limits and signals of this service, and HTTP/1.1 that nobody can hold open."""
+"""uvicorn with this service's limits and signals, and protection against slow HTTP/1.1 clients."""
 
 import asyncio
 import gc
@@ -44,11 +44,13 @@ ServerType = TypeVar("ServerType", bound="Server")
 
 
 class Server(uvicorn.Server):
-    """Calls `on_start` when it answers. From then on the first SIGINT or SIGTERM ends it with code
-    0, and the second at once.
+    """A uvicorn server with callbacks for its start and its drain.
 
-    With `drain_s` SIGTERM calls `on_drain` and ends it so many seconds later: until then it answers
-    as ever, while load balancers see that it is not ready any more. A second signal ends that.
+    - It calls `on_start` once it accepts requests.
+    - The first SIGINT or SIGTERM shuts it down with exit status 0; the second exits at once.
+    - With `drain_s`, SIGTERM first calls `on_drain`. The server then answers as before for
+      `drain_s` seconds, while load balancers see that it is not ready. A second signal ends the
+      drain.
     """
 
     on_start: Callable[[], None] = staticmethod(lambda: None)
@@ -57,13 +59,13 @@ class Server(uvicorn.Server):
     _ends_at: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the application and answer on `sockets`."""
+        """Start the application and accept requests on `sockets`."""
         await super().startup(sockets)
         self.on_start()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals while serving; unlike its parent it does not raise them again after."""
+        """Handle signals while serving; unlike the base class, do not re-raise them afterwards."""
         with super().capture_signals():
             try:
                 yield
@@ -71,13 +73,13 @@ class Server(uvicorn.Server):
                 self._captured_signals.clear()
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn every 0.1 s; whether to end."""
+        """Called by uvicorn every 0.1 s; return whether to shut down."""
         if self._ends_at is not None and time.monotonic() >= self._ends_at:
             self.should_exit = True
         return await super().on_tick(counter)
 
     def begin_drain(self, sig: int) -> bool:
-        """Begin the time in which requests still come; whether the signal does so."""
+        """Start the drain if this signal does; return whether it did."""
         if sig != signal.SIGTERM or not self.drain_s or self._ends_at is not None:
             return False
         self._ends_at = time.monotonic() + self.drain_s
@@ -85,18 +87,18 @@ class Server(uvicorn.Server):
         return True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Finish what was accepted; at the second signal, leave."""
+        """Shut down gracefully at the first signal, and at once at the second."""
         if self.begin_drain(sig):
             return
         if self.should_exit:
-            signal.signal(sig, signal.SIG_DFL)  # a third one does not wait for the log
-            logging.shutdown()  # `os._exit` would lose the lines that wait to be written
+            signal.signal(sig, signal.SIG_DFL)  # a third signal does not wait for the log
+            logging.shutdown()  # `os._exit` would lose buffered lines
             os._exit(_INTERRUPTED)
         super().handle_exit(sig, frame)
 
 
-class _WholeAnswers:
-    """A transport that holds the head of an answer until there is something to send with it."""
+class _HeadBuffer:
+    """A transport that buffers the head of an answer and sends it together with the body."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -117,47 +119,47 @@ class _WholeAnswers:
         self._transport.close()
 
     def flush(self) -> None:
-        """Send a head that has no body."""
+        """Send a buffered head without a body."""
         if self._head:
             self._transport.write(self._head)
             self._head = b""
 
 
 class SharedLimits:
-    """What the connections of one server may hold together.
+    """Limits over all connections of a server.
 
-    A connection is idle while it waits for its client: for a request, the rest of a body, or until
-    an answer is read. Above `max_connections` a new one replaces the longest idle one, so idle
-    connections keep nobody out. Answers wait in memory until their clients read them; above
-    `max_unread_bytes` the one that waits longest is cut off, so clients that do not read cost a
-    bounded amount of memory.
+    A connection is idle while it waits for its client: for a request, for the rest of a body, or
+    for the client to read an answer. Above `max_connections` a new connection replaces the one that
+    has been idle longest, so idle clients cannot block others. Unread answers stay in memory; above
+    `max_unread_bytes` the connection with the oldest one is aborted, so slow readers use a bounded
+    amount of memory.
     """
 
     def __init__(self, max_connections: int, max_unread_bytes: int) -> None:
         self.max_connections = max_connections
         self.max_unread_bytes = max_unread_bytes
-        self._idle: dict[GuardedProtocol, None] = {}  # in the order in which they became idle
-        self._unread: dict[GuardedProtocol, int] = {}  # in the order in which they began to wait
+        self._idle: dict[GuardedProtocol, None] = {}  # longest idle first
+        self._unread: dict[GuardedProtocol, int] = {}  # longest unread first
         self._unread_bytes = 0
 
     def begin_idle(self, connection: "GuardedProtocol") -> None:
-        """`connection` is idle from now on."""
+        """Mark `connection` as idle."""
         self._idle[connection] = None
         if len(connection.connections) > self.max_connections:
             oldest = next(iter(self._idle))
             self.end_idle(oldest)
             oldest.connections.discard(oldest)
             if oldest.transport.get_write_buffer_size():
-                oldest.transport.abort()  # it would stay open until its client has read
+                oldest.transport.abort()  # `close` would wait until the client has read the answer
             else:
                 oldest.transport.close()
 
     def end_idle(self, connection: "GuardedProtocol") -> None:
-        """`connection` is not idle any more."""
+        """Mark `connection` as active."""
         self._idle.pop(connection, None)
 
     def begin_unread(self, connection: "GuardedProtocol", unread_bytes: int) -> None:
-        """The client of `connection` has this much to read before more is sent."""
+        """Count the bytes that the client of `connection` has not read yet."""
         self._unread[connection] = unread_bytes
         self._unread_bytes += unread_bytes
         while self._unread_bytes > self.max_unread_bytes and len(self._unread) > 1:
@@ -166,12 +168,12 @@ class SharedLimits:
             slowest.transport.abort()
 
     def end_unread(self, connection: "GuardedProtocol") -> None:
-        """The client of `connection` has read all, or left."""
+        """The client of `connection` has read everything or disconnected."""
         self._unread_bytes -= self._unread.pop(connection, 0)
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Closes connections whose head does not arrive, or whose client does not read its answer."""
+    """Closes connections whose request head does not arrive or whose client does not read."""
 
     def __init__(
         self,
@@ -186,7 +188,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.write_timeout_s = write_timeout_s
         self.limits = limits
         self.connection = Connection()
-        self._answers: _WholeAnswers
+        self._head_buffer: _HeadBuffer
         self._unused_bytes = 0
         self._is_in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
@@ -199,33 +201,33 @@ class GuardedProtocol(HttpToolsProtocol):
         return cycle is None or cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for the head of a request."""
-        self._answers = _WholeAnswers(transport)
-        super().connection_made(self._answers)  # type: ignore[arg-type]
-        # All that a client has not read is known then, however little it is.
+        """Start the timer for the head of a request."""
+        self._head_buffer = _HeadBuffer(transport)
+        super().connection_made(self._head_buffer)  # type: ignore[arg-type]
+        # Makes uvicorn call `pause_writing` for any unread bytes.
         transport.set_write_buffer_limits(high=0)
         self.limits.begin_idle(self)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Go on waiting, or answer."""
+        """Parse received data; limit the size of heads and trailers."""
         self._unused_bytes += len(data)
         super().data_received(data)
-        # Heads and trailers are kept until they are whole; nothing else bounds them.
+        # The parser buffers heads and trailers without a limit.
         if self._unused_bytes > _HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")
         self._watch()
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """A request starts."""
         self._is_in_head = True
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One field of the head; a trailer after a chunked body is dropped.
+        """Add a header of the head; drop trailers after a chunked body.
 
-        The parser reports trailers as headers. In `scope["headers"]` a client could add an
-        X-Forwarded-For behind the one of the proxy, and so choose its own address.
+        The parser reports trailers as headers. As such, a client could add an X-Forwarded-For after
+        the one of the proxy and fake its address.
         """
         if self._is_in_head:
             super().on_header(name, value)
@@ -234,11 +236,11 @@ class GuardedProtocol(HttpToolsProtocol):
         """The head has arrived."""
         self._is_in_head = False
         self._unused_bytes = 0
-        # A request of 18 bytes becomes a kilobyte of objects, and one read holds thousands of them.
+        # A request of 18 bytes uses 1 KB of objects, and one read can contain thousands of them.
         if len(self.pipeline) >= _MAX_PIPELINED:
             self.transport.abort()
             return
-        if self.is_idle:  # it has waited for this head, and waits for a body from now on
+        if self.is_idle:  # was waiting for the head, now waits for the body
             self.limits.end_idle(self)
             self.limits.begin_idle(self)
         self.scope["state"]["connection"] = self.connection
@@ -250,15 +252,15 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """All of a request has arrived."""
+        """The whole request has arrived."""
         self._unused_bytes = 0
         if not self.flow.write_paused and not self.cycle.response_complete:
             self.limits.end_idle(self)
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Begin to answer once the client has read the last answer. Otherwise this one waits in
-        memory, uncounted.
+        """Start the next answer only after the client has read the last one; otherwise it would
+        use memory that is not counted.
         """
 
         async def after_reading(*arguments: Any) -> None:
@@ -269,22 +271,22 @@ class GuardedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, after_reading if self.flow.write_paused else app)
 
     def on_response_complete(self) -> None:
-        """Let the wait for a next request be that of kept-alive connections."""
-        self._answers.flush()
+        """Mark the connection as idle; uvicorn's keep-alive timer limits the wait."""
+        self._head_buffer.flush()
         super().on_response_complete()
         if self.is_idle or self.cycle.more_body:
             self.limits.begin_idle(self)
         self._stop_head_timer()
 
     def pause_writing(self) -> None:
-        """The client reads too slowly for what is sent; wait for it for a while."""
+        """The client has unread bytes; start the timer for its reading."""
         super().pause_writing()
         self.limits.begin_unread(self, self.transport.get_write_buffer_size())
         self.limits.begin_idle(self)
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """The client has read everything."""
         super().resume_writing()
         self.limits.end_unread(self)
         if not self.is_idle and not self.cycle.more_body:
@@ -292,7 +294,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_write_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all waiting."""
+        """Cancel the work for the client and stop all timers."""
         super().connection_lost(exc)
         self.connection.end()
         self.limits.end_idle(self)
@@ -302,16 +304,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_write_timer()
 
     def _watch(self) -> None:
-        # One wait from the first byte to the last of a head: each byte does not begin it anew.
+        # One timer for the whole head; single bytes do not restart it.
         if not self.is_idle:
             self._stop_head_timer()
         elif self._head_timer is None and not self.transport.is_closing():
             self._head_timer = self.loop.call_later(self.header_timeout_s, self.transport.close)
 
     def _watch_reader(self, unread: float = math.inf) -> None:
-        left = self.transport.get_write_buffer_size()
-        if left <= unread - _LEAST_READ * self.write_timeout_s:
-            again = partial(self._watch_reader, left)
+        remaining = self.transport.get_write_buffer_size()
+        if remaining <= unread - _LEAST_READ * self.write_timeout_s:
+            again = partial(self._watch_reader, remaining)
             self._write_timer = self.loop.call_later(self.write_timeout_s, again)
         else:
             self.transport.abort()
@@ -328,7 +330,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
-    """How uvicorn serves `app`."""
+    """The uvicorn configuration for `app`."""
     body_s = settings.body_timeout_ms / 1e3
     protocol = partial(
         GuardedProtocol,
@@ -345,14 +347,14 @@ def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # the service reads them itself, from trusted_proxies alone
+        proxy_headers=False,  # the service reads them itself, only from trusted_proxies
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=settings.shutdown_timeout_s,
     )
 
 
 def prepared(server: ServerType, app: FastAPI, settings: Settings) -> ServerType:
-    """A server that tells the application when its end begins."""
+    """Connect a server to the drain of the application, and return it."""
     server.drain_s = settings.drain_s
     server.on_drain = app.state.runtime.health.end
     return server
@@ -364,7 +366,7 @@ def serve_on(
     settings: Settings,
     on_start: Callable[[], None] = lambda: None,
 ) -> None:
-    """Answer on `listener` until a signal comes; call `on_start` once it answers."""
+    """Serve on `listener` until a signal arrives; call `on_start` once it accepts requests."""
     server = prepared(Server(config_of(app, settings)), app, settings)
     server.on_start = on_start
     share_the_interpreter()
@@ -372,11 +374,10 @@ def serve_on(
 
 
 def share_the_interpreter() -> None:
-    """Let one request cost the others less, in a process that does nothing but serve.
+    """Reduce the effect of one request on others, in a process that only serves.
 
-    A thread that parses gives the interpreter away after 0.5 ms and not after 5 ms, so a request
-    for which that takes long slows down the others less. Imported objects live as long as the
-    process; a full garbage collection without them takes half the time.
+    Threads release the GIL after 0.5 ms instead of 5 ms, so a long parse delays other requests
+    less. Imported objects are frozen, which halves the time of a full garbage collection.
     """
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()
@@ -384,10 +385,11 @@ def share_the_interpreter() -> None:
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening socket; `shared` if other processes listen at the same address.
+    """Open a listening socket; `shared` if other processes listen on the same address.
 
-    The kernel spreads connections over the sockets that share an address, so no process leaves
-    some to others by itself. Raises: OSError that says what to do.
+    The kernel distributes connections over the sockets that share an address.
+
+    Raises: OSError with a message that includes what to do.
     """
     listener = _bound(host, port, shared)
     listener.listen(_QUEUE)
@@ -395,20 +397,20 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """A socket that keeps an address for processes that share it, and gets no connection itself.
+    """Reserve an address for processes that share it; the socket itself gets no connections.
 
-    Raises: OSError that says what to do, also if another service listens there.
+    Raises: OSError with a message that includes what to do, also if another service uses it.
     """
     reserved = _bound(host, port, shared=False)
-    # Set before `bind`, this would let two services have one address without a word.
+    # Set only after `bind`: before it, two services could silently share an address.
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return reserved
 
 
 def _bound(host: str, port: int, shared: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named so that asyncio sets TCP_NODELAY on every connection; otherwise answers
-    # on a kept-alive connection wait 40 ms for the client's delayed acknowledgement.
+    # With an explicit protocol, asyncio sets TCP_NODELAY on every connection. Otherwise answers on
+    # kept-alive connections wait 40 ms for the client's delayed acknowledgement.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -422,14 +424,14 @@ def _bound(host: str, port: int, shared: bool) -> socket.socket:
     return bound
 
 
-def address_of(listener: socket.socket) -> str:
-    """Where a browser finds the service."""
+def url_of(listener: socket.socket) -> str:
+    """The URL of the service for a browser."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
 def connection_limit() -> int:
-    """Half of the files that this process may open, which it first raises as far as it may."""
+    """Raise the limit of open files as far as allowed, and return half of it, within bounds."""
     unlimited = resource.RLIM_INFINITY
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == unlimited else min(hard, _WANTED_FILES)

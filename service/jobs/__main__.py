@@ -19,11 +19,11 @@ WORK: Mapping[JobKind, Callable[[Context], None]] = {
     "train": train_gallery,
 }
 
-_NICE = 10  # searches come first
+_NICE = 10  # searches have priority
 
 
 def run_job(state: Path, job_id: str) -> int:
-    """Do the work of a job that was just started, and say how it ended; the exit status.
+    """Do the work of a job that was just started, and record its result. Returns the exit status.
 
     Raises: StateError, JobNotFoundError.
     """

@@ -1,4 +1,4 @@
-"""The queue of jobs: started in processes of their own, which live on when this one stops.
+"""The queue of jobs: each runs in its own process, which continues when the service stops.
 
 start, resume, cancel ──► the table ──► a thread that watches it ──► python -m kinlens.service.jobs
 """
@@ -34,20 +34,20 @@ from kinlens.service.jobs.store import HEAVY, Job, JobFolders, JobStore, reason_
 from kinlens.service.settings import Settings
 
 LOG_PAGE = 64 * 1024
-"""Bytes of a log in one answer."""
+"""Maximum bytes of a log in one answer."""
 
 KEPT_JOBS = 200
-"""The newest jobs, which are kept however old they are."""
+"""Number of newest jobs that are kept regardless of their age."""
 
 KEPT = timedelta(days=30)
-"""Jobs that ended since then are kept, and bundles that were used since then."""
+"""How long jobs are kept after their end, and bundles after their last use."""
 
 _RESULTS_KEPT = timedelta(days=7)
 _PROCESSES = Path("/proc")
-_MARK = "KINLENS_JOB_ID"  # the variable by which all processes of a job are known
+_MARK = "KINLENS_JOB_ID"  # the environment variable that identifies all processes of a job
 _SETTINGS = "KINLENS_"
-_LOOK_S = 0.5  # other processes start and cancel jobs, too
-_LONGEST_WAIT_S = 60.0  # between two looks, where they fail
+_POLL_S = 0.5  # other processes start and cancel jobs, too
+_LONGEST_WAIT_S = 60.0  # between two polls, if they fail
 _TIDY_S = 500.0
 _CLOSE_S = 3.0
 
@@ -55,15 +55,15 @@ _CLOSE_S = 3.0
 class JobManager:
     """The jobs of the state folder of the settings; `store` is their table.
 
-    Thread safe; every call may block. Jobs are begun and ended by a thread that `open` starts; with
-    the setting jobs = "elsewhere" it ends those that died, and another process begins them.
+    Thread safe; every call may block. `open` starts a thread that starts and ends jobs. With the
+    setting jobs = "elsewhere" another process starts jobs, and the thread only ends dead ones.
     """
 
     def __init__(self, settings: Settings) -> None:
         """Raises: StateMissingError without a state folder; StateError if it cannot be used."""
         if settings.state is None:
             raise StateMissingError(
-                "There is no folder to keep jobs in. Name it with --state or KINLENS_STATE."
+                "Jobs need a state folder. Set it with --state or KINLENS_STATE."
             )
         self._state = settings.state.absolute()
         self._settings = settings
@@ -74,29 +74,29 @@ class JobManager:
         self._tidying = threading.Thread()
 
     def open(self) -> None:
-        """Watch the jobs, and tidy up, until `close`."""
+        """Watch the jobs and remove old files in the background, until `close`."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching, in a bounded time; jobs that run go on in their own processes."""
+        """Stop watching, in a bounded time. Running jobs continue in their own processes."""
         self._stopped.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
 
     def work(self, once: bool = False) -> None:
-        """Watch the jobs in this thread; with `once`, until none is left."""
+        """Watch the jobs in this thread; with `once`, until no job is queued or running."""
         self._watch(lambda: once and not self.store.active())
 
     def options(self) -> JobOptions:
-        """What jobs can be given by name."""
+        """The names that the parameters of jobs can have here."""
         return options_of(self._settings)
 
     def start(self, gallery: str, params: Params, by: str) -> Job:
-        """A new job on a gallery; it waits until its turn comes.
+        """Queue a new job on a gallery.
 
         Raises: InvalidParameterError, GalleryNotFoundError, GalleryConflictError; JobConflictError
-            if another job is in its way, or nothing can be trained here.
+            if another job uses the same gallery, or nothing can be trained here.
         """
         plan_of(params, gallery, self._settings)
         stored = params.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -105,22 +105,22 @@ class JobManager:
         return job
 
     def swap(self, job_id: str, by: str) -> Job:
-        """Put the candidate of a job in place, whatever its gate said.
+        """Queue a swap to the candidate of a job, whether or not it passed the gate.
 
-        Raises: JobNotFoundError; JobConflictError if there is no candidate to put in place.
+        Raises: JobNotFoundError; JobConflictError if the job has no candidate.
         """
         job = self.store.get(job_id)
         if job.state != "succeeded" or not JobFolders(self._state, job.id).candidate.is_dir():
             raise JobConflictError(
-                f"Job {job.id} ({job.kind}, {job.state}) has no gallery that waits to be put in "
-                "place. Start another rebuild."
+                f"Job {job.id} ({job.kind}, {job.state}) has no new gallery to swap in. Start "
+                "another rebuild."
             )
         return self.start(job.gallery, SwapParams(job=job.id), by)
 
     def resume(self, job_id: str) -> Job:
-        """Let a rebuild or training that failed or was cancelled go on with what it has.
+        """Resume a failed or cancelled rebuild or training from its partial results.
 
-        Raises: JobNotFoundError; JobConflictError for other kinds, or in another state; as `start`.
+        Raises: JobNotFoundError; JobConflictError for another kind or state; what `start` raises.
         """
         job = self.store.get(job_id)
         plan_of(params_of(job.kind, job.params), job.gallery, self._settings)
@@ -129,23 +129,23 @@ class JobManager:
         return job
 
     def cancel(self, job_id: str) -> Job:
-        """End a job and all its processes; the gallery stays as it was.
+        """End a job and all its processes; the gallery is not changed.
 
         Raises: JobNotFoundError; JobConflictError if it has ended, or is changing the gallery now.
         """
-        self.store.get(job_id)  # unknown to a caller whose key is bound to other galleries
+        self.store.get(job_id)  # raises if the key of the caller is bound to other galleries
         is_cancelled = self.store.cancel(job_id)
         self._wake.set()
         job = self.store.get(job_id)
         if not is_cancelled:
-            state = "is putting its result in place" if job.is_active else f"has {job.state}"
+            state = "is publishing its result" if job.is_active else f"has {job.state}"
             raise JobConflictError(
-                f"Job {job.id} {state}; only one that waits or runs can be cancelled."
+                f"Job {job.id} {state}; only queued and running jobs can be cancelled."
             )
         return job
 
     def log(self, job_id: str, offset: int = 0) -> JobLog:
-        """At most `LOG_PAGE` bytes of what a job has written. Raises: JobNotFoundError."""
+        """Up to `LOG_PAGE` bytes of the log of a job, from `offset`. Raises: JobNotFoundError."""
         job = self.store.get(job_id)
         try:
             with JobFolders(self._state, job.id).log.open("rb") as file:
@@ -162,26 +162,26 @@ class JobManager:
         return JobLog(offset=offset, next_offset=offset + taken, text=text)
 
     def _watch(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Look at the jobs again and again; less often while that fails."""
-        wait_s = _LOOK_S
+        """Poll the jobs until `is_over`; less often while polls fail."""
+        wait_s = _POLL_S
         tidy_at = -math.inf
         while not self._stopped.is_set() and not is_over():
             try:
-                self._look()
+                self._poll()
                 if time.monotonic() >= tidy_at:
                     tidy_at = time.monotonic() + _TIDY_S
                     self._tidy()
-                wait_s = _LOOK_S
+                wait_s = _POLL_S
             except Exception as error:
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
                 structlog.get_logger().error(
-                    "jobs cannot be looked after", again_in_s=wait_s, exc_info=error
+                    "jobs cannot be watched", again_in_s=wait_s, exc_info=error
                 )
             self._wake.wait(wait_s)
             self._wake.clear()
 
     def _tidy(self) -> None:
-        """In a thread of its own: to remove a large gallery takes long, and jobs go on."""
+        """Remove old files in another thread: a large gallery takes long, and jobs must run."""
 
         def work() -> None:
             try:
@@ -193,25 +193,25 @@ class JobManager:
             self._tidying = threading.Thread(target=work, name="tidy jobs", daemon=True)
             self._tidying.start()
 
-    def _look(self) -> None:
-        """End what is to end or has died, and begin what waits."""
+    def _poll(self) -> None:
+        """End cancelled and dead jobs, and start queued ones."""
         for job in self.store.active():
             if job.state == "queued" and self._settings.jobs == "elsewhere":
                 continue
             folders = JobFolders(self._state, job.id)
-            with folders.locked() as lock:  # nobody else begins or ends it meanwhile
-                if lock is None:
-                    if job.cancel_requested:  # so it will not commit any more
+            with folders.locked() as lock:  # no other process may start or end it now
+                if lock is None:  # its process is running
+                    if job.cancel_requested:  # it cannot commit after that
                         _kill(folders)
                 elif job.state == "queued":
                     self._begin(job, folders, lock)
                 else:
-                    _kill(folders)  # what its process has left
-                    self.store.fail(job.id, _epitaph(self.store.get(job.id)))
-                    folders.drop_pictures()
+                    _kill(folders)  # remaining subprocesses of its dead process
+                    self.store.fail(job.id, _reason_of_death(self.store.get(job.id)))
+                    folders.drop_images()
 
     def _begin(self, job: Job, folders: JobFolders, lock: int) -> None:
-        """Start the process of a job if it is its turn; if that fails, so has the job."""
+        """Start the process of a job if it may run now; if that fails, the job fails."""
         if not self.store.begin(job.id):
             return
         try:
@@ -223,7 +223,7 @@ class JobManager:
             self.store.fail(job.id, reason_of(error))
 
     def _spawn(self, job_id: str, folders: JobFolders, lock: int) -> None:
-        # What it needs of our settings is in the plan, and our secrets are not.
+        # The plan contains all settings that the job needs. Our secrets must not reach it.
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS)}
         environment |= {_MARK: job_id, "PYTHONUNBUFFERED": "1"}
         with folders.log.open("ab") as log:
@@ -240,30 +240,31 @@ class JobManager:
 
         def wait() -> None:
             process.wait()
-            self._wake.set()  # the next one's turn may have come
+            self._wake.set()  # the next job may be able to start
 
         threading.Thread(target=wait, name="job", daemon=True).start()
 
 
 def _kill(folders: JobFolders) -> None:
-    """End every process of a job at once."""
+    """Kill every process of a job."""
     mark = f"{_MARK}={folders.path.name}".encode()
-    if not _PROCESSES.joinpath("self/environ").exists():  # macOS: of the group that it began with
+    if not _PROCESSES.joinpath("self/environ").exists():  # macOS: kill its process group
         with contextlib.suppress(OSError, ValueError):
             os.killpg(int(folders.group.read_text()), signal.SIGKILL)
     for folder in _PROCESSES.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # of another user, or gone
+        with contextlib.suppress(OSError):  # a process of another user, or one that has ended
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 os.killpg(os.getpgid(int(folder.name)), signal.SIGKILL)
 
 
-def _epitaph(job: Job) -> str:
-    found = "The gallery is as it was."
+def _reason_of_death(job: Job) -> str:
+    """The error of a job whose process ended without a result."""
+    found = "The gallery was not changed."
     if job.committed:
-        found = f"GET /galleries/{job.gallery} tells by the bundle_id whether it changed."
+        found = f"The bundle_id in GET /galleries/{job.gallery} shows whether the gallery changed."
     cure = "Start the job again."
     if job.kind in HEAVY:
-        cure = f"POST /jobs/{job.id}/resume goes on; epochs and pictures that are done are kept."
+        cure = f"Resume it with POST /jobs/{job.id}/resume; finished epochs and images are kept."
     return (
         "Its process ended without a result: it was killed, the machine went down, or the memory "
         f"was used up. {found} {cure}"
@@ -271,12 +272,14 @@ def _epitaph(job: Job) -> str:
 
 
 def tidy(settings: Settings, store: JobStore, now: datetime | None = None) -> None:
-    """Remove what nobody will ask for by `now` from the state folder of the settings.
+    """Remove old files of jobs from the state folder of the settings. Kept are:
 
-    Runs of trainings stay for seven days, and so does, of each gallery, the newest candidate that
-    waits, and the newest of those that were stopped. Jobs stay for 30 days, and the newest 200
-    longer. Bundles stay for 30 days after somebody has used them. While a gallery has a job that
-    waits or runs, all of its own stay.
+    - runs of trainings, for seven days after the end of the job,
+    - of each gallery, the newest candidate of a finished job and the newest one of an interrupted
+      job, for seven days,
+    - jobs, for 30 days after their end, and the newest 200 jobs,
+    - bundles, for 30 days after their last use,
+    - everything of a gallery that has a queued or running job.
 
     Raises: StateError, KinlensError, OSError.
     """
@@ -293,10 +296,10 @@ def tidy(settings: Settings, store: JobStore, now: datetime | None = None) -> No
         if age > _RESULTS_KEPT:
             shutil.rmtree(folders.run, ignore_errors=True)
         if folders.candidate.is_dir():
-            sort = (job.gallery, job.state == "succeeded")
-            if age > _RESULTS_KEPT or sort in newer:
+            group = (job.gallery, job.state == "succeeded")
+            if age > _RESULTS_KEPT or group in newer:
                 shutil.rmtree(folders.candidate, ignore_errors=True)
-            newer.add(sort)
+            newer.add(group)
         if age > KEPT and number >= KEPT_JOBS:
             shutil.rmtree(folders.path, ignore_errors=True)
             store.forget(job.id)
@@ -305,12 +308,14 @@ def tidy(settings: Settings, store: JobStore, now: datetime | None = None) -> No
 
 
 def _drop_bundles(state: Path, settings: Settings, now: datetime) -> None:
-    """When one was last seen in use is when its folder was last changed, which no copy takes over
-    from elsewhere. While a gallery cannot be read, or lies on Milvus, all stay.
+    """Remove unused bundles. While a gallery is on Milvus or cannot be read, none is removed.
+
+    The change time (ctime) of a folder records the last use of its bundle: unlike the modification
+    time, it cannot be copied from elsewhere.
     """
-    places = Locations(settings).list_galleries()
-    paths = [place.path for place in places if place.path is not None]
-    if len(paths) < len(places):
+    locations = Locations(settings).list_galleries()
+    paths = [location.path for location in locations if location.path is not None]
+    if len(paths) < len(locations):
         return
     try:
         used = {current_manifest(path).bundle_id for path in [*paths, *state.glob("candidates/*")]}

@@ -1,4 +1,7 @@
-"""What a job can be told, by kind: names and numbers, never a path; and the places they mean."""
+"""The parameters of jobs by kind, which are names and numbers, and the paths that they refer to.
+
+Clients never send paths.
+"""
 
 import contextlib
 import re
@@ -49,13 +52,13 @@ class Params(BaseModel):
 
 
 class CompactParams(Params):
-    """There are none."""
+    """The parameters of a compaction: none."""
 
     kind = "compact"
 
 
 class SwapParams(Params):
-    """Either another gallery, or the job whose candidate is to be put in place."""
+    """The parameters of a swap: another gallery, or a job whose candidate to publish."""
 
     kind = "swap"
     other: str | None = Field(None, alias="with", pattern=NAME)
@@ -63,7 +66,7 @@ class SwapParams(Params):
 
 
 class ModelParams(Params):
-    """Of both kinds that make a gallery again with another model."""
+    """The parameters that a rebuild and a training share."""
 
     swap: Annotated[
         Literal["auto", "never"],
@@ -79,28 +82,28 @@ class ModelParams(Params):
         ),
     ] = "class"
     max_missing: Annotated[
-        Part, Field(description="Part of the items whose pictures may be missing; left out.")
+        Part, Field(description="Part of the items that may be omitted as their image is missing.")
     ] = 0.01
 
 
 class RebuildParams(ModelParams):
-    """Make the gallery again with another bundle."""
+    """The parameters of a rebuild with another bundle."""
 
     kind = "rebuild"
     bundle_id: Annotated[
         str,
         Field(
             pattern=r"^[0-9a-f]{12,64}$",
-            description="Id of a bundle that the service knows, or 12 and more digits of it.",
+            description="Id of a bundle that the service knows, or its first 12 or more digits.",
         ),
     ]
     max_recall_loss: Part = 0.01
 
 
 class Gate(BaseModel):
-    """What the new gallery must reach to replace the old one; recalls are parts in [0, 1].
+    """The conditions for a new gallery to replace the old one; recalls are in [0, 1].
 
-    `min_queries`: after a training on fewer photographs that it did not see nothing is decided.
+    `min_queries`: with fewer images that the model was not trained on, the gate refuses.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -111,7 +114,7 @@ class Gate(BaseModel):
 
 
 class TrainParams(ModelParams):
-    """Train a model, then make the gallery again with it."""
+    """The parameters of a training, after which the gallery is rebuilt with the new model."""
 
     kind = "train"
     job: Annotated[
@@ -132,13 +135,13 @@ class TrainParams(ModelParams):
         Field(
             max_length=64,
             description="Settings of the job, such as optimizer.epochs; model.weights is imagenet, "
-            "none, current (go on from the gallery's own model) or a name of the settings.",
+            "none, current (continue from the gallery's own model) or a name of the settings.",
         ),
     ] = {}
     gate: Gate = Gate()
-    feedback: Annotated[
-        bool, Field(description="Learn also from the feedback that was sent on the gallery.")
-    ] = False
+    feedback: Annotated[bool, Field(description="Also learn from the feedback on the gallery.")] = (
+        False
+    )
 
     @field_validator("overrides")
     @classmethod
@@ -153,7 +156,7 @@ class TrainParams(ModelParams):
             for scalar in setting if isinstance(setting, list) else [setting]:
                 if isinstance(scalar, str) and (not _WORD.fullmatch(scalar) or ".." in scalar):
                     raise ValueError(
-                        f"{key} = {scalar[:80]!r} is no plain word; paths are not taken"
+                        f"{key} = {scalar[:80]!r} must be a plain word; paths are not allowed"
                     )
         return value
 
@@ -162,12 +165,12 @@ _MODELS = {model.kind: model for model in (CompactParams, SwapParams, RebuildPar
 
 
 def params_of(kind: JobKind, stored: dict[str, Any]) -> Params:
-    """The parameters of a job of the table. Raises: ValidationError."""
+    """The parameters of a stored job. Raises: ValidationError."""
     return _MODELS[kind].model_validate(stored)
 
 
 class Plan(BaseModel):
-    """Everything that the process of a job needs, beside its parameters."""
+    """Everything that the process of a job needs in addition to its parameters."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -184,9 +187,9 @@ class Plan(BaseModel):
 
 
 def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
-    """The plan of a job by the settings of this process; the same call refuses what cannot work.
+    """The plan of a job by the settings of this process. It also validates the parameters.
 
-    The training command is looked for only where jobs are done.
+    The training command is looked up only if this process does jobs.
 
     Raises: GalleryNotFoundError, GalleryConflictError; InvalidParameterError naming the known
         training jobs, data sets, weights or bundles; JobConflictError without a training command.
@@ -212,7 +215,7 @@ def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
         found["bundle"] = _bundle_folder(params.bundle_id, settings)
     if isinstance(params, ModelParams):
         assert location.path is not None
-        with contextlib.suppress(InvalidParameterError):  # then nothing is asked of the old model
+        with contextlib.suppress(InvalidParameterError):  # the old model is optional
             bundle_id = current_manifest(location.path).bundle_id
             found["old_bundle"] = _bundle_folder(bundle_id, settings)
     if isinstance(params, TrainParams):
@@ -232,7 +235,7 @@ def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
 
 
 def options_of(settings: Settings) -> JobOptions:
-    """What jobs can be given by name in this process; the newest bundle first."""
+    """The names that the parameters of jobs can have in this process; newest bundle first."""
     recommended = TrainParams.model_fields["job"].default
     jobs, why = sorted(training_jobs(), key=lambda name: (name != recommended, name)), None
     try:
@@ -254,9 +257,10 @@ def options_of(settings: Settings) -> JobOptions:
 
 
 def training_jobs() -> dict[str, Path]:
-    """The training jobs that come with Kinlens, by name, and the file that begins each.
+    """The training jobs that come with Kinlens: their files by name.
 
-    Every file is a job, and every method with every data set; what they do is not loaded.
+    Every file in jobs/ is a job, and so is each pair of a data set and a method (DATA-METHOD). The
+    files are not read.
     """
     spec = find_spec("training")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
@@ -270,7 +274,7 @@ def training_jobs() -> dict[str, Path]:
 
 
 def data_kind(job: str) -> str:
-    """The kind of data that a shipped training job names, itself or by its base."""
+    """The kind of data of a shipped training job, from its file or the file of its base."""
     content = tomllib.loads(training_jobs()[job].read_text(encoding="utf-8"))
     kind: str = content["data"]["kind"] if "data" in content else data_kind(content["base"])
     return kind
@@ -289,15 +293,18 @@ def _location_of(name: str, settings: Settings) -> GalleryLocation:
         )
     if known[name].path is None:
         raise GalleryConflictError(
-            f"Gallery {name} lies on Milvus, where this service does no jobs. Make the new gallery "
+            f"Gallery {name} is on Milvus, where this service runs no jobs. Build the new gallery "
             "in a folder (kinlens-index rebuild) and publish it there: kinlens-index import FOLDER "
-            "--out milvus://HOST:PORT/NAME. Milvus compacts by itself."
+            "--out milvus://HOST:PORT/NAME. Milvus compacts automatically."
         )
     return known[name]
 
 
 def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
-    """The folder of a bundle that a service can open, by its id or 12 and more digits of it."""
+    """The folder of a known bundle, by its id or its first 12 or more digits.
+
+    Raises: InvalidParameterError.
+    """
     known = known_bundles(settings.state, settings.bundle)
     fitting = [folder for other, (folder, _) in known.items() if other.startswith(bundle_id)]
     if len(fitting) == 1:
@@ -310,10 +317,10 @@ def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
 
 
 def _training(params: TrainParams, location: GalleryLocation, settings: Settings) -> dict[str, Any]:
-    """The data set and the weights of a training that have names in the settings."""
+    """The paths of the data set and the weights of a training, by their names in the settings."""
     found: dict[str, Any] = {}
-    _check_known("job", params.job, training_jobs(), "Name one of these.")
-    cure = "Name it in KINLENS_TRAINING_{} wherever jobs are taken and done, as NAME={}."
+    _check_known("job", params.job, training_jobs(), "Choose one of these.")
+    cure = "Add it to KINLENS_TRAINING_{} of the service and of its workers, as NAME={}."
     data = _named(settings.training_data)
     if params.data is not None:
         _check_known("data", params.data, data, cure.format("DATA", "DIR"))
@@ -331,7 +338,7 @@ def _training(params: TrainParams, location: GalleryLocation, settings: Settings
 
 
 def _named(entries: tuple[str, ...]) -> dict[str, Path]:
-    """Paths of the settings by name: NAME=PATH each."""
+    """The paths of entries NAME=PATH of a setting, by name."""
     pairs = [split_gallery(entry) for entry in entries]
     return {name or path.name: path.resolve() for name, path in pairs}
 
@@ -344,7 +351,7 @@ def _check_known(what: str, name: str, known: Collection[str], cure: str) -> Non
 
 
 def _training_command(settings: Settings) -> tuple[str, ...]:
-    """The command that trains, its program as a path."""
+    """The training command, its program as a path. Raises: JobConflictError if it cannot run."""
     try:
         program, *words = shlex.split(settings.training_command)
     except ValueError as error:
@@ -357,7 +364,7 @@ def _training_command(settings: Settings) -> tuple[str, ...]:
     if found is None or lacks_torch:
         raise JobConflictError(
             f"Nothing can be trained here: {'torch' if lacks_torch else program} is not "
-            "installed. Install the extra `training`, name the command with "
+            "installed. Install the extra `training`, set the command in "
             "KINLENS_TRAINING_COMMAND, or let another container do the jobs (KINLENS_JOBS="
             "elsewhere and kinlens-serve work)."
         )

@@ -1,4 +1,4 @@
-"""Jobs on galleries: compact, swap with another one, and rebuild: how one gets another model."""
+"""Jobs on galleries: compact; swap with another gallery; rebuild with another model."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ from kinlens.indexer.ingest.rebuild import (
 )
 from kinlens.indexer.ingest.sources import Record
 from kinlens.indexer.types import Item, Progress
-from kinlens.service.galleries.pictures import PictureFolder
+from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.jobs.params import (
     Gate,
     ModelParams,
@@ -52,13 +52,13 @@ from kinlens.service.jobs.params import (
 from kinlens.service.jobs.store import TOTAL, Job, JobFolders, JobStore
 
 _BUNDLE_DIGITS = 16  # of its id, in the name of its folder
-_TELL_EVERY_S = 0.2
+_REPORT_EVERY_S = 0.2
 _SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A job, what it was told, where it keeps its files, and how it tells what it does."""
+    """A running job: its parameters, its files, and methods to log and report."""
 
     job: Job
     params: Params
@@ -67,27 +67,27 @@ class Context:
     store: JobStore
 
     def at(self, step: str, part: float) -> None:
-        """The job is at `part` (0 to 1) of all its work, and begins this step."""
+        """Report that the job begins this step, and that `part` (0 to 1) of its work is done."""
         self.log(step)
         self.store.progress(self.job.id, step, int(TOTAL * part))
 
     def log(self, line: str) -> None:
-        """Write a line into the log of the job, which is the output of its process."""
+        """Write a line to the log of the job, which is the standard output of its process."""
         print(f"{datetime.now(UTC):%H:%M:%S} {line}", flush=True)  # noqa: T201
 
     def progress(self, step: str, start: float, end: float, units: int) -> Progress:
-        """How to tell that a step goes on, which takes the job from the part `start` to `end`.
+        """A progress callback for a step that takes the job from the part `start` to `end`.
 
-        The returned function is told how many of the `units` are done since its last call.
+        The callback is called with the number of `units` done since its last call.
         """
-        done, told_at = 0, 0.0
+        done, reported_at = 0, 0.0
         self.log(f"{step}: {units:,}")
 
         def more(count: int) -> None:
-            nonlocal done, told_at
+            nonlocal done, reported_at
             done = min(done + count, units)
-            if done == units or time.monotonic() - told_at >= _TELL_EVERY_S:
-                told_at = time.monotonic()
+            if done == units or time.monotonic() - reported_at >= _REPORT_EVERY_S:
+                reported_at = time.monotonic()
                 part = done / units if units else 1.0
                 now = int(TOTAL * (start + part * (end - start)))
                 self.store.progress(self.job.id, f"{step} {done:,} of {units:,}", now)
@@ -95,39 +95,39 @@ class Context:
         return more
 
     def commit(self) -> None:
-        """From now on the job changes its gallery and cannot be cancelled.
+        """Mark the job as committed: it changes its gallery now and cannot be cancelled any more.
 
-        Raises: JobConflictError if somebody has cancelled it.
+        Raises: JobConflictError if it has already been cancelled.
         """
         if not self.store.commit(self.job.id):
             raise JobConflictError("The job was cancelled; nothing was changed.")
 
-    def tell(self, **found: Any) -> None:
-        """Add to the report of the job."""
+    def report(self, **found: Any) -> None:
+        """Add fields to the report of the job."""
         self.store.report(self.job.id, (self.store.get(self.job.id).report or {}) | found)
 
     def read_image(self) -> ReadImage:
-        """How to read the picture of an item: from the image root, or as it was uploaded."""
+        """A function that reads the image of an item from the image root or the uploads."""
         root = self.plan.image_root or Path(current_manifest(self.plan.gallery).source_root)
-        pictures = PictureFolder(self.plan.gallery)
+        uploads = UploadFolder(self.plan.gallery)
 
         def read(item: Item | Record) -> bytes:
             if item.path:
                 return read_image(root, item.path, ANY_SIZE.max_bytes)
-            return pictures.read(item.sha256)
+            return uploads.read(item.sha256)
 
         return read
 
     def follow(self, bundle: Path) -> contextlib.closing[Follower]:
-        """The gallery of the job, read with a model."""
+        """A follower that embeds the items of the job's gallery with the model in `bundle`."""
         embedder = opened(bundle, self.plan.session)
         return contextlib.closing(Follower(self.plan.gallery, embedder, self.read_image()))
 
 
 def opened(bundle: Path, session: SessionSettings) -> OnnxEmbedder:
-    """A model that makes a gallery; in fp32 where the service chooses by itself.
+    """Open the model for a new gallery, in fp32 if the precision is "auto".
 
-    Only fp32 fits whatever the service, or the next machine, chooses. Raises: BundleError.
+    Only fp32 vectors work with every precision that a service may choose. Raises: BundleError.
     """
     if session.precision == "auto":
         session = replace(session, precision="fp32")
@@ -136,8 +136,12 @@ def opened(bundle: Path, session: SessionSettings) -> OnnxEmbedder:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """The keys of the items that are fair questions, or None for all, and what they have in common,
-    as a clause. `seen` are the contents that the new model was trained on, None if unknown."""
+    """The items that serve as queries to compare two models.
+
+    keys: the keys of items that the new model was not trained on; None for all items.
+    clause: describes these items in the verdict.
+    seen: sha256 of the images that the new model was trained on; None if unknown.
+    """
 
     keys: Set[str] | None = None
     clause: str = ""
@@ -146,9 +150,9 @@ class Questions:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a new gallery is good enough to replace the old one, by which figures, and why.
+    """Whether a new gallery is good enough to replace the old one, and why.
 
-    `note` is what other figures say, which do not decide.
+    `by` is the data that decided: the items or the golden set. `note` describes the other data.
     """
 
     passed: bool
@@ -158,16 +162,16 @@ class Verdict:
 
 
 def compact_gallery(context: Context) -> None:
-    """Make the index of a gallery anew, without what was removed."""
+    """Rebuild the index of a gallery without its removed items."""
     with contextlib.closing(Gallery.open(context.plan.gallery)) as gallery:
-        index = context.progress("make the index", 0.0, 0.99, gallery.size)
+        index = context.progress("build the index", 0.0, 0.99, gallery.size)
         report = gallery.compact(wait=True, on_progress=index)
-        context.tell(segment=report.segment, elapsed_s=round(report.elapsed_s, 3))
-    PictureFolder(context.plan.gallery).sweep()  # of items that cannot come back any more
+        context.report(segment=report.segment, elapsed_s=round(report.elapsed_s, 3))
+    UploadFolder(context.plan.gallery).sweep()  # images of items that can no longer be restored
 
 
 def swap_gallery(context: Context) -> None:
-    """The state of another gallery, or the candidate of a job, becomes the next generation."""
+    """Publish another gallery, or the candidate of a job, as the next generation."""
     params, plan = context.params, context.plan
     assert isinstance(params, SwapParams)
     assert plan.other is not None
@@ -184,47 +188,59 @@ def _swap_gallery(context: Context, other: Path) -> None:
         contextlib.closing(Gallery.open(plan.gallery, load_index=False)) as target,
     ):
         root = plan.other_root or source.image_root
-        context.tell(
+        context.report(
             old={"bundle_id": target.bundle_id, "items": target.size},
             new={"bundle_id": source.bundle_id, "items": source.size},
             swapped=False,
         )
-    own, others = PictureFolder(plan.gallery), PictureFolder(other)
-    steps = iter(
-        (lambda: own.take_in(others.root), context.commit)
-    )  # before and in the last moment
-    with own.receiving(others):
+    own, others = UploadFolder(plan.gallery), UploadFolder(other)
+    is_imported = False
+
+    def catch_up(_: Path) -> None:
+        """Called by `adopt` after the copy, and once more under the lock before it publishes."""
+        nonlocal is_imported
+        if is_imported:
+            context.commit()
+        else:
+            own.import_from(others.root)
+            is_imported = True
+
+    with own.copying_from(others):
         manifest = adopt(
             plan.gallery,
             other,
             image_root="" if root == Path() else root,
-            catch_up=lambda _: next(steps)(),
-            on_progress=context.progress("put in place", 0.0, 0.99, copy_bytes(other)),
+            catch_up=catch_up,
+            on_progress=context.progress("publish", 0.0, 0.99, copy_bytes(other)),
         )
     own.sweep()
-    context.tell(swapped=True, generation=manifest.generation)
+    context.report(swapped=True, generation=manifest.generation)
 
 
 def _swap_candidate(context: Context, candidate: Path) -> None:
-    """With all that changed since; which items were left out then is no reason to refuse."""
+    """Publish the candidate of a job with all changes since it was made. Items that were already
+    missing from it do not count towards `max_missing`.
+    """
     maker = context.store.get(candidate.name)
     params = params_of(maker.kind, maker.params)
     assert isinstance(params, ModelParams)
     bundle_id = current_manifest(candidate).bundle_id
     with context.follow(context.folders.bundles / bundle_id[:_BUNDLE_DIGITS]) as follower:
         old = follower.gallery
-        context.tell(old={"bundle_id": old.bundle_id}, new={"bundle_id": bundle_id}, swapped=False)
-        known: Set[int] = frozenset()
+        context.report(
+            old={"bundle_id": old.bundle_id}, new={"bundle_id": bundle_id}, swapped=False
+        )
+        missing_ids: Set[int] = frozenset()
         with contextlib.suppress(OSError, ValueError):
             file = candidate.parents[1] / "jobs" / maker.id / "missing.json"
             missing = json.loads(file.read_text(encoding="utf-8"))
-            if missing["generation"] == old.generation:  # which the numbers are of
-                known = frozenset(missing["items"])
-        _swap_in(context, follower, candidate, 0.1, params.max_missing, known)
+            if missing["generation"] == old.generation:  # the ids are valid only in this one
+                missing_ids = frozenset(missing["items"])
+        _swap_in(context, follower, candidate, 0.1, params.max_missing, missing_ids)
 
 
 def rebuild_gallery(context: Context) -> None:
-    """Make the gallery again with another bundle that the service knows."""
+    """Rebuild the gallery with another bundle that the service knows."""
     params, bundle = context.params, context.plan.bundle
     assert isinstance(params, RebuildParams)
     assert bundle is not None
@@ -238,10 +254,10 @@ def replace_model(
     start: float = 0.0,
     choose: Callable[[Gallery], Questions] = lambda _: Questions(),
 ) -> None:
-    """Make the gallery with `bundle`, compare, and swap if the gate and the parameters say so.
+    """Rebuild the gallery with `bundle`, compare, and swap if the gate and the parameters allow it.
 
-    One that was stopped goes on with the candidate that it has. `start` is the part of the job that
-    is done already. `choose` says which items are fair questions about the new model.
+    An interrupted job continues with its candidate. `start` is the part of the job that is already
+    done. `choose` returns the items to compare the models with.
 
     Raises: what `rebuild` and `swap_in` raise; JobConflictError if it was cancelled.
     """
@@ -251,18 +267,18 @@ def replace_model(
     with context.follow(bundle) as follower:
         old = follower.gallery
         candidate.parent.mkdir(parents=True, exist_ok=True)
-        context.at("embed pictures", start)
+        context.at("embed images", start)
         report = rebuild(
             follower,
             candidate,
             max_missing=params.max_missing,
-            on_progress=context.progress("embed pictures", start, embedded, old.size),
-            on_indexed=context.progress("make the index", embedded, indexed, old.size),
+            on_progress=context.progress("embed images", start, embedded, old.size),
+            on_indexed=context.progress("build the index", embedded, indexed, old.size),
         )
-        known = frozenset(follower.failures)
-        missing = {"generation": old.generation, "items": sorted(known)}
+        missing_ids = frozenset(follower.failures)
+        missing = {"generation": old.generation, "items": sorted(missing_ids)}
         context.folders.missing.write_text(json.dumps(missing), encoding="utf-8")
-        context.tell(rebuild=report.model_dump(mode="json"), swapped=False)
+        context.report(rebuild=report.model_dump(mode="json"), swapped=False)
         context.at("compare old and new", indexed)
         questions = choose(old)
         with contextlib.closing(Gallery.open(candidate, verify_hashes=False)) as new:
@@ -270,7 +286,7 @@ def replace_model(
             found = compare(old, new, params.class_attribute, asked=questions.keys)
             verdict = judge(found, gate, questions.clause)
             verdict = _judged_by_golden(context, follower, new, questions, gate, verdict)
-        context.tell(**found.model_dump(mode="json"), gate=asdict(verdict))
+        context.report(**found.model_dump(mode="json"), gate=asdict(verdict))
         context.log(f"{'good enough' if verdict.passed else 'refused'}: {verdict.reason}")
         store_bundle(bundle, context.folders.bundles)
         if params.swap == "auto" and verdict.passed:
@@ -278,10 +294,10 @@ def replace_model(
 
 
 def _calibrate_as(old: Gallery, new: Gallery) -> None:
-    """Let the new gallery name products by the attribute that the owner of the old one chose."""
-    known = old.calibration()
-    if known is not None and known.is_chosen and known.product in new.schema():
-        new.calibrate(known.product)
+    """Calibrate the new gallery with the product attribute that was chosen for the old one."""
+    calibration = old.calibration()
+    if calibration is not None and calibration.is_chosen and calibration.product in new.schema():
+        new.calibrate(calibration.product)
 
 
 def _judged_by_golden(
@@ -292,33 +308,33 @@ def _judged_by_golden(
     gate: Gate,
     otherwise: Verdict,
 ) -> Verdict:
-    """Both galleries on the golden set, without pictures that the new model was trained on; the
-    verdict `otherwise`, with the reason, where that cannot decide.
+    """The verdict by the golden set, without images that the new model was trained on. If it cannot
+    decide, the verdict `otherwise` with the reason as a note.
     """
     plan, golden, seen = context.plan, GoldenSet(context.plan.gallery), questions.seen
-    known = golden.queries()
-    queries = [one for one in known if seen is not None and one.sha256 not in seen]
-    if not known:
+    golden_queries = golden.queries()
+    queries = [one for one in golden_queries if seen is not None and one.sha256 not in seen]
+    if not golden_queries:
         return otherwise
     if plan.old_bundle is None or not queries:
-        why = "the bundle of the old model is not known here"
+        why = "the bundle of the old model is unknown to this service"
         if not queries:
             why = "the new model may have been trained on all of it"
-        return replace(otherwise, note=f"The golden set was not asked: {why}.")
+        return replace(otherwise, note=f"The golden set was not used: {why}.")
     old = opened(plan.old_bundle, plan.session)
     before = GoldenResults.of(follower.gallery, queries, embedded(golden, queries, old))
     vectors = embedded(golden, queries, follower.embedder)
     after = GoldenResults.of(new, queries, vectors)
     try:
         new.calibrate_golden(partial(labelled, new, queries, vectors))
-    except GalleryError as error:  # the gallery is made, and its probabilities can be fitted later
+    except GalleryError as error:  # the gallery is usable, and can be calibrated later
         context.log(f"the probabilities were not fitted to the golden set: {error}")
     thresholds = [threshold_of(one.calibration) for one in (old, follower.embedder)]
     found = change(before, after, *thresholds)
-    context.tell(golden=found.model_dump(mode="json"))
+    context.report(golden=found.model_dump(mode="json"))
     if found.decides:
         passed, reason = found.verdict(gate.max_recall_loss, gate.min_recall_at_1)
-        note = "" if otherwise.passed else f"The items alone would refuse it: {otherwise.reason}"
+        note = "" if otherwise.passed else f"The items would refuse it: {otherwise.reason}"
         return Verdict(passed, reason, "golden", note if passed else "")
     few = f"{found.judged:,} of its queries can be judged, {MIN_JUDGED} are needed"
     return replace(otherwise, note=f"The golden set did not decide: {few}.")
@@ -330,34 +346,31 @@ def _swap_in(
     candidate: Path,
     start: float,
     max_missing: float,
-    known: Set[int],
+    missing_ids: Set[int],
 ) -> None:
-    """Put a candidate in place that lacks the items with the numbers `known`; of others whose
-    pictures are missing since, no more than the part `max_missing` of all.
+    """Publish a candidate that lacks the items `missing_ids`. Of all others, at most the part
+    `max_missing` may have lost their images since.
     """
     try:
         manifest = swap_in(
             follower,
             candidate,
             max_missing=max_missing,
-            known_missing=known,
-            on_progress=context.progress("put in place", start, 0.99, copy_bytes(candidate)),
+            known_missing=missing_ids,
+            on_progress=context.progress("publish", start, 0.99, copy_bytes(candidate)),
             before_publish=context.commit,
         )
     finally:
-        missing = missing_since(follower, known)
+        missing = missing_since(follower, missing_ids)
         shown = [failure.model_dump(mode="json") for failure in missing[:_SHOWN]]
-        context.tell(missing_since={"count": len(missing), "failures": shown})
-    context.tell(swapped=True, generation=manifest.generation)
-    context.log("the new gallery is in place")
+        context.report(missing_since={"count": len(missing), "failures": shown})
+    context.report(swapped=True, generation=manifest.generation)
+    context.log("the new gallery is published")
     shutil.rmtree(candidate, ignore_errors=True)
 
 
 def store_bundle(bundle: Path, bundles: Path) -> None:
-    """Keep a bundle among those of the service, whole or not at all.
-
-    Raises: BundleError; OSError.
-    """
+    """Copy a bundle atomically into the bundles of the service. Raises: BundleError; OSError."""
     target = bundles / Bundle.open(bundle).bundle_id[:_BUNDLE_DIGITS]
     if target.is_dir():
         Bundle.open(target)
@@ -368,45 +381,44 @@ def store_bundle(bundle: Path, bundles: Path) -> None:
         shutil.copytree(bundle, copy)
         Bundle.open(copy)
         sync_tree(copy, "bundle")
-        with contextlib.suppress(FileExistsError):  # another job had the same one
+        with contextlib.suppress(FileExistsError):  # another job stored the same bundle
             rename(copy, target, "bundle")
 
 
 def judge(found: Comparison, gate: Gate, clause: str = "") -> Verdict:
-    """Compare the recalls of both galleries with what the gate allows.
+    """Check the recalls of both galleries against the gate.
 
-    A loss counts only beyond what is allowed, and only on `gate.min_queries` queries or more.
-    `clause` says what the queries have in common.
+    With fewer than `gate.min_queries` queries the gate refuses. `clause` describes the queries.
     """
     old, new = found.old.recall_at_1, found.new.recall_at_1
-    asked = f"{found.judged:,} photographs of {found.classes:,} classes{clause}"
+    asked = f"{found.judged:,} images of {found.classes:,} classes{clause}"
     if not found.old.items:
         return Verdict(True, "The gallery has no items to compare.")
     if found.judged < gate.min_queries:
         return Verdict(
             False,
-            f"Too few to judge by: {asked}, the gate asks for {gate.min_queries}. Look at the "
-            "figures and swap by hand, set gate.min_queries, or hold out more with "
+            f"Too few queries to judge by: {asked}; the gate requires {gate.min_queries}. Check "
+            "the figures and swap by hand, set gate.min_queries, or hold out more with "
             "data.train_fraction.",
         )
     if old is None or new is None:
         return Verdict(
             False,
-            f"Nothing can be judged: no two items have the same {found.class_attribute!r}. Name "
-            "another class_attribute, or look at the overlap and swap by hand.",
+            f"Nothing can be judged: no two items have the same {found.class_attribute!r}. Choose "
+            "another class_attribute, or check the overlap and swap by hand.",
         )
     figures = (
-        f"recall@1 {new:.4f}{_between(found.new.recall_at_1_interval)} after {old:.4f}"
+        f"recall@1 {new:.4f}{_between(found.new.recall_at_1_interval)}, before {old:.4f}"
         f"{_between(found.old.recall_at_1_interval)}, a change of {new - old:+.4f}"
         f"{_between(found.change_interval)}, on {asked}"
     )
     if old - new > gate.max_recall_loss + 1e-9:
         return Verdict(
             False,
-            f"{figures}: {old - new:.4f} is lost, the gate allows {gate.max_recall_loss:.4f}.",
+            f"{figures}: the loss is {old - new:.4f}, the gate allows {gate.max_recall_loss:.4f}.",
         )
     if gate.min_recall_at_1 is not None and new < gate.min_recall_at_1:
-        return Verdict(False, f"{figures}: the gate asks for {gate.min_recall_at_1:.4f}.")
+        return Verdict(False, f"{figures}: the gate requires {gate.min_recall_at_1:.4f}.")
     return Verdict(True, f"{figures}.")
 
 

@@ -20,10 +20,10 @@ from kinlens.service.access.binding import of_caller
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
 ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 HEAVY: tuple[JobKind, ...] = ("rebuild", "train")
-"""Kinds that take a whole machine: one of them runs at a time, and one that was stopped goes on."""
+"""Kinds that need a whole machine: only one runs at a time, and an interrupted one can resume."""
 
 TOTAL = 1000
-"""What `done` counts to, whatever the job does: per mille of it."""
+"""The value of `done` at the end of every job: progress is counted in per mille."""
 
 _BUSY_S = 10.0
 _ID_DIGITS = 12
@@ -40,19 +40,21 @@ CREATE TABLE IF NOT EXISTS jobs (
 
 
 class Job(JobModel):
-    """With what clients are not shown: whether it is to end, or may no longer be ended."""
+    """A job, with two fields that clients do not see: `cancel_requested`, and `committed`, after
+    which it cannot be cancelled.
+    """
 
     cancel_requested: bool
     committed: bool
 
     @property
     def is_active(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether it is queued or running."""
         return self.state in ACTIVE
 
     @property
     def galleries(self) -> frozenset[str]:
-        """Those that it reads or writes; of them it writes `gallery` alone."""
+        """The galleries that it uses; it writes only to `gallery`."""
         return frozenset({self.gallery, self.params.get("with", self.gallery)})
 
 
@@ -74,18 +76,18 @@ class JobFolders:
 
     @property
     def can_resume(self) -> bool:
-        """Whether a training can go on from finished epochs or folds."""
+        """Whether a training can resume from finished epochs or folds."""
         return (self.run / "checkpoint.pt").is_file() or any(self.run.glob("fold-*"))
 
-    def drop_pictures(self) -> None:
-        """Remove the copied pictures, unless a training can go on with them."""
+    def drop_images(self) -> None:
+        """Remove the copied images, unless a training can resume with them."""
         if not self.can_resume:
             shutil.rmtree(self.data, ignore_errors=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int | None]:
-        """A descriptor that marks the job as alive until each copy of it is closed; None if a
-        process has the job. Raises: OSError.
+        """Lock the job. Yields a descriptor, whose copies in subprocesses extend the lock until all
+        are closed; None if the job is already locked. Raises: OSError.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("a") as file:
@@ -100,10 +102,10 @@ class JobFolders:
 class JobStore:
     """The table of jobs in the SQLite file `path`; each call is a transaction of its own.
 
-    For a caller whose key is bound to galleries, `get` and `newest` know the jobs alone that read
-    and write no other one.
+    For a caller whose key is bound to galleries, `get` and `newest` return only jobs that use no
+    other gallery.
 
-    Raises, from every call: StateError if the file cannot be read or written.
+    Every call raises: StateError if the file cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,12 +116,12 @@ class JobStore:
             connection.execute(_TABLE)
 
     def create(self, kind: JobKind, gallery: str, params: dict[str, Any], by: str) -> Job:
-        """A new job that waits. Raises: JobConflictError naming the one that it must not meet."""
+        """Add a queued job. Raises: JobConflictError naming a job that uses the same gallery."""
         job_id = uuid.uuid4().hex[:_ID_DIGITS]
         with self._transaction() as connection:
             connection.execute(
                 "INSERT INTO jobs (id, kind, gallery, state, step, total, created_at, by, params)"
-                " VALUES (?, ?, ?, 'queued', 'waits', ?, ?, ?, ?)",
+                " VALUES (?, ?, ?, 'queued', 'waiting', ?, ?, ?, ?)",
                 (job_id, kind, gallery, TOTAL, _now(), by, json.dumps(params)),
             )
             return _without_conflict(connection, job_id)
@@ -130,10 +132,10 @@ class JobStore:
             for job in _read(connection, "WHERE id = ?", job_id):
                 if of_caller().permits(*job.galleries):
                     return job
-        raise JobNotFoundError(f"There is no job {job_id[:40]!r}. GET /jobs lists them.")
+        raise JobNotFoundError(f"There is no job {job_id[:40]!r}. GET /jobs lists all jobs.")
 
     def newest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
-        """The newest jobs, newest first."""
+        """Up to `limit` jobs in this state, by default in any, newest first."""
         where = "WHERE state = coalesce(?, state) ORDER BY number DESC LIMIT ?"
         binding = of_caller()
         read = sys.maxsize if binding.is_bound else limit
@@ -142,16 +144,16 @@ class JobStore:
         return [job for job in found if binding.permits(*job.galleries)][:limit]
 
     def active(self) -> list[Job]:
-        """The jobs that wait or run, oldest first."""
+        """The queued and running jobs, oldest first."""
         with self._transaction() as connection:
             return _active(connection)
 
     def active_in(self, gallery: str) -> Job | None:
-        """The oldest job that waits or runs and uses `gallery`."""
+        """The oldest queued or running job that uses `gallery`."""
         return next((job for job in self.active() if gallery in job.galleries), None)
 
     def counts(self) -> dict[JobState, int]:
-        """How many jobs are in each state."""
+        """The number of jobs in each state."""
         with self._transaction() as connection:
             found = connection.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall()
         return dict.fromkeys((*ACTIVE, *ENDED), 0) | dict(found)
@@ -162,19 +164,18 @@ class JobStore:
         self._change(sql, job_id)
 
     def begin(self, job_id: str) -> bool:
-        """A job that waits runs from now on; False if it does not wait, or its turn has not come.
-
-        Of the heavy kinds one runs at a time.
+        """Mark a queued job as running; False if it is not queued, or is of a heavy kind while
+        another heavy job runs.
         """
         sql = (
-            "UPDATE jobs SET state = 'running', step = 'starts', started_at = ?"
+            "UPDATE jobs SET state = 'running', step = 'starting', started_at = ?"
             " WHERE id = ? AND state = 'queued' AND NOT (kind IN ('rebuild', 'train') AND EXISTS"
             " (SELECT 1 FROM jobs WHERE state = 'running' AND kind IN ('rebuild', 'train')))"
         )
         return self._change(sql, _now(), job_id)
 
     def progress(self, job_id: str, step: str, done: int) -> None:
-        """How far a running job is; `done` never goes back."""
+        """Record the step and progress of a running job; `done` never decreases."""
         sql = (
             "UPDATE jobs SET step = ?, done = max(done, min(?, total))"
             " WHERE id = ? AND state = 'running'"
@@ -182,11 +183,11 @@ class JobStore:
         self._change(sql, step, done, job_id)
 
     def report(self, job_id: str, report: dict[str, Any]) -> None:
-        """What a job has found so far, also of one that has ended."""
+        """Replace the report of a job, whether it is running or has ended."""
         self._change("UPDATE jobs SET report = ? WHERE id = ?", json.dumps(report), job_id)
 
     def succeed(self, job_id: str) -> bool:
-        """A running job has done its work; False if it does not run, and then nothing changes."""
+        """Mark a running job as succeeded; False if it is not running."""
         sql = (
             "UPDATE jobs SET state = 'succeeded', step = 'done', done = total, ended_at = ?"
             " WHERE id = ? AND state = 'running'"
@@ -194,7 +195,9 @@ class JobStore:
         return self._change(sql, _now(), job_id)
 
     def fail(self, job_id: str, error: str) -> bool:
-        """A running job has ended for this reason, or as it was cancelled; False as `succeed`."""
+        """Mark a running job as failed, or as cancelled if that was requested; False if it is not
+        running.
+        """
         sql = (
             "UPDATE jobs SET state = iif(cancel_requested, 'cancelled', 'failed'),"
             " error = iif(cancel_requested, NULL, ?), ended_at = ?"
@@ -203,7 +206,7 @@ class JobStore:
         return self._change(sql, error, _now(), job_id)
 
     def fail_active(self, error: str) -> None:
-        """All jobs that wait or run have failed for this reason."""
+        """Mark all queued and running jobs as failed with this error."""
         sql = (
             "UPDATE jobs SET state = 'failed', error = ?, ended_at = ?"
             " WHERE state IN ('queued', 'running')"
@@ -211,9 +214,8 @@ class JobStore:
         self._change(sql, error, _now())
 
     def cancel(self, job_id: str) -> bool:
-        """End a job that waits; of a running one, that it is to end, and it commits no more.
-
-        False if it has ended, or is committed.
+        """Cancel a queued job, or request the cancellation of a running one, which then cannot
+        commit. False if the job has ended or is committed.
         """
         sql = (
             "UPDATE jobs SET cancel_requested = 1, ended_at = iif(state = 'queued', ?, NULL),"
@@ -223,7 +225,7 @@ class JobStore:
         return self._change(sql, _now(), job_id)
 
     def commit(self, job_id: str) -> bool:
-        """From now on a running job cannot be cancelled; False if that was asked for before."""
+        """Make a running job impossible to cancel; False if its cancellation was requested."""
         sql = (
             "UPDATE jobs SET committed = 1"
             " WHERE id = ? AND state = 'running' AND cancel_requested = 0"
@@ -231,15 +233,15 @@ class JobStore:
         return self._change(sql, job_id)
 
     def renew(self, job_id: str) -> Job:
-        """Let a rebuild or training that ended without success wait once more.
+        """Queue a failed or cancelled rebuild or training again.
 
-        Raises: JobNotFoundError; JobConflictError if it did not end so, is of another kind than
-            these, or naming another job that it must not meet.
+        Raises: JobNotFoundError; JobConflictError for another kind or state, or naming a job that
+            uses the same gallery.
         """
         job = self.get(job_id)
         with self._transaction() as connection:
             ended = connection.execute(
-                "UPDATE jobs SET state = 'queued', step = 'waits', error = NULL, ended_at = NULL,"
+                "UPDATE jobs SET state = 'queued', step = 'waiting', error = NULL, ended_at = NULL,"
                 " cancel_requested = 0, committed = 0"
                 " WHERE id = ? AND state IN ('failed', 'cancelled')"
                 " AND kind IN ('rebuild', 'train')",
@@ -247,8 +249,8 @@ class JobStore:
             )
             if not ended.rowcount:
                 raise JobConflictError(
-                    f"Job {job_id} ({job.kind}, {job.state}) does not go on: only a rebuild or "
-                    "training does that failed or was cancelled. Start it again instead."
+                    f"Job {job_id} ({job.kind}, {job.state}) cannot be resumed: only a rebuild or "
+                    "training that failed or was cancelled can. Start it again instead."
                 )
             return _without_conflict(connection, job_id)
 
@@ -258,7 +260,9 @@ class JobStore:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Committed in the end, or rolled back; no other process writes after its first change."""
+        """A transaction: committed at the end, or rolled back after an error. Other processes
+        cannot write from its first change on.
+        """
         try:
             connection = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level="IMMEDIATE")
             connection.row_factory = sqlite3.Row
@@ -272,7 +276,7 @@ class JobStore:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a job failed, without the words of an error that nobody foresaw."""
+    """The public reason why a job failed, without the text of unexpected errors."""
     if isinstance(error, KinlensError | OSError):
         return str(error)
     return f"The job failed with {type(error).__name__}. The log has the cause."
@@ -297,14 +301,18 @@ def _active(connection: sqlite3.Connection) -> list[Job]:
 
 
 def _without_conflict(connection: sqlite3.Connection, job_id: str) -> Job:
-    """The job, unless one of it and another writes a gallery that the other one reads or writes."""
+    """The job with this id.
+
+    Raises: JobConflictError if another active job uses its gallery, or it uses the gallery that
+        another active job writes to.
+    """
     active = {job.id: job for job in _active(connection)}
     job = active.pop(job_id)
     for other in active.values():
         if job.gallery in other.galleries or other.gallery in job.galleries:
             raise JobConflictError(
-                f"Job {other.id} ({other.kind}) works with the same gallery. Wait until it has "
-                f"ended, or end it: POST /jobs/{other.id}/cancel."
+                f"Job {other.id} ({other.kind}) uses the same gallery. Wait until it has ended, or "
+                f"cancel it: POST /jobs/{other.id}/cancel."
             )
     return job
 

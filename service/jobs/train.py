@@ -1,4 +1,4 @@
-"""Train a model in a process of its own, export its bundle, give the gallery that model."""
+"""Train a model in a subprocess, export its bundle, and rebuild the gallery with it."""
 
 import contextlib
 import csv
@@ -23,10 +23,10 @@ from kinlens.service.jobs.rebuild import Context, Questions, replace_model
 from kinlens.service.jobs.store import TOTAL
 from kinlens.values import Scalar, single
 
-_LAST_LINES = 3  # of its output, in the error
+_LAST_LINES = 3  # of a command's output, quoted in the error
 _PREPARED, _TRAINED, _EXPORTED = 0.05, 0.6, 0.65  # parts of the whole job
 _SHOWN = 100
-_MIN_CLASSES = 4  # of 2 pictures: half of them are held out, and a search needs more than one
+_MIN_CLASSES = 4  # with 2 images: half of them are held out, and a search needs more than one
 _SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIFF": ".tif"} | {
     "AVIF": ".avif",
     "HEIC": ".heic",
@@ -44,9 +44,8 @@ _RESULTS = (
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a training learnt from: the sha256 (hex) of its pictures, and the names of its classes.
-
-    Pictures of validation and test classes are not among them.
+    """The data that a model was trained on: the sha256 (hex) of its images, and the names of its
+    classes. Images of validation and test classes are not included.
     """
 
     contents: frozenset[str]
@@ -54,9 +53,10 @@ class Seen:
 
 
 def train_gallery(context: Context) -> None:
-    """The work of a training: fit, export, rebuild beside, compare, decide, swap.
+    """Do the work of a training job: train, export, rebuild the gallery, compare, decide, swap.
 
-    Raises: StateError if a command fails; SourceError for too few classes; as `replace_model`.
+    Raises: StateError if a command fails; SourceError for too few classes; what `replace_model`
+        raises.
     """
     params, folders, command = context.params, context.folders, context.plan.command
     assert isinstance(params, TrainParams)
@@ -65,11 +65,11 @@ def train_gallery(context: Context) -> None:
     try:
         _fit(context, params)
     finally:
-        folders.drop_pictures()
+        folders.drop_images()
     epochs = _epochs_in(run)
     result = _json(run / "result.json")
     figures = {name: result[name] for name in _RESULTS if name in result}
-    context.tell(training={**figures, "epochs": epochs}, swapped=False)
+    context.report(training={**figures, "epochs": epochs}, swapped=False)
     context.at("export the bundle", _TRAINED)
     shutil.rmtree(bundle, ignore_errors=True)
     _run([*command, "export", str(run), "--out", str(bundle), *_options(context.plan)])
@@ -87,14 +87,14 @@ def train_gallery(context: Context) -> None:
         checkpoint.unlink()
     for fold in run.glob("fold-*"):
         shutil.rmtree(fold, ignore_errors=True)
-    folders.drop_pictures()
+    folders.drop_images()
 
 
 def seen_by(run: Path, root: Path, feedback: Path) -> Seen | None:
-    """What the run in folder `run` trained on, by its train.csv and the pictures in `root`, and the
-    pictures of customers in `feedback`, whose names are the sha256 of what was sent.
+    """The data that the run in folder `run` was trained on: the images of its train.csv below
+    `root`, and the customers' query images in `feedback`, whose file names are their sha256.
 
-    None if there is no such list, or its pictures lie neither in `root` nor in a folder of it.
+    None if there is no train.csv, or its images are neither in `root` nor in a subfolder of it.
 
     Raises: OSError.
     """
@@ -113,10 +113,11 @@ def seen_by(run: Path, root: Path, feedback: Path) -> Seen | None:
 
 
 def unseen_in(gallery: Gallery, class_attribute: str, seen: Seen | None) -> Questions:
-    """Items of classes that were not trained on; where there are none, pictures that were not.
+    """The items of classes that the model was not trained on; if there are none, the items whose
+    images it was not trained on.
 
-    A class was trained on if one of its pictures was, or a class of its name. Where nothing is
-    known of the training, everything counts as seen.
+    The model was trained on a class if it was trained on one of its images or on a class of the
+    same name. If `seen` is None, all items count as trained on.
     """
     if seen is None:
         return Questions(frozenset(), " that are known not to be trained on", seen=None)
@@ -132,13 +133,13 @@ def unseen_in(gallery: Gallery, class_attribute: str, seen: Seen | None) -> Ques
         return Questions(keys, clause, seen.contents)
     return Questions(
         {key for key, content, _ in items if content not in seen.contents},
-        " that the new model was not trained on, though on others of their class",
+        " that the new model was not trained on, though it was on others of their classes",
         seen.contents,
     )
 
 
 def _options(plan: Plan) -> list[str]:
-    """The options of an export that has what the service asks for, or may choose by itself."""
+    """The options of an export with the map and precision that the service needs or may choose."""
     has_map = plan.old_bundle is not None and (plan.old_bundle / MAP).is_file()
     with_map = ["--map"] if has_map else []
     if plan.session.precision == "auto":
@@ -159,23 +160,24 @@ def _fit(context: Context, params: TrainParams) -> None:
     words = [word for setting in settings for word in ("--set", setting)]
     if context.folders.can_resume:
         words.append("--resume")
-    told = -1
+    reported = -1
 
-    def tell_epoch() -> None:
-        nonlocal told
+    def report_epoch() -> None:
+        nonlocal reported
         epoch, total = _epochs_of(run)
-        if total and epoch > told:
-            told = epoch
+        if total and epoch > reported:
+            reported = epoch
             part = _PREPARED + (_TRAINED - _PREPARED) * epoch / total
             store, step = context.store, f"train: {epoch} of {total} epochs"
-            store.progress(context.job.id, step, int(TOTAL * part))  # the trainer logs its epochs
+            # Not logged: the log already contains the epochs, from the trainer.
+            store.progress(context.job.id, step, int(TOTAL * part))
 
     context.at("train", _PREPARED)
-    _run([*context.plan.command, "fit", params.job, "--out", str(run), *words], tell_epoch)
+    _run([*context.plan.command, "fit", params.job, "--out", str(run), *words], report_epoch)
 
 
 def _run(words: Sequence[str], on_line: Callable[[], None] = lambda: None) -> None:
-    """Run a command to its end, its output into the log of the job; `on_line` hears each line.
+    """Run a command and write its output to the log of the job; call `on_line` after each line.
 
     Raises: OSError if it cannot be started; StateError, with its last lines, if it fails.
     """
@@ -197,64 +199,66 @@ def _run(words: Sequence[str], on_line: Callable[[], None] = lambda: None) -> No
             on_line()
     if process.returncode:
         raise StateError(
-            f"{Path(words[0]).name} {words[1]} ended with {process.returncode}: "
-            f"{' '.join(last)[-1500:] or 'it said nothing'}"
+            f"{Path(words[0]).name} {words[1]} exited with status {process.returncode}: "
+            f"{' '.join(last)[-1500:] or 'it printed nothing'}"
         )
 
 
 def _data(context: Context, params: TrainParams) -> tuple[str, dict[str, str] | None]:
-    """The setting that says what to train on, and the keys of the items there; None: their own."""
+    """The setting for the training data, and the names of the gallery's items in that data by key;
+    None if the names are the keys.
+    """
     root, names = context.plan.data_root, None
     if root is None:
         root = context.folders.data
-        if not (context.folders.can_resume and root.is_dir()):  # it goes on with what it began with
-            names = _write_pictures(context, params.class_attribute, root)
+        if not (context.folders.can_resume and root.is_dir()):  # a resumed job keeps its data
+            names = _write_images(context, params.class_attribute, root)
     elif data_kind(params.job) != "rendered":
         return f"data.root={json.dumps(str(root))}", None
-    # A job of another kind has other names in this table, so all of it is replaced.
+    # Replace the whole table: jobs of another kind have other fields in it.
     data = f'data={{kind = "folder", root = {json.dumps(str(root))}, small_classes = "drop"}}'
     return data, names
 
 
 def _feedback(context: Context, params: TrainParams, names: dict[str, str] | None) -> list[str]:
-    """The setting that names the feedback on the gallery, if it is asked for; `names` are those of
-    the items in what is trained on.
+    """The setting for the feedback on the gallery, empty unless requested. `names` maps the keys of
+    items to their names in the training data.
     """
     folder = context.folders.feedback
     if not params.feedback:
         return []
-    if not (folder / "pairs.csv").is_file():  # a training that goes on learns from the same
+    if not (folder / "pairs.csv").is_file():  # a resumed job keeps its feedback
         with contextlib.closing(FeedbackStore(context.folders.state)) as store:
             pairs = store.export(context.job.gallery, folder, names)
-        context.tell(feedback=Counter(pair.action for pair in pairs))
+        context.report(feedback=Counter(pair.action for pair in pairs))
     return [f"data.feedback={json.dumps(str(folder))}"]
 
 
-def _write_pictures(context: Context, class_attribute: str, root: Path) -> dict[str, str]:
-    """Copy the picture of each item of the gallery to `root`/CLASS/NUMBER; where each key now is.
+def _write_images(context: Context, class_attribute: str, root: Path) -> dict[str, str]:
+    """Copy the image of each item of the gallery to `root`/CLASS/ID; the copied paths by key.
 
-    Raises: SourceError if fewer than four classes have two pictures; OSError.
+    Raises: SourceError if fewer than four classes have two images; OSError.
     """
     shutil.rmtree(root, ignore_errors=True)
     names: dict[Scalar, str] = {}
     written: dict[str, str] = {}
     sizes: Counter[Scalar] = Counter()
-    left_out = 0
+    skipped = 0
     read_image = context.read_image()
     with contextlib.closing(Gallery.open(context.plan.gallery, load_index=False)) as gallery:
-        copied = context.progress("copy pictures", 0.0, _PREPARED, gallery.size)
+        copied = context.progress("copy images", 0.0, _PREPARED, gallery.size)
         for item in gallery.items():
             copied(1)
             value = single(item.attributes.get(class_attribute))
             suffix = _SUFFIXES.get(item.format)
             try:
                 if value is None or suffix is None:
-                    raise SourceError(f"no {class_attribute}, or no format to train on")
+                    raise SourceError(f"no {class_attribute}, or no format for training")
                 data = read_image(item)
             except (ImageError, GalleryError, OSError) as error:
-                left_out += 1
-                if left_out <= _SHOWN:
-                    print(f"left out: {item.key}: {error}"[:500], flush=True)  # noqa: T201
+                skipped += 1
+                if skipped <= _SHOWN:
+                    print(f"skipped: {item.key}: {error}"[:500], flush=True)  # noqa: T201
                 continue
             word = re.sub(r"[^A-Za-z0-9]+", "-", str(value))[:40]
             folder = root / names.setdefault(value, f"{len(names):05d}-{word}")
@@ -263,20 +267,20 @@ def _write_pictures(context: Context, class_attribute: str, root: Path) -> dict[
             written[item.key] = f"{folder.name}/{item.id:09d}{suffix}"
             sizes[value] += 1
         name = gallery.name
-    if left_out:
-        print(f"left out: {left_out:,} pictures in all", flush=True)  # noqa: T201
+    if skipped:
+        print(f"skipped: {skipped:,} images in total", flush=True)  # noqa: T201
     enough = sum(size > 1 for size in sizes.values())
     if enough < _MIN_CLASSES:
         raise SourceError(
-            f"The pictures of gallery {name} have {enough} values of the attribute "
-            f"{class_attribute!r} with 2 pictures or more; a training needs {_MIN_CLASSES}. Give "
-            "the items that attribute, or name another one with class_attribute."
+            f"Gallery {name} has {enough} values of the attribute {class_attribute!r} with 2 "
+            f"images or more; a training needs {_MIN_CLASSES}. Add that attribute to the items, or "
+            "choose another one with class_attribute."
         )
     return written
 
 
 def _epochs_of(run: Path) -> tuple[int, int]:
-    """Finished epochs of a run and of its folds, and all of them (0 if unknown yet)."""
+    """Finished and total epochs of a run with its folds; the total is 0 until it is known."""
     folds = sorted(run.glob("fold-*"))
     found = [_epochs_in(folder) for folder in (*folds, run)]
     planned = max(
@@ -290,12 +294,12 @@ def _epochs_of(run: Path) -> tuple[int, int]:
 
 
 def _epochs_in(run: Path) -> tuple[int, int]:
-    """Finished epochs of a folder, and all of them (0 if unknown yet)."""
+    """Finished and total epochs of a folder; the total is 0 until it is known."""
     total = _json(run / "job.json").get("optimizer", {}).get("epochs", 0)
     done = 0
     with contextlib.suppress(OSError), (run / "log.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
-            with contextlib.suppress(ValueError):  # the last line may be half written
+            with contextlib.suppress(ValueError):  # the last line may be incomplete
                 record = json.loads(line)
                 done = record["epoch"] if record.get("kind") == "epoch" else done
     return done, total

@@ -1,7 +1,7 @@
-"""JSON logs on stderr, one line an event, with the request id; never an upload, its name or a key.
+"""JSON logs on stderr, one event per line, with the request id; never uploads, file names or keys.
 
-Everything of this process ends here: our events, those of uvicorn and of every other library. A
-thread of its own writes, so that a reader of stderr that hangs holds up no request.
+All events of the process are written here, including those of uvicorn and other libraries. A
+separate thread writes, so a blocked stderr does not delay requests.
 """
 
 import json
@@ -19,8 +19,8 @@ from typing import TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-_TOLD_EVERY_S = 30.0
-_SECRETS = (  # what a line must hold for the pattern to be tried, what hides the rest
+_REPORT_EVERY_S = 30.0
+_SECRETS = (  # text that a line must contain for the pattern to be tried, pattern, replacement
     ("kl_", re.compile(r"\b(kl_[0-9a-f]+_)[0-9a-f]+"), r"\1***"),
     ("@", re.compile(r"(\w://)[^/\s\"@]+@"), r"\1***@"),
     ("earer ", re.compile(r"\b([Bb]earer +)[^\s\"\\]+"), r"\1***"),
@@ -41,9 +41,9 @@ _CLOSE_S = 1.0
 
 
 class _Lines:
-    """Lets a thread write lines in batches; lines beyond the limit are dropped and counted.
+    """A thread that writes lines in batches; lines above the limit are dropped and counted.
 
-    Waking the thread and writing for each line would double the CPU time of logging.
+    Waking the thread for each line would double the CPU time of logging.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -55,16 +55,16 @@ class _Lines:
         self._writer.start()
 
     def add(self, line: str) -> None:
-        """Never waits, and takes no lock: a signal handler or a finalizer may log."""
+        """Queue a line without waiting or locking, since signal handlers and finalizers may log."""
         if len(self._lines) < _MAX_LINES:
             self._lines.append(line)
         else:
             self._dropped += 1
 
-    debug = info = warning = error = critical = add  # structlog calls the one of the level
+    debug = info = warning = error = critical = add  # structlog calls the method of the level
 
     def close(self) -> None:
-        """Write what is left, for a moment."""
+        """Write the remaining lines, for up to a second."""
         self._closed.set()
         self._writer.join(_CLOSE_S)
 
@@ -73,22 +73,22 @@ class _Lines:
             while not self._closed.wait(_WRITE_EVERY_S):
                 self._write_waiting()
             self._write_waiting()
-        except (OSError, ValueError):  # it is gone, and nobody is left to tell
+        except (OSError, ValueError):  # stderr is closed
             return
 
     def _write_waiting(self) -> None:
         while self._lines or self._dropped:
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
-                told = {"event": "log lines dropped", "level": "warning", "times": dropped}
-                self._lines.appendleft(json.dumps(told))
+                event = {"event": "log lines dropped", "level": "warning", "times": dropped}
+                self._lines.appendleft(json.dumps(event))
             self._stream.write(self._batch())
             self._stream.flush()
 
     def _batch(self) -> str:
-        """Take the next lines: at least one, and at most the bytes that a pipe takes as a whole.
+        """Take the next lines: at least one, and at most as many as a pipe writes atomically.
 
-        Worker processes share a pipe, where parts of longer writes can mix.
+        Worker processes share a pipe, where longer writes could interleave.
         """
         batch = f"{self._lines.popleft()}\n"
         size = len(batch.encode())
@@ -101,7 +101,7 @@ class _Lines:
 
 
 class _Handler(logging.Handler):
-    """What goes through the standard library; `logging` closes it at the end of the process."""
+    """The handler of the standard library; `logging` closes it when the process ends."""
 
     def __init__(self, lines: _Lines) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def configure_logs(level: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = name != "uvicorn.access"  # a request is logged once, by us
-    structlog.configure(  # our events take the short way: a record of logging costs as much again
+    structlog.configure(  # our events bypass logging records, which would double the cost
         processors=[*shared, _line],
         logger_factory=lambda *_: lines,
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -152,7 +152,7 @@ def configure_logs(level: str) -> None:
 
 
 def masked(text: str) -> str:
-    """`text` with `***` in place of API keys, passwords in addresses and credentials of headers."""
+    """`text` with API keys, passwords in URLs and credentials in headers replaced by `***`."""
     for sign, pattern, replacement in _SECRETS:
         if sign in text:
             text = pattern.sub(replacement, text)
@@ -164,26 +164,26 @@ def _line(_: WrappedLogger, __: str, event: EventDict) -> str:
 
 
 class Repeats:
-    """Says how often something happened, at most once in `every_s`."""
+    """Counts an event for reports at most once per `every_s`."""
 
     def __init__(
-        self, every_s: float = _TOLD_EVERY_S, clock: Callable[[], float] = time.monotonic
+        self, every_s: float = _REPORT_EVERY_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._every_s = every_s
         self._clock = clock
         self._count = 0
-        self._told_at = -math.inf
+        self._reported_at = -math.inf
 
     def add(self) -> None:
-        """It happened once more."""
+        """Count one event."""
         self._count += 1
 
     def due(self) -> int:
-        """How often it happened since this was told last, if it is time to tell it; otherwise 0."""
+        """The number of events since the last report, if a report is due; otherwise 0."""
         now = self._clock()
-        if now - self._told_at < self._every_s:
+        if now - self._reported_at < self._every_s:
             return 0
         count, self._count = self._count, 0
         if count:
-            self._told_at = now
+            self._reported_at = now
         return count

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one app, in a registry of its own."""
+"""Prometheus metrics of one app, in a separate registry."""
 
 from collections.abc import Callable, Collection, Sequence
 from http import HTTPMethod
@@ -21,7 +21,7 @@ _METHODS = frozenset(HTTPMethod)
 
 
 class Metrics:
-    """What is counted and measured; `docs/operations.md` lists every name."""
+    """The counters, histograms and gauges; `docs/metrics.md` lists all names."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -40,16 +40,16 @@ class Metrics:
             "kinlens_batch_size", "Images in each call of the model.", _BATCH_SIZES
         )
         self.cache_lookups = self._counter(
-            "kinlens_cache_lookups", "Cache lookups by where they ended.", "kind", "level"
+            "kinlens_cache_lookups", "Cache lookups by result level.", "kind", "level"
         )
         self.online_recall = self._histogram(
             "kinlens_online_recall",
-            "Share of the true best items in sampled answers.",
+            "Recall of sampled answers compared with exact search.",
             _RECALLS,
             "gallery",
         )
         self.rate_limited = self._counter(
-            "kinlens_rate_limited", "Requests refused by a rate.", "by"
+            "kinlens_rate_limited", "Requests refused by a rate limit.", "by"
         )
         self.key_requests = self._counter(
             "kinlens_key_requests", "Requests with an API key.", "key"
@@ -57,7 +57,7 @@ class Metrics:
         self.key_units = self._counter(
             "kinlens_key_units", "Units of work that an API key was charged for.", "key"
         )
-        self.feedback = self._counter("kinlens_feedback", "Feedback that was kept.", "action")
+        self.feedback = self._counter("kinlens_feedback", "Feedback that was stored.", "action")
         self.reload_failures = self._counter(
             "kinlens_reload_failures", "Generations that could not be opened.", "gallery"
         )
@@ -72,11 +72,11 @@ class Metrics:
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
 
     def observe_stage(self, stage: Stage, seconds: float) -> None:
-        """Measure a stage of a search."""
+        """Record the duration of a stage of a search."""
         self._stages[stage].observe(seconds)
 
     def observe_milvus(self, call: str, seconds: float, is_answered: bool) -> None:
-        """Measure a request to Milvus."""
+        """Record the duration of a request to Milvus."""
         self.milvus_seconds.labels(call).observe(seconds)
         if not is_answered:
             self.milvus_failures.labels(call).inc()
@@ -86,38 +86,39 @@ class Metrics:
         self.cache_lookups.labels(kind, level).inc()
 
     def observe_request(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Count an answered request; `route` is the template, never the address.
+        """Count an answered request; `route` is the path template, never the path.
 
-        A client can send any word as method, so one that HTTP does not know counts as `other`.
+        Clients can send any word as method, so unknown methods count as `other`.
         """
         known = method if method in _METHODS else "other"
         self.requests.labels(route, known, str(status)).inc()
         self.request_seconds.labels(route).observe(seconds)
 
     def observe_key(self, name: str, units: int) -> None:
-        """Count a request with the key `name`, one of the file of keys, and its units of work."""
+        """Count a request with the API key `name` and its units of work."""
         self.key_requests.labels(name).inc()
         self.key_units.labels(name).inc(units)
 
     def gauge(
         self, name: str, text: str, read: Callable[[], float], mode: GaugeMode = "livesum"
     ) -> None:
-        """Show what `read` gives at each `refresh`, of several processes as `mode` says."""
+        """Add a gauge that calls `read` at each `refresh`; `mode` combines several processes."""
         self._readings.append((self._gauge(name, text, mode), read))
 
     def add(self, collector: Collector) -> None:
-        """Show also what is the same in every process, as this one sees it."""
+        """Add a collector for values that are the same in every process."""
         self.registry.register(collector)
         self._collectors.append(collector)
 
     def refresh(self) -> None:
-        """Write the gauges down, for whichever process is asked."""
+        """Update the gauges, since another process may be scraped."""
         for gauge, read in self._readings:
             gauge.set(read())
 
     def render(self, galleries: Collection[str]) -> bytes:
-        """All metrics in the text format of Prometheus, of all processes that share them, without
-        the series of other galleries than these.
+        """All metrics of all processes in the Prometheus text format.
+
+        Series of galleries other than `galleries` are omitted.
         """
         return render(self.registry, self._collectors, galleries)
 

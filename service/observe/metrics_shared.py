@@ -1,8 +1,8 @@
-"""Metrics of several processes: each writes files of its own in one folder, any of them shows all.
+"""Metrics of several processes: each writes its own files in one folder, and any can render all.
 
     parent: shared_folder() ──► children: PROMETHEUS_MULTIPROC_DIR ──► render(): sums over the files
 
-Without the variable everything stays in the memory of the one process.
+Without the variable, the metrics of a single process stay in its memory.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ _VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _REFRESH_S = 1.0
 _PARENT = "parent"
 RESTARTS = ("kinlens_process_restarts", "Serving processes that ended and were replaced.")
-"""Name and text of what the parent counts, who answers no request himself."""
+"""Name and help text of the counter of the parent process."""
 
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A new, empty folder that processes started inside this block share; removed in the end.
+    """Create a temporary folder that is shared by all processes started inside this block.
 
-    The library chooses its storage when it is imported, so only new processes are concerned.
+    The library chooses its storage on import, so only new processes use it.
     """
     with tempfile.TemporaryDirectory(
         prefix="kinlens-metrics-", ignore_cleanup_errors=True
@@ -44,12 +44,12 @@ def shared_folder() -> Iterator[Path]:
 
 
 def forget(folder: Path, process_id: int) -> None:
-    """Leave a process that ended out of the gauges; what it counted stays in the sums."""
+    """Remove an ended process from the gauges; its counters stay in the sums."""
     mark_process_dead(process_id, str(folder))  # type: ignore[no-untyped-call]
 
 
 def restarts_counter() -> Callable[[], None]:
-    """Counts one more replaced process at each call, in the shared folder of this block."""
+    """A function that counts one replaced process per call, in the shared folder."""
     name, text = RESTARTS
     value = MultiProcessValue(lambda: _PARENT)(  # type: ignore[no-untyped-call]
         "counter", name, f"{name}_total", (), (), text
@@ -58,15 +58,15 @@ def restarts_counter() -> Callable[[], None]:
 
 
 def _is_shared() -> bool:
-    """Whether the metrics of this process are those of several."""
+    """Whether several processes share their metrics."""
     return _VARIABLE in os.environ
 
 
 def render(
     registry: CollectorRegistry, own: Sequence[Collector], galleries: Collection[str]
 ) -> bytes:
-    """The metrics of this process, or the sums over all that share the folder and the `own` ones
-    of this process, as text. Series of other galleries than these are omitted.
+    """The metrics of this process as text, or the sums over all processes of the folder, together
+    with the `own` collectors. Series of galleries other than `galleries` are omitted.
     """
     if _is_shared():
         registry = CollectorRegistry()
@@ -77,8 +77,8 @@ def render(
 
 
 class _OfGalleries(Collector):
-    """Without the series of deleted galleries. The library cannot remove a series from the files
-    that processes share, so they are left out of the text.
+    """Filters out the series of deleted galleries, since the library cannot remove a series from
+    the shared files.
     """
 
     def __init__(self, registry: CollectorRegistry, galleries: Collection[str]) -> None:
@@ -102,12 +102,12 @@ async def kept_fresh(refresh: Callable[[], None]) -> AsyncIterator[None]:
         yield
         return
 
-    async def refresh_for_ever() -> None:
+    async def refresh_forever() -> None:
         while True:
             refresh()
             await asyncio.sleep(_REFRESH_S)
 
-    task = asyncio.create_task(refresh_for_ever())
+    task = asyncio.create_task(refresh_forever())
     try:
         yield
     finally:

@@ -1,9 +1,9 @@
-"""Optional traces: a span per request and one for each stage, sent to an OpenTelemetry collector.
+"""Optional traces: a span per request and per stage, sent to an OpenTelemetry collector.
 
     FastAPI: span of the request ─► span("decode"), span("embed"), … of the pipeline
 
-Without `otlp_endpoint` nothing that traces or exports is imported, and `span` does nothing. Spans
-carry the pattern of the address, never a query string, an upload or its name.
+Without `otlp_endpoint` no exporter is imported, and `span` does nothing. Spans contain the path
+template, never a query string, an upload or its file name.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 _PROBES = frozenset({"/live", "/ready", "/startup", "/metrics"})
 _EXPORT_S = 5.0
 _NOTHING = contextlib.nullcontext()
-_tracer = get_tracer("kinlens")  # of the one provider of the process, once there is one
+_tracer = get_tracer("kinlens")  # uses the provider of the process once it is set
 
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """Where spans go; nowhere without a `provider`."""
+    """The destination of spans; without a `provider` no spans are recorded."""
 
     provider: "TracerProvider | None" = None
 
     def telemetry(self) -> TelemetryConfig:
-        """What FastAPI records by itself: one span for each request that is no probe."""
+        """The configuration of FastAPI: one span for each request that is not a probe."""
         config: TelemetryConfig = {
             "tracing": self.provider is not None,
             "metrics": False,
@@ -52,19 +52,19 @@ class Tracing:
         return config
 
     async def close(self) -> None:
-        """Send what is left, within a few seconds."""
+        """Send the remaining spans, for up to a few seconds."""
         if self.provider is None:
             return
-        # A daemon: a collector that hangs holds up no exit.
+        # A daemon thread, so a hanging collector does not delay the exit.
         sending = threading.Thread(target=self.provider.shutdown, daemon=True)
         sending.start()
         await asyncio.to_thread(sending.join, _EXPORT_S)
 
 
 def open_tracing(endpoint: str | None, version: str) -> Tracing:
-    """Traces to the collector at `endpoint`, such as http://collector:4318; None: no traces.
+    """Send traces to the collector at `endpoint`, such as http://collector:4318; None: no traces.
 
-    Raises: KinlensError that says what to install.
+    Raises: KinlensError if a package is missing; the message includes the command to install it.
     """
     if not endpoint:
         return Tracing()
@@ -76,7 +76,7 @@ def open_tracing(endpoint: str | None, version: str) -> Tracing:
     except ImportError as error:
         raise KinlensError(
             f"KINLENS_OTLP_ENDPOINT is set, but traces cannot be sent ({error}). "
-            "Install them: pip install 'kinlens[otel]', or leave the endpoint out."
+            "Install the packages: pip install 'kinlens[otel]', or unset the endpoint."
         ) from error
     url = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
     resource: dict[str, str | int] = {
@@ -98,18 +98,18 @@ def open_tracing(endpoint: str | None, version: str) -> Tracing:
 
 
 def trace_fields() -> dict[str, str]:
-    """What belongs into every line of the log about the request that is traced here, if one is."""
+    """The trace id of the current request as a log field; empty without a trace."""
     request = get_current_span().get_span_context()
     return {"trace_id": f"{request.trace_id:032x}"} if request.is_valid else {}
 
 
 def span(name: str) -> contextlib.AbstractContextManager[object]:
-    """A span called `name` around a stage of the request that is traced here; else nothing."""
+    """A span for a stage of the current request; does nothing without a trace."""
     return _span(name) if get_current_span().get_span_context().is_valid else _NOTHING
 
 
 def record_wait(name: str, waited_s: float) -> None:
-    """A span called `name` that ends now, for the time that a request waited before it."""
+    """Record a span that ends now, for the time that the current request has waited."""
     if get_current_span().get_span_context().is_valid:
         now_ns = time.time_ns()
         _tracer.start_span(name, start_time=now_ns - int(waited_s * 1e9)).end(now_ns)
@@ -117,7 +117,7 @@ def record_wait(name: str, waited_s: float) -> None:
 
 @contextlib.contextmanager
 def _span(name: str) -> Iterator[None]:
-    # Messages of errors can hold what a client sent, so only the class is kept.
+    # Error messages can contain client data, so only the class is recorded.
     with _tracer.start_as_current_span(
         name, record_exception=False, set_status_on_exception=False
     ) as current:
@@ -135,6 +135,6 @@ def _without_queries() -> Any:
     class WithoutQueries(SpanProcessor):
         def on_start(self, span: Span, parent_context: object = None) -> None:  # noqa: ARG002
             if span.attributes and "url.query" in span.attributes:
-                span.set_attribute("url.query", "left out")
+                span.set_attribute("url.query", "omitted")
 
     return WithoutQueries()

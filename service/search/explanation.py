@@ -1,4 +1,4 @@
-"""Where a hit matches its query: the shares of their score that regions of the pictures have."""
+"""Where a hit matches its query: how much each image region contributes to the score."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,17 +23,19 @@ from kinlens.service.encoding.decoders import Decoder
 from kinlens.service.encoding.model import View
 from kinlens.service.encoding.threads import SearchThreads
 from kinlens.service.galleries.registry import Served
-from kinlens.service.search.pipeline import Abandoned
+from kinlens.service.search.pipeline import CancelToken
 from kinlens.service.search.query import Query
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`hit` sums to `score`; all of `query`, one for each view, sum to it with `rest`, the part of
-    liked and disliked items.
+    """The contributions of image regions to `score`.
 
-    square: the grids cover the central square of a picture, or of its crop, whose side is this part
-        of the shorter one.
+    hit: the contributions in the image of the item; they sum to `score`.
+    query: one grid for each view. All grids and `rest` sum to `score`.
+    rest: the contribution of liked and disliked items.
+    square: the grids cover the central square of an image or crop. This is its side as a part of
+        the shorter side.
     """
 
     score: float
@@ -44,47 +46,48 @@ class Explanation:
 
 
 async def explain(
-    search_threads: SearchThreads, served: Served, query: Query, picture: bytes, limit_s: float
+    search_threads: SearchThreads, served: Served, query: Query, image: bytes, limit_s: float
 ) -> Explanation:
-    """Where `picture`, that of an item, matches `query`; computed in a search thread.
+    """Explain where `image`, the image of an item, matches `query`; runs in a search thread.
 
     Raises: GalleryConflictError if the bundle has no map, InvalidParameterError for a query without
-        an image, ImageError for its images; ItemNotFoundError if `picture` cannot be shown,
+        an image, ImageError for its images; ItemNotFoundError if `image` cannot be decoded,
         OverloadedError, DeadlineExceededError, SearchError, BundleError.
     """
     if not served.model.embedder.has_map:
         raise GalleryConflictError(
             f"The model of gallery {served.name}, bundle {served.model.bundle_id[:SHORT]}, has no "
-            "map of its images, which tells where they match. Export it with kinlens-train export "
-            "--map, and rebuild the gallery with that bundle."
+            "map, which explanations need. Export it with kinlens-train export --map, and rebuild "
+            "the gallery with that bundle."
         )
     if not query.views:
         raise InvalidParameterError(
-            "image is missing; send the image of the search, of an item its own picture."
+            "image is missing. Send the query image; to explain a similar-items search, send the "
+            "image of that item."
         )
-    abandoned = Abandoned()
-    served.take()  # until the search thread is done with it
+    cancel_token = CancelToken()
+    served.acquire()  # until the search thread is done with it
     try:
         cure = "Send fewer images and crops, or try again in a second."
         async with within(limit_s, "The explanation", cure):
             return await search_threads.run(
-                lambda decoder: _explained(decoder, served, query, picture, abandoned),
-                after=served.give_back,
+                lambda decoder: _explained(decoder, served, query, image, cancel_token),
+                after=served.release,
             )
     finally:
-        abandoned.end()
+        cancel_token.cancel()
 
 
 def _explained(
-    decoder: Decoder, served: Served, query: Query, picture: bytes, abandoned: Abandoned
+    decoder: Decoder, served: Served, query: Query, image: bytes, cancel_token: CancelToken
 ) -> Explanation:
     embedder, gallery = served.model.embedder, served.gallery
-    abandoned.check()
-    parts = embedder.maps(_decoded(decoder, served, picture)[np.newaxis])[0]  # (D, h, w)
+    cancel_token.check()
+    parts = embedder.maps(_decoded(decoder, served, image)[np.newaxis])[0]  # (D, h, w)
     hit = parts.sum(axis=(1, 2))
     liked, grids = [], []
-    for view in query.views:  # one at a time: a map is large
-        abandoned.check()
+    for view in query.views:  # one at a time, since a map is large
+        cancel_token.check()
         of_view = embedder.maps(served.model.encoder.decode(decoder, view)[np.newaxis])[0]
         liked.append(of_view.sum(axis=(1, 2)))
         grids.append(shares(of_view, hit))
@@ -105,23 +108,23 @@ def _explained(
 
 
 def _combined(liked: Embeddings, disliked: Embeddings) -> tuple[NDArray[np.float32], float]:
-    """The vector of a query, and how often each of the liked ones is in it."""
+    """The vector of a query, and the weight of each liked vector in it."""
     vector = combined_query(liked, disliked)
     means = [liked.mean(axis=0), *([disliked.mean(axis=0)] if len(disliked) else [])]
     weights = np.linalg.lstsq(np.stack(means, axis=1), vector, rcond=None)[0]
     return vector, float(weights[0]) / len(liked)
 
 
-def _decoded(decoder: Decoder, served: Served, picture: bytes) -> NDArray[np.uint8]:
-    """The pixels of an item's picture; its bytes do not count, since it is here already."""
+def _decoded(decoder: Decoder, served: Served, image: bytes) -> NDArray[np.uint8]:
+    """The pixels of an item's image, without the upload limit on bytes: it is stored already."""
     embedder = served.model.embedder
     limits = replace(embedder.limits, max_bytes=ANY_SIZE.max_bytes)
     try:
-        return decoder.decode(picture, embedder.preprocessing, limits)
+        return decoder.decode(image, embedder.preprocessing, limits)
     except ImageCostError as error:
         raise DeadlineExceededError(
-            "Decoding the picture of the item took more time or memory than an image may take. "
-            "Put a smaller image in its place."
+            "Decoding the image of the item exceeded the limit of time or memory. Put the item "
+            "again with a smaller image."
         ) from error
     except ImageError as error:
-        raise ItemNotFoundError(f"The picture of this item cannot be read: {error}") from error
+        raise ItemNotFoundError(f"The image of this item cannot be read: {error}") from error

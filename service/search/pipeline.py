@@ -1,9 +1,9 @@
-"""The path of a query, from top to bottom: queries in, ranked results out. It knows no HTTP.
+"""The path of a query, from top to bottom: queries in, ranked results out. It does not use HTTP.
 
-event loop: lease of gallery and model ──► search thread (one thread):
+event loop: acquire gallery and model ──► search thread:
     cached? ─► decode ─► embed ─► search in the gallery ─► JSON ─► cache
 
-One search in so many is run again exactly, in the background: how good are the answers?
+A sample of searches is repeated with exact search in the background, to estimate the recall.
 """
 
 import asyncio
@@ -53,34 +53,34 @@ from kinlens.values import single
 
 _LIMITED = ("The search", "Ask for fewer results or try again in a second.")
 _VERSION_BYTES = 64
-_TIE = 1e-6  # of a cosine: items that score the same may stand in for each other
+_TIE = 1e-6  # cosines this close count as equal, so either item is a correct result
 T = TypeVar("T", Hit, Group)
 _NOTHING: Embeddings = np.empty((0, 0), dtype=np.float32)
 
 
-class Abandoned:
-    """Whether nobody waits for a search any more. It runs in a thread, which nobody can end from
-    outside; so it asks between pieces of its work, and gives thread and memory back soon.
+class CancelToken:
+    """Cooperative cancellation of a search. A thread cannot be interrupted from outside, so the
+    search checks this token between its steps, and soon frees its thread and memory.
     """
 
     def __init__(self) -> None:
-        self._over = threading.Event()
+        self._is_cancelled = threading.Event()
 
-    def end(self) -> None:
-        """After the time limit, or when the client has gone."""
-        self._over.set()
+    def cancel(self) -> None:
+        """Cancel the search: the time limit has passed, or the client has disconnected."""
+        self._is_cancelled.set()
 
     def check(self) -> None:
-        """Raises: DeadlineExceededError once nobody waits."""
-        if self._over.is_set():
+        """Raises: DeadlineExceededError once the search is cancelled."""
+        if self._is_cancelled.is_set():
             raise DeadlineExceededError(
-                "Nobody waits for this search any more; the rest of it was left out."
+                "The search was cancelled: the client disconnected or the time limit passed."
             )
 
 
 class Pipeline:
     """Answers queries in the galleries of `registry`, each within `limit_s` seconds. `prior` is the
-    probability that a product which is searched for is not in the gallery, before the search.
+    prior probability that the product of a query is absent from the gallery.
     """
 
     def __init__(
@@ -110,22 +110,22 @@ class Pipeline:
         try:
             return await self._search(query)
         except BundleMismatchError:
-            # A gallery on Milvus has gone over to another bundle: wait for the model of that.
+            # A gallery on Milvus has switched to another bundle: wait for the model of that.
             await self._registry.read_from_disk(self._limit_s, query.gallery)
         return await self._search(query)
 
     async def _search(self, query: Query) -> Answer:
         with self._metrics.in_flight.track_inprogress(), self._registry.lease(query.gallery) as own:
             async with within(self._limit_s, *_LIMITED):
-                return await self._in_a_search_thread(own, query)
+                return await self._run_in_thread(own, query)
 
     async def search_all(self, queries: Sequence[Query | Exception]) -> list[Answer | Exception]:
-        """Answer queries at the same time, each by itself: what fails is an error in its place,
-        and an error among the queries is its own outcome.
+        """Answer queries concurrently and independently: the result of a query that fails is its
+        error. An error among the queries is returned as its own result.
 
-        Queries of one gallery are answered by one pair of gallery and model.
+        All queries of one gallery use the same gallery generation and model.
 
-        Raises: OverloadedError where too many requests wait.
+        Raises: OverloadedError when too many requests are queued.
         """
         names = {query.gallery for query in queries if isinstance(query, Query)}
         await asyncio.gather(*(self._registry.refresh_if_unknown(name) for name in names))
@@ -155,9 +155,9 @@ class Pipeline:
             return served
         try:
             async with self._search_threads.bulk_limit("batch"):
-                return await self._in_a_search_thread(served, query, patient=True)
+                return await self._run_in_thread(served, query, bulk=True)
         except Exception as error:
-            # Also what nobody foresaw: the other queries are answered all the same.
+            # Unexpected errors too: the other queries must still be answered.
             return error
 
     def _leased(self, name: str | None, leases: ExitStack) -> Served | KinlensError:
@@ -166,37 +166,36 @@ class Pipeline:
         except KinlensError as error:
             return error
 
-    async def _in_a_search_thread(
-        self, served: Served, query: Query, *, patient: bool = False
-    ) -> Answer:
-        abandoned, started = Abandoned(), time.perf_counter()
-        # Where nobody waits no turn is to be had. To name a query with a long filter takes long.
-        may_go_first = not patient and query.where is None and self._search_threads.waiting > 0
-        # The curve of the last search: to look for a new one is to wait for the disk.
-        is_at_hand = may_go_first and self._cache.has(self._key(served, query, served.calibrated))
+    async def _run_in_thread(self, served: Served, query: Query, *, bulk: bool = False) -> Answer:
+        cancel_token, started = CancelToken(), time.perf_counter()
+        # A cached result is served first. Look it up only if there is a queue, and
+        # not for a filtered query: the cache key of a long filter takes long to compute.
+        may_be_cached = not bulk and query.where is None and self._search_threads.waiting > 0
+        # With the calibration of the last search: to read the current one may wait for the disk.
+        is_cached = may_be_cached and self._cache.has(self._key(served, query, served.calibrated))
         served.refuse_if_hanging(self._limit_s)
-        served.take()  # until the search thread is done, even if the client has disconnected
+        served.acquire()  # until the search thread is done, even if the client has disconnected
         try:
             return await self._search_threads.run(
-                lambda decoder: self._answer(decoder, served, query, abandoned, started),
-                urgent=is_at_hand,
-                patient=patient,
-                after=served.give_back,
+                lambda decoder: self._answer(decoder, served, query, cancel_token, started),
+                urgent=is_cached,
+                bulk=bulk,
+                after=served.release,
             )
         finally:
-            abandoned.end()
+            cancel_token.cancel()
 
     def _answer(
         self,
         decoder: Decoder,
         served: Served,
         query: Query,
-        abandoned: Abandoned,
+        cancel_token: CancelToken,
         started: float,
     ) -> Answer:
-        """The whole work for a query, in a search thread."""
-        abandoned.check()
-        served.refuse_if_hanging(self._limit_s)  # it may have begun while this waited
+        """Answer one query from cache lookup to JSON, in a search thread."""
+        cancel_token.check()
+        served.refuse_if_hanging(self._limit_s)  # reads may have begun to hang during the queueing
         waited_s = time.perf_counter() - started
         self._metrics.observe_stage("queue", waited_s)
         record_wait("queue", waited_s)
@@ -207,13 +206,13 @@ class Pipeline:
         if query.min_probability is not None and isinstance(calibrated, str):
             raise uncalibrated(query.min_probability, calibrated)
         key = self._key(served, query, calibrated)
-        results, known = self._cached(served, query, key, version)
+        results, cached = self._cached(served, query, key, version)
         stages, is_cached = Stages(), results is not None
         if results is None:
-            vectors, stages = self._vectors(decoder, served, query, known, abandoned)
+            vectors, stages = self._vectors(decoder, served, query, cached, cancel_token)
             before = time.perf_counter()
             with served.reading(), span("search"):
-                found = find(served, query, vectors, calibrated, self._prior, abandoned)
+                found = find(served, query, vectors, calibrated, self._prior, cancel_token)
             results = encode_results(
                 HitRenderer.of(served.name, gallery.generation),
                 found.hits,
@@ -226,7 +225,7 @@ class Pipeline:
                 facets=found.facets,
             )
             stages = replace(stages, search=_ms_since(before))
-            # Otherwise they may be from a later one.
+            # If the version has changed, the results may be from a later version.
             if not served.is_remote and gallery.version == version:
                 self._cache.set(key, version.encode() + results)
             self._sampler.offer(served.name, query.k, found, version)
@@ -236,9 +235,9 @@ class Pipeline:
 
     def _key(self, served: Served, query: Query, calibrated: Calibrated | str) -> str:
         model, gallery, digest = served.model, served.gallery, query.digest
-        if served.scope:  # a caller with a filter gets no answer of another one
+        if served.scope:  # callers with different filters must not share answers
             digest += f":{hashlib.sha256(served.scope.encode()).hexdigest()}"
-        if not isinstance(calibrated, str):  # another curve gives other probabilities
+        if not isinstance(calibrated, str):  # the probabilities depend on the curve
             digest += f":{calibrated.product}:{hash(calibrated.curve):x}:{self._prior}"
         mode = model.embedder.mode
         return answer_key(model.bundle_id, mode, served.name, gallery.generation, digest)
@@ -246,7 +245,7 @@ class Pipeline:
     def _cached(
         self, served: Served, query: Query, key: str, version: str
     ) -> tuple[bytes | None, list[Vector | None]]:
-        """The results, and the vector of each view, as far as a cache has them."""
+        """The cached results, and the cached vector of each view; None for what is not cached."""
         started = time.perf_counter()
 
         def current(payload: bytes) -> bytes:
@@ -255,7 +254,7 @@ class Pipeline:
             return payload[_VERSION_BYTES:]
 
         lookups = [served.model.encoder.lookup(view) for view in query.views]
-        if served.is_remote:  # what others changed there shows in no version that is sure
+        if served.is_remote:  # no reliable version number, so answers are not cached
             vectors = self._cache.get_all(lookups)
             self._metrics.observe_stage("cache", time.perf_counter() - started)
             return None, vectors
@@ -272,16 +271,18 @@ class Pipeline:
         decoder: Decoder,
         served: Served,
         query: Query,
-        known: Sequence[Vector | None],
-        abandoned: Abandoned,
+        cached: Sequence[Vector | None],
+        cancel_token: CancelToken,
     ) -> tuple[list[Vector], Stages]:
-        """The vector of every view: those that no cache had are decoded and embedded together."""
+        """The vector of every view; views without a cached vector are decoded and embedded
+        together.
+        """
         encoder = served.model.encoder
         several = len({view.digest for view in query.views}) > 1
 
         @contextmanager
         def guard(view: View) -> Iterator[None]:
-            abandoned.check()
+            cancel_token.check()
             try:
                 yield
             except ImageError as error:
@@ -289,13 +290,13 @@ class Pipeline:
                     raise type(error)(f"Image {view.number}: {error}") from error
                 raise
 
-        missing = [view for view, vector in zip(query.views, known, strict=True) if vector is None]
+        missing = [view for view, vector in zip(query.views, cached, strict=True) if vector is None]
         if not missing:
-            return [vector for vector in known if vector is not None], Stages()
-        made, stages = encoder.compute(decoder, missing, guard)
-        abandoned.check()
-        rest = iter(made)
-        vectors = [next(rest) if vector is None else vector for vector in known]
+            return [vector for vector in cached if vector is not None], Stages()
+        computed, stages = encoder.compute(decoder, missing, guard)
+        cancel_token.check()
+        rest = iter(computed)
+        vectors = [next(rest) if vector is None else vector for vector in cached]
         return vectors, stages
 
     def _observe(self, stages: Stages) -> None:
@@ -306,13 +307,13 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found; `groups` is None unless they were asked for.
+    """What a search found; `groups` is None unless the query asks for groups.
 
-    match: whether anything fits, also on an earlier page.
-    vector, options, ranked: what was asked for and all that was found, for who asks again.
-    views: of `Query.best_view`, which view found each hit, or the best hit of each group.
-    facets: the counts that were asked for.
-    shares, none: the probabilities of the answer, and that nothing in it is right.
+    match: whether anything matches, also on an earlier page.
+    vector, options, ranked: the query and its full result list, kept for the recall sampler.
+    views: with `Query.best_view`, the view that found each hit, or the best hit of each group.
+    facets: the requested counts.
+    shares, none: the probabilities of the hits, and the probability that none of them is right.
     """
 
     hits: Sequence[Hit]
@@ -333,13 +334,13 @@ def find(
     vectors: Sequence[Vector],
     calibrated: Calibrated | str,
     prior: float,
-    abandoned: Abandoned,
+    cancel_token: CancelToken,
 ) -> Found:
-    """The hits or groups of `query`, whose views have these `vectors`, and how likely they are.
+    """The hits or groups of `query` with their probabilities; `vectors` belong to its views.
 
     Raises: GalleryError, ItemNotFoundError, InvalidParameterError, FilterError.
     """
-    abandoned.check()
+    cancel_token.check()
     gallery = served.gallery
     targets, exclude, positives = _targets(served, query, vectors)
     options = SearchOptions(
@@ -354,9 +355,9 @@ def find(
         boost=query.boost,
         sort_by=query.sort_by,
     )
-    asked = replace(options, checkpoint=abandoned.check)  # not kept: it ends with this search
-    # The best of the whole gallery share the probability: a filter makes no product likelier.
-    whole = SearchOptions(exclude=exclude, exact=query.exact, checkpoint=abandoned.check)
+    asked = replace(options, checkpoint=cancel_token.check)  # `options` outlive this search
+    # Probabilities come from an unfiltered search: a filter makes no product likelier.
+    whole = SearchOptions(exclude=exclude, exact=query.exact, checkpoint=cancel_token.check)
     is_whole = query.grouping is None and asked == whole and not isinstance(calibrated, str)
     k = max(query.k, CANDIDATES) if is_whole else query.k
     found, groups, views = _search(gallery, query, targets, k, asked)
@@ -378,7 +379,7 @@ def find(
     if not match and query.offset:  # past the end of what matches?
         few = 1 if query.min_probability is None else CANDIDATES
         first = replace(query, k=few, offset=0, facets=())
-        match = find(served, first, vectors, calibrated, prior, abandoned).match
+        match = find(served, first, vectors, calibrated, prior, cancel_token).match
     counts = gallery.facets(query.facets, targets, asked) if query.facets else {}
     measurable = ranked if groups is None and views is None else None
     return Found(hits, groups, match, targets[0], options, measurable, counts, views, shares, none)
@@ -387,7 +388,7 @@ def find(
 def _search(
     gallery: Gallery, query: Query, targets: Embeddings, k: int, options: SearchOptions
 ) -> tuple[list[Hit], list[Group] | None, Mapping[ItemId, View] | None]:
-    """Hits or groups, and for `best_view` which view found them."""
+    """Hits or groups, and for `best_view` the view that found each."""
     if query.best_view:
         return _search_views(gallery, query, targets, k, options)
     if query.grouping is None:
@@ -400,17 +401,18 @@ def _search(
 def _search_views(
     gallery: Gallery, query: Query, targets: Embeddings, k: int, options: SearchOptions
 ) -> tuple[list[Hit], list[Group] | None, Mapping[ItemId, View]]:
-    """Each view by itself; what several find counts once, with the best of them.
+    """Search with each view separately. An item that several views find appears once, with its
+    best score.
 
-    Exact, since the best `reach` of all are among the best `reach` of each view.
+    The merged page is exact: the overall best `depth` are among the best `depth` of each view.
     """
-    reach, whole = options.offset + k, replace(options, offset=0)
-    page = slice(options.offset, reach)
+    depth, whole = options.offset + k, replace(options, offset=0)
+    page = slice(options.offset, depth)
     if query.grouping is None:
-        found = gallery.search(targets, reach, whole)
+        found = gallery.search(targets, depth, whole)
         ranked = _best_of(found, lambda hit: hit.id, lambda hit: hit.id)[page]
         return [hit for hit, _ in ranked], None, {hit.id: query.views[n] for hit, n in ranked}
-    grouped = gallery.search_groups(targets, reach, query.grouping, whole)
+    grouped = gallery.search_groups(targets, depth, query.grouping, whole)
     best = _best_of(grouped, _identity, lambda group: group.hits[0].id)[page]
     views = {group.hits[0].id: query.views[n] for group, n in best}
     return [], [group for group, _ in best], views
@@ -419,26 +421,26 @@ def _search_views(
 def _best_of(
     found: Sequence[Sequence[T]], identity: Callable[[T], object], tie: Callable[[T], ItemId]
 ) -> list[tuple[T, int]]:
-    """What each view found, once, with the number of the view that found it best; best first."""
+    """The distinct results of all views, best first, each with the index of its best view."""
     best: dict[object, tuple[T, int]] = {}
     for number, ranked in enumerate(found):
         for one in ranked:
-            known = best.get(identity(one))
-            if known is None or one.score > known[0].score:
+            current = best.get(identity(one))
+            if current is None or one.score > current[0].score:
                 best[identity(one)] = one, number
     return sorted(best.values(), key=lambda each: (-each[0].score, tie(each[0])))
 
 
 def _identity(group: Group) -> object:
-    value = group.value  # 1 and true are two values, and an item without one is its own group
+    value = group.value  # 1 and true are different; an item without a value is its own group
     return ("item", group.hits[0].id) if value is None else (isinstance(value, bool), value)
 
 
 def _targets(
     served: Served, query: Query, vectors: Sequence[Vector]
 ) -> tuple[Embeddings, frozenset[int], Sequence[Item]]:
-    """The vector (1, D) to search with, or (V, D) for `best_view`; the items that are no answer;
-    those to be like.
+    """The query vector (1, D), or (V, D) for `best_view`; the ids of items to exclude from the
+    results; the liked items.
     """
     if query.best_view:
         return np.stack(vectors), frozenset(), []
@@ -456,13 +458,13 @@ def _targets(
     disliked = np.asarray(stored[len(positives) :], dtype=np.float32)
     items = gallery.stored(keys)
     exclude = frozenset(item.id for item in items.values())
-    known = [items[key] for key in positives if key in items]
-    return combined_query(liked, disliked)[np.newaxis], exclude, known
+    liked_items = [items[key] for key in positives if key in items]
+    return combined_query(liked, disliked)[np.newaxis], exclude, liked_items
 
 
 def _prior_of(gallery: IndexedGallery, product: str, liked: Sequence[Item], prior: float) -> float:
-    """That no other item shows a product of these, which are no answer themselves. It is known if
-    they name their product.
+    """The prior probability that no other item shows a product of the `liked` items, which are
+    excluded from the results. If all of them name their product it is known: 0 or 1.
     """
     named = [single(item.attributes.get(product)) for item in liked]
     values = [value for value in named if value is not None]
@@ -474,7 +476,7 @@ def _prior_of(gallery: IndexedGallery, product: str, liked: Sequence[Item], prio
 
 
 def calibrated_by(served: Served) -> Calibrated | str:
-    """The curve that a gallery answers with now, or why there is none."""
+    """The calibration that a gallery uses now, or the reason why there is none."""
     gallery, model = served.gallery, served.model
     if isinstance(gallery, MilvusStore):
         return "Galleries on Milvus are not calibrated"
@@ -488,10 +490,10 @@ def _ms_since(started: float) -> float:
 
 
 class RecallSampler:
-    """Measures the recall of every `every`-th search that an index answered; 0 measures none.
+    """Measures the recall of every `every`-th search that used an index; 0 turns it off.
 
-    A gallery that looks at every item anyway, without a segment or with a flat one, is left out:
-    its 1.0 would hide what the others miss.
+    Galleries without a segment or with a flat one are skipped. They search every item, so their
+    recall of 1.0 would hide the losses of the others.
     """
 
     def __init__(self, registry: Registry, metrics: Metrics, every: int) -> None:
@@ -504,11 +506,11 @@ class RecallSampler:
 
     @property
     def is_running(self) -> bool:
-        """Whether a search is being run again now."""
+        """Whether a search is being repeated now."""
         return self._running.locked()
 
     def offer(self, gallery: str, k: int, found: Found, version: str) -> None:
-        """Take note of a search, and run it again if it is its turn; returns at once."""
+        """Count a search, and repeat it in the background if it is sampled. Does not block."""
         is_measurable = found.ranked is not None and not found.options.reorders
         if not self._every or not is_measurable or found.options.exact:
             return
@@ -517,7 +519,7 @@ class RecallSampler:
             self._threads.submit(lambda: self._measure(gallery, k, found, version))
 
     def close(self) -> None:
-        """Drop what is under way."""
+        """Cancel the search that is being repeated."""
         self._threads.close()
 
     def _measure(self, name: str, k: int, found: Found, version: str) -> None:
@@ -533,13 +535,13 @@ class RecallSampler:
                     recall = recall_of(found.ranked or (), exact)
                     self._metrics.online_recall.labels(name).observe(recall)
         except Exception as error:
-            # Whatever it is, it concerns no request; searches themselves report it.
+            # No request depends on this. A real fault also shows in the searches themselves.
             structlog.get_logger().debug("recall not measured", error=type(error).__name__)
         finally:
             self._running.release()
 
 
 def recall_of(hits: Sequence[Hit], exact: Sequence[Hit]) -> float:
-    """The share of the true best, at least one, that `hits` have; equal scores count as equal."""
+    """The part of the `exact` hits, at least one, that `hits` contain; ties count as found."""
     least = exact[-1].score - _TIE
     return min(1.0, sum(hit.score >= least for hit in hits) / len(exact))

@@ -1,5 +1,5 @@
-"""What is asked of a search: one value, with a digest that names all of it. And what it answers:
-results as JSON, and what a cache keeps of them.
+"""The query of a search, with a digest of all its parameters; and its answer, rendered as JSON in
+the form that is cached.
 """
 
 import hashlib
@@ -32,18 +32,18 @@ Distinct = bool | Literal["near"]
 
 @dataclass(frozen=True)
 class Query:
-    """What is searched, and where; without `gallery` in the default one.
+    """The parameters of a search; without `gallery` it runs in the default one.
 
-    views: what is looked for, each with a vector of its own.
-    positives, negatives: keys of items; the query moves to the ones, away from the others, and
-        none of them is an answer.
-    like: the number of one more positive item, of `generation` if that is given.
-    min_probability: only hits that are right with this probability, by the calibration of the
-        gallery; groups likewise. It does not change what facets count.
-    best_view: each view is looked for by itself, and what it finds counts with the best of them;
-        else with their mean.
-    facets: attributes whose values are counted over all that fits.
-    distinct: of items with equal content only the best; "near": also of near-duplicates.
+    views: the images or crops to search for, each with its own vector.
+    positives, negatives: keys of items. The query vector moves towards the positives and away from
+        the negatives; the results contain none of them.
+    like: the id of one more positive item, in `generation` if that is given.
+    min_probability: omit hits and groups whose calibrated probability of being right is lower.
+        It does not change the facets.
+    best_view: search with each view separately and score an item by its best view; otherwise
+        search with the mean of the views.
+    facets: attributes whose values are counted over all matching items.
+    distinct: of items with equal content return only the best; "near": also of near-duplicates.
     """
 
     views: tuple[View, ...] = ()
@@ -68,8 +68,8 @@ class Query:
 
     @property
     def units(self) -> int:
-        """What it counts as in a rate: one for each view, and one more for each further 1,000 hits
-        that a search has to find.
+        """Its cost for the rate limit: one unit for each view, and one more for every further 1,000
+        hits that each search has to find.
         """
         hits = (self.offset + self.k) * (self.grouping.size if self.grouping else 1)
         searches = len(self.views) if self.best_view else 1
@@ -77,16 +77,16 @@ class Query:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 (hex) of everything but the gallery: equal for equal questions."""
+        """sha256 (hex) of everything but the gallery: equal queries have equal digests."""
         views = [(view.digest, view.box or ()) for view in self.views]
-        # Which view found something is a part of the answer; a mean knows no order.
+        # With `best_view` the answer names the view of each hit. A mean does not depend on order.
         numbers = [view.number for view in self.views] if self.best_view else None
         parts = (views if self.best_view else sorted(views), numbers, self._rest)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
     def _rest(self) -> str:
-        """sha256 (hex) of all that `with_views` leaves as it is; a long filter takes 20 ms."""
+        """sha256 (hex) of all parameters but the views; a long filter takes 20 ms."""
         grouping = self.grouping
         parts = (
             sorted(self.positives),
@@ -104,21 +104,23 @@ class Query:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def with_views(self, views: tuple[View, ...]) -> "Query":
-        """The same about other views; what is known of the rest is not worked out again."""
+        """A copy with other views that shares the digest of the other parameters, since that is
+        slow to compute.
+        """
         query = replace(self, views=views)
-        query.__dict__["_rest"] = self._rest
+        vars(query)["_rest"] = self._rest  # fill the cached property of the copy
         return query
 
 
 def views_of(data: bytes, boxes: Sequence[Box] = (), number: int = 1) -> tuple[View, ...]:
-    """The parts of one image that are looked for; without boxes the whole."""
+    """The views of one encoded image: one for each box, or the whole image without boxes."""
     digest = hashlib.sha256(data).hexdigest()
     boxes_or_whole: Sequence[Box | None] = boxes or (None,)
     return tuple(View(data, digest, box, number) for box in boxes_or_whole)
 
 
 def _plain(number: float | None) -> float | None:
-    return None if number is None else float(number) + 0.0  # 0.0 and -0.0 are one number
+    return None if number is None else float(number) + 0.0  # turns -0.0 into 0.0
 
 
 _VERSION_DIGITS = 12
@@ -126,7 +128,7 @@ _VERSION_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Results as a JSON object, and where they come from."""
+    """`results` is a JSON object; the other fields identify what produced it."""
 
     bundle_id: str
     gallery: str
@@ -139,19 +141,19 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class HitRenderer:
-    """How the items of a gallery are shown: what their links begin and end with."""
+    """Renders hits as JSON values. Image links are `prefix`, the item id and `suffix`."""
 
     prefix: str
     suffix: str
 
     @classmethod
     def of(cls, name: str, generation: str) -> "HitRenderer":
-        """For gallery `name`; a link holds for one generation."""
+        """The renderer for gallery `name`; its links are valid for one generation."""
         items = f"/galleries/{quote(name, safe='')}/items/"
         return cls(items, f"/image?version={generation[:_VERSION_DIGITS]}")
 
     def hits(self, hits: Sequence[Hit], shares: Shares | None) -> list[dict[str, Any]]:
-        """Ranked hits as they go over the wire; without `shares` no probability is known."""
+        """Ranked hits as JSON values; without `shares` their probability is null."""
         return [
             {
                 "id": hit.id,
@@ -167,7 +169,7 @@ class HitRenderer:
     def groups(
         self, groups: Sequence[Group], by: str, shares: Shares | None
     ) -> list[dict[str, Any]]:
-        """Ranked groups of attribute `by` as they go over the wire."""
+        """Ranked groups of attribute `by` as JSON values."""
         return [
             {
                 "value": group.value,
@@ -180,7 +182,7 @@ class HitRenderer:
 
 
 def _floored(value: float, digits: int) -> float:
-    """Down, so probabilities sum to at most 1, and a score is a `min_score` that its hit passes."""
+    """Round down, so probabilities sum to at most 1 and a hit passes its score as `min_score`."""
     scale = 10.0**digits
     return floor(value * scale + 1e-6) / scale
 
@@ -197,10 +199,11 @@ def encode_results(
     views: Mapping[ItemId, View] | None = None,
     facets: Mapping[str, Facet] | None = None,
 ) -> bytes:
-    """The part of an answer that a cache keeps, as a JSON object in its final form.
+    """The cacheable part of an answer as JSON bytes.
 
-    by: the attribute that groups have in common. none: the probability that nothing of the answer
-    is right. views: which part of the query found each hit, or the best hit of each group.
+    by: the attribute of the groups.
+    none: the probability that no result is right.
+    views: the view that found each hit, or the best hit of each group.
     """
     count = len(hits) if groups is None else len(groups)
     shown = renderer.hits(hits, shares)
@@ -227,16 +230,16 @@ def _named(view: View) -> dict[str, Any]:
 
 
 def nearness(distinct: Distinct, gallery: VectorStore | GalleryView) -> float | None:
-    """The cosine from which on `distinct` omits items; None unless it is "near"."""
+    """The cosine at which items count as near-duplicates; None unless `distinct` is "near"."""
     if distinct != "near":
         return None
-    # A gallery on Milvus refuses the search itself, with the reason. The score of a gallery is one
-    # of all its items, so a caller who sees a part of them gets the least one.
+    # A gallery on Milvus refuses the search later, with the reason. A gallery's own threshold
+    # depends on all its items, so a caller with a filter gets the default.
     return near_score(gallery) if isinstance(gallery, Gallery) else LEAST_SCORE
 
 
 def uncalibrated(probability: float, reason: str) -> InvalidParameterError:
-    """`min_probability` was asked for, and `reason` says why there is none."""
+    """The error for a `min_probability` in a gallery without calibration, for this `reason`."""
     return InvalidParameterError(
         f"min_probability = {probability:g} needs probabilities, and this gallery has none "
         f"({reason.rstrip('.')}). Send min_score instead."

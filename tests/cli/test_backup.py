@@ -224,7 +224,7 @@ def test_what_lies_elsewhere_is_named_with_the_way_to_save_it(host: Path) -> Non
     )
     found = backups.back_up(settings, host / "other", lambda _: None).not_contained
     assert any("kinlens-index export milvus://127.0.0.1:1/far" in text for text in found)
-    assert any(f"shared pictures far={host}" in text for text in found)
+    assert any(f"shared images far={host}" in text for text in found)
     assert any("copy, a copy of file:///elsewhere/shop" in text for text in found)
 
 
@@ -267,7 +267,7 @@ def test_what_is_there_is_replaced_only_when_that_is_said(host: Path, tmp_path: 
     assert content(host) == before
     put_back(host / "saved", host, replace=True)
     assert [key.name for key in content(host)["keys"]] == ["till"]
-    with pytest.raises(KinlensError, match="is there already"):
+    with pytest.raises(KinlensError, match="already exists"):
         save(host)
     arguments = ("--state", tmp_path / "other")
     assert "--gallery shelf=" in call("restore", host / "saved", *arguments, code=1).stderr

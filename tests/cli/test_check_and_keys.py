@@ -128,7 +128,7 @@ def test_keys_are_bound_listed_and_rotated_and_the_audit_log_says_so(tmp_path: P
     assert key.binding().where is not None
     rotated = call("keys", "rotate", "shop7", "--overlap-hours", "2", *state)
     assert rotated.exit_code == 0, rotated.output
-    assert "2 more hours" in rotated.stderr
+    assert "valid for 2 hours" in rotated.stderr
     for text in (made.stdout, rotated.stdout):
         assert asyncio.run(FreshKeys(store).known(text.strip())) is not None
     listed = call("keys", "list", *state).stdout
@@ -166,7 +166,7 @@ def test_check_warns_where_callers_without_a_key_see_more_than_a_bound_key(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["create", "k", "--scope", "search", "--filter", "a = 1"], "name each of them"),
+        (["create", "k", "--scope", "search", "--filter", "a = 1"], "filter needs galleries"),
         (["create", "k", "--scope", "search", "--gallery", "a/b"], "a/b"),
         (
             ["create", "k", "--scope", "search", "--gallery", "a", "--filter", "a ="],
@@ -174,7 +174,7 @@ def test_check_warns_where_callers_without_a_key_see_more_than_a_bound_key(
         ),
         (["create", "k", "--scope", "search", "--rate", "often"], "600/minute"),
         (["rotate", "nobody"], "There is no key 'nobody'"),
-        (["create", "till", "--scope", "owner"], "'owner' is unknown; write search"),
+        (["create", "till", "--scope", "owner"], "'owner' is unknown; use search"),
         (["create", "no name", "--scope", "search"], "name = 'no name'"),
         (["revoke", "nobody"], "There is no key 'nobody'"),
     ],

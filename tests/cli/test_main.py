@@ -70,7 +70,7 @@ def test_settings_that_do_not_go_together_are_told_in_our_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KINLENS_FEEDBACK", "pairs")
-    assert "settings: feedback = pairs needs a folder" in refused("--bundle", "x")
+    assert "settings: feedback = pairs needs a state folder" in refused("--bundle", "x")
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def places(
         ("--bundle NOWHERE --gallery GALLERY --workers 2 --port TAKEN", ["127.0.0.1:TAKEN"]),
         ("--port 9000 check", ["after the command"]),
         ("--port 99999", ["port = '99999' is too large; use 65,535 or less."]),
-        ("--port web", ["port = 'web' is not a whole number; use digits alone."]),
+        ("--port web", ["port = 'web' is not a whole number; use only digits."]),
         ("--workers 0", ["workers = '0' is too small; use 1 or more."]),
         ("--device tpu", ["device = 'tpu' is not a valid choice; use 'cpu' or 'cuda'."]),
         ("--redis-url redis://user:hunter2@cache:abc/0", ["redis_url"]),
@@ -215,7 +215,7 @@ def test_images_that_moved_are_shown_from_their_new_root_and_missing_ones_are_na
     assert statuses == {"shop/1": 404, "shop/2": 200, "other/1": 404, "other/2": 404}
     (event,) = service.events("image root is missing")
     assert event["level"] == "warning"
-    assert "missing is no folder" in event["detail"]
+    assert "missing is not a folder" in event["detail"]
     assert f"Warning: {event['detail']}" in service.output.splitlines()
     assert "--image-root other=DIR" in service.output
 

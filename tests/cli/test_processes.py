@@ -321,7 +321,7 @@ def test_a_process_that_hangs_is_killed_and_replaced(
         assert victim not in started.serving()
     [ended] = started.events("process ended")
     assert ended["process"] == victim
-    assert "reported nothing for 3 s" in str(ended["reason"])
+    assert "did not respond for 3 s" in str(ended["reason"])
 
 
 def test_children_end_when_the_parent_is_killed(two: OwnProcess) -> None:

@@ -1,6 +1,7 @@
 """The client: every operation of the service in both kinds, typed answers, errors, retries."""
 
 import asyncio
+import doctest
 import inspect
 import io
 import re
@@ -189,6 +190,24 @@ def test_both_clients_have_the_same_methods_with_the_same_help() -> None:
 
     assert methods(Client) == methods(AsyncClient)
     assert all(text for _, text in methods(Client).values())
+
+
+def test_the_examples_in_the_help_of_both_clients_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shoe.jpg").write_bytes(encoded(picture(1)))
+    names = {"Client": Client, "AsyncClient": AsyncClient, "asyncio": asyncio}
+    shop = start_shop(tmp_path / "state")
+    try:
+        for cls in (Client, AsyncClient):  # the second example finds the item of the first
+            text = inspect.getdoc(cls) or ""
+            assert ">>>" in text
+            text = text.replace("http://127.0.0.1:8000", shop.running.url)
+            example = doctest.DocTestParser().get_doctest(text, names, cls.__name__, None, 0)
+            assert doctest.DocTestRunner().run(example).failed == 0
+    finally:
+        shop.close()
 
 
 USER = """

@@ -36,7 +36,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             "GET /jobs?limit=x",
             None,
             "limit",
-            "limit = 'x' is not a whole number; use digits alone.",
+            "limit = 'x' is not a whole number; use only digits.",
         ),
         (
             f"GET /jobs?limit={'9' * 5000}",
@@ -86,7 +86,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             {**TRAIN, "gate": {"max_recall_loss": -1, "min_queries": 2.5}},
             "gate.max_recall_loss",
             "gate.max_recall_loss = -1 is too small; use 0.0 or more. gate.min_queries = 2.5 is "
-            "not a whole number; use digits alone.",
+            "not a whole number; use only digits.",
         ),
         (
             "POST /jobs/train",
@@ -104,7 +104,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             "POST /jobs/train",
             {**TRAIN, "more": 1},
             "more",
-            "more is not a parameter here; /docs lists them.",
+            "more is not a parameter here; /docs lists the parameters.",
         ),
         (
             "POST /galleries/shop/items/delete",

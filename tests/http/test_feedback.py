@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused_by_name(shop: Shop, pictures: list[bytes])
     assert "'clicked', 'bought' or 'wrong'" in problem["detail"]
     assert_problem(send(shop, named, "x" * 2_000, "wrong"), 422, "invalid-parameter")
     other = send(shop, named, "1.png", "wrong", pictures[6])
-    assert "not the picture" in assert_problem(other, 422, "invalid-parameter")["detail"]
+    assert "not the image" in assert_problem(other, 422, "invalid-parameter")["detail"]
     by_item = send(shop, similar(shop, "1.png"), "2.png", "wrong", pictures[6])
     assert_problem(by_item, 422, "invalid-parameter")
     huge = {"answer_id": named, "item": "1.png", "action": "x" * 20_000}
@@ -296,7 +296,7 @@ def test_the_oldest_go_above_the_limit_and_repeating_oneself_moves_nobody_out(
 
 def test_what_is_old_or_cleared_goes_with_its_picture(store: FeedbackStore, tmp_path: Path) -> None:
     for gallery, picture in (("a", "1" * 64), ("b", "1" * 64), ("b", "2" * 64)):
-        store.add(Question(gallery, "v", picture=picture), "item", "bought", b"jpeg")
+        store.add(Question(gallery, "v", image=picture), "item", "bought", b"jpeg")
     (tmp_path / "feedback" / "pictures" / ".stage-1").touch()  # of a write that was cut short
     database = sqlite3.connect(tmp_path / "feedback.sqlite")
     database.execute("UPDATE feedback SET day = '2020-02-02' WHERE gallery = 'a'")

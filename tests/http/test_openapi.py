@@ -13,14 +13,17 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.models import Problem
 from kinlens.service import problems
 from kinlens.service.app import create_app
-from kinlens.service.problems import KINDS, Kind
+from kinlens.service.problems import PROBLEM_TYPES, ProblemType
 from kinlens.service.settings import Settings
 from tests.golden.contract import CONTRACT, contract_now
 from tests.support.servers import DEFAULTS, run
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
 PROBLEM = "application/problem+json"
-ALL_KINDS = {*KINDS.values(), *(k for k in vars(problems).values() if isinstance(k, Kind))}
+ALL_TYPES = {
+    *PROBLEM_TYPES.values(),
+    *(k for k in vars(problems).values() if isinstance(k, ProblemType)),
+}
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def shown_by(document: dict[str, Any]) -> Shown:
 
 
 def test_every_error_answer_of_every_route_has_real_problems_as_examples(document) -> None:
-    known = {kind.type: kind for kind in ALL_KINDS}
+    known = {kind.type: kind for kind in ALL_TYPES}
     statuses: dict[str, set[str]] = {}
     for (method, path, status), examples in shown_by(document).items():
         statuses.setdefault(f"{method} {path}", set()).add(status)

@@ -163,7 +163,7 @@ def test_the_name_is_given_or_that_of_the_folder_and_stands_in_an_address(
         with closing(Gallery.open(out)) as gallery:
             assert gallery.name == expected
     else:
-        with pytest.raises(InvalidParameterError, match=r"cannot stand in an address.*--name"):
+        with pytest.raises(InvalidParameterError, match=r"cannot be used in a URL.*--name"):
             build_gallery(folder_source(shop), embedder, out, BuildSettings(name))
         assert not out.exists()
 

@@ -78,13 +78,13 @@ def test_what_cannot_be_a_key_or_a_number_is_unknown(gallery: Gallery) -> None:
     assert gallery.stored(["key\0tail", "\ud800", "", "x" * 5000]) == {}
     assert gallery.items_at([-5, 2**70, 77])[0] == []
     assert gallery.vectors([]).shape == (0, DIM)
-    assert gallery.held([]) == set()
+    assert gallery.contents([]) == set()
 
 
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        (entry("new", UNIT), "'new' is there twice"),
+        (entry("new", UNIT), "'new' occurs twice"),
         (entry("bad", UNIT[:3]), r"'bad' has the shape \(3,\)"),
         (entry("bad", UNIT[None]), r"'bad' has the shape \(1, 16\)"),
         (entry("bad", UNIT * 1.01), "'bad' has norm 1.01"),
@@ -93,13 +93,13 @@ def test_what_cannot_be_a_key_or_a_number_is_unknown(gallery: Gallery) -> None:
         (entry("bad", UNIT + np.inf), "'bad' has NaN or infinity"),
         (entry("bad", UNIT.astype(object)), "of type object"),
         (replace(entry("bad", UNIT), vector=[0.0] * DIM), "of type list"),
-        (entry("", UNIT), "'' is not a key"),
-        (entry("a/../b", UNIT), "is not a key"),
-        (entry("a\nb", UNIT), "is not a key"),
-        (replace(entry("bad", UNIT), key="\ud800"), "is not a key"),
-        (entry("a" * 1025, UNIT), "is not a key"),
+        (entry("", UNIT), "'' is not a valid key"),
+        (entry("a/../b", UNIT), "is not a valid key"),
+        (entry("a\nb", UNIT), "is not a valid key"),
+        (replace(entry("bad", UNIT), key="\ud800"), "is not a valid key"),
+        (entry("a" * 1025, UNIT), "is not a valid key"),
         (replace(entry("bad", UNIT), sha256="F" * 64), "sha256 of 'bad'"),
-        (replace(entry("bad", UNIT), path="\udcff.png"), "broken Unicode"),
+        (replace(entry("bad", UNIT), path="\udcff.png"), "invalid Unicode"),
         (entry("bad", UNIT, {"a": "x"}), "'a' is a number, and 'bad' has 'x', a text"),
         (entry("bad", UNIT, {"a": True}), "'a' is a number, and 'bad' has True, a boolean"),
         (entry("bad", UNIT, {"new": 1}), "'new' is a text, and 'bad' has 1"),
@@ -113,9 +113,9 @@ def test_what_cannot_be_a_key_or_a_number_is_unknown(gallery: Gallery) -> None:
         (entry("bad", UNIT, {"a": ["x"]}), "'a' is a number, and 'bad' has .*, a text"),
         (entry("bad", UNIT, {"c": "\ud800"}), "not valid Unicode"),
         (entry("bad", UNIT, {"c": "x" * 4097}), "4,097 characters, the limit is 4,096"),
-        (entry("bad", UNIT, {"": 1}), "is not an attribute name"),
-        (entry("bad", UNIT, {"a\n": 1}), "is not an attribute name"),
-        (entry("bad", UNIT, {"n" * 129: 1}), "is not an attribute name"),
+        (entry("bad", UNIT, {"": 1}), "an attribute name must have"),
+        (entry("bad", UNIT, {"a\n": 1}), "an attribute name must have"),
+        (entry("bad", UNIT, {"n" * 129: 1}), "an attribute name must have"),
     ],
 )
 def test_a_wrong_entry_is_named_and_nothing_is_written(
@@ -190,9 +190,9 @@ def test_what_was_removed_is_in_no_fact_filter_or_content(stocked: Gallery) -> N
     contents = [one.sha256 for one in market()]
     stocked.add([replace(market()[0], key="twin")])
     stocked.remove([one.key for one in market()])
-    assert stocked.held(contents) == {contents[0]}
+    assert stocked.contents(contents) == {contents[0]}
     stocked.remove(["twin"])
-    assert stocked.held(contents) == set()
+    assert stocked.contents(contents) == set()
     assert stocked.page(0, 1, parse_filter("not sale = true or price >= 0")).total == 0
     facts = {one.name: one for one in stocked.attribute_facts()}
     assert facts["colour"].values == ()
@@ -468,7 +468,7 @@ def sample(made: Path, tmp_path: Path) -> Path:
         ("UPDATE state SET seq = 77", "its state"),
         ("UPDATE removed SET key = 'other' WHERE id = 41", "item 41 does not fit"),
         ("UPDATE removed SET vector = zeroblob(64) WHERE id = 41", "vector of item 41 "),
-        ("INSERT INTO tombstones VALUES (2, 3)", "item 3 is there although"),
+        ("INSERT INTO tombstones VALUES (2, 3)", "item 3 exists although"),
         ("UPDATE vectors SET id = 1 WHERE id = 3", "390 of 390 items"),
         ("DELETE FROM vectors WHERE id = 2", "390 items, 389 vectors and a size of 390"),
         ("PRAGMA user_version = 1", r"schema 1, this version reads 6\. .*kinlens-index build"),

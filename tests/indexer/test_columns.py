@@ -17,7 +17,7 @@ from kinlens.indexer.columns.columns import Chosen, Columns, ColumnsBuilder, wri
 from kinlens.indexer.columns.match import rows_matching
 from kinlens.indexer.filters.tree import Equals, In, Not, Range
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import SearchOptions, go_on
+from kinlens.indexer.types import SearchOptions, no_checkpoint
 from tests.indexer.oracle import bitmap, entry, random_filter, shop, units
 
 TEXTS = ["red", "", "grün", "\0", "👟", "Z", "a", "ab", "\uffff", "\U00010000"]
@@ -74,7 +74,7 @@ def test_rows_that_match_are_those_whose_attributes_match(
     for _ in range(300):
         where = random_filter(rng, values)
         expected = [where.matches(own) for own in attributes]
-        found = np.unpackbits(rows_matching(where, columns, go_on), bitorder="little")
+        found = np.unpackbits(rows_matching(where, columns, no_checkpoint), bitorder="little")
         assert found[:count].astype(bool).tolist() == expected, where
 
 

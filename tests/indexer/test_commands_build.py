@@ -74,7 +74,7 @@ def test_what_cannot_be_built_is_one_line_and_no_gallery(
     file.write_text("key,path,price:number\nA,f.gif,cheap\n")
     for arguments, message in (
         (["--memory-mb", "0.001"], r"The index .* needs .* of memory .*Raise --memory-mb"),
-        (["--name", "a/b"], "cannot stand in an address"),
+        (["--name", "a/b"], "cannot be used in a URL"),
         (["--csv", file], ":2: column price has 'cheap', expected a finite"),
     ):
         refused = run("build", shop, "--bundle", "b", "--out", out, *arguments)

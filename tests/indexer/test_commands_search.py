@@ -162,7 +162,7 @@ def test_files_that_are_no_vectors_or_images_are_refused_by_name(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-k", "0"], "k = 0 is not a whole number of at least 1"),
+        (["-k", "0"], "k = 0 must be a whole number of at least 1"),
         (["--where", "color = 'red'"], "no attribute 'color'. Known are 'class'"),
         (["--where", "class ="], "ends at position 7. Expected a value"),
         (["--group-by", "color"], "no attribute 'color' to group by. Known are 'class'"),

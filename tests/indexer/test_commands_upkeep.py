@@ -146,7 +146,7 @@ def test_an_exported_gallery_is_imported_whole(
     for arguments, message in (
         ([tmp_path / "cut.parquet"], "cut.parquet"),
         ([tmp_path], "No gallery"),
-        ([file, "--name", "a/b"], "cannot stand in an address"),
+        ([file, "--name", "a/b"], "cannot be used in a URL"),
         ([file, "--memory-mb", "0.001"], "--memory-mb"),
     ):
         assert message in failure(run("import", *arguments, "--out", new))
@@ -164,7 +164,7 @@ def test_a_backup_brings_back_what_was_lost(run: Run, changed: Path, tmp_path: P
     restored = printed(run("restore", folder, "--out", changed, "--replace", "--json"))
     assert restored["name"] == "gallery"
     assert content(changed) == before
-    assert "is there already" in failure(run("backup", changed, "--out", folder))
+    assert "already exists" in failure(run("backup", changed, "--out", folder))
     truncated(rows_of(folder))
     damaged = run("restore", folder, "--out", changed, "--replace")
     assert "rows.f32" in failure(damaged)

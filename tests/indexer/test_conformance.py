@@ -466,8 +466,8 @@ REFUSED: dict[type[KinlensError], list[tuple[str, Callable[[VectorStore], object
         ("price", lambda s: s.add([entry("a", QUERY[0]), entry("b", QUERY[0], {"price": "x"})])),
         ("wrong.*norm", lambda s: s.add([*shop(3), entry("wrong", np.ones(DIM, np.float32))])),
         ("wrong.*twice", lambda s: s.add([WRONG, *shop(3), WRONG])),
-        ("'../up' is not a key", lambda s: s.add([replace(WRONG, key="../up")])),
-        ("None is not a key", lambda s: s.add([replace(WRONG, key=None)])),
+        ("'../up' is not a valid key", lambda s: s.add([replace(WRONG, key="../up")])),
+        ("None is not a valid key", lambda s: s.add([replace(WRONG, key=None)])),
         ("sha256 of 'wrong' is None", lambda s: s.add([replace(WRONG, sha256=None)])),
         *(
             ("Give a list of", lambda s, keys=keys: s.remove(keys))
@@ -532,7 +532,7 @@ def test_items_are_found_by_number_key_and_content(store: VectorStore) -> None:
     number = stored["key3"].id
     assert store.item(number) == stored["key3"]
     contents = [entries[3].sha256, "0" * 64]
-    assert store.held(contents) == {entries[3].sha256}
+    assert store.contents(contents) == {entries[3].sha256}
     (vector,) = store.vectors_of_contents(contents).values()
     np.testing.assert_allclose(vector, entries[3].vector, atol=1e-6)
     assert store.remove_items([number, 2**62, -1]) == 1
@@ -540,7 +540,7 @@ def test_items_are_found_by_number_key_and_content(store: VectorStore) -> None:
     for gone in (number, 2**63, -1):
         with pytest.raises(ItemNotFoundError, match=str(gone)):
             store.item(gone)
-    assert store.held(["0" * 64]) == set()
+    assert store.contents(["0" * 64]) == set()
 
 
 def test_pages_follow_the_order_of_numbers(store: VectorStore) -> None:

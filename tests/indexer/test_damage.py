@@ -198,7 +198,7 @@ def test_old_segments_are_removed_without_a_word_to_compactions(
     looked: list[Path] = []
 
     def in_use(folder: Path) -> bool:
-        with compaction.alone(generation_of(path), wait=False):
+        with compaction.compaction_lock(generation_of(path), wait=False):
             looked.append(folder)
         return durable.in_use(folder)
 

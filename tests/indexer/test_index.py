@@ -123,11 +123,11 @@ def test_a_segment_holds_every_item_with_its_exact_vector_and_no_other(
     segment: Segment, vectors: Embeddings
 ) -> None:
     ids = ids_for(N)
-    assert np.array_equal(segment.numbers.of(np.arange(segment.size)), ids)
+    assert np.array_equal(segment.row_ids.of(np.arange(segment.size)), ids)
     asked = np.random.default_rng(0).permutation(np.arange(-3, ids.max() + 4))
     positions = segment.positions_of(asked)
     assert ((positions >= 0) == np.isin(asked, ids)).all()
-    assert (segment.numbers.of(positions[positions >= 0]) == asked[positions >= 0]).all()
+    assert (segment.row_ids.of(positions[positions >= 0]) == asked[positions >= 0]).all()
     assert (segment.index.vectors(segment.positions_of(ids)) == vectors).all()
     assert segment.positions_of(np.empty(0, np.int64)).shape == (0,)
 
@@ -167,7 +167,7 @@ def test_small_segments_can_be_made(tmp_path: Path, count: int, kind: str) -> No
     segment = Segment.open(folder)
     assert manifest.held_out == (6 if count >= 64 and kind == "hnsw" else 0)
     found = segment.index.search(vectors, 3, manifest.tuned)[1]
-    assert recall_at(segment.numbers.of(found[:, :1]), ids_for(count)[:, None]) >= 0.98
+    assert recall_at(segment.row_ids.of(found[:, :1]), ids_for(count)[:, None]) >= 0.98
 
 
 # What a search finds.
@@ -457,11 +457,13 @@ def test_a_missed_target_is_refused_with_what_was_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = StepIndex("hnsw", 10**9)
-    with pytest.raises(RecallError, match=r"hnsw finds 0\.0000.*target is 0\.95.*--target-recall"):
+    with pytest.raises(
+        RecallError, match=r"hnsw has a recall of 0\.0000.*target is 0\.95.*--target-recall"
+    ):
         tune(index, units(20), 0.95)  # type: ignore[arg-type]
     assert max(effort.value for effort in index.asked) == 4096
     monkeypatch.setattr("kinlens.indexer.index.kinds.IvfPq.k_factors", (1,))
-    with pytest.raises(RecallError, match=r"ivf-pq finds 0\.\d{4}.*--index"):
+    with pytest.raises(RecallError, match=r"ivf-pq has a recall of 0\.\d{4}.*--index"):
         written(
             tmp_path / "segments" / "s",
             units(N),

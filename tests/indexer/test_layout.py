@@ -115,7 +115,7 @@ def test_a_familiar_name_does_not_make_a_folder_ours(
         file = project / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("years of work")
-    with pytest.raises(GalleryError, match=r"is not a gallery.*is something else.*--out"):
+    with pytest.raises(GalleryError, match=r"files that do not belong to a gallery.*--out"):
         publish(project)
     left = [file for file in project.rglob("*") if file.is_file()]
     assert sorted(left) == sorted(project / name for name in files)
@@ -168,7 +168,7 @@ def interrupted(out: Path) -> None:
     [
         (nothing, r"No gallery at .*kinlens-index build"),
         (Path.touch, "No gallery at"),
-        (interrupted, r"was interrupted.*continues.*or says what is wrong"),
+        (interrupted, r"was interrupted.*continues.*or reports the error"),
     ],
 )
 def test_a_folder_without_a_gallery_is_named_with_the_cure(

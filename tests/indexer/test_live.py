@@ -345,7 +345,7 @@ def test_a_second_compaction_is_refused_by_the_process_of_the_first(
 ) -> None:
     gallery.add(entries(range(10)))
     generation = generation_of(out)
-    with compaction.alone(generation, wait=False):
+    with compaction.compaction_lock(generation, wait=False):
         with pytest.raises(GalleryBusyError, match=r"process \(\d+\) is compacting"):
             gallery.compact()
         gallery.add(entries(range(10, 12)))  # changes go on
@@ -438,7 +438,7 @@ def test_losing_every_race_is_no_damage(
 def test_a_removal_in_steps_that_a_build_cuts_short_says_how_far_it_came(
     gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kinlens.indexer.gallery._AT_ONCE", 7)
+    monkeypatch.setattr("kinlens.indexer.gallery._BATCH", 7)
     gallery.add(entries(range(20)))
     steps = itertools.count()
 

@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused_with_numbers_and_flags() -> None:
         ({"dim": 0}, "dimension 0"),
         ({"dim": 8193}, "dimension 8,193 .*8,192"),
         ({"kind": "lsh"}, "no index 'lsh'.*--index auto, flat, hnsw"),
-        ({"kind": "cagra"}, "cagra is not made on cpu.*--index-device cuda"),
+        ({"kind": "cagra"}, "cagra cannot be built on cpu.*--index-device cuda"),
         ({"device": "tpu"}, "no device 'tpu'.*--index-device cpu or cuda"),
         ({"target_recall": 0.0}, "target recall of 0.*--target-recall"),
         ({"target_recall": 1.1}, "target recall of 1.1"),

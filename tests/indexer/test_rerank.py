@@ -148,7 +148,7 @@ def test_a_boost_scales_by_the_range_of_the_gallery_and_leaves_the_unknown_behin
         ({"diversity": True}, "diversity = True"),
         ({"boost": Boost("price", 0.3)}, "0.3; give a number, from -0.2 to 0.2"),
         ({"boost": Boost("price", 0.1, low=math.inf)}, "from or to of a boost = inf"),
-        ({"boost": Boost("price", 0.1, 5.0, 5.0)}, "from 5 to 5 has no length"),
+        ({"boost": Boost("price", 0.1, 5.0, 5.0)}, "from 5 to 5 is an empty range"),
     ],
 )
 def test_what_is_out_of_range_is_named(

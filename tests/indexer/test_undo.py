@@ -11,7 +11,7 @@ import pytest
 from kinlens.embedder.errors import GalleryConflictError, InvalidParameterError
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.filters.text import parse_filter
-from kinlens.indexer.gallery import Gallery, contents_held
+from kinlens.indexer.gallery import Gallery, stored_contents
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
 from kinlens.indexer.types import SearchOptions
 from tests.indexer.conftest import Run, failure, faults, printed, usage
@@ -82,12 +82,12 @@ def test_a_compaction_ends_it_for_what_it_has_seen(stocked: Gallery) -> None:
 
     with faults(remove_meanwhile):
         stocked.compact()
-    assert contents_held(stocked.path, sha) == {sha[1]}
+    assert stored_contents(stocked.path, sha) == {sha[1]}
     assert [item.key for item in stocked.restore(["k1", "k2"])] == ["k2"]
     stocked.remove(["k2"])
     stocked.compact()
     assert stocked.restore(["k1", "k2"]) == []
-    assert contents_held(stocked.path, sha) == set()
+    assert stored_contents(stocked.path, sha) == set()
     assert contents(stocked).keys() == {f"k{n}" for n in range(60)} - {"k1", "k2"}
 
 
@@ -170,12 +170,12 @@ def test_a_gallery_of_an_earlier_version_learns_it_with_its_first_change(
         connection.execute(f"PRAGMA user_version = {version}")
     with contextlib.closing(Gallery.open(path)) as gallery:
         sha = entry("k1", VECTORS[1]).sha256
-        assert contents_held(path, [sha]) == {sha}
+        assert stored_contents(path, [sha]) == {sha}
         check_files(path)
         gallery.compact()  # which is no change
         assert gallery.restore(["k1"]) == []
         gallery.remove(["k1"])
-        assert contents_held(path, [sha]) == {sha}
+        assert stored_contents(path, [sha]) == {sha}
         assert [item.key for item in gallery.restore(["k1"])] == ["k1"]
         assert contents(gallery) == before
         check_files(path)

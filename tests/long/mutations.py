@@ -74,8 +74,9 @@ MUTATIONS = {
         ("tests/training/test_precisions.py", "-k", "half_a_point"),
     ),
     "readme": Mutation(
-        "README.md",
-        "    make demo-sop ROOT=/data/Stanford_Online_Products # Stanford Online Products\n",
+        "CONTRIBUTING.md",
+        "| `make demo-sop` | Stanford Online Products as a shop: "
+        "`ROOT=/data/Stanford_Online_Products` |\n",
         "",
         ("tests/test_packaging.py", "-k", "make_target"),
     ),

@@ -1,9 +1,9 @@
-"""The blocks of README.md and docs/ as somebody types them, page by page, in one folder.
+"""The blocks of README.md and docs/ as a reader types them, page by page, in one folder.
 
-Each block of commands or Python runs, unless a comment before it says why it cannot:
-`<!-- not run: REASON -->`. Left out are benchmarks.md and results.md, whose commands take hours.
-Only the training is shortened, and the places of the shop, of the state folder and of the service
-are those of the test.
+Each block of commands or Python runs, unless a comment before it gives the reason:
+`<!-- not run: REASON -->`. The pages benchmarks.md and results.md are skipped: their commands take
+hours. The tutorial runs in a folder of its own, since it starts from nothing. Trainings are
+shortened, and the paths of the shop and of the state folder and the port are those of the test.
 """
 
 import contextlib
@@ -38,6 +38,7 @@ APPS = {
 }
 FIRST = ("README", "galleries", "api", "client", "operations", "security", "service-jobs")
 """The README makes the gallery; the page about jobs replaces it."""
+TUTORIAL = "docs/tutorial.md"
 PAGES = sorted(
     [ROOT / "README.md", *(ROOT / "docs").glob("*.md")],
     key=lambda page: FIRST.index(page.stem) if page.stem in FIRST else len(FIRST),
@@ -47,7 +48,7 @@ COMMAND = re.compile(
     r"(?:kinlens-\w+|curl|make|python3?|pip|docker|torchrun|rsync) )"
     r"|.*\bclient\.\w+\(| *from \S+ import "
 )
-"""A line of a block that is to be run; Python without a fence is among them, and does not run."""
+"""A line of a block that is to be run, or that is Python without a fence, which does not run."""
 REASON = re.compile(r" *<!-- not run: (.+) -->")
 PHOTOS = ("photo", "new", "shoe", "hat", "street", "front", "side", "query", "shelf", "cat")
 SERVICE = "http://127.0.0.1:8000"
@@ -67,7 +68,7 @@ TINY = [
     for word in ("--set", setting)
 ]
 SHORTER = {
-    "data": ["--products", "18", "--views", "4", "--size-px", "40"],
+    "data render": ["--products", "18", "--views", "4", "--size-px", "40"],
     "adapt": ["--backbone", TINY_TRUNK, "--weights", "weights.pth", *TINY],
     "fit": [
         *("--set", f"model.backbone={TINY_TRUNK}", "--set", "model.weights=weights.pth"),
@@ -112,8 +113,8 @@ def blocks_of(page: Path) -> Iterator[Block]:
                 number += 1
             inside = lines[first:number]
         else:
-            told = REASON.match(line)
-            reason = told[1] if told else reason if not line else None
+            given = REASON.match(line)
+            reason = given[1] if given else reason if not line else None
             continue
         name = str(page.relative_to(ROOT))
         yield Block(name, first + 1, line.strip("` ") * (line[0] == "`"), "\n".join(inside), reason)
@@ -130,8 +131,8 @@ BLOCKS = [
 
 
 class Terminal:
-    """Types what the pages say, each with variables of its own. A service that a page takes for
-    granted is there for the next page, too.
+    """Types the commands of the pages, with separate variables for each page. The service that a
+    page takes for granted keeps running for the next page.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -220,7 +221,9 @@ class Terminal:
             if words[0] == "work":
                 self.work()
                 return ""
-            more = SHORTER.get(words[0], []) if name == "kinlens-train" else []
+            more = []
+            if name == "kinlens-train":
+                more = SHORTER.get(words[0]) or SHORTER.get(" ".join(words[:2]), [])
             done = CliRunner().invoke(APPS[name], [*words, *more])
         assert done.exit_code == 0, f"{done.output}{done.exception!r}"
         return done.stdout
@@ -280,13 +283,9 @@ class Terminal:
             worker.wait(1)
 
 
-@pytest.fixture(scope="module")
-def terminal(
-    tmp_path_factory: pytest.TempPathFactory, make_tiny_bundle: Callable[..., Bundle]
-) -> Iterator[Terminal]:
-    """In a folder where the README has been followed to its end."""
-    folder = tmp_path_factory.mktemp("documents")
-    new = make_tiny_bundle(1).path
+@contextlib.contextmanager
+def opened(folder: Path, new: Path) -> Iterator[Terminal]:
+    """A terminal in a folder with the files of a reader: weights, photos and a new bundle."""
     trainer = [sys.executable, ROOT / "tests/support/fake_trainer.py", new, 1, 3]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -302,8 +301,24 @@ def terminal(
             render_view(product, 90, size_px=64).save(folder / f"{name}.jpg", quality=95)
         (folder / "labelled.csv").write_text("image,class\nhat.jpg,p000-bag-MIRVI\n")
         with contextlib.closing(Terminal(folder)) as terminal:
-            terminal.follow("README.md")
             yield terminal
+
+
+@pytest.fixture(scope="module")
+def terminal(
+    tmp_path_factory: pytest.TempPathFactory, make_tiny_bundle: Callable[..., Bundle]
+) -> Iterator[Terminal]:
+    """In a folder where all commands of the README have run."""
+    with opened(tmp_path_factory.mktemp("documents"), make_tiny_bundle(1).path) as terminal:
+        terminal.follow("README.md")
+        yield terminal
+
+
+def test_the_tutorial_runs_as_printed_from_an_empty_folder(
+    tmp_path: Path, make_tiny_bundle: Callable[..., Bundle]
+) -> None:
+    with opened(tmp_path, make_tiny_bundle(1).path) as terminal:
+        terminal.follow(TUTORIAL)
 
 
 def test_the_service_finds_each_image_that_the_readme_has_indexed(terminal: Terminal) -> None:
@@ -325,7 +340,7 @@ def test_the_service_finds_each_image_that_the_readme_has_indexed(terminal: Term
     "page", dict.fromkeys(block.page for block in BLOCKS if block.reason is None)
 )
 def test_a_page_runs_as_printed(page: str, terminal: Terminal) -> None:
-    if page != "README.md":
+    if page not in {"README.md", TUTORIAL}:
         terminal.follow(page)
 
 

@@ -76,9 +76,8 @@ class Scratch:
             into = self.folder / "src" / target
             if (ROOT / source).is_dir():
                 ignored = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(
-                    ROOT / source, into, symlinks=True, ignore=ignored, dirs_exist_ok=True
-                )
+                shutil.rmtree(into, ignore_errors=True)
+                shutil.copytree(ROOT / source, into, symlinks=True, ignore=ignored)
             else:
                 into = into / source if target.endswith("/") else into
                 into.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from kinlens.embedder.session import Embedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry
 from kinlens.service.app import create_app
-from kinlens.service.galleries.pictures import PictureFolder
+from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, Running, run
 
@@ -38,7 +38,7 @@ class Shop:
         """The uploaded pictures that are left after a compaction: no removal can be undone then."""
         with contextlib.closing(Gallery.open(self.folder)) as gallery:
             gallery.compact(wait=True)
-        PictureFolder(self.folder).sweep()
+        UploadFolder(self.folder).sweep()
         return self.pictures()
 
     def create(self, name: str) -> "Shop":

@@ -19,7 +19,6 @@ from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Input, Runtime
 from kinlens.training.data.features import FeatureStore, pooled_views
 from kinlens.training.data.load import load_split
-from kinlens.training.data.protocol import with_protocol
 from kinlens.training.data.records import Split
 from kinlens.training.evaluation import choice as choice_module
 from kinlens.training.evaluation.choice import between, choose, too_few
@@ -27,7 +26,6 @@ from kinlens.training.evaluation.evaluate import embed
 from kinlens.training.export.bundle import export_checkpoint
 from kinlens.training.models.embedding import EmbeddingNet, Head
 from kinlens.training.models.from_bundle import new_network
-from kinlens.training.regularizers.retention import retention
 from kinlens.training.runner import load_chosen, run_job
 from kinlens.training.start import whiten_within
 from kinlens.training.trainer import fit
@@ -279,42 +277,6 @@ def test_the_whitening_makes_what_differs_within_classes_small() -> None:
     unit = reference @ torch.linalg.solve(scaled, reference)
     ratio = mapped.square().sum() / (layer.weight.detach().double() @ reference).square().sum()
     torch.testing.assert_close(ratio, expected / unit, rtol=1e-4, atol=1e-4)
-
-
-def test_retention_compares_cosines_alone() -> None:
-    torch.manual_seed(0)
-    x = F.normalize(torch.randn(6, 5), dim=1)
-    turn = torch.linalg.qr(torch.randn(5, 5)).Q
-    assert retention(x @ turn, x).item() == pytest.approx(0, abs=1e-10)
-    other = F.normalize(torch.randn(6, 3), dim=1)
-    expected = np.mean([(float(x[i] @ x[j]) - float(other[i] @ other[j])) ** 2
-                        for i in range(6) for j in range(6)])  # fmt: skip
-    assert retention(x, other).item() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_retention_keeps_a_training_near_its_start(
-    tmp_path: Path, weights: Path, frozen: bool
-) -> None:
-    moved = {}
-    for weight in (None, 100.0):
-        tables = {} if weight is None else {"retention": {"weight": weight}}
-        job = head_job(
-            tmp_path / "products",
-            weights,
-            model={"frozen_trunk": frozen},
-            regularizers=tables,
-            protocol={"choose_by": "last", "folds": 2, "fold": 0, "evaluate_test": "never"},
-        )
-        folder = tmp_path / f"run-{weight}"
-        folder.mkdir()
-        split = with_protocol(load_split(job.data), job.protocol)
-        fit(job, split, folder, Silent())
-        start = load_checkpoint(folder / START).network()[1]
-        last = load_checkpoint(folder).network()[1]
-        a, b = (torch.from_numpy(embed(net, split.test, job)) for net in (start, last))
-        moved[weight] = retention(b, a).item()
-    assert moved[100.0] < 0.5 * moved[None]
 
 
 def test_a_head_with_a_hidden_layer_starts_as_its_linear_layer() -> None:

@@ -149,7 +149,7 @@ def test_a_name_that_does_not_fit_or_is_taken_and_no_scope_are_refused(
     store.create("till", ["search"])
     with pytest.raises(InvalidParameterError, match=says):
         store.create(name, scopes)
-    with pytest.raises(KeyNotFoundError, match="Known are: till"):
+    with pytest.raises(KeyNotFoundError, match="Existing keys: till"):
         store.revoke("nobody")
 
 

@@ -141,5 +141,5 @@ def test_the_pictures_of_a_training_stay_while_it_can_go_on(
         file = folders.run / begun
         file.parent.mkdir(exist_ok=True)
         file.write_text("")
-    folders.drop_pictures()
+    folders.drop_images()
     assert folders.data.is_dir() == (begun is not None)

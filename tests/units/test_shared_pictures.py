@@ -15,7 +15,7 @@ from kinlens.embedder.errors import (
     GalleryWriteError,
     ItemNotFoundError,
 )
-from tests.support.seams import SharedPictures
+from tests.support.seams import SharedUploads
 
 LIMIT_S = 10.0
 DATA = b"a picture"
@@ -23,23 +23,23 @@ SHA256 = hashlib.sha256(DATA).hexdigest()
 
 
 @pytest.fixture(params=["folder", "file", "memory"])
-def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> SharedPictures:
+def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> SharedUploads:
     addresses = {
         "folder": str(tmp_path / "pictures"),
         "file": f"file://{tmp_path}/pictures",
         "memory": f"memory://{tmp_path.name}/pictures",
     }
-    return SharedPictures(addresses[request.param], LIMIT_S)
+    return SharedUploads(addresses[request.param], LIMIT_S)
 
 
 def nobody(_: Collection[str]) -> set[str]:
     return set()
 
 
-def test_a_picture_is_there_as_long_as_some_item_shows_it(pictures: SharedPictures) -> None:
+def test_a_picture_is_there_as_long_as_some_item_shows_it(pictures: SharedUploads) -> None:
     with pytest.raises(ItemNotFoundError, match="Put the item again"):
         pictures.read(SHA256)
-    with pictures.keeping({SHA256: DATA, "0" * 64: b"damaged"}):
+    with pictures.storing({SHA256: DATA, "0" * 64: b"damaged"}):
         assert pictures.read(SHA256) == DATA
     pictures.discard([SHA256, "1" * 64], lambda asked: {SHA256} & set(asked))
     assert pictures.read(SHA256) == DATA
@@ -51,9 +51,9 @@ def test_a_picture_is_there_as_long_as_some_item_shows_it(pictures: SharedPictur
 
 
 def test_a_picture_put_while_another_service_removes_it_is_there_in_the_end(
-    pictures: SharedPictures,
+    pictures: SharedUploads,
 ) -> None:
-    with pictures.keeping({SHA256: DATA}):
+    with pictures.storing({SHA256: DATA}):
         pictures.discard([SHA256], nobody)  # the item is not there yet
     assert pictures.read(SHA256) == DATA
     answers = iter([set(), {SHA256}])  # an item came between the question and the removal
@@ -66,17 +66,17 @@ def test_a_store_that_hangs_or_fails_is_given_up(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "cat_file", lambda *_: gate.wait())
         with pytest.raises(EngineUnavailableError, match=r"longer than 0\.05 s"):
-            SharedPictures("memory://hanging/pictures", 0.05).read(SHA256)
+            SharedUploads("memory://hanging/pictures", 0.05).read(SHA256)
         gate.set()
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("no rights there")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
-    refusing = SharedPictures("memory://refusing/pictures", LIMIT_S)
+    refusing = SharedUploads("memory://refusing/pictures", LIMIT_S)
     with (
         pytest.raises(GalleryWriteError, match="no rights there"),
-        refusing.keeping({SHA256: DATA}),
+        refusing.storing({SHA256: DATA}),
     ):
         pass
 
@@ -91,4 +91,4 @@ def test_an_address_that_nothing_here_reaches_is_refused(
     if address.startswith("s3"):
         monkeypatch.setattr(fsspec, "url_to_fs", missing)
     with pytest.raises(EngineUnavailableError, match="install what it needs"):
-        SharedPictures(address, LIMIT_S)
+        SharedUploads(address, LIMIT_S)

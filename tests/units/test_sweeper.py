@@ -6,7 +6,7 @@ from pathlib import Path
 import structlog
 
 from kinlens.embedder.errors import StateError
-from kinlens.service.galleries.pictures import Sweeper
+from kinlens.service.galleries.uploads import Sweeper
 from tests.support.waiting import until
 
 

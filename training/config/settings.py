@@ -261,13 +261,6 @@ class GraphConsistency(Section):
     share: Share | None = None
 
 
-class Retention(Section):
-    """See training.regularizers.retention."""
-
-    weight: float = Field(1.0, gt=0)
-    share: Share | None = None
-
-
 class Regularizers(Section):
     """The regularizers to add to the loss, one or several; a missing table is one that is off.
 
@@ -280,7 +273,6 @@ class Regularizers(Section):
     skewed_mean: SkewedMean | None = None
     non_isotropy: NonIsotropy | None = None
     graph_consistency: GraphConsistency | None = None
-    retention: Retention | None = None
 
 
 Rate = Annotated[float, Field(ge=0)] | Annotated[str, Field(pattern=r"^x\d+(\.\d+)?$")]

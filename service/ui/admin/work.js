@@ -12,7 +12,7 @@ export function startWork(again) {
 }
 
 // What the service says to programs about headers is of no use beside a form.
-const withoutHeaders = (text) => text.replace(/ Send (it|a valid one) as Authorization.*/s, "");
+const withoutHeaders = (text) => text.replace(/ Send (it|a valid key) as Authorization.*/s, "");
 
 // The page without its content: only the key form, with what the service said.
 export function close(problem, isFirst = false) {

@@ -290,9 +290,9 @@ def comparable(answer: httpx.Response, *names: str) -> Any:
 def test_each_route_has_a_row_that_says_what_a_bound_key_meets(market: Market) -> None:
     served = RouteTable(market.shop.running.app.routes).served
     assert {f"{one.method} {one.template}" for one in served if one.method != "HEAD"} == {*ASKED}
-    of = {f"{one.method} {one.template}": one.rule.reach for one in served if one.method != "HEAD"}
-    assert {route for route, reach in of.items() if reach == "service"} == OF_THE_SERVICE
-    assert {route for route, reach in of.items() if reach == "galleries"} == OF_GALLERIES
+    of = {f"{one.method} {one.template}": one.rule.extent for one in served if one.method != "HEAD"}
+    assert {route for route, extent in of.items() if extent == "service"} == OF_THE_SERVICE
+    assert {route for route, extent in of.items() if extent == "galleries"} == OF_GALLERIES
 
 
 @pytest.mark.parametrize("route", ASKED)
@@ -427,7 +427,7 @@ def test_changes_of_a_key_with_a_filter_stay_within_it(tmp_path: Path) -> None:
         assert client.post("/search", headers=seven, **form()).json()["hits"] == []
         for attributes in (None, {}, {"tenant": 8}, {"tenant": "7"}):
             problem = assert_problem(put("a", 1, attributes), 422, "invalid-parameter")
-            assert "outside the filter" in problem["detail"]
+            assert "does not match the filter" in problem["detail"]
         assert put("a", 1, {"tenant": 7}).json()["added"] == 1
         shop.put({"theirs": encoded(picture(2))}, tenant=8, price=1)
         before = shop.items(filter="tenant = 8")["items"]

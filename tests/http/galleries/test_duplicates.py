@@ -110,7 +110,7 @@ def test_what_cannot_be_compared_is_refused_with_a_cure(
     assert "send true, false or near" in detail["detail"]
     grouped = twins.search(data[0], distinct="near", group_by="colour")
     assert "leaves out" in assert_problem(grouped, 422, "invalid-parameter")["detail"]
-    monkeypatch.setattr(duplicates, "MOST_ITEMS", 5)
+    monkeypatch.setattr(duplicates, "MAX_ITEMS", 5)
     assert "Run kinlens-index duplicates" in refused()
 
 

@@ -261,19 +261,19 @@ def test_what_cannot_be_read_now_is_503_in_time_and_read_again_later(
     shop = start_shop(tmp_path, create=False, request_timeout_ms=500, reload_interval_ms=50)
     gate = threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(Locations, "list_places", lambda _: gate.wait(WAIT_S) and [])
+        patch.setattr(Locations, "list_unread", lambda _: gate.wait(WAIT_S) and [])
         answer = shop.client.post("/galleries", json={"name": "new"})
         assert_problem(answer, 503, "deadline-exceeded")
         assert_problem(shop.client.delete("/galleries/shop"), 503, "deadline-exceeded")
         assert shop.client.get("/live").status_code == 200
-    find, faults = Locations.list_places, iter([OSError(116, "Stale file handle")] * 2)
+    find, faults = Locations.list_unread, iter([OSError(116, "Stale file handle")] * 2)
 
     def fail_twice(locations: Locations) -> object:
         for fault in faults:
             raise fault
         return find(locations)
 
-    monkeypatch.setattr(Locations, "list_places", fail_twice)
+    monkeypatch.setattr(Locations, "list_unread", fail_twice)
     gate.set()
     names = shop.running.runtime.registry.names
     until(lambda: names() == ["new"])

@@ -108,4 +108,4 @@ def test_the_check_says_what_the_gpu_has_free_and_takes_nothing_of_it(
     found = CliRunner().invoke(app, [*words, "--index-device", "cuda", "--port", "0", "--json"])
     told = {one["subject"]: one["text"] for one in json.loads(found.stdout)["findings"]}
     assert "; index flat, 0 MB of memory" in told["gallery shop"]
-    assert told["gpu"] == "81,920 of 81,920 MB are free for galleries and model"
+    assert told["gpu"] == "81,920 of 81,920 MB free for galleries and model"

@@ -11,8 +11,8 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.gallery import Gallery, delete_gallery
 from kinlens.service.api.items import MAX_KEYS
 from kinlens.service.galleries.items import MAX_ATTRIBUTES
-from kinlens.service.galleries.pictures import PictureFolder
 from kinlens.service.galleries.renditions import SIDES_PX
+from kinlens.service.galleries.uploads import UploadFolder
 from tests.support.seams import GalleryFolder, adopt
 from tests.support.servers import GatedEmbedder
 from tests.support.shops import Shop, assert_problem, base64_of, sha256, start_shop
@@ -238,13 +238,13 @@ def test_one_request_changes_all_items_that_fit(shop, data) -> None:
         ({"filter": 'size = "M"', "set": {"stock": 1}}, "invalid-filter", "'size'"),
         ({"filter": "", "set": {"stock": 1}}, "invalid-filter", "The filter is empty"),
         ({"filter": "stock = 5", "set": {"stock": "few"}}, "invalid-parameter", "'stock'"),
-        ({"filter": "stock = 5"}, "invalid-parameter", "Send changes by key"),
-        ({"set": {"stock": 5}}, "invalid-parameter", "Send changes by key"),
+        ({"filter": "stock = 5"}, "invalid-parameter", "Send either changes"),
+        ({"set": {"stock": 5}}, "invalid-parameter", "Send either changes"),
         ({"filter": "stock = 5", "set": {}}, "invalid-parameter", "set"),
         (
             {"changes": {"k0": {"a": 1}}, "filter": "stock = 5", "set": {"a": 1}},
             "invalid-parameter",
-            "Send changes by key",
+            "Send either changes",
         ),
         (
             {"filter": "stock = 5", "set": {f"a{n}": n for n in range(MAX_ATTRIBUTES)}},
@@ -407,7 +407,7 @@ def test_a_removal_that_says_nothing_or_too_much_removes_nothing(shop, data) -> 
         assert response.status_code == 422, response.text
     response = shop.client.delete(f"{shop.url}/items", params={"filter": "a = 1"})
     problem = assert_problem(response, 422, "invalid-parameter")
-    assert "in the address, as ?key=" in problem["detail"]
+    assert "in the URL, as ?key=" in problem["detail"]
     assert keys(shop) == ["k"]
 
 
@@ -417,7 +417,7 @@ def test_a_removal_is_undone_with_its_pictures_until_a_compaction(shop, data) ->
     shop.remove("k1", "k2")
     assert shop.client.get(link).status_code == 404
     assert [hit["key"] for hit in shop.search(data[1], k=9).json()["hits"]] == ["k0", "k3"]
-    PictureFolder(shop.folder).sweep()
+    UploadFolder(shop.folder).sweep()
     answer = shop.client.post(f"{shop.url}/items/restore", json={"keys": ["k1", "k0", "new"]})
     assert answer.status_code == 200, answer.text
     [item] = answer.json()["items"]

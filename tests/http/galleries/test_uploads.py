@@ -10,16 +10,16 @@ import pytest
 from kinlens.embedder.errors import GalleryWriteError
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.gallery import Gallery
-from tests.support.seams import JobStore, PictureFolder, set_fault_hook
+from tests.support.seams import JobStore, UploadFolder, set_fault_hook
 from tests.support.servers import WAIT_S
 from tests.support.shops import assert_problem, sha256, start_shop
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> PictureFolder:
+def pictures(tmp_path: Path) -> UploadFolder:
     """Of a gallery without items."""
     create(tmp_path / "given")
-    return PictureFolder(tmp_path / "given")
+    return UploadFolder(tmp_path / "given")
 
 
 def create(path: Path) -> None:
@@ -28,8 +28,8 @@ def create(path: Path) -> None:
     Gallery.create(path, name=path.name, bundle_id=bundle_id, dim=dim).close()
 
 
-def save(pictures: PictureFolder, data: bytes) -> str:
-    with pictures.keeping({sha256(data): data}):
+def save(pictures: UploadFolder, data: bytes) -> str:
+    with pictures.storing({sha256(data): data}):
         return sha256(data)
 
 
@@ -87,11 +87,11 @@ def test_a_picture_that_is_about_to_be_named_or_copied_stays(pictures, tmp_path,
     """Without the lock, a delete that looked before the write would take the picture away."""
     orphan = save(pictures, b"one")
     create(tmp_path / "other")
-    other = PictureFolder(tmp_path / "other")
+    other = UploadFolder(tmp_path / "other")
     with {
-        "adding": pictures.keeping({}),
-        "target": pictures.receiving(other),
-        "source": other.receiving(pictures),
+        "adding": pictures.storing({}),
+        "target": pictures.copying_from(other),
+        "source": other.copying_from(pictures),
     }[kept]:
         thread = threading.Thread(target=pictures.discard, args=([orphan],))
         thread.start()
@@ -137,8 +137,8 @@ def test_orphans_go_at_the_next_start_of_one_process(tmp_path, data, until) -> N
     # None goes while its gallery cannot be read.
     [catalog] = shop.folder.glob("versions/*/catalog.sqlite")
     catalog.write_bytes(bytes(catalog.stat().st_size))
-    PictureFolder(shop.folder).discard([sha256(data[0])])
-    PictureFolder(shop.folder).sweep()
+    UploadFolder(shop.folder).discard([sha256(data[0])])
+    UploadFolder(shop.folder).sweep()
     assert shop.pictures() == {sha256(data[0])}
 
 

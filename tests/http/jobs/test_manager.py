@@ -23,8 +23,8 @@ from tests.support.seams import (
     Job,
     JobManager,
     JobStore,
-    PictureFolder,
     Question,
+    UploadFolder,
 )
 from tests.support.waiting import until
 from tests.tiny import encoded, picture
@@ -94,9 +94,7 @@ def test_a_golden_set_of_twenty_queries_or_more_decides_and_outlives_the_swap(
     if photographs == 4:
         assert reason.startswith(f"On the golden set: recall@1 {found['new_recall_at_1']:.4f}")
         assert "paired" in reason
-        assert ("The items alone would refuse it" in report["gate"]["note"]) is (
-            attribute == "brand"
-        )
+        assert ("The items would refuse it" in report["gate"]["note"]) is (attribute == "brand")
         assert report["gate"]["by"] == "golden"
         assert "not measured" not in reason
     else:
@@ -112,7 +110,7 @@ def test_a_golden_set_that_cannot_be_asked_says_why_and_decides_nothing(shop: Jo
     gallery.close()
     shop.reopen(bundle=None)
     report = shop.succeeded(shop.start("rebuild", bundle_id=shop.new.bundle_id))
-    assert "The golden set was not asked: the bundle of the old model" in report["gate"]["note"]
+    assert "The golden set was not used: the bundle of the old model" in report["gate"]["note"]
     assert "golden" not in report
 
 
@@ -134,7 +132,7 @@ def test_a_gate_that_is_not_passed_leaves_a_candidate_which_is_swapped_in_with_w
     found = shop.content()
     assert "class-0/0.png" not in found
     assert found["class-0/1.png"][1]["price"] == 5
-    with pytest.raises(JobConflictError, match="no gallery that waits"):
+    with pytest.raises(JobConflictError, match="no new gallery to swap in"):
         shop.manager.swap(job.id, "test")
 
 
@@ -142,7 +140,7 @@ def test_pictures_come_from_the_image_root_and_from_the_uploads(shop: JobShop) -
     gallery = shop.gallery()
     [entry] = gallery.entries(["class-0/0.png"])
     data = (shop.pictures / entry.path).read_bytes()
-    with PictureFolder(gallery.path).keeping({entry.sha256: data}):
+    with UploadFolder(gallery.path).storing({entry.sha256: data}):
         gallery.add([replace(entry, path=""), replace(entry, key="other", path="")])
     gallery.close()
     (shop.pictures / entry.path).unlink()
@@ -220,7 +218,7 @@ def test_a_training_learns_from_the_feedback_under_the_names_that_it_gives_the_p
     shop: JobShop,
 ) -> None:
     with contextlib.closing(FeedbackStore(shop.state)) as store:
-        photo = Question("shop", "v", picture="a" * 64)
+        photo = Question("shop", "v", image="a" * 64)
         store.add(photo, "class-1/0.png", "bought", b"jpeg")
         store.add(Question("shop", "v", item="class-1/0.png"), "class-2/3.png", "wrong")
         store.add(Question("shop", "v", item="class-1/0.png"), "gone.png", "wrong")

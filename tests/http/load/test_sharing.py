@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kinlens.service.http.server import Server, address_of, config_of, listen, reserve
+from kinlens.service.http.server import Server, config_of, listen, reserve, url_of
 from tests.support.waiting import until
 
 CLIENTS = 100
@@ -65,7 +65,7 @@ def test_connections_are_spread_over_all_that_listen_and_accepted_without_spinni
 
 def test_a_second_service_is_refused_an_address_that_is_shared(reserved: socket.socket) -> None:
     host, port = reserved.getsockname()
-    assert address_of(reserved) == f"http://127.0.0.1:{port}/"
+    assert url_of(reserved) == f"http://127.0.0.1:{port}/"
     with contextlib.closing(listen(host, port, shared=True)):
         for refused in (reserve, listen):
             with pytest.raises(OSError, match="Choose another --port"):

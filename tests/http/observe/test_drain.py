@@ -27,7 +27,7 @@ def test_after_sigterm_it_is_not_ready_and_answers_until_the_drain_is_over(
         began = time.monotonic()
         os.kill(started.pid, signal.SIGTERM)
         until(lambda: httpx.get(f"{url}/ready").status_code == 503)
-        assert httpx.get(f"{url}/ready").json()["checks"]["service"] == "it is ending"
+        assert httpx.get(f"{url}/ready").json()["checks"]["service"] == "shutting down"
         for _ in range(5):
             assert httpx.post(f"{url}/search", files=files).status_code == 200
         assert started.process.wait(60) == 0

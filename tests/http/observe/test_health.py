@@ -15,7 +15,7 @@ from kinlens.embedder import errors
 from kinlens.embedder.errors import BundleMismatchError, KinlensError
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.service.app import create_app
-from kinlens.service.problems import from_error, kind_of
+from kinlens.service.problems import from_error, problem_type_of
 from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, run
 
@@ -218,7 +218,7 @@ def test_errors_of_the_inside_are_not_public() -> None:
     families = (errors.BundleError, errors.GalleryError, errors.StateError, errors.TrainingError)
     files = (errors.GoldenMismatchError, errors.GalleryCorruptError, errors.CheckpointError)
     for cls in (UnknownError, *families, *files):
-        assert not kind_of(cls("x")).public
+        assert not problem_type_of(cls("x")).public
         assert b"secret" not in answer(cls("secret")).body
 
 

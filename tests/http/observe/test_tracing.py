@@ -93,7 +93,7 @@ def test_a_search_is_one_trace_with_a_span_for_each_stage_and_nothing_of_what_th
     service.close()
     [request] = [one for one in collector.named("POST /search") if one.trace_id.hex() == TRACE_ID]
     assert attributes(request)["http.response.status_code"] == "200"
-    assert attributes(request)["url.query"] == "left out"
+    assert attributes(request)["url.query"] == "omitted"
     for name in ("cache", "decode", "queue", "embed", "search"):
         spans = [span for span in collector.named(name) if span.trace_id == request.trace_id]
         assert spans, f"no span {name} among {sorted({s.name for s in collector.spans})}"

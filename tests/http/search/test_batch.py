@@ -122,10 +122,10 @@ def test_a_form_asks_for_each_image_with_the_same_fields(market) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({}, "queries is missing"),
-        ({"queries": []}, "queries is missing"),
-        ({"queries": {}}, "queries is missing"),
-        ({"queries": [{}], "k": 3}, "queries is missing"),
+        ({}, "queries must be a list"),
+        ({"queries": []}, "queries must be a list"),
+        ({"queries": {}}, "queries must be a list"),
+        ({"queries": [{}], "k": 3}, "queries must be a list"),
         ({"queries": [{}] * 65}, "65 queries in all"),
         ({"queries": [{"positives": ["a"], "k": 10_000}] * 11}, "110,000 hits"),
     ],
@@ -138,7 +138,8 @@ def test_a_batch_that_is_none_or_too_large_is_refused_as_a_whole(
 
 def test_a_form_without_or_with_too_many_images_is_refused_as_a_whole(market) -> None:
     image = ("image", ("a.png", picture(1)))
-    for files, says in (([("k", (None, "3"))], "image is missing"), ([image] * 65, "65 queries")):
+    missing = "image and positives are missing"
+    for files, says in (([("k", (None, "3"))], missing), ([image] * 65, "65 queries")):
         response = market.client.post(BATCH, files=files)
         assert says in assert_problem(response, 422, "invalid-parameter")["detail"]
     raw = market.client.post(BATCH, content=picture(1), headers={"content-type": "image/png"})

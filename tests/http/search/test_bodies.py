@@ -56,7 +56,7 @@ def test_a_form_a_raw_body_and_json_mean_the_same(market) -> None:
 def test_a_query_string_adds_to_a_form_but_says_nothing_twice(market) -> None:
     assert market.client.post("/search?k=2", files=FILES).json()["count"] == 2
     for sent in ({"files": FILES, "data": {"k": "3"}}, {"json": {**IMAGES, "k": 3}}):
-        assert "k is given twice" in refusal(market.client.post("/search?k=2", **sent))
+        assert "k was sent twice" in refusal(market.client.post("/search?k=2", **sent))
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "video/x"])
@@ -81,9 +81,9 @@ def test_a_content_type_with_parameters_and_a_data_url_are_read(market, kind: st
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ("http://169.254.169.254/latest", "loaded from addresses"),
-        ("  FTP://x/a.png", "loaded from addresses"),
-        ("file:///etc/passwd", "loaded from addresses"),
+        ("http://169.254.169.254/latest", "URLs are not loaded"),
+        ("  FTP://x/a.png", "URLs are not loaded"),
+        ("file:///etc/passwd", "URLs are not loaded"),
         ("data:image/png,abc", "not base64"),
         ("/etc/passwd!", "not base64"),
         (GOOD + "\n", "not base64"),
@@ -116,8 +116,8 @@ def cropped(*crops: Any) -> dict[str, Any]:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no image": ({}, "image is missing"),
-    "negatives alone": ({"negatives": ["000.png"]}, "image is missing"),
+    "no image": ({}, "image and positives are missing"),
+    "negatives alone": ({"negatives": ["000.png"]}, "image and positives are missing"),
     "unknown field": (IMAGES | {"min-score": 1}, "min-score is not a parameter"),
     "unknown in image": (
         {"images": [{"data": GOOD, "url": "x"}]},
@@ -139,8 +139,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "diversity": (IMAGES | {"diversity": 2}, "a number from 0 to 1"),
     "boost of a word": (IMAGES | {"boost": "price"}, "Write price:-0.1"),
     "boost of a list": (IMAGES | {"boost": ["price", 0.1]}, "is not NAME:WEIGHT"),
-    "images": ({"images": [{"data": GOOD}] * 33}, "33 images are more than the limit of 32"),
-    "crops": (cropped(*[[0, 0, 1, 1]] * 17), "17 crops of an image are more than the limit of 16"),
+    "images": ({"images": [{"data": GOOD}] * 33}, "33 images exceed the limit of 32"),
+    "crops": (cropped(*[[0, 0, 1, 1]] * 17), "17 crops of an image exceed the limit of 16"),
     "crop outside": (cropped([0.9, 0, 0.5, 1]), "extends beyond the image"),
     "crop of three": (cropped([0, 0, 1]), "four finite numbers"),
     "crop of words": (cropped("a,b,c,d"), "left,top,width,height"),
@@ -235,7 +235,7 @@ def form_of(count: int, crops: int) -> list[Any]:
 
 def test_all_views_of_a_request_count_together(market) -> None:
     many = {"images": images(17, 16)}
-    assert "272 images and crops in all; the limit is 256" in refusal(post(market, many))
+    assert "272 images and crops in total; the limit is 256" in refusal(post(market, many))
     queries = [{"images": images(8, 16), "k": 1}] * 3
     batch = post(market, {"queries": queries}, "/search/batch")
     assert "384 images and crops in all" in refusal(batch)
@@ -402,4 +402,4 @@ def test_a_file_in_another_field_is_told_that_files_go_into_image(
 ) -> None:
     answer = running_service.client.post("/search", files={"img": ("x.png", pictures[0])})
     assert answer.status_code == 422
-    assert "img was sent as a file; only the field image may be one." in answer.json()["detail"]
+    assert "img was sent as a file; only the field image may be a file." in answer.json()["detail"]

@@ -92,11 +92,11 @@ BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "min_score = nan": (sent(min_score="nan"), *PARAMETER, "min_score = nan "),
     "min_score = high": (sent(min_score="high"), *PARAMETER, "min_score = high "),
     "unknown gallery": (sent(gallery="shoes"), 404, "unknown-gallery", "Known are: shop"),
-    "no image": ({"files": {"k": (None, "3")}}, *PARAMETER, "image is missing"),
+    "no image": ({"files": {"k": (None, "3")}}, *PARAMETER, "image and positives are missing"),
     "image as text": (
         {"files": {"image": (None, "/etc/passwd")}},
         *PARAMETER,
-        "Nothing is loaded from addresses",
+        "URLs are not loaded",
     ),
     "no boundary": (
         {"content": b"abc", "headers": {"content-type": "multipart/form-data"}},

@@ -127,7 +127,7 @@ def test_what_cannot_be_explained_is_told_with_its_cure(
     url = f"{shop.url}/items/{numbers(client)['0.png']}/explain"
     send = {"image": ("x.png", pictures["0.png"], "image/png")}
     refused = [
-        (shop.client.post(url, json={"positives": ["0.png"]}), 422, "send the image"),
+        (shop.client.post(url, json={"positives": ["0.png"]}), 422, "send only the image"),
         (shop.client.post(url, files=send, data={"combine": "best"}), 422, "combine"),
         (shop.client.post(url, files={"image": ("x", b"GIF89a")}), 422, "damaged"),
         (shop.client.post(f"{shop.url}/items/999/explain", files=send), 404, "999"),
@@ -150,7 +150,7 @@ def test_an_item_without_a_picture_and_a_bundle_without_a_map_say_so(
     answer = shop.client.post(f"/galleries/vectors/items/{item}/explain", files=send)
     shop.close()
     assert (answer.status_code, answer.json()["title"]) == (404, "Unknown item")
-    assert "stored as a vector" in answer.json()["detail"]
+    assert "added as a vector" in answer.json()["detail"]
 
     shop = start_shop(tmp_path / "other", NoMap())
     shop.put({"0.png": pictures["0.png"]})

@@ -110,13 +110,13 @@ def test_every_way_to_ask_counts_the_same(market: Running) -> None:
         ("color", "'color' to count", "invalid-filter"),
         (
             [f"a{n}" for n in range(9)],
-            "9 attributes, more than the limit of 8",
+            "9 attributes; the limit is 8",
             "invalid-parameter",
         ),
-        ([1], "names no attributes", "invalid-parameter"),
-        ("colour,,price", "names no attributes", "invalid-parameter"),
-        ("[colour", "no JSON list", "invalid-parameter"),
-        ({"colour": 1}, "names no attributes", "invalid-parameter"),
+        ([1], "must be names of attributes", "invalid-parameter"),
+        ("colour,,price", "must be names of attributes", "invalid-parameter"),
+        ("[colour", "not a valid JSON list", "invalid-parameter"),
+        ({"colour": 1}, "must be names of attributes", "invalid-parameter"),
     ],
 )
 def test_what_cannot_be_counted_is_named(

@@ -90,7 +90,7 @@ def test_a_threshold_and_a_filter_hold_for_the_best_view(market, alone) -> None:
 )
 def test_what_knows_one_vector_is_not_for_several_views(market, more: dict[str, Any]) -> None:
     problem = assert_problem(post(market, asked(combine="best", **more)), 422, "invalid-parameter")
-    assert "combine = best is for images and crops" in str(problem)
+    assert "combine = best searches with each image and crop" in str(problem)
 
 
 def test_a_product_is_put_with_several_pictures_and_found_once(tmp_path) -> None:

@@ -1,6 +1,7 @@
-"""Pictures that were uploaded: in the folder of their gallery, or where services on Milvus share
-them. A picture is whole and there for good before the catalogue names it, and goes when no item of
-the gallery shows it any more.
+"""Uploaded images, stored in the folder of their gallery or, for Milvus, at a shared address.
+
+An image is complete and durable before the catalogue refers to it, and is deleted once no item of
+the gallery uses it.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from kinlens.embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from kinlens.indexer.gallery import contents_held, current_generation, pictures_folder
+from kinlens.indexer.gallery import current_generation, pictures_folder, stored_contents
 from kinlens.service.concurrency import DaemonThreads
 
 T = TypeVar("T")
@@ -40,10 +41,10 @@ _SWEEP_S = 3600.0
 _AT_ONCE = 16
 
 
-class PictureFolder:
-    """The uploaded pictures of one gallery: GALLERY/pictures/<ab>/<sha256>, beside its generations.
+class UploadFolder:
+    """The uploaded images of one gallery: GALLERY/pictures/<ab>/<sha256>, next to its generations.
 
-    Thread safe, also between processes; every call may block.
+    Safe for use by several threads and processes; every call may block.
     """
 
     def __init__(self, gallery: Path) -> None:
@@ -51,7 +52,7 @@ class PictureFolder:
         self.root = pictures_folder(gallery)
 
     def has(self, sha256: str) -> bool:
-        """Whether there is a file of this content."""
+        """Whether a file with this content is stored."""
         return self._path(sha256).is_file()
 
     def read(self, sha256: str) -> bytes:
@@ -61,14 +62,14 @@ class PictureFolder:
         except FileNotFoundError as error:
             raise _missing() from error
         except OSError as error:
-            raise GalleryCorruptError(f"An uploaded picture cannot be read: {error}.") from error
+            raise GalleryCorruptError(f"An uploaded image cannot be read: {error}.") from error
 
     @contextlib.contextmanager
-    def keeping(self, contents: Mapping[str, bytes]) -> Iterator[None]:
-        """Keep these for good, by sha256; nothing is discarded until the block, which names them
-        in the catalogue, ends.
+    def storing(self, contents: Mapping[str, bytes]) -> Iterator[None]:
+        """Store these images by sha256. Nothing is discarded until the end of the block, which adds
+        the items to the catalogue.
 
-        Raises: GalleryBusyError if the gallery is not there now; GalleryWriteError.
+        Raises: GalleryBusyError if the gallery does not exist now; GalleryWriteError.
         """
         with self._locked(_LOCK, fcntl.LOCK_SH):
             if current_generation(self._gallery) is None:
@@ -79,42 +80,39 @@ class PictureFolder:
             yield
 
     @contextlib.contextmanager
-    def receiving(self, other: "PictureFolder") -> Iterator[None]:
-        """The gallery of `other` is copied into this one: no picture of either goes until the block
-        ends. Raises: GalleryWriteError.
+    def copying_from(self, other: "UploadFolder") -> Iterator[None]:
+        """While the block copies the gallery of `other` into this one, no image of either is
+        removed. Raises: GalleryWriteError.
         """
-        with contextlib.ExitStack() as held:
-            held.enter_context(self._locked(_COPIED, fcntl.LOCK_SH))
+        with contextlib.ExitStack() as locks:
+            locks.enter_context(self._locked(_COPIED, fcntl.LOCK_SH))
             if other.root.is_dir():
-                with contextlib.suppress(GalleryWriteError):  # then nobody removes anything there
-                    held.enter_context(other._locked(_COPIED, fcntl.LOCK_SH))
+                with contextlib.suppress(GalleryWriteError):  # read-only, so nothing is removed
+                    locks.enter_context(other._locked(_COPIED, fcntl.LOCK_SH))
             yield
 
     @contextlib.contextmanager
-    def staying(self) -> Iterator[None]:
-        """No picture is removed until the block ends: what shows them is being copied.
-
-        Raises: GalleryWriteError.
-        """
+    def removal_paused(self) -> Iterator[None]:
+        """While the block copies the catalogue, no image is removed. Raises: GalleryWriteError."""
         with self._locked(_COPIED, fcntl.LOCK_SH):
             yield
 
     def files(self) -> Iterator[Path]:
-        """Every picture, and nothing that a write has not finished."""
+        """Every image, without unfinished writes."""
         for shard in _shards(self.root):
             yield from (shard / name for name in sorted(_contents(shard)))
 
     def write(self, sha256: str, data: bytes) -> None:
-        """Put a picture in place of one that is missing or damaged. Raises: GalleryWriteError."""
+        """Write an image if it is missing or damaged. Raises: GalleryWriteError."""
         with self._disk_errors_explained():
             try:
                 self.read(sha256)
             except KinlensError:
-                make_folder(self._path(sha256).parent, "picture")
-                write_whole(self._path(sha256), data, "picture")
+                make_folder(self._path(sha256).parent, "upload")
+                write_whole(self._path(sha256), data, "upload")
 
-    def take_in(self, root: Path) -> None:
-        """Link the pictures below `root`, a folder as this one; on another disk they are copied.
+    def import_from(self, root: Path) -> None:
+        """Hard-link the images of another upload folder `root`, or copy them from another disk.
 
         Raises: GalleryWriteError.
         """
@@ -122,76 +120,79 @@ class PictureFolder:
             for shard in _shards(root):
                 chosen = [name for name in _contents(shard) if not self.has(name)]
                 for name in chosen:
-                    make_folder(self.root / shard.name, "picture")
+                    make_folder(self.root / shard.name, "upload")
                     self._link(shard / name)
                 if chosen:
-                    sync(self.root / shard.name, "picture")
+                    sync(self.root / shard.name, "upload")
 
     def discard(self, sha256s: Iterable[str]) -> None:
-        """Remove those of these contents that no item of the gallery shows.
+        """Remove the given images that no item of the gallery uses.
 
-        What cannot go now, since the gallery is being copied or cannot be read, goes with `sweep`.
+        While the gallery is being copied or cannot be read nothing is removed; a later `sweep`
+        does it.
         """
-        known = {sha256 for sha256 in sha256s if self.has(sha256)}
-        if known:
-            self._clear(lambda: known)
+        stored = {sha256 for sha256 in sha256s if self.has(sha256)}
+        if stored:
+            self._clear(lambda: stored)
 
     def sweep(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Remove every picture that no item shows, and what interrupted writes left; it may stop
-        half way when `is_over`.
+        """Remove every image that no item uses, and leftovers of interrupted writes. It stops early
+        when `is_over` returns true.
         """
         for shard in _shards(self.root):
             if is_over() or not self._clear(partial(_swept, shard)):
                 return
 
     @contextlib.contextmanager
-    def deleted(self) -> Iterator[None]:
-        """Nothing is added until the block ends, in which the gallery is deleted.
+    def deleting(self) -> Iterator[None]:
+        """While the block deletes the gallery, no image is added.
 
-        Raises: GalleryBusyError if it is not there; GalleryWriteError.
+        Raises: GalleryBusyError if the gallery does not exist; GalleryWriteError.
         """
         with self._locked(_LOCK, fcntl.LOCK_EX):
             yield
 
     def _clear(self, list_contents: Callable[[], Collection[str]]) -> bool:
-        """Remove those of the contents that no item shows; False if that cannot be told now."""
+        """Remove the listed contents that no item uses; False if that cannot be determined now."""
         try:
             with (
                 self._locked(_LOCK, fcntl.LOCK_EX),
                 self._locked(_COPIED, fcntl.LOCK_EX | fcntl.LOCK_NB),
             ):
                 contents = sorted(list_contents())
-                for sha256 in set(contents) - contents_held(self._gallery, contents):
+                for sha256 in set(contents) - stored_contents(self._gallery, contents):
                     self._path(sha256).unlink(missing_ok=True)
         except BlockingIOError:
             return False
         except (KinlensError, OSError) as error:
-            _warn_of_what_stays(self._gallery.name, error)
+            _warn_not_removed(self._gallery.name, error)
             return False
         return True
 
     def _write(self, path: Path, data: bytes) -> None:
-        make_folder(path.parent, "picture")
+        make_folder(path.parent, "upload")
         if path.is_file():
-            sync(path.parent, "picture")  # another thread may be about to
+            sync(path.parent, "upload")  # the thread that wrote it may not have synced it yet
         else:
-            write_whole(path, data, "picture")
+            write_whole(path, data, "upload")
 
     def _link(self, file: Path) -> None:
         try:
             os.link(file, self._path(file.name))
         except FileExistsError:
             pass
-        except OSError:  # of another disk, or of one without links
-            write_whole(self._path(file.name), file.read_bytes(), "picture")
+        except OSError:  # another disk, or a file system without links
+            write_whole(self._path(file.name), file.read_bytes(), "upload")
 
     @contextlib.contextmanager
     def _locked(self, name: str, kind: int) -> Iterator[None]:
-        """Raises: BlockingIOError if it is not to wait."""
+        """Hold a file lock of this `kind`. Raises: BlockingIOError if LOCK_NB is set and it is
+        taken.
+        """
         with self._disk_errors_explained():
             if not self.root.is_dir():
                 self.root.mkdir(exist_ok=True)
-                sync(self._gallery, "picture")
+                sync(self._gallery, "upload")
             descriptor = os.open(self.root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, kind)
@@ -207,14 +208,14 @@ class PictureFolder:
             if not self._gallery.is_dir():
                 raise self._absence() from error
             raise GalleryWriteError(
-                f"The pictures in {self.root} cannot be changed: {error.strerror or error}. Check "
+                f"The images in {self.root} cannot be changed: {error.strerror or error}. Check "
                 "the free space, the permissions of that folder and the limit of open files "
                 "(`ulimit -n`)."
             ) from error
 
     def _absence(self) -> GalleryBusyError:
         return GalleryBusyError(
-            f"The gallery {self._gallery.name} is not there at this moment; nothing was stored. "
+            f"The gallery {self._gallery.name} does not exist at the moment; nothing was stored. "
             "Try again in a second."
         )
 
@@ -228,12 +229,12 @@ def _name(sha256: str) -> str:
 
 
 def _shards(root: Path) -> list[Path]:
-    """The folders of a folder of pictures; none if it is not there."""
+    """The subfolders of an upload folder; empty if it does not exist."""
     return sorted(path for path in root.glob("?" * _SHARD) if path.is_dir())
 
 
 def _swept(shard: Path) -> list[str]:
-    """The contents of a folder that nobody writes into; half-written ones go."""
+    """The contents of a subfolder that is not being written to; removes unfinished writes."""
     for stage in shard.glob(f"{_STAGE}*"):
         stage.unlink(missing_ok=True)
     return _contents(shard)
@@ -246,28 +247,29 @@ def _contents(shard: Path) -> list[str]:
 def _intact(sha256: str, data: bytes) -> bytes:
     if hashlib.sha256(data).hexdigest() != sha256:
         raise GalleryCorruptError(
-            f"The picture {sha256} is damaged. Put its items again with their image."
+            f"The image {sha256} is damaged. Put its items again with their image."
         )
     return data
 
 
 def _missing() -> ItemNotFoundError:
     return ItemNotFoundError(
-        "The picture of this item is not kept here; it was stored as a vector, or the item is "
-        "gone. Put the item again with its image."
+        "The image of this item is not stored here: the item was added as a vector or has been "
+        "removed. Put the item again with its image."
     )
 
 
-def _warn_of_what_stays(place: str, error: Exception) -> None:
+def _warn_not_removed(location: str, error: Exception) -> None:
     structlog.get_logger().warning(
-        "pictures stay for now", place=place, error=type(error).__name__, detail=str(error)
+        "images not removed", location=location, error=type(error).__name__, detail=str(error)
     )
 
 
 class Sweeper:
-    """Looks once an hour for pictures that no item shows: of writes that were cut short, and of
-    items that were removed without the service; and does what else is to `tidy`. It has a thread of
-    its own, in one process of all that share the folder `state`.
+    """Removes once an hour the images that no item uses, then calls each of `tidy`.
+
+    Such images remain after interrupted writes, and after items are removed without the service.
+    Of all processes that share the folder `state` one sweeps, in its own thread.
     """
 
     def __init__(
@@ -282,11 +284,11 @@ class Sweeper:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Begin with a sweep as soon as no other process does them."""
+        """Start to sweep as soon as no other process does."""
         threading.Thread(target=self._run, name="sweep", daemon=True).start()
 
     def stop(self) -> None:
-        """End after the folder that is being looked at; a disk that hangs is left."""
+        """Stop after the current folder, without waiting for a disk that hangs."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -296,30 +298,31 @@ class Sweeper:
                 with exclusive(self._state / ".sweep.lock", wait=True):
                     self._sweep_every_hour()
             except OSError as error:
-                _warn_of_what_stays(self._state.name, error)
+                _warn_not_removed(self._state.name, error)
                 self._stopped.wait(_SWEEP_S)
 
     def _sweep_every_hour(self) -> None:
         while not self._stopped.is_set():
             for gallery in self._list_galleries():
-                PictureFolder(gallery).sweep(self._stopped.is_set)
+                UploadFolder(gallery).sweep(self._stopped.is_set)
             for tidy in self._tidy:
                 try:
                     tidy()
-                except KinlensError as error:  # the next sweep finds it again
+                except KinlensError as error:  # the next sweep tries again
                     structlog.get_logger().warning(
                         "tidying failed", error=type(error).__name__, detail=str(error)
                     )
             self._stopped.wait(_SWEEP_S)
 
 
-class SharedPictures:
-    """Uploaded pictures of a gallery on Milvus: files ADDRESS/<ab>/<sha256>, in a folder or
-    anywhere that fsspec reaches, which any number of services change without a lock among them.
-    Each request for a file blocks for at most `limit_s`. Thread safe.
+class SharedUploads:
+    """Uploaded images of a gallery on Milvus: files ADDRESS/<ab>/<sha256> in any file system of
+    fsspec. Any number of services change them without a shared lock. Each file operation blocks
+    for at most `limit_s`. Thread safe.
 
-    Who removes a picture asks once more afterwards and puts it back if it is shown by then; who
-    puts an item looks once more for its picture. Of two that do so at once, the later one notices.
+    A service that removes an image checks afterwards whether an item uses it, and then restores it.
+    A service that puts an item checks afterwards whether its image still exists. If both happen at
+    once, the later one notices.
     """
 
     def __init__(self, address: str, limit_s: float) -> None:
@@ -327,7 +330,7 @@ class SharedPictures:
         self._address = address
         self._limit_s = limit_s
         self._files = _files_at(address)
-        self._threads = DaemonThreads("picture files", _AT_ONCE)
+        self._threads = DaemonThreads("upload files", _AT_ONCE)
 
     def read(self, sha256: str) -> bytes:
         """The content with this sha256.
@@ -340,8 +343,9 @@ class SharedPictures:
             raise _missing() from error
 
     @contextlib.contextmanager
-    def keeping(self, contents: Mapping[str, bytes]) -> Iterator[None]:
-        """Keep these, by sha256, before and after the block that names them in the catalogue.
+    def storing(self, contents: Mapping[str, bytes]) -> Iterator[None]:
+        """Store these images by sha256, and check them again after the block, which adds the items
+        to the catalogue.
 
         Raises: GalleryWriteError, EngineUnavailableError.
         """
@@ -349,24 +353,26 @@ class SharedPictures:
         yield
         self._complete(contents)
 
-    def discard(self, sha256s: Iterable[str], held: Callable[[list[str]], Collection[str]]) -> None:
-        """Remove those of these contents that no item shows; `held` says which ones some item has
-        now. What cannot go now stays.
+    def discard(
+        self, sha256s: Iterable[str], in_use: Callable[[list[str]], Collection[str]]
+    ) -> None:
+        """Remove the given images that no item uses; `in_use` returns those that some item uses
+        now. If a removal fails, the remaining images are kept.
         """
         try:
             contents = list(set(sha256s))
-            for sha256 in set(contents) - set(held(contents)):
+            for sha256 in set(contents) - set(in_use(contents)):
                 with contextlib.suppress(ItemNotFoundError, FileNotFoundError):
                     data = self.read(sha256)
                     self._call("removed", self._files.remove, sha256)
-                    if held([sha256]):
+                    if in_use([sha256]):
                         self._write(sha256, data)
         except KinlensError as error:
-            _warn_of_what_stays(self._address, error)
+            _warn_not_removed(self._address, error)
 
     def _complete(self, contents: Mapping[str, bytes]) -> None:
         for sha256, data in contents.items():
-            if not self._call("looked at", self._files.has, sha256):
+            if not self._call("looked up", self._files.has, sha256):
                 self._write(sha256, data)
 
     def _write(self, sha256: str, data: bytes) -> None:
@@ -376,7 +382,7 @@ class SharedPictures:
             raise GalleryWriteError(str(error)) from error
 
     def _call(self, what: str, work: Callable[P, T], *given: P.args, **options: P.kwargs) -> T:
-        """In a thread of its own, since not every client of a store gives up by itself."""
+        """Run `work` in another thread, since not every store client has a timeout of its own."""
         call = self._threads.submit(lambda: work(*given, **options))
         try:
             return call.result(self._limit_s)
@@ -388,18 +394,18 @@ class SharedPictures:
                 what, f"that took longer than {self._limit_s:g} s, which is the limit"
             ) from None
         except Exception as error:
-            # Each client of a store has errors of its own.
+            # Each store client raises its own kinds of errors.
             raise self._failure(what, f"{type(error).__name__}: {error}") from error
 
     def _failure(self, what: str, reason: str) -> EngineUnavailableError:
         return EngineUnavailableError(
-            f"A picture at {self._address} cannot be {what}: {reason:.500}. Check that the address "
+            f"An image at {self._address} cannot be {what}: {reason:.500}. Check that the address "
             "is right, and that this service may read and write there."
         )
 
 
 class _Store:
-    """Files by sha256 in a file system of fsspec; what is read or removed may be missing."""
+    """Files by sha256 in a file system of fsspec; `read` and `remove` raise FileNotFoundError."""
 
     def __init__(self, files: Any, root: str) -> None:
         self._files = files
@@ -414,9 +420,9 @@ class _Store:
     def write(self, sha256: str, data: bytes) -> None:
         path = f"{self._root}/{_name(sha256)}"
         if "file" in self._files.protocol:
-            # An object store writes in one step, but fsspec writes a local file in place.
-            make_folder(Path(path).parent, "picture")
-            write_whole(Path(path), data, "picture")
+            # An object store writes atomically, but fsspec writes a local file in place.
+            make_folder(Path(path).parent, "upload")
+            write_whole(Path(path), data, "upload")
         else:
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(path, data)
@@ -429,11 +435,11 @@ def _files_at(address: str) -> _Store:
     try:
         import fsspec
 
-        # Listings of others would hide what they write meanwhile.
+        # A cached listing would hide what other services have written since.
         files, root = fsspec.url_to_fs(address, use_listings_cache=False)
     except (ImportError, ValueError) as error:
         raise EngineUnavailableError(
-            f"Pictures at {address} cannot be reached: {error}. Check the address, and install "
-            "what it needs: pip install 'kinlens[milvus]', and a package such as s3fs for s3://."
+            f"Images at {address} cannot be reached: {error}. Check the address, and install what "
+            "it needs: pip install 'kinlens[milvus]', and a package such as s3fs for s3://."
         ) from error
     return _Store(files, str(root))

@@ -1,0 +1,141 @@
+"""A hook of mkdocs (mkdocs.yml): reference pages from the code, links out of docs/, formulas.
+
+The pages are generated in each build, so they cannot be out of date: HTTP routes from the OpenAPI
+document, command lines from the Typer apps, the Python package from its docstrings, the list of
+decisions from the titles of their pages.
+"""
+
+import posixpath
+import re
+import sys
+import tempfile
+from html import unescape
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the code of this checkout
+ICON = ROOT / "service/ui/shared/icon.svg"
+COMMANDS = {"kinlens-train": "training", "kinlens-index": "indexer", "kinlens-serve": "service"}
+PYTHON = {
+    "kinlens": ("load_bundle", "open_gallery"),
+    "kinlens.client": ("Client", "AsyncClient"),
+    "kinlens.calls": ("NewItem", "Query", "SearchOptions", "ImageSearchOptions"),
+    "kinlens.errors": (),
+    "kinlens.models": (),
+}
+TIDY = {
+    r"^\*\*Commands\*\*:\n\n(\* .*\n)+": "",  # truncated here, complete in the headings below
+    r"^\* `--(install-completion|show-completion|help)`: .*\n": "",
+    r"^\*\*Options\*\*:\n\n(?!\*)": "",
+    r"^(?:(Examples?:) )?(kinlens-.+)$": r"\1\n\n    \2\n",  # a command in a help text
+    r"^(    kinlens-.+)\n+(?=    kinlens-)": r"\1\n",
+    r" {2,}(?=--)": " ",
+}
+"""Replacements in what Typer's generator writes."""
+LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
+NUMBERED = re.compile(r"\[(\d+)\](?= \[)")
+FORMULA = re.compile(r'<(div|span) class="arithmatex">\s*\\[\[(](.*?)\\[\])]\s*</\1>', re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    pages = {
+        "reference/http.md": http_page(),
+        "reference/commands.md": commands_page(),
+        "reference/python.md": python_page(),
+        "decisions/index.md": decisions_page(),
+    }
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    files.append(File.generated(config, "assets/icon.svg", abs_src_path=str(ICON)))
+    return files
+
+
+def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links to files outside docs/ at the repository, and links to folders at their index."""
+    folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
+
+    def moved(match: re.Match[str]) -> str:
+        opening, link, anchor = match[1], match[2], match[3] or ""
+        target = posixpath.normpath(posixpath.join(folder, link))
+        is_folder = (ROOT / target).is_dir()
+        if is_folder and files.get_file_from_path(f"{target.removeprefix('docs/')}/index.md"):
+            return f"{opening}{link.rstrip('/')}/index.md{anchor}"
+        is_page = target.startswith("docs/") and not is_folder
+        if ":" in link or is_page or not (ROOT / target).exists():
+            return match[0]  # mkdocs reports a broken link
+        kind = "tree" if is_folder else "blob"
+        return f"{opening}{config.repo_url}/{kind}/main/{target}{anchor}"
+
+    # Python-Markdown would read "[1] [title](address)" as one link.
+    return LINK.sub(moved, NUMBERED.sub(r"\[\1\]", text))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Write formulas as MathML, which browsers show without a script."""
+
+    def mathml(match: re.Match[str]) -> str:
+        return convert(unescape(match[2]), display="block" if match[1] == "div" else "inline")
+
+    return FORMULA.sub(mathml, html)
+
+
+def http_page() -> str:
+    """The sections of the service's page /docs, with headings for the table of contents."""
+    from kinlens.embedder.fake import FakeEmbedder
+    from kinlens.service.app import create_app
+    from kinlens.service.http.docs_page import render_docs
+    from kinlens.service.settings import Settings
+
+    with tempfile.TemporaryDirectory() as state:
+        html = render_docs(create_app(Settings(state=Path(state)), FakeEmbedder(), {}).openapi())
+    found = re.findall(r'<section id="(.+?)"><h2>(.+?)</h2>(.*?)</section>', html, re.DOTALL)
+    text = "# HTTP routes\n\nEvery route with its parameters and answers, as a service shows them "
+    text += "at `/docs`. [HTTP API](../api.md) explains them.\n"
+    for anchor, title, body in found:
+        route, _, summary = title.partition("</code>")
+        route = unescape(re.sub("<.+?>", "", route))
+        body = re.sub(r'<div class="wide".*?>|</div>', "", body)
+        text += f"\n## `{route}` {{ #{anchor} }}\n\n<p>{summary.strip()}</p>\n{body}\n"
+    return text
+
+
+def commands_page() -> str:
+    import typer
+    from typer.cli import get_docs_for_click
+
+    text = "# Command lines\n\nThe help of every command, as `--help` prints it.\n"
+    for name, package in COMMANDS.items():
+        command = typer.main.get_command(import_module(f"kinlens.{package}.__main__").app)
+        context: Any = typer.Context(command)
+        page = get_docs_for_click(obj=command, ctx=context, name=name, indent=1)
+        for pattern, better in TIDY.items():
+            page = re.sub(pattern, better, page, flags=re.MULTILINE)
+        text += f"\n{page}"
+    return text
+
+
+def python_page() -> str:
+    text = (
+        "# Python package\n\nFrom the docstrings; [the Python client](../client.md) has examples."
+    )
+    text += " `Client` has every method of `AsyncClient`, without `await`.\n"
+    for module, names in PYTHON.items():
+        text += f"\n## `{module}`\n"
+        for name in [f"{module}.{name}" for name in names] or [module]:
+            text += f"\n::: {name}\n"
+    return text
+
+
+def decisions_page() -> str:
+    text = "# Decisions\n\nChoices that others would make differently, one page each.\n\n"
+    for path in sorted((ROOT / "docs/decisions").glob("0*.md")):
+        title = path.read_text("utf-8").partition("\n")[0].lstrip("# ")
+        text += f"- [{title}]({path.name})\n"
+    return text

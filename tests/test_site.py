@@ -1,0 +1,75 @@
+"""The documentation site builds without a warning, and its pages load nothing from another host."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.own_process import ROOT
+
+NEEDS = ("latex2mathml", "material", "mkdocs", "mkdocstrings")
+MISSING = [name for name in NEEDS if find_spec(name) is None]
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"needs {', '.join(MISSING)}: pip install 'kinlens[docs]'"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as `make docs` does: a broken link, or a page that no part of the site has, fails."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def text_of(site: Path, page: str) -> str:
+    return (site / page).read_text("utf-8")
+
+
+def test_every_document_is_a_page(site: Path) -> None:
+    for path in (ROOT / "docs").rglob("*.md"):
+        page = path.relative_to(ROOT / "docs").with_suffix(".html")
+        assert (site / page).is_file(), page
+
+
+def test_the_reference_has_every_route_command_and_method(site: Path) -> None:
+    routes = text_of(site, "reference/http.html")
+    for words in ('id="post-search"', "min_probability", "unknown-gallery"):
+        assert words in routes, words
+    commands = text_of(site, "reference/commands.html")
+    for words in ("kinlens-train adapt", "kinlens-index golden run", "kinlens-serve keys create"):
+        assert f"<code>{words}</code>" in commands, words
+    python = text_of(site, "reference/python.html")
+    for name in ("kinlens.load_bundle", "kinlens.client.AsyncClient.put_many"):
+        assert f'id="{name}"' in python, name
+
+
+def test_links_to_files_outside_the_documents_lead_to_the_repository(site: Path) -> None:
+    methods = text_of(site, "methods.html")
+    assert "https://github.com/kinlens/kinlens/blob/main/training/losses/" in methods
+    assert 'href="../training' not in methods
+
+
+def test_formulas_are_shown_without_a_script(site: Path) -> None:
+    methods = text_of(site, "methods.html")
+    assert methods.count("<math ") > 30
+    assert "arithmatex" not in methods
+
+
+def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 50
+    for page in pages:
+        text = page.read_text("utf-8")
+        loaded = re.findall(r'<(?:script|img|iframe)[^>]* src="?([^"\s>]+)', text)
+        loaded += re.findall(r'<link[^>]* href="?([^"\s>]+)"? rel="?(?:stylesheet|icon)', text)
+        loaded += re.findall(r'<link[^>]* rel="?(?:stylesheet|icon)"? href="?([^"\s>]+)', text)
+        assert loaded
+        assert [address for address in loaded if "//" in address] == [], page

@@ -24,7 +24,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
-from harness import BIN, heading, kinlens, options, photographs, row, verdict
+from harness import BIN, heading, kinlens, options, sample_images, row, verdict
 from search import small_bundle
 
 from kinlens.embedder.bundle import Bundle
@@ -42,7 +42,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         bundle = small_bundle(folder, asked.backbone)
-        files = sorted(photographs(folder / "photographs", FILES).iterdir())
+        files = sorted(sample_images(folder / "photographs", FILES).iterdir())
         lines = (f"k{n},{file.name}" for n, file in enumerate(islice(cycle(files), asked.images)))
         listed = folder / "photographs" / "list.csv"
         listed.write_text("\n".join(["key,path", *lines]) + "\n")

@@ -42,7 +42,7 @@ import numpy as np
 import onnxruntime as ort
 from clustered import clustered_batches, clustered_later, clustered_queries
 from harness import (
-    beside,
+    in_other_process,
     columns,
     fresh,
     in_turns,
@@ -50,7 +50,7 @@ from harness import (
     made_gallery,
     memory_mb,
     options,
-    photographs,
+    sample_images,
     ratio,
     timed_ms,
 )
@@ -464,7 +464,7 @@ def compacted(
         row = random.randrange(len(queries))
         return timed_ms(lambda: gallery.search(queries[row : row + 1], K))
 
-    with beside() as pool:
+    with in_other_process() as pool:
         pool.submit(memory_mb).result()  # it has imported everything
         before = [search() for _ in range(1_000)]
         compacting = pool.submit(compact, setting)
@@ -490,7 +490,7 @@ def built_of_images(folder: Path, images: int, rounds: int) -> Figures:
     """Images/s of a build beside a bare loop, in turn: ResNet-50 with random weights, 224 px."""
     if importlib.util.find_spec("torch") is None:
         return {"build": "left out: no torch, so no bundle can be made"}
-    source = folder_source(photographs(folder / "photographs", images))
+    source = folder_source(sample_images(folder / "photographs", images))
     kinlens("train", "export", "--backbone", "resnet50", "--weights", "none", "--out", folder / "b")
     bundle = Bundle.open(folder / "b")
     embedder = OnnxEmbedder.open(bundle)

@@ -22,7 +22,7 @@ from harness import (
     heading,
     made_gallery,
     options,
-    photographs,
+    sample_images,
     random_units,
     ratio,
     row,
@@ -47,7 +47,7 @@ def main() -> None:
     asked = options(__doc__, rounds=8, queries=60)
     embedder = FakeEmbedder(dim=DIM, delay_s=DELAY_S)
     with tempfile.TemporaryDirectory() as name:
-        images = photographs(Path(name, "images"), FILES, is_drawn=True)
+        images = sample_images(Path(name, "images"), FILES, is_drawn=True)
         files = [path.read_bytes() for path in sorted(images.iterdir())]
         batches = lambda: random_units(ITEMS, DIM)
         made = made_gallery(Path(name, "g"), batches, ITEMS, DIM, bundle_id=embedder.bundle_id)
@@ -80,23 +80,23 @@ def measure(url: str, files: list[bytes], rounds: int) -> None:
         image = files[number % FILES] + b"%d" % number
         return timed_ms(lambda: client.post("/search", files={"image": image}).raise_for_status())
 
-    beside: list[list[float]] = []
+    during: list[list[float]] = []
     alone: list[list[float]] = []
     with client, ThreadPoolExecutor(1) as pool:
         for _ in range(20):  # warm
             search_ms()
         for _ in range(rounds):
             run = pool.submit(httpx.post, f"{url}/galleries/g/golden/run", timeout=120)
-            beside.append([])
+            during.append([])
             while not run.done():
-                beside[-1].append(search_ms())
+                during[-1].append(search_ms())
             run.result().raise_for_status()
-            alone.append([search_ms() for _ in beside[-1]])
+            alone.append([search_ms() for _ in during[-1]])
     heading("one client, two search threads, 20 ms an image", "p50, ms", "p95, ms")
-    for name, sides in (("searches alone", alone), ("beside a run of the golden set", beside)):
+    for name, sides in (("searches alone", alone), ("beside a run of the golden set", during)):
         times = [*chain.from_iterable(sides)]
         row(name, statistics.median(times), statistics.quantiles(times, n=20)[-1])
-    medians = [[*map(statistics.median, sides)] for sides in (beside, alone)]
+    medians = [[*map(statistics.median, sides)] for sides in (during, alone)]
     verdict("median ratio of the rounds", ratio(*medians), 1.25, at_most=True)
 
 

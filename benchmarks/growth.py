@@ -252,21 +252,21 @@ def caught_up(path: Path, n: int, dim: int, adds: int) -> Figures:
         searching = Searching(gallery, queries)
         searching.start()
         elapsed, trained_on = fresh(compacted, path)
-        beside = searching.stop()
+        during = searching.stop()
         until = time.monotonic() + 60
         while gallery.facts().delta and time.monotonic() < until:
             gallery.search(queries[:1], 10)
             time.sleep(0.1)
         verdict(f"compaction after {adds:,} adds, s", elapsed, 60, at_most=True)
-        ratio = statistics.median(beside) / statistics.median(quiet)
+        ratio = statistics.median(during) / statistics.median(quiet)
         verdict("p50 during the compaction, times that of before", ratio, 2, at_most=True)
         return {
             "adds a second in batches of 1,000": adds / added,
             "compaction, s": elapsed,
             "items when the index was trained": trained_on,
             "p50 before it, ms": statistics.median(quiet),
-            "p50 during it, ms": statistics.median(beside),
-            "longest search during it, ms": max(beside),
+            "p50 during it, ms": statistics.median(during),
+            "longest search during it, ms": max(during),
             "recall@10 after it": recall(gallery, queries),
         }
 

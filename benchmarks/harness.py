@@ -144,11 +144,11 @@ def timed_ms(work: Callable[[], object]) -> float:
 
 def fresh(part: Callable[..., T], *arguments: object) -> T:
     """What a function of the benchmark returns in a process that has done nothing but import it."""
-    with beside() as pool:
+    with in_other_process() as pool:
         return pool.submit(part, *arguments).result()
 
 
-def beside() -> ProcessPoolExecutor:
+def in_other_process() -> ProcessPoolExecutor:
     """One process beside this one, started anew and not forked."""
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
@@ -250,7 +250,7 @@ def shared_folder() -> Path | None:
     return root if (root / "data").is_dir() else None
 
 
-def photographs(folder: Path, count: int, is_drawn: bool = False) -> Path:
+def sample_images(folder: Path, count: int, is_drawn: bool = False) -> Path:
     """`folder` with JPEG files: photographs of groceries if this machine has them, else drawn.
 
     Drawn: smooth noise of 400 x 300 px, about 8 KB.

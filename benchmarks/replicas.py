@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import heading, load, options, photographs, row, serving, skip
+from harness import heading, load, options, sample_images, row, serving, skip
 from load import Connection, Load
 from search import IMAGES, gallery, small_bundle
 
@@ -38,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as running:
         folder = Path(name)
         images, bundle = (
-            photographs(folder / "images", IMAGES),
+            sample_images(folder / "images", IMAGES),
             small_bundle(folder, "mobilenet_v2"),
         )
         made = gallery(folder / "gallery", bundle, ITEMS)

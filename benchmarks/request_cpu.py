@@ -30,7 +30,7 @@ from harness import (
     load,
     made_gallery,
     options,
-    photographs,
+    sample_images,
     random_units,
     started,
     verdict,
@@ -56,7 +56,7 @@ def main() -> None:
     trees = [HERE.parents[1], *(Path(tree).resolve() for tree in asked.against)]
     found: dict[Path, list[float]] = {tree: [] for tree in trees}
     with tempfile.TemporaryDirectory() as name:
-        images = photographs(Path(name, "images"), FILES, is_drawn=True)
+        images = sample_images(Path(name, "images"), FILES, is_drawn=True)
         bundle_id = FakeEmbedder(dim=DIM).bundle_id
         batches = lambda: random_units(ITEMS, DIM)
         made = made_gallery(Path(name, "g"), batches, ITEMS, DIM, bundle_id=bundle_id)

@@ -42,7 +42,7 @@ from harness import (
     load,
     made_gallery,
     options,
-    photographs,
+    sample_images,
     random_units,
     row,
     serving,
@@ -154,7 +154,7 @@ def cache(seconds: float, loads: list[float]) -> None:
         skip("needs two cores and taskset")
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as running:
         folder = Path(name)
-        images = photographs(folder / "images", IMAGES)
+        images = sample_images(folder / "images", IMAGES)
         bundle = small_bundle(folder, "mobilenet_v2")
         made = gallery(folder / "gallery", bundle, ITEMS)
         files = [path.read_bytes() for path in sorted(images.glob("*.jpg"))]

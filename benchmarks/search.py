@@ -50,7 +50,7 @@ from harness import (
     load,
     made_gallery,
     options,
-    photographs,
+    sample_images,
     row,
     serving,
     shared_folder,
@@ -79,7 +79,7 @@ def main() -> None:
         seconds=6.0, rounds=5, connections=[1, 4, 16, 64],
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
-        images = photographs(Path(name, "images"), IMAGES)
+        images = sample_images(Path(name, "images"), IMAGES)
         for backbone in asked.backbone:
             one_network(asked, backbone, Path(name, backbone), images)
 

@@ -60,7 +60,7 @@ Scores = dict[str, dict[str, float]]
 class Quiet:
     """A listener to whom nothing needs to be said."""
 
-    def said(self, sentence: str) -> None: ...
+    def note(self, sentence: str) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
     def step_done(self, parts: dict[str, float]) -> None: ...
     def epoch_done(self, row: dict[str, float]) -> None: ...
@@ -80,20 +80,20 @@ def main() -> None:
 def shop(seed: int, folder: Path, overrides: Sequence[str] = ()) -> dict[str, Scores]:
     """Recall of the three ways after each round, by way and round; `folder` is made anew."""
     shutil.rmtree(folder, ignore_errors=True)
-    fresh = photographs(seed, range(FRESH))
+    fresh = sample_images(seed, range(FRESH))
     first = train(job(seed, folder, overrides), folder / "before")
     before = recall(first, folder, fresh)
     scores: dict[str, Scores] = {}
     for arm, settings in ARMS.items():
-        run, told = first, list[str]()
+        run, feedback = first, list[str]()
         scores[arm] = {ROUNDS[0]: before}
         for number, name in enumerate(ROUNDS[1:], start=1):
             views = range(FRESH + (number - 1) * ASKED, FRESH + number * ASKED)
             if settings["feedback"]:
-                place = folder / f"told-{arm}-{number}"
-                listen(run, folder, photographs(seed, views), place, (seed, number))
-                told.append(str(place))
-            more = job(seed, folder, overrides, run, told, settings.get("confused"))
+                feedback_folder = folder / f"told-{arm}-{number}"
+                listen(run, folder, sample_images(seed, views), feedback_folder, (seed, number))
+                feedback.append(str(feedback_folder))
+            more = job(seed, folder, overrides, run, feedback, settings.get("confused"))
             run = train(more, folder / f"{arm}-{number}")
             scores[arm][name] = recall(run, folder, fresh)
             print(f"  {before} -> {scores[arm][name]}", flush=True)
@@ -105,7 +105,7 @@ def job(
     folder: Path,
     overrides: Sequence[str] = (),
     after: Path | None = None,
-    told: Sequence[str] = (),
+    feedback: Sequence[str] = (),
     confused: float | None = None,
 ) -> Job:
     """The first training, or one that goes on after a run, with the feedback of these folders."""
@@ -117,7 +117,7 @@ def job(
         "data": {
             "kind": "rendered", "root": str(folder / "products"), "products": PRODUCTS,
             "views": VIEWS, "size_px": SIZE_PX, "seed": seed, "train_fraction": 2 / 3,
-            "split_seed": seed, "feedback": list(told),
+            "split_seed": seed, "feedback": list(feedback),
         },
         "model": {
             "backbone": "timm:test_resnet", "dim": 64,
@@ -167,19 +167,19 @@ def listen(
     run: Path,
     folder: Path,
     asked: list[tuple[int, bytes]],
-    place: Path,
+    feedback_folder: Path,
     seed: tuple[int, int],
 ) -> None:
     """Write what customers say of the answers of a model, in the format of the service."""
     labels, paths, order = answers(run, folder, [data for _, data in asked])
-    (place / "pictures").mkdir(parents=True)
+    (feedback_folder / "pictures").mkdir(parents=True)
     rng = np.random.default_rng(seed)
-    with (place / "pairs.csv").open("w", newline="", encoding="utf-8") as stream:
+    with (feedback_folder / "pairs.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(("query", "query_key", "item", "action"))
         for (product, data), ranking in zip(asked, order, strict=True):
             query = f"pictures/{hashlib.sha256(data).hexdigest()}.jpg"
-            (place / query).write_bytes(data)
+            (feedback_folder / query).write_bytes(data)
             right = [i for i in ranking[:10] if labels[i] == product]
             wrong = [i for i in ranking[:10] if labels[i] != product]
             if right and rng.random() < 0.9:
@@ -225,7 +225,7 @@ def answers(
     return np.array([number_of(path) for path in paths]), paths, order
 
 
-def photographs(seed: int, views: range) -> list[tuple[int, bytes]]:
+def sample_images(seed: int, views: range) -> list[tuple[int, bytes]]:
     """What customers photograph: (product, JPEG) of each view of each product of a shop."""
     assert class_name(0, seed).startswith("p000")
     return [
@@ -265,12 +265,12 @@ def table(found: list[dict[str, Scores]]) -> Iterator[list[str]]:
                 alone = [scores["alone"][name][part] for scores in found]
                 cells += [
                     f"{statistics.mean(values):.1f}",
-                    "" if arm == "alone" else beside(values, alone),
+                    "" if arm == "alone" else paired_difference(values, alone),
                 ]
             yield cells
 
 
-def beside(values: list[float], others: list[float]) -> str:
+def paired_difference(values: list[float], others: list[float]) -> str:
     """The mean paired difference with its 95 % interval."""
     differences = [a - b for a, b in zip(values, others, strict=True)]
     mean = statistics.mean(differences)

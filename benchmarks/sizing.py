@@ -12,7 +12,7 @@ by the difference of their search threads.
 import tempfile
 from pathlib import Path
 
-from harness import heading, load, options, photographs, row, serving
+from harness import heading, load, options, sample_images, row, serving
 from search import IMAGES, gallery, small_bundle
 
 ITEMS, CONNECTIONS = 10_000, 16
@@ -26,7 +26,7 @@ FORMS = {
 def main() -> None:
     asked = options(__doc__, backbones=["mobilenet_v2", "resnet50"], seconds=8.0)
     with tempfile.TemporaryDirectory() as name:
-        images = photographs(Path(name) / "images", IMAGES)
+        images = sample_images(Path(name) / "images", IMAGES)
         tables = [measured(Path(name) / trunk, trunk, images, asked.seconds)
                   for trunk in asked.backbones]  # fmt: skip
     heading("trunk", "form", "searches/s", "own MB", "MB a search thread")

@@ -245,15 +245,15 @@ def make_views(shared: Path, folder: Path, classes: int) -> None:
     train, test = (
         part.of_classes(np.arange(min(classes, part.classes))) for part in (split.train, split.test)
     )
-    photographs = shared / "data/grocery-store"
-    records = [r for r in read_folder(photographs) if "iconic" not in r.path]
+    photos = shared / "data/grocery-store"
+    records = [r for r in read_folder(photos) if "iconic" not in r.path]
     names = sorted({Path(record.label).name for record in records})[:classes]
     numbers = {name: number for number, name in enumerate(names)}
     records = [r for r in records if Path(r.label).name in numbers]
     files = {
         "train": [train.root / path for path in train.paths],
         "test": [test.root / path for path in test.paths],
-        "groceries": [photographs / record.path for record in records],
+        "groceries": [photos / record.path for record in records],
     }
     labels = {
         "train": train.labels,

@@ -32,7 +32,7 @@ from demo_steps import (
     kinlens,
     read_list,
     require_free,
-    say,
+    show,
     search,
     served,
     write_list,
@@ -76,21 +76,21 @@ def main() -> int:
         with served(port, *places, "--state", str(WORK / "state")) as server:
             passed = ask(f"http://127.0.0.1:{port}", queries, options.images is None)
             if queries[0].product is not None:
-                say(verdict())
-            say(f"The whole road took {time.monotonic() - started:.0f} s.")
+                show(verdict())
+            show(f"The whole road took {time.monotonic() - started:.0f} s.")
             if queries[0].key is not None and queries[0].product is not None:
                 settings = [f"data.root={options.images}"]
                 settings += [f"model.weights={options.weights}"] if options.weights else []
                 words = " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
-                say("The whole network gains more, in ten minutes up to 1,200 photographs:")
+                show("The whole network gains more, in ten minutes up to 1,200 photographs:")
                 print(f"  kinlens-train fit shop {words} --out runs/shop")
             if not options.check:
                 keep_open(server, port)
     except DemoError as error:
-        say(f"error: {error}")
+        show(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        say("Stopped before the end.")
+        show("Stopped before the end.")
         return 130
     return 0 if passed else 1
 
@@ -121,7 +121,7 @@ def own_images(images: Path, bundle: Path | None, weights: str | None) -> tuple[
         unseen = read_list(run / "test.csv")
     elif bundle is None:
         found = f"only {len(classes)}" if classes else "no"
-        say(
+        show(
             f"{images} has {found} sub-folders with 2 images or more. A training needs "
             f"{MIN_CLASSES}, so a pretrained network is used without one."
         )
@@ -160,9 +160,9 @@ def export(bundle: Path, *source: str) -> None:
         former = bundle.with_name(f"{bundle.name}-before")
         shutil.rmtree(former, ignore_errors=True)
         bundle.rename(former)
-        say(f"The bundle of the demo before is now {former}.")
+        show(f"The bundle of the demo before is now {former}.")
     made.rename(bundle)
-    say(f"The bundle of this demo is {bundle}.")
+    show(f"The bundle of this demo is {bundle}.")
 
 
 def build(bundle: Path, images: Path, *source: str) -> None:
@@ -178,7 +178,7 @@ def ask(url: str, queries: list[Query], rendered: bool) -> bool:
     """Send queries over HTTP, print recall@1 and one answer; False if too few were right."""
     step = max(len(queries) // MAX_QUERIES, 1)
     asked = queries[::step]
-    say(f"{len(asked)} queries over HTTP ...")
+    show(f"{len(asked)} queries over HTTP ...")
     right, said = 0, []
     for query in asked:
         hits = search(url, query.path, k=6)["hits"]
@@ -193,11 +193,11 @@ def ask(url: str, queries: list[Query], rendered: bool) -> bool:
         ]
     show_one(url, asked[len(asked) // 3])
     recall = right / len(asked)
-    say(f"recall@1: {100 * recall:.1f} % ({what(asked[0])})")
+    show(f"recall@1: {100 * recall:.1f} % ({what(asked[0])})")
     if rendered and not probabilities_hold(url, said):  # own images are in the gallery themselves
         return False
     if rendered and recall < MIN_RECALL:
-        say(f"That is below {100 * MIN_RECALL:.0f} %: something is broken.")
+        show(f"That is below {100 * MIN_RECALL:.0f} %: something is broken.")
         return False
     return rendered or recall >= (0.95 if asked[0].product is None else 0.01)
 
@@ -212,12 +212,12 @@ def probabilities_hold(url: str, said: list[tuple[float, bool]]) -> bool:
     """Print what the best hits said and what was true; whether both are near enough."""
     about = fetch(urllib.request.Request(f"{url}/galleries/demo"))
     if not said:
-        say(f"No probabilities: {about['no_calibration']}")
+        show(f"No probabilities: {about['no_calibration']}")
         return False
     likely = sum(probability for probability, _ in said) / len(said)
     true = sum(good for _, good in said) / len(said)
     known = about["calibration"]
-    say(
+    show(
         f"Probability of the best hit: said {likely:.3f}, true {true:.3f} (source: "
         f"{known['source']}, {known['products']} products with {known['views']:.1f} images each)"
     )
@@ -247,7 +247,7 @@ def others(query: Query, hits: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def show_one(url: str, query: Query) -> None:
     """Print the top 5 of one query."""
     answer = search(url, query.path, k=6)
-    say(f"top 5 for {query.path}")
+    show(f"top 5 for {query.path}")
     for rank, hit in enumerate(others(query, answer["hits"])[:5], start=1):
         print(f"  {rank}. {hit['score']:.3f}  {hit['key']}")
     if answer["cached"]:

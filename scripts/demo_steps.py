@@ -45,7 +45,7 @@ def served(port: int, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 def keep_open(server: "subprocess.Popen[bytes]", port: int) -> None:
     """Until Ctrl-C, or until the service ends by itself."""
-    say(f"The page is open at http://127.0.0.1:{port}/ until you press Ctrl-C.")
+    show(f"The page is open at http://127.0.0.1:{port}/ until you press Ctrl-C.")
     with contextlib.suppress(KeyboardInterrupt):
         server.wait()
 
@@ -126,5 +126,5 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def say(text: str) -> None:
+def show(text: str) -> None:
     print(f"\n== {text}", flush=True)

@@ -87,7 +87,7 @@ class Checks:
 class Silent:
     """A listener that tells nobody."""
 
-    def said(self, sentence: str) -> None: ...
+    def note(self, sentence: str) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
     def step_done(self, parts: dict[str, float]) -> None: ...
     def epoch_done(self, row: dict[str, float]) -> None: ...
@@ -310,11 +310,11 @@ def service(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     The network has random weights: speed does not depend on them.
     """
     sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-    from harness import load, made_gallery, photographs, random_units, serving
+    from harness import load, made_gallery, sample_images, random_units, serving
 
     path, seconds = folder / "bundle", 1.0 if options.quick else 10.0
     embedder = OnnxEmbedder.open(path, SessionSettings(device=options.device, precision="auto"))
-    images = photographs(folder / "photographs", 64, is_drawn=True)
+    images = sample_images(folder / "photographs", 64, is_drawn=True)
     known = embedder.bundle.golden_inputs()
     batch = np.resize(known, (32, *known.shape[1:]))
     found = {"model alone, images/s of 32": _rate(embedder, batch, options.quick)}
@@ -344,10 +344,10 @@ def galleries() -> dict[str, float]:
     from kinlens.indexer.gallery import gpu_memory
 
     memory = gpu_memory()
-    told = _ran("-m", "pytest", "-q", "-k", "real or wheel", "tests/indexer/test_gpu.py")
-    passed = re.search(r"(\d+) passed", told)
-    if passed is None or "skipped" in told:
-        raise AssertionError(f"not all laws were tried: {told[-300:]}")
+    output = _ran("-m", "pytest", "-q", "-k", "real or wheel", "tests/indexer/test_gpu.py")
+    passed = re.search(r"(\d+) passed", output)
+    if passed is None or "skipped" in output:
+        raise AssertionError(f"not all laws were tried: {output[-300:]}")
     return {"free MB": memory.free_mb, "MB": memory.total_mb, "laws": float(passed[1])}
 
 

@@ -28,7 +28,7 @@ from demo_steps import (
     kinlens,
     read_list,
     require_free,
-    say,
+    show,
     search,
     served,
     write_list,
@@ -154,18 +154,18 @@ def main() -> int:
             is_part = options.allow_partial or (options.queries or len(queries)) < len(queries)
             print_table(demo, recall, by_product, bundle, is_part)
             guess = chance(gallery, queries)
-            say(f"The whole road took {time.monotonic() - started:.0f} s.")
+            show(f"The whole road took {time.monotonic() - started:.0f} s.")
             offer(images, queries)
             if not options.check:
                 keep_open(server, port)
     except DemoError as error:
-        say(f"error: {error}")
+        show(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        say("Stopped before the end.")
+        show("Stopped before the end.")
         return 130
     if recall[demo.recall_at[0]] <= guess:
-        say(f"Recall is not above chance ({100 * guess:.1f} %): something is broken.")
+        show(f"Recall is not above chance ({100 * guess:.1f} %): something is broken.")
         return 1
     return 0
 
@@ -203,7 +203,7 @@ def build(work: Path, bundle: Path, images: Path, gallery: list[Row]) -> None:
 
 def offer(images: Path, queries: list[Row]) -> None:
     """Name a few queries, spread evenly, to drop on the page."""
-    say("Click an item on the page, or drop one of the query pictures on it:")
+    show("Click an item on the page, or drop one of the query pictures on it:")
     for row in spread(queries, SHOWN):
         print((images / row["path"]).resolve())
 
@@ -217,7 +217,7 @@ def ask(
     """
     asked = spread(queries, most or len(queries))
     k = max(demo.recall_at) + demo.leave_one_out
-    say(f"{len(asked):,} of {len(queries):,} queries over HTTP ...")
+    show(f"{len(asked):,} of {len(queries):,} queries over HTTP ...")
     first_right = []
     with ThreadPoolExecutor(CLIENTS) as pool:
         ranks = pool.map(
@@ -251,7 +251,7 @@ def print_table(
     demo: Demo, recall: Recall, by_product: Recall, bundle: Path, is_part: bool
 ) -> None:
     """Recall beside what was published, and that of products, of which k counts each once."""
-    say(f"{demo.title}: recall in percent")
+    show(f"{demo.title}: recall in percent")
     rows = [*demo.published, (f"this run ({bundle})", [100 * v for v in recall.values()])]
     if by_product:
         rows.append(("this run, products", [100 * v for v in by_product.values()]))

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-from demo_steps import DemoError, say
+from demo_steps import DemoError, show
 from soak_load import KINDS, SEARCHERS, Tally, changes, faults, rebuilds, samples, searches
 from soak_memory import slope, slope_range
 from soak_shop import Plan, Shop, open_shop
@@ -96,13 +96,13 @@ def report(tally: Tally, limit: float) -> int:
             tally.fault(f"no {what} was answered")
     if tally.refused() > MOST_REFUSED:
         tally.fault(f"{tally.refused():.0%} of all requests were refused")
-    say("answers")
+    show("answers")
     for (what, status), count in sorted(tally.statuses.items()):
         print(f"  {what:10} {status} {count:8,}")
     for text in tally.wrong[:20]:
         print(f"  WRONG: {text}")
     good = not tally.wrong and not _grows(tally, limit)
-    say("held" if good else "did NOT hold")
+    show("held" if good else "did NOT hold")
     return 0 if good else 1
 
 
@@ -114,7 +114,7 @@ def _grows(tally: Tally, limit: float) -> bool:
         return False
     low, high = slope_range(kept)
     is_judged = kept[-1][0] - kept[0][0] >= JUDGED_S
-    say(f"memory {kept[0][1]:.0f} MB, at the end {kept[-1][1]:.0f} MB")
+    show(f"memory {kept[0][1]:.0f} MB, at the end {kept[-1][1]:.0f} MB")
     print(f"  slope {slope(kept):+.1f} MB an hour, range {low:+.1f} to {high:+.1f}", end="")
     print("" if is_judged else " (not judged: too short)")
     return is_judged and low > limit

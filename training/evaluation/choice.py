@@ -140,18 +140,18 @@ def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
         runs.append((one, part))
     found = []
     for number, (one, part) in enumerate(runs):
-        place = folder / f"fold-{number:02d}"
+        run_folder = folder / f"fold-{number:02d}"
         identity = {"job": one.as_dict(), "split_sha256": part.learnt_sha256()}
-        line = _read(place / _LINE, identity)
+        line = _read(run_folder / _LINE, identity)
         if line is None:
-            train(one, part, place)
-            line = identity | _asked(one, part, place)
+            train(one, part, run_folder)
+            line = identity | _asked(one, part, run_folder)
             wait_for_all()
             if is_main():
-                replace_json(place / _LINE, line)
+                replace_json(run_folder / _LINE, line)
         if is_main():
             for name in (FILE, START, BEST):
-                (place / name).unlink(missing_ok=True)
+                (run_folder / name).unlink(missing_ok=True)
         found.append(line)
     return _best(found)
 
@@ -190,13 +190,13 @@ def between(start: Checkpoint, last: Checkpoint, alpha: float) -> dict[str, Tens
     }
 
 
-def _asked(job: Job, split: Split, place: Path) -> dict[str, Any]:
+def _asked(job: Job, split: Split, run_folder: Path) -> dict[str, Any]:
     """What each candidate of a finished fold finds, by held-out image.
 
     Held-out images are asked among all images of the train classes: among those of a few held-out
     classes alone nearly all are found, whatever the candidate.
     """
-    start, last = load_checkpoint(place / START), load_checkpoint(place)
+    start, last = load_checkpoint(run_folder / START), load_checkpoint(run_folder)
     held_out = split.validation
     assert held_out is not None  # the protocol holds out a fold
     held_out = held_out.some(_OTHERS, job.seed)

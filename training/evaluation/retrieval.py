@@ -144,9 +144,9 @@ def _ranked(scores: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
     # As float32, exact up to 2^24, sums are far faster than of bool.
     rank = (scores > best[:, None]).float().sum(dim=1).long()
     first = scores.topk(int(count.max()), dim=1).indices  # (q, R)
-    place = torch.arange(1, first.shape[1] + 1, device=scores.device)
-    right = same.gather(1, first) & (place <= count[:, None])
-    precision = right.cumsum(dim=1) / place.double()
+    position = torch.arange(1, first.shape[1] + 1, device=scores.device)
+    right = same.gather(1, first) & (position <= count[:, None])
+    precision = right.cumsum(dim=1) / position.double()
     total = precision.masked_fill_(~right, 0).sum(dim=1)
     return rank.masked_fill_(count == 0, -1), total / count.clamp(min=1)
 

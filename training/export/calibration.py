@@ -79,12 +79,12 @@ def fit_calibration(
         ISO/IEC 19795-1: false match rate, false positive identification rate
     """
     count, rng = len(labels), np.random.default_rng(seed)
-    _, place, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    _, index, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     usable = int((sizes > 1).sum())
     if usable < MIN_CLASSES:
         of = f"{usable} of {len(sizes)} classes have two images or more"
         raise _refusal(count, f"{of}, and at least {MIN_CLASSES} are needed")
-    queries = np.sort(_some(np.flatnonzero(sizes[place] > 1), rng))
+    queries = np.sort(_some(np.flatnonzero(sizes[index] > 1), rng))
     hits = search(embeddings, labels, queries)
     negatives = _wrong_pairs(embeddings, labels, rng)
     auc, auc_of_hits = _areas(hits, labels[queries], count)
@@ -289,9 +289,9 @@ def roc_area(
     s, is_right, w, of = (
         each.ravel() for each in np.broadcast_arrays(scores, right, weights, classes)
     )
-    _, place = np.unique(s, return_inverse=True)
-    at_right, at_wrong = (np.bincount(place, weights=w * kind) for kind in (is_right, ~is_right))
-    beaten = np.where(is_right, _share_below(at_wrong)[place], 1 - _share_below(at_right)[place])
+    _, index = np.unique(s, return_inverse=True)
+    at_right, at_wrong = (np.bincount(index, weights=w * kind) for kind in (is_right, ~is_right))
+    beaten = np.where(is_right, _share_below(at_wrong)[index], 1 - _share_below(at_right)[index])
     part = w / np.where(is_right, at_right.sum(), at_wrong.sum())
     area = min(float((part * beaten)[is_right].sum()), 1.0)
     _, cluster = np.unique(of, return_inverse=True)

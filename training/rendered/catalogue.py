@@ -94,7 +94,7 @@ def render_view(product: int, view: int, *, size_px: int = 160, seed: int = 0) -
     scene.paste(sprite, mask=sprite.getchannel("A"))
     if rng.random() < 0.2:
         _occlude(scene, rng)
-    return _photograph(scene.resize((size_px, size_px), Image.Resampling.BILINEAR), rng)
+    return _camera(scene.resize((size_px, size_px), Image.Resampling.BILINEAR), rng)
 
 
 def write_catalogue(
@@ -196,7 +196,7 @@ def _warp(sprite: Image.Image, rng: np.random.Generator, roll: float) -> Image.I
     )
 
 
-def _photograph(image: Image.Image, rng: np.random.Generator) -> Image.Image:
+def _camera(image: Image.Image, rng: np.random.Generator) -> Image.Image:
     """Exposure, colour temperature, falling light, a soft lens and the noise of a sensor."""
     size = image.width
     if rng.random() < 0.4:

@@ -94,15 +94,15 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("pack", [tgz, zipped])
 def test_a_data_set_appears_complete(tmp_path: Path, pack: Callable[..., bytes]) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with http_site(Site(pack(BIRDS))) as site:
         source = source_of(site.content, site.url)
-        folder = obtain(source, tmp_path / "new", say=said.append)
+        folder = obtain(source, tmp_path / "new", report=messages.append)
         assert obtain(source, tmp_path / "new") == folder == tmp_path / "new" / "birds"
     assert site.asked == 1
     assert (folder / "images" / "1.jpg").read_bytes() == CONTENT
     assert names(folder.parent) == ["birds"]
-    assert said == ["Birds is fetched: 0.001 GB.", "Birds is unpacked."]
+    assert messages == ["Birds is fetched: 0.001 GB.", "Birds is unpacked."]
 
 
 def test_a_tgz_stays_packed_on_its_way_whatever_the_server_calls_it(tmp_path: Path) -> None:

@@ -159,11 +159,11 @@ def test_the_run_folders_alone_say_what_is_finished(tmp_path: Path) -> None:
     played(ALL[:4], tmp_path, fine)
     (tmp_path / "runs.csv").unlink()
     shutil.rmtree(tmp_path / ALL[3].folder)
-    _, said, launched = played(ALL, tmp_path, fine)
+    _, messages, launched = played(ALL, tmp_path, fine)
     assert launched == [run.job.name for run in ALL[3:]]
-    assert said[0].startswith("6 runs: 3 finished, 3 to go, 0 of them failed before")
-    assert said[1] == f"run 4 of 6: {ALL[3].job.name}"
-    assert "R@1 51.00" in said[2]
+    assert messages[0].startswith("6 runs: 3 finished, 3 to go, 0 of them failed before")
+    assert messages[1] == f"run 4 of 6: {ALL[3].job.name}"
+    assert "R@1 51.00" in messages[2]
     assert len(rows(tmp_path)) == 6
 
 
@@ -179,15 +179,15 @@ def test_a_run_that_fails_is_kept_and_tried_again_on_the_next_call(tmp_path: Pat
     ill = ALL[1].job.name
     for outcome, reason in (("died", "died"), (None, "left no result")):
         outcomes = {ill: outcome}
-        runs, said, _ = played(ALL, tmp_path, lambda job, o=outcomes: o.get(job.name, 60.0))
+        runs, messages, _ = played(ALL, tmp_path, lambda job, o=outcomes: o.get(job.name, 60.0))
         (failed,) = [run for run in runs if run.result is None]
         assert failed.job.name == ill
         assert reason in failed.reason
-        assert f"  failed: {failed.reason} (output.log in {tmp_path / ALL[1].folder})" in said
+        assert f"  failed: {failed.reason} (output.log in {tmp_path / ALL[1].folder})" in messages
         assert len(rows(tmp_path)) == 5
-    runs, said, launched = played(ALL, tmp_path, fine)
+    runs, messages, launched = played(ALL, tmp_path, fine)
     assert launched == [ill]
-    assert "1 of them failed before" in said[0]
+    assert "1 of them failed before" in messages[0]
     assert all(run.result is not None and not run.reason for run in runs)
 
 
@@ -222,11 +222,11 @@ def test_runs_without_recall_at_1_cannot_be_ranked(tmp_path: Path, changes: obje
 def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Lets a test say which Python the run is."""
 
-    def say(code: str) -> None:
+    def report(code: str) -> None:
         words = [sys.executable, "-c", code]
         monkeypatch.setattr(tournament, "command", lambda job, folder: words)
 
-    return say
+    return report
 
 
 def test_a_run_that_ends_well_has_its_job_and_its_output_beside_it(tmp_path: Path, child) -> None:

@@ -17,7 +17,7 @@ from kinlens.training.models.timm_trunk import TimmTrunk, build_timm_trunk
 from kinlens.training.models.weights import State, load_weights, read_weights
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
-_MAX_FOLDING_DIFFERENCE = 1e-3  # of the largest activation
+_MAX_FOLDING_DIFFERENCE = 1e-3  # relative to the largest activation
 
 
 class Normalize(nn.Module):

@@ -68,7 +68,7 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
 
 
 def _faint(job: Job, name: str, row: Row) -> bool:
-    """Whether a regularizer had almost no effect in an epoch, after the epochs that fit its flow."""
+    """Whether a regularizer had almost no effect in an epoch after the epochs that fit its flow."""
     fitted = getattr(getattr(job.regularizers, name), "fit_epochs", 0)
     return row["epoch"] > fitted and row.get(f"share {name}", LEAST) < LEAST
 
@@ -121,8 +121,8 @@ def verdict_of(result: Result) -> str:
     ):
         if parts[kind]:
             return (
-                f"{verdict} on the {' and the '.join(parts[kind])} classes, so this training did not "
-                f"help. Train on more classes, or {cure}."
+                f"{verdict} on the {' and the '.join(parts[kind])} classes, so this training did "
+                f"not help. Train on more classes, or {cure}."
             )
     if parts["gain"]:
         return (

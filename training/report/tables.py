@@ -41,7 +41,7 @@ def plain(text: object) -> str:
 class Record:
     """One run: its method and seed, its settings and its results.
 
-    `figures` are on test classes, `validation` on validation classes, `trunk` those of the untrained
+    `figures` are on test classes, `validation` on validation classes, `trunk` of the untrained
     trunk; `terms` the shares and scales of the last epoch; `bundle` R@1 of the exported model by
     precision, if the run folder has one.
     """
@@ -85,7 +85,7 @@ def read_study(path: Path) -> Study:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Study(tuple(Record(**r) for r in content["records"]), content["against"])
     except (ValueError, KeyError, TypeError) as error:
-        raise JobError(f"{path} is not a study ({error}). Give another file, or delete it.") from error
+        raise JobError(f"{path} is not a study ({error}). Give another file.") from error
 
 
 def records_of(sources: Sequence[Path], by: str = "") -> list[Record]:
@@ -125,7 +125,7 @@ def record_of(source: Path, by: str = "") -> Record:
 def _setting(job: Mapping[str, Any], name: str) -> str:
     found = settings(job, free=()).get(name)
     if found is None:
-        raise JobError(f"--by {name} is not a single setting of a job. Give a name such as loss.name.")
+        raise JobError(f"--by {name} is not a setting of a job. Use a name like loss.name.")
     return str(found)
 
 
@@ -144,7 +144,7 @@ def record(method: str, result: Result) -> Record:
 
 
 def methods(study: Study) -> list[str]:
-    """Markdown: one row per method with its mean over seeds and the paired difference with interval.
+    """Markdown: a row per method, its mean over seeds, the paired difference with its interval.
 
     Raises: JobError if methods to compare were tested on different images.
     """
@@ -270,8 +270,8 @@ def _finished(folder: Path) -> Result:
     result = read_result(folder)
     if result is None:
         raise JobError(
-            f"{folder} has no finished run: {RESULT} is missing. Give the folder of a finished run, "
-            "or continue this one with --resume."
+            f"{folder} has no finished run: {RESULT} is missing. Give the folder of a finished "
+            "run, or continue this one with --resume."
         )
     return result
 

@@ -69,7 +69,7 @@ class Trial:
 def load_space(path: Path) -> Space:
     """Read a space: `table.key = {low = 1e-5, high = 1e-3, log = true}` or `{values = [...]}`.
 
-    Integer bounds give integers; write 1.0 for real numbers. The content may be in a `[space]` table.
+    Integer bounds give integers; write 1.0 for real numbers. A `[space]` table may contain all.
 
     Raises: JobError.
     """
@@ -143,7 +143,7 @@ def search(
             return best
     raise TrainingError(
         f"The last {min(len(trials), _FAILURES_IN_A_ROW)} trials failed, the last one with: "
-        f"{trials[-1].reason} See the traceback in its failure.txt. Call again to continue with new "
+        f"{trials[-1].reason} Its failure.txt has the traceback. Call again to continue with new "
         "trials."
     )
 
@@ -162,7 +162,7 @@ def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = Fal
         for one in tables:
             inner = inner.get(one)
             if not isinstance(inner, dict):
-                raise JobError(f"{name}: the job has no table {one!r}. Add it to the job file first.")
+                raise JobError(f"{name}: the job has no table {one!r}. Add it to its file first.")
         inner[key] = value
     content["protocol"] |= {
         "validation_fraction": plan.fraction,

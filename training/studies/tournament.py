@@ -256,7 +256,7 @@ def play(
                 recalls = [f"{k} {v:.2f}" for k, v in result.figures.items() if k[:2] == "R@"]
                 report("  " + "  ".join(recalls))
             else:
-                reason = reason or f"the run exited with status 0 but wrote no result to {run_folder}"
+                reason = reason or f"the run exited with 0 but wrote no result to {run_folder}"
                 replace_text(run_folder / _FAILURE, reason)
                 report(f"  failed: {reason} ({_OUTPUT} in {run_folder})")
             found = read_runs(runs, folder)
@@ -322,7 +322,7 @@ def command(job: Job, folder: Path) -> list[str]:
 
 
 def figures_of(runs: Sequence[Run]) -> pd.DataFrame:
-    """A data frame with one row per run: axes, experiment, competitor and figures (NaN: no result)."""
+    """A row per run: axes, experiment, competitor and figures, NaN without a result."""
     rows = []
     for run in runs:
         row: dict[str, Any] = {axis: getattr(run, axis) for axis in _AXES}

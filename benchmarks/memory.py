@@ -1,13 +1,13 @@
-"""Memory of a build: it must not grow with what was read.
+"""Memory of a build: it must not grow with the number of items read.
 
     python benchmarks/memory.py [--items 10000 1000000]
 
-A process for each row. A build has two ways in: entries with vectors (an import), and a CSV list of
-images (copies of 100 small pictures under as many keys as there are items, with a model that costs
-nothing, so that the rest of the way is what is measured); vectors have 16 numbers. `peak` is the
-largest resident set of the process, `own` its largest part that is not file cache (looked at every
-20 ms), beside the process that has imported the modules and done nothing. What grows is the
-difference in `own` to the first size, over the difference in items.
+One process per row. A build has two inputs: entries with vectors (an import), and a CSV list of
+images (copies of 100 small images under as many keys as there are items, with a model without
+cost, so that only the rest of the path is measured); vectors have 16 dimensions. `peak` is the
+largest resident set of the process, `own` its largest part that is not file cache (sampled every
+20 ms), both above a process that only imported the modules. The growth is the difference in `own`
+to the first size, divided by the difference in items.
 """
 
 import csv
@@ -31,7 +31,7 @@ DIM, PICTURES = 16, 100
 
 def main() -> None:
     asked = options(__doc__, items=[10_000, 1_000_000])
-    heading("way in", "items", "peak, MB", "own, MB", "bytes an item more", "s")
+    heading("input", "items", "peak, MB", "own, MB", "bytes per additional item", "s")
     for way in (nothing, entries, images):
         smallest = 0.0
         for items in asked.items if way is not nothing else (0,):
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def watched(work: Callable[[int, Path], object], items: int) -> tuple[float, float, float]:
-    """Seconds, and in MB the peak of this process and of what is its own."""
+    """Seconds, and in MB the peak of this process and of its own memory."""
     seen, is_done = [memory_mb()["RssAnon"]], threading.Event()
 
     def watch() -> None:
@@ -61,7 +61,7 @@ def watched(work: Callable[[int, Path], object], items: int) -> tuple[float, flo
 
 
 def nothing(_items: int, _folder: Path) -> None:
-    """Loaded modules."""
+    """Only load the modules."""
 
 
 def entries(items: int, folder: Path) -> None:
@@ -76,7 +76,7 @@ def entries(items: int, folder: Path) -> None:
 
 
 def images(items: int, folder: Path) -> None:
-    """A CSV list of so many keys of a few pictures."""
+    """A CSV list of `items` keys of a few images."""
     for number in range(PICTURES):
         pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.png")

@@ -2,19 +2,19 @@
 
     python benchmarks/simulated_shop.py --seeds 3 --json docs/results/feedback/proxy-anchor.json
 
-For each seed a shop of drawn products; two thirds of them are trained on, from random weights, and
-all of them are searched among. Customers photograph products in views that the shop does not have,
-with other light, crops, turns, blur, noise and JPEG. One looks at the ten best answers, clicks the
-first right one with a probability of 0.9 and any wrong one with 0.05, and calls each wrong one
-wrong with 0.3. After each round the model goes on learning, for the same steps, in three ways:
+For each seed a shop of rendered products; two thirds of them are trained on, from random weights,
+and the gallery has all of them. Customers photograph products in views that the shop does not have,
+with other light, crops, turns, blur, noise and JPEG. A customer views the ten best answers, clicks
+the first right one with a probability of 0.9 and any wrong one with 0.05, and marks each wrong one
+as wrong with 0.3. After each round the training continues, for the same steps, in three ways:
 
-- alone        without feedback, which is what more training does by itself
-- pictures     the pictures join their classes (`sampling.confused = 0`)
-- feedback     that, and confused classes meet in a quarter of the batches: the default
+- alone        without feedback: the effect of more training as such
+- pictures     the query images join their classes (`sampling.confused = 0`)
+- feedback     also, confused classes share a quarter of the batches: the default
 
-Each goes on from its own model before and hears what customers say of that one's answers. R@1 is of
-photographs that nobody has searched with; of the products that are not trained on, feedback is left
-out. Differences are paired by seed, with Student's 95 % interval over the seeds.
+Each continues from its own previous model and gets the feedback on that model's answers. R@1 is of
+query images that were never searched with; feedback on products that are not trained on is ignored.
+Differences are paired by seed, with Student's 95 % interval over the seeds.
 """
 
 import csv
@@ -45,8 +45,8 @@ from kinlens.training.rendered.catalogue import class_name, render_view
 from kinlens.training.runner import load_chosen, run_job
 
 PRODUCTS, VIEWS, SIZE_PX = 40, 6, 80
-ASKED, FRESH = 5, 8  # photographs of each product: searched with in a round, kept for the figures
-FIRST_VIEW = 1000  # of the customers; the shop's begin at 0
+ASKED, FRESH = 5, 8  # query images per product: used in a round, kept for the figures
+FIRST_VIEW = 1000  # number of the customers' first view; the shop's begin at 0
 STEPS_PER_EPOCH, EPOCHS, MORE_EPOCHS = 5, 60, 20
 ARMS: dict[str, dict[str, Any]] = {
     "alone": {"feedback": False},
@@ -58,7 +58,7 @@ Scores = dict[str, dict[str, float]]
 
 
 class Quiet:
-    """A listener to whom nothing needs to be said."""
+    """A listener that ignores everything."""
 
     def note(self, sentence: str) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
@@ -72,13 +72,13 @@ def main() -> None:
     if asked.json is not None:
         asked.json.write_text(json.dumps(found, indent=2) + "\n")
     titles = ("R@1, all products", "trained on", "not trained on")
-    heading("after", "way", *(word for title in titles for word in (title, "beside alone")))
+    heading("after", "way", *(word for title in titles for word in (title, "Δ to alone")))
     for cells in table(found):
         row(*cells)
 
 
 def shop(seed: int, folder: Path, overrides: Sequence[str] = ()) -> dict[str, Scores]:
-    """Recall of the three ways after each round, by way and round; `folder` is made anew."""
+    """Recall by way and round; `folder` is recreated."""
     shutil.rmtree(folder, ignore_errors=True)
     fresh = sample_images(seed, range(FRESH))
     first = train(job(seed, folder, overrides), folder / "before")
@@ -90,7 +90,7 @@ def shop(seed: int, folder: Path, overrides: Sequence[str] = ()) -> dict[str, Sc
         for number, name in enumerate(ROUNDS[1:], start=1):
             views = range(FRESH + (number - 1) * ASKED, FRESH + number * ASKED)
             if settings["feedback"]:
-                feedback_folder = folder / f"told-{arm}-{number}"
+                feedback_folder = folder / f"feedback-{arm}-{number}"
                 listen(run, folder, sample_images(seed, views), feedback_folder, (seed, number))
                 feedback.append(str(feedback_folder))
             more = job(seed, folder, overrides, run, feedback, settings.get("confused"))
@@ -108,7 +108,7 @@ def job(
     feedback: Sequence[str] = (),
     confused: float | None = None,
 ) -> Job:
-    """The first training, or one that goes on after a run, with the feedback of these folders."""
+    """The first training, or one that continues a run, with the feedback of these folders."""
     first = after is None
     rate = 2e-3 if first else 5e-4
     content: dict[str, Any] = {
@@ -129,7 +129,7 @@ def job(
         "sampling": {} if confused is None else {"confused": confused},
         "optimizer": {
             "epochs": EPOCHS if first else MORE_EPOCHS,
-            "steps_per_epoch": STEPS_PER_EPOCH,  # with more pictures too
+            "steps_per_epoch": STEPS_PER_EPOCH,  # with more images too
             "batch_size": 32, "lr_trunk": rate, "lr_head": rate, "lr_proxies": 2e-2,
             "schedule": "cosine", "average": 0.98,
         },
@@ -146,13 +146,13 @@ def train(settings: Job, run: Path) -> Path:
     started = time.perf_counter()
     split = load_split(settings.data)
     run_job(settings, split, run, Quiet())
-    said = "; ".join(sentences(split))
-    print(f"{run}: {time.perf_counter() - started:.0f} s {said}", flush=True)
+    messages = "; ".join(sentences(split))
+    print(f"{run}: {time.perf_counter() - started:.0f} s {messages}", flush=True)
     return run
 
 
 def bundle_of(run: Path) -> Path:
-    """The bundle of a run, exported when it is first asked for."""
+    """The bundle of a run, exported on first use."""
     if not (run / "bundle").exists():
         split = load_split(job_of(run).data)
         export_checkpoint(load_chosen(run), split, run / "bundle")
@@ -170,7 +170,7 @@ def listen(
     feedback_folder: Path,
     seed: tuple[int, int],
 ) -> None:
-    """Write what customers say of the answers of a model, in the format of the service."""
+    """Write the customers' feedback on the answers of a model, in the format of the service."""
     labels, paths, order = answers(run, folder, [data for _, data in asked])
     (feedback_folder / "pictures").mkdir(parents=True)
     rng = np.random.default_rng(seed)
@@ -192,7 +192,7 @@ def listen(
 
 
 def recall(run: Path, folder: Path, fresh: list[tuple[int, bytes]]) -> dict[str, float]:
-    """R@1 in percent of photographs among all products: of all, of those trained on, and not."""
+    """R@1 in percent of query images among all products: all, trained on, not trained on."""
     labels, _, order = answers(run, folder, [data for _, data in fresh])
     products = np.array([product for product, _ in fresh])
     right = labels[order[:, 0]] == products
@@ -211,7 +211,7 @@ def number_of(name: str) -> int:
 def answers(
     run: Path, folder: Path, queries: list[bytes]
 ) -> tuple[np.ndarray, list[str], np.ndarray]:
-    """Product and path of each picture of the shop, and for each query all of them, best first."""
+    """Product and path of each image of the shop, and for each query their order, best first."""
     root = folder / "products"
     paths = [record.path for record in read_folder(root)]
     settings, net = load_chosen(run).network()
@@ -226,18 +226,18 @@ def answers(
 
 
 def sample_images(seed: int, views: range) -> list[tuple[int, bytes]]:
-    """What customers photograph: (product, JPEG) of each view of each product of a shop."""
+    """Query images of customers: (product, JPEG) of each view of each product of a shop."""
     assert class_name(0, seed).startswith("p000")
     return [
-        (product, photograph(seed, product, FIRST_VIEW + view))
+        (product, customer_photo(seed, product, FIRST_VIEW + view))
         for product in range(PRODUCTS)
         for view in views
     ]
 
 
 @cache
-def photograph(seed: int, product: int, view: int) -> bytes:
-    """A product as a customer takes it: turned, cut, in the light of a room, blurred, noisy."""
+def customer_photo(seed: int, product: int, view: int) -> bytes:
+    """A customer's photo of a product: rotated, cropped, in room light, blurred, noisy."""
     rng = np.random.default_rng((seed, product, view, 7))
     image = render_view(product, view, size_px=3 * SIZE_PX // 2, seed=seed)
     image = image.rotate(rng.uniform(-20, 20), Image.Resampling.BILINEAR, fillcolor=(70, 66, 60))
@@ -256,7 +256,7 @@ def photograph(seed: int, product: int, view: int) -> bytes:
 
 
 def table(found: list[dict[str, Scores]]) -> Iterator[list[str]]:
-    """Means over the seeds, and the differences to learning alone."""
+    """Means over the seeds, and the differences to training without feedback."""
     for name in ROUNDS:
         for arm in ARMS if name != ROUNDS[0] else ["alone"]:
             cells = [name, arm if name != ROUNDS[0] else ""]

@@ -167,7 +167,7 @@ def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[
             group = {"name": name, "params": found, "lr": lr, "initial_lr": lr}
             groups.append({**group, "weight_decay": weight_decay})
     learnt = [p for m in (net, objective) for p in m.parameters() if p.requires_grad]
-    assert len(learnt) == sum(len(group["params"]) for group in groups), "a parameter is in no group"
+    assert len(learnt) == sum(len(group["params"]) for group in groups), "a group is missing"
     return groups
 
 

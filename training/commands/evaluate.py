@@ -26,9 +26,7 @@ def evaluate(
         Path | None,
         typer.Option(help="Other images: a folder of class folders, or a CSV (path,class)."),
     ] = None,
-    full: Annotated[
-        bool, typer.Option(help="Also NMI, F1 and structure measures.")
-    ] = False,
+    full: Annotated[bool, typer.Option(help="Also NMI, F1 and structure measures.")] = False,
     precision: Annotated[
         AskedPrecision, typer.Option(help="For a bundle: precision of the model.")
     ] = "fp32",

@@ -80,7 +80,7 @@ def remarks(data: Data, split: Split) -> list[str]:
         found.append(f"{name}: allow_partial is set, the official counts are not checked")
     if split.dropped_classes:
         found.append(
-            f"{len(split.dropped_classes):,} class(es) of one image are dropped, since they have no "
+            f"{len(split.dropped_classes):,} class(es) of one image are dropped: they have no "
             f"pair: {_first_of(split.dropped_classes)}"
         )
     if split.without_gallery:
@@ -142,7 +142,7 @@ def read_table(root: Path, file: str, setting: str = "data.root and data.file") 
 def scan_table(
     root: Path, file: str, setting: str = "data.root and data.file"
 ) -> tuple[list[Record], list[str]]:
-    """The usable rows of a CSV, and an error for each other row. The class is in the column `label`,
+    """Usable rows of a CSV, and an error for each other row. The class is in the column `label`,
     or `class` as in a list for a gallery.
 
     Raises: DatasetError if the file is missing, is not a text or lacks a column.

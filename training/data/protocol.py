@@ -77,7 +77,7 @@ def _validating(split: Split, held_out: NDArray[np.int64]) -> Split:
     sizes = np.bincount(split.train.labels, minlength=split.train.classes)
     if sizes[held_out].max() < 2:
         raise DatasetError(
-            f"None of the {len(held_out)} validation classes of {split.train.root} has 2 images, so "
+            f"None of the {len(held_out)} validation classes of {split.train.root} has 2 images: "
             "recall is not defined on them. Hold out more classes, use fewer folds or another seed."
         )
     kept = np.setdiff1d(np.arange(split.train.classes), held_out)

@@ -88,7 +88,7 @@ def retrieval(
         A Metric Learning Reality Check (MAP@R), https://arxiv.org/abs/2003.08505
     """
     if min(*ks, scores_at_a_time) < 1:
-        raise ValueError(f"ks and scores_at_a_time must be at least 1, not {ks}, {scores_at_a_time}.")
+        raise ValueError(f"ks and scores_at_a_time must be positive: {ks}, {scores_at_a_time}.")
     if (gallery is None) != (gallery_labels is None):
         raise ValueError("gallery and gallery_labels must be given together.")
     asking = checked(queries, query_labels)

@@ -202,7 +202,7 @@ def _all(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _one_per_class(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Terms of neighbours in the order of labels, and which of them begin a class: (B - 1,) each."""
+    """Terms of neighbours in the order of labels, and those that begin a class: (B - 1,) each."""
     ranked, order = labels.sort(stable=True)
     starts = torch.ones_like(ranked, dtype=torch.bool)
     starts[1:] = ranked[1:] != ranked[:-1]

@@ -64,7 +64,7 @@ class MarginLoss(MetricLoss):
         + \nu \operatorname{mean}_{(a, p) \in P} \beta_a
 
     where K is the number of terms above 0. Distance-weighted mining draws one negative for each
-    positive pair, none at the distance `farthest` or beyond. `beta` is the initial beta: one number,
+    positive pair, none at the distance `farthest` or beyond. `beta` is the initial beta: a number,
     or one per class of the anchor; a parameter, or without `learn_beta` a buffer.
 
     References:

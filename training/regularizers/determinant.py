@@ -79,9 +79,9 @@ def log_scale_penalty(log_scales: Tensor) -> Tensor:
 def augment(z: Tensor, labels: Tensor, settings: Determinant) -> tuple[Tensor, Tensor]:
     """z_i + eps e_ij for the k nearest z_j of each z_i: (B, D) to (k B, D), with gradients to both.
 
-    e_ij is z_j - z_i for "between", the paper's description in words; its negative for "beyond", the
-    printed formula; its part orthogonal to z_i for "tangent": section 5.4 puts the points into the
-    tangent hyperplane of the sphere, here the sphere of the flows' inputs. The second result,
+    e_ij is z_j - z_i for "between", the paper's description in words; its negative for "beyond",
+    the printed formula; its part orthogonal to z_i for "tangent": section 5.4 puts the points into
+    the tangent hyperplane of the sphere, here the sphere of the flows' inputs. The second result,
     (k B,), is False where a sample has fewer candidates of its class, so the point is invalid.
     """
     k = min(settings.neighbours, max(len(z) - 1, 0))

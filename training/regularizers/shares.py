@@ -31,9 +31,9 @@ class Share:
 
     .. math:: \frac{c \, \lVert \nabla_\theta R \rVert}{\lVert \nabla_\theta L \rVert},
 
-    with respect to the tensors that the penalty acts on: the features of the batch or, for a penalty
-    that acts only there, proxies or the parameters of a flow. With `wanted` c is calibrated over the
-    first epoch in which the penalty has a gradient:
+    with respect to the tensors that the penalty acts on: the features of the batch or, for a
+    penalty that acts only there, proxies or the parameters of a flow. With `wanted` c is calibrated
+    over the first epoch in which the penalty has a gradient:
 
     - In the first third of it c may fall but not rise, since a flow that starts as the identity has
       a gradient in its last layers only.

@@ -2,6 +2,7 @@
 
 A product is a shape, a colour scheme, a pattern and a made-up word; no single one of them
 identifies a product. A view adds viewpoint, light, background and a lens.
+"""
 
 import json
 import math
@@ -269,7 +270,7 @@ def _ink(rng: np.random.Generator, codes: tuple[str, ...] | list[str]) -> tuple[
 def _shadowed(
     scene: Image.Image, alpha: Image.Image, light: Plane, flat_lay: bool, strength: float
 ) -> Image.Image:
-    """The product with its shadow: a drop shadow for a flat lay, else slanted back from the foot."""
+    """The scene with a shadow: next to a lying product, slanted back from the foot of others."""
     side, quarter = alpha.width, alpha.width // 4
     small = alpha.resize((quarter, quarter), Image.Resampling.BILINEAR)
     box = small.getbbox() or (0, 0, quarter, quarter)

@@ -2,6 +2,7 @@
 
 Lengths are in half sides of the canvas, which spans -1..1 with x to the right and y down; normals
 point along +z to the viewer. h, w = height and width in pixels of the window of a surface.
+"""
 
 import math
 from collections.abc import Callable, Sequence

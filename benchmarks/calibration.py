@@ -189,13 +189,13 @@ def judged(found: Sequence[tuple[Searches, Curve]], absent: float) -> Row:
     """Errors of all draws pooled: those of a single draw depend on its products by chance."""
     figures: Row = {}
     for name, hits in (("best", 1), ("ten", TEN)):
-        said, true = [], []
+        predicted, true = [], []
         for searches, curve in found:
             likely = searches.probabilities(curve, absent)[:, :hits]
             exists = np.isfinite(searches.scores[:, :hits])
-            said.append(likely[exists])
+            predicted.append(likely[exists])
             true.append(searches.right[:, :hits][exists])
-        likely, right = np.concatenate(said), np.concatenate(true)
+        likely, right = np.concatenate(predicted), np.concatenate(true)
         figures[f"error_{name}"] = calibration_error(likely, right)
         figures[f"said_{name}"], figures[f"true_{name}"] = likely.mean(), right.mean()
     return {name: round(float(value), 4) for name, value in figures.items()}

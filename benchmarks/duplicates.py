@@ -60,7 +60,7 @@ def measured(items: int, dim: int, rounds: int) -> dict[str, float | str]:
             seconds = in_turns(calls, rounds, time.process_time)
             keys = {item.id: int(item.key) for item in gallery.items()}
             segment = gallery.facts().segment
-    where = {keys[number]: place for place, group in enumerate(groups) for number, _ in group}
+    where = {keys[number]: position for position, group in enumerate(groups) for number, _ in group}
     copies = items // COPIED
     found = sum(n in where and where[n] == where.get(items - copies + n) for n in range(copies))
     return {

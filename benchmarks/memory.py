@@ -26,18 +26,18 @@ from kinlens.indexer.ingest.build import BuildSettings, build_gallery
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.sources import csv_source
 
-DIM, PICTURES = 16, 100
+DIM, FILES = 16, 100
 
 
 def main() -> None:
     asked = options(__doc__, items=[10_000, 1_000_000])
     heading("input", "items", "peak, MB", "own, MB", "bytes per additional item", "s")
-    for way in (nothing, entries, images):
+    for part in (imports_only, entries, images):
         smallest = 0.0
-        for items in asked.items if way is not nothing else (0,):
-            seconds, peak, own = fresh(watched, way, items)
+        for items in asked.items if part is not imports_only else (0,):
+            seconds, peak, own = fresh(watched, part, items)
             more = 1e6 * (own - smallest) / max(1, items - asked.items[0])
-            row(way.__name__, items, peak, own, more if smallest else "", seconds)
+            row(part.__name__, items, peak, own, more if smallest else "", seconds)
             smallest = smallest or own
 
 
@@ -60,7 +60,7 @@ def watched(work: Callable[[int, Path], object], items: int) -> tuple[float, flo
     return seconds, memory_mb()["VmHWM"], max(seen)
 
 
-def nothing(_items: int, _folder: Path) -> None:
+def imports_only(_items: int, _folder: Path) -> None:
     """Only load the modules."""
 
 
@@ -77,15 +77,15 @@ def entries(items: int, folder: Path) -> None:
 
 def images(items: int, folder: Path) -> None:
     """A CSV list of `items` keys of a few images."""
-    for number in range(PICTURES):
+    for number in range(FILES):
         pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.png")
     with (folder / "list.csv").open("w", newline="", encoding="utf-8") as stream:
         rows = csv.writer(stream)
         rows.writerow(["key", "path", "class", "price:number"])
         for number in range(items):
-            name, place = f"shop/{number:09d}", f"{number % PICTURES}.png"
-            rows.writerow([name, place, f"class {number % 1000}", number % 977 / 4])
+            name, file = f"shop/{number:09d}", f"{number % FILES}.png"
+            rows.writerow([name, file, f"class {number % 1000}", number % 977 / 4])
     settings = BuildSettings(embed=EmbedSettings(batch_size=512))
     source = csv_source(folder / "list.csv")
     build_gallery(source, FakeEmbedder(dim=DIM), folder / "gallery", settings)

@@ -142,8 +142,8 @@ class Popular(Load):
     def __post_init__(self) -> None:
         chances = popularity(ASKED, EXPONENT)
         drawn = np.random.default_rng(self.start % 2**32).choice(ASKED, 100_000, p=chances)
-        pictures = self.images
-        self.images = [pictures[n % len(pictures)] + b"%016d" % n for n in drawn.tolist()]
+        files = self.images
+        self.images = [files[n % len(files)] + b"%016d" % n for n in drawn.tolist()]
         self.repeat = True
 
 

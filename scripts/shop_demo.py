@@ -142,8 +142,8 @@ def main() -> int:
         bundle = options.bundle or trunk(work, options.weights)
         images, gallery, queries = demo.lists(root, work, options.allow_partial)
         build(work, bundle, images, gallery)
-        places = ("--bundle", str(bundle), "--gallery", f"{work.name}={work / 'gallery'}")
-        with served(port, *places, "--state", str(work / "state")) as server:
+        arguments = ("--bundle", str(bundle), "--gallery", f"{work.name}={work / 'gallery'}")
+        with served(port, *arguments, "--state", str(work / "state")) as server:
             url = f"http://127.0.0.1:{port}"
             recall = ask(url, demo, images, queries, options.queries)
             by_product: Recall = {}

@@ -285,14 +285,14 @@ def test_a_folder_has_one_tournament_and_a_run_that_outlives_it_keeps_it(tmp_pat
 
     def outlive(job: Job, place: Path) -> str:
         place.mkdir(parents=True)
-        with pytest.raises(JobError, match="Another training is at work in"):
+        with pytest.raises(JobError, match="Another training is running in"):
             play(ALL, tmp_path, str)
         words = [sys.executable, "-c", "input()"]
         orphans.append(subprocess.Popen(words, stdin=subprocess.PIPE, close_fds=False))
         return "we were killed"
 
     play(ALL[:1], tmp_path, str, launch=outlive)
-    with pytest.raises(JobError, match="Another training is at work in"):
+    with pytest.raises(JobError, match="Another training is running in"):
         played(ALL, tmp_path, fine)
     orphans[0].communicate(b"\n")
     assert len(played(ALL, tmp_path, fine)[2]) == 6
@@ -390,7 +390,7 @@ def test_texts_from_outside_are_escaped_and_failed_runs_listed(tmp_path: Path) -
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     runs = [finished(tournament_run(loss, dim=dim), 60.0) for dim in (16, 32) for loss in "ab"]
     runs[-1] = tournament_run("b", dim=32)
-    assert "net-32 lacks b: so it is left out" in report(tmp_path, runs)
+    assert "net-32 lacks b: so it is omitted" in report(tmp_path, runs)
     page = report(tmp_path, runs, missing_last=True)
     assert "net-32 lacks b: ranked last" in page
     assert row_of(page, "b") == ["1.5", "2", "3.5", "1.75", "0.3536"]

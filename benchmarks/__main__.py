@@ -1,10 +1,10 @@
-"""Every benchmark once, at its smallest: does it run, and what does it print?
+"""Run every benchmark once, at its smallest size, to check that it works.
 
     python benchmarks [NAME ...]        or: make bench
 
-The figures of such a run are worth nothing; the command at the head of each script makes its table
-of docs/benchmarks.md, docs/results.md, docs/scaling.md or docs/trunks.md. What lacks something (a
-GPU, real photographs, a package) is left out, with the reason. Ends with 1 if one of them failed.
+The figures of such a run are meaningless; the command at the top of each script produces its table
+of docs/benchmarks.md, docs/results.md, docs/scaling.md or docs/trunks.md. Benchmarks that lack
+something (a GPU, real images, a package) are skipped with the reason. Exits with 1 if one failed.
 """
 
 import resource
@@ -46,7 +46,7 @@ SMALLEST = {
     "--set optimizer.steps_per_epoch=1",
     "peers/plain_loop.py": "--steps 1 --batch-size 4 --size-px 64 --dim 16 --test-images 64",
 }
-BY_HAND = {"load.py": "asks a service that runs; search.py, replicas.py, request_cpu.py use it"}
+BY_HAND = {"load.py": "sends requests to a service; search.py, replicas.py, request_cpu.py use it"}
 
 
 def main() -> None:
@@ -60,19 +60,19 @@ def main() -> None:
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
                 for last in process.stdout or ():
                     print(last, end="", flush=True)
-            ended = {0: "ran", SKIPPED: f"left out: {last.strip().removeprefix('skipped: ')}"}
+            ended = {0: "ran", SKIPPED: f"skipped: {last.strip().removeprefix('skipped: ')}"}
             status = ended.get(process.returncode, f"FAILED with status {process.returncode}")
             results[script] = status, work_s() - before
-    heading("benchmark", "", "seconds of work")
+    heading("benchmark", "", "CPU seconds")
     for script, (status, seconds) in results.items():
         row(script, status, f"{seconds:.0f}")
     for script, reason in () if sys.argv[1:] else BY_HAND.items():
-        row(script, f"left out: {reason}", "")
+        row(script, f"skipped: {reason}", "")
     raise SystemExit(any(status.startswith("FAILED") for status, _ in results.values()))
 
 
 def work_s() -> float:
-    """CPU time of the processes that have ended."""
+    """CPU time of the child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

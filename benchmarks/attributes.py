@@ -1,20 +1,20 @@
-"""Filters, facets, groups and attribute facts of a large gallery: first, again and after a write.
+"""Filters, facets, groups and attribute statistics of a large gallery: cold, warm, after a write.
 
     python benchmarks/attributes.py [--items 1000000] [--rounds 5] [--path DIR]
 
 Nine attributes: texts with 8, 1,000 and a fifth as many values as items, and one (`sku`) with a
-value for every item; numbers with 100,000 and with 12 values; two booleans; and a list of one to
-three of five sizes. Vectors are 16 numbers long and the index is flat, so that the rows tell of the
-attributes and not of the search; groups are given without the time of a plain search. With --path
-the gallery is kept there, and used again.
+unique value per item; numbers with 100,000 and with 12 values; two booleans; and a list of one to
+three of five sizes. Vectors have 16 dimensions and the index is flat, so that the rows measure the
+attributes and not the search; groups exclude the time of a plain search. With --path the gallery is
+kept there and reused.
 
     first          in a gallery that was just opened and has searched once
-    again          the same question once more
-    after a write  the same question after one item was changed
+    again          the same query once more
+    after a write  the same query after one item was changed
 
-Medians over the rounds. The targets are those of 10 million items: a new filter 100 ms, eight
-facets 300 ms and 50 ms again, three groups 30 ms, facts after a write 100 ms. The last table: one
-thread, or eight at the same time, ask a filter that nobody asked before.
+Medians over the rounds. The targets are those for 10 million items: a new filter 100 ms, eight
+facets 300 ms and 50 ms again, three groups 30 ms, statistics after a write 100 ms. The last table:
+one thread, or eight at the same time, use a new filter.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
         with contextlib.closing(Gallery.open(path)) as gallery:
             gallery.search(QUERY, 10)
             plain = statistics.median(timed_ms(lambda: gallery.search(QUERY, 10)) for _ in range(9))
-        heading("question", "first, ms", "again, ms", "after a write, ms")
+        heading("query", "first, ms", "again, ms", "after a write, ms")
         worst = 0.0
         for text in FILTERS:
             where = parse_filter(text)
@@ -81,11 +81,11 @@ def main() -> None:
         groups = measured(
             path, lambda it: it.search_groups(QUERY, 10, Grouping("sale")), asked.rounds
         )
-        row("group_by, two groups of ten asked for", *(max(0.0, one - plain) for one in groups))
+        row("group_by, two groups of ten", *(max(0.0, one - plain) for one in groups))
         facts = measured(path, lambda it: it.attribute_facts(), asked.rounds)
         row("attribute facts", *facts)
         row("a facet of `sku`", *measured(path, refused, asked.rounds))
-        heading("one new filter", "until all have it, ms")
+        heading("one new filter", "until all threads have it, ms")
         for threads in (1, 8):
             times_ms = [at_once(path, threads) for _ in range(asked.rounds)]
             row(f"{threads} at a time", statistics.median(times_ms))
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def make(path: Path, items: int) -> None:
-    """The gallery, its attributes in random order."""
+    """Create the gallery, with attributes in random order."""
     rng = np.random.default_rng(0)
     colours, prices = rng.integers(len(COLOURS), size=items), rng.integers(100_000, size=items)
     products, sales = rng.integers(-(-items // 5), size=items), rng.integers(4, size=items)
@@ -122,7 +122,7 @@ def make(path: Path, items: int) -> None:
 
 
 def measured(path: Path, ask: Callable[[Gallery], object], rounds: int) -> list[float]:
-    """Milliseconds of a question, medians: first, again, and after an item was changed."""
+    """Median milliseconds of a query: first, again, and after an item was changed."""
     times: list[list[float]] = []
     for number in range(rounds):
         with contextlib.closing(Gallery.open(path)) as gallery:
@@ -139,7 +139,7 @@ def refused(gallery: Gallery) -> None:
 
 
 def at_once(path: Path, threads: int) -> float:
-    """Milliseconds until every thread has the page of one filter that nobody asked before."""
+    """Milliseconds until every thread has the result of one new filter."""
     where = parse_filter("not brand = 'brand 5' and (colour in ('red', 'blue') or price > 900)")
     with contextlib.closing(Gallery.open(path)) as gallery, ThreadPoolExecutor(threads) as pool:
         gallery.search(QUERY, 10)

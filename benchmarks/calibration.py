@@ -1,4 +1,4 @@
-"""What a probability is worth in galleries that differ as shops do.
+"""Accuracy of probabilities in galleries that differ like those of shops.
 
     kinlens-train data render runs/drawn --products 320 --views 24 --size-px 96 --seed 11
     kinlens-train export --backbone mobilenet_v2 --out runs/trunk --size-px 128 --resize-px 144 \\
@@ -16,16 +16,16 @@
 Each argument is NAME=BUNDLE:DATA. DATA is `grocery` (81 classes), `cars196-half` (classes 99-196),
 both under $KINLENS_SHARED/data, `job` (the test classes of the job that trained the bundle), or a
 folder with a sub-folder per class; none of it may have been trained on. Without an argument: the
-trunk, with random weights where its own are not to be had, on products that are drawn for it.
+trunk, with random weights if its own are not available, on products rendered for it.
 
-Some classes, drawn at random, fit the curves of the bundle. The others make galleries: 1, 2, 4, 8
-or 16 images of each product, or in turn 1, 1, 2, 4 and 8 ("mixed"); half, the same, and where there
-are enough classes ten times the products that were fitted. The other images of these products ask;
-0, 20 or 50 % of them with their product left out of the gallery, which is the prior that the curve
-is given. Each source is judged by itself: the gallery's labels (its items search for each other), a
-golden set (photos of one half of the products, which do not ask) and the curves of the bundle. A
-row pools `--repeats` draws; its errors are expected calibration errors of the best hit and of the
-ten best hits. Written: a table on the console, `--json`. Embeddings are kept in `--cache`.
+Randomly drawn classes fit the curves of the bundle. The others make galleries: 1, 2, 4, 8 or 16
+images of each product, or in turn 1, 1, 2, 4 and 8 ("mixed"); half, the same, and if there are
+enough classes ten times the fitted number of products. The other images of these products are
+queries. For 0, 20 or 50 % of them the product is removed from the gallery, which is the prior of
+the curve. Each source is evaluated separately: the gallery's labels (its items search for each
+other), a golden set (images of one half of the products, which are not queries) and the curves of
+the bundle. A row pools `--repeats` draws; its errors are expected calibration errors of the best
+hit and of the ten best hits. Output: a table, and `--json`. `--cache` stores embeddings.
 """
 
 import csv
@@ -70,7 +70,7 @@ def main() -> None:
     )  # fmt: skip
     rows = [found for case in cases_of(asked) for found in measured(case, asked)]
     names = ("model", "data", "products", "views", "gallery", "source", "absent", "draws")
-    figures = ("best hit: error", "said", "true", "ten best: error", "said", "true")
+    figures = ("best hit: error", "predicted", "true", "ten best: error", "predicted", "true")
     heading(*names, *figures)
     for one in rows:
         row(*(one[name] for name in names), *(one.get(name, "-") for name in FIGURES))
@@ -91,7 +91,7 @@ FIGURES = ("error_best", "said_best", "true_best", "error_ten", "said_ten", "tru
 
 
 def cases_of(asked: Namespace) -> list[str]:
-    """Those that were asked for; else one that needs nothing, made in the cache."""
+    """The given cases; by default one that needs no data, generated in the cache."""
     if asked.cases:
         return list(asked.cases)
     shared, bundle, data = shared_folder(), asked.cache / "trunk", asked.cache / "rendered"
@@ -105,7 +105,7 @@ def cases_of(asked: Namespace) -> list[str]:
 
 
 def measured(case: str, asked: Namespace) -> list[Row]:
-    """A row for each gallery, source and share of absent products; `draws` were not refused."""
+    """A row for each gallery, source and share of absent products; `draws` could be fitted."""
     name, path, data = parts_of(case)
     vectors, labels = embedded(path, data, asked.cache)
     pooled: dict[tuple[Any, ...], list[tuple[Searches, Curve]]] = {}
@@ -140,11 +140,11 @@ Source = tuple[str, Views, int, str, Asking, Curve | None]
 
 def sources(vectors: Embeddings, labels: Labels, seed: int) -> Iterator[Source]:
     """Size, views and products of each gallery; each source with its queries, which it has not
-    seen, as they are and with their product left out; and its curve, if it was not refused.
+    seen, with their product in the gallery and without it; and its curve or the refusal.
     """
     rng = np.random.default_rng(seed)
     names = rng.permutation(np.unique(labels))
-    # A tenth where that is enough to fit, so that some galleries have ten times the products.
+    # A tenth if that is enough to fit, so that some galleries have ten times the products.
     part = len(names) // 11 if len(names) // 11 >= MIN_CLASSES else len(names) // 2
     fitted, others = names[:part], names[part:]
     of_fitted = np.isin(labels, fitted)
@@ -178,7 +178,7 @@ def curve_of(fit: Fit | str) -> Curve | None:
 
 
 def with_absent(asking: Asking, absent: float, seed: int) -> Searches:
-    """A share of the queries with their product left out of the gallery."""
+    """Queries of which a share has its product removed from the gallery."""
     present, masked = asking
     order = np.random.default_rng(seed).permutation(len(present))
     cut = round(absent * len(order))
@@ -186,16 +186,16 @@ def with_absent(asking: Asking, absent: float, seed: int) -> Searches:
 
 
 def judged(found: Sequence[tuple[Searches, Curve]], absent: float) -> Row:
-    """Errors of all draws together: those of a single draw have the luck of its products."""
+    """Errors of all draws pooled: those of a single draw depend on its products by chance."""
     figures: Row = {}
     for name, hits in (("best", 1), ("ten", TEN)):
-        said, true = [], []
+        predicted, true = [], []
         for searches, curve in found:
             likely = searches.probabilities(curve, absent)[:, :hits]
             exists = np.isfinite(searches.scores[:, :hits])
-            said.append(likely[exists])
+            predicted.append(likely[exists])
             true.append(searches.right[:, :hits][exists])
-        likely, right = np.concatenate(said), np.concatenate(true)
+        likely, right = np.concatenate(predicted), np.concatenate(true)
         figures[f"error_{name}"] = calibration_error(likely, right)
         figures[f"said_{name}"], figures[f"true_{name}"] = likely.mean(), right.mean()
     return {name: round(float(value), 4) for name, value in figures.items()}
@@ -203,7 +203,7 @@ def judged(found: Sequence[tuple[Searches, Curve]], absent: float) -> Row:
 
 @dataclass(frozen=True)
 class Shop:
-    """A gallery in memory, searched exactly, with `queries` that are not in it."""
+    """A gallery in memory with exact search, and `queries` that are not in it."""
 
     vectors: Embeddings
     labels: Labels
@@ -219,7 +219,7 @@ class Shop:
         views: Sequence[int],
         rng: np.random.Generator,
     ) -> "Shop":
-        """Of these classes, in turn, so many images; others of them ask."""
+        """Up to that many images of each class, by class in turn; others are queries."""
         images = [rng.permutation(np.flatnonzero(labels == name)) for name in names]
         stocked = [some[:count] for some, count in zip(images, cycle(views), strict=False)]
         most = max(views)
@@ -274,11 +274,11 @@ class Shop:
         ]
 
     def asking(self, queries: Labels) -> Asking:
-        """What these queries find: as they are, and with their class left out."""
+        """Hits of these queries, with their class in the gallery and without it."""
         return candidates_of(self.vectors, self.labels, queries, self.gallery)
 
     def labelled(self, queries: Labels) -> Iterator[Labelled]:
-        """Queries as a golden set has them."""
+        """The queries as in a golden set."""
         for query in queries:
             name = self._name(self.labels[query])
             yield self.vectors[query], name, lambda hit, name=name: hit.attributes["class"] == name
@@ -342,7 +342,7 @@ def groceries() -> dict[str, list[tuple[Path, str]]]:
     for part in ("train", "val", "test"):
         with (root / f"{part}.txt").open(newline="", encoding="utf-8") as stream:
             rows = [one for one in csv.reader(stream) if one]
-        # The halves of the classes are drawn by their order: that of the numbers.
+        # The halves of the classes depend on their order, here by number.
         found[part] = [(root / one[0].strip(), one[1].strip().zfill(2)) for one in rows]
     return found
 
@@ -350,7 +350,7 @@ def groceries() -> dict[str, list[tuple[Path, str]]]:
 def shared_data() -> Path:
     shared = shared_folder()
     if shared is None:
-        skip("this data needs $KINLENS_SHARED, with the folder data/ in it")
+        skip("this data needs $KINLENS_SHARED with its folder data/")
     return shared / "data"
 
 

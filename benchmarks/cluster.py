@@ -3,12 +3,12 @@
     python benchmarks/cluster.py [--images 20000] [--backbone mobilenet_v2] [--shard-size 256]
                                  [--kill]
 
-Ceiling: as many threads as cores read, decode, preprocess and embed the same files with the same
-bundle in batches of 32, and keep nothing. `embed` is timed from its first finished shard to its
+Ceiling: one thread per core reads, decodes, preprocesses and embeds the same files with the same
+bundle in batches of 32, and keeps nothing. `embed` is timed from its first finished shard to its
 last, without the start of Ray, which is printed as well. Target: 0.9 of the ceiling. Memory is the
-resident set of all actors, when a fifth is done and the most of it later: it must not grow.
+resident set of all actors, after a fifth and the maximum later: it must not grow.
 With `--kill` an actor is killed (SIGKILL) at half of the shards, and every vector is compared with
-that of `kinlens-index build`.
+the output of `kinlens-index build`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
-from harness import BIN, heading, kinlens, options, photographs, row, verdict
+from harness import BIN, heading, kinlens, options, row, sample_images, verdict
 from search import small_bundle
 
 from kinlens.embedder.bundle import Bundle
@@ -42,9 +42,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         bundle = small_bundle(folder, asked.backbone)
-        files = sorted(photographs(folder / "photographs", FILES).iterdir())
+        files = sorted(sample_images(folder / "images", FILES).iterdir())
         lines = (f"k{n},{file.name}" for n, file in enumerate(islice(cycle(files), asked.images)))
-        listed = folder / "photographs" / "list.csv"
+        listed = folder / "images" / "list.csv"
         listed.write_text("\n".join(["key,path", *lines]) + "\n")
         bare = bare_loop(bundle, [*islice(cycle(files), min(asked.images, 4000))])
         half = asked.images // asked.shard_size // 2 if asked.kill else 0
@@ -55,14 +55,14 @@ def main() -> None:
     heading("", "images/s", "")
     row("bare loop, before and after", bare, again)
     row("embed on Ray", rate, f"{size:,} images, {start_s:.0f} s to the first shard")
-    row("actors, MB at a fifth and at most", memory[0], memory[1])
+    row("actors, MB after a fifth and maximum", memory[0], memory[1])
     if different is not None:
-        row("vectors unlike those of build, after a kill", different, f"of {size:,}")
+        row("vectors different from build, after a kill", different, f"of {size:,}")
     verdict("embed / bare loop", rate / ((bare + again) / 2), 0.9)
 
 
 def bare_loop(bundle: Path, files: list[Path]) -> float:
-    """Images a second."""
+    """Images per second."""
     embedder = OnnxEmbedder.open(Bundle.open(bundle), SessionSettings(threads=1))
 
     def work(some: list[Path]) -> None:
@@ -77,7 +77,7 @@ def bare_loop(bundle: Path, files: list[Path]) -> float:
 
 
 def compared(folder: Path, listed: Path, bundle: Path) -> int:
-    """How many vectors differ in any bit from those of a build without Ray."""
+    """The number of vectors that differ in any bit from a build without Ray."""
     flat = "--index", "flat"
     kinlens("index", "build", "--csv", listed, "--bundle", bundle, "--out", folder / "built", *flat)
     kinlens("index", "import", folder / "vectors", "--out", folder / "imported", *flat)
@@ -91,9 +91,9 @@ def compared(folder: Path, listed: Path, bundle: Path) -> int:
 def embedded(
     listed: Path, bundle: Path, out: Path, shard_size: int, kill_at: int
 ) -> tuple[float, float, tuple[float, float]]:
-    """Images a second between the first and the last shard, seconds to the first, and memory."""
+    """Images per second between the first and the last shard, seconds to the first, and memory."""
     words = ("--bundle", bundle, "--out", out, "--shard-size", shard_size)
-    seen: list[tuple[float, int, float]] = []  # when, shards, MB of all actors
+    seen: list[tuple[float, int, float]] = []  # time, shards, MB of all actors
     killed: list[int] = []
     is_done = threading.Event()
 
@@ -123,7 +123,7 @@ def embedded(
 
 
 def actors() -> list[int]:
-    """The process ids of the actors of this machine."""
+    """The process ids of the actors on this machine."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

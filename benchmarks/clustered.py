@@ -1,23 +1,23 @@
-"""Vectors like the embeddings of a product catalogue, and what they are like.
+"""Vectors that resemble the embeddings of a product catalogue, and a comparison with real ones.
 
-Products are clusters of some 50 images, their sizes log-normal. A cluster's centre is drawn around
-that of a super-class, this around one common mean, as the embeddings of real images all share some
-direction. The spread inside a cluster decays along axes that differ between kinds of clusters, so
-that the intrinsic dimension, about 20, is far below the number of coordinates. Plain Gaussian noise
-has neither: it is harder than any real gallery, and compresses worse.
+Products are clusters of some 50 images, with log-normal sizes. A cluster's centre is drawn around
+the centre of a super-class, and this around one common mean, as the embeddings of real images share
+a direction. The spread inside a cluster decays along axes that differ between types of clusters, so
+the intrinsic dimension, about 20, is far below the number of coordinates. Plain Gaussian noise has
+neither property: it is harder than any real gallery, and compresses worse.
 
     python benchmarks/clustered.py [--rows 13000] [--dim 512]
 
 prints a row of this table: recall@10 of an IVF index by nprobe, and medians. The spread and the
-share of the super-class were set so that IVF finds them nearly as hard as real photographs: 13,146
-of cars and groceries, embedded in 512 numbers by a run of `cars196-half-determinant`, in 458 lists,
-against 13,000 of ours in 456, with 500 held-out queries.
+share of the super-class were set so that IVF finds them nearly as hard as real images: 13,146 of
+cars and groceries, embedded in 512 dimensions by a run of `cars196-half-determinant`, in 458 lists,
+against 13,000 synthetic ones in 456, with 500 held-out queries.
 
 | | nprobe 1 | 2 | 4 | 8 | 16 | 32 | intrinsic dimension | cosine of the 10th |
 |---|---|---|---|---|---|---|---|---|
-| real photographs | 0.45 | 0.62 | 0.76 | 0.88 | 0.96 | 0.99 | 23 | 0.75 |
-| ours, 512 numbers | 0.57 | 0.73 | 0.85 | 0.93 | 0.98 | 1.00 | 24 | 0.74 |
-| ours, 128 numbers | 0.50 | 0.70 | 0.83 | 0.92 | 0.98 | 1.00 | 24 | 0.79 |
+| real images | 0.45 | 0.62 | 0.76 | 0.88 | 0.96 | 0.99 | 23 | 0.75 |
+| ours, 512 dimensions | 0.57 | 0.73 | 0.85 | 0.93 | 0.98 | 1.00 | 24 | 0.74 |
+| ours, 128 dimensions | 0.50 | 0.70 | 0.83 | 0.92 | 0.98 | 1.00 | 24 | 0.79 |
 """
 
 import math
@@ -39,7 +39,7 @@ TIGHTNESS = (0.5, 0.85)
 """Expected cosine of two images of one product."""
 
 MEAN_SHARE, SUPER_SHARE = 0.2, 0.5
-"""What the common mean and the super-class contribute to the squared norm of a centre."""
+"""Contribution of the common mean and of the super-class to the squared norm of a centre."""
 
 SPREAD_DECAY, CENTRE_DECAY, AXES = 0.5, 0.5, 64
 """The variance along the j-th axis is j ** -decay * exp(-j / AXES), whatever the dimension."""
@@ -50,7 +50,7 @@ _WORLD, _BASE, _QUERIES, _LATER = range(4)
 
 @dataclass(frozen=True)
 class Clusters:
-    """Where vectors come from: C clusters in D dimensions, of K kinds of spread."""
+    """The source of vectors: C clusters in D dimensions, of K types of spread."""
 
     centres: Embeddings
     cumulated: NDArray[np.float64]
@@ -71,7 +71,7 @@ class Clusters:
 
 
 def clusters_of(n: int, dim: int, seed: int = 0) -> Clusters:
-    """The world that a gallery of `n` images comes from; it grows with `n`."""
+    """The clusters of a gallery of `n` images; their number grows with `n`."""
     rng = np.random.default_rng((seed, _WORLD))
     count = max(2, n // CLUSTER_SIZE)
     axes = np.linalg.qr(rng.standard_normal((dim, dim)))[0].astype(np.float32)
@@ -129,7 +129,7 @@ def clustered_queries(n: int, dim: int, seed: int = 0, queries: int = 1000) -> E
 
 
 def clustered_later(n: int, dim: int, seed: int = 0, count: int = 1000) -> Embeddings:
-    """Images that come into the gallery of `clustered` later: neither in it nor a query."""
+    """Later images for the gallery of `clustered`: neither in it nor queries."""
     rng = np.random.default_rng((seed, _LATER))
     return clusters_of(n, dim, seed).draw(count, rng)[0]
 
@@ -173,7 +173,7 @@ def main() -> None:
         found = index.search(queries, 10)[1]
         hits = sum(len(np.intersect1d(*pair)) for pair in zip(found, truth, strict=True))
         recalls.append(hits / truth.size)
-    name = f"ours, {asked.dim} numbers"
+    name = f"ours, {asked.dim} dimensions"
     row(name, *recalls, lid(base, queries), float(np.median(scores[:, -1])))
 
 

@@ -1,14 +1,14 @@
-"""How long near-duplicates of a gallery take beside the bare FAISS self-join.
+"""Time of near-duplicate search in a gallery compared with a bare FAISS self-join.
 
     python benchmarks/duplicates.py [--items 100000] [--dims 128 512] [--rounds 3]
 
-The gallery holds clustered vectors (benchmarks/clustered.py), one in twenty of which has a near
+The gallery contains clustered vectors (benchmarks/clustered.py), one in twenty of which has a near
 copy: the same vector with noise, cosine about 0.998. The self-join is `IndexFlatIP.search` with all
 vectors at once, 11 neighbours each, on all cores; `near_groups` does the same through the gallery's
-own index, reads every vector from the catalogue, and makes groups. Both take turns; a figure is the
-median of the rounds, in seconds that the cores have worked, so that neighbours on the machine count
-less. Found: planted pairs that stand in one group. Memory: by how much the peak of the process grew
-while the groups were made.
+own index, reads every vector from the catalogue, and makes groups. Both run in turns; a figure is
+the median of the rounds in CPU seconds, so that other load on the machine matters less. Found:
+planted pairs that are in one group. Memory: growth of the peak of the process while the groups are
+made.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def measured(items: int, dim: int, rounds: int) -> dict[str, float | str]:
             seconds = in_turns(calls, rounds, time.process_time)
             keys = {item.id: int(item.key) for item in gallery.items()}
             segment = gallery.facts().segment
-    where = {keys[number]: place for place, group in enumerate(groups) for number, _ in group}
+    where = {keys[number]: position for position, group in enumerate(groups) for number, _ in group}
     copies = items // COPIED
     found = sum(n in where and where[n] == where.get(items - copies + n) for n in range(copies))
     return {
@@ -70,7 +70,7 @@ def measured(items: int, dim: int, rounds: int) -> dict[str, float | str]:
         "ratio": ratio(seconds["near"], seconds["bare"]),
         "groups": len(groups),
         "planted pairs found": found / copies,
-        "memory beside the open gallery, MB": grown,
+        "memory above the open gallery, MB": grown,
     }
 
 

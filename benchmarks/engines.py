@@ -1,13 +1,13 @@
-"""What each engine and precision costs beside fp32 in onnxruntime: one image, one thread.
+"""Cost of each engine and precision compared with fp32 in onnxruntime: one image, one thread.
 
     python benchmarks/engines.py [--rounds 20] [--trunk mobilenet_v2 resnet50] [--folder DIR]
 
-Weights are random, since time does not depend on them. Each trunk is exported at 224 px, as its
-bundle would be, and made int8 as an export makes it. The modes then take turns, in a new random
-order each round, so that a noisy machine disturbs all alike. Figures are medians over rounds of the
-ratio within a round: how many times as fast as fp32 in onnxruntime. A mode that this machine lacks
-is named with the reason. With --folder the ONNX files stay for the next run. Targets: bf16 1.8
-where the processor has units for it, int8 1.7 where it has VNNI.
+Weights are random, since time does not depend on them. Each trunk is exported at 224 px, as in a
+bundle, and quantized to int8 as in an export. The modes then run in turns, in a new random order
+each round, so that noise on the machine affects all alike. Figures are medians over rounds of the
+ratio within a round: the speedup over fp32 in onnxruntime. A mode that this machine lacks is listed
+with the reason. With --folder the ONNX files stay for the next run. Targets: bf16 1.8 if the
+processor has units for it, int8 1.7 if it has VNNI.
 """
 
 import statistics
@@ -34,7 +34,7 @@ def main() -> None:
         if (reason := absence(mode)) is None:
             modes.append(mode)
         else:
-            print(f"left out: {mode}: {reason}")
+            print(f"skipped: {mode}: {reason}")
     best: dict[tuple[str, str], float] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = asked.folder or Path(scratch)

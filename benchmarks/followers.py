@@ -1,13 +1,13 @@
-"""Copies that follow a published gallery: first publication, changes, and what searches notice.
+"""Copies that follow a published gallery: first publication, changes, and effect on searches.
 
     python benchmarks/followers.py [--items 10000 100000 1000000] [--dim 128] [--followers 1 3]
 
 One writer publishes to a folder on this machine. Each follower is a process with the copy, which
-looks for snapshots all the time and searches meanwhile. First it copies the whole gallery. Then the
-writer adds `--changes` items in each of `--rounds`, and publishes. `lag` is the time from the
-acknowledged change to the moment when every follower has it, publication included. The last columns
-compare the searches of a follower during these rounds with searches before them. `bare copy` is the
-named ceiling: the files of the gallery copied by the kernel, and synced.
+polls for snapshots continuously and searches at the same time. First it copies the whole gallery.
+Then the writer adds `--changes` items in each of `--rounds`, and publishes. `lag` is the time from
+the acknowledged change to the moment when every follower has it, publication included. The last
+columns compare the searches of a follower during these rounds with searches before them.
+`bare copy` is the named ceiling: the files of the gallery copied by the kernel, and synced.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ def measure(folder: Path, items: int, dim: int, count: int, rounds: int, changes
 
 
 def bare_copy(folder: Path) -> float:
-    """Seconds to copy the files of the gallery, and to bring them to the disk."""
+    """Seconds to copy the files of the gallery and sync them to the disk."""
     started = time.perf_counter()
     shutil.copytree(folder / "g", folder / "bare")
     for file in (folder / "bare").rglob("*"):
@@ -120,7 +120,7 @@ def entries(name: str, count: int, dim: int) -> list[Entry]:
 
 
 def follow(address: str, folder: Path, dim: int, orders: Connection) -> None:
-    """Copy, search, and follow; each order is the version to wait for, and None ends it."""
+    """Copy, search, and follow; each order is the version to wait for, None means stop."""
     follower, query = Follower(address, folder), next(random_units(1, dim, seed=5))
     started = time.perf_counter()
     follower.update()
@@ -147,7 +147,7 @@ def follow(address: str, folder: Path, dim: int, orders: Connection) -> None:
 
 
 def searches(gallery: Gallery, query: np.ndarray, count: int) -> list[float]:
-    """Milliseconds of each."""
+    """Milliseconds of each search."""
     found = []
     for _ in range(count):
         started = time.perf_counter()

@@ -1,25 +1,25 @@
-"""What a gallery costs beside raw FAISS, hnswlib and usearch, from 10,000 to 10,000,000 items.
+"""Performance of a gallery compared with raw FAISS, hnswlib and usearch, for 10,000 to 10M items.
 
     python benchmarks/gallery.py --sizes 10k 100k 1m --dims 128 512
     python benchmarks/gallery.py --sizes 10m --dims 128 --parts process speed filters
 
 Vectors: benchmarks/clustered.py. The ceiling is raw FAISS: the gallery's own index file, read into
-memory and searched with its tuned parameters, in rounds that take turns with the gallery's.
-`nearest` gives scores and numbers, as FAISS does; `search` fetches keys and attributes as well. One
-query runs on one thread, a batch on all cores. What one adds to the other is the work of their
-thread; all other times are the clock's. hnswlib and usearch search with the smallest ef that
-reaches the gallery's recall@10, or 0.98 where the gallery is exact.
+memory and searched with its tuned parameters, in rounds that alternate with the gallery's.
+`nearest` returns scores and item numbers, as FAISS does; `search` also fetches keys and attributes.
+One query runs on one thread, a batch on all cores. Overheads are CPU time of their thread; all
+other times are wall clock. hnswlib and usearch search with the smallest ef that reaches the
+gallery's recall@10, or 0.98 if the gallery is exact.
 
 The parts:
 
     process     in a fresh process that opens the gallery and answers 1,000 queries: seconds to the
-                first answer, and its growth in memory over the codes that the index compares with
-    speed       recall of held-out queries against a comparison with every vector, and the searches
-    peers       hnswlib and usearch beside them, where the extra `bench` is installed
+                first answer, and memory growth relative to the codes of the index
+    speed       recall of held-out queries against exact search, latency and throughput
+    peers       hnswlib and usearch for comparison, if the extra `bench` is installed
     filters     searches among 0.1 to 50 % of the items, one thread
-    changes     what a durable add takes
-    compaction  what searches take while another process compacts
-    images      `build` of photographs beside a bare loop of decoding, preprocessing, onnxruntime
+    changes     time of a durable add
+    compaction  latency of searches while another process compacts
+    images      `build` of images compared with a bare loop of decoding, preprocessing, onnxruntime
 
 On 2 cores 10k and 100k take minutes, 1m and 10m about half an hour each.
 """
@@ -42,16 +42,16 @@ import numpy as np
 import onnxruntime as ort
 from clustered import clustered_batches, clustered_later, clustered_queries
 from harness import (
-    beside,
     columns,
     fresh,
+    in_other_process,
     in_turns,
     kinlens,
     made_gallery,
     memory_mb,
     options,
-    photographs,
     ratio,
+    sample_images,
     timed_ms,
 )
 from numpy.typing import NDArray
@@ -80,16 +80,16 @@ BUCKETS = 1000
 FILTERS = {"0.1 %": 1, "1 %": 10, "10 %": 100, "50 %": 500}
 FILTER_QUERIES = 200
 ROUND_S = 0.4
-LARGEST_PEERS = 128_000_000  # numbers in all vectors
+LARGEST_PEERS = 128_000_000  # coordinates of all vectors
 EFFORTS = (10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 1024)
 Figures = dict[str, object]
 Positions = NDArray[np.int64]
-"""Positions of items in the order in which they were made, (Q, k); -1 for none."""
+"""Positions of items in insertion order, (Q, k); -1 for none."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A gallery of `n` vectors of `dim` numbers in a folder of its own."""
+    """A gallery of `n` vectors of `dim` dimensions in a folder of its own."""
 
     n: int
     dim: int
@@ -98,7 +98,7 @@ class Setting:
 
     @property
     def segment(self) -> Path:
-        """The segment that the build made; a compaction replaces it."""
+        """The segment of the build; a compaction replaces it."""
         (folder,) = (GalleryFolder(self.folder).current() / SEGMENTS).iterdir()
         return folder
 
@@ -111,7 +111,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Contestant:
-    """`search` answers queries (Q, D); `use` is told the number of threads before a round."""
+    """`search` answers queries (Q, D); `use` gets the number of threads before a round."""
 
     search: Callable[[Embeddings], object]
     recall: float
@@ -194,7 +194,7 @@ def opened(setting: Setting) -> dict[str, float]:
         gallery.search(queries[row : row + 1], K)
     grown = {name: value - before[name] for name, value in memory_mb().items()}
     files = read_manifest(setting.segment).files
-    # Of a flat index the vectors are the codes.
+    # In a flat index the vectors are the codes.
     codes = (files[INDEX].bytes if INDEX in files else setting.rows.stat().st_size) / 1e6
     behind = resident_mb(setting.rows) if INDEX in files else 0.0
     return {
@@ -226,7 +226,7 @@ def resident_mb(file: Path) -> float:
 def speed(
     setting: Setting, gallery: Gallery, queries: Embeddings, asked: Namespace
 ) -> Iterator[tuple[str, object]]:
-    """Recall, latencies and QPS of all contestants, in turn, so that noise hits all of them."""
+    """Recall, latencies and QPS of all contestants, in turns, so that noise affects all of them."""
     truth = true_neighbours(setting.n, setting.dim, queries, {"": np.ones(setting.n, bool)})[""]
     contestants = {"raw FAISS": of_faiss(setting, queries, truth)}
     contestants |= of_gallery(gallery, queries, truth)
@@ -260,13 +260,13 @@ def speed(
 
 
 Rounds = dict[str, list[list[float]]]
-"""Seconds of each contestant, of each round, of each call."""
+"""Seconds by contestant, round and call."""
 
 
 def rounds_of(
     contestants: Mapping[str, Contestant], calls: list[Embeddings], threads: int, rounds: int
 ) -> tuple[Rounds, Rounds]:
-    """The same calls for everyone in rounds of random order, by the clock and by the thread."""
+    """The same calls for everyone in rounds of random order, in wall-clock and thread time."""
     slowest = 0.0
     for one in contestants.values():
         one.use(threads)
@@ -280,7 +280,7 @@ def rounds_of(
         for name in random.sample(list(contestants), len(contestants)):
             one = contestants[name]
             one.use(threads)
-            one.search(chosen[-1])  # takes the caches back from whoever ran before
+            one.search(chosen[-1])  # refills the caches after the previous contestant
             times = []
             for queries in chosen:
                 started, worked = time.perf_counter(), time.thread_time()
@@ -292,7 +292,7 @@ def rounds_of(
 
 
 def of_ceiling(name: str, rounds: Rounds) -> Iterator[tuple[str, float]]:
-    """QPS over that of raw FAISS, the median of the rounds."""
+    """QPS relative to raw FAISS, the median of the rounds."""
     sums = {who: [sum(each) for each in found] for who, found in rounds.items()}
     for who in sums:
         if who != "raw FAISS":
@@ -302,18 +302,18 @@ def of_ceiling(name: str, rounds: Rounds) -> Iterator[tuple[str, float]]:
 def of_gallery(
     gallery: Gallery, queries: Embeddings, truth: Positions
 ) -> Iterator[tuple[str, Contestant]]:
-    """The gallery twice: scores and numbers alone, and full hits with attributes.
+    """The gallery twice: only scores and item numbers, and full hits with attributes.
 
     `search` may fetch more than it returns, so an approximate index can find other items for it.
     """
-    by_nearest = gallery.nearest(queries, K)[1] - 1  # numbers count from 1
+    by_nearest = gallery.nearest(queries, K)[1] - 1  # item numbers start at 1
     by_search = np.array([[int(hit.key) for hit in row] for row in gallery.search(queries, K)])
     yield "nearest", Contestant(lambda q: gallery.nearest(q, K), recall(by_nearest, truth))
     yield "search", Contestant(lambda q: gallery.search(q, K), recall(by_search, truth))
 
 
 def of_faiss(setting: Setting, queries: Embeddings, truth: Positions) -> Contestant:
-    """FAISS alone, with the gallery's index file in memory and its tuned parameters."""
+    """Raw FAISS, with the gallery's index file in memory and its tuned parameters."""
     manifest = read_manifest(setting.segment)
     index = faiss.IndexFlatIP(manifest.dim)
     index.add(np.fromfile(setting.rows, np.float32).reshape(-1, manifest.dim))
@@ -334,7 +334,7 @@ def of_peers(
     """hnswlib and usearch, each with the smallest ef that reaches the recall `least`."""
     for name, make in (("hnswlib", hnswlib_of), ("usearch", usearch_of)):
         if importlib.util.find_spec(name) is None:
-            print(f"left out: {name} comes with the extra `bench`")
+            print(f"skipped: {name} needs the extra `bench`")
             continue
         started = time.perf_counter()
         search, use, set_ef = make(setting)
@@ -349,11 +349,11 @@ def of_peers(
 
 
 Peer = tuple[Callable[[Embeddings], object], Callable[[int], object], Callable[[int], object]]
-"""How to search for positions, to set the number of threads, to set ef."""
+"""Functions to search for positions, to set the number of threads, and to set ef."""
 
 
 def hnswlib_of(setting: Setting) -> Peer:
-    """M 16 and ef_construction 200, as its documentation has them."""
+    """M 16 and ef_construction 200, as in its documentation."""
     import hnswlib
 
     index = hnswlib.Index(space="ip", dim=setting.dim)
@@ -393,7 +393,7 @@ def numbered(setting: Setting) -> Iterator[tuple[int, Embeddings]]:
 def true_neighbours(
     n: int, dim: int, queries: Embeddings, among: Mapping[str, NDArray[np.bool_]]
 ) -> dict[str, Positions]:
-    """The best of each set of items, found by comparing with every vector, batch by batch."""
+    """The true best items of each set, found by exact search, batch by batch."""
     scores = {name: np.full((len(queries), K), -np.inf, np.float32) for name in among}
     found = {name: np.full((len(queries), K), -1, np.int64) for name in among}
     for start, batch in numbered(Setting(n, dim, Path(), IndexSettings())):
@@ -412,7 +412,7 @@ def true_neighbours(
 
 
 def recall(found: Positions, truth: Positions) -> float:
-    """The part of the true neighbours that was found."""
+    """The share of the true neighbours that was found."""
     pairs = zip(found, truth, strict=True)
     hits = sum(len(np.intersect1d(row, true[true >= 0])) for row, true in pairs)
     return hits / int((truth >= 0).sum())
@@ -421,7 +421,7 @@ def recall(found: Positions, truth: Positions) -> float:
 def filtered(
     setting: Setting, gallery: Gallery, queries: Embeddings
 ) -> Iterator[tuple[str, object]]:
-    """recall@10 and latency of full hits on one thread, and what a new filter costs."""
+    """recall@10 and latency of full hits on one thread, and the cost of a new filter."""
     bucket = buckets(setting.n)
     masks = {name: bucket < below for name, below in FILTERS.items()}
     truth = true_neighbours(setting.n, setting.dim, queries, masks)
@@ -443,7 +443,7 @@ def filtered(
 
 
 def changed(setting: Setting, gallery: Gallery) -> Iterator[tuple[str, object]]:
-    """What a durable add takes."""
+    """Time of a durable add."""
     later = clustered_later(setting.n, setting.dim, count=2_100)
     entries = [
         Entry(f"later-{n}", vector, f"{10**12 + n:064x}", {"bucket": n % BUCKETS})
@@ -458,21 +458,21 @@ def changed(setting: Setting, gallery: Gallery) -> Iterator[tuple[str, object]]:
 def compacted(
     setting: Setting, gallery: Gallery, queries: Embeddings
 ) -> Iterator[tuple[str, object]]:
-    """What searches take while another process compacts the gallery."""
+    """Latency of searches while another process compacts the gallery."""
 
     def search() -> float:
         row = random.randrange(len(queries))
         return timed_ms(lambda: gallery.search(queries[row : row + 1], K))
 
-    with beside() as pool:
-        pool.submit(memory_mb).result()  # it has imported everything
+    with in_other_process() as pool:
+        pool.submit(memory_mb).result()  # waits until it has imported everything
         before = [search() for _ in range(1_000)]
         compacting = pool.submit(compact, setting)
         during = []
         while not compacting.done():
             during.append(search())
         yield "compaction, s", compacting.result()
-    during += [search() for _ in range(200)]  # the first takes over the new segment
+    during += [search() for _ in range(200)]  # the first opens the new segment
     p99, p99_before = (float(np.percentile(times, 99)) for times in (during, before))
     yield "p99 of searches during it, ms", p99
     yield "p99 during a compaction / before", p99 / p99_before
@@ -487,10 +487,10 @@ def compact(setting: Setting) -> float:
 
 
 def built_of_images(folder: Path, images: int, rounds: int) -> Figures:
-    """Images/s of a build beside a bare loop, in turn: ResNet-50 with random weights, 224 px."""
+    """Images/s of a build and of a bare loop, in turns: ResNet-50, random weights, 224 px."""
     if importlib.util.find_spec("torch") is None:
-        return {"build": "left out: no torch, so no bundle can be made"}
-    source = folder_source(photographs(folder / "photographs", images))
+        return {"build": "skipped: no torch, so no bundle can be made"}
+    source = folder_source(sample_images(folder / "images", images))
     kinlens("train", "export", "--backbone", "resnet50", "--weights", "none", "--out", folder / "b")
     bundle = Bundle.open(folder / "b")
     embedder = OnnxEmbedder.open(bundle)

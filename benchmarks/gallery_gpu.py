@@ -1,10 +1,10 @@
-"""A gallery on the GPU: every kind of index there beside the CPU's, in one run on one machine.
+"""A gallery on the GPU: every index type there compared with the CPU, in one run on one machine.
 
     python benchmarks/gallery_gpu.py [--rows 1000000 10000000] [--dims 512]
 
-Ceiling: flat compares with all vectors, so its recall is 1; the others have to be faster at theirs.
+Ceiling: flat compares with all vectors, so its recall is 1; the others must be faster at theirs.
 Each index is tuned to a recall of 0.98 at 10 on the device that searches it, with held-out queries;
-recall is then measured with others. The last rows are what the same gallery does without a GPU.
+recall is then measured with others. The last rows are the same gallery without a GPU.
 """
 
 import gc
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass
 class Contender:
-    """An index that is ready to be searched."""
+    """An index that is ready for searches."""
 
     name: str
     index: SegmentIndex
@@ -76,7 +76,7 @@ def compare(n: int, dim: int, seconds: float) -> None:
 
 
 def contenders(base: Embeddings, held_out: Embeddings) -> Iterator[Contender]:
-    """Each index, built when the one before is done with; each on the GPU, then on the CPU."""
+    """Each index, built after the previous one is freed; each on the GPU, then on the CPU."""
     for kind in ("flat", "ivf-pq", "cagra"):
         try:
             plan = plan_index(*base.shape, IndexSettings(kind, None, "cuda", TARGET))
@@ -103,7 +103,7 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 
 
 def rate(one: Contender, queries: Embeddings, size: int, seconds: float) -> float:
-    """Queries a second, one batch after the other."""
+    """Queries per second, one batch after the other."""
     batches = [queries[at : at + size] for at in range(0, len(queries) - size + 1, size)]
     one.index.search(batches[0], K, one.effort)
     done, started = 0, time.perf_counter()

@@ -1,11 +1,11 @@
-"""What a run of the golden set costs searches: their latency beside it, and without it.
+"""Effect of a golden set run on searches: their latency during a run, and without it.
 
     python benchmarks/golden.py [--rounds 8] [--queries 60]
 
-A service in this process with two search threads, a model that sleeps 20 ms for an image, a gallery
-of 10,000 x 128 and drawn photographs of about 8 KB, every file new. One client searches again and
-again while a golden set is run, then as often alone; so in turn, since other work on the machine
-comes and goes. Target: the median of the rounds' ratios of medians is at most 1.25, since a run has
+A service in this process with two search threads, a model that sleeps 20 ms per image, a gallery of
+10,000 x 128 and generated images of about 8 KB, every file new. One client searches repeatedly
+while a golden set is run, then as often without a run. Both alternate, since other load on the
+machine varies. Target: the median of the rounds' ratios of medians is at most 1.25, since a run has
 one image in the model at a time.
 """
 
@@ -22,10 +22,10 @@ from harness import (
     heading,
     made_gallery,
     options,
-    photographs,
     random_units,
     ratio,
     row,
+    sample_images,
     timed_ms,
     verdict,
 )
@@ -47,7 +47,7 @@ def main() -> None:
     asked = options(__doc__, rounds=8, queries=60)
     embedder = FakeEmbedder(dim=DIM, delay_s=DELAY_S)
     with tempfile.TemporaryDirectory() as name:
-        images = photographs(Path(name, "images"), FILES, is_drawn=True)
+        images = sample_images(Path(name, "images"), FILES, is_drawn=True)
         files = [path.read_bytes() for path in sorted(images.iterdir())]
         batches = lambda: random_units(ITEMS, DIM)
         made = made_gallery(Path(name, "g"), batches, ITEMS, DIM, bundle_id=embedder.bundle_id)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def measure(url: str, files: list[bytes], rounds: int) -> None:
-    """Search beside a run and alone, in turn."""
+    """Search during a run and without one, in turns."""
     client, sent = httpx.Client(base_url=url, timeout=120), count()
 
     def search_ms() -> float:
@@ -80,23 +80,23 @@ def measure(url: str, files: list[bytes], rounds: int) -> None:
         image = files[number % FILES] + b"%d" % number
         return timed_ms(lambda: client.post("/search", files={"image": image}).raise_for_status())
 
-    beside: list[list[float]] = []
+    during: list[list[float]] = []
     alone: list[list[float]] = []
     with client, ThreadPoolExecutor(1) as pool:
         for _ in range(20):  # warm
             search_ms()
         for _ in range(rounds):
             run = pool.submit(httpx.post, f"{url}/galleries/g/golden/run", timeout=120)
-            beside.append([])
+            during.append([])
             while not run.done():
-                beside[-1].append(search_ms())
+                during[-1].append(search_ms())
             run.result().raise_for_status()
-            alone.append([search_ms() for _ in beside[-1]])
-    heading("one client, two search threads, 20 ms an image", "p50, ms", "p95, ms")
-    for name, sides in (("searches alone", alone), ("beside a run of the golden set", beside)):
+            alone.append([search_ms() for _ in during[-1]])
+    heading("one client, two search threads, 20 ms per image", "p50, ms", "p95, ms")
+    for name, sides in (("searches alone", alone), ("during a golden set run", during)):
         times = [*chain.from_iterable(sides)]
         row(name, statistics.median(times), statistics.quantiles(times, n=20)[-1])
-    medians = [[*map(statistics.median, sides)] for sides in (beside, alone)]
+    medians = [[*map(statistics.median, sides)] for sides in (during, alone)]
     verdict("median ratio of the rounds", ratio(*medians), 1.25, at_most=True)
 
 

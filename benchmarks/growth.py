@@ -1,21 +1,21 @@
-"""What a gallery costs as it grows, and what it costs to keep up with changes.
+"""Cost of a gallery by size, and cost of keeping it up to date.
 
     python benchmarks/growth.py --sizes 10k 100k 1m --dims 128
     python benchmarks/growth.py --sizes 10m --dims 128 --path DIR --parts catch-up sustained
 
-Vectors: benchmarks/clustered.py; each item has five attributes, one of them its own. With --path
-the galleries are kept there and used again.
+Vectors: benchmarks/clustered.py; each item has five attributes, one of them unique. With --path
+the galleries are kept there and reused.
 
-    build       seconds of an import, its peak memory, bytes on the disk by kind
-    write       bytes that reach the disk for an item that is added, alone and in batches of 32
+    build       seconds of an import, its peak memory, bytes on the disk by type
+    write       bytes written to the disk for an added item, singly and in batches of 32
     search      recall@10 and p50 of one query, in a fresh process, and its memory
-    catch-up    --adds items are added, then a compaction brings the index up to date while one
-                thread searches; p50 and the longest search against those of before, and recall
+    catch-up    --adds items are added, then a compaction updates the index while one thread
+                searches; p50 and the longest search compared with before, and recall
     sustained   --rate adds a second for --minutes with compactions in the background
 
-Each figure is of one run on cores that do nothing else. The last lines fit a power of the number of
-items to each figure where there are three sizes or more. With --out FILE.json the figures are added
-to those of the file, and drawn into FILE.svg (needs matplotlib, extra `train`).
+Each figure is from one run on idle cores. The last lines fit a power law in the number of items to
+each figure with three sizes or more. With --out FILE.json the figures are added to the file, and
+drawn into FILE.svg (needs matplotlib, extra `train`).
 """
 
 import contextlib
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def keep(path: Path, found: dict[int, Figures]) -> None:
-    """Add figures to those of a file, and draw them all."""
+    """Add figures to those in a file, and draw all of them."""
     known = json.loads(path.read_text()) if path.exists() else {}
     for n, figures in found.items():
         known[str(n)] = {**known.get(str(n), {}), **figures}
@@ -89,11 +89,11 @@ def keep(path: Path, found: dict[int, Figures]) -> None:
 
 
 def draw(path: Path, figures: dict[int, Figures]) -> None:
-    """What grows with the number of items, on logarithmic axes, with the fitted exponents."""
+    """Draw figures that grow with the number of items, on log axes, with fitted exponents."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    matplotlib.rcParams["svg.fonttype"] = "none"  # keep text as text
     from matplotlib import pyplot
 
     sizes = np.array(sorted(figures))
@@ -140,7 +140,7 @@ def built(path: Path, n: int, dim: int) -> Figures:
 
 
 def attributes(number: int) -> dict[str, AttributeValue]:
-    """Five of them; `sku` is of this item alone."""
+    """Five attributes; `sku` is unique to the item."""
     return {
         "colour": COLOURS[number * 7919 % 8],
         "brand": f"brand {number * 104_729 % 1000}",
@@ -151,7 +151,7 @@ def attributes(number: int) -> dict[str, AttributeValue]:
 
 
 def disk_mb(path: Path) -> Figures:
-    """Of the current generation, by what it is for."""
+    """Disk use of the current generation, by purpose."""
     generation = GalleryFolder(path).current()
     total = {"catalogue, MB": 0.0, "vectors, MB": 0.0, "columns, MB": 0.0, "codes, MB": 0.0}
     kinds = {".f32": "vectors, MB", ".npy": "vectors, MB", ".faiss": "codes, MB"}
@@ -163,7 +163,7 @@ def disk_mb(path: Path) -> Figures:
 
 
 def later(n: int, dim: int, count: int) -> Iterator[Entry]:
-    """Items of the same products that come later, under keys that nobody has used."""
+    """Later items of the same products, under new keys."""
     began = time.time_ns()
     vectors, _ = clusters_of(n, dim).draw(count, np.random.default_rng(began))
     for number, vector in enumerate(vectors):
@@ -187,7 +187,7 @@ def written(path: Path, n: int, dim: int) -> Figures:
 
 
 def disk_writes() -> int:
-    """Bytes that this process has sent to the disk."""
+    """Bytes that this process has written to the disk."""
     text = Path("/proc/self/io").read_text(encoding="ascii")
     return int(text.split("write_bytes: ")[1].split()[0])
 
@@ -210,7 +210,7 @@ def searched(path: Path, n: int, dim: int) -> Figures:
 
 
 def recall(gallery: Gallery, queries: Embeddings) -> float:
-    """Part of the true ten nearest neighbours that a search finds."""
+    """The share of the true ten nearest neighbours that a search finds."""
     queries = queries[:RECALL_QUERIES]
     truth, _ = gallery.nearest(queries, 10, SearchOptions(exact=True))
     found, _ = gallery.nearest(queries, 10)
@@ -218,7 +218,7 @@ def recall(gallery: Gallery, queries: Embeddings) -> float:
 
 
 class Searching(threading.Thread):
-    """Searches one query after the other until it is stopped; `times_ms` of each."""
+    """Searches one query after the other until stopped; `times_ms` has the time of each."""
 
     def __init__(self, gallery: Gallery, queries: Embeddings) -> None:
         super().__init__(daemon=True)
@@ -238,7 +238,7 @@ class Searching(threading.Thread):
 
 
 def caught_up(path: Path, n: int, dim: int, adds: int) -> Figures:
-    """Searches in this process, the compaction in another one, as on a host with two workers."""
+    """Search in this process, compact in another one, as on a host with two workers."""
     queries = clustered_queries(n, dim)
     with contextlib.closing(Gallery.open(path)) as gallery:
         started = time.perf_counter()
@@ -252,21 +252,21 @@ def caught_up(path: Path, n: int, dim: int, adds: int) -> Figures:
         searching = Searching(gallery, queries)
         searching.start()
         elapsed, trained_on = fresh(compacted, path)
-        beside = searching.stop()
+        during = searching.stop()
         until = time.monotonic() + 60
         while gallery.facts().delta and time.monotonic() < until:
             gallery.search(queries[:1], 10)
             time.sleep(0.1)
         verdict(f"compaction after {adds:,} adds, s", elapsed, 60, at_most=True)
-        ratio = statistics.median(beside) / statistics.median(quiet)
-        verdict("p50 during the compaction, times that of before", ratio, 2, at_most=True)
+        ratio = statistics.median(during) / statistics.median(quiet)
+        verdict("p50 during the compaction / before", ratio, 2, at_most=True)
         return {
             "adds a second in batches of 1,000": adds / added,
             "compaction, s": elapsed,
             "items when the index was trained": trained_on,
             "p50 before it, ms": statistics.median(quiet),
-            "p50 during it, ms": statistics.median(beside),
-            "longest search during it, ms": max(beside),
+            "p50 during it, ms": statistics.median(during),
+            "longest search during it, ms": max(during),
             "recall@10 after it": recall(gallery, queries),
         }
 

@@ -1,11 +1,11 @@
-"""Vectors in half precision beside whole ones: disk, recall, and the time of a search.
+"""Vectors in half precision compared with float32: disk, recall, and search time.
 
     python benchmarks/half.py [--rows 100000 1000000] [--dims 128 512]
 
-Two galleries of the same items, each tuned to a recall of 0.98 at 10. Recall is that of the
-gallery's own index, and of an exact search in it, against the neighbours of the vectors before
-they were rounded, with queries that no gallery has. Searches are single ones, in turn, with all
-that is read in the page cache.
+Two galleries of the same items, each tuned to a recall of 0.98 at 10. Recall of the gallery's own
+index, and of an exact search in it, is measured against the neighbours of the vectors before
+rounding, with queries that are in no gallery. Searches are single ones, in turns, with all data in
+the page cache.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def compared(n: int, dim: int, rounds: int) -> None:
     """A table of both galleries."""
     base, queries = clustered(n, dim, queries=QUERIES)
     truth = compare(queries, K, base, np.arange(n))[1]
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as held:
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         galleries = {}
         for type_ in TYPES:
             path = made_gallery(
@@ -50,19 +50,19 @@ def compared(n: int, dim: int, rounds: int) -> None:
                 settings=IndexSettings(),
                 vector_type=type_,
             )
-            galleries[type_] = held.enter_context(contextlib.closing(Gallery.open(path)))
+            galleries[type_] = stack.enter_context(contextlib.closing(Gallery.open(path)))
         turns = {type_: partial(search_all, one, queries) for type_, one in galleries.items()}
         seconds = in_turns(turns, rounds, warm_up=1)
         print(f"\n{n:,} x {dim}", flush=True)
-        heading("vectors", "index", "disk, MB", "recall@10", "exact", "ms a search", "ratio")
+        heading("vectors", "index", "disk, MB", "recall@10", "exact", "ms per search", "ratio")
         for type_, gallery in galleries.items():
             size = sum(f.stat().st_size for f in Path(name, type_).rglob("*") if f.is_file())
             found = gallery.nearest(queries, K)[1] - 1
             exact = gallery.nearest(queries, K, SearchOptions(exact=True))[1] - 1
-            place = gallery.index_place()
+            location = gallery.index_place()
             row(
                 type_,
-                place.kind if place else "",
+                location.kind if location else "",
                 size / 2**20,
                 float(recall_at(found, truth)),
                 float(recall_at(exact, truth)),
@@ -73,8 +73,8 @@ def compared(n: int, dim: int, rounds: int) -> None:
 
 def search_all(gallery: Gallery, queries: Embeddings) -> None:
     """A search for each query."""
-    for place in range(len(queries)):
-        gallery.nearest(queries[place : place + 1], K)
+    for row_number in range(len(queries)):
+        gallery.nearest(queries[row_number : row_number + 1], K)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What every benchmark stands on: options, a table, turns, processes of their own, a real service.
+"""Shared code of the benchmarks: options, tables, turns, fresh processes, a real service.
 
-A benchmark is a script: its command is at the head of its docstring, its defaults are those of the
+A benchmark is a script: its command is at the top of its docstring, its defaults are those of the
 table in docs/ that it makes, and `python benchmarks` runs each of them once at its smallest size.
 """
 
@@ -34,19 +34,19 @@ from kinlens.indexer.types import AttributeValue, Dump, Entry, VectorType
 
 BIN = Path(sys.executable).parent
 SKIPPED = 77
-"""The exit status of a benchmark that lacks what it needs."""
+"""The exit status of a benchmark that was skipped."""
 
 READY_S = 60
 T = TypeVar("T")
 Seconds = dict[str, list[float]]
-"""Of each contestant, of each round."""
+"""Seconds by contestant and round."""
 
 
 def options(doc: str | None, *positional: str, **defaults: Any) -> argparse.Namespace:
     """The command line of a benchmark: an option for each default, of its type.
 
-    A list takes any number of values, and if it is empty, may be given several times; None stands
-    for no path. Names in `positional` are given without their name.
+    A list takes any number of values; an option with an empty list may be repeated. None means no
+    path. Names in `positional` become positional arguments.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -65,7 +65,7 @@ def options(doc: str | None, *positional: str, **defaults: Any) -> argparse.Name
 
 
 def skip(reason: str) -> NoReturn:
-    """End without a figure, and say why."""
+    """Exit without a figure, and print the reason."""
     print(f"skipped: {reason}", flush=True)
     raise SystemExit(SKIPPED)
 
@@ -74,17 +74,17 @@ def skip(reason: str) -> NoReturn:
 
 
 def heading(*names: str) -> None:
-    """The head of a table in Markdown."""
+    """Print the head of a Markdown table."""
     print(f"\n| {' | '.join(names)} |\n|{'---|' * len(names)}", flush=True)
 
 
 def row(*cells: object) -> None:
-    """A row of it; numbers with the digits that count."""
+    """Print a row of the table; numbers have the significant digits."""
     print(f"| {' | '.join(map(shown, cells))} |", flush=True)
 
 
 def columns(figures: Mapping[str, Mapping[str, object]]) -> None:
-    """A table with a column for each setting and a row for each figure."""
+    """Print a table with a column for each setting and a row for each figure."""
     heading("", *figures)
     for name in dict.fromkeys(itertools.chain.from_iterable(figures.values())):
         row(name, *(found.get(name, "") for found in figures.values()))
@@ -97,7 +97,7 @@ def shown(value: object) -> str:
 
 
 def verdict(text: str, value: float, bound: float, at_most: bool = False) -> None:
-    """One line: the figure, and whether it keeps its target."""
+    """Print one line: the figure, and whether it meets its target."""
     is_met = value <= bound if at_most else value >= bound
     sign = "at most" if at_most else "at least"
     print(f"{value:7.2f}  {'met   ' if is_met else 'MISSED'}  {text}, target {sign} {bound:g}")
@@ -114,8 +114,8 @@ def in_turns(
 ) -> Seconds:
     """Seconds of each call in each round, in a new random order each time.
 
-    So a noisy machine disturbs all alike; compare within a round (`ratio`). With
-    `time.process_time` or `time.thread_time` the clock is the work of the cores.
+    So noise on the machine affects all alike; compare within a round (`ratio`). With
+    `time.process_time` or `time.thread_time` as the clock, times are CPU time.
     """
     seconds: Seconds = {name: [] for name in calls}
     for number in range(warm_up + rounds):
@@ -133,7 +133,7 @@ def ratio(ours: Sequence[float], others: Sequence[float]) -> float:
 
 
 def timed_ms(work: Callable[[], object]) -> float:
-    """How many milliseconds it takes."""
+    """Milliseconds that `work` takes."""
     started = time.perf_counter()
     work()
     return 1e3 * (time.perf_counter() - started)
@@ -143,20 +143,20 @@ def timed_ms(work: Callable[[], object]) -> float:
 
 
 def fresh(part: Callable[..., T], *arguments: object) -> T:
-    """What a function of the benchmark returns in a process that has done nothing but import it."""
-    with beside() as pool:
+    """The result of a function of the benchmark in a new process that has only imported it."""
+    with in_other_process() as pool:
         return pool.submit(part, *arguments).result()
 
 
-def beside() -> ProcessPoolExecutor:
-    """One process beside this one, started anew and not forked."""
+def in_other_process() -> ProcessPoolExecutor:
+    """A pool of one other process, spawned and not forked."""
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 
 def memory_mb() -> dict[str, float]:
-    """Of this process: VmRSS, of which RssAnon its own and RssFile pages of files; VmHWM its peak.
+    """MB of this process: VmRSS (RssAnon is its own, RssFile file pages), and VmHWM, the peak.
 
-    `ru_maxrss` would count what the parent held.
+    `ru_maxrss` would include the memory of the parent.
     """
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
@@ -165,21 +165,21 @@ def memory_mb() -> dict[str, float]:
 
 
 def kinlens(command: str, *arguments: object) -> None:
-    """Run one of the console scripts, such as `train`, and print it."""
+    """Print and run one of the console scripts, such as `train`."""
     words = [str(argument) for argument in arguments]
     print(f"$ kinlens-{command} {' '.join(words)}", flush=True)
     subprocess.run([BIN / f"kinlens-{command}", *words], check=True)
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port that no process uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Server(NamedTuple):
-    """A process that answers at a URL."""
+    """A process that serves a URL."""
 
     url: str
     pid: int
@@ -199,7 +199,7 @@ def serving(
 def started(
     command: Sequence[Path | str], port: int, every_s: float = 0.1, **environment: str
 ) -> Iterator[Server]:
-    """A service that answers /ready at this port; it is ended afterwards."""
+    """A service that answers /ready at this port; stopped at the end of the block."""
     process = subprocess.Popen(
         command,
         stderr=subprocess.DEVNULL,
@@ -211,7 +211,7 @@ def started(
         deadline = time.monotonic() + READY_S
         while not _is_ready(url):
             if time.monotonic() > deadline or process.poll() is not None:
-                raise SystemExit(f"{command} did not become ready; run it by hand to see why")
+                raise SystemExit(f"{command} did not become ready; run it manually to find out why")
             time.sleep(every_s)
         yield Server(url, process.pid)
     finally:
@@ -219,14 +219,14 @@ def started(
         try:
             process.wait(timeout=30)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # peers leave processes behind
+            with contextlib.suppress(ProcessLookupError):  # peers may leave processes running
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 def load(
     url: str, images: Path, connections: int, seconds: float, *flags: object
 ) -> dict[str, float]:
-    """What benchmarks/load.py says of a service, from a process of its own."""
+    """The result of benchmarks/load.py for a service, from a separate process."""
     words = [url.removeprefix("http://"), images, "--connections", connections]
     words += ["--seconds", seconds, *flags]
     command = [sys.executable, Path(__file__).with_name("load.py"), *map(str, words)]
@@ -241,19 +241,19 @@ def _is_ready(url: str) -> bool:
     return False
 
 
-# What is measured
+# Data
 
 
 def shared_folder() -> Path | None:
-    """The folder with real photographs and weights, if this machine has it."""
+    """The folder with real images and weights, if this machine has it."""
     root = Path(os.environ.get("KINLENS_SHARED", Path(__file__).parents[2] / "shared"))
     return root if (root / "data").is_dir() else None
 
 
-def photographs(folder: Path, count: int, is_drawn: bool = False) -> Path:
-    """`folder` with JPEG files: photographs of groceries if this machine has them, else drawn.
+def sample_images(folder: Path, count: int, is_drawn: bool = False) -> Path:
+    """`folder` with JPEG files: photos of groceries if this machine has them, else generated.
 
-    Drawn: smooth noise of 400 x 300 px, about 8 KB.
+    Generated files are smooth noise of 400 x 300 px, about 8 KB.
     """
     folder.mkdir(parents=True)
     shared = None if is_drawn else shared_folder()
@@ -278,7 +278,7 @@ def made_gallery(
     settings: IndexSettings | None = None,
     vector_type: VectorType = "fp32",
 ) -> Path:
-    """A gallery of so many vectors, published as an import does it; keys count from 0."""
+    """A gallery of `count` vectors, published as by an import; keys count from 0."""
 
     def entries() -> Iterator[Entry]:
         for number, vector in enumerate(itertools.chain.from_iterable(batches())):

@@ -1,11 +1,11 @@
-"""A load process: so many connections that ask one search after another, over bare sockets.
+"""A load process: connections that send one search after another, over bare sockets.
 
     python benchmarks/load.py HOST:PORT FOLDER --connections 16 --seconds 10 [--repeat]
 
-Every request is a new file (a picture of FOLDER with other bytes behind its end), unless --repeat:
-then the same files are asked for again and again. Prints JSON: answered requests, errors, qps, the
-p50 and p99 of the latency in milliseconds, all of answers with 200 alone, and its own CPU time a
-request. Plain asyncio on prebuilt bytes, since it shares the cores with what it measures.
+Every request is a new file (an image of FOLDER with other bytes after its end), unless --repeat
+sends the same files again and again. Prints JSON: answered requests, errors, qps, p50 and p99
+latency in milliseconds, all for responses with status 200 only, and its own CPU time per request.
+Plain asyncio on prebuilt bytes, since it shares the cores with the service.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass
 class Load:
-    """What one service is asked, and what came of it. `address` is HOST:PORT."""
+    """The requests to one service and their results. `address` is HOST:PORT."""
 
     address: str
     images: list[bytes]
@@ -64,7 +64,7 @@ class Load:
             self.latencies.append(time.perf_counter() - started)
 
     async def keep_asking(self, ends: float) -> None:
-        """One connection, until the time is over; what is under way then is waited for."""
+        """Use one connection until the time is over; a running request is completed."""
         connection = await self.connected()
         try:
             while time.monotonic() < ends:
@@ -73,7 +73,7 @@ class Load:
             connection[1].close()
 
     async def run(self, connections: int, seconds: float) -> dict[str, object]:
-        """All connections at once; the figures."""
+        """Run all connections at once; returns the figures."""
         started, cpu = time.perf_counter(), time.process_time()
         ends = time.monotonic() + seconds
         await asyncio.gather(*(self.keep_asking(ends) for _ in range(connections)))
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--repeat", action="store_true", help="ask for the same files again")
+    parser.add_argument("--repeat", action="store_true", help="send the same files again")
     parser.add_argument("--start", type=int, default=0, help="number of the first new file")
     asked = parser.parse_args()
     images = [path.read_bytes() for path in sorted(asked.folder.glob("*.jpg"))]

@@ -1,13 +1,13 @@
-"""Memory of a build: it must not grow with what was read.
+"""Memory of a build: it must not grow with the number of items read.
 
     python benchmarks/memory.py [--items 10000 1000000]
 
-A process for each row. A build has two ways in: entries with vectors (an import), and a CSV list of
-images (copies of 100 small pictures under as many keys as there are items, with a model that costs
-nothing, so that the rest of the way is what is measured); vectors have 16 numbers. `peak` is the
-largest resident set of the process, `own` its largest part that is not file cache (looked at every
-20 ms), beside the process that has imported the modules and done nothing. What grows is the
-difference in `own` to the first size, over the difference in items.
+One process per row. A build has two inputs: entries with vectors (an import), and a CSV list of
+images (copies of 100 small images under as many keys as there are items, with a model without
+cost, so that only the rest of the path is measured); vectors have 16 dimensions. `peak` is the
+largest resident set of the process, `own` its largest part that is not file cache (sampled every
+20 ms), both above a process that only imported the modules. The growth is the difference in `own`
+to the first size, divided by the difference in items.
 """
 
 import csv
@@ -26,23 +26,23 @@ from kinlens.indexer.ingest.build import BuildSettings, build_gallery
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.sources import csv_source
 
-DIM, PICTURES = 16, 100
+DIM, FILES = 16, 100
 
 
 def main() -> None:
     asked = options(__doc__, items=[10_000, 1_000_000])
-    heading("way in", "items", "peak, MB", "own, MB", "bytes an item more", "s")
-    for way in (nothing, entries, images):
+    heading("input", "items", "peak, MB", "own, MB", "bytes per additional item", "s")
+    for part in (imports_only, entries, images):
         smallest = 0.0
-        for items in asked.items if way is not nothing else (0,):
-            seconds, peak, own = fresh(watched, way, items)
+        for items in asked.items if part is not imports_only else (0,):
+            seconds, peak, own = fresh(watched, part, items)
             more = 1e6 * (own - smallest) / max(1, items - asked.items[0])
-            row(way.__name__, items, peak, own, more if smallest else "", seconds)
+            row(part.__name__, items, peak, own, more if smallest else "", seconds)
             smallest = smallest or own
 
 
 def watched(work: Callable[[int, Path], object], items: int) -> tuple[float, float, float]:
-    """Seconds, and in MB the peak of this process and of what is its own."""
+    """Seconds, and in MB the peak of this process and of its own memory."""
     seen, is_done = [memory_mb()["RssAnon"]], threading.Event()
 
     def watch() -> None:
@@ -60,8 +60,8 @@ def watched(work: Callable[[int, Path], object], items: int) -> tuple[float, flo
     return seconds, memory_mb()["VmHWM"], max(seen)
 
 
-def nothing(_items: int, _folder: Path) -> None:
-    """Loaded modules."""
+def imports_only(_items: int, _folder: Path) -> None:
+    """Only load the modules."""
 
 
 def entries(items: int, folder: Path) -> None:
@@ -76,16 +76,16 @@ def entries(items: int, folder: Path) -> None:
 
 
 def images(items: int, folder: Path) -> None:
-    """A CSV list of so many keys of a few pictures."""
-    for number in range(PICTURES):
+    """A CSV list of `items` keys of a few images."""
+    for number in range(FILES):
         pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.png")
     with (folder / "list.csv").open("w", newline="", encoding="utf-8") as stream:
         rows = csv.writer(stream)
         rows.writerow(["key", "path", "class", "price:number"])
         for number in range(items):
-            name, place = f"shop/{number:09d}", f"{number % PICTURES}.png"
-            rows.writerow([name, place, f"class {number % 1000}", number % 977 / 4])
+            name, file = f"shop/{number:09d}", f"{number % FILES}.png"
+            rows.writerow([name, file, f"class {number % 1000}", number % 977 / 4])
     settings = BuildSettings(embed=EmbedSettings(batch_size=512))
     source = csv_source(folder / "list.csv")
     build_gallery(source, FakeEmbedder(dim=DIM), folder / "gallery", settings)

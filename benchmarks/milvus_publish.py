@@ -1,12 +1,12 @@
-"""Publishing to Milvus: several processes compared with one, and what the server itself takes.
+"""Publishing to Milvus: several processes compared with one, and the cost of the server itself.
 
     python benchmarks/milvus_publish.py [--items 100000] [--dim 512] [--rounds 2]
 
-The peer is the road before: one process that inserts pages of up to 16 MB, then an exact index.
-The new road is that of `kinlens-index import`. `rows` is the time of the inserts, `index` that of
-creating the index and loading it. `client` and `server` are seconds of the cores during the
-inserts: what the server takes, no client makes faster. The server is one of the package `milvus`,
-on the same cores.
+The baseline is the earlier method: one process that inserts pages of up to 16 MB, then an exact
+index. The new method is that of `kinlens-index import`. `rows` is the time of the inserts, `index`
+the time to create the index and load it. `client` and `server` are CPU seconds during the inserts:
+no client can reduce the server's part. The server is that of the package `milvus`, on the same
+cores.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def timed(
     number: int,
     fill: Callable[[Collection, list[Entry]], object],
 ) -> tuple[float, ...]:
-    """Seconds of the inserts and of the index, and of the cores of client and server meanwhile."""
+    """Seconds of the inserts and of the index, and CPU seconds of client and server."""
     facts = MilvusFacts(
         name="bench",
         generation=f"{abs(hash((fill, number))) % 16**12:012x}",
@@ -91,13 +91,13 @@ def timed(
 
 
 def cpu_s() -> float:
-    """Of this process and its children that have ended."""
+    """CPU time of this process and its children that have ended."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
 
 
 def server_s() -> float:
-    """Seconds of the cores that the server has used."""
+    """CPU seconds of the server."""
     ticks = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""What a search on Milvus costs a replica, by size of the gallery and level of consistency.
+"""Cost of a search on Milvus for a replica, by size of the gallery and consistency level.
 
     python benchmarks/milvus_search.py [--items 10000 100000] [--dim 512] [--uri http://HOST:PORT]
 
-Without --uri a server of the package `milvus` is started here, with its own clock (200 ms). Vectors
-are random, so that clusters help less than in a shop. docs/scaling.md uses the figures.
+Without --uri a server of the package `milvus` is started here, with its default time tick (200 ms).
+Vectors are random, so clusters help less than in a shop. docs/scaling.md uses the figures.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def own_server() -> Iterator[str]:
-    """The address of a server of this benchmark, with the settings that it comes with."""
+    """The address of a server started by this benchmark, with default settings."""
     milvus_server.FASTER.clear()
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(tempfile.gettempdir()) / "milvus"
@@ -63,7 +63,7 @@ def entry(number: int, vector: np.ndarray) -> Entry:
 
 
 def measure(uri: str, items: int, dim: int, searches: int) -> None:
-    """Publish a gallery of so many items, search it and change it."""
+    """Publish a gallery of `items` items, search it and change it."""
     vectors = chain.from_iterable(random_units(items, dim))
     entries = (entry(number, vector) for number, vector in enumerate(vectors))
     started = time.perf_counter()

@@ -1,16 +1,16 @@
-"""Where each regularizer pays: heads on a frozen trunk, by loss, length and number of classes.
+"""Effect of each regularizer on heads of a frozen trunk, by loss, epochs and number of classes.
 
     KINLENS_SHARED=DIR python benchmarks/regularizers.py --json docs/results/heads/cars.json
 
-Heads of 512 numbers on cached features of MobileNetV2 at 176 px; the public half of Cars196, tested
-on classes 99-196. A row differs from its baseline in the regularizer alone: loss, start, batches,
-steps and seed are the same. A difference is paired by seed, with Student's 95 % interval corrected
-for all comparisons of the table (Bonferroni); "above" and "below" are what that interval says.
+Heads of 512 dimensions on cached features of MobileNetV2 at 176 px; the public half of Cars196,
+tested on classes 99-196. A row differs from its baseline only in the regularizer: loss, start,
+batches, steps and seed are the same. A difference is paired by seed, with Student's 95 % interval
+corrected for all comparisons of the table (Bonferroni); "above" and "below" refer to that interval.
 
-Written down before the first run: (H1) with Proxy-Anchor none is above its baseline; (H2) graph
+Hypotheses from before the first run: (H1) with Proxy-Anchor none is above its baseline; (H2) graph
 consistency is above with triplets; (H3) the determinant is neither, since its flow stays near the
-identity; (H4) what is above with few classes is above with all. The shares are those of the jobs or
-of the papers' nearest; none was searched here.
+identity; (H4) effects with few classes that are above are above with all. The shares come from the
+jobs or from the papers' nearest values; none was searched here.
 """
 
 import itertools
@@ -65,9 +65,9 @@ def main() -> None:
     )
     shared = shared_folder()
     if shared is None:
-        skip("needs the photographs and weights of $KINLENS_SHARED")
+        skip("needs the images and weights of $KINLENS_SHARED")
     job = base_job(shared)
-    features(job, load_split(job.data))  # once, before the processes need them
+    features(job, load_split(job.data))  # computed once, before the processes need them
     found: dict[str, dict[str, float]] = {}
     if asked.json is not None and asked.json.is_file():
         found = json.loads(asked.json.read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def name_of(seed: int, loss: str, epochs: int, classes: float, regularizer: str)
 
 
 def cars_job(shared: Path, *changes: str) -> Job:
-    """The recipe on half of Cars196 with the weights of the shared folder, and its changes."""
+    """The recipe on half of Cars196 with the weights of the shared folder, with overrides."""
     data, weights = shared / "data/cars196-half", shared / "weights/mobilenet_v2-imagenet-fp16.pth"
     return load_job("cars196-half", [f"data.root={data}", f"model.weights={weights}", *changes])
 
@@ -119,7 +119,7 @@ def features(job: Job, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def _data() -> tuple[Job, Split, torch.Tensor, torch.Tensor]:
-    """The job, its images and their features, read once by each process."""
+    """The job, its images and their features, read once per process."""
     shared = shared_folder()
     assert shared is not None
     job = base_job(shared)
@@ -128,7 +128,7 @@ def _data() -> tuple[Job, Split, torch.Tensor, torch.Tensor]:
 
 
 def run(cell: tuple[int, str, int, float, str]) -> dict[str, float]:
-    """Train a head and ask the test classes."""
+    """Train a head and evaluate it on the test classes."""
     torch.set_num_threads(1)
     seed, loss, epochs, part, regularizer = cell
     base, split, train, test = _data()
@@ -164,7 +164,7 @@ def run(cell: tuple[int, str, int, float, str]) -> dict[str, float]:
 
 
 def begin(job: Job, features: torch.Tensor, labels: NDArray[np.int64]) -> tuple[Run, BatchSampler]:
-    """A run at step 0, from the pooled features (N, C) of its images, and the order of these."""
+    """A run at step 0, from the pooled features (N, C) of its images, and its sampler."""
     state = create_run(job, int(labels.max()) + 1)
     start_from_features(state, features, labels)
     if state.average is not None:
@@ -195,7 +195,7 @@ def report(found: dict[str, dict[str, float]], seeds: int) -> None:
                 word = " above" if gains.mean() > half else " below" if gains.mean() < -half else ""
                 cells.append(f"{gains.mean():+.2f} ± {error:.2f}{word}")
             row(cell.replace("|", ", "), *cells)
-    print(f"\n± is the standard error over {seeds} seeds; {comparisons} comparisons a table")
+    print(f"\n± is the standard error over {seeds} seeds; {comparisons} comparisons per table")
 
 
 if __name__ == "__main__":

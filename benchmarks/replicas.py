@@ -1,16 +1,16 @@
-"""The queueing model of docs/scaling.md beside one and two replicas that run.
+"""The queueing model of docs/scaling.md compared with one and two running replicas.
 
     python benchmarks/replicas.py [--seconds 20] [--loads 0.3 0.5 0.7]
 
 A replica is `kinlens-serve` on a core of its own (taskset), with a gallery in a folder, MobileNetV2
-at 224 px and new images. Measured first: `S`, a second divided by the searches that one replica
-answers in it when eight connections ask without a pause, and how much the time of a search that
-comes alone varies (`cs2`, variance over squared mean). Then searches come at random (Poisson) from
-an open loop, in turn to each of R replicas, so that the times between two at one of them vary by
-`ca2` = 1 / R. The model is that of the page for one core (Kingman): a replica that is busy for the
-share `load` answers after S + S load / (1 - load) (ca2 + cs2) / 2, the load being that of the
-searches that came. The error is that of the mean. The load process shares the cores: its part
-a request, about 0.4 ms, is what keeps two replicas from twice the searches of one.
+at 224 px and new images. Measured first: `S`, a second divided by the searches per second of one
+replica with eight busy connections, and the variation of the time of a single search (`cs2`,
+variance over squared mean). Then searches arrive at random (Poisson) from an open loop,
+round-robin to R replicas, so that the times between two at one of them vary by `ca2` = 1 / R. The
+model is that of the page for one core (Kingman): a replica that is busy for the share `load`
+answers after S + S load / (1 - load) (ca2 + cs2) / 2, with the load of the searches that arrived.
+The error is that of the mean. The load process shares the cores: its 0.4 ms per request is why two
+replicas do not reach twice the searches of one.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import heading, load, options, photographs, row, serving, skip
+from harness import heading, load, options, row, sample_images, serving, skip
 from load import Connection, Load
 from search import IMAGES, gallery, small_bundle
 
@@ -38,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as running:
         folder = Path(name)
         images, bundle = (
-            photographs(folder / "images", IMAGES),
+            sample_images(folder / "images", IMAGES),
             small_bundle(folder, "mobilenet_v2"),
         )
         made = gallery(folder / "gallery", bundle, ITEMS)
@@ -54,7 +54,7 @@ def main() -> None:
         varies = (statistics.pstdev(alone) / statistics.mean(alone)) ** 2
         print(f"S {1e3 * service_s:.1f} ms, alone {1e3 * statistics.mean(alone):.1f} ms, ", end="")
         print(f"cs2 {varies:.2f}")
-        heading("replicas", "load asked", "searches/s", "model ms", "measured ms", "error")
+        heading("replicas", "offered load", "searches/s", "model ms", "measured ms", "error")
         for count in (1, 2):
             for share in asked.loads:
                 rate = count * share / service_s
@@ -69,7 +69,7 @@ def main() -> None:
 async def offered(
     urls: list[str], files: list[bytes], rate: float, seconds: float, kind: type[Load] = Load
 ) -> list[float]:
-    """Seconds of each search of those that come at random, `rate` a second, whatever is waiting."""
+    """Seconds of each search of a random arrival process with `rate` per second, open loop."""
     starts = (random.randrange(10**12) for _ in urls)
     loads = [kind(url.removeprefix("http://"), files, start=start)
              for url, start in zip(urls, starts, strict=False)]  # fmt: skip

@@ -1,17 +1,17 @@
-"""What one search costs the service itself: CPU time a request, and modules that it passes.
+"""Cost of one search for the service itself: CPU time per request, and modules that it uses.
 
     python benchmarks/request_cpu.py [--rounds 5] [--seconds 6] [--against OTHER_CHECKOUT]
 
-A fake model of no cost (a random projection), a real gallery of 10,000 x 128, drawn photographs of
-about 8 KB, 8 connections, every file new, no Redis, the log level as by default. Counted is the CPU
-time of the service's process and of its decoding processes, from /proc, over the requests that were
-answered. With --against the same is done with the service of another checkout, in turn, so that
-both meet the same machine. Target: at most 3.6 ms where the service of November 2026, with four
-hops between threads and processes, took 5.3.
+A fake model without cost (a random projection), a real gallery of 10,000 x 128, generated images of
+about 8 KB, 8 connections, every file new, no Redis, the default log level. The figure is the CPU
+time of the service's process and of its decoding processes, from /proc, per answered request. With
+--against the service of another checkout is measured too, in turns, so that both see the same
+machine. Target: at most 3.6 ms; the service of November 2026, with four hops between threads and
+processes, took 5.3.
 
-Then, with every thread traced, the modules of `service/` whose functions run for an answer: what a
-reader has to open to follow it. Of two searches the second counts, so that nothing of a start is in
-it. Target: at most 15 for a form with one image, where that service passed 45.
+Then, with every thread traced, the modules of `service/` whose functions run for an answer: the
+files a reader has to open to follow it. Of two searches the second counts, to exclude start-up.
+Target: at most 15 for a form with one image, where that service had 45.
 """
 
 import os
@@ -30,8 +30,8 @@ from harness import (
     load,
     made_gallery,
     options,
-    photographs,
     random_units,
+    sample_images,
     started,
     verdict,
 )
@@ -56,7 +56,7 @@ def main() -> None:
     trees = [HERE.parents[1], *(Path(tree).resolve() for tree in asked.against)]
     found: dict[Path, list[float]] = {tree: [] for tree in trees}
     with tempfile.TemporaryDirectory() as name:
-        images = photographs(Path(name, "images"), FILES, is_drawn=True)
+        images = sample_images(Path(name, "images"), FILES, is_drawn=True)
         bundle_id = FakeEmbedder(dim=DIM).bundle_id
         batches = lambda: random_units(ITEMS, DIM)
         made = made_gallery(Path(name, "g"), batches, ITEMS, DIM, bundle_id=bundle_id)
@@ -65,13 +65,13 @@ def main() -> None:
                 found[tree].append(cost_ms(tree, made, images, asked.seconds))
         for tree, costs in found.items():
             middle = statistics.median(costs)
-            print(f"{middle:.2f} ms of CPU a search ({min(costs):.2f} to {max(costs):.2f})  {tree}")
-        verdict("ms of CPU a search", statistics.median(found[trees[0]]), 3.6, at_most=True)
+            print(f"{middle:.2f} ms CPU per search ({min(costs):.2f} to {max(costs):.2f})  {tree}")
+        verdict("ms of CPU per search", statistics.median(found[trees[0]]), 3.6, at_most=True)
         print_modules(made, [path.read_bytes() for path in sorted(images.iterdir())])
 
 
 def cost_ms(tree: Path, made: Path, images: Path, seconds: float) -> float:
-    """Milliseconds of CPU for each answer of the service of `tree`."""
+    """Milliseconds of CPU per answer of the service of `tree`."""
     port = free_port()
     command = [sys.executable, HERE, "--serve", str(port), "--gallery", made]
     with started(command, port, PYTHONPATH=str(tree)) as server:
@@ -84,7 +84,7 @@ def cost_ms(tree: Path, made: Path, images: Path, seconds: float) -> float:
 
 
 def serve(port: int, made: Path) -> None:
-    """The service of the checkout on PYTHONPATH, with a fake model."""
+    """Run the service of the checkout on PYTHONPATH, with a fake model."""
     settings = Settings(port=port)
     configure_logs(settings.log_level)
     app = create_app(settings, FakeEmbedder(dim=DIM), {"g": Gallery.open(made)})
@@ -98,13 +98,13 @@ def children(pid: int) -> list[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of CPU that a process has taken."""
+    """CPU seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def print_modules(made: Path, files: list[bytes]) -> None:
-    """The modules that three kinds of searches pass, in a service of this process."""
+    """Print the modules used by three kinds of searches, in a service of this process."""
     seen: set[str] = set()
 
     def look(frame: FrameType, event: str, _: object) -> None:

@@ -1,4 +1,4 @@
-"""Diversity and boost: what they do to answers, and what they cost.
+"""Diversity and boost: their effect on answers, and their cost.
 
     kinlens-train export --backbone mobilenet_v2 --out runs/trunk --size-px 128 --resize-px 144 \\
       --weights $KINLENS_SHARED/weights/mobilenet_v2-imagenet-fp16.pth
@@ -6,14 +6,15 @@
       cars=runs/cars-bundle:cars196-half cars=runs/cars-bundle:grocery \\
       grocery=runs/grocery-bundle:job
 
-Each argument is NAME=BUNDLE:DATA as in benchmarks/calibration.py, which keeps the embeddings in
-`--cache`. Groceries: the test split asks the train split; every other data set asks itself, each
-image without itself. The methods are those of indexer/live/rerank.py, on the first CANDIDATES hits
-of an exact search.
+Each argument is NAME=BUNDLE:DATA as in benchmarks/calibration.py, which stores the embeddings in
+`--cache`. For groceries the queries are the test split, in the train split; in every other data set
+each image is searched for among the others. The methods are those of indexer/live/rerank.py, on the
+first CANDIDATES hits of an exact search.
 
-Half of the classes, drawn at random, ask. A difference is that of the same queries without the
-method, with the 95 % interval of 2,000 bootstraps over classes, since pictures of one class are
-right or wrong together. The last table times the options in a gallery, next to the search without.
+Queries are from half of the classes, drawn at random. A difference is paired with the same queries
+without the method, with the 95 % interval of 2,000 bootstraps over classes, since images of one
+class are right or wrong together. The last table times the options in a gallery, next to a plain
+search.
 
 MAP@R: precision at each right hit among the first R, summed and divided by R, the number of right
 items in the gallery (Musgrave et al., 2020, https://arxiv.org/abs/2003.08505).
@@ -37,7 +38,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live.rerank import diverse
 from kinlens.indexer.types import CANDIDATES, Boost, Entry, SearchOptions
 
-ASKING = 1_000  # queries, at most
+ASKING = 1_000  # maximum number of queries
 BOOTSTRAPS, SHOWN = 2_000, 10
 WEIGHTS = (0.0, 0.02, 0.05, 0.1)
 DEMANDS, SOLD, LARGEST_LABEL = 40, 2_000, 1_000
@@ -46,7 +47,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Case:
-    """What asks and what is asked; with `own` images are no answer to themselves."""
+    """Queries and a gallery; `own` images are ignored in their own answers."""
 
     name: str
     queries: Embeddings
@@ -86,7 +87,7 @@ def main() -> None:
             name = f"boost {weight:g}" if weight else "as found"
             interval = spread if weight else lambda _: ""
             row(case.name, f"{name}, demand by Zipf", *cells(figures, without, interval))
-    heading("gallery", "option", "ms", "times the search without")
+    heading("gallery", "option", "ms", "times a plain search")
     for case in cases:
         for line in timed(case, asked.rounds):
             row(f"{len(case.labels):,} x {case.gallery.shape[1]:,}", *line)
@@ -104,11 +105,11 @@ def case_of(argument: str, cache: Path) -> Case:
 
 
 def asking_half(case: Case) -> list[Asked]:
-    """Queries of the half of the classes that chose no parameters."""
+    """Queries of the half of the classes that did not choose parameters."""
     rng = np.random.default_rng(0)
     names = rng.permutation(np.unique(case.labels))
     tunes = np.isin(case.query_labels, names[: len(names) // 2])
-    rng.permutation(np.flatnonzero(tunes))  # drew the queries that chose
+    rng.permutation(np.flatnonzero(tunes))  # advances the generator past the tuning queries
     numbers = rng.permutation(np.flatnonzero(~tunes))[:ASKING]
     return [first_hits(case, int(number)) for number in np.sort(numbers)]
 
@@ -131,14 +132,14 @@ def by_relevance(relevance: Floats) -> Labels:
 
 
 def spread_out(diversity: float, one: Asked) -> Labels:
-    """Maximal marginal relevance as far as the figures look; the rest stays as it was."""
+    """Maximal marginal relevance up to the evaluated depth; the other hits keep their order."""
     placed = diverse(one.vectors, one.scores, diversity, max(SHOWN, one.relevant))
     rest = np.setdiff1d(np.arange(len(one.scores)), placed)
     return np.concatenate([np.array(placed, np.int64), rest])
 
 
 def by_chance(weight: float, one: Asked) -> Labels:
-    """A boost by an attribute of the class that tells nothing, from 0 to 1."""
+    """A boost by an uninformative attribute of the class, from 0 to 1."""
     of_class = np.random.default_rng(0).random(LARGEST_LABEL, np.float32)
     return by_relevance(one.scores + weight * of_class[one.labels])
 
@@ -150,9 +151,9 @@ METHODS: dict[str, Callable[[Asked], Labels]] = {
 
 
 def demanded(asking: Sequence[Asked]) -> Iterator[tuple[float, Any, Any]]:
-    """Each weight of a boost where customers ask for some products more than for others: by Zipf's
-    law, in an order that is drawn. The attribute is the logarithm of what SOLD other customers,
-    drawn in the same way, have bought of the product. Figures are means, one for each draw.
+    """Each weight of a boost when demand differs between products: by Zipf's law, in a random
+    order. The attribute is the logarithm of the number of items that SOLD other customers, drawn
+    in the same way, bought of the product. Figures are means, one for each draw.
     """
     classes = np.unique(np.concatenate([one.labels for one in asking]))
     counts = Counter(one.label for one in asking)
@@ -177,7 +178,7 @@ def demanded(asking: Sequence[Asked]) -> Iterator[tuple[float, Any, Any]]:
 
 
 def judged(one: Asked, order: Labels) -> tuple[float, float, float, float]:
-    """R@1, R@10, MAP@R and how many classes are among the first ten."""
+    """R@1, R@10, MAP@R and the number of classes among the first ten."""
     labels = one.labels[order]
     right = labels == one.label
     among = right[: one.relevant]
@@ -206,13 +207,13 @@ def bootstrapped(asking: Sequence[Asked], gain: Floats) -> str:
 
 
 def spread(gain: Floats) -> str:
-    """The mean difference and what 95 % of the draws are within."""
+    """The mean difference and the range of 95 % of the draws."""
     low, high = np.percentile(gain, [2.5, 97.5])
     return f"{gain.mean():+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def timed(case: Case, rounds: int) -> Iterator[tuple[str, float, float]]:
-    """What the options cost: ten hits of a flat gallery, in turns, medians."""
+    """The cost of the options: ten hits of a flat gallery, in turns, medians."""
     wanted = {
         "as found": SearchOptions(),
         "boost 0.05": SearchOptions(boost=Boost("price", 0.05)),

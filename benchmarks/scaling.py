@@ -1,11 +1,11 @@
-"""The model of docs/scaling.md, and what was measured compared with it.
+"""The model of docs/scaling.md, compared with measurements.
 
     python benchmarks/scaling.py cache [--seconds 20]       replicas whose images repeat (Zipf)
-    python benchmarks/scaling.py followers [--rounds 60]    how old the copies of a gallery are
+    python benchmarks/scaling.py followers [--rounds 60]    age of the copies of a gallery
     python benchmarks/scaling.py milvus [--items 10000 100000 1000000] [--uri http://HOST:PORT]
     python benchmarks/scaling.py predict                    1 to 64 replicas, 10M to 1B vectors
 
-**Cache.** Images are asked for by Zipf's law: the i-th most popular one with a chance in proportion
+**Cache.** Image popularity follows Zipf's law: the i-th most popular one has a chance proportional
 to i^-s. Hits of an LRU cache of C entries follow from Che's approximation. A search is a hit or a
 miss, each of its own time, so the mean and the variance of the mixture enter the queueing model of
 `replicas.py` (Kingman for one core; Allen and Cunneen with Sakasegawa's exponent for more).
@@ -42,9 +42,9 @@ from harness import (
     load,
     made_gallery,
     options,
-    photographs,
     random_units,
     row,
+    sample_images,
     serving,
     skip,
 )
@@ -59,10 +59,10 @@ from kinlens.indexer.exchange.publish import publish
 from kinlens.indexer.gallery import Gallery
 
 VARIED = (0.5, 1.5)
-"""Times the interval after which a follower looks again, as the service does."""
+"""Factors on the interval after which a follower polls again, as in the service."""
 
 EXPONENT, ASKED, ENTRIES = 1.0, 2_000, 200
-"""Of Zipf's law; images that are asked for; entries of the cache of a replica, two a search."""
+"""Exponent of Zipf's law; number of images; entries of the cache of a replica, two per search."""
 
 
 # The model
@@ -82,7 +82,7 @@ def hit_share(images: int, exponent: float, entries: int) -> float:
     low, high = 0.0, 1.0
     while np.sum(-np.expm1(-chances * high)) < entries:
         high *= 2
-    for _ in range(60):  # the time after which an entry that nobody asks for is evicted
+    for _ in range(60):  # bisection for the time until an unused entry is evicted
         middle = (low + high) / 2
         is_long = np.sum(-np.expm1(-chances * middle)) >= entries
         low, high = (low, middle) if is_long else (middle, high)
@@ -91,14 +91,14 @@ def hit_share(images: int, exponent: float, entries: int) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of a core for a search, and its squared coefficient of variation."""
+    """CPU seconds of a search, and their squared coefficient of variation."""
 
     mean_s: float
     varies: float
 
 
 def mixed(share: float, hit: Work, miss: Work) -> Work:
-    """The work of a search of which this share are hits."""
+    """The work of a search with this share of hits."""
     mean = share * hit.mean_s + (1 - share) * miss.mean_s
     square = share * hit.mean_s**2 * (1 + hit.varies)
     square += (1 - share) * miss.mean_s**2 * (1 + miss.varies)
@@ -106,7 +106,7 @@ def mixed(share: float, hit: Work, miss: Work) -> Work:
 
 
 def answer_s(work: Work, busy: float, replicas: int, cores: int = 1) -> float:
-    """Mean seconds of an answer, with searches at random dealt in turn to the replicas."""
+    """Mean seconds of an answer, for random searches distributed round-robin to the replicas."""
     power = math.sqrt(2 * (cores + 1)) - 1
     waits = busy**power / (1 - busy) / cores * (1 / replicas + work.varies) / 2
     return work.mean_s * (1 + waits)
@@ -124,12 +124,12 @@ def line(first: tuple[float, float], second: tuple[float, float]) -> tuple[float
     return first[1] - slope * first[0], slope
 
 
-# What is measured
+# Measurements
 
 
 @dataclass
 class Same(Load):
-    """Asks for the same images again."""
+    """Sends the same images again."""
 
     def __post_init__(self) -> None:
         self.repeat = True
@@ -137,24 +137,24 @@ class Same(Load):
 
 @dataclass
 class Popular(Load):
-    """Asks for images by Zipf's law."""
+    """Sends images by Zipf's law."""
 
     def __post_init__(self) -> None:
         chances = popularity(ASKED, EXPONENT)
         drawn = np.random.default_rng(self.start % 2**32).choice(ASKED, 100_000, p=chances)
-        pictures = self.images
-        self.images = [pictures[n % len(pictures)] + b"%016d" % n for n in drawn.tolist()]
+        files = self.images
+        self.images = [files[n % len(files)] + b"%016d" % n for n in drawn.tolist()]
         self.repeat = True
 
 
 def cache(seconds: float, loads: list[float]) -> None:
-    """One and two replicas on a core each, as `replicas.py`, with images that repeat."""
+    """One and two replicas on a core each, as in `replicas.py`, with images that repeat."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2 or shutil.which("taskset") is None:
         skip("needs two cores and taskset")
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as running:
         folder = Path(name)
-        images = photographs(folder / "images", IMAGES)
+        images = sample_images(folder / "images", IMAGES)
         bundle = small_bundle(folder, "mobilenet_v2")
         made = gallery(folder / "gallery", bundle, ITEMS)
         files = [path.read_bytes() for path in sorted(images.glob("*.jpg"))]
@@ -164,7 +164,7 @@ def cache(seconds: float, loads: list[float]) -> None:
         hit = work_of(urls[0], folder, files[:1], seconds, Same)
         miss = work_of(urls[0], folder, files, seconds, Load)
         print(f"hit {1e3 * hit.mean_s:.2f} ms, miss {1e3 * miss.mean_s:.2f} ms")
-        heading("replicas", "load asked", "searches/s", "hits, model", "hits", "model ms",
+        heading("replicas", "offered load", "searches/s", "hits, model", "hits", "model ms",
                 "measured ms", "error")  # fmt: skip
         share = hit_share(ASKED, EXPONENT, ENTRIES // 2)  # an answer and a vector each
         work = mixed(share, hit, miss)
@@ -181,7 +181,7 @@ def cache(seconds: float, loads: list[float]) -> None:
 
 
 def work_of(url: str, folder: Path, files: list[bytes], seconds: float, kind: type[Load]) -> Work:
-    """A search: its mean by asking without a pause, its variation when it comes alone."""
+    """Work of a search: the mean from busy connections, the variation from single searches."""
     images = folder / kind.__name__
     images.mkdir()
     for number, data in enumerate(files):
@@ -194,7 +194,7 @@ def work_of(url: str, folder: Path, files: list[bytes], seconds: float, kind: ty
 
 
 def hits_of(urls: list[str]) -> tuple[float, float]:
-    """Searches that a cache answered, and all, by the metrics of the replicas."""
+    """Searches answered from a cache, and all searches, by the metrics of the replicas."""
     found = asked = 0.0
     for url in urls:
         for text in httpx.get(f"{url}/metrics").text.splitlines():
@@ -206,7 +206,7 @@ def hits_of(urls: list[str]) -> tuple[float, float]:
 
 
 def followers(rounds: int, items: int, dim: int = 128) -> None:
-    """One and three copies: how long after a change each of them has it."""
+    """One and three copies: the age of a change when each of them has it."""
     heading("items", "followers", "every, s", "follow, s", "publish ms", "update ms", "model s",
             "measured s", "error")  # fmt: skip
     for count, pace in itertools.product((1, 3), (0.5, 2.0)):
@@ -268,7 +268,7 @@ def aged(
 
 
 def copying(address: str, folder: Path, pace: float, orders: Connection) -> None:
-    """Follow until told to end, and tell when the copy had which size."""
+    """Follow until the order to stop, and report when the copy had which size."""
     follower = Follower(address, folder)
     follower.update()
     seen, updates = [], []
@@ -314,7 +314,7 @@ def milvus(items: list[int], dim: int, uri: str, searches: int = 100) -> None:
             row(count, index, seconds, measured, model, error)
 
 
-# What is predicted
+# Predictions
 
 
 def predict() -> None:

@@ -1,31 +1,31 @@
-"""POST /search from end to end, beside its ceiling and its peers, in one run.
+"""POST /search end to end, compared with its ceiling and its peers, in one run.
 
     python benchmarks/search.py [--backbone mobilenet_v2] [--rounds 5] [--seconds 6]
 
-The load comes from a process of its own (benchmarks/load.py) on the same cores, with new files, or
-with files whose answers are in the cache. In each round take turns
+The load comes from a separate process (benchmarks/load.py) on the same cores, with new files, or
+with files whose answers are cached. Each round runs in turns:
 
     ceiling    the same files through decode, preprocess, onnxruntime and FAISS in a bare loop, one
-               thread a core; single images or batches of 8, whichever is faster
-    alone      the same loop with one image at a time; a model of one thread or of one a core
-    new        kinlens-serve as it is by default, new files at 1, 4, 16 and 64 connections
+               thread per core; single images or batches of 8, whichever is faster
+    alone      the same loop with one image at a time; a model of one thread or of one per core
+    new        kinlens-serve with its defaults, new files at 1, 4, 16 and 64 connections
     cached     the same files again, at 1 and 16 connections
-    a core     kinlens-serve --workers, one process a core, new files at 1 and 16 connections
-    fast       kinlens-serve in the mode that `--precision auto` takes; and `fast a core`
-    bare       a bare ASGI application on uvicorn that does the same work in fp32, one process a
+    a core     kinlens-serve --workers, one process per core, new files at 1 and 16 connections
+    fast       kinlens-serve in the mode that `--precision auto` chooses; and `fast a core`
+    bare       a bare ASGI application on uvicorn that does the same work in fp32, one process per
                core, at 1 and 16 connections (peers/bare_asgi.py); and `bare fast`
     litserve   LitServe, the same ONNX file and preprocessing, at 1 and 16 connections: with one
-               worker and with one a core (peers/litserve_search.py; comes with the extra `bench`);
+               worker and with one per core (peers/litserve_search.py; needs the extra `bench`);
                and `litserve fast` in the fastest mode
     usual      FastAPI + torch eager + IndexFlatIP at 16 connections (peers/usual_script.py)
 
-All but the fast ones run fp32 in onnxruntime. The output says what `auto` took. At 16 connections
-the better of one process and one a core counts, ours as LitServe's. The table shows medians over
-the rounds, ratios as medians of the pairs. The ceiling does not pay for the load, which shares the
-cores with the service: its CPU time a request is printed. Two networks at 224 px with 128 numbers,
-hardly trained: ResNet50, the usual one of the papers, and MobileNetV2, a tenth of its work, where
-what HTTP costs shows most. Pictures are photographs of $KINLENS_SHARED where there are any, else
-drawn ones.
+All but the fast ones run fp32 in onnxruntime. The output shows the choice of `auto`. At 16
+connections the better of one process and one per core counts, for Kinlens and LitServe. The table
+shows medians over the rounds, ratios as medians of the pairs. The ceiling does not include the
+load, which shares the cores with the service; its CPU time per request is printed. Two networks at
+224 px with 128 dimensions, hardly trained: ResNet50, usual in papers, and MobileNetV2, a tenth of
+its work, where the cost of HTTP is most visible. Images come from $KINLENS_SHARED if available,
+else they are generated.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ from harness import (
     load,
     made_gallery,
     options,
-    photographs,
     row,
+    sample_images,
     serving,
     shared_folder,
     started,
@@ -70,7 +70,7 @@ OF_CEILING = {"resnet50": 0.95, "mobilenet_v2": 0.80}
 OURS = ("new", "a core", "fast", "fast a core")
 Figures = dict[str, float]
 Results = dict[tuple[str, int], list[Figures]]
-"""Of who, at so many connections, in each round."""
+"""Figures by contestant and number of connections, in each round."""
 
 
 def main() -> None:
@@ -79,13 +79,13 @@ def main() -> None:
         seconds=6.0, rounds=5, connections=[1, 4, 16, 64],
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
-        images = photographs(Path(name, "images"), IMAGES)
+        images = sample_images(Path(name, "images"), IMAGES)
         for backbone in asked.backbone:
             one_network(asked, backbone, Path(name, backbone), images)
 
 
 def one_network(asked: Namespace, backbone: str, folder: Path, images: Path) -> None:
-    """The whole contest with one network."""
+    """The whole comparison with one network."""
     cores = core_count()
     bundle = small_bundle(folder, backbone)
     made = gallery(folder / "gallery", bundle, asked.items)
@@ -148,7 +148,7 @@ def contest(
 
 
 def peer(script: str, *words: object) -> contextlib.AbstractContextManager[Server]:
-    """A peer in a process of its own."""
+    """A peer in a separate process."""
     port = free_port()
     return started([sys.executable, PEERS / script, str(port), *map(str, words)], port)
 
@@ -185,10 +185,10 @@ def bare_loop(
 
 
 def small_bundle(folder: Path, backbone: str) -> Path:
-    """A network at 224 px, 128 numbers, hardly trained: speed does not depend on that.
+    """A network at 224 px, 128 dimensions, hardly trained: that does not affect the speed.
 
-    It begins with the weights of ImageNet in $KINLENS_SHARED, if they are there: int8 and bf16 of
-    random weights may not pass their gate.
+    It begins with the ImageNet weights in $KINLENS_SHARED, if available: int8 and bf16 of random
+    weights may not pass their gate.
     """
     shop = folder / "shop"
     weights = (shared_folder() or Path()) / "weights" / f"{backbone}-imagenet-fp16.pth"
@@ -207,7 +207,7 @@ def small_bundle(folder: Path, backbone: str) -> Path:
 
 
 def gallery(path: Path, bundle: Path, items: int) -> Path:
-    """A gallery of clustered vectors that fits the bundle."""
+    """A gallery of clustered vectors for the bundle."""
     bundle_id = OnnxEmbedder.open(bundle).bundle_id
     batches = lambda: clustered_batches(items, DIM)
     return made_gallery(path, batches, items, DIM, bundle_id=bundle_id)
@@ -224,7 +224,7 @@ def print_results(results: Results, share: float) -> None:
         return statistics.median(a[field] / b[field] for a, b in pairs)
 
     top, alone = middle("ceiling", 0, "qps"), middle("alone", 0, "p50_ms")
-    print(f"ceiling {top:.1f} images/s; alone {alone:.1f} ms an image")
+    print(f"ceiling {top:.1f} images/s; alone {alone:.1f} ms per image")
     heading("connections", "who", "QPS", "of ceiling", "p50 ms", "p99 ms", "load ms", "errors")
     for who, at in sorted(results, key=lambda key: (key[1], key[0])):
         if at:
@@ -234,12 +234,12 @@ def print_results(results: Results, share: float) -> None:
     verdict("requests without an answer", sum(f["errors"] for f in ours), 0, at_most=True)
     extra = middle("new", 1, "p50_ms") - 1.1 * alone
     verdict("ms above 1.1 x the bare loop at 1", extra, 2, at_most=True)
-    verdict("ms a cached answer at 1", middle("cached", 1, "p50_ms"), 1, at_most=True)
+    verdict("ms of a cached answer at 1", middle("cached", 1, "p50_ms"), 1, at_most=True)
     every = {who for who, at in results if at == 1}
     fast_peers = sorted(who for who in every if who.startswith("litserve fast"))
     peers = sorted(who for who in every if who.startswith("litserve") and who not in fast_peers)
     if not peers:
-        print("left out: LitServe comes with the extra `bench`")
+        print("skipped: LitServe needs the extra `bench`")
 
     def at_one(ours: str, others: list[str], target: float, text: str) -> None:
         other = min(others, key=lambda who: middle(who, 1, "p50_ms"))
@@ -271,7 +271,7 @@ def print_results(results: Results, share: float) -> None:
 
 
 def fastest(bundle: Path) -> Mode:
-    """What `auto` takes; bf16 if that is fp32, as the answers of untrained weights may not hold."""
+    """The choice of `auto`, or bf16 if that is fp32, as untrained weights may fail the gate."""
     auto = OnnxEmbedder.open(bundle, SessionSettings(precision="auto", engine="auto")).mode
     bf16 = Mode("openvino", "bf16")
     return bf16 if auto == FP32 and absence(bf16) is None else auto

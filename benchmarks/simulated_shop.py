@@ -2,19 +2,19 @@
 
     python benchmarks/simulated_shop.py --seeds 3 --json docs/results/feedback/proxy-anchor.json
 
-For each seed a shop of drawn products; two thirds of them are trained on, from random weights, and
-all of them are searched among. Customers photograph products in views that the shop does not have,
-with other light, crops, turns, blur, noise and JPEG. One looks at the ten best answers, clicks the
-first right one with a probability of 0.9 and any wrong one with 0.05, and calls each wrong one
-wrong with 0.3. After each round the model goes on learning, for the same steps, in three ways:
+For each seed a shop of rendered products; two thirds of them are trained on, from random weights,
+and the gallery has all of them. Customers photograph products in views that the shop does not have,
+with other light, crops, turns, blur, noise and JPEG. A customer views the ten best answers, clicks
+the first right one with a probability of 0.9 and any wrong one with 0.05, and marks each wrong one
+as wrong with 0.3. After each round the training continues, for the same steps, in three ways:
 
-- alone        without feedback, which is what more training does by itself
-- pictures     the pictures join their classes (`sampling.confused = 0`)
-- feedback     that, and confused classes meet in a quarter of the batches: the default
+- alone        without feedback: the effect of more training as such
+- pictures     the query images join their classes (`sampling.confused = 0`)
+- feedback     also, confused classes share a quarter of the batches: the default
 
-Each goes on from its own model before and hears what customers say of that one's answers. R@1 is of
-photographs that nobody has searched with; of the products that are not trained on, feedback is left
-out. Differences are paired by seed, with Student's 95 % interval over the seeds.
+Each continues from its own previous model and gets the feedback on that model's answers. R@1 is of
+query images that were never searched with; feedback on products that are not trained on is ignored.
+Differences are paired by seed, with Student's 95 % interval over the seeds.
 """
 
 import csv
@@ -45,8 +45,8 @@ from kinlens.training.rendered.catalogue import class_name, render_view
 from kinlens.training.runner import load_chosen, run_job
 
 PRODUCTS, VIEWS, SIZE_PX = 40, 6, 80
-ASKED, FRESH = 5, 8  # photographs of each product: searched with in a round, kept for the figures
-FIRST_VIEW = 1000  # of the customers; the shop's begin at 0
+ASKED, FRESH = 5, 8  # query images per product: used in a round, kept for the figures
+FIRST_VIEW = 1000  # number of the customers' first view; the shop's begin at 0
 STEPS_PER_EPOCH, EPOCHS, MORE_EPOCHS = 5, 60, 20
 ARMS: dict[str, dict[str, Any]] = {
     "alone": {"feedback": False},
@@ -58,9 +58,9 @@ Scores = dict[str, dict[str, float]]
 
 
 class Quiet:
-    """A listener to whom nothing needs to be said."""
+    """A listener that ignores everything."""
 
-    def said(self, sentence: str) -> None: ...
+    def note(self, sentence: str) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
     def step_done(self, parts: dict[str, float]) -> None: ...
     def epoch_done(self, row: dict[str, float]) -> None: ...
@@ -72,28 +72,28 @@ def main() -> None:
     if asked.json is not None:
         asked.json.write_text(json.dumps(found, indent=2) + "\n")
     titles = ("R@1, all products", "trained on", "not trained on")
-    heading("after", "way", *(word for title in titles for word in (title, "beside alone")))
+    heading("after", "way", *(word for title in titles for word in (title, "Δ to alone")))
     for cells in table(found):
         row(*cells)
 
 
 def shop(seed: int, folder: Path, overrides: Sequence[str] = ()) -> dict[str, Scores]:
-    """Recall of the three ways after each round, by way and round; `folder` is made anew."""
+    """Recall by way and round; `folder` is recreated."""
     shutil.rmtree(folder, ignore_errors=True)
-    fresh = photographs(seed, range(FRESH))
+    fresh = sample_images(seed, range(FRESH))
     first = train(job(seed, folder, overrides), folder / "before")
     before = recall(first, folder, fresh)
     scores: dict[str, Scores] = {}
     for arm, settings in ARMS.items():
-        run, told = first, list[str]()
+        run, feedback = first, list[str]()
         scores[arm] = {ROUNDS[0]: before}
         for number, name in enumerate(ROUNDS[1:], start=1):
             views = range(FRESH + (number - 1) * ASKED, FRESH + number * ASKED)
             if settings["feedback"]:
-                place = folder / f"told-{arm}-{number}"
-                listen(run, folder, photographs(seed, views), place, (seed, number))
-                told.append(str(place))
-            more = job(seed, folder, overrides, run, told, settings.get("confused"))
+                feedback_folder = folder / f"feedback-{arm}-{number}"
+                listen(run, folder, sample_images(seed, views), feedback_folder, (seed, number))
+                feedback.append(str(feedback_folder))
+            more = job(seed, folder, overrides, run, feedback, settings.get("confused"))
             run = train(more, folder / f"{arm}-{number}")
             scores[arm][name] = recall(run, folder, fresh)
             print(f"  {before} -> {scores[arm][name]}", flush=True)
@@ -105,10 +105,10 @@ def job(
     folder: Path,
     overrides: Sequence[str] = (),
     after: Path | None = None,
-    told: Sequence[str] = (),
+    feedback: Sequence[str] = (),
     confused: float | None = None,
 ) -> Job:
-    """The first training, or one that goes on after a run, with the feedback of these folders."""
+    """The first training, or one that continues a run, with the feedback of these folders."""
     first = after is None
     rate = 2e-3 if first else 5e-4
     content: dict[str, Any] = {
@@ -117,7 +117,7 @@ def job(
         "data": {
             "kind": "rendered", "root": str(folder / "products"), "products": PRODUCTS,
             "views": VIEWS, "size_px": SIZE_PX, "seed": seed, "train_fraction": 2 / 3,
-            "split_seed": seed, "feedback": list(told),
+            "split_seed": seed, "feedback": list(feedback),
         },
         "model": {
             "backbone": "timm:test_resnet", "dim": 64,
@@ -129,7 +129,7 @@ def job(
         "sampling": {} if confused is None else {"confused": confused},
         "optimizer": {
             "epochs": EPOCHS if first else MORE_EPOCHS,
-            "steps_per_epoch": STEPS_PER_EPOCH,  # with more pictures too
+            "steps_per_epoch": STEPS_PER_EPOCH,  # with more images too
             "batch_size": 32, "lr_trunk": rate, "lr_head": rate, "lr_proxies": 2e-2,
             "schedule": "cosine", "average": 0.98,
         },
@@ -146,13 +146,13 @@ def train(settings: Job, run: Path) -> Path:
     started = time.perf_counter()
     split = load_split(settings.data)
     run_job(settings, split, run, Quiet())
-    said = "; ".join(sentences(split))
-    print(f"{run}: {time.perf_counter() - started:.0f} s {said}", flush=True)
+    messages = "; ".join(sentences(split))
+    print(f"{run}: {time.perf_counter() - started:.0f} s {messages}", flush=True)
     return run
 
 
 def bundle_of(run: Path) -> Path:
-    """The bundle of a run, exported when it is first asked for."""
+    """The bundle of a run, exported on first use."""
     if not (run / "bundle").exists():
         split = load_split(job_of(run).data)
         export_checkpoint(load_chosen(run), split, run / "bundle")
@@ -167,19 +167,19 @@ def listen(
     run: Path,
     folder: Path,
     asked: list[tuple[int, bytes]],
-    place: Path,
+    feedback_folder: Path,
     seed: tuple[int, int],
 ) -> None:
-    """Write what customers say of the answers of a model, in the format of the service."""
+    """Write the customers' feedback on the answers of a model, in the format of the service."""
     labels, paths, order = answers(run, folder, [data for _, data in asked])
-    (place / "pictures").mkdir(parents=True)
+    (feedback_folder / "pictures").mkdir(parents=True)
     rng = np.random.default_rng(seed)
-    with (place / "pairs.csv").open("w", newline="", encoding="utf-8") as stream:
+    with (feedback_folder / "pairs.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(("query", "query_key", "item", "action"))
         for (product, data), ranking in zip(asked, order, strict=True):
             query = f"pictures/{hashlib.sha256(data).hexdigest()}.jpg"
-            (place / query).write_bytes(data)
+            (feedback_folder / query).write_bytes(data)
             right = [i for i in ranking[:10] if labels[i] == product]
             wrong = [i for i in ranking[:10] if labels[i] != product]
             if right and rng.random() < 0.9:
@@ -192,7 +192,7 @@ def listen(
 
 
 def recall(run: Path, folder: Path, fresh: list[tuple[int, bytes]]) -> dict[str, float]:
-    """R@1 in percent of photographs among all products: of all, of those trained on, and not."""
+    """R@1 in percent of query images among all products: all, trained on, not trained on."""
     labels, _, order = answers(run, folder, [data for _, data in fresh])
     products = np.array([product for product, _ in fresh])
     right = labels[order[:, 0]] == products
@@ -211,7 +211,7 @@ def number_of(name: str) -> int:
 def answers(
     run: Path, folder: Path, queries: list[bytes]
 ) -> tuple[np.ndarray, list[str], np.ndarray]:
-    """Product and path of each picture of the shop, and for each query all of them, best first."""
+    """Product and path of each image of the shop, and for each query their order, best first."""
     root = folder / "products"
     paths = [record.path for record in read_folder(root)]
     settings, net = load_chosen(run).network()
@@ -225,19 +225,19 @@ def answers(
     return np.array([number_of(path) for path in paths]), paths, order
 
 
-def photographs(seed: int, views: range) -> list[tuple[int, bytes]]:
-    """What customers photograph: (product, JPEG) of each view of each product of a shop."""
+def sample_images(seed: int, views: range) -> list[tuple[int, bytes]]:
+    """Query images of customers: (product, JPEG) of each view of each product of a shop."""
     assert class_name(0, seed).startswith("p000")
     return [
-        (product, photograph(seed, product, FIRST_VIEW + view))
+        (product, customer_photo(seed, product, FIRST_VIEW + view))
         for product in range(PRODUCTS)
         for view in views
     ]
 
 
 @cache
-def photograph(seed: int, product: int, view: int) -> bytes:
-    """A product as a customer takes it: turned, cut, in the light of a room, blurred, noisy."""
+def customer_photo(seed: int, product: int, view: int) -> bytes:
+    """A customer's photo of a product: rotated, cropped, in room light, blurred, noisy."""
     rng = np.random.default_rng((seed, product, view, 7))
     image = render_view(product, view, size_px=3 * SIZE_PX // 2, seed=seed)
     image = image.rotate(rng.uniform(-20, 20), Image.Resampling.BILINEAR, fillcolor=(70, 66, 60))
@@ -256,7 +256,7 @@ def photograph(seed: int, product: int, view: int) -> bytes:
 
 
 def table(found: list[dict[str, Scores]]) -> Iterator[list[str]]:
-    """Means over the seeds, and the differences to learning alone."""
+    """Means over the seeds, and the differences to training without feedback."""
     for name in ROUNDS:
         for arm in ARMS if name != ROUNDS[0] else ["alone"]:
             cells = [name, arm if name != ROUNDS[0] else ""]
@@ -265,12 +265,12 @@ def table(found: list[dict[str, Scores]]) -> Iterator[list[str]]:
                 alone = [scores["alone"][name][part] for scores in found]
                 cells += [
                     f"{statistics.mean(values):.1f}",
-                    "" if arm == "alone" else beside(values, alone),
+                    "" if arm == "alone" else paired_difference(values, alone),
                 ]
             yield cells
 
 
-def beside(values: list[float], others: list[float]) -> str:
+def paired_difference(values: list[float], others: list[float]) -> str:
     """The mean paired difference with its 95 % interval."""
     differences = [a - b for a, b in zip(values, others, strict=True)]
     mean = statistics.mean(differences)

@@ -1,18 +1,18 @@
-"""What a process of the service takes of memory under load, and how many searches it answers.
+"""Memory of a service process under load, and its throughput.
 
     python benchmarks/sizing.py [--backbones mobilenet_v2 resnet50] [--seconds 8]
 
-`kinlens-serve` with a network at 224 px in fp32 and a gallery of 10,000 items of 128 numbers, asked
-with new images by 16 connections without a pause. Memory is that of the service with all its
-processes, in MB: `own` is what the kernel cannot take back (Pss_Anon), shared pages counted once.
-The last column is the memory of one search thread: the difference of the first two rows, divided
-by the difference of their search threads.
+`kinlens-serve` with a network at 224 px in fp32 and a gallery of 10,000 items of 128 dimensions,
+loaded with new images by 16 busy connections. Memory is that of the service with all its processes,
+in MB: `own` is memory that the kernel cannot reclaim (Pss_Anon), shared pages counted once. The
+last column is the memory of one search thread: the difference of the first two rows, divided by
+the difference of their search threads.
 """
 
 import tempfile
 from pathlib import Path
 
-from harness import heading, load, options, photographs, row, serving
+from harness import heading, load, options, row, sample_images, serving
 from search import IMAGES, gallery, small_bundle
 
 ITEMS, CONNECTIONS = 10_000, 16
@@ -26,10 +26,10 @@ FORMS = {
 def main() -> None:
     asked = options(__doc__, backbones=["mobilenet_v2", "resnet50"], seconds=8.0)
     with tempfile.TemporaryDirectory() as name:
-        images = photographs(Path(name) / "images", IMAGES)
+        images = sample_images(Path(name) / "images", IMAGES)
         tables = [measured(Path(name) / trunk, trunk, images, asked.seconds)
                   for trunk in asked.backbones]  # fmt: skip
-    heading("trunk", "form", "searches/s", "own MB", "MB a search thread")
+    heading("trunk", "form", "searches/s", "own MB", "MB per search thread")
     for table in tables:
         for cells in table:
             row(*cells)
@@ -51,7 +51,7 @@ def measured(folder: Path, backbone: str, images: Path, seconds: float) -> list[
 
 
 def own_mb(pid: int) -> float:
-    """Memory of a process and all below it, without pages of files."""
+    """Memory of a process and its descendants, without file pages."""
     tasks = [*Path(f"/proc/{pid}/task").glob("*/children")]
     below = {int(child) for task in tasks for child in task.read_text().split()}
     text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")

@@ -1,19 +1,19 @@
-"""Small shops: what a training gains on products that it did not see, and what it can lose.
+"""Small shops: gains and losses of a training on unseen products.
 
     python benchmarks/small_shops.py [--seeds 3] [--shops 10] [--methods adapt today]
                                      [--json docs/results/shops/shops.json]
 
-Each shop is a draw of products and of images from groceries, cars, drawn products or all three;
-half of its products are trained on. The methods:
+Each shop is a random draw of products and of images from groceries, cars, rendered products or all
+three; half of its products are trained on. The methods:
 
 - adapt   `kinlens-train adapt`: a head on the frozen trunk, chosen on folds
-- today   the job `shop` as it was: the whole network, from principal directions, the last epoch
+- today   the earlier job `shop`: the whole network, from principal directions, the last epoch
 - start   the job `shop` from the directions of `adapt`, the last epoch
-- shop    the job `shop` as it is
+- shop    the job `shop`
 
-A gain is R@1 on the products that were not trained on, less that of the untrained trunk, in points.
-The mean has Student's 95 % interval over all shops and seeds; the worst is that of a shop over its
-seeds, and of a single run. A run that stands in the JSON file is not made again.
+A gain is R@1 on the products that were not trained on, minus the untrained trunk's, in points. The
+mean has Student's 95 % interval over all shops and seeds; the worst is that of a shop over its
+seeds, and of a single run. Runs in the JSON file are not repeated.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ METHODS: dict[str, tuple[str, list[str]]] = {
 
 
 class Shop(NamedTuple):
-    """So many products with at most so many images each, of these sources in turn."""
+    """Number of products, maximum number of images of each, and the sources to use in turn."""
 
     source: str
     products: int
@@ -73,7 +73,7 @@ def main() -> None:
     )
     shared = shared_folder()
     if shared is None:
-        skip("needs the photographs and weights of $KINLENS_SHARED")
+        skip("needs the images and weights of $KINLENS_SHARED")
     found: dict[str, dict[str, float]] = {}
     if asked.json is not None and asked.json.is_file():
         found = json.loads(asked.json.read_text(encoding="utf-8"))
@@ -118,7 +118,7 @@ def _sources(shared: Path, work: Path) -> dict[str, dict[str, list[Path]]]:
 
 
 def _make(shop: Shop, seed: int, sources: dict[str, dict[str, list[Path]]], folder: Path) -> None:
-    """A folder with a sub-folder for each product, of links."""
+    """A folder with a sub-folder of links for each product."""
     if folder.exists():
         return
     rng = np.random.default_rng((seed, shop.products, shop.images))
@@ -130,14 +130,14 @@ def _make(shop: Shop, seed: int, sources: dict[str, dict[str, list[Path]]], fold
         for label in rng.choice(enough, share, replace=False):
             files = classes[str(label)]
             chosen = rng.choice(len(files), min(shop.images, len(files)), replace=False)
-            place = folder / f"{name}-{label}".replace("/", "-")
-            place.mkdir(parents=True)
+            target = folder / f"{name}-{label}".replace("/", "-")
+            target.mkdir(parents=True)
             for index in chosen:
-                (place / f"{index}{files[index].suffix}").symlink_to(files[index])
+                (target / f"{index}{files[index].suffix}").symlink_to(files[index])
 
 
 class _Quiet:
-    def said(self, sentence: str) -> None: ...
+    def note(self, sentence: str) -> None: ...
     def computed(self, done: int, total: int) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
     def step_done(self, parts: dict[str, float]) -> None: ...

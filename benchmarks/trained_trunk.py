@@ -1,24 +1,24 @@
-"""Where each regularizer pays when the whole network is trained: by loss and by length.
+"""Effect of each regularizer when the whole network is trained, by loss and number of epochs.
 
     KINLENS_SHARED=DIR python benchmarks/trained_trunk.py --json docs/results/trunk/cars.json
 
 MobileNetV2 of ImageNet at 112 px on the public half of Cars196 (classes 1-98 train, 99-196 test),
 with the recipe of the job `cars196-half`. Each regularizer is added to the losses of its own paper.
-A row differs from its baseline in the regularizer alone: loss, start, batches, steps and seed are
-the same. Its share is searched first, on a third of the train classes, at the shorter length; the
-test classes see the chosen share alone. All images are decoded once and views are drawn on the
-device, so a GPU trains a network in seconds. Runs that stand in the JSON file are not made again,
-and after `--minutes` the rest is left for the next call.
+A row differs from its baseline only in the regularizer: loss, start, batches, steps and seed are
+the same. Its share is searched first, on a third of the train classes, at the shorter length; only
+the chosen share is tested. All images are decoded once and views are drawn on the device, so a GPU
+trains a network in seconds. Runs in the JSON file are not repeated, and after `--minutes` the
+remaining runs are left to the next call.
 
 Measured on the test classes: R@1 and MAP@R; R@1 of the same network in bf16; R@1 on the groceries,
-which it never saw; and how well the similarity of the best answer tells products that the gallery
-has from absent ones (AUROC). Intervals are over seeds, paired, with one variance for all rows of a
-table (what differs from seed to seed is chance of one kind), corrected by Bonferroni.
+which it never saw; and how well the similarity of the best answer separates products in the gallery
+from absent ones (AUROC). Intervals are over seeds, paired, with one variance for all rows of a
+table (variation between seeds is of the same kind), corrected by Bonferroni.
 
-Written down before the first run: (H1) graph consistency is above with triplets at the shorter
-length; (H2) with Proxy-Anchor none is above; (H3) what is above at the shorter length is less so at
-the longer; (H4) no reading of the determinant differs from another; (H5) nothing that is above on
-cars is above on the groceries.
+Hypotheses from before the first run: (H1) graph consistency is above with triplets at the shorter
+length; (H2) with Proxy-Anchor none is above; (H3) effects that are above at the shorter length are
+smaller at the longer; (H4) no reading of the determinant differs from another; (H5) nothing that is
+above on cars is above on the groceries.
 """
 
 import json
@@ -55,7 +55,7 @@ from kinlens.training.state import create_run
 from kinlens.training.trainer import train_step
 
 HEIGHT, WIDTH = 176, 288
-"""Of a decoded image, whatever its shape: boxes of views are relative."""
+"""Size of a decoded image, whatever its shape: boxes of views are relative."""
 
 PAIRS: dict[str, Any] = {"sampling": {"per_class": 5}, "start": {"proxies": "random"}}
 LOSSES: dict[str, dict[str, Any]] = {
@@ -103,7 +103,7 @@ READINGS: dict[str, dict[str, Any]] = {
     "rate x 10": {"optimizer": {"lr_flows": 2e-4}},
     "rate x 100": {"optimizer": {"lr_flows": 2e-3}},
 }
-"""Of the determinant at a share of 0.1, with Proxy-Anchor."""
+"""Readings of the determinant at a share of 0.1, with Proxy-Anchor."""
 
 FOLDS = 3
 FOLD_SEEDS = 2
@@ -140,7 +140,7 @@ def main() -> None:
     )
     shared = shared_folder()
     if shared is None:
-        skip("needs the photographs and weights of $KINLENS_SHARED")
+        skip("needs the images and weights of $KINLENS_SHARED")
     until = time.monotonic() + 60 * asked.minutes
     found: dict[str, dict[str, float]] = {}
     if asked.json is not None and asked.json.is_file():
@@ -154,14 +154,14 @@ def main() -> None:
                 for stage in _stages(asked.losses, asked.epochs, asked.seeds, found):
                     _run_all(pool, stage, found, until, asked.json)
             except TimeoutError:
-                print("\nthe time is up; the next call goes on")
+                print("\nthe time is up; the next call continues")
     report(found, asked.epochs)
 
 
 def _stages(
     losses: list[str], lengths: list[int], seeds: int, found: dict[str, dict[str, float]]
 ) -> Iterator[list[Cell]]:
-    """Folds, then the test classes at each length; folds choose the shares of what follows."""
+    """Folds, then the test classes at each length; folds choose the shares of later stages."""
     pairs = [(loss, name) for name, of in OF_PAPERS.items() for loss in of if loss in losses]
     short = lengths[0]
     folds = [
@@ -204,7 +204,7 @@ def _run_all(
     until: float,
     file: Path | None,
 ) -> None:
-    """Raises: TimeoutError when the time is up."""
+    """Run all cells. Raises: TimeoutError when the time is up."""
     missing = [cell for cell in cells if cell.name() not in found]
     results, started = pool.imap_unordered(_figures, missing), time.monotonic()
     for number in range(len(missing)):
@@ -236,7 +236,7 @@ def base_job(shared: Path) -> Job:
 
 
 def make_views(shared: Path, folder: Path, classes: int) -> None:
-    """Write pixels of all images as arrays below `folder`, unless they are there."""
+    """Write the pixels of all images as arrays below `folder`, unless they exist."""
     if (folder / "done").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -245,15 +245,15 @@ def make_views(shared: Path, folder: Path, classes: int) -> None:
     train, test = (
         part.of_classes(np.arange(min(classes, part.classes))) for part in (split.train, split.test)
     )
-    photographs = shared / "data/grocery-store"
-    records = [r for r in read_folder(photographs) if "iconic" not in r.path]
+    photos = shared / "data/grocery-store"
+    records = [r for r in read_folder(photos) if "iconic" not in r.path]
     names = sorted({Path(record.label).name for record in records})[:classes]
     numbers = {name: number for number, name in enumerate(names)}
     records = [r for r in records if Path(r.label).name in numbers]
     files = {
         "train": [train.root / path for path in train.paths],
         "test": [test.root / path for path in test.paths],
-        "groceries": [photographs / record.path for record in records],
+        "groceries": [photos / record.path for record in records],
     }
     labels = {
         "train": train.labels,
@@ -276,7 +276,7 @@ def _served(path: Path, spec: Input) -> NDArray[np.uint8]:
 
 
 def _whole(path: Path) -> tuple[NDArray[np.uint8], tuple[int, int]]:
-    """All of an image at a fixed size, and the size that it had."""
+    """A complete image at a fixed size, and its original size."""
     image = decode(path.read_bytes())
     pixels = np.asarray(image.resize((WIDTH, HEIGHT), Image.Resampling.BILINEAR, reducing_gap=3.0))
     return np.ascontiguousarray(pixels.transpose(2, 0, 1)), image.size
@@ -287,8 +287,8 @@ def drawn_views(
 ) -> Tensor:
     """A random view of each image: uint8 (B, 3, H, W) to (B, 3, S, S).
 
-    Boxes are those of `kinlens.training.data.images.random_box`. A view is drawn at twice its size
-    and halved, so what is made smaller is averaged.
+    Boxes are those of `kinlens.training.data.images.random_box`. A view is sampled at twice its
+    size and halved, so that downscaling averages pixels.
     """
     count, tries = len(pixels), 10
     width, height = sizes[:, :1].astype(np.float64), sizes[:, 1:].astype(np.float64)
@@ -333,7 +333,7 @@ def _begin(shared: Path, folder: Path) -> None:
 
 @cache
 def _data() -> _Data:
-    """Read once by each process."""
+    """Images, labels and job, read once per process."""
     shared, folder = _FOLDERS
     job = base_job(shared)
     run = create_run(job, 2)
@@ -347,7 +347,7 @@ def _data() -> _Data:
 
 
 def _figures(cell: Cell) -> tuple[str, dict[str, float]]:
-    """Name and figures of a training; without any if it failed, which costs no other its turn."""
+    """Name and figures of a training; no figures if it failed, so that the others still run."""
     started = time.perf_counter()
     try:
         net, held_out = _train(cell)
@@ -376,7 +376,7 @@ def _figures(cell: Cell) -> tuple[str, dict[str, float]]:
 
 
 def _train(cell: Cell) -> tuple[EmbeddingNet, NDArray[np.int64] | None]:
-    """The trained network, and the images that were held out."""
+    """The trained network, and the held-out images."""
     data = _data()
     job = _job(data.job, cell)
     labels = data.labels["train"]
@@ -429,9 +429,9 @@ def _embedded(net: EmbeddingNet, pixels: Tensor) -> Tensor:
 
 
 def auroc(vectors: Tensor, labels: NDArray[np.int64]) -> float:
-    """How often the best answer to a product of the gallery is nearer than to an absent one, in %.
+    """Share of queries, in percent, whose best hit is nearer if their product is in the gallery.
 
-    Each image asks the others twice: as they are, and without those of its own class.
+    Each image is searched among the others twice: with its own class, and without it.
     """
     classes = torch.from_numpy(labels).to(vectors.device)
     scores = vectors.float() @ vectors.float().T
@@ -459,7 +459,7 @@ def report(found: dict[str, dict[str, float]], lengths: list[int]) -> None:
 def _table(
     epochs: int, figure: str, runs: dict[str, dict[str, dict[str, dict[str, float]]]]
 ) -> None:
-    """A line for each loss and what was added to it; one seed alone has no interval."""
+    """A row for each loss and each added setting; a single seed has no interval."""
     gains: dict[tuple[str, str], NDArray[np.float64]] = {}
     bases: dict[str, NDArray[np.float64]] = {}
     for loss, entries in runs.items():

@@ -1,15 +1,14 @@
-"""What a training step costs: each regularizer beside Proxy-Anchor alone and a plain loop.
+"""Cost of a training step: each regularizer compared with Proxy-Anchor only and a plain loop.
 
     python benchmarks/training_step.py [--rounds 40]
 
-MobileNetV2 at 160 px, 512-d, batch 90, on the CPU in bf16 where the processor has it. All
-contestants take their batches from one loader and take steps in turn, in a new random order each
-round, so that a noisy machine disturbs them alike; read the ratios, which are medians over rounds.
+MobileNetV2 at 160 px, 512-d, batch 90, on the CPU, in bf16 if the processor has it. All contestants
+take their batches from one loader and run steps in turns, in a new random order each round, so that
+noise on the machine affects all alike; read the ratios, which are medians over rounds.
 
 The peer, "plain loop", is hand-written: the same network, AdamW, and the Proxy-Anchor of
 pytorch-metric-learning. The bounds: our loop is at least as fast as the plain one, a regularizer
-costs at most 10 % of a step. Photographs of $KINLENS_SHARED if they are there, else rendered
-products.
+costs at most 10 % of a step. Images of $KINLENS_SHARED if available, else rendered products.
 """
 
 import random
@@ -67,7 +66,7 @@ def main() -> None:
         )
         with tuned(torch.device("cpu")):
             seconds = measure(steps, endless(loader), asked.rounds)
-    heading("step", "images/s", "time of Proxy-Anchor alone")
+    heading("step", "images/s", "time / Proxy-Anchor alone")
     for name, values in seconds.items():
         alone = f"{ratio(values, seconds['Proxy-Anchor']):.3f}"
         row(name, asked.batch / statistics.median(values), alone)
@@ -103,7 +102,7 @@ def ours(settings: Job, classes: int) -> Step:
 
 
 def plain(settings: Job, classes: int) -> Step:
-    """One step as one writes it by hand."""
+    """One step of a typical hand-written loop."""
     net = EmbeddingNet(settings.model).to(memory_format=torch.channels_last).train()
     loss_fn = PeerLoss(classes, DIM, margin=0.1, alpha=32)
     optimizer = torch.optim.AdamW(

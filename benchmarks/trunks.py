@@ -1,14 +1,13 @@
-"""What the trunks of docs/trunks.md cost beside MobileNetV2: one image, one thread, ONNX.
+"""Cost of the trunks of docs/trunks.md compared with MobileNetV2: one image, one thread, ONNX.
 
     python benchmarks/trunks.py [--rounds 40] [--only mobilenetv4] [--folder /tmp/trunks]
 
 Weights are random, since time does not depend on them, so nothing is downloaded. Each trunk is
-exported at the size that the page names, as its bundle would be, and made int8 as an export makes
-it. It then takes turns with MobileNetV2 in fp32 at 224 px, in a new random order each round, so
-that a noisy machine disturbs both alike. Figures are processor time, medians over rounds of the
-ratio within a round; 1.0 is MobileNetV2. int8 needs a processor with VNNI to be worth its name.
-With --folder the ONNX files stay for the next run. Ten minutes for the page's table, most of them
-for the exports.
+exported at the size in the page's table, as in a bundle, and quantized to int8 as in an export. It
+then runs in turns with MobileNetV2 in fp32 at 224 px, in a new random order each round, so that
+noise on the machine affects both alike. Figures are CPU time, medians over rounds of the ratio
+within a round; 1.0 is MobileNetV2. int8 is only fast on a processor with VNNI. With --folder the
+ONNX files stay for the next run. The page's table takes ten minutes, most of them for the exports.
 """
 
 import re
@@ -54,7 +53,7 @@ def main() -> None:
 
 
 def exported(name: str, size_px: int, folder: Path) -> tuple[Path, Path]:
-    """The fp32 file of a trunk with random weights and its int8 twin."""
+    """The fp32 file of a trunk with random weights and its int8 version."""
     stem = re.sub(r"\W", "-", f"{name}-{size_px}")
     fp32, int8 = folder / f"{stem}.onnx", folder / f"{stem}-int8.onnx"
     if not int8.exists():
@@ -66,12 +65,12 @@ def exported(name: str, size_px: int, folder: Path) -> tuple[Path, Path]:
 
 
 def range_images(size_px: int) -> Images:
-    """Drawn products, uint8 (n, 3, S, S)."""
+    """Rendered products, uint8 (n, 3, S, S)."""
     return np.stack([to_chw(render_view(n, n, size_px=size_px)) for n in range(RANGE_IMAGES)])
 
 
 def runner(model: Path, size_px: int) -> Callable[[], object]:
-    """Embeds one image on one thread."""
+    """A function that embeds one image on one thread."""
     session = create_session(model, SessionSettings(threads=1))
     image = range_images(size_px)[:1]
     name = session.get_inputs()[0].name

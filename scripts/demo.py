@@ -1,14 +1,14 @@
-"""The whole road, as a user would walk it: images, training, bundle, gallery, service, answers.
+"""A full demo as a user would run it: images, training, bundle, gallery, service, answers.
 
-Runs only the commands that anyone can type, and prints each. Without arguments it draws a catalogue
-of products and searches among products that the model has never seen.
+Uses only the public commands, and prints each one. Without arguments it renders a catalogue of
+products and searches for products that the model was not trained on.
 
     make demo
     make demo IMAGES=/my/shop                 one sub-folder per product: trains on half of them
-    make demo IMAGES=/my/photos               a flat folder: a pretrained network alone
+    make demo IMAGES=/my/photos               a flat folder: only a pretrained network
     make demo IMAGES=/my/photos BUNDLE=/my/bundle
-    make demo IMAGES=/my/shop WEIGHTS=/my/mobilenet_v2.pth     without a network
-    make demo PORT=8001                       where another program has port 8000
+    make demo IMAGES=/my/shop WEIGHTS=/my/mobilenet_v2.pth     without internet access
+    make demo PORT=8001                       if another program uses port 8000
 """
 
 import argparse
@@ -32,9 +32,9 @@ from demo_steps import (
     kinlens,
     read_list,
     require_free,
-    say,
     search,
     served,
+    show,
     write_list,
 )
 
@@ -44,15 +44,15 @@ from kinlens.indexer.ingest.sources import folder_source
 from kinlens.values import AttributeValue
 
 WORK = Path(".kinlens/demo")
-MIN_RECALL = 0.6  # of the rendered products; guessing gives 0.04, a colour histogram 0.32
+MIN_RECALL = 0.6  # for the rendered products; guessing gives 0.04, a colour histogram 0.32
 MAX_QUERIES = 400
-MAX_DOUBT = 0.08  # between what the best hits say, on average, and how many are right
+MAX_DOUBT = 0.08  # between the mean probability of the best hits and the share of right ones
 MIN_CLASSES = 4  # half of them are held out, and a search needs more than one
 
 
 @dataclass(frozen=True)
 class Query:
-    """An image to send; `product` is what the first answer should be, if that is known."""
+    """An image to send; `product` is the expected first answer, if known."""
 
     path: Path
     key: str | None = None
@@ -65,38 +65,38 @@ def main() -> int:
     WORK.mkdir(parents=True, exist_ok=True)
     port = free_port() if options.check else options.port
     try:
-        require_free(port)  # before the minutes that a training takes
+        require_free(port)  # check this before the training, which takes minutes
         if options.images is None:
             bundle, queries = rendered_products()
         else:
             bundle, queries = own_images(options.images, options.bundle, options.weights)
-        places = ("--bundle", str(bundle), "--gallery", f"demo={WORK / 'gallery'}")
+        arguments = ("--bundle", str(bundle), "--gallery", f"demo={WORK / 'gallery'}")
         if options.images is None:  # every query's product is in the gallery
-            places += ("--no-match-prior", "0")
-        with served(port, *places, "--state", str(WORK / "state")) as server:
+            arguments += ("--no-match-prior", "0")
+        with served(port, *arguments, "--state", str(WORK / "state")) as server:
             passed = ask(f"http://127.0.0.1:{port}", queries, options.images is None)
             if queries[0].product is not None:
-                say(verdict())
-            say(f"The whole road took {time.monotonic() - started:.0f} s.")
+                show(verdict())
+            show(f"Total time: {time.monotonic() - started:.0f} s.")
             if queries[0].key is not None and queries[0].product is not None:
                 settings = [f"data.root={options.images}"]
                 settings += [f"model.weights={options.weights}"] if options.weights else []
                 words = " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
-                say("The whole network gains more, in ten minutes up to 1,200 photographs:")
+                show("Training the whole network gains more: ten minutes for up to 1,200 images.")
                 print(f"  kinlens-train fit shop {words} --out runs/shop")
             if not options.check:
                 keep_open(server, port)
     except DemoError as error:
-        say(f"error: {error}")
+        show(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        say("Stopped before the end.")
+        show("Stopped before completion.")
         return 130
     return 0 if passed else 1
 
 
 def rendered_products() -> tuple[Path, list[Query]]:
-    """Draw, train, export; index half of the views of unseen products, ask with the other half."""
+    """Render, train, export; index half of the views of unseen products, query the other half."""
     run, bundle = WORK / "run", WORK / "bundle"
     train("demo", run, bundle)
     products = WORK / "products"
@@ -109,7 +109,7 @@ def rendered_products() -> tuple[Path, list[Query]]:
 
 
 def own_images(images: Path, bundle: Path | None, weights: str | None) -> tuple[Path, list[Query]]:
-    """Train on the user's classes if there are any; index everything."""
+    """Train on the user's classes if there are enough; index everything."""
     classes = trainable(images)
     run = WORK / "run"
     unseen: list[dict[str, str]] = []
@@ -121,21 +121,21 @@ def own_images(images: Path, bundle: Path | None, weights: str | None) -> tuple[
         unseen = read_list(run / "test.csv")
     elif bundle is None:
         found = f"only {len(classes)}" if classes else "no"
-        say(
+        show(
             f"{images} has {found} sub-folders with 2 images or more. A training needs "
-            f"{MIN_CLASSES}, so a pretrained network is used without one."
+            f"{MIN_CLASSES}, so a pretrained network is used as it is."
         )
         bundle = WORK / "bundle"
         export(bundle, "--backbone", "mobilenet_v2", *(["--weights", weights] if weights else []))
     build(bundle, images)
     if unseen:
         return bundle, [Query(images / r["path"], r["path"], r["class"]) for r in unseen]
-    with contextlib.closing(Gallery.open(WORK / "gallery")) as gallery:  # it lacks damaged files
+    with contextlib.closing(Gallery.open(WORK / "gallery")) as gallery:  # no damaged files
         return bundle, [Query(images / item.key, item.key) for item in gallery.items()]
 
 
 def trainable(images: Path) -> set[AttributeValue]:
-    """The classes that can be trained on."""
+    """The classes that are large enough to train on."""
     try:
         source = folder_source(images)
     except SourceError as error:
@@ -145,14 +145,14 @@ def trainable(images: Path) -> set[AttributeValue]:
 
 
 def train(job: str, run: Path, bundle: Path, *changes: str) -> None:
-    """Fit a job into a fresh run folder and export it."""
+    """Train a job in a new run folder and export it."""
     shutil.rmtree(run, ignore_errors=True)
     kinlens("train", "fit", job, "--out", str(run), *changes)
     export(bundle, str(run))
 
 
 def export(bundle: Path, *source: str) -> None:
-    """Export a bundle; the one of the demo before is then kept beside it until the next."""
+    """Export a bundle; the previous one is kept next to it until the next export."""
     made = bundle.with_name(f"{bundle.name}-new")
     shutil.rmtree(made, ignore_errors=True)
     kinlens("train", "export", *source, "--map", "--out", str(made))
@@ -160,13 +160,13 @@ def export(bundle: Path, *source: str) -> None:
         former = bundle.with_name(f"{bundle.name}-before")
         shutil.rmtree(former, ignore_errors=True)
         bundle.rename(former)
-        say(f"The bundle of the demo before is now {former}.")
+        show(f"The previous bundle is now {former}.")
     made.rename(bundle)
-    say(f"The bundle of this demo is {bundle}.")
+    show(f"The bundle of this demo is {bundle}.")
 
 
 def build(bundle: Path, images: Path, *source: str) -> None:
-    """Index images into a fresh gallery."""
+    """Index images into a new gallery."""
     shutil.rmtree(WORK / "gallery", ignore_errors=True)
     kinlens(
         "index", "build", str(images), *source, "--bundle", str(bundle), "--out",
@@ -178,47 +178,47 @@ def ask(url: str, queries: list[Query], rendered: bool) -> bool:
     """Send queries over HTTP, print recall@1 and one answer; False if too few were right."""
     step = max(len(queries) // MAX_QUERIES, 1)
     asked = queries[::step]
-    say(f"{len(asked)} queries over HTTP ...")
-    right, said = 0, []
+    show(f"{len(asked)} queries over HTTP ...")
+    right, predicted = 0, []
     for query in asked:
         hits = search(url, query.path, k=6)["hits"]
         wanted = query.product or query.key
         found = (others(query, hits) if query.product else hits)[:1]
         is_right = [wanted in (hit["key"], hit["attributes"].get("class")) for hit in found]
         right += any(is_right)
-        said += [
+        predicted += [
             (hit["probability"], good)
             for hit, good in zip(found, is_right, strict=True)
             if hit["probability"] is not None
         ]
     show_one(url, asked[len(asked) // 3])
     recall = right / len(asked)
-    say(f"recall@1: {100 * recall:.1f} % ({what(asked[0])})")
-    if rendered and not probabilities_hold(url, said):  # own images are in the gallery themselves
+    show(f"recall@1: {100 * recall:.1f} % ({what(asked[0])})")
+    if rendered and not probabilities_hold(url, predicted):  # own images are in the gallery
         return False
     if rendered and recall < MIN_RECALL:
-        say(f"That is below {100 * MIN_RECALL:.0f} %: something is broken.")
+        show(f"That is below {100 * MIN_RECALL:.0f} %: something is broken.")
         return False
     return rendered or recall >= (0.95 if asked[0].product is None else 0.01)
 
 
 def verdict() -> str:
-    """Whether the training of this demo helped."""
+    """Whether the training of this demo helped, from its result."""
     result = json.loads((WORK / "run" / "result.json").read_text(encoding="utf-8"))
-    return f"The training. {result['verdict']}"
+    return f"Training result. {result['verdict']}"
 
 
-def probabilities_hold(url: str, said: list[tuple[float, bool]]) -> bool:
-    """Print what the best hits said and what was true; whether both are near enough."""
+def probabilities_hold(url: str, predicted: list[tuple[float, bool]]) -> bool:
+    """Print predicted and true precision of the best hits; whether they are close enough."""
     about = fetch(urllib.request.Request(f"{url}/galleries/demo"))
-    if not said:
-        say(f"No probabilities: {about['no_calibration']}")
+    if not predicted:
+        show(f"No probabilities: {about['no_calibration']}")
         return False
-    likely = sum(probability for probability, _ in said) / len(said)
-    true = sum(good for _, good in said) / len(said)
+    likely = sum(probability for probability, _ in predicted) / len(predicted)
+    true = sum(good for _, good in predicted) / len(predicted)
     known = about["calibration"]
-    say(
-        f"Probability of the best hit: said {likely:.3f}, true {true:.3f} (source: "
+    show(
+        f"Probability of the best hit: predicted {likely:.3f}, true {true:.3f} (source: "
         f"{known['source']}, {known['products']} products with {known['views']:.1f} images each)"
     )
     if abs(likely - true) > MAX_DOUBT:
@@ -228,14 +228,14 @@ def probabilities_hold(url: str, said: list[tuple[float, bool]]) -> bool:
 
 
 def what(query: Query) -> str:
-    """What recall@1 means for such queries, in words."""
+    """The meaning of recall@1 for such queries, in words."""
     if query.product is None:
         return "each image finds itself"
     if query.key is None:
         return "new views of products that the model was never trained on"
     return (
-        "photographs of products that the model was never trained on, searched among all "
-        "photographs; R@1 above was searched among these products alone"
+        "images of products that the model was never trained on, searched among all images; R@1 "
+        "above was searched among these products only"
     )
 
 
@@ -245,9 +245,9 @@ def others(query: Query, hits: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show_one(url: str, query: Query) -> None:
-    """Print the top 5 of one query."""
+    """Search with one query and print its top 5."""
     answer = search(url, query.path, k=6)
-    say(f"top 5 for {query.path}")
+    show(f"top 5 for {query.path}")
     for rank, hit in enumerate(others(query, answer["hits"])[:5], start=1):
         print(f"  {rank}. {hit['score']:.3f}  {hit['key']}")
     if answer["cached"]:
@@ -257,7 +257,7 @@ def show_one(url: str, query: Query) -> None:
 
 
 def view_of(row: dict[str, str]) -> int:
-    """The number of a rendered view: its file name."""
+    """The number of a rendered view, from its file name."""
     return int(Path(row["path"]).stem)
 
 
@@ -269,7 +269,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--bundle", type=Path, help="a model bundle to use instead of training")
     parser.add_argument("--weights", help="ImageNet weights of mobilenet_v2, as a file")
     parser.add_argument("--port", type=int, default=8000, help="port of the service [8000]")
-    parser.add_argument("--check", action="store_true", help="end with exit code 0 or 1")
+    parser.add_argument("--check", action="store_true", help="exit instead of serving the page")
     return parser.parse_args()
 
 

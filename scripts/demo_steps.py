@@ -1,4 +1,4 @@
-"""What the demos share: the commands of the project, a running service, lists as CSV."""
+"""Shared steps of the demos: the project's commands, a running service, lists as CSV."""
 
 import contextlib
 import csv
@@ -21,20 +21,20 @@ READY_S = 180
 
 
 class DemoError(Exception):
-    """Something that the user can mend, said in one line."""
+    """An error that the user can fix; the message is one line."""
 
 
 def kinlens(command: str, *arguments: str) -> None:
-    """Run and print one of the three commands."""
+    """Print and run one of the three commands."""
     print(f"\n$ kinlens-{command} {shlex.join(arguments)}", flush=True)
     code = subprocess.run([BIN / f"kinlens-{command}", *arguments], check=False).returncode
     if code:
-        raise DemoError(f"kinlens-{command} ended with exit code {code}; its message is above.")
+        raise DemoError(f"kinlens-{command} exited with status {code}; its message is above.")
 
 
 @contextlib.contextmanager
 def served(port: int, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """A service that is ready, and is ended afterwards."""
+    """Start a service, wait until it is ready, and stop it at the end of the block."""
     server = serve(port, *arguments)
     try:
         yield server
@@ -44,8 +44,8 @@ def served(port: int, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def keep_open(server: "subprocess.Popen[bytes]", port: int) -> None:
-    """Until Ctrl-C, or until the service ends by itself."""
-    say(f"The page is open at http://127.0.0.1:{port}/ until you press Ctrl-C.")
+    """Wait for Ctrl-C, or until the service exits."""
+    show(f"The page is open at http://127.0.0.1:{port}/ until you press Ctrl-C.")
     with contextlib.suppress(KeyboardInterrupt):
         server.wait()
 
@@ -81,7 +81,7 @@ def require_free(port: int) -> None:
 
 
 def search(url: str, image: Path, k: int, **fields: object) -> dict[str, Any]:
-    """POST /search with the standard library alone."""
+    """POST /search, using only the standard library."""
     boundary = uuid.uuid4().hex
     head = "".join(
         f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
@@ -100,7 +100,7 @@ def search(url: str, image: Path, k: int, **fields: object) -> dict[str, Any]:
 
 
 def fetch(request: urllib.request.Request) -> Any:
-    """The JSON that a request is answered with."""
+    """The JSON response to a request."""
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)
 
@@ -112,7 +112,7 @@ def read_list(path: Path) -> list[dict[str, str]]:
 
 
 def write_list(path: Path, rows: list[dict[str, str]]) -> None:
-    """Write rows of a list; the columns are those of the first row."""
+    """Write rows of a list; the first row defines the columns."""
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
         writer.writeheader()
@@ -120,11 +120,11 @@ def write_list(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port that no process uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def say(text: str) -> None:
+def show(text: str) -> None:
     print(f"\n== {text}", flush=True)

@@ -1,18 +1,21 @@
-"""Everything that Kinlens does on a GPU, checked and timed in one call.
+"""Check and time everything that Kinlens does on a GPU.
 
     make install-gpu
     .venv/bin/python scripts/gpu_check.py                      # on a machine with an NVIDIA GPU
-    .venv/bin/python scripts/gpu_check.py --out gpu.json       # and keep the figures
+    .venv/bin/python scripts/gpu_check.py --out gpu.json       # and write the figures
     .venv/bin/python scripts/gpu_check.py --device cpu --quick # the script itself; needs timm
 
-What is checked: a training step of each loss and regularizer gives the CPU's figures and waits for
-nothing on the device; a run on drawn products trains, resumes and is exported; evaluation gives the
-CPU's figures; the exported bundle runs on CUDA with the CPU's vectors, for odd batch sizes too; and
-galleries on the GPU keep the laws of tests/indexer/test_gpu.py, for which the extra `dev` must be
-installed as well. What is timed: steps, embedding by batch size, retrieval, POST /search from end
-to end relative to the model alone (target: 0.75 of its images a second in batches of 32), with the
-gallery on the same device; and, with --indexes, every kind of index at 1 and 10 million vectors
-(benchmarks/gallery_gpu.py).
+Checks:
+
+- a training step of each loss and regularizer matches the CPU and never waits for the device;
+- a run on rendered products trains, resumes and can be exported;
+- evaluation matches the CPU;
+- the exported bundle on CUDA matches the CPU's vectors, also for odd batch sizes;
+- galleries on the GPU pass tests/indexer/test_gpu.py, which needs the extra `dev`.
+
+Timings: steps, embedding by batch size, retrieval, and POST /search with the gallery on the same
+device, relative to the model alone (target: 0.75 of its images per second in batches of 32). With
+--indexes also every index type at 1 and 10 million vectors (benchmarks/gallery_gpu.py).
 
 Exit code 1 if any check fails; each failure is one line.
 """
@@ -52,7 +55,7 @@ from kinlens.training.state import Run, create_run
 from kinlens.training.trainer import train_step
 
 ROUNDS = 20
-STEPS = 6  # with those before them fewer than 10: the tenth measures shares, and waits
+STEPS = 6  # fewer than 10 with the warm-up: step 10 measures shares, which waits
 REGULARIZERS: dict[str, dict[str, Any]] = {
     "determinant": {"lambda1": 1.0, "lambda2": 1.0},
     "skewed_mean": {},
@@ -70,12 +73,12 @@ class Checks:
         self.failed: list[str] = []
 
     def run(self, name: str, check: Callable[[], dict[str, float]]) -> None:
-        """Figures of a check by their names; an exception is a failure, and the others go on."""
+        """Run a check that returns figures by name; an exception fails it, and the others run."""
         if self.only and not any(word in name for word in self.only):
             return
         try:
             found = check()
-        except Exception as error:  # whatever it is, it fails one check, not the others
+        except Exception as error:  # any error fails this check, not the others
             self.failed.append(name)
             print(f"FAILED  {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
             return
@@ -85,9 +88,9 @@ class Checks:
 
 
 class Silent:
-    """A listener that tells nobody."""
+    """A listener that ignores everything."""
 
-    def said(self, sentence: str) -> None: ...
+    def note(self, sentence: str) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
     def step_done(self, parts: dict[str, float]) -> None: ...
     def epoch_done(self, row: dict[str, float]) -> None: ...
@@ -99,16 +102,16 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
-        "--quick", action="store_true", help="A tiny network of timm, few rounds, few losses."
+        "--quick", action="store_true", help="A tiny timm network, few rounds, few losses."
     )
     parser.add_argument(
-        "--indexes", action="store_true", help="Time indexes as well: half an hour, 64 GB of RAM."
+        "--indexes", action="store_true", help="Also time indexes: half an hour, 64 GB of RAM."
     )
-    parser.add_argument("--only", nargs="*", help="The checks whose names have one of these words.")
+    parser.add_argument("--only", nargs="*", help="Run only checks with one of these words.")
     parser.add_argument("--out", type=Path, help="JSON file for the figures.")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("error: torch sees no GPU. Check the driver, or name --device cpu.")
+        print("error: torch sees no GPU. Check the driver, or pass --device cpu.")
         return 1
     device = torch.device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -132,7 +135,7 @@ def main() -> int:
     if options.out is not None:
         page = {"device": name, "torch": torch.__version__, "checks": checks.figures}
         options.out.write_text(json.dumps(page | {"failed": checks.failed}, indent=2) + "\n")
-    print(f"{len(checks.figures)} checks hold, {len(checks.failed)} failed")
+    print(f"{len(checks.figures)} checks passed, {len(checks.failed)} failed")
     return 1 if checks.failed else 0
 
 
@@ -162,7 +165,7 @@ def model(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def step(job: Job, quick: bool) -> dict[str, float]:
-    """The first loss beside the CPU's; then steps in which any wait for the device is an error."""
+    """Compare the first loss with the CPU; then time steps, where a wait for the device fails."""
     side, count = job.input.size_px, job.optimizer.batch_size
     images = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8)
     labels = torch.arange(count) % (count // 2)
@@ -172,7 +175,7 @@ def step(job: Job, quick: bool) -> dict[str, float]:
         parts = _step(run, images.to(run.device), labels.to(run.device))
         losses.append(float(parts["total"]))
     if abs(losses[0] - losses[1]) > 0.02 * max(1.0, abs(losses[1])):
-        raise AssertionError(f"the loss is {losses[0]:.5g} there and {losses[1]:.5g} on the CPU")
+        raise AssertionError(f"the loss is {losses[0]:.5g}, but {losses[1]:.5g} on the CPU")
     images, labels = images.to(here.device), labels.to(here.device)
     rounds = 2 if quick else STEPS
     with tuned(here.device):
@@ -220,7 +223,7 @@ def _wait(device: torch.device) -> None:
 
 
 def retrieval(device: torch.device, quick: bool) -> dict[str, float]:
-    """Recall of clustered vectors on the device and on the CPU: the same figures."""
+    """Recall of clustered vectors on the device; it must equal the CPU's."""
     count = 500 if quick else 20_000
     rng = np.random.default_rng(0)
     labels = np.arange(count) % (count // 10)
@@ -240,7 +243,7 @@ def retrieval(device: torch.device, quick: bool) -> dict[str, float]:
 
 
 def whole_run(options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Two epochs on drawn products, the second one resumed, and the bundle of it."""
+    """Two epochs on rendered products, the second one resumed, and the export of the bundle."""
     side = 48 if options.quick else 224
     job = parse_job(
         {
@@ -277,7 +280,7 @@ def whole_run(options: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 
 def bundle(path: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Vectors and throughput of the bundle on the device, beside those on the CPU."""
+    """Vectors and throughput of the bundle on the device, compared with the CPU."""
     cpu = OnnxEmbedder.open(path)
     there = OnnxEmbedder.open(path, SessionSettings(device=options.device))
     known = cpu.bundle.golden_inputs()
@@ -305,16 +308,16 @@ def _rate(
 
 
 def service(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """POST /search with 64 connections and with one, and what bounds it: model and decoding.
+    """POST /search with 64 connections and with one, and its limits: model and decoding.
 
-    The network has random weights: speed does not depend on them.
+    The network has random weights, which do not affect the speed.
     """
     sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-    from harness import load, made_gallery, photographs, random_units, serving
+    from harness import load, made_gallery, random_units, sample_images, serving
 
     path, seconds = folder / "bundle", 1.0 if options.quick else 10.0
     embedder = OnnxEmbedder.open(path, SessionSettings(device=options.device, precision="auto"))
-    images = photographs(folder / "photographs", 64, is_drawn=True)
+    images = sample_images(folder / "photographs", 64, is_drawn=True)
     known = embedder.bundle.golden_inputs()
     batch = np.resize(known, (32, *known.shape[1:]))
     found = {"model alone, images/s of 32": _rate(embedder, batch, options.quick)}
@@ -329,7 +332,7 @@ def service(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     gallery = made_gallery(*made, bundle_id=embedder.bundle_id)
     flags = "--device", options.device, "--precision", "auto"
     with serving(path, gallery, *flags) as server:
-        load(server.url, images, 64, seconds)  # each batch size is prepared once
+        load(server.url, images, 64, seconds)  # prepares each batch size once
         many = load(server.url, images, 64, seconds, "--start", 10**6)
         one = load(server.url, images, 1, seconds, "--start", 10**7)
     if many["errors"] or one["errors"]:
@@ -340,26 +343,26 @@ def service(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 
 
 def galleries() -> dict[str, float]:
-    """The laws of galleries on a GPU, on this one, and its memory."""
+    """Run the GPU tests of galleries on this device, and measure its memory."""
     from kinlens.indexer.gallery import gpu_memory
 
     memory = gpu_memory()
-    told = _ran("-m", "pytest", "-q", "-k", "real or wheel", "tests/indexer/test_gpu.py")
-    passed = re.search(r"(\d+) passed", told)
-    if passed is None or "skipped" in told:
-        raise AssertionError(f"not all laws were tried: {told[-300:]}")
+    output = _ran("-m", "pytest", "-q", "-k", "real or wheel", "tests/indexer/test_gpu.py")
+    passed = re.search(r"(\d+) passed", output)
+    if passed is None or "skipped" in output:
+        raise AssertionError(f"not all tests ran: {output[-300:]}")
     return {"free MB": memory.free_mb, "MB": memory.total_mb, "laws": float(passed[1])}
 
 
 def indexes() -> dict[str, float]:
-    """The table of docs/benchmarks.md, printed."""
+    """Print the table of docs/benchmarks.md."""
     started = time.perf_counter()
     print(_ran("benchmarks/gallery_gpu.py"), flush=True)
     return {"s": time.perf_counter() - started}
 
 
 def _ran(*words: str) -> str:
-    """What a script of this project has printed. Raises: AssertionError if it failed."""
+    """The output of a script of this project. Raises: AssertionError if it failed."""
     done = subprocess.run(
         [sys.executable, *words],
         cwd=Path(__file__).parents[1],
@@ -367,7 +370,7 @@ def _ran(*words: str) -> str:
         text=True,
     )
     if done.returncode:
-        raise AssertionError(f"{words[0]} ended with {done.returncode}: {done.stdout[-500:]}")
+        raise AssertionError(f"{words[0]} exited with {done.returncode}: {done.stdout[-500:]}")
     return done.stdout
 
 

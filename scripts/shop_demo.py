@@ -1,12 +1,12 @@
-"""A public product data set as a shop: gallery, page, queries to try, recall next to the paper's.
+"""A public product data set as a shop: gallery, page, sample queries, recall next to the paper's.
 
-    make demo-inshop ROOT=/data/in-shop            In-Shop: its gallery, asked with its queries
+    make demo-inshop ROOT=/data/in-shop            In-Shop: its gallery and its queries
     make demo-sop ROOT=/data/Stanford_Online_Products    SOP: its test images, leave one out
     make demo-grocery ROOT=/data/GroceryStoreDataset/dataset   gallery: train split, queries: test
 
-Without a model an ImageNet trunk is exported and used as it is (WEIGHTS=/my/mobilenet_v2.pth where
-it cannot be downloaded). BUNDLE=/my/bundle takes a trained one; the jobs `in-shop-*` and `sop-*` of
-`kinlens-train fit` train those of the table. QUERIES=N asks so many queries, spread evenly.
+By default an ImageNet trunk is exported and used as it is (WEIGHTS=/my/mobilenet_v2.pth if it
+cannot be downloaded). BUNDLE=/my/bundle uses a trained one; the jobs `in-shop-*` and `sop-*` of
+`kinlens-train fit` train the models of the table. QUERIES=N uses N queries, spread evenly.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from demo_steps import (
     kinlens,
     read_list,
     require_free,
-    say,
     search,
     served,
+    show,
     write_list,
 )
 
@@ -44,9 +44,9 @@ Recall = dict[int, float]
 
 @dataclass(frozen=True)
 class Demo:
-    """A data set: how its lists are made, at which k recall is taken, and what was published.
+    """A data set: how its lists are made, the k of recall@k, and published figures.
 
-    `leave_one_out`: the queries are in the gallery, and do not count as answers to themselves.
+    `leave_one_out`: the queries are in the gallery, and are ignored in their own answers.
     """
 
     title: str
@@ -58,7 +58,7 @@ class Demo:
 
 
 def official(folders: tuple[str, ...]) -> Callable[..., tuple[Path, list[Row], list[Row]]]:
-    """Lists of an official data set; `folders` name the folders of a path, from the left."""
+    """Lists of an official data set; `folders` are the attributes of a path's folders, in order."""
 
     def lists(root: Path, work: Path, partial: bool) -> tuple[Path, list[Row], list[Row]]:
         flag = ("--allow-partial",) if partial else ()
@@ -108,7 +108,7 @@ DEMOS = {
             ("Determinant regularization 512", (91.5, 98.2, 98.7, 99.1)),
         ),
         "Determinant Regularization for Deep Metric Learning, table 3, whose last two columns are "
-        "R@20 and R@40 in the papers that it takes its rows from",
+        "R@20 and R@40 in the papers that it cites",
     ),
     "sop": Demo(
         "Stanford Online Products",
@@ -134,7 +134,7 @@ def main() -> int:
         root = Path(options.root)
         if not options.root or not root.is_dir():
             raise DemoError(
-                f"ROOT={options.root} is not a folder. Name the folder of {demo.title}."
+                f"ROOT={options.root} is not a folder. Give the folder of {demo.title}."
             )
         work.mkdir(parents=True, exist_ok=True)
         port = free_port() if options.check else options.port
@@ -142,8 +142,8 @@ def main() -> int:
         bundle = options.bundle or trunk(work, options.weights)
         images, gallery, queries = demo.lists(root, work, options.allow_partial)
         build(work, bundle, images, gallery)
-        places = ("--bundle", str(bundle), "--gallery", f"{work.name}={work / 'gallery'}")
-        with served(port, *places, "--state", str(work / "state")) as server:
+        arguments = ("--bundle", str(bundle), "--gallery", f"{work.name}={work / 'gallery'}")
+        with served(port, *arguments, "--state", str(work / "state")) as server:
             url = f"http://127.0.0.1:{port}"
             recall = ask(url, demo, images, queries, options.queries)
             by_product: Recall = {}
@@ -154,24 +154,24 @@ def main() -> int:
             is_part = options.allow_partial or (options.queries or len(queries)) < len(queries)
             print_table(demo, recall, by_product, bundle, is_part)
             guess = chance(gallery, queries)
-            say(f"The whole road took {time.monotonic() - started:.0f} s.")
+            show(f"Total time: {time.monotonic() - started:.0f} s.")
             offer(images, queries)
             if not options.check:
                 keep_open(server, port)
     except DemoError as error:
-        say(f"error: {error}")
+        show(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        say("Stopped before the end.")
+        show("Stopped before completion.")
         return 130
     if recall[demo.recall_at[0]] <= guess:
-        say(f"Recall is not above chance ({100 * guess:.1f} %): something is broken.")
+        show(f"Recall is not above chance ({100 * guess:.1f} %): something is broken.")
         return 1
     return 0
 
 
 def trunk(work: Path, weights: str | None) -> Path:
-    """A pretrained network without training of ours, as a bundle."""
+    """A pretrained network, without further training, as a bundle."""
     bundle = work / "bundle"
     shutil.rmtree(bundle, ignore_errors=True)
     chosen = ("--weights", weights) if weights else ()
@@ -193,7 +193,7 @@ def named(rows: list[Row], folders: tuple[str, ...]) -> list[Row]:
 
 
 def build(work: Path, bundle: Path, images: Path, gallery: list[Row]) -> None:
-    """Index the gallery; a build of the same list that was stopped goes on."""
+    """Index the gallery; an interrupted build of the same list is resumed."""
     write_list(work / "gallery.csv", gallery)
     kinlens(
         "index", "build", str(images), "--csv", str(work / "gallery.csv"), "--bundle", str(bundle),
@@ -202,8 +202,8 @@ def build(work: Path, bundle: Path, images: Path, gallery: list[Row]) -> None:
 
 
 def offer(images: Path, queries: list[Row]) -> None:
-    """Name a few queries, spread evenly, to drop on the page."""
-    say("Click an item on the page, or drop one of the query pictures on it:")
+    """Print a few queries, spread evenly, to drop on the page."""
+    show("Click an item on the page, or drop one of these query images on it:")
     for row in spread(queries, SHOWN):
         print((images / row["path"]).resolve())
 
@@ -211,13 +211,13 @@ def offer(images: Path, queries: list[Row]) -> None:
 def ask(
     url: str, demo: Demo, images: Path, queries: list[Row], most: int | None, **fields: object
 ) -> Recall:
-    """Recall at each k over HTTP: the share of queries with an image of their class that near.
+    """Recall@k over HTTP: the share of queries with an image of their class among k hits.
 
-    With `fields` that group the answer by product, k counts products.
+    If `fields` group the answer by product, k counts products.
     """
     asked = spread(queries, most or len(queries))
     k = max(demo.recall_at) + demo.leave_one_out
-    say(f"{len(asked):,} of {len(queries):,} queries over HTTP ...")
+    show(f"{len(asked):,} of {len(queries):,} queries over HTTP ...")
     first_right = []
     with ThreadPoolExecutor(CLIENTS) as pool:
         ranks = pool.map(
@@ -234,9 +234,9 @@ def ask(
 
 
 def rank(answer: dict[str, Any], row: Row) -> int | None:
-    """The place of the first right hit, from 1, without the query itself.
+    """The rank of the first right hit, from 1, ignoring the query itself.
 
-    Of a product its best other picture counts, which may make it come later.
+    For the query's product its best other image counts, which may rank lower.
     """
     hits = answer["hits"]
     if answer["groups"] is not None:
@@ -250,8 +250,8 @@ def rank(answer: dict[str, Any], row: Row) -> int | None:
 def print_table(
     demo: Demo, recall: Recall, by_product: Recall, bundle: Path, is_part: bool
 ) -> None:
-    """Recall beside what was published, and that of products, of which k counts each once."""
-    say(f"{demo.title}: recall in percent")
+    """Recall next to published figures, and recall of products, where k counts products."""
+    show(f"{demo.title}: recall in percent")
     rows = [*demo.published, (f"this run ({bundle})", [100 * v for v in recall.values()])]
     if by_product:
         rows.append(("this run, products", [100 * v for v in by_product.values()]))
@@ -262,11 +262,11 @@ def print_table(
     if demo.source:
         print(f"Published: {demo.source}.")
     if is_part:
-        print("This run asked a part of the data set: its figures do not compare with those above.")
+        print("This run used a part of the data set, so its figures are not comparable.")
 
 
 def chance(gallery: list[Row], queries: list[Row]) -> float:
-    """How often the most frequent class would be right."""
+    """The accuracy of always answering with the most frequent class."""
     [(largest, _)] = Counter(row["class"] for row in gallery).most_common(1)
     return sum(row["class"] == largest for row in queries) / len(queries)
 
@@ -284,10 +284,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--root", required=True, help="folder of the data set")
     parser.add_argument("--bundle", type=Path, help="a trained model bundle")
     parser.add_argument("--weights", help="ImageNet weights of mobilenet_v2, as a file")
-    parser.add_argument("--queries", type=int, help="how many queries to ask [all]")
-    parser.add_argument("--allow-partial", action="store_true", help="accept a part of a data set")
+    parser.add_argument("--queries", type=int, help="number of queries [all]")
+    parser.add_argument("--allow-partial", action="store_true", help="accept a partial data set")
     parser.add_argument("--port", type=int, default=8000, help="port of the service [8000]")
-    parser.add_argument("--check", action="store_true", help="end with exit code 0 or 1")
+    parser.add_argument("--check", action="store_true", help="exit instead of serving the page")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""A hook of mkdocs (mkdocs.yml): reference pages from the code, links out of docs/, formulas.
+"""An mkdocs hook (mkdocs.yml): reference pages from the code, links out of docs/, formulas.
 
 The pages are generated in each build, so they cannot be out of date: HTTP routes from the OpenAPI
 document, command lines from the Typer apps, the Python package from its docstrings, the list of
@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the code of this checkout
+sys.path.insert(0, str(ROOT))  # import the code of this checkout
 ICON = ROOT / "service/ui/shared/icon.svg"
 COMMANDS = {"kinlens-train": "training", "kinlens-index": "indexer", "kinlens-serve": "service"}
 PYTHON = {
@@ -39,7 +39,7 @@ TIDY = {
     r"^(    kinlens-.+)\n+(?=    kinlens-)": r"\1\n",
     r" {2,}(?=--)": " ",
 }
-"""Replacements in what Typer's generator writes."""
+"""Replacements in the output of Typer's generator."""
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 NUMBERED = re.compile(r"\[(\d+)\](?= \[)")
 FORMULA = re.compile(r'<(div|span) class="arithmatex">\s*\\[\[(](.*?)\\[\])]\s*</\1>', re.DOTALL)
@@ -90,7 +90,7 @@ def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) 
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Write formulas as MathML, which browsers show without a script."""
+    """Write formulas as MathML, which browsers render without a script."""
 
     def mathml(match: re.Match[str]) -> str:
         return convert(unescape(match[2]), display="block" if match[1] == "div" else "inline")
@@ -146,7 +146,7 @@ def python_page() -> str:
 
 
 def decisions_page() -> str:
-    text = "# Decisions\n\nChoices that others would make differently, one page each.\n\n"
+    text = "# Decisions\n\nChoices that others might make differently, one page each.\n\n"
     for path in sorted((ROOT / "docs/decisions").glob("0*.md")):
         title = path.read_text("utf-8").partition("\n")[0].lstrip("# ")
         text += f"- [{title}]({path.name})\n"

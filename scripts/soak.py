@@ -1,16 +1,17 @@
-"""Hours under load: searches, changes, rebuilds, faults, killed decoders; memory must stay.
+"""Hours of load: searches, changes, rebuilds, faults, killed decoders; memory must not grow.
 
     make soak HOURS=1              or: python scripts/soak.py --hours 1 [--workers 2]
 
-Starts redis-server (if it is installed) and kinlens-serve with a model of random weights, then all
-at once: searches with new and repeated pictures, crops, filters, likes and damaged files; items
-added and deleted; galleries rebuilt, reloaded and compacted; every half minute a fault in turn
-(Redis paused, Redis killed, a decoding process killed). At the end: requests by status, wrong
-answers, and the slope of memory of the whole process tree after its first third, with its range.
+Starts redis-server (if installed) and kinlens-serve with a model of random weights, then runs all
+of these concurrently: searches with new and repeated images, crops, filters, likes and damaged
+files; adding and deleting items; rebuilding, reloading and compacting galleries; every half minute
+a fault (Redis paused, Redis killed, a decoding process killed). At the end it prints requests by
+status, wrong answers, and the memory slope of the whole process tree after its first third, with
+its range.
 
 Exit code 1 if an answer was wrong or unexpected, if more than 1 in 20 requests was refused, if the
-service did not become ready again, or if memory grows for certain by more than the limit. Below
-half an hour the slope is printed and not judged.
+service did not become ready again, or if memory certainly grows by more than the limit. Runs of
+less than half an hour print the slope without judging it.
 """
 
 import argparse
@@ -23,13 +24,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-from demo_steps import DemoError, say
+from demo_steps import DemoError, show
 from soak_load import KINDS, SEARCHERS, Tally, changes, faults, rebuilds, samples, searches
 from soak_memory import slope, slope_range
 from soak_shop import Plan, Shop, open_shop
 
 JUDGED_S = 1200.0
-"""So long must the last two thirds be for their slope to count."""
+"""Minimum duration of the last two thirds for their slope to count."""
 
 MOST_REFUSED = 0.05
 READY_S = 60.0
@@ -46,12 +47,12 @@ def main() -> int:
             print(f"soak: {error}", file=sys.stderr)
             return 1
     if shop.process.returncode != 0:
-        tally.fault(f"the service ended with {shop.process.returncode}")
+        tally.fault(f"the service exited with status {shop.process.returncode}")
     return report(tally, options.limit_mb_per_hour)
 
 
 def run(shop: Shop, seconds: float, period: float) -> Tally:
-    """Everything at once, for so long, and a look whether it is ready afterwards."""
+    """Run all threads for `seconds`, then check that the service is ready."""
     tally = Tally(period)
     jobs: list[Callable[[Shop, Tally], None]] = [searches] * SEARCHERS
     jobs += [changes, rebuilds, faults, samples]
@@ -90,31 +91,31 @@ def _is_ready(shop: Shop) -> bool:
 
 
 def report(tally: Tally, limit: float) -> int:
-    """Print what was found; 1 if it is not good."""
+    """Print the results; 1 if there was a failure."""
     for what in (*KINDS, "put", "delete", "find"):
         if not tally.answered(what):
-            tally.fault(f"no {what} was answered")
+            tally.fault(f"no {what} request was answered")
     if tally.refused() > MOST_REFUSED:
         tally.fault(f"{tally.refused():.0%} of all requests were refused")
-    say("answers")
+    show("answers")
     for (what, status), count in sorted(tally.statuses.items()):
         print(f"  {what:10} {status} {count:8,}")
     for text in tally.wrong[:20]:
         print(f"  WRONG: {text}")
     good = not tally.wrong and not _grows(tally, limit)
-    say("held" if good else "did NOT hold")
+    show("passed" if good else "FAILED")
     return 0 if good else 1
 
 
 def _grows(tally: Tally, limit: float) -> bool:
-    """Whether memory grows for certain by more than `limit` MB an hour."""
+    """Whether memory certainly grows by more than `limit` MB an hour."""
     kept = tally.memory[len(tally.memory) // 3 :]
     if len(kept) < 12:
-        print("  too short for a slope of memory")
+        print("  too short for a memory slope")
         return False
     low, high = slope_range(kept)
     is_judged = kept[-1][0] - kept[0][0] >= JUDGED_S
-    say(f"memory {kept[0][1]:.0f} MB, at the end {kept[-1][1]:.0f} MB")
+    show(f"memory {kept[0][1]:.0f} MB, at the end {kept[-1][1]:.0f} MB")
     print(f"  slope {slope(kept):+.1f} MB an hour, range {low:+.1f} to {high:+.1f}", end="")
     print("" if is_judged else " (not judged: too short)")
     return is_judged and low > limit
@@ -126,10 +127,10 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--period-s", type=float, default=30.0, help="from one fault to the next")
+    parser.add_argument("--period-s", type=float, default=30.0, help="seconds between faults")
     parser.add_argument("--limit-mb-per-hour", type=float, default=5.0)
-    parser.add_argument("--images", type=Path, help="folders of pictures; default: drawn")
-    parser.add_argument("--bundle", type=Path, help="a model; default: random weights")
+    parser.add_argument("--images", type=Path, help="folders of images; default: rendered")
+    parser.add_argument("--bundle", type=Path, help="a model bundle; default: random weights")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What is done to the service, all at once, and what its answers must be."""
+"""The concurrent load on the service, and the checks of its answers."""
 
 import contextlib
 import itertools
@@ -27,7 +27,7 @@ REFUSED = {429, 503}
 
 @dataclass
 class Tally:
-    """What happened, from all threads. `period` is the seconds from one fault to the next."""
+    """Results of all threads. `period` is the number of seconds between faults."""
 
     period: float
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -37,19 +37,19 @@ class Tally:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, what: str, status: int) -> None:
-        """Count an answer; one that nothing explains is wrong."""
+        """Count an answer; an unexpected status is a fault."""
         with self.lock:
             self.statuses[what, status] += 1
         if status not in EXPECTED:
-            self.fault(f"{what} was answered with {status}")
+            self.fault(f"{what} returned status {status}")
 
     def fault(self, text: str) -> None:
-        """Note an answer that is wrong."""
+        """Record a wrong answer."""
         with self.lock:
             self.wrong.append(text)
 
     def answered(self, what: str) -> int:
-        """How many requests of a kind got an answer to their question."""
+        """The number of requests of a kind that were answered successfully."""
         return sum(
             n
             for (kind, status), n in self.statuses.items()
@@ -57,13 +57,13 @@ class Tally:
         )
 
     def refused(self) -> float:
-        """The part of all requests that was refused."""
+        """The share of all requests that was refused."""
         refused = sum(n for (_, status), n in self.statuses.items() if status in REFUSED)
         return refused / max(1, self.statuses.total())
 
     @contextlib.contextmanager
     def requests(self, what: str) -> Iterator[None]:
-        """Requests that must all be answered."""
+        """A block of requests that must all be answered."""
         try:
             yield
         except (httpx.HTTPError, TimeoutError) as error:
@@ -71,31 +71,31 @@ class Tally:
 
 
 def searches(shop: Shop, tally: Tally) -> None:
-    """One search after another; a picture of the gallery must find itself."""
+    """Search in a loop; an image of the gallery must find itself."""
     rng = random.Random(threading.get_ident())
     with shop.client() as client:
         for number in itertools.count():
             if tally.over.is_set():
                 return
-            kind, picture = rng.choice(KINDS), rng.choice(shop.images)
-            data, fields = _question(shop, kind, picture, number.to_bytes(8, "big"))
+            kind, image = rng.choice(KINDS), rng.choice(shop.images)
+            data, fields = _question(shop, kind, image, number.to_bytes(8, "big"))
             with tally.requests(kind):
                 answer = client.post("/search", data=fields, files={"image": data})
                 tally.count(kind, answer.status_code)
                 if answer.status_code == 200:
-                    _check(kind, shop.name(picture), answer.json(), tally)
+                    _check(kind, shop.name(image), answer.json(), tally)
 
 
-def _question(shop: Shop, kind: str, picture: Path, mark: bytes) -> tuple[bytes, dict[str, str]]:
-    data, fields = picture.read_bytes(), {"k": "5", "gallery": "shop"}
+def _question(shop: Shop, kind: str, image: Path, mark: bytes) -> tuple[bytes, dict[str, str]]:
+    data, fields = image.read_bytes(), {"k": "5", "gallery": "shop"}
     if kind == "new":
         data += mark + os.urandom(4)
     elif kind == "crop":
         fields["crop"] = "0.1,0.1,0.8,0.8"
     elif kind == "filter":
-        fields["filter"] = f'class = "{picture.parent.name}"'
+        fields["filter"] = f'class = "{image.parent.name}"'
     elif kind == "like":
-        fields["positive"] = shop.name(picture)
+        fields["positive"] = shop.name(image)
     elif kind == "damaged":
         data = data[: len(data) // 2]
     return data, fields
@@ -106,9 +106,9 @@ def _check(kind: str, name: str, answer: dict[str, Any], tally: Tally) -> None:
     if kind in ("again", "new", "filter") and name not in keys:
         tally.fault(f"{kind}: {name} did not find itself but {keys[:3]}")
     if kind == "damaged":
-        tally.fault(f"{kind}: half of {name} was answered")
+        tally.fault(f"{kind}: got only half of {name}")
     if kind == "like" and name in keys:
-        tally.fault(f"{kind}: {name} was liked and found all the same")
+        tally.fault(f"{kind}: {name} was liked, but is in the answer")
 
 
 def changes(shop: Shop, tally: Tally) -> None:
@@ -129,11 +129,11 @@ def _change(client: httpx.Client, key: str, data: bytes, tally: Tally) -> None:
     if put.status_code != 200:
         return
     if key not in _found(client, data, tally):
-        tally.fault(f"{key} was acknowledged and is not found")
-    gone = client.delete("/galleries/live/items", params={"key": key})
-    tally.count("delete", gone.status_code)
-    if gone.status_code == 200 and key in _found(client, data, tally):
-        tally.fault(f"{key} was deleted and is found")
+        tally.fault(f"{key} was acknowledged, but is not found")
+    deleted = client.delete("/galleries/live/items", params={"key": key})
+    tally.count("delete", deleted.status_code)
+    if deleted.status_code == 200 and key in _found(client, data, tally):
+        tally.fault(f"{key} was deleted, but is found")
 
 
 def _found(client: httpx.Client, data: bytes, tally: Tally) -> list[str]:
@@ -148,7 +148,7 @@ def _found(client: httpx.Client, data: bytes, tally: Tally) -> list[str]:
 
 
 def rebuilds(shop: Shop, tally: Tally) -> None:
-    """Build one gallery again beside the service, which reloads it; compact the other by a job."""
+    """Rebuild one gallery next to the service, which reloads it; compact the other by a job."""
     with shop.client() as client:
         while not tally.over.wait(2 * tally.period):
             done = subprocess.run(shop.build, capture_output=True, text=True)
@@ -160,7 +160,7 @@ def rebuilds(shop: Shop, tally: Tally) -> None:
 
 
 def _compact(client: httpx.Client, tally: Tally) -> None:
-    """What was removed stays in memory until then, or until 10,000 changes later."""
+    """Compact, as removed items stay in memory until then, or until 10,000 further changes."""
     started = client.post("/galleries/live/compact")
     tally.count("compact", started.status_code)
     if started.status_code != 202:
@@ -179,7 +179,7 @@ def _compact(client: httpx.Client, tally: Tally) -> None:
 
 
 def faults(shop: Shop, tally: Tally) -> None:
-    """A fault in turn; the service has to get over it by itself."""
+    """Inject faults in rotation; the service must recover automatically."""
     for number in itertools.count():
         if tally.over.wait(tally.period):
             return
@@ -198,7 +198,7 @@ def faults(shop: Shop, tally: Tally) -> None:
 
 
 def samples(shop: Shop, tally: Tally) -> None:
-    """Memory of the process tree, every few seconds."""
+    """Sample the memory of the process tree every few seconds."""
     started = time.monotonic()
     while not tally.over.wait(tally.period / 6):
         tally.memory.append((time.monotonic() - started, tree_mb(shop.process.pid)))

@@ -1,4 +1,4 @@
-"""Memory of a tree of processes, and how certainly it grows."""
+"""Memory of a process tree, and the confidence that it grows."""
 
 import contextlib
 import random
@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 
 Points = list[tuple[float, float]]
-"""Seconds and MB."""
+"""Pairs of seconds and MB."""
 
 _RESAMPLES = 400
 _MOST_POINTS = 120
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all that it started."""
+    """A process and all its descendants."""
     found = [pid]
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -24,7 +24,7 @@ def tree(pid: int) -> list[int]:
 
 
 def tree_mb(pid: int) -> float:
-    """Memory of the tree in MB: what is shared counts once, pages of files do not count."""
+    """Memory of the tree in MB: shared pages count once, file pages do not count."""
     total = 0
     for process in tree(pid):
         with contextlib.suppress(OSError):
@@ -44,10 +44,10 @@ def slope(points: Points) -> float:
 
 
 def slope_range(points: Points, seed: int = 0) -> tuple[float, float]:
-    """Where nearly all such runs would have their slope.
+    """The range in which nearly all such runs would have their slope.
 
-    What is left of the points beside the slope is resampled in blocks of neighbours, because
-    memory a few seconds later is about what it is now.
+    The residuals from the slope are resampled in blocks of neighbours, because memory a few seconds
+    apart is correlated.
     """
     points = _thinned(points)
     seconds, mb = np.array(points).T

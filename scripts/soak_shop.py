@@ -1,4 +1,4 @@
-"""The service that is under load, and what it is made of."""
+"""The service under load, and its parts: images, model, gallery, key and Redis."""
 
 import contextlib
 import os
@@ -13,12 +13,12 @@ import httpx
 from demo_steps import BIN, free_port, kinlens, serve
 
 SMALL_CACHE = {"KINLENS_CACHE_MAX_BYTES": "2000000", "KINLENS_CACHE_MAX_ENTRIES": "500"}
-"""So that the caches are full, and no longer grow, after the first minutes."""
+"""Few enough that the caches are full, and stop growing, after the first minutes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the service is made; what is None is made by the script."""
+    """How to build the service; the script creates everything that is None."""
 
     folder: Path
     workers: int = 1
@@ -27,7 +27,7 @@ class Plan:
 
 
 class Redis:
-    """A redis-server of our own that can be paused, killed and started again."""
+    """A redis-server of this script that can be paused, killed and started again."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
@@ -35,20 +35,20 @@ class Redis:
         self.start()
 
     def start(self) -> None:
-        """Start it; it answers a moment later."""
+        """Start it; it answers only after a moment."""
         words = ["--port", self.port, "--bind", "127.0.0.1", "--save", "", "--dir", self._folder]
         command = ["redis-server", *map(str, words), "--maxmemory", "64mb"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def kill(self) -> None:
-        """End it without a goodbye."""
+        """Kill it without a clean shutdown."""
         self.process.kill()
         self.process.wait()
 
 
 @dataclass(frozen=True)
 class Shop:
-    """A running service; `images` are the pictures of its gallery `shop`, below `root`."""
+    """A running service; `images` are the images of its gallery `shop`, below `root`."""
 
     url: str
     key: str
@@ -63,14 +63,14 @@ class Shop:
         headers = {"Authorization": f"Bearer {self.key}"}
         return httpx.Client(base_url=self.url, timeout=60, headers=headers)
 
-    def name(self, picture: Path) -> str:
-        """The key of a picture in the gallery."""
-        return picture.relative_to(self.root).as_posix()
+    def name(self, image: Path) -> str:
+        """The key of an image in the gallery."""
+        return image.relative_to(self.root).as_posix()
 
 
 @contextlib.contextmanager
 def open_shop(plan: Plan) -> Iterator[Shop]:
-    """Pictures, model, gallery, key, Redis and a service; it must end well in the end."""
+    """Create images, model, gallery, key, Redis and a service; it must stop cleanly."""
     root, bundle = plan.images or _render(plan.folder), plan.bundle or _export(plan.folder)
     gallery, state = plan.folder / "gallery", plan.folder / "state"
     words = ("build", root, "--bundle", bundle, "--out", gallery)
@@ -79,7 +79,7 @@ def open_shop(plan: Plan) -> Iterator[Shop]:
     key = _make_key(state)
     redis = Redis(plan.folder) if shutil.which("redis-server") else None
     port = free_port()
-    while redis is not None and port == redis.port:  # which may not listen yet
+    while redis is not None and port == redis.port:  # Redis may not listen yet
         port = free_port()
     flags = ["--bundle", str(bundle), "--gallery", f"shop={gallery}", "--state", str(state)]
     flags += ["--workers", str(plan.workers)]

@@ -8,7 +8,7 @@ from kinlens.installs import missing_package
 
 
 def _needs(missing: ModuleNotFoundError) -> SystemExit:
-    """The exit of a command that lacks a package."""
+    """The exit message of a command whose package is not installed."""
     if missing.name == "onnxruntime":
         return SystemExit(missing_package("This command", missing, "cpu", "gpu"))
     return SystemExit(missing_package("kinlens-train", missing, "training"))
@@ -38,7 +38,7 @@ def start(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=print_version, is_eager=True, help="Print the version and end."
+            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -46,7 +46,7 @@ def start(
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one clear line and exit code 1."""
+    """Run the command line; a Kinlens error is one line on stderr and exit code 1."""
     try:
         app()
     except KinlensError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on as if it had not stopped."""
+"""Checkpoints: all that a run needs to continue as if it had not stopped."""
 
 import copy
 import os
@@ -20,14 +20,14 @@ from kinlens.training.models.embedding import EmbeddingNet
 FILE = "checkpoint.pt"
 BEST = "best.pt"
 START = "start.pt"
-"""The network at step 0, of a run that compares with it."""
+"""The network at step 0, of a run that compares its model with it."""
 
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State after `epoch` finished epochs. Views and batches depend on seed and epoch alone."""
+    """State after `epoch` finished epochs. Views and batches depend only on seed and epoch."""
 
     job: dict[str, Any]
     epoch: int
@@ -54,7 +54,7 @@ class Checkpoint:
     def network(self) -> tuple[Job, EmbeddingNet]:
         """The job and its network, in evaluation mode on the CPU.
 
-        With `trunk_alone` that is the trunk that the run began with, without a projection.
+        With `trunk_alone` it is the trunk that the run began with, without a projection.
         """
         job = parse_job(self.job, origin="the job in the checkpoint")
         random_start = job.model.model_copy(update={"weights": "none"})
@@ -69,8 +69,8 @@ class Checkpoint:
 class Average:
     """The exponential moving average of the weights and buffers of a network.
 
-    The decay is `decay`, but less in the first steps, min(decay, (1 + n) / (10 + n)), so that a
-    short run is not held back by where it began.
+    The decay is `decay`, but smaller in the first steps, min(decay, (1 + n) / (10 + n)), so that a
+    short run is not dominated by its initial weights.
     """
 
     def __init__(self, net: EmbeddingNet, decay: float) -> None:
@@ -80,7 +80,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, net: EmbeddingNet) -> None:
-        """Take note of the weights after a step; those of a frozen trunk do not change."""
+        """Add the weights after a step; those of a frozen trunk do not change."""
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps)) if self.steps else 0.0
         self.steps += 1
         means, values = [], []
@@ -93,18 +93,18 @@ class Average:
         torch._foreach_lerp_(means, values, 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What `load_state_dict` and `weights` read."""
+        """The state for `load_state_dict` and `weights`."""
         own = {f"module.{name}": value for name, value in self.net.state_dict().items()}
         return {"n_averaged": torch.tensor(self.steps), **own}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where a run stopped."""
+        """Restore the state of a stopped run."""
         self.net.load_state_dict(self.weights(state))
         self.steps = int(state["n_averaged"])
 
     @staticmethod
     def weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state dict of the network in that of an average."""
+        """The state dict of the network from the state dict of an average."""
         return {k.removeprefix("module."): v for k, v in state.items() if k != "n_averaged"}
 
 
@@ -128,7 +128,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if path.is_dir():
         path = path / FILE
     if not path.is_file():
-        raise CheckpointError(f"No checkpoint at {path}. Give the folder of a run.")
+        raise CheckpointError(f"There is no checkpoint {path}. Give the folder of a run.")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         found = content.pop("format")
@@ -142,7 +142,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     except Exception as error:
         # torch.load raises pickle, zip, runtime, key and type errors on a damaged file.
         raise CheckpointError(
-            f"{path} is damaged or no checkpoint ({error}). Resume from a copy or train again."
+            f"{path} is damaged or not a checkpoint ({error}). Resume from a copy or train again."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Where a run computes: its device and precision, and what makes training steps fast there."""
+"""The device and the precision of a run, and settings that speed up its training steps."""
 
 import ctypes
 import sys
@@ -30,7 +30,7 @@ def choose_device(runtime: Runtime) -> torch.device:
 
 
 def autocast(runtime: Runtime, device: torch.device) -> torch.autocast:
-    """For training steps: bf16 where asked for or, under "auto", where the processor has it."""
+    """Autocast of training steps: bf16 if requested or, under "auto", if the processor has it."""
     fast = runtime.precision == "bf16"
     if runtime.precision == "auto" and device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -41,11 +41,11 @@ def autocast(runtime: Runtime, device: torch.device) -> torch.autocast:
 
 @contextmanager
 def tuned(device: torch.device) -> Iterator[None]:
-    """A block of training and evaluation: what it sets for the process is put back after it.
+    """A block of training and evaluation; process-wide settings are restored at its end.
 
-    On a GPU cuDNN times its algorithms once, since all steps have one shape. On a CPU with glibc
-    freed memory is kept for the next step: a step allocates and frees the same hundreds of
-    megabytes again and again, and to have the system clear every page anew costs a tenth of it.
+    On a GPU, cuDNN times its algorithms once, since all steps have one shape. On a CPU with glibc,
+    freed memory is kept for the next step: each step allocates and frees the same hundreds of
+    megabytes, and having the system zero every page again costs a tenth of its time.
     """
     on_gpu, benchmark = device.type == "cuda", torch.backends.cudnn.benchmark
     if on_gpu:
@@ -68,8 +68,8 @@ def _set_malloc(options: dict[int, int]) -> None:
 
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on `device`; on a GPU each is copied, from pinned memory, while the one before
-    it is used."""
+    """The batches on `device`; on a GPU each is copied from pinned memory while the previous one is
+    in use."""
     if device.type != "cuda":
         yield from batches
         return

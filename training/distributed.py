@@ -1,4 +1,4 @@
-"""Several processes that train one model and learn what one process would.
+"""Several processes that train one model, with the result of a single process.
 
 Every rank computes the whole objective on the embeddings of all ranks. The gather sums gradients
 over the ranks and DistributedDataParallel averages them, so that network, proxies and flows get
@@ -18,7 +18,7 @@ from torch import Tensor
 from kinlens.embedder.errors import JobError, TrainingError
 
 _LONGEST_WAIT = timedelta(hours=2)
-"""The others wait while one process clusters a large test set."""
+"""Timeout in which the other processes wait while one clusters a large test set."""
 
 
 def rank() -> int:
@@ -27,23 +27,23 @@ def rank() -> int:
 
 
 def world() -> int:
-    """How many processes train together."""
+    """Number of processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def local_world() -> int:
-    """How many of them run on this machine and share its cores; torchrun says it."""
+    """Number of processes on this machine, which share its cores; torchrun sets it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world()))
 
 
 def is_main() -> bool:
-    """Whether this process writes files and talks."""
+    """Whether this process writes files and prints messages."""
     return rank() == 0
 
 
 @contextmanager
 def process_group(device: str = "auto") -> Iterator[None]:
-    """Join the processes that `torchrun` started, over NCCL or gloo; alone, do nothing.
+    """Join the processes that `torchrun` started, over NCCL or gloo; do nothing without torchrun.
 
     Raises: TrainingError if there are fewer GPUs than local ranks and a GPU was asked for.
     """
@@ -78,7 +78,7 @@ def gather(x: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The values of all ranks, in their order."""
+    """The values of all ranks, in rank order."""
     if world() == 1:
         return [value]
     values: list[Any] = [None] * world()
@@ -87,13 +87,13 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def wait_for_all() -> None:
-    """Return when every rank has come here."""
+    """Return when every rank has called this."""
     if world() > 1:
         dist.barrier()
 
 
-def require_alone() -> None:
-    """Raises: JobError under torchrun, for commands that several processes would only repeat."""
+def require_single_process() -> None:
+    """Raises: JobError under torchrun, for commands that gain nothing from several processes."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise JobError(
             f"torchrun started {os.environ['WORLD_SIZE']} processes, but only `fit` shares its "
@@ -103,7 +103,7 @@ def require_alone() -> None:
 
 @contextmanager
 def main_first() -> Iterator[None]:
-    """A block that the main process goes through before the others: it may write files."""
+    """A block that the main process runs before the others: it may write files."""
     if not is_main():
         wait_for_all()
     yield
@@ -112,7 +112,7 @@ def main_first() -> Iterator[None]:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather; the gradient of a row is the sum of what all ranks made of it."""
+    """All-gather; the gradient of a row is the sum of its gradients on all ranks."""
 
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:

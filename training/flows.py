@@ -1,6 +1,6 @@
 """Invertible maps of R^D: Real-NVP and NICE, and a conditional flow of the GLOW type.
 
-Shapes: B samples, D dimensions, C numbers of a condition, L layers.
+Shapes: B samples, D dimensions, C condition values, L layers.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from kinlens.training.config.settings import Flow
 
 
 class FlowOutput(NamedTuple):
-    """What a flow gives: `y` (B, D) and, per layer, the log of the diagonal of its Jacobian.
+    """Output of a flow: `y` (B, D) and, per layer, the log of the diagonal of its Jacobian.
 
-    `log_scales` has shape (L, B, D); 0 where a dimension is passed through. Each layer's Jacobian
+    `log_scales` has shape (L, B, D); 0 where a dimension is copied. Each layer's Jacobian
     is triangular up to a permutation, so the log-determinant of the flow is the sum of `log_scales`
     over L and D.
     """
@@ -28,7 +28,7 @@ class FlowOutput(NamedTuple):
 
     @property
     def log_diagonal(self) -> Tensor:
-        """Per dimension the sum over layers, (B, D), where no layer permutes: RealNVP and NICE."""
+        """Sum over layers for each dimension, (B, D), if no layer permutes: RealNVP and NICE."""
         return self.log_scales.sum(dim=0)
 
     @property
@@ -42,8 +42,8 @@ class Coupling(nn.Module):
 
     .. math:: y_a = x_a, \quad y_b = x_b \odot \exp(s(x_a)) + t(x_a)
 
-    The first half has D // 2 dimensions, the second the rest. Where there is a condition it is read
-    beside x_a. Without `bound` the coupling is additive: s = 0, which keeps the volume.
+    The first half has D // 2 dimensions, the second the others. A condition is concatenated with
+    x_a. Without `bound` the coupling is additive: s = 0, which preserves the volume.
 
     References:
         Density estimation using Real NVP (Dinh et al., 2017), eq. 7 and 8.
@@ -52,8 +52,9 @@ class Coupling(nn.Module):
     Args:
         dim: number of dimensions D, at least 2.
         transform_first: x_b is the first half, instead of the second.
-        network: makes the network for s, before its bound, and t, of so many inputs and outputs.
-        bound: of s, of any shape.
+        network: builds the network for s, before its bound, and t, given the numbers of its inputs
+            and outputs.
+        bound: maps unbounded values of any shape to s.
         condition_dim: length C of the condition.
     """
 
@@ -93,7 +94,7 @@ class Coupling(nn.Module):
 
 
 class DiagonalScaling(nn.Module):
-    """y_i = x_i exp(s_i), s_i = clamp tanh(raw_i / clamp): the same for every input, at first 0."""
+    """y_i = x_i exp(s_i), s_i = clamp tanh(raw_i / clamp): equal for all inputs, initially 0."""
 
     def __init__(self, dim: int, clamp: float) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class DiagonalScaling(nn.Module):
 
 
 class Chain(nn.Module):
-    """Invertible maps of R^D one after the other, which may depend on a condition (B, C)."""
+    """A composition of invertible maps of R^D, which may depend on a condition (B, C)."""
 
     def chain(self) -> list[Any]:
         """The maps, in the order in which they act."""
@@ -123,7 +124,7 @@ class Chain(nn.Module):
 
 
 class RealNVP(Chain):
-    """Affine couplings that start as the identity and transform the two halves in turn.
+    """Affine couplings that start as the identity and transform the two halves alternately.
 
     References:
         Density estimation using Real NVP (Dinh et al., 2017), https://arxiv.org/abs/1605.08803
@@ -150,10 +151,10 @@ class RealNVP(Chain):
 
 
 class NICE(Chain):
-    """Additive couplings in turn, then a scaling, L = layers + 1; it starts as the identity.
+    """Alternating additive couplings, then a scaling, L = layers + 1; it starts as the identity.
 
-    Only the last layer changes volume, so determinant regularization can press it alone, by D
-    numbers that do not depend on the input: augmented points add nothing to R.
+    Only the last layer changes volume, so determinant regularization can act only on its D numbers,
+    which do not depend on the input: augmented points add nothing to R.
 
     References:
         NICE: Non-linear Independent Components Estimation (Dinh et al., 2015), sections 3.2 and
@@ -170,7 +171,7 @@ class NICE(Chain):
 
 
 def build_flow(flow: Flow, dim: int) -> RealNVP | NICE:
-    """The flow of R^D that a job asks for; it starts as the identity."""
+    """The flow of R^D in the settings of a job; it starts as the identity."""
     kind = RealNVP if flow.kind == "real_nvp" else NICE
     return kind(dim, flow.layers, flow.hidden, flow.clamp)
 
@@ -178,8 +179,8 @@ def build_flow(flow: Flow, dim: int) -> RealNVP | NICE:
 class GlowBlock(Chain):
     """A fixed permutation, then the first half given the second, then the second given the first.
 
-    The permutation is drawn by NumPy from `seed` alone, in a generator of its own. It belongs to
-    the state dict (`order`), so a stored flow does not depend on how it was drawn.
+    The permutation is drawn by NumPy from `seed`, with a generator of its own. It is part of the
+    state dict (`order`), so a stored flow does not depend on how it was drawn.
     """
 
     def __init__(
@@ -201,15 +202,15 @@ class GlowBlock(Chain):
 
 
 class ConditionalGlow(Chain):
-    """An invertible map of R^D that depends on a condition, fed to every coupling as it is.
+    """An invertible map of R^D that depends on a condition, an unchanged input of every coupling.
 
     A block has two couplings and transforms every dimension; weights start as torch draws them, so
     the flow does not start as the identity. `log_scales` has a row for each coupling, L = 2 *
     blocks; entry (2 b + h, i, d) belongs to dimension d after the permutation of block b.
 
-    GLOW has activation normalisation and learnt 1x1 convolutions between couplings; non-isotropy
-    regularization has neither, only fixed permutations, here the authors' own (NumPy's legacy
-    generator, seed = number of the block) without their side effect of seeding NumPy.
+    GLOW has activation normalisation and learnt 1x1 convolutions between couplings. Non-isotropy
+    regularization has only fixed permutations. Here these are the authors' own (NumPy's legacy
+    generator, seed = number of the block), without their side effect of seeding NumPy.
 
     References:
         Glow (Kingma and Dhariwal, 2018), section 3. https://arxiv.org/abs/1807.03039
@@ -221,7 +222,7 @@ class ConditionalGlow(Chain):
         condition_dim: length C of the condition.
         blocks: number of blocks.
         layers: linear layers of each of a block's two networks, with ReLU between them.
-        hidden: their width.
+        hidden: width of their hidden layers.
         clamp: c in s = 0.636 c arctan(raw), the bound of each log-scale.
     """
 

@@ -1,4 +1,4 @@
-"""The folder of a run or a study: its result, files written whole, what settings belong there."""
+"""The folder of a run or a study: its result, atomic writes, and checks of its settings."""
 
 import fcntl
 import json
@@ -14,22 +14,22 @@ from kinlens.training.config.job import Job, parse_job
 
 RESULT = "result.json"
 UNTRAINED = "the untrained trunk"
-"""What a run begins with, unless it goes on from the trained model of a bundle."""
+"""What a run begins with, unless it continues the trained model of a bundle."""
 
 FREE = frozenset(("name", "description", "licence", "runtime", "data.root"))
-"""Settings of a job that change nothing in its figures."""
+"""Settings of a job that do not affect its figures."""
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether a run can go on there: it has a checkpoint, or a fold."""
+    """Whether the folder has a run to resume: a checkpoint, or a fold."""
     return (folder / "checkpoint.pt").exists() or any(folder.glob("fold-*"))
 
 
 @contextmanager
-def alone_in(folder: Path, *, with_children: bool = False) -> Iterator[None]:
-    """Make `folder` and keep others out: until this process ends, or the last of its children.
+def exclusive(folder: Path, *, with_children: bool = False) -> Iterator[None]:
+    """Create `folder` and lock it until this process or, with children, the last child ends.
 
-    Raises: JobError if a run or a study is at work there.
+    Raises: JobError if another run or study uses it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock_by = fcntl.flock if with_children else fcntl.lockf
@@ -39,7 +39,7 @@ def alone_in(folder: Path, *, with_children: bool = False) -> Iterator[None]:
             lock_by(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise JobError(
-                f"Another training is at work in {folder}. Wait for it, stop it, or use another "
+                f"Another training is running in {folder}. Wait for it, stop it, or use another "
                 "--out."
             ) from error
         yield
@@ -47,14 +47,14 @@ def alone_in(folder: Path, *, with_children: bool = False) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run found; stored as `result.json` in its folder.
+    """The outcome of a finished run; stored as `result.json` in its folder.
 
-    `figures` are those of the chosen model on the test classes ({} if the protocol never tests),
-    `validation` its figures on the validation classes ({} without any), `trunk` those of what
-    it `began_with`, the untrained trunk or the model that it went on from, with the prefix of
-    validation classes. `verdict` says whether the model is better than that, `choice` what was
-    chosen on folds and why. `seconds_per_epoch` is the median, without evaluation; `split_sha256`
-    tells the images, `versions` the packages that trained.
+    `figures` are measured on the test classes ({} if the protocol never tests), `validation` on the
+    validation classes ({} if there are none). `trunk` has both for the model that the run began
+    with (`began_with`: the untrained trunk, or the model that it continued), with a prefix for
+    validation classes. `verdict` states whether the model is better than that, `choice` what folds
+    chose and why. `seconds_per_epoch` is the median, without evaluation; `split_sha256` identifies
+    the images, `versions` the packages that trained.
     """
 
     job: dict[str, Any]
@@ -85,7 +85,7 @@ def read_result(folder: Path) -> Result | None:
 
 
 def finished_result(job: Job, folder: Path) -> Result | None:
-    """The result in `folder`, if there is one. Raises: JobError if it is that of another job."""
+    """The result in `folder`, if any. Raises: JobError if it belongs to another job."""
     result = read_result(folder)
     if result is not None:
         found = parse_job(result.job, str(folder)).as_dict()
@@ -94,9 +94,9 @@ def finished_result(job: Job, folder: Path) -> Result | None:
 
 
 def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
-    """Write `content` into `file` of `folder`, or check that it is what stands there.
+    """Write `content` to `file` of `folder`, or check that the file has the same content.
 
-    Raises: JobError naming what differs.
+    Raises: JobError naming the differences.
     """
     path = folder / file
     if not path.exists():
@@ -111,7 +111,7 @@ def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `path`; a reader, or a crash, sees the whole old or the whole new text."""
+    """Write `path` atomically; a reader, or a crash, sees the complete old or new text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stage = path.with_name(path.name + ".tmp")
     with stage.open("w", encoding="utf-8", newline="") as file:
@@ -145,7 +145,7 @@ def settings(
 def changes(
     old: Mapping[str, Any], new: Mapping[str, Any], free: Collection[str] = FREE
 ) -> list[str]:
-    """What differs between two jobs as plain data, but for settings in `free`."""
+    """The differences of two jobs as plain data, except settings in `free`."""
     before, after = settings(old, free), settings(new, free)
     return [
         f"{name} = {before.get(name)!r}, now {after.get(name)!r}"
@@ -157,6 +157,6 @@ def changes(
 def _require_same(folder: Path, differences: list[str]) -> None:
     if differences:
         raise JobError(
-            f"{folder} holds a run with other settings: {', '.join(differences)}. Go on with the "
-            "same settings, use another --out, or delete that folder to train it again."
+            f"{folder} holds a run with other settings: {', '.join(differences)}. Continue with "
+            "the same settings, use another --out, or delete that folder to train it again."
         )

@@ -1,8 +1,8 @@
-"""Which pairs and triplets of a batch a loss looks at.
+"""Selection of the pairs and triplets of a batch for a loss.
 
-Results have fixed shapes, masks and indices (B, B), so that a GPU need not be waited for. No miner
-passes a gradient on. B is the number of samples; `similarities` are (B, B), larger is more alike,
-`labels` (B,).
+Results have fixed shapes, masks and indices (B, B), so that no step waits for a GPU. Miners pass no
+gradient. B is the number of samples; `similarities` are (B, B), larger is more similar, `labels`
+(B,).
 """
 
 from typing import NamedTuple
@@ -24,8 +24,8 @@ class Pairs(NamedTuple):
 class Triplets(NamedTuple):
     """At most one negative for each anchor (row) and positive (column), both (B, B).
 
-    `mined` is True where there is a triplet; `negative` is the index of its negative, and of any
-    sample where there is none.
+    `mined` is True where there is a triplet; `negative` is the index of its negative, and an
+    arbitrary index elsewhere.
     """
 
     mined: Tensor
@@ -33,7 +33,7 @@ class Triplets(NamedTuple):
 
 
 def all_pairs(labels: Tensor) -> Pairs:
-    """Every ordered pair of two different samples, by whether they share their class."""
+    """Every ordered pair of two different samples, split by whether their class is equal."""
     same = labels[:, None] == labels[None, :]
     itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
     return Pairs(same & ~itself, ~same)
@@ -60,7 +60,7 @@ def hard_pairs(similarities: Tensor, labels: Tensor, epsilon: float = 0.1) -> Pa
 
 
 def batch_hard(similarities: Tensor, labels: Tensor) -> Triplets:
-    """One triplet an anchor: argmin S_ap and argmax S_an; none if it lacks either.
+    """One triplet per anchor: argmin S_ap and argmax S_an; none if it lacks either.
 
     References:
         In Defense of the Triplet Loss for Person Re-Identification (Hermans et al., 2017).
@@ -79,7 +79,7 @@ def batch_hard(similarities: Tensor, labels: Tensor) -> Triplets:
 def semi_hard(similarities: Tensor, labels: Tensor) -> Triplets:
     """For each anchor and positive: argmax S_an over the negatives with S_an < S_ap.
 
-    By sorting each row once: memory B^2, not B^3. A pair without such a negative gives no triplet;
+    Each row is sorted once: memory B^2, not B^3. A pair without such a negative gives no triplet;
     a negative beyond the margin of the loss is not excluded.
 
     References:
@@ -100,7 +100,7 @@ def distance_weighted(
 ) -> Triplets:
     """For each anchor and positive, a negative drawn with `negative_probabilities`.
 
-    Draws B^2 numbers from torch's global CPU generator, whatever the labels; memory B^2.
+    Draws B^2 numbers from torch's global CPU generator, independent of the labels; memory B^2.
     """
     probabilities = negative_probabilities(similarities, labels, dim, farthest)
     cumulative = probabilities.cumsum(dim=1)  # (B, B)
@@ -123,7 +123,7 @@ def negative_probabilities(
 
     .. math:: q(d)^{-1} = d^{2 - D} (1 - d^2 / 4)^{(3 - D) / 2}
 
-    An anchor whose negatives are all too far draws among them evenly, which keeps its positive
+    An anchor whose negatives are all too far chooses among them uniformly, which keeps its positive
     pairs in the loss. Rows of anchors without a negative are 0.
 
     References:

@@ -1,4 +1,4 @@
-"""What is minimised: a loss, plus the regularizers that the job names, one or several."""
+"""The objective to minimise: a loss plus the regularizers of the job."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -33,15 +33,15 @@ class Objective(nn.Module):
 
     .. math:: w L + c_d (\lambda_1 R_{g_1} - \lambda_2 R_{g_2}) + \sum_r c_r \lambda_r R_r
 
-    The scales c are 1 for fixed weights; for a regularizer with a `share` they are calibrated, see
+    The scales c are 1 for fixed weights. For a regularizer with a `share` they are calibrated, see
     `kinlens.training.regularizers.shares`, which also measures the share of each in some training
-    steps: at flow 1 for the determinant, at the proxies for a skewed mean of proxies, else at the
-    features; what of the determinant's gradient reaches the features is measured as well.
+    steps: at flow 1 for the determinant, at the proxies for a skewed mean of proxies, otherwise at
+    the features. The share of the determinant's gradient at the features is measured as well.
 
-    Under determinant regularization L is the mean over both branches, in a batch of two draws the
-    mean over both (`sampling.draws`), so that its scale, and with it the meaning of each lambda, is
-    that of the loss alone. The other regularizers act on the first branch, the one that is kept.
-    All of it runs in float32, whatever the precision of the trunk.
+    Under determinant regularization L is the mean over both branches; in a batch of two draws it is
+    the mean over both (`sampling.draws`). So the scale of L, and the meaning of each lambda, is the
+    same as for the loss alone. The other regularizers act on the first branch, which is kept.
+    Everything is computed in float32, whatever the precision of the trunk.
     """
 
     def __init__(self, job: Job, classes: int, dim: int) -> None:
@@ -88,13 +88,13 @@ class Objective(nn.Module):
         return {**self.state_dict(), **shares}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what `checkpoint` gave. Raises: RuntimeError for other parameters."""
+        """Restore the result of `checkpoint`. Raises: RuntimeError for other parameters."""
         shares = {name for name in state if name.startswith("shares.")}
         self.load_state_dict({name: state[name] for name in state if name not in shares})
         self.shares.load_state_dict({n.removeprefix("shares."): state[n] for n in shares})
 
     def begin_epoch(self, epoch: int) -> None:
-        """To be told after how many finished epochs the next one starts."""
+        """Set the number of finished epochs; call it before each epoch."""
         if self.non_isotropy is not None:
             self.non_isotropy.fitting = epoch < self.non_isotropy.settings.fit_epochs
 
@@ -121,7 +121,7 @@ class Objective(nn.Module):
         return penalties
 
     def _sites(self, net: EmbeddingNet) -> dict[str, list[Tensor]]:
-        """Where a penalty's gradient is compared with that of the loss, if not at the features."""
+        """Where a penalty's gradient is compared with the loss's, if not at the features."""
         sites: dict[str, list[Tensor]] = {}
         if net.flow is not None:
             sites["determinant"] = list(net.flow.parameters())
@@ -137,11 +137,11 @@ class Objective(nn.Module):
 
 
 class TrainingStep(nn.Module):
-    """Network and objective as one module: what one backward pass, on any ranks, covers.
+    """Network and objective as one module, so that one backward pass covers both on all ranks.
 
     Args:
-        net: is trained.
-        objective: is minimised.
+        net: the network to train.
+        objective: the objective to minimise.
     """
 
     def __init__(self, net: EmbeddingNet, objective: Objective) -> None:
@@ -156,7 +156,7 @@ class TrainingStep(nn.Module):
         """
         net = self.net
         features = gather(net.features(images) if images.ndim == 4 else net.project(images))
-        if not features.requires_grad:  # all of the network rests
+        if not features.requires_grad:  # the whole network is frozen
             features = features.detach().requires_grad_()
         terms: Terms = self.objective(net, features, gather(labels))
         return terms

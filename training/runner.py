@@ -1,4 +1,4 @@
-"""A whole run: train, choose the model, test it once, write result and report."""
+"""A complete run: train, choose the model, test it once, write result and report."""
 
 import statistics
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from kinlens.training.device import choose_device, tuned
 from kinlens.training.distributed import is_main, wait_for_all
 from kinlens.training.evaluation.choice import choose, too_few, write_chosen
 from kinlens.training.evaluation.evaluate import evaluate
-from kinlens.training.folder import RESULT, UNTRAINED, Result, alone_in, is_begun, replace_json
+from kinlens.training.folder import RESULT, UNTRAINED, Result, exclusive, is_begun, replace_json
 from kinlens.training.report.notices import did_it_help, verdict_of
 from kinlens.training.report.page import write_report
 from kinlens.training.state import OF_TERMS, VALIDATION, Row, on_validation
@@ -27,15 +27,15 @@ _OF_TRAINING = (VALIDATION, *OF_TERMS, "epoch", "loss", "seconds", "images_per_s
 def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     """Train `job` in `folder` and test the model that its protocol chooses.
 
-    A run that was stopped goes on.
+    A stopped run is resumed.
 
     Args:
         split: with the validation classes of the protocol, or a fold of a cross validation.
-        folder: is made; holds checkpoint, log, curves, report and result.
+        folder: created if missing; gets checkpoint, log, curves, report and result.
 
     Raises: TrainingError; JobError if another process trains in `folder`.
     """
-    with alone_in(folder) if is_main() else nullcontext():
+    with exclusive(folder) if is_main() else nullcontext():
         return _run(job, split, folder, listener)
 
 
@@ -44,20 +44,20 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     why_not = too_few(split) if on_folds else ""
     choice = None
 
-    def train(one: Job, part: Split, place: Path, trains: bool = True) -> list[Row]:
-        place.mkdir(parents=True, exist_ok=True)
-        return fit(one, part, place, listener, (place / FILE).exists(), trains)
+    def train(one: Job, part: Split, run_folder: Path, trains: bool = True) -> list[Row]:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        return fit(one, part, run_folder, listener, (run_folder / FILE).exists(), trains)
 
-    def train_fold(one: Job, part: Split, place: Path) -> None:
-        listener.said(f"fold {(one.protocol.fold or 0) + 1} of {one.protocol.folds}")
-        train(one, part, place)
+    def train_fold(one: Job, part: Split, run_folder: Path) -> None:
+        listener.note(f"fold {(one.protocol.fold or 0) + 1} of {one.protocol.folds}")
+        train(one, part, run_folder)
 
     with tuned(choose_device(job.runtime)):
         if why_not:
-            listener.said(why_not)
+            listener.note(why_not)
         elif on_folds:
             choice = choose(job, split, folder, train_fold)
-            listener.said(f"{choice.sentence()}; now the whole run")
+            listener.note(f"{choice.sentence()}; now the whole run")
         history = train(job, split, folder, trains=not why_not)
         if is_main() and choice is not None:
             write_chosen(folder, choice)
@@ -84,7 +84,7 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     kept = why_not or (choice is not None and choice.alpha is None)
     result = replace(result, verdict="" if kept else verdict_of(result))
     for sentence in did_it_help(split, result):
-        listener.said(sentence)
+        listener.note(sentence)
     if is_main():
         write_report(folder, job, split, history, result)
         replace_json(folder / RESULT, asdict(result))
@@ -93,10 +93,10 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
 
 
 def require_fresh_or_resumable(folder: Path, resume: bool) -> None:
-    """Raises: JobError if `folder` holds a run and `resume` was not asked for, or the reverse."""
+    """Raises: JobError if `folder` has a run but `resume` is False, or the reverse."""
     if is_begun(folder) and not resume:
         raise JobError(
-            f"{folder} holds a run already. Pass --resume to go on with it, or another --out."
+            f"{folder} has a run already. Pass --resume to continue it, or another --out."
         )
     if resume and not is_begun(folder):
         raise JobError(f"{folder} has no checkpoint to resume from. Start without --resume.")

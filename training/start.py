@@ -1,4 +1,4 @@
-"""Where a run begins: a projection with the directions of the trunk, proxies at the class means.
+"""Initial weights of a run: a projection from the trunk's features, proxies at the class means.
 
 Shapes: N images, C channels of the trunk, D dimensions of an embedding.
 """
@@ -18,18 +18,18 @@ from kinlens.training.models.from_bundle import bundle_of
 from kinlens.training.state import Run
 
 WHITENING = 0.25
-"""Each direction is divided by its variance to this power: 0 keeps the trunk's cosines, 0.5 makes
+"""Each direction is divided by its variance to this power: 0 keeps the trunk's cosines, 0.5 scales
 all directions alike. On cars196-half 0.25 to 0.5 is 4 to 5 points of R@1 above the trunk itself."""
 
-_RIDGE = 3.0  # in mean variances within a class; 1 to 10 found alike on shops of 8 to 40 products
+_RIDGE = 3.0  # in mean variances within a class; 1 to 10 are alike on shops of 8 to 40 products
 
-_FLOOR = 0.1  # of the mean variance: what a direction that few images show counts at least
+_FLOOR = 0.1  # of the mean variance: lower bound for directions that few images show
 
 
 def start_from_trunk(run: Run, images: LabelledImages) -> None:
-    """Give projection and proxies of a fresh run the start values that its job asks for.
+    """Set projection and proxies of a fresh run to the start values of its job.
 
-    A projection that comes from a bundle (`model.weights`) stays as it is.
+    A projection loaded from a bundle (`model.weights`) is unchanged.
     """
     settings = run.job.start
     if settings.projection == "random" and settings.proxies == "random":
@@ -39,13 +39,13 @@ def start_from_trunk(run: Run, images: LabelledImages) -> None:
 
 
 def start_from_features(run: Run, features: Tensor, labels: NDArray[np.int64]) -> None:
-    """`start_from_trunk` with the pooled features (N, C) of images and their classes (N,)."""
+    """`start_from_trunk`, given the pooled features (N, C) of images and their classes (N,)."""
     settings, net = run.job.start, run.net
     features = features.to(run.device)
-    if settings.projection != "random" and not goes_on(run.job):
+    if settings.projection != "random" and not continues_model(run.job):
         head = net.projection
         layer = head.linear if isinstance(head, Head) else head
-        assert isinstance(layer, nn.Linear)  # the job asks for a length
+        assert isinstance(layer, nn.Linear)  # the job sets model.dim
         if settings.projection == "trunk":
             set_projection(layer, features)
         else:
@@ -58,21 +58,21 @@ def start_from_features(run: Run, features: Tensor, labels: NDArray[np.int64]) -
                 set_proxies(loss, embeddings, labels)
 
 
-def goes_on(job: Job) -> bool:
-    """Whether a run begins with the trained model of a bundle, and not with a trunk alone."""
+def continues_model(job: Job) -> bool:
+    """Whether a run continues the trained model of a bundle, rather than start from a trunk."""
     bundle = bundle_of(job.model.weights)
     return bundle is not None and bool(Bundle.open(bundle).manifest.job)
 
 
 def set_projection(layer: nn.Linear, pooled: Tensor) -> None:
-    r"""Make `layer` the first D principal directions of `pooled` (N, C), partly whitened, in place.
+    r"""Set `layer` to the first D principal directions of `pooled` (N, C), partly whitened.
 
     With eigenvectors v_d and eigenvalues sigma_d^2 of the covariance and the mean mu,
 
     .. math:: y_d = \sigma_d^{-2 \cdot 0.25} \, v_d^T (x - \mu)
 
-    times a constant that gives the weights the size of a random start, so that learning rates mean
-    the same. Directions beyond C are 0.
+    times a constant that gives the weights the norm of a random start, so that learning rates keep
+    their meaning. Directions beyond C are 0.
 
     References:
         Jégou, Chum, Negative evidences and co-occurences in image retrieval: the benefit of PCA
@@ -97,12 +97,12 @@ def whiten_within(layer: nn.Linear, pooled: Tensor, labels: NDArray[np.int64]) -
 
     .. math:: y = U^T (S / s + 3)^{-1/2} (x - \mu)
 
-    times a constant that gives the weights the size of a random start. What differs between views
-    of one product (light, place, background) differs likewise for products that were not seen, so
-    few classes teach it. Directions beyond C are 0.
+    times a constant that gives the weights the norm of a random start. Differences between views of
+    one product (light, place, background) also occur in unseen products, so few classes are enough
+    to estimate them. Directions beyond C are 0.
 
     Args:
-        layer: of C channels to D.
+        layer: C inputs, D outputs.
         pooled: (N, C).
         labels: (N,), the class of each image.
 
@@ -137,10 +137,10 @@ def _set(layer: nn.Linear, rows: Tensor, centre: Tensor) -> None:
 
 
 def set_proxies(loss: ProxyLoss, embeddings: Tensor, labels: NDArray[np.int64]) -> None:
-    """Put every proxy at the mean of its class, of the length of a random one, in place.
+    """Set every proxy to the mean of its class, with the norm of a random one, in place.
 
-    A class of which no image was looked at keeps its random proxy; several centres of a class
-    (SoftTriple) start around its mean, as far apart as they were drawn.
+    A class without a sampled image keeps its random proxy. Several centres of a class (SoftTriple)
+    start around its mean, with the distances of their random values.
     """
     drawn = loss.proxies.detach()
     lengths = drawn.norm(dim=1, keepdim=True)  # (P, 1)

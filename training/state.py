@@ -1,4 +1,4 @@
-"""A run in progress: all that a step changes, how it is made, saved and taken up again."""
+"""A run in progress: the state that a step changes, and how it is created, saved and restored."""
 
 import math
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from kinlens.training.objective import Objective, TrainingStep
 
 Row = dict[str, float]
 OF_TERMS = ("share ", "scale ", "reach ", "r_")
-"""What a row tells of the regularizers, as means over the epoch, begins so."""
+"""Prefixes of the figures of regularizers in a row, as means over the epoch."""
 VALIDATION = "validation "
-"""Figures on validation classes carry this prefix; those on test classes carry none."""
+"""Prefix of figures on validation classes; figures on test classes have none."""
 
 _FREE_SETTINGS = frozenset(
     ("runtime", "data.root", "data.feedback", "description", "licence", "recall_at")
@@ -34,11 +34,11 @@ _PROGRESS = (
     "epoch", "step", "history", "evaluated", "best_epoch", "best_score", "trunk",
     "trunk_ranks", "start", "began_with",
 )  # fmt: skip
-"""What a run and its checkpoint both say."""
+"""Fields that a run and its checkpoint share."""
 
 
 def on_validation(row: Row) -> Row:
-    """The figures on validation classes, by their plain names."""
+    """The figures on validation classes, without their prefix."""
     return {k.removeprefix(VALIDATION): v for k, v in row.items() if k.startswith(VALIDATION)}
 
 
@@ -46,9 +46,9 @@ def on_validation(row: Row) -> Row:
 class Run:
     """Everything that a step changes. `history` has a row of figures per epoch.
 
-    `evaluated` is the last epoch that was evaluated; `best_score` that of the `best_epoch`; `trunk`
-    and `start` have the figures before the first step, of the trunk alone and of the network.
-    Later models are compared with `trunk_ranks`, the ranks of the trunk by prefix, query by query.
+    `evaluated` is the last evaluated epoch; `best_score` is the score of the `best_epoch`. `trunk`
+    and `start` are the figures before the first step, of the trunk alone and of the network.
+    `trunk_ranks` are the ranks of the trunk for each query, by prefix, to compare later models.
     """
 
     job: Job
@@ -72,7 +72,7 @@ class Run:
 
     @property
     def served(self) -> EmbeddingNet:
-        """The network that is evaluated and exported: the average of weights if there is one."""
+        """The network to evaluate and export: the average of the weights if there is one."""
         return self.net if self.average is None else self.average.net
 
     @property
@@ -83,7 +83,7 @@ class Run:
         return protocol.choose_by == "folds" or is_fold
 
     def checkpoint(self, split: Split) -> Checkpoint:
-        """What `restore` needs."""
+        """The state for `restore`."""
         return Checkpoint(
             job=self.job.as_dict(),
             classes=split.train.classes,
@@ -99,10 +99,10 @@ class Run:
         )
 
     def warm_up(self, warm: bool) -> nn.Module:
-        """Rest the trunk, or wake it, and give the module whose output is minimised.
+        """Freeze the trunk during warm-up, unfreeze it after; returns the module to minimise.
 
-        Under several ranks it is wrapped to average gradients, anew only where the trunk's part
-        changes.
+        Under several ranks the module is wrapped to average gradients. The wrapper is rebuilt only
+        when the trunk is frozen or unfrozen.
         """
         self.objective.begin_epoch(self.epoch)
         if self._model is not None and self._model[0] == warm:
@@ -127,9 +127,9 @@ def create_run(job: Job, classes: int) -> Run:
     if world() > 1 and job.model.batch_norm == "train":
         if device.type != "cuda":
             raise TrainingError(
-                'model.batch_norm = "train" under several processes needs the statistics of all of '
-                'them, which torch computes on GPUs only. Set it to "frozen" or "folded", or train '
-                "in one process."
+                'model.batch_norm = "train" under several processes needs synchronised batch '
+                'statistics, which torch computes on GPUs only. Set it to "frozen" or "folded", or '
+                "train in one process."
             )
         convert: Callable[[EmbeddingNet], EmbeddingNet] = nn.SyncBatchNorm.convert_sync_batchnorm
         net = convert(net)
@@ -143,9 +143,9 @@ def create_run(job: Job, classes: int) -> Run:
 
 
 def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[dict[str, Any]]:
-    """A group each for trunk, head, proxies and flows, with its own rate and weight decay.
+    """Groups for trunk, head, proxies and flows, each with its own rate and weight decay.
 
-    Proxies are all parameters of the loss; flows are those of the regularizers and of the network.
+    Proxies are all parameters of the loss; flows are those of the regularizers and the network.
     """
     rates = job.optimizer
     decay = rates.weight_decay
@@ -167,12 +167,12 @@ def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[
             group = {"name": name, "params": found, "lr": lr, "initial_lr": lr}
             groups.append({**group, "weight_decay": weight_decay})
     learnt = [p for m in (net, objective) for p in m.parameters() if p.requires_grad]
-    assert len(learnt) == sum(len(group["params"]) for group in groups), "one is in no group"
+    assert len(learnt) == sum(len(group["params"]) for group in groups), "a group is missing"
     return groups
 
 
 def restore(run: Run, split: Split, path: Path) -> None:
-    """Put `run` where the checkpoint at `path` left it.
+    """Restore `run` from the checkpoint at `path`.
 
     Raises: DatasetError for other images; CheckpointError for other settings or a damaged file.
     """
@@ -181,7 +181,7 @@ def restore(run: Run, split: Split, path: Path) -> None:
     if (checkpoint.learnt_sha256 or checkpoint.split_sha256) != split.learnt_sha256():
         raise DatasetError(
             f"{path} was trained with other feedback than data.feedback has now. Restore the "
-            "folders that it was begun with, or start a new run with another --out."
+            "original folders, or start a new run with another --out."
         )
     stored = parse_job(checkpoint.job, origin=f"the job in {path}")
     changed = changes(stored.as_dict(), run.job.as_dict(), _FREE_SETTINGS)

@@ -31,19 +31,19 @@ from kinlens.training.models.embedding import evaluating
 from kinlens.training.objective import Terms
 from kinlens.training.report import notices
 from kinlens.training.report.log import RunLog
-from kinlens.training.start import goes_on, start_from_trunk
+from kinlens.training.start import continues_model, start_from_trunk
 from kinlens.training.state import OF_TERMS, VALIDATION, Row, Run, create_run, restore
 
 _LOG_EVERY_STEPS = 10
 _SAVE_EVERY_S = 15.0
 READ_EVERY_STEPS = {"cpu": 1, "cuda": 10}
-"""To read a number off a GPU is to wait for all that it has to do."""
+"""Reading a scalar synchronises the GPU, so metrics are read every N steps."""
 
 
 class Listener(Protocol):
-    """Who wants to know how a run goes; `kinlens.training.report.log` draws it."""
+    """Receives the progress of a run; `kinlens.training.report.log` prints it."""
 
-    def said(self, sentence: str) -> None: ...
+    def note(self, sentence: str) -> None: ...
     def computed(self, done: int, total: int) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
     def step_done(self, parts: dict[str, float]) -> None: ...
@@ -58,13 +58,13 @@ def fit(
     resume: bool = False,
     trains: bool = True,
 ) -> list[Row]:
-    """Train `job` on `split.train`, and the feedback on it, and keep everything in `folder`.
+    """Train `job` on `split.train` and its feedback, and write everything to `folder`.
 
-    Before the first step the trunk alone is measured on the held-out classes. The last epoch is
-    the model of the run, in `checkpoint.pt`, unless the job's protocol chooses the best one, which
-    is then in `best.pt`. With `resume` the run goes on from its last checkpoint, bit for bit on a
-    CPU as if it had not stopped. Without `trains` it ends before the first step. Returns a row of
-    figures per epoch.
+    Before the first step the trunk alone is measured on the held-out classes. The model of the run
+    is the last epoch, in `checkpoint.pt`, unless the job's protocol chooses the best one, which is
+    then in `best.pt`. With `resume` the run continues from its last checkpoint; on a CPU the result
+    is bit for bit the same as without a stop. If `trains` is False, the run ends before the first
+    step. Returns a row of figures per epoch.
 
     Raises: TrainingError.
     """
@@ -82,7 +82,7 @@ def fit(
     training = _Training(run, split, folder, log, listener)
     training.write_inputs()
     for sentence in notices.before(job, len(order)):
-        listener.said(sentence)
+        listener.note(sentence)
     try:
         if not resume:
             training.begin()
@@ -95,7 +95,7 @@ def fit(
             order.epoch = run.epoch
             listener.epoch_started(run.epoch, job.optimizer.epochs, len(order))
             run.history.append(training.epoch(loader))
-            # Saved before evaluation too: a damaged test image must not cost the epoch.
+            # Save before evaluation too, so that a damaged test image does not lose the epoch.
             training.save(FILE, if_due=job.model.frozen_trunk)
             training.finish_epoch()
     finally:
@@ -107,7 +107,7 @@ def fit(
 def _loader(
     run: Run, images: LabelledImages, order: BatchSampler, listener: Listener
 ) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Views of the images or, of a frozen trunk, their features, which are computed first."""
+    """Random views of the images; with a frozen trunk their features, computed first."""
     job, runtime = run.job, run.job.runtime
     views: Dataset[tuple[Tensor, Tensor]] = TrainingImages(images, job.input, job.seed)
     if job.model.frozen_trunk:
@@ -122,16 +122,16 @@ def _loader(
 
 @dataclass(frozen=True)
 class _Training:
-    """A run and what is around it, in the order in which `fit` calls."""
+    """A run with its data, folder and listener; methods in the order in which `fit` calls them."""
 
     run: Run
     split: Split
     folder: Path
-    log: RunLog | None  # of the main process
+    log: RunLog | None  # only in the main process
     listener: Listener
 
     def write_inputs(self) -> None:
-        """The job and the lists of images."""
+        """Write the job and the lists of images."""
         if not is_main():
             return
         content = self.run.job.model_dump_json(indent=2) + "\n"
@@ -142,12 +142,12 @@ class _Training:
             write_table(self.folder / "feedback.csv", self.split.joined())
 
     def begin(self) -> None:
-        """Epoch 0: figures of the trunk, or of the model that it goes on from, and of the start."""
+        """Epoch 0: figures of the trunk, or of the continued model, and of the start."""
 
         def embedded(x: Tensor) -> Tensor:
             return run.net.embed(run.net.project(x))
 
-        (self.folder / BEST).unlink(missing_ok=True)  # of a start stopped before its first epoch
+        (self.folder / BEST).unlink(missing_ok=True)  # of a start that was cut short
         run, job = self.run, self.run.job
         held_out = {VALIDATION: [self.split.validation], "": [self.split.test, self.split.gallery]}
         if job.protocol.evaluate_test == "never":
@@ -157,7 +157,7 @@ class _Training:
         features = {p: [pooled(run.net, x, job) for x in images[p]] for p in images}
 
         def asked(function: Callable[[Tensor], Tensor]) -> tuple[Row, dict[str, Tensor]]:
-            """Figures and ranks of unit vectors that `function` makes of pooled features (N, C)."""
+            """Figures and ranks of the unit vectors that `function` makes of pooled features."""
             found: Row = {}
             ranks: dict[str, Tensor] = {}
             for prefix, parts in images.items():
@@ -170,8 +170,8 @@ class _Training:
                 found |= {prefix + name: value for name, value in row.items()}
             return found, ranks
 
-        trained = goes_on(job)
-        run.began_with = "the model that it went on from" if trained else UNTRAINED
+        trained = continues_model(job)
+        run.began_with = "the model that it continued" if trained else UNTRAINED
         run.trunk, run.trunk_ranks = asked(embedded if trained else functional.normalize)
         start_from_trunk(run, self.split.to_learn())
         if run.average is not None:
@@ -181,9 +181,9 @@ class _Training:
             self.save(START)
         if job.start.projection != "random" or trained:
             self._choose(run.start)
-        self._say_start()
+        self._note_start()
 
-    def _say_start(self) -> None:
+    def _note_start(self) -> None:
         run = self.run
         if self.log is not None:
             of_trunk = {f"trunk {name}": value for name, value in run.trunk.items()}
@@ -191,7 +191,7 @@ class _Training:
         for name, row in ((run.began_with, run.trunk), ("the network at step 0", run.start)):
             recalls = "  ".join(f"{key} {value:.1f}" for key, value in row.items() if "R@1" in key)
             if recalls:
-                self.listener.said(f"{name}: {recalls}")
+                self.listener.note(f"{name}: {recalls}")
 
     def epoch(self, loader: DataLoader[tuple[Tensor, Tensor]]) -> Row:
         """One pass over the images; returns the figures of the epoch."""
@@ -219,7 +219,7 @@ class _Training:
         }
 
     def finish_epoch(self) -> None:
-        """Evaluate the epoch that is finished but not yet evaluated, choose, save and report it."""
+        """Evaluate the last finished epoch if needed; choose, save and report it."""
         run = self.run
         if run.evaluated == run.epoch:
             return
@@ -233,12 +233,12 @@ class _Training:
             self.log.write("epoch", run.step, **row)
         self.listener.epoch_done(row)
         for sentence in notices.after_epoch(run.job, run.history):
-            self.listener.said(sentence)
+            self.listener.note(sentence)
 
     def save(self, name: str, if_due: bool = False) -> None:
-        """Write a checkpoint; `if_due`: not if the last one was written a few seconds ago.
+        """Write a checkpoint; `if_due` skips it if the last one is only a few seconds old.
 
-        An epoch of a head takes less time than to write the trunk that it does not change.
+        An epoch of a head takes less time than writing the frozen trunk.
         """
         if is_main() and not (if_due and time.monotonic() < self.run.saved_at + _SAVE_EVERY_S):
             save_checkpoint(self.folder / name, self.run.checkpoint(self.split))
@@ -247,7 +247,7 @@ class _Training:
         wait_for_all()
 
     def _figures(self) -> Row:
-        """Of a finished epoch, if it is one to evaluate, as far as the protocol lets."""
+        """The figures of a finished epoch, if it is to be evaluated and the protocol permits."""
         run, job, row = self.run, self.run.job, Row()
         last, every = run.epoch >= job.optimizer.epochs, job.runtime.eval_every_epochs
         if not last and (every == 0 or run.epoch % every):
@@ -262,7 +262,7 @@ class _Training:
         return row
 
     def _choose(self, row: Row) -> None:
-        """Keep the model of this moment if the protocol likes its figures best."""
+        """Keep the current model if its figures are the best by the protocol."""
         names = {"validation": VALIDATION + "R@1", "test": "R@1"}
         score = row.get(names.get(self.run.job.protocol.choose_by, ""))
         if score is not None and score > self.run.best_score:
@@ -273,7 +273,7 @@ class _Training:
 def _steps(
     run: Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[int, Row]]:
-    """A step for each batch; gives their numbers, terms and shares, on a GPU some steps later.
+    """One step per batch; yields their numbers, terms and shares, on a GPU some steps later.
 
     Raises: TrainingError for a loss or a gradient that is not finite.
     """
@@ -299,10 +299,10 @@ def _steps(
 def train_step(
     run: Run, model: nn.Module, images: Tensor, labels: Tensor, steps_per_epoch: int
 ) -> dict[str, Tensor]:
-    """One step of `model`, made by `run.warm_up`; returns the terms of the objective, each ().
+    """One step of `model` from `run.warm_up`; returns the terms of the objective, each ().
 
-    Images and labels are on the device of the run, and nothing is read off it. If the loss or its
-    gradient is not finite, no parameter moves.
+    Images and labels are on the device of the run, and nothing is read from it. If the loss or its
+    gradient is not finite, no parameter changes.
     """
     settings, optimizer = run.job.optimizer, run.optimizer
     factor = rate(settings, run.step, steps_per_epoch)

@@ -1,11 +1,11 @@
 """Image search as a bare ASGI application: the same engine, preprocessing and exact search.
 
-A peer of `benchmarks/search.py`, which starts it; nothing else should.
+A peer of `benchmarks/search.py`, which starts it.
 
     python benchmarks/peers/bare_asgi.py PORT BUNDLE VECTORS.npy WORKERS PRECISION ENGINE
 
-No framework, no check of anything: uvicorn with httptools, one process a core that share a socket,
-all work on the event loop. Whatever a service adds to that is what its HTTP layer costs.
+No framework and no input checks: uvicorn with httptools, one process per core on a shared socket,
+all work on the event loop. The difference to a service is the cost of its HTTP layer.
 """
 
 import json
@@ -24,7 +24,7 @@ from kinlens.embedder.session import OnnxEmbedder
 
 
 class Search:
-    """POST /search with a form that has an image; GET anything says 200."""
+    """POST /search with a form that has an image; any GET returns 200."""
 
     def __init__(self, bundle: Path, vectors: Path, settings: SessionSettings) -> None:
         self.embedder = OnnxEmbedder.open(bundle, settings)

@@ -1,11 +1,11 @@
 """Image search on LitServe: the same ONNX file, the same preprocessing, the same exact search.
 
-A peer of `benchmarks/search.py`, which starts it; nothing else should.
+A peer of `benchmarks/search.py`, which starts it.
 
     python benchmarks/peers/litserve_search.py PORT BUNDLE VECTORS.npy WORKERS PRECISION ENGINE
 
 As its documentation recommends for a model on a CPU: `accelerator="cpu"`, workers as processes (the
-benchmark tries one and one a core, and takes the better), no batching, which only a GPU gains from.
+benchmark tries one and one per core, and uses the better), no batching, which only helps a GPU.
 """
 
 import os
@@ -38,7 +38,7 @@ class Search(litserve.LitAPI):
         self.index.add(found)
 
     def decode_request(self, request: Request, **_: Any) -> tuple[np.ndarray, int]:
-        form: Any = request  # LitServe hands over the form that was sent
+        form: Any = request  # LitServe passes the form of the request
         data = form["image"].file.read()
         return self.embedder.preprocess(data), int(form["k"])
 

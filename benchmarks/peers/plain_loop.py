@@ -1,13 +1,13 @@
 """Proxy-Anchor as the documentation of pytorch-metric-learning shows it, in a hand-written loop.
 
-The peer of our recipe: the same photographs, trunk, batch and number of steps; everything else is
-what a user of that library would write: torchvision's transforms, one AdamW with constant rates
+The baseline of our recipe: the same images, trunk, batch and number of steps; everything else is
+typical for a user of that library: torchvision's transforms, one AdamW with constant rates
 (proxies 100 times the network's), batch norm with frozen statistics, the weights of the last step.
 
     KINLENS_SHARED=/data/kinlens python benchmarks/peers/plain_loop.py --seed 0 --out plain-0.json
 
-Prints and writes R@1, 2, 4, 8 on the test classes of cars196-half (99-196, each photograph searched
-for among the others), and what it was given.
+Prints and writes R@1, 2, 4, 8 on the test classes of cars196-half (99-196, each image searched for
+among the others), and its settings.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from kinlens.training.data.load import load_split
 from kinlens.training.data.records import LabelledImages
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-TEST_SCALE = 1.15  # of the side that is cut to the side before it is cut, as 256 to 224
+TEST_SCALE = 1.15  # resized side relative to the cropped side, as 256 to 224
 
 
-class Photographs(Dataset[tuple[Tensor, int]]):
+class Images(Dataset[tuple[Tensor, int]]):
     def __init__(self, images: LabelledImages, transform: v2.Transform) -> None:
         self.images = images
         self.transform = transform
@@ -86,7 +86,7 @@ def train(options: argparse.Namespace, images: LabelledImages) -> tuple[Network,
         ]
     )
     loader = DataLoader(
-        Photographs(images, transform), options.batch_size, shuffle=True, drop_last=True,
+        Images(images, transform), options.batch_size, shuffle=True, drop_last=True,
         num_workers=2, persistent_workers=True,
     )  # fmt: skip
     started, step = time.perf_counter(), 0
@@ -113,7 +113,7 @@ def recall(
         [v2.Resize(round(TEST_SCALE * size_px)), v2.CenterCrop(size_px), *to_tensor()]
     )
     asked = range(len(images))[:count]
-    loader = DataLoader(Subset(Photographs(images, transform), asked), 90, num_workers=2)
+    loader = DataLoader(Subset(Images(images, transform), asked), 90, num_workers=2)
     with torch.inference_mode():
         vectors = torch.cat([network(pixels) for pixels, _ in loader])
     scores = (vectors @ vectors.T).fill_diagonal_(-torch.inf)
@@ -135,12 +135,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=90)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--test-images", type=int, help="the first so many; default: all")
+    parser.add_argument("--test-images", type=int, help="number of test images; default: all")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     root = str(Path(options.shared) / "data/cars196-half")
     if not Path(root).is_dir():
-        print(f"skipped: needs {root}, with the photographs of Cars196; name --shared")
+        print(f"skipped: needs {root} with the images of Cars196; pass --shared")
         raise SystemExit(77)
     split = load_split(OfficialData(kind="cars196", root=root, allow_partial=True))
     network, seconds = train(options, split.train)

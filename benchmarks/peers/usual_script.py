@@ -1,6 +1,6 @@
-"""The usual search service, as tutorials write it: FastAPI, torch eager, faiss.IndexFlatIP.
+"""The usual search service, as in tutorials: FastAPI, torch eager, faiss.IndexFlatIP.
 
-A peer of `benchmarks/search.py`, which starts it; nothing else should.
+A peer of `benchmarks/search.py`, which starts it.
 
     python benchmarks/peers/usual_script.py PORT BACKBONE VECTORS.npy THREADS
 """
@@ -36,9 +36,9 @@ def ready() -> dict[str, str]:
 
 @app.post("/search")
 def search(image: UploadFile = File(...), k: int = Form(20)) -> dict[str, object]:  # noqa: B008
-    picture = Image.open(io.BytesIO(image.file.read())).convert("RGB")
+    image_rgb = Image.open(io.BytesIO(image.file.read())).convert("RGB")
     with torch.no_grad():
-        vector = network(transform(picture).unsqueeze(0)).numpy()
+        vector = network(transform(image_rgb).unsqueeze(0)).numpy()
     faiss.normalize_L2(vector)
     scores, numbers = app.state.index.search(vector, k)
     hits = zip(numbers[0].tolist(), scores[0].tolist(), strict=True)

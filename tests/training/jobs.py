@@ -72,7 +72,7 @@ class Silent:
         self.rows: list[dict[str, float]] = []
         self.sentences: list[str] = []
 
-    def said(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         self.sentences.append(sentence)
 
     def computed(self, done: int, total: int) -> None: ...

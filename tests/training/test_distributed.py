@@ -85,7 +85,7 @@ def test_commands_that_do_not_share_their_work_refuse_torchrun(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(JobError, match="without torchrun"):
-        distributed.require_alone()
+        distributed.require_single_process()
     for command in ("studies", "evaluate", "export"):
         page = (ROOT / "training" / "commands" / f"{command}.py").read_text()
         assert "    require_alone()" in page, command

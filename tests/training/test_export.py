@@ -254,7 +254,7 @@ def test_torch_and_onnx_may_differ_by_a_ten_thousandth_and_no_more() -> None:
     assert found.max_abs_difference == pytest.approx(0.99e-4)
     for by, told in ((1.01e-4, "1.01e-04"), (np.nan, "inf")):
         inputs, by_torch, by_onnx = moved(by)
-        with pytest.raises(ExportError, match=f"differs from torch by {told} .* allowed is 1e-04"):
+        with pytest.raises(ExportError, match=f"differs from torch by {told} .* limit is 1e-04"):
             check_parity(by_torch, by_onnx, inputs)
 
 
@@ -358,7 +358,7 @@ def test_a_precision_that_does_not_hold_here_is_left_out_if_it_may_be(
         export_checkpoint(*arguments)
     assert not (tmp_path / "bundle").exists()
     assert export_checkpoint(*arguments, told.append).precisions == ("fp32",)
-    assert told[0].startswith("int8 is left out: ")
+    assert told[0].startswith("int8 is skipped: ")
     assert "mean cosine to fp32" in told[0]
 
 

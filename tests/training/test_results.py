@@ -95,7 +95,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="no finished run"):
         record_of(tmp_path / "run")
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(JobError, match="is no study"):
+    with pytest.raises(JobError, match="is not a study"):
         read_study(tmp_path / "bad.json")
     with pytest.raises(JobError, match=r"is a folder.*kinlens-train compare"):
         read_study(tmp_path / "run")

@@ -149,9 +149,11 @@ def test_a_determinant_that_moves_its_flow_alone_is_named(tmp_path: Path) -> Non
     history = fit(job, load_split(job.data), tmp_path, listener)
     assert history[-1]["share determinant"] > 0.05
     assert 0 < history[-1]["reach determinant"] < 0.01
-    said = [sentence for sentence in listener.sentences if "at the features" in sentence]
-    assert len(said) == 1
-    assert said[0].startswith("epoch 2: regularizers.determinant moves flow 1, and hardly what")
+    messages = [sentence for sentence in listener.sentences if "at the features" in sentence]
+    assert len(messages) == 1
+    assert messages[0].startswith(
+        "epoch 2: regularizers.determinant changes flow 1, but hardly the"
+    )
 
 
 def test_a_bound_and_a_gradient_that_stays_in_its_flow_are_both_said(tmp_path: Path) -> None:

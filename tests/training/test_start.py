@@ -158,8 +158,8 @@ def test_a_training_that_harms_says_so_and_validation_keeps_step_zero(
         assert (result.best_epoch, load_chosen(tmp_path / "run").epoch) == (0, 0)
         return
     assert result.figures["R@1"] < result.trunk["R@1"]
-    for said in (listener.sentences, (tmp_path / "run" / "report.md").read_text().splitlines()):
-        assert any("this training did not help" in line and "--trunk" in line for line in said)
+    for messages in (listener.sentences, (tmp_path / "run" / "report.md").read_text().splitlines()):
+        assert any("this training did not help" in line and "--trunk" in line for line in messages)
 
 
 def test_the_average_is_that_of_the_weights_and_is_what_a_checkpoint_gives(tmp_path: Path) -> None:

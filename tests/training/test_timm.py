@@ -91,7 +91,7 @@ def test_a_network_of_one_size_names_it() -> None:
 
 
 def test_a_network_that_pools_by_itself_is_refused() -> None:
-    with pytest.raises(JobError, match="cannot be had without its own pooling"):
+    with pytest.raises(JobError, match="cannot be built without its own pooling"):
         build_trunk("timm:crossvit_tiny_240", "none")
     with pytest.raises(JobError, match="gives a vector for an image"):
         build_trunk("timm:deit_tiny_distilled_patch16_224", "none")(torch.zeros(1, 3, 32, 32))

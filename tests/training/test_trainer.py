@@ -134,7 +134,9 @@ def test_a_run_with_feedback_goes_on_bit_for_bit_and_with_no_other_feedback(
     run(changed(job, data={"feedback": []}), tmp_path / "without")
     assert not all(torch.equal(whole[n], w) for n, w in weights(tmp_path / "without").items())
     report = (tmp_path / "whole" / "report.md").read_text()
-    assert "- feedback: 3 picture(s) join 3 train class(es); 1 pair(s) of train classes" in report
+    assert (
+        "- feedback: 3 query image(s) join 3 train class(es); 1 pair(s) of train classes" in report
+    )
     listed = (tmp_path / "whole" / "feedback.csv").read_text().splitlines()
     assert listed[1:] == [
         f"{told / name},{told / name},{own}"
@@ -354,7 +356,7 @@ def test_a_folder_has_one_run_and_is_free_once_its_process_is_gone(
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(JobError, match="Another training is at work in"):
+        with pytest.raises(JobError, match="Another training is running in"):
             run_job(job, load_split(job.data), tmp_path, Silent())
         other.kill()
     assert not (tmp_path / FILE).exists()

@@ -15,7 +15,7 @@ from kinlens.training.report.log import console, console_listener
 
 def adapt(
     data: Annotated[
-        Path, typer.Option(help="Your photographs: a folder for each product, or an images.csv.")
+        Path, typer.Option(help="Your images: a folder for each product, or an images.csv.")
     ],
     out: Annotated[Path, typer.Option(help="Bundle folder to write.")],
     backbone: Annotated[
@@ -37,11 +37,11 @@ def adapt(
         bool, typer.Option("--map", help="Also a map that shows where images match.")
     ] = False,
 ) -> None:
-    """Adapt a pretrained network to your photographs in about a minute, and export the bundle.
+    """Adapt a pretrained network to your images in about a minute, and export the bundle.
 
     The network itself is not trained: its features are computed once and cached, and a small head
-    is trained on them. Folds of your products reject a head that finds less than the trunk. The
-    same command goes on where it was stopped.
+    is trained on them. Cross validation over your products rejects a head that is worse than the
+    trunk. Run the same command again to resume.
 
     Examples:
 
@@ -50,12 +50,12 @@ def adapt(
     kinlens-train adapt --data /my/shop --out bundles/siglip \
       --backbone timm:vit_base_patch16_siglip_224 --set input.size_px=224 --set input.test_px=224
     """
-    from kinlens.training.distributed import require_alone
+    from kinlens.training.distributed import require_single_process
     from kinlens.training.export.bundle import export_checkpoint
     from kinlens.training.folder import finished_result, settings, stamp
     from kinlens.training.runner import load_chosen, run_job
 
-    require_alone()
+    require_single_process()
     if out.exists():
         raise BundleError(f"{out} exists already. Choose another --out or remove it first.")
     precisions = precisions_of(precision)
@@ -74,15 +74,15 @@ def adapt(
         stamp(folder, "adapt.json", {"digest": digest})
     except JobError as error:
         raise JobError(
-            f"{folder} was made of other images or with other settings. Give another --run, or "
-            "remove that folder."
+            f"{folder} belongs to other images or settings. Give another --run, or "
+            "delete that folder."
         ) from error
     if finished_result(job, folder) is None:
         try:
             with console_listener() as listener:
                 run_job(job, split, folder, listener)
         except KeyboardInterrupt:
-            console.print("Stopped. The same command goes on where it was.")
+            console.print("Stopped. Run the same command again to resume.")
             raise typer.Exit(130) from None
     console.print(f"Report: {folder / 'report.md'}", markup=False)
     describe(

@@ -13,7 +13,7 @@ from kinlens.training.rendered.catalogue import write_catalogue
 from kinlens.training.report.log import progress_bar
 
 app = typer.Typer(
-    help="Make, fetch and look at data sets.",
+    help="Create, download and check data sets.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -23,11 +23,11 @@ app = typer.Typer(
 def render(
     out: Annotated[Path, typer.Argument(help="Folder to fill.")],
     products: Annotated[int, typer.Option(help="Number of products.")] = 90,
-    views: Annotated[int, typer.Option(help="Views of each product.")] = 16,
+    views: Annotated[int, typer.Option(help="Images of each product.")] = 16,
     size_px: Annotated[int, typer.Option(help="Side of an image.")] = 160,
-    seed: Annotated[int, typer.Option(help="Another seed gives other products.")] = 0,
+    seed: Annotated[int, typer.Option(help="A different seed gives different products.")] = 0,
 ) -> None:
-    """Draw a catalogue of products: a data set for demos and tests, without a download.
+    """Render a catalogue of products: a data set for demos and tests, without a download.
 
     Example: kinlens-train data render /tmp/shop --products 90
     """
@@ -44,11 +44,11 @@ def download(
     name: Annotated[str, typer.Argument(help="cub, aircraft, sop; how to get cars196, in_shop.")],
     root: Annotated[Path, typer.Option(help="Folder to put the data set's folder into.")],
     url: Annotated[
-        str | None, typer.Option(help="Another address of the same file; the checksum stays.")
+        str | None, typer.Option(help="Another address of the same file, checked as usual.")
     ] = None,
-    keep_archive: Annotated[bool, typer.Option(help="Leave the archive in the folder.")] = False,
+    keep_archive: Annotated[bool, typer.Option(help="Keep the archive in the folder.")] = False,
 ) -> None:
-    """Fetch an official data set: checked and unpacked; an archive that lies there is used.
+    """Download, verify and unpack an official data set; an archive that exists is used.
 
     Example: kinlens-train data download cub --root data
     """
@@ -59,9 +59,9 @@ def download(
         raise typer.Exit(1)
     source = find_source(name)
     if (root / source.folder).exists():
-        typer.echo(f"{root / source.folder} is there already; nothing was fetched.")
+        typer.echo(f"{root / source.folder} exists already; nothing was downloaded.")
     else:
-        typer.echo(f"{source.name} is given out {source.licence}.")
+        typer.echo(f"{source.name} is distributed {source.licence}.")
         obtain(source, root, url, keep_archive, typer.echo)
     folder = root / source.folder
     typer.echo(f'data.kind = "{name}", data.root = "{folder}"')
@@ -73,14 +73,14 @@ def split(
     path: Annotated[Path, typer.Argument(help="Folder of an official data set.")],
     out: Annotated[Path, typer.Option(help="Folder for the lists.")],
     kind: Annotated[
-        str | None, typer.Option(help="cub, cars196, sop, in_shop or aircraft; else recognised.")
+        str | None, typer.Option(help="cub, cars196, sop, in_shop, aircraft; default: detect.")
     ] = None,
     allow_partial: Annotated[bool, typer.Option(help="Accept a subset of the data set.")] = False,
 ) -> None:
     """Write the official split as lists for `kinlens-index build --csv`: train, test, gallery.
 
-    With a gallery, as In-Shop has one, the test images are the queries. The last line says where
-    the paths of the lists start.
+    With a gallery, as in In-Shop, the test images are the queries. The last line prints the folder
+    that the paths of the lists are relative to.
 
     Example: kinlens-train data split data/in-shop --out lists
     """
@@ -97,12 +97,12 @@ def doctor(
     path: Annotated[Path, typer.Argument(help="Folder of a data set.")],
     kind: Annotated[
         str | None,
-        typer.Option(help="cub, cars196, sop, in_shop, aircraft, csv or folder; else recognised."),
+        typer.Option(help="cub, cars196, sop, in_shop, aircraft, csv, folder; default: detect."),
     ] = None,
     file: Annotated[
         str | None, typer.Option(help="The CSV that lists its images, if not images.csv.")
     ] = None,
-    quick: Annotated[bool, typer.Option(help="Headers alone: damage inside is missed.")] = False,
+    quick: Annotated[bool, typer.Option(help="Check headers only, not the pixels.")] = False,
     allow_partial: Annotated[
         bool, typer.Option(help="Accept a subset of an official data set.")
     ] = False,
@@ -110,9 +110,9 @@ def doctor(
         list[Path] | None,
         typer.Option(help="Folder of `kinlens-serve feedback export` on these images. Repeatable."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A report for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Say everything that is wrong with the folder of a data set; exit code 1 if it must be mended.
+    """Report all problems of a data set folder; exit code 1 if there are any to fix.
 
     Example: kinlens-train data doctor data/CUB_200_2011
     """

@@ -1,4 +1,4 @@
-"""kinlens-train evaluate, compare and report: what a model, runs and methods are worth."""
+"""kinlens-train evaluate, compare and report: measure a model, and compare runs and methods."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -26,18 +26,16 @@ def evaluate(
         Path | None,
         typer.Option(help="Other images: a folder of class folders, or a CSV (path,class)."),
     ] = None,
-    full: Annotated[
-        bool, typer.Option(help="Also NMI, F1 and the structure of the embedding.")
-    ] = False,
+    full: Annotated[bool, typer.Option(help="Also NMI, F1 and structure measures.")] = False,
     precision: Annotated[
-        AskedPrecision, typer.Option(help="Of a bundle: how the model computes.")
+        AskedPrecision, typer.Option(help="For a bundle: precision of the model.")
     ] = "fp32",
-    engine: Annotated[AskedEngine, typer.Option(help="Of a bundle: what runs the model.")] = "auto",
+    engine: Annotated[AskedEngine, typer.Option(help="For a bundle: inference engine.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Recall@K and MAP@R on the test images of the job that made a run or a bundle, or on others.
+    """Recall@K and MAP@R of a run or bundle, on the test images of its job or on other images.
 
-    With --data each image is searched for among the others; a bundle then needs no job.
+    With --data each image is searched for among the other images; a bundle then needs no job.
 
     Examples: kinlens-train evaluate bundles/cars --set data.root=/data/cars196 --full
 
@@ -45,15 +43,15 @@ def evaluate(
 
     kinlens-train evaluate bundles/shop --precision bf16
     """
-    from kinlens.training.distributed import require_alone
+    from kinlens.training.distributed import require_single_process
     from kinlens.training.evaluation.retrieval import queries_in, with_interval
 
-    require_alone()
+    require_single_process()
     if (source / MANIFEST).is_file():
         model = _of_bundle(source, precision, engine)
     elif precision != "fp32" or engine != "auto":
         raise JobError(
-            f"--precision and --engine are of a bundle, and {source} is a run. Export it first: "
+            f"--precision and --engine need a bundle, and {source} is a run. Export it first: "
             "kinlens-train export."
         )
     else:
@@ -62,7 +60,7 @@ def evaluate(
         model, parts = _with_test_images(source, model, overrides)
     else:
         if overrides:
-            raise JobError("--set changes the job's own images; with --data leave it out.")
+            raise JobError("--set changes the job's own images; omit it with --data.")
         parts = [_images(data)]
     queries = queries_in(*parts)
     console.print(f"{len(parts[0]):,} images of {parts[0].classes:,} classes, {queries:,} queries")
@@ -88,7 +86,7 @@ def compare(
 
 
 def report(
-    study: Annotated[Path, typer.Argument(help="JSON file of the study; made if it is missing.")],
+    study: Annotated[Path, typer.Argument(help="JSON file of the study; created if missing.")],
     runs: Annotated[
         list[Path] | None,
         typer.Argument(help="Finished run folders to add, or JSON files of peers."),
@@ -96,20 +94,20 @@ def report(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="Method that others are compared with, seed by seed; METHOD=OTHER for one of "
-            "them. Repeatable, kept in the study."
+            help="Method that others are compared with, seed by seed; METHOD=OTHER for a single "
+            "method. Repeatable, stored in the study."
         ),
     ] = None,
     by: Annotated[
         str,
-        typer.Option(help="Setting whose value is the method, as loss.name; else the folder is."),
+        typer.Option(help="Setting that names the method, e.g. loss.name; default: folder."),
     ] = "",
     page: Annotated[
         Path | None,
         typer.Option(help="Page whose block `<!-- NAME OF THE STUDY -->` gets the table."),
     ] = None,
 ) -> None:
-    """Compare methods over seeds: keep the figures of runs, print or write their table.
+    """Compare methods over seeds: store the figures of runs, print or write their table.
 
     Examples:
 
@@ -128,7 +126,7 @@ def report(
         known = known.merged(tables.records_of(runs or (), by), others)
         replace_json(study, asdict(known))
     if not known.records:
-        raise JobError(f"{study} has no runs. Name finished run folders to add.")
+        raise JobError(f"{study} has no runs. Pass finished run folders to add.")
     lines = tables.methods(known)
     if page is None:
         typer.echo("\n".join(lines))
@@ -138,7 +136,7 @@ def report(
 
 @dataclass(frozen=True)
 class _Model:
-    """A network as a function of images, and where it comes from, if that is known."""
+    """A network as a function of images, and its origin, if known."""
 
     embed: Any
     spec: Preprocessing
@@ -177,7 +175,7 @@ def _with_test_images(
     """The model under the settings of the command, its test images and, perhaps, a gallery."""
     if model.job is None or model.split_sha256 is None:
         raise JobError(
-            f"The bundle {source} was made without a job, so it has no test images. Name some: "
+            f"The bundle {source} was made without a job, so it has no test images. Pass some: "
             "--data /my/shop, a folder of class folders."
         )
     job = with_settings(model.job, overrides, ("data.", "recall_at="))
@@ -207,7 +205,7 @@ def _images(data: Path) -> LabelledImages:
 
 
 def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str, float]:
-    """Figures of images searched among the others or, with two parts, in the second."""
+    """Figures of images searched among the others or, with two parts, in the second part."""
     from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings
 
     runtime = Runtime() if model.job is None else model.job.runtime

@@ -24,15 +24,15 @@ def export(
     skip_refused: Annotated[
         bool,
         typer.Option(
-            "--skip-refused", help="Leave out a precision that fails its gate, and say why."
+            "--skip-refused", help="Skip a precision that fails its gate, and print the reason."
         ),
     ] = False,
     trunk: Annotated[
         bool,
-        typer.Option("--trunk", help="Of a run: the untrained trunk that it began with."),
+        typer.Option("--trunk", help="For a run: export the untrained trunk that it began with."),
     ] = False,
     backbone: Annotated[
-        str | None, typer.Option(help="Export this pretrained trunk alone, without a run.")
+        str | None, typer.Option(help="Export this pretrained trunk, without a run.")
     ] = None,
     weights: Annotated[str, typer.Option(help="With --backbone: imagenet or a path.")] = "imagenet",
     size_px: Annotated[int, typer.Option(help="With --backbone: side of the input.")] = 224,
@@ -42,28 +42,28 @@ def export(
     with_map: Annotated[
         bool,
         typer.Option(
-            "--map", help="Also a map that shows where images match; as large as the model."
+            "--map", help="Also a map that shows where images match, as large as the model."
         ),
     ] = False,
 ) -> None:
-    """Write the model bundle of a run; refused unless ONNX and torch agree.
+    """Write the model bundle of a run; fails unless ONNX and torch agree.
 
     Example: kinlens-train export runs/cars --out bundles/cars --precision int8
     """
-    from kinlens.training.distributed import require_alone
+    from kinlens.training.distributed import require_single_process
     from kinlens.training.export.bundle import export_backbone, export_checkpoint, images_to_embed
     from kinlens.training.runner import load_chosen
 
-    require_alone()
+    require_single_process()
     if trunk and run is None:
-        raise typer.BadParameter("--trunk is of a run; give its folder")
+        raise typer.BadParameter("--trunk needs a run; give its folder")
     if (run is None) == (backbone is None):
-        raise typer.BadParameter("give a run folder or --backbone NAME, one of the two")
+        raise typer.BadParameter("give either a run folder or --backbone NAME")
     precisions = precisions_of(precision)
     if backbone is not None:
         if len(set(precisions)) > 1:
             raise typer.BadParameter(
-                "--precision compares with fp32 on images, and --backbone has none; give a run"
+                "--precision compares with fp32 on images, which --backbone lacks; give a run"
             )
         model = section(Model, backbone=backbone, weights=weights)
         spec = section(Input, size_px=size_px, resize_px=resize_px)
@@ -88,7 +88,7 @@ def export(
 
 
 def precisions_of(given: list[str] | None) -> tuple[Precision, ...]:
-    """fp32 and what `--precision` names. Raises: BadParameter."""
+    """fp32 and the precisions of `--precision`. Raises: BadParameter."""
     unknown = set(given or ()) - set(get_args(OtherPrecision))
     if unknown:
         known = ", ".join(get_args(OtherPrecision))
@@ -106,8 +106,8 @@ def describe(bundle: Bundle) -> None:
     )
     if manifest.job.get("regularizers", {}).get("determinant"):
         typer.echo(
-            "determinant regularization: flow 1 alone is in the bundle; flow 2, proxies and "
-            "augmented points did their work in training and stay behind"
+            "determinant regularization: only flow 1 is in the bundle; flow 2, proxies and "
+            "augmented points are used in training only"
         )
     if manifest.baseline is not None:
         queries, before = manifest.baseline.queries, manifest.baseline.recall["R@1"]

@@ -28,13 +28,13 @@ def fit(
     job: JobName,
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME.")] = None,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the run's last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue from the run's last checkpoint.")] = False,
     choose_by_test: ChooseByTest = False,
     allow_partial: AllowPartial = False,
 ) -> None:
-    """Train a job; keep checkpoint, log, curves, result and report in a run folder.
+    """Train a job; write checkpoint, log, curves, result and report to a run folder.
 
-    Under torchrun, several processes train one model and learn what one process would.
+    Under torchrun, several processes train one model, with the result of a single process.
 
     Examples:
 
@@ -58,26 +58,26 @@ def fit(
             with console_listener() as listener:
                 run_job(settings, split, folder, listener)
         except KeyboardInterrupt:
-            console.print(f"Stopped. Finished epochs are kept; go on with --out {folder} --resume.")
+            console.print(f"Stopped. Finished epochs are kept. Resume: --out {folder} --resume.")
             raise typer.Exit(130) from None
         console.print(f"Report: {folder / 'report.md'}")
 
 
 def new(
-    data: Annotated[Path, typer.Option(help="Your photographs: a folder for each product.")],
+    data: Annotated[Path, typer.Option(help="Your images: a folder for each product.")],
     out: Annotated[Path, typer.Option(help="Job file to write.")] = Path("job.toml"),
     weights: Annotated[
-        str, typer.Option(help='"imagenet", the path of a weight file, or a bundle to go on from.')
+        str, typer.Option(help='"imagenet", the path of a weight file, or a bundle to continue.')
     ] = "imagenet",
 ) -> None:
-    """Write a commented job for your own photographs, with the recommended recipe.
+    """Write a commented job for your own images, with the recommended recipe.
 
     Example: kinlens-train new --data /my/shop --out shop.toml && kinlens-train fit shop.toml
     """
     from kinlens.training.data.samplers import BatchSampler
 
     if out.exists():
-        raise JobError(f"{out} exists already. Remove it, or give another --out.")
+        raise JobError(f"{out} exists already. Delete it, or give another --out.")
     root, name = shop_of(data)
     weights = str(Path(weights).resolve()) if Path(weights).exists() else weights
     text = (JOBS / "shop.toml").read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def new(
         steps = len(BatchSampler(job, split.train.labels, 0, 1))
     except UnicodeEncodeError as error:
         out.unlink()
-        raise JobError(f"{str(root)!a} is no text that a job can hold. Rename it.") from error
+        raise JobError(f"{str(root)!a} is not valid UTF-8. Rename it.") from error
     except BaseException:
         out.unlink()
         raise
@@ -101,7 +101,7 @@ def new(
     console.print(f"Train it: {command}", markup=False, soft_wrap=True)
     if weights == "imagenet":
         console.print(
-            f"Without a network, add --set model.weights=FILE: the ImageNet weights of "
+            f"Without internet access, add --set model.weights=FILE: the ImageNet weights of "
             f"{job.model.backbone} as a file.",
             markup=False,
             soft_wrap=True,
@@ -109,7 +109,7 @@ def new(
 
 
 def _with_value(text: str, key: str, value: str) -> str:
-    """A job file with another text as the value of the first `key`; comments stay."""
-    # A function, since a replacement text would read the backslashes of a path.
+    """The job file `text` with `value` for the first `key`; comments stay."""
+    # A function, as a replacement string would interpret the backslashes of a path.
     line = re.compile(rf'^({key} = )"[^"]*"', flags=re.MULTILINE)
     return line.sub(lambda found: found[1] + json.dumps(value, ensure_ascii=False), text, count=1)

@@ -1,4 +1,4 @@
-"""What the commands share: options, and the way from a job to its images."""
+"""Shared code of the commands: options, and loading of jobs and their images."""
 
 import re
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ Overrides = Annotated[
     typer.Option("--set", help="Change a setting of the job: table.key=value. Repeatable."),
 ]
 AllowPartial = Annotated[
-    bool, typer.Option("--allow-partial", help="Accept a part of an official data set.")
+    bool, typer.Option("--allow-partial", help="Accept a subset of an official data set.")
 ]
 ChooseByTest = Annotated[
     bool,
     typer.Option(
-        "--choose-by-test", help="Let test classes choose the epoch; the report will say so."
+        "--choose-by-test", help="Let test classes choose the epoch; the report will show it."
     ),
 ]
 
@@ -39,24 +39,24 @@ def named_job(name: str, overrides: Sequence[str] | None, allow_partial: bool) -
 
 
 def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[str]:
-    """The overrides of a command, `--allow-partial` among them."""
+    """The overrides of a command, including `--allow-partial`."""
     return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
 
 
 def shop_of(data: Path) -> tuple[Path, str]:
-    """The folder that `--data` names, and a name for its job. Raises: JobError."""
+    """The folder of `--data`, and a name for its job. Raises: JobError."""
     root = data.resolve()
     if not root.is_dir():
-        raise JobError(f"--data {data}: there is no such folder. Name the one with your images.")
+        raise JobError(f"--data {data}: there is no such folder. Give the folder with your images.")
     if "$" in str(root):
         raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
     return root, _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop"
 
 
 def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str, ...]) -> Job:
-    """`job` with overrides that a trained model allows, and without feedback. Raises: JobError.
+    """`job` with the overrides that a trained model allows, and without feedback. Raises: JobError.
 
-    A model is tested and exported without feedback, the pictures of which may be gone by then.
+    A model is tested and exported without feedback, whose images may have been deleted.
     """
     content = job.as_dict()
     content["data"]["feedback"] = []
@@ -71,7 +71,7 @@ def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str,
 
 
 def load_images(job: Job, hold_out: bool = True) -> Split:
-    """The images of a job; a bar while products are rendered, a line for each remark.
+    """The images of a job, with a progress bar for rendering and a line for each remark.
 
     With `hold_out` the protocol of the job takes validation classes from the train classes.
 
@@ -87,16 +87,16 @@ def load_images(job: Job, hold_out: bool = True) -> Split:
             split = load_split(job.data, lambda: bar.advance(task))
     else:
         split = load_split(job.data)
-    said = remarks(job.data, split)
+    notes = remarks(job.data, split)
     if hold_out:
         split = with_protocol(split, job.protocol)
-    for remark in [*said, *sentences(split)]:
+    for remark in [*notes, *sentences(split)]:
         console.print(remark, markup=False)
     return split
 
 
 def section(kind: type[Any], /, **values: Any) -> Any:
-    """A table of a job from options of the command line. Raises: JobError."""
+    """A table of a job from command line options. Raises: JobError."""
     try:
         return kind(**values)
     except ValidationError as error:
@@ -105,7 +105,7 @@ def section(kind: type[Any], /, **values: Any) -> Any:
 
 
 def summary(split: Split) -> str:
-    """How many images of how many classes each part has."""
+    """The number of images and classes of each part."""
     return "; ".join(
         f"{name} {len(images):,} images of {images.classes:,} classes"
         for name, images in split.parts.items()

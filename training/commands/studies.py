@@ -23,11 +23,11 @@ def crossval(
     job: JobName,
     folds: Annotated[int, typer.Option(min=2, help="Number of folds.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME-crossval.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the choice of the folds.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the folds.")] = 0,
     overrides: Overrides = None,
     allow_partial: AllowPartial = False,
 ) -> None:
-    """Cross validate a job over its train classes; finished folds are kept and not trained again.
+    """Cross validate a job over its train classes; finished folds are not trained again.
 
     Example: kinlens-train crossval cars196-half-detreg --folds 10 --out runs/cars-crossval
     """
@@ -50,16 +50,16 @@ def search(
     trials: Annotated[int, typer.Option(min=1, help="Trials in all, finished ones included.")] = 50,
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME-search.")] = None,
     validation: Annotated[
-        float, typer.Option(help="Part of the train classes to validate on: 0.1 is 90/10.")
+        float, typer.Option(help="Fraction of the train classes to validate on: 0.1 is 90/10.")
     ] = 0.1,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Epochs of a trial; default those of the job.")
+        int | None, typer.Option(min=1, help="Epochs of a trial; default: the job's.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampler.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler.")] = 0,
     overrides: Overrides = None,
     allow_partial: AllowPartial = False,
 ) -> None:
-    """Search the settings with the best R@1 on validation classes; test classes are not touched.
+    """Search for the settings with the best R@1 on validation classes, without test classes.
 
     Example: kinlens-train search cars196-half-detreg --space space.toml --trials 50 --epochs 10
     """
@@ -80,11 +80,11 @@ def search(
 
 def tournament(
     grid: Annotated[Path, typer.Argument(help="TOML file: a base job and the lists to combine.")],
-    out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME of the grid.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/GRID.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the runs and stop.")] = False,
     missing: Annotated[
         Literal["leave-out", "last"],
-        typer.Option(help="Experiments that lack a competitor: left out, or it is ranked last."),
+        typer.Option(help="Experiments that lack a competitor: omit them, or rank it last."),
     ] = "leave-out",
     choose_by_test: ChooseByTest = False,
     overrides: Overrides = None,
@@ -92,7 +92,7 @@ def tournament(
 ) -> None:
     """Train every combination of a grid and rank them; finished runs are not trained again.
 
-    Each run is a process of its own; one that fails is reported, and tried again on the next call.
+    Each run is a separate process. A failed run is reported, and tried again on the next call.
 
     Example: kinlens-train tournament grid.toml --out runs/tournament
     """
@@ -109,11 +109,11 @@ def tournament(
         typer.echo(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
         return
 
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         console.print(line, markup=False)
 
     with _stoppable():
-        found = play(runs, folder, say, missing_last=missing == "last")
+        found = play(runs, folder, report, missing_last=missing == "last")
     console.print(f"Report: {folder / 'report.md'}")
     if any(run.result is None for run in found):
         raise typer.Exit(1)
@@ -121,12 +121,12 @@ def tournament(
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """The work of a study: of one process, and called again it goes on."""
-    from kinlens.training.distributed import require_alone
+    """Run a study in a single process; on Ctrl-C print how to resume it."""
+    from kinlens.training.distributed import require_single_process
 
-    require_alone()
+    require_single_process()
     try:
         yield
     except KeyboardInterrupt:
-        console.print("Stopped. Call again with the same --out to go on.")
+        console.print("Stopped. Call again with the same --out to resume.")
         raise typer.Exit(130) from None

@@ -1,4 +1,4 @@
-"""A training job: one frozen, typed page. An unknown key is an error that names its neighbours."""
+"""A training job: frozen, typed tables. The error for an unknown key suggests similar keys."""
 
 import difflib
 import inspect
@@ -42,8 +42,8 @@ from kinlens.training.fields import Section
 class Loss(Section):
     """Name and options of a loss of `kinlens.training.losses.table`.
 
-    Options, defaults and bounds are those of the loss's constructor. They are read with the first
-    job, not with this module, since the losses load torch.
+    Options, defaults and bounds come from the constructor of the loss. They are read with the
+    first job, not on import, since the losses import torch.
     """
 
     model_config = ConfigDict(defer_build=True)
@@ -59,7 +59,7 @@ class Loss(Section):
 
 
 def proxy_anchor() -> Loss:
-    """The loss of a job that names none."""
+    """The default loss."""
     return _settings()["proxy_anchor"](name="proxy_anchor")
 
 
@@ -81,7 +81,7 @@ def _settings() -> dict[str, type[Loss]]:
 class Job(Section):
     """One training job."""
 
-    model_config = ConfigDict(defer_build=True)  # until the first one is read, see Loss
+    model_config = ConfigDict(defer_build=True)  # built with the first job, see Loss
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     description: str = ""
@@ -101,7 +101,7 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Job":
-        from kinlens.training.losses.table import WITH_PROXIES  # loads torch, as the loss has done
+        from kinlens.training.losses.table import WITH_PROXIES  # imports torch, like the loss
 
         wanted, choose_by = self.regularizers, self.protocol.choose_by
         on_proxies = {
@@ -139,7 +139,7 @@ class Job(Section):
 
 
 def load_job(source: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """Read a job from a TOML file, or by the name of one that comes with Kinlens.
+    """Read a job from a TOML file, or by the name of a job that ships with Kinlens.
 
     `overrides` are `table.key=value` with TOML values (a bare word is a string).
 
@@ -152,7 +152,7 @@ def load_job(source: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def parse_job(content: dict[str, Any], origin: str = "job") -> Job:
-    """A job from plain data. Raises: JobError naming each key that does not fit."""
+    """A job from plain data. Raises: JobError naming each invalid key."""
     try:
         return Job.model_validate(content)
     except ValidationError as error:
@@ -201,28 +201,28 @@ def _explain(problem: dict[str, Any]) -> str:
 
 
 def _known_keys(table: type[BaseModel] = Section) -> set[str]:
-    """The keys of a table and of those that are made from it."""
+    """The keys of a table and of its subclasses."""
     below = (_known_keys(kind) for kind in table.__subclasses__())
     return set(table.model_fields).union(*below)
 
 
 def job_toml(job: Job, *comments: str) -> str:
-    """`job` as a TOML file with all its settings, below a line for each comment.
+    """`job` as a TOML file with all its settings, after one line for each comment.
 
-    Raises: JobError for a setting that TOML cannot hold: none where the default is a value.
+    Raises: JobError for a setting that is None although its default is not, since TOML has no null.
     """
     content = job.as_dict()
     text = "".join(f"# {line}\n" for line in comments) + toml(content)
     if parse_job(_without_none(content)) != job:
         raise JobError(
-            f"The job {job.name} sets a value to none whose default is not; TOML has no none. "
-            "Choose a value for it."
+            f"The job {job.name} sets a value to none whose default is not none, and TOML has no "
+            "none. Choose a value for it."
         )
     return text
 
 
 def toml(content: Mapping[str, Any]) -> str:
-    """Plain data as TOML; keys that are None are left out."""
+    """Plain data as TOML; keys that are None are omitted."""
     return tomli_w.dumps(_without_none(content))
 
 

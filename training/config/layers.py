@@ -1,7 +1,7 @@
 """Job files in layers: a file over its base, a method over a data set.
 
-The jobs that come with Kinlens lie in `training/jobs/`: files, and every method of `methods/` with
-every data set of `data/`, under the name DATA-METHOD.
+The jobs that ship with Kinlens are in `training/jobs/`. In addition to its files, every method of
+`methods/` combines with every data set of `data/`, under the name DATA-METHOD.
 """
 
 import tomllib
@@ -13,11 +13,11 @@ from kinlens.embedder.errors import JobError
 
 JOBS = Path(__file__).parents[1] / "jobs"
 
-_SAME_KEYS = ("optimizer", "job")  # whatever kind or name: Adam and AdamW, two jobs
+_SAME_KEYS = ("optimizer", "job")  # same keys whatever `kind` or `name` is, e.g. for Adam and AdamW
 
 
 def read_layers(source: str | Path) -> tuple[dict[str, Any], str]:
-    """The tables of a job, laid over those of its bases, and where they are from.
+    """The tables of a job merged over the tables of its bases, and the origin of the job.
 
     Args:
         source: a TOML file, or the name of a shipped job.
@@ -38,7 +38,7 @@ def job_names() -> list[str]:
 
 
 def known_jobs() -> str:
-    """What shipped jobs there are, in a phrase."""
+    """The list of shipped jobs, for help and error messages."""
     files, data, methods = (
         ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
         for folder in (JOBS, JOBS / "data", JOBS / "methods")
@@ -47,10 +47,10 @@ def known_jobs() -> str:
 
 
 def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Tables with other values on top, key by key.
+    """Merge the tables `above` over `below`, key by key.
 
-    A table of another `kind` (`name` for a loss) has other keys, so it takes the place of the
-    whole table below it.
+    A table of another `kind` (`name` for a loss) has other keys, so it replaces the whole table
+    below it.
     """
     result = dict(below)
     for key, value in above.items():
@@ -73,13 +73,13 @@ def _file(source: str | Path, folder: Path = Path()) -> Path | None:
 
 
 def _products() -> dict[str, tuple[Path, Path]]:
-    """A file of data and one of a method for each name DATA-METHOD."""
+    """The file of the data set and of the method for each name DATA-METHOD."""
     files = product((JOBS / "data").glob("*.toml"), (JOBS / "methods").glob("*.toml"))
     return {f"{data.stem}-{method.stem}": (data, method) for data, method in files}
 
 
 def _product(data: Path, method: Path) -> dict[str, Any]:
-    """The tables of a method over those of a data set, then what the method has for that alone."""
+    """A method over a data set, then the method's own settings for that data set."""
     of_data, of_method = read_file(data), read_file(method)
     own = of_method.pop("on", {}).get(data.stem, {})
     content = lay_over(lay_over(of_data, of_method), own)
@@ -88,7 +88,7 @@ def _product(data: Path, method: Path) -> dict[str, Any]:
 
 
 def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tables of a TOML file over those of its base; `above` are the files that lead to it.
+    """The tables of a TOML file over those of its base; `above` is the chain of files to it.
 
     Raises: JobError.
     """
@@ -106,7 +106,7 @@ def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     trail = (*above, path.resolve())
     found = _file(base, path.parent)
     if found is not None and found.resolve() in trail:
-        raise JobError(f"{path}: base = {base!r} leads back to itself. Take out one of the bases.")
+        raise JobError(f"{path}: base = {base!r} forms a cycle. Remove one of the bases.")
     try:
         below = read_file(found, trail) if found is not None else read_layers(base)[0]
     except JobError as error:

@@ -17,28 +17,28 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class Shown(Section):
-    """Images below `root`, and the folders of `feedback` on them, see training.data.feedback."""
+class ImageData(Section):
+    """Images below `root`, and folders of `feedback` on them (see training.data.feedback)."""
 
     root: str
     feedback: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
 
 
-class Drawn(Shown):
-    """Images whose classes are split here, by a seeded draw, where no list says how."""
+class SplitData(ImageData):
+    """Images whose classes are split at random, by seed, unless a list defines the split."""
 
     train_fraction: float = Field(0.5, gt=0, lt=1)
     split_seed: int = Field(0, ge=0)
 
 
-class FolderData(Drawn):
+class FolderData(SplitData):
     """A folder with a sub-folder for each class."""
 
     kind: Literal["folder"]
     small_classes: Literal["refuse", "drop"] = "refuse"
 
 
-class CsvData(Drawn):
+class CsvData(SplitData):
     """A CSV with the columns path, label and, optionally, split (train or test)."""
 
     kind: Literal["csv"]
@@ -46,8 +46,8 @@ class CsvData(Drawn):
     small_classes: Literal["refuse", "drop"] = "refuse"
 
 
-class RenderedData(Drawn):
-    """A catalogue of rendered products, drawn into `root` if it is not there yet."""
+class RenderedData(SplitData):
+    """A catalogue of rendered products, generated in `root` if it does not exist yet."""
 
     kind: Literal["rendered"]
     products: int = Field(90, ge=2)
@@ -56,8 +56,8 @@ class RenderedData(Drawn):
     seed: int = Field(0, ge=0)
 
 
-class OfficialData(Shown):
-    """A data set of the literature as its authors give it out, or with a part of its images."""
+class OfficialData(ImageData):
+    """A data set of the literature in its official layout, complete or a subset of it."""
 
     kind: Literal["cub", "cars196", "sop", "in_shop", "aircraft"]
     allow_partial: bool = False
@@ -67,7 +67,7 @@ Data = Annotated[FolderData | CsvData | RenderedData | OfficialData, Field(discr
 
 BACKBONE_NAMES = ("mobilenet_v2", "resnet50", "googlenet", "bn_inception")
 TIMM = "timm:"
-"""What the name of a network of timm begins with."""
+"""Prefix of the name of a timm network."""
 
 Pooling = Literal["gap", "gmp", "gap+gmp", "gem", "cls"]
 
@@ -76,14 +76,15 @@ class Model(Section):
     """The network: trunk, pooling, projection to `dim`; without `dim` the pooled features.
 
     `backbone`: one of BACKBONE_NAMES, or "timm:" and any network of timm, an optional extra.
-    `weights`: "imagenet" downloads the published ones, "none" starts from random ones, all else is
-    the path of a state dict, or of a bundle to go on from. `pooling`: average, maximum, their sum,
-    the generalised mean with a learnt exponent, or the class token of a timm transformer.
+    `weights`: "imagenet" downloads the published weights, "none" starts from random weights, any
+    other value is the path of a state dict, or of a bundle to continue from. `pooling`: average,
+    maximum, their sum, the generalised mean with a learnt exponent, or the class token of a timm
+    transformer.
 
-    `batch_norm`: "frozen" fixes statistics, scale and shift; "statistics" fixes these alone, as
-    most papers' code does; "folded" folds all three into the convolutions before training, which is
-    faster, and fixes statistics and shift; "train" lets everything move, as a trunk without
-    pretrained weights needs. A trunk without batch norm is the same under all of them.
+    `batch_norm`: "frozen" fixes statistics, scale and shift. "statistics" fixes only these, as most
+    papers' code does. "folded" folds all three into the convolutions before training, which
+    is faster, and fixes statistics and shift. "train" trains everything, as a trunk without
+    pretrained weights needs. A trunk without batch norm behaves the same under all four.
 
     `frozen_trunk`: trunk and pooling keep their weights, and a head is trained on cached features
     of `views` views of each image: view 0 is the image as served, the others are random crops.
@@ -102,7 +103,7 @@ class Model(Section):
     @model_validator(mode="after")
     def _head_to_train(self) -> "Model":
         if self.dim is None and (self.frozen_trunk or self.hidden):
-            raise ValueError("frozen_trunk and hidden are of a projection; set dim")
+            raise ValueError("frozen_trunk and hidden need a projection; set dim")
         return self
 
     @model_validator(mode="after")
@@ -116,12 +117,12 @@ class Model(Section):
 
 
 class Start(Section):
-    """Where projection and proxies begin, before the first step.
+    """Initial values of the projection and the proxies, before the first step.
 
-    "random" is each paper's own; "trunk" gives the projection the principal directions of the
-    trunk's features on training images; "within_class" makes directions small in which images of
-    one class differ, which helps with few classes (see training.start for both). "class_means"
-    gives each proxy the mean embedding of its class. At most `images` are looked at.
+    `projection`: "random" follows each paper. "trunk" uses the principal directions of the trunk's
+    features on training images. "within_class" shrinks the directions in which images of one class
+    differ, which helps with few classes. See training.start for both. `proxies`: "class_means"
+    starts each proxy at the mean embedding of its class. At most `images` images are used.
     """
 
     projection: Literal["random", "trunk", "within_class"] = "random"
@@ -132,11 +133,11 @@ class Start(Section):
 class Input(Section):
     """Sizes in pixels; `min_crop_area` is the smallest part of an image that a crop may keep.
 
-    Training views have `size_px`. With `crop` = "fixed" they are squares of `size_px` cut anywhere
-    from the image resized to `resize_px`, as in older papers; "area" varies area and shape too.
-    Evaluation, index and service cut `test_px` (default `size_px`) from the image resized to
-    `resize_px`; random crops enlarge objects, so a somewhat larger `test_px` shows them at the size
-    that was trained on.
+    Training views have `size_px`. `crop` = "fixed" crops squares of `size_px` at a random position
+    of the image resized to `resize_px`, as in older papers; "area" also varies area and shape.
+    Evaluation, index and service crop `test_px` (default `size_px`) from the image resized to
+    `resize_px`. Random crops enlarge objects, so a somewhat larger `test_px` shows objects at the
+    size that the network was trained on.
     """
 
     size_px: int = Field(224, ge=16)
@@ -158,7 +159,7 @@ class Input(Section):
         return self
 
     def preprocessing(self) -> Preprocessing:
-        """What evaluation, index and service do with an image."""
+        """The preprocessing of an image in evaluation, index and service."""
         return Preprocessing(
             resize_px=self.resize_px,
             crop_px=self.test_px or self.size_px,
@@ -168,7 +169,7 @@ class Input(Section):
 
 Direction = Literal["between", "beyond", "tangent"]
 Share = Annotated[float, Field(gt=0, le=10)]
-"""The part of the loss's gradient that a regularizer is to make; its weight is calibrated to it."""
+"""Target norm of a regularizer's gradient relative to the loss's; its weight is calibrated."""
 
 
 class Flow(Section):
@@ -181,7 +182,7 @@ class Flow(Section):
 
 
 class Determinant(Section):
-    """See training.regularizers.determinant; `input_norm` is the norm of what enters the flows."""
+    """See training.regularizers.determinant; `input_norm` is the norm of the flows' inputs."""
 
     flow: Flow = Flow()
     activation: Literal["leaky_relu", "none"] = "leaky_relu"
@@ -199,7 +200,7 @@ class Determinant(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_old_name(cls, content: Any) -> Any:
-        """Jobs stored before `depth` say `normalize_depth`, and keep what it meant."""
+        """Translate `normalize_depth` of stored jobs, the older name, into `depth`."""
         if not isinstance(content, dict) or "normalize_depth" not in content:
             return content
         if "depth" in content:
@@ -211,7 +212,7 @@ class Determinant(Section):
 class SkewedMean(Section):
     """See training.regularizers.skewed_mean.
 
-    `centres`: the proxies of the loss, or the class means of the batch for a loss without any.
+    `centres`: the proxies of the loss, or the class means of the batch for a loss without proxies.
     Only "r1" reads `gamma`, `delta` and `hinge`, only "r2" and "distance" read `exponent`.
     """
 
@@ -237,8 +238,8 @@ class SkewedMean(Section):
 class NonIsotropy(Section):
     """See training.regularizers.non_isotropy.
 
-    `loss_weight` multiplies the loss beside it: the authors weight the loss, not the regularizer.
-    In the first `fit_epochs` the flow alone learns from it, on detached embeddings and proxies.
+    `loss_weight` multiplies the loss: the authors weight the loss, not the regularizer.
+    In the first `fit_epochs` only the flow learns from it, on detached embeddings and proxies.
     """
 
     weight: float = Field(1.0, gt=0)
@@ -262,11 +263,11 @@ class GraphConsistency(Section):
 
 
 class Regularizers(Section):
-    """The regularizers to add to the loss, one or several; a missing table is one that is off.
+    """The regularizers to add to the loss, one or several; a missing table turns one off.
 
-    Weights (`lambda1`, `lambda2`, `weight`) are fixed, as in the papers, or with `share` = 0.2,
-    say, a start: over the first epoch they are scaled, by at most 100, until the regularizer makes
-    that part of the gradient that the loss makes, and then held.
+    Weights (`lambda1`, `lambda2`, `weight`) are fixed, as in the papers. With `share`, for example
+    0.2, they are initial values: in the first epoch they are scaled, by at most 100, until the
+    regularizer's gradient has that size relative to the loss's; then they stay fixed.
     """
 
     determinant: Determinant | None = None
@@ -276,7 +277,7 @@ class Regularizers(Section):
 
 
 Rate = Annotated[float, Field(ge=0)] | Annotated[str, Field(pattern=r"^x\d+(\.\d+)?$")]
-"""A learning rate, or "x100": so many times `lr_trunk`."""
+"""A learning rate, or "x100" for 100 times `lr_trunk`."""
 
 
 class Sampling(Section):
@@ -297,20 +298,20 @@ class Sampling(Section):
 
     @property
     def parts(self) -> int:
-        """In how many parts of a batch the loss is taken."""
+        """Number of parts of a batch over which the loss is averaged."""
         return self.draws or (2 if self.kind == "paired" else 1)
 
 
 class Optimizer(Section):
     """Adam or AdamW with a learning rate for each parameter group.
 
-    All rates are constant until `decay_start`, a part of the run, then follow `schedule` to 0;
-    under "step" they are multiplied by `gamma` every `step_epochs` epochs, or at each epoch of a
-    list. `weight_decay_criterion` is that of proxies and flows (default: `weight_decay`).
-    The trunk rests for the first `warmup_epochs`. `clip_value` bounds each gradient entry,
-    `clip_norm` the norm of them all. With few images an epoch is a few steps, so `min_steps`
-    raises `epochs` until the run has that many. With `average`, a decay such as 0.99, the model of
-    the run is the exponential moving average of its weights.
+    All rates are constant until `decay_start`, a fraction of the run, then follow `schedule` to 0.
+    Under "step" they are multiplied by `gamma` every `step_epochs` epochs, or at each epoch of a
+    list. `weight_decay_criterion` applies to proxies and flows (default: `weight_decay`).
+    The trunk is frozen for the first `warmup_epochs`. `clip_value` bounds each gradient entry,
+    `clip_norm` the norm of all entries. With few images an epoch has few steps, so `epochs` is
+    raised until the run has `min_steps`. With `average`, a decay such as 0.99, the model of the run
+    is the exponential moving average of its weights.
     """
 
     kind: Literal["adamw", "adam"] = "adamw"
@@ -335,7 +336,7 @@ class Optimizer(Section):
     average: float | None = Field(None, gt=0, lt=1)
 
     def enough_epochs(self, steps_per_epoch: int) -> "Optimizer":
-        """These settings with the epochs that `min_steps` asks for."""
+        """These settings with enough epochs for `min_steps`."""
         epochs = max(self.epochs, math.ceil(self.min_steps / steps_per_epoch))
         return self.model_copy(update={"epochs": epochs})
 
@@ -345,10 +346,11 @@ class Optimizer(Section):
 
 
 class Runtime(Section):
-    """How to run; does not change what is learnt, save for rounding.
+    """Device, precision and processes; they change the result only by rounding.
 
-    `precision` is that of the training steps; figures are always computed in float32. `workers` are
-    the processes that read images: "auto" is 2 on a CPU, and one a core on a GPU, 16 at most.
+    `precision` applies to the training steps; figures are always computed in float32. `workers` is
+    the number of processes that read images: "auto" is 2 on a CPU, one per core (at most 16) on a
+    GPU.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -361,8 +363,8 @@ class Runtime(Section):
 def rate(settings: Optimizer, step: int, steps_per_epoch: int) -> float:
     """The factor of all learning rates at `step`, in [0, 1].
 
-    Linear and cosine stay at 1 until the part `decay_start` of the steps, then fall towards 0 at
-    the end of the run. "step" multiplies by `gamma` every `step_epochs` epochs, warm-up included,
+    Linear and cosine stay at 1 until the fraction `decay_start` of the steps, then fall towards 0
+    at the end of the run. "step" multiplies by `gamma` every `step_epochs` epochs, with warm-up,
     or at each epoch of a list.
     """
     if settings.schedule == "constant":
@@ -379,24 +381,24 @@ def rate(settings: Optimizer, step: int, steps_per_epoch: int) -> float:
 
 
 CHOOSE_BY_TEST = "--choose-by-test"
-"""The flag without which no command trains a job that is chosen by its test classes."""
+"""Flag that every command requires to train a job whose test classes choose the model."""
 
 
 class Protocol(Section):
     """How a model is chosen and tested.
 
-    `validation_fraction` is the part of the train classes that is held out (0: none); in a cross
-    validation it is fold number `fold` of `folds` instead. `validation_seed` is of either choice.
-    `choose_by` is the model that a run keeps:
+    `validation_fraction` is the fraction of the train classes to hold out (0: none). In a cross
+    validation the held-out classes are fold number `fold` of `folds` instead. `validation_seed`
+    seeds either choice. `choose_by` selects the model that a run keeps:
 
-    - "last": that of the last epoch.
-    - "validation": that of the epoch with the best R@1 on validation classes.
-    - "folds": a point between the start and the last epoch, or the trunk itself. `folds` trainings
-      choose it, each without a part of the train classes (see training.evaluation.choice).
-    - "test": that of the epoch with the best R@1 on test classes, which makes its test recall too
-      high and needs the flag `--choose-by-test`.
+    - "last": the last epoch.
+    - "validation": the epoch with the best R@1 on validation classes.
+    - "folds": a point between the start and the last epoch, or the trunk itself. It is chosen by
+      `folds` trainings, each without a part of the train classes (see training.evaluation.choice).
+    - "test": the epoch with the best R@1 on test classes, which makes its test recall too high and
+      needs the flag `--choose-by-test`.
 
-    `evaluate_test`: "every" evaluated epoch, the "end" of the run alone, or "never".
+    `evaluate_test`: after "every" evaluated epoch, only at the "end" of the run, or "never".
     """
 
     validation_fraction: float = Field(0.0, ge=0, lt=1)
@@ -428,10 +430,10 @@ class Protocol(Section):
         return self
 
     def require_flag(self, given: bool) -> None:
-        """Raises: JobError if the job is chosen by test classes and the flag was not given."""
+        """Raises: JobError if test classes choose the model and the flag was not given."""
         if self.choose_by == "test" and not given:
             raise JobError(
-                'protocol.choose_by = "test" picks the epoch that its own test classes like best, '
+                'protocol.choose_by = "test" picks the epoch by its own test classes, '
                 'so the reported recall is too high. Use "validation" with validation_fraction = '
                 f"0.1, or pass {CHOOSE_BY_TEST}; the report will say so."
             )

@@ -1,7 +1,7 @@
-"""The data sets of the literature in the layout of their authors, with class-disjoint splits.
+"""The data sets of the literature in their official layout, with class-disjoint splits.
 
-A data set is an entry of OFFICIAL: what its folder holds, how its lists are read, and how many
-images and classes each part must have.
+A data set is an entry of OFFICIAL: the files of its folder, the reader of its lists, and the number
+of images and classes of each part.
 """
 
 from collections import Counter, defaultdict
@@ -33,11 +33,11 @@ class Official:
 
     Args:
         name: for messages.
-        needs: what its folder holds; of a tuple one is enough.
+        needs: required files and folders; of a tuple one is enough.
         expected: size of each part: "train", "test" and perhaps "gallery". With a gallery the
             test images are the queries.
-        read: the records of a folder that has what `needs` says.
-        image_root: the folder that the paths of records are relative to, from the data set's own.
+        read: returns the records of a folder that has `needs`.
+        image_root: returns the folder that the paths of records are relative to.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Official:
     image_root: Callable[[Path], Path] = lambda root: root
 
     def lacks(self, root: Path) -> list[str]:
-        """What `root` lacks."""
+        """The required files and folders that `root` lacks."""
         return [
             " or ".join(names)
             for names in self.needs
@@ -55,7 +55,7 @@ class Official:
         ]
 
     def records(self, root: Path) -> list[Record]:
-        """What the lists in `root` state, whether the images exist or not.
+        """The records of the lists in `root`, whether the images exist or not.
 
         Raises: DatasetError if a list is missing or malformed.
         """
@@ -80,11 +80,11 @@ class Official:
             )
             for sizes in (found, self.expected)
         )
-        return f"{has}; expected are {wanted}"
+        return f"{has}; expected: {wanted}"
 
 
 def counts(records: Iterable[Record]) -> dict[str, Count]:
-    """Images and classes of each part, "all" where there are no parts."""
+    """Images and classes of each part, or of "all" if there are no parts."""
     labels: dict[str, Counter[str]] = defaultdict(Counter)
     for record in records:
         labels[record.part or "all"][record.label] += 1
@@ -92,7 +92,7 @@ def counts(records: Iterable[Record]) -> dict[str, Count]:
 
 
 def data_sets_in(root: Path) -> list[Path]:
-    """Sub-folders that are whole official layouts: `root` is one level too high."""
+    """Sub-folders that are complete official layouts, if `root` is one level too high."""
     return [
         path
         for path in (sorted(root.iterdir()) if root.is_dir() else ())
@@ -101,7 +101,7 @@ def data_sets_in(root: Path) -> list[Path]:
 
 
 def read_official(official: Official, root: Path, allow_partial: bool = False) -> Split:
-    """Read the data set in the folder `root` and assert its counts.
+    """Read the data set in the folder `root` and check its counts.
 
     `allow_partial` accepts missing images and other counts: a subset.
 
@@ -130,7 +130,7 @@ def read_official(official: Official, root: Path, allow_partial: bool = False) -
 
 
 def _rows(path: Path, columns: int, read: Callable[..., T], skip: int = 0) -> list[T]:
-    """What `read` makes of the fields of each line; the last field takes the rest of its line."""
+    """`read` applied to the fields of each line; the last field takes the rest of its line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -189,7 +189,7 @@ def _read_cars196(root: Path) -> list[Record]:
 
 
 def _read_sop(root: Path) -> list[Record]:
-    """`Ebay_train.txt` (11,318 classes) and `Ebay_test.txt`: a heading, then a row an image."""
+    """`Ebay_train.txt` (11,318 classes) and `Ebay_test.txt`: a header, then one row per image."""
 
     def rows(part: str) -> list[Record]:
         def record(_image: str, label: str, _super_class: str, path: str) -> Record:
@@ -204,14 +204,14 @@ _IN_SHOP_LISTS = tuple(f"{folder}list_eval_partition.txt" for folder in ("Eval/"
 
 
 def _read_in_shop(root: Path) -> list[Record]:
-    """`list_eval_partition.txt`: number of images, a heading, then a row an image."""
+    """`list_eval_partition.txt`: number of images, a header, then one row per image."""
     parts = {"train": "train", "query": "test", "gallery": "gallery"}
     path = next(root / name for name in _IN_SHOP_LISTS if (root / name).exists())
     return _rows(path, 3, lambda image, label, part: Record(image, label, parts[part]), skip=2)
 
 
 def _in_shop_images(root: Path) -> Path:
-    """The list says img/...; the authors' archive unpacks to Img/img/ or, as many keep it, img/."""
+    """The list has img/...; the authors' archive unpacks to Img/img/ or, as many keep it, img/."""
     return root / "Img" if (root / "Img" / "img").is_dir() else root
 
 
@@ -221,8 +221,8 @@ _AIRCRAFT_LISTS = tuple(f"data/images_variant_{part}.txt" for part in ("train", 
 def _read_aircraft(root: Path) -> list[Record]:
     """The first 50 variants of `variants.txt` train; the three lists of images are taken together.
 
-    **Reading**: the strip of 20 px with the photographer's name at the foot of each picture stays;
-    a centre crop of 224 of 256 px cuts it off in pictures of at least 320 px.
+    **Reading**: the strip of 20 px with the photographer's name at the bottom of each image stays;
+    a centre crop of 224 of 256 px removes it from images of at least 320 px.
     """
     order = {name: n for n, name in enumerate(_rows(root / "data" / "variants.txt", 1, str))}
 

@@ -1,4 +1,4 @@
-"""What is wrong with the folder of a data set: everything at once, not the first fault alone."""
+"""Check the folder of a data set and report all problems at once, not only the first one."""
 
 import hashlib
 import os
@@ -20,12 +20,12 @@ from kinlens.training.data.load import KINDS, TABLE, read_folder, recognise, sca
 from kinlens.training.data.records import FEWEST, Record
 
 Watch = Callable[[int], Callable[[], object]]
-"""Called with the number of images; gives a function that is called after each."""
+"""Called with the number of images; returns a function to call after each image."""
 
 Severity = Literal["problem", "note"]
 
 Cases = dict[str, list[str]]
-"""What was found, by the code of its finding."""
+"""Findings by code."""
 
 _EXAMPLES = 5
 _FINDINGS = {
@@ -34,26 +34,26 @@ _FINDINGS = {
     "rows": "row(s) of the CSV cannot be used",
     "feedback-rows": "row(s) of the feedback cannot be read. Export it again",
     "missing": "image(s) are listed but missing. Unpack the images again",
-    "unreadable": "image(s) are empty, damaged, too large or no images. Copy again or remove them",
+    "unreadable": "image(s) are empty, damaged, too large or not images. Copy again or remove them",
     "few-classes": f"class(es) have 2 images or more; a training needs {2 * FEWEST}: {FEWEST} to "
     f"train on and {FEWEST} others to test with. Add classes, or images to those that have one",
     "one-image": 'class(es) have one image, so no pair. Add images, or set small_classes = "drop"',
-    "copies-across-parts": "picture(s) are in train and in test, byte for byte",
-    "copies-across-classes": "picture(s) are in two classes, byte for byte",
-    "copies": "picture(s) are twice in their class, byte for byte",
-    "confused": "pair(s) of classes are confused, as feedback tells; batches bring them together",
-    "feedback": "reason(s) why rows of the feedback tell nothing",
-    "unlisted": "image(s) belong to no class or are hidden; they are left out",
+    "copies-across-parts": "image(s) are in train and in test, byte for byte",
+    "copies-across-classes": "image(s) are in two classes, byte for byte",
+    "copies": "image(s) are twice in their class, byte for byte",
+    "confused": "pair(s) of classes are confused, by feedback; batches put them together",
+    "feedback": "reason(s) why rows of the feedback are not used",
+    "unlisted": "image(s) belong to no class or are hidden; they are skipped",
 }
 _NOTES = {"copies", "unlisted", "confused", "feedback"}
 _NOTES_IF_OFFICIAL = {"one-image", "copies-across-parts", "copies-across-classes"}
-"""Of lists that the literature has fixed."""
+"""Notes for official data sets, whose lists are fixed by the literature."""
 _NOTES_IF_PARTIAL = {"missing", "counts"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem keeps a data set from training, or makes its figures wrong; a note does not."""
+    """A problem prevents training, or makes its figures wrong; a note does not."""
 
     severity: Severity
     code: str
@@ -64,7 +64,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The state of a data set; `parts` are the images that it lists, whether they exist or not."""
+    """The state of a data set; `parts` are the listed images, whether they exist or not."""
 
     root: Path
     kind: str | None
@@ -73,7 +73,7 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing keeps the data set from being trained on."""
+        """Whether the data set can be trained on."""
         return all(finding.severity == "note" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Report:
         }
 
     def lines(self) -> Iterator[str]:
-        """Layout, sizes, findings (problems first) and verdict, for a person."""
+        """Layout, sizes, findings (problems first) and verdict, as text."""
         yield f"{self.root}: layout {self.kind or 'unknown'}"
         for part, size in self.parts.items():
             yield f"  {part}: {size.images:,} images of {size.classes:,} classes"
@@ -97,7 +97,7 @@ class Report:
             yield from (f"    {example}" for example in finding.examples)
             if finding.count > len(finding.examples):
                 yield f"    ... and {finding.count - len(finding.examples):,} more"
-        yield "Healthy." if self.healthy else "The problems must be mended."
+        yield "Healthy." if self.healthy else "Fix the problems before training."
 
 
 def examine(
@@ -109,17 +109,17 @@ def examine(
     watch: Watch = lambda _total: lambda: None,
     feedback: Sequence[Path] = (),
 ) -> Report:
-    """Read the lists of a data set and look at every image.
+    """Read the lists of a data set and check every image.
 
     Args:
         root: its folder.
-        kind: one of KINDS; None recognises it.
-        file: the CSV that lists its images, as in `data.file`; given, the kind is "csv".
-        quick: look at headers alone; damage inside an image is not found.
+        kind: one of KINDS; None detects it.
+        file: the CSV that lists its images, as in `data.file`; implies the kind "csv".
+        quick: check headers only; damage inside an image is not found.
         allow_partial: accept a subset of an official data set.
-        watch: told of the progress.
-        feedback: folders of feedback on the images; the report has what it tells of all classes,
-            of which a training leaves out those that it tests with.
+        watch: called to report progress.
+        feedback: folders of feedback on the images. The report covers all classes, while a
+            training ignores feedback on its test classes.
 
     Raises: DatasetError if there is no such folder or kind.
     """
@@ -128,7 +128,7 @@ def examine(
     if kind is not None and kind not in KINDS:
         raise DatasetError(f"--kind {kind}: no such layout. Give one of {', '.join(KINDS)}.")
     if file is not None and kind not in (None, "csv"):
-        raise DatasetError(f"--file is for the kind csv, not {kind}. Leave one of both out.")
+        raise DatasetError(f"--file is for the kind csv, not {kind}. Omit one of the two.")
     kind = "csv" if file else kind or recognise(root)
     official = OFFICIAL.get(kind or "")
     cases: Cases = defaultdict(list)
@@ -139,14 +139,14 @@ def examine(
         cases["layout"].append(str(error))
     else:
         base = official.image_root(root) if official else root
-        there = _look_at_all(base, records, quick, watch(len(records)), cases)
-        _look_at_classes(there, cases)
-        _look_beside(base, records, cases)
+        there = _check_images(base, records, quick, watch(len(records)), cases)
+        _check_classes(there, cases)
+        _find_unlisted(base, records, cases)
         if official:
             cases["few-classes"] = []  # the literature has fixed the split
             if differing := official.differs(there):
                 cases["counts"].append(differing)
-    pictures = _look_at_feedback(feedback, records, quick, cases) if feedback else []
+    images = _check_feedback(feedback, records, quick, cases) if feedback else []
     notes = _NOTES | (_NOTES_IF_OFFICIAL if official else set())
     notes |= _NOTES_IF_PARTIAL if allow_partial else set()
     findings = []
@@ -154,16 +154,16 @@ def examine(
         severity: Severity = "note" if code in notes else "problem"
         if found := cases[code]:
             findings.append(Finding(severity, code, len(found), message, tuple(found[:_EXAMPLES])))
-    return Report(root, kind, counts(records) | counts(pictures), tuple(findings))
+    return Report(root, kind, counts(records) | counts(images), tuple(findings))
 
 
 def _listed(root: Path, kind: str | None, file: str, cases: Cases) -> list[Record]:
-    """The records that can be used."""
+    """The usable records."""
     if kind is None:
         inside = data_sets_in(root)
-        hint = f" {inside[0]} looks like one: give that." if inside else ""
+        hint = f" {inside[0]} looks like one: try that." if inside else ""
         raise DatasetError(
-            f"{root} has no layout that is known: neither one of {', '.join(OFFICIAL)}, nor a file "
+            f"{root} has no known layout: neither one of {', '.join(OFFICIAL)}, nor a file "
             f"{TABLE}, nor a sub-folder with images for each class.{hint}"
         )
     if kind in OFFICIAL:
@@ -174,15 +174,15 @@ def _listed(root: Path, kind: str | None, file: str, cases: Cases) -> list[Recor
     return records
 
 
-def _look_at_all(
+def _check_images(
     base: Path, records: Sequence[Record], quick: bool, on_image: Callable[[], object], cases: Cases
 ) -> list[Record]:
-    """Look at each image, with a thread for each processor; returns those that exist."""
+    """Check each image, with a thread for each processor; returns the existing ones."""
     there = []
     same: dict[str, list[Record]] = defaultdict(list)
     with warnings.catch_warnings(), ThreadPoolExecutor(os.cpu_count()) as pool:
-        warnings.simplefilter("ignore")  # of Pillow, on oddities that do not spoil the picture
-        looks = pool.map(lambda record: _look_at(base / record.path, quick), records)
+        warnings.simplefilter("ignore")  # Pillow warns about harmless oddities of files
+        looks = pool.map(lambda record: _check_image(base / record.path, quick), records)
         for record, (digest, fault) in zip(records, looks, strict=True):
             if digest:
                 same[digest].append(record)
@@ -203,8 +203,8 @@ def _look_at_all(
     return there
 
 
-def _look_at(path: Path, quick: bool) -> tuple[str, str]:
-    """The digest of an image, or what is wrong with it; neither if there is no such file."""
+def _check_image(path: Path, quick: bool) -> tuple[str, str]:
+    """The digest of an image, or why it is unreadable; both empty if the file is missing."""
     try:
         data = path.read_bytes()
         (read_header if quick else decode)(data)
@@ -215,8 +215,8 @@ def _look_at(path: Path, quick: bool) -> tuple[str, str]:
     return hashlib.sha256(data).hexdigest(), ""
 
 
-def _look_at_classes(there: Sequence[Record], cases: Cases) -> None:
-    """Classes without a pair, and too few with one to train on some and test with others."""
+def _check_classes(there: Sequence[Record], cases: Cases) -> None:
+    """Find classes without a pair, and too few classes for a train and a test part."""
     sizes = Counter((record.part == "train", record.label) for record in there)
     cases["one-image"] = sorted(label for (_, label), size in sizes.items() if size == 1)
     pairs = [(is_train, label) for (is_train, label), size in sizes.items() if size > 1]
@@ -226,10 +226,10 @@ def _look_at_classes(there: Sequence[Record], cases: Cases) -> None:
         cases["few-classes"] = sorted(label for _, label in pairs)
 
 
-def _look_at_feedback(
+def _check_feedback(
     folders: Sequence[Path], records: Sequence[Record], quick: bool, cases: Cases
 ) -> list[Record]:
-    """The pictures that feedback joins to classes; each is looked at."""
+    """Check the query images that feedback adds to classes; returns them as records."""
     try:
         cases["feedback-rows"] = [fault for folder in folders for fault in scan_feedback(folder)[1]]
         if cases["feedback-rows"]:
@@ -241,14 +241,14 @@ def _look_at_feedback(
     often = sorted(feedback.confused, key=lambda pair: -pair.times)
     cases["confused"] = [f"{one} and {other}: {times:,} row(s)" for one, other, times in often]
     cases["feedback"] = [f"{n:,} of {feedback.rows:,} {why}" for why, n in feedback.unused.items()]
-    for picture in feedback.pictures:
-        if fault := _look_at(picture.path, quick)[1]:
-            cases["unreadable"].append(f"{picture.path}: {fault}")
-    return [Record(picture.name, picture.label, "feedback") for picture in feedback.pictures]
+    for image in feedback.images:
+        if fault := _check_image(image.path, quick)[1]:
+            cases["unreadable"].append(f"{image.path}: {fault}")
+    return [Record(image.name, image.label, "feedback") for image in feedback.images]
 
 
-def _look_beside(base: Path, records: Sequence[Record], cases: Cases) -> None:
-    """Images beside the listed ones, in the folders that these lie in."""
+def _find_unlisted(base: Path, records: Sequence[Record], cases: Cases) -> None:
+    """Images next to the listed ones, in the same folders, that no list has."""
     listed = {record.path for record in records}
     folders = {path.split("/")[0] for path in listed if "/" in path}
     paths = chain(base.iterdir(), *((base / name).rglob("*") for name in folders))

@@ -1,4 +1,4 @@
-"""Official data sets from their addresses: fetched, checked, unpacked, and only then in place."""
+"""Download official data sets: fetch, verify, unpack, and only then move into place."""
 
 import ftplib
 import shutil
@@ -14,7 +14,7 @@ from kinlens.embedder.errors import DatasetError
 
 _CHUNK = 2**18
 _FTP_TIMEOUT_S = 60
-_ROOM = 2.1  # times the archive: pictures unpack to about its size
+_SPACE_FACTOR = 2.1  # times the archive, as images unpack to about its size
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Source:
         name: of the data set.
         urls: addresses of the same file, tried in order.
         md5: of the file, as its authors or several independent users publish it.
-        folder: what it unpacks to, and what `data.root` then names.
+        folder: the folder that it unpacks to, and the value of `data.root`.
         gigabytes: size of the file.
-        licence: what its authors ask.
+        licence: what its authors require.
     """
 
     name: str
@@ -87,7 +87,7 @@ release with all images in one folder, and lay it out like this:
 
 Then check it: kinlens-train data doctor {root}/cars196""",
     "in_shop": """\
-In-Shop Clothes Retrieval is given out by the authors of DeepFashion for non-commercial research,
+In-Shop Clothes Retrieval is distributed by the authors of DeepFashion for non-commercial research,
 after an agreement: https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html
 Of "In-shop Clothes Retrieval Benchmark" take Img/img.zip (52,712 images of at most 256 px, not
 img_highres.zip) and Eval/list_eval_partition.txt, and lay them out like this:
@@ -103,7 +103,7 @@ def find_source(name: str) -> Source:
     """The source of a data set. Raises: DatasetError if there is none of that name."""
     if name not in SOURCES:
         raise DatasetError(
-            f"No data set {name!r} is known. Give one of {', '.join((*SOURCES, *BY_HAND))}."
+            f"Unknown data set {name!r}. Give one of {', '.join((*SOURCES, *BY_HAND))}."
         )
     return SOURCES[name]
 
@@ -113,18 +113,18 @@ def obtain(
     root: Path,
     url: str | None = None,
     keep_archive: bool = False,
-    say: Callable[[str], object] = lambda _: None,
+    report: Callable[[str], object] = lambda _: None,
 ) -> Path:
-    """Put a data set into `root`, unless it is there; returns its folder.
+    """Download a data set into `root`, unless it exists; returns its folder.
 
-    An archive that lies in `root` already is used. The folder appears when it is complete.
+    An archive that is in `root` already is used. The folder appears only when it is complete.
 
     Args:
         source: the data set.
-        root: the folder that its folder is put into.
+        root: the parent of the data set's folder.
         url: another address of the same file.
-        keep_archive: leave the archive in `root`.
-        say: told what goes on, a sentence each.
+        keep_archive: keep the archive in `root`.
+        report: called with progress messages.
 
     Raises: DatasetError.
     """
@@ -133,16 +133,16 @@ def obtain(
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
-        free, needed = shutil.disk_usage(root).free / 1e9, _ROOM * source.gigabytes
+        free, needed = shutil.disk_usage(root).free / 1e9, _SPACE_FACTOR * source.gigabytes
         if free < needed and not archive.exists():
             raise DatasetError(
                 f"{root} has {free:.2f} GB free; {needed:.2f} GB are needed to download and unpack "
                 f"{source.name}. Free space or choose another --root."
             )
         if not archive.exists():
-            say(f"{source.name} is fetched: {source.gigabytes:g} GB.")
+            report(f"{source.name} is being downloaded: {source.gigabytes:g} GB.")
         _fetch(source, (url,) if url else source.urls, archive)
-        say(f"{source.name} is unpacked.")
+        report(f"{source.name} is unpacked.")
         _unpack(archive, folder)
     except OSError as error:
         raise DatasetError(f"{root}: {error}. Free space or choose another --root.") from error
@@ -152,7 +152,7 @@ def obtain(
 
 
 def _fetch(source: Source, urls: tuple[str, ...], archive: Path) -> None:
-    """Put the file of the first address that gives it at `archive`, unless it is there."""
+    """Download the file to `archive` from the first address that works, unless it exists."""
     faults = []
     for url in urls:
         settings = {"progressbar": True, "chunk_size": _CHUNK}
@@ -168,20 +168,21 @@ def _fetch(source: Source, urls: tuple[str, ...], archive: Path) -> None:
         except (ValueError, OSError, EOFError, ftplib.Error) as error:
             faults.append(f"{url}: {error}")
     raise DatasetError(
-        "\n".join(faults) + f"\n{source.name} could not be fetched. Check the network and run the "
-        "command again; or pass --url with another address of the same file; or fetch it in "
-        f"another way, such as curl -L -C - -o {archive} {urls[0]}, and run the command again: it "
-        "uses the archive that lies there."
+        "\n".join(faults)
+        + f"\n{source.name} could not be downloaded. Check the network and run this "
+        "command again; or pass --url with another address of the same file; or download it "
+        f"by other means, such as curl -L -C - -o {archive} {urls[0]}, and run it again: it "
+        "uses the archive that it finds there."
     )
 
 
 def _as_stored(response: Any, *_: object, **__: object) -> None:
-    """Servers that call a .tgz a compressed .tar would have it unpacked on the way."""
+    """Disable the decoding by content type, which would decompress a .tgz during the download."""
     response.raw.headers.pop("Content-Encoding", None)
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Unpack the checked archive aside and rename, so that half of it is never seen."""
+    """Unpack the verified archive to a temporary folder and rename it when complete."""
     aside = folder.with_name(f".{folder.name}.unpacking")
     shutil.rmtree(aside, ignore_errors=True)
     try:

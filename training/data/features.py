@@ -30,14 +30,14 @@ from kinlens.training.models.embedding import EmbeddingNet, evaluating
 Vectors = NDArray[np.float32]
 
 _BATCH = 64
-_LARGEST = 2 * 10**9  # bytes of the file: 400,000 views by MobileNetV2
-_FORMAT = "1"  # changes when features of the same image and trunk would
+_LARGEST = 2 * 10**9  # bytes of the file: 400,000 views of MobileNetV2
+_FORMAT = "1"  # increase it when features of the same image and trunk change
 
 
 class CachedFeatures(Dataset[Item]):
-    """The views of a training as rows of `pooled` (N, V, C). Indexed by (epoch, image, view).
+    """The views of a training as rows of `pooled` (N, V, C), indexed by (epoch, image, view).
 
-    Which of the V views an index gives depends on it and the seed alone. Gives (C,) and the label.
+    Index and seed alone choose one of the V views. Items are (C,) and the label.
     """
 
     def __init__(self, pooled: Tensor, labels: NDArray[np.int64], seed: int) -> None:
@@ -55,12 +55,12 @@ class CachedFeatures(Dataset[Item]):
 
 
 class FeatureStore:
-    """Features in a file of SQLite, by a key that says which image, view and trunk they are of.
+    """Features in an SQLite file. The key identifies image, view and trunk.
 
     Args:
-        path: is made. Several trainings may use it at a time; it may be removed at any time between
-            them and is filled again.
-        largest: bytes, above which what was stored first is removed.
+        path: created if missing. Several trainings may use it at the same time. It may be deleted
+            between trainings and is filled again.
+        largest: bytes, above which the oldest features are removed.
     """
 
     def __init__(self, path: Path, largest: int = _LARGEST) -> None:
@@ -81,8 +81,8 @@ class FeatureStore:
                 yield connection
         except (OSError, sqlite3.Error) as error:
             raise DatasetError(
-                f"The store of features {self.path} cannot be used ({error}). Remove it, or set "
-                "XDG_CACHE_HOME to a folder with space."
+                f"The feature store {self.path} cannot be used ({error}). Delete it, or set "
+                "XDG_CACHE_HOME to a folder with free space."
             ) from error
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, Vectors]:
@@ -106,7 +106,7 @@ class FeatureStore:
                 "SELECT (page_count - freelist_count) * page_size "
                 "FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
             ).fetchone()
-            if used > self.largest:  # a quarter goes, so that this is rare
+            if used > self.largest:  # removing a quarter keeps this rare
                 connection.execute(
                     "DELETE FROM vectors WHERE number < "
                     "(SELECT min(number) + (max(number) - min(number)) / 4 FROM vectors)"
@@ -114,7 +114,7 @@ class FeatureStore:
 
 
 def default_store() -> FeatureStore:
-    """That of this user, below XDG_CACHE_HOME or ~/.cache."""
+    """The store of this user, below XDG_CACHE_HOME or ~/.cache."""
     return FeatureStore(cache_folder() / "features.sqlite")
 
 
@@ -129,9 +129,9 @@ def pooled_views(
 ) -> Tensor:
     """The pooled features (N, V, C) of `views` views of each image, on the CPU.
 
-    View 0 is the image as the service preprocesses it, the others are random views of a training,
-    which the content of the image decides. What the store has is not computed again. `on_batch` is
-    called with the number of features that are there and the number of all.
+    View 0 is the image as the service preprocesses it, the others are random training views, seeded
+    by the content of the image. Features in the store are not computed again. `on_batch` is called
+    with the number of available features and the total.
 
     Raises: DatasetError naming an image that cannot be read.
     """
@@ -148,9 +148,9 @@ def pooled_views(
     device = next(net.trunk.parameters()).device
     dataset = _Views(images, spec, contents)
     with evaluating(net), torch.inference_mode():
-        for of_training in (False, True):  # whose views have another size
+        for of_training in (False, True):  # the two have different sizes
             part = [index for index in missing if (index[1] > 0) == of_training]
-            if not part:  # no processes for nothing
+            if not part:  # start no processes without work
                 continue
             order = [part[start : start + _BATCH] for start in range(0, len(part), _BATCH)]
             loader = build_loader(dataset, cast(Any, order), runtime, device, 0, local_world())
@@ -166,7 +166,7 @@ def pooled_views(
 
 
 class _Views(ImageFiles):
-    """Views that the content of an image decides, by (image, view): uint8 (3, S, S), label."""
+    """Views seeded by the content of an image, by (image, view): uint8 (3, S, S) and the label."""
 
     def __init__(self, images: LabelledImages, spec: Input, contents: Sequence[bytes]) -> None:
         super().__init__(images)
@@ -192,12 +192,12 @@ def _content(images: LabelledImages, number: int) -> bytes:
 
 @lru_cache(maxsize=1 << 20)
 def _file_digest(path: Path, *_: int) -> bytes:
-    """Of a file's content, which is read once for each time of change and size."""
+    """Digest of a file's content, computed once for each modification time and size."""
     return hashlib.sha256(path.read_bytes()).digest()
 
 
 def _digest(net: EmbeddingNet, spec: Input) -> bytes:
-    """Of all that decides a feature but the image."""
+    """Digest of all that determines a feature except the image."""
     trunk = f"{net.backbone} {version('timm')}" if net.backbone.startswith(TIMM) else net.backbone
     settings = f"{_FORMAT} {trunk} {net.pool.kind} {spec.model_dump_json()}"
     digest = hashlib.sha256(settings.encode())

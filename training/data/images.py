@@ -1,4 +1,4 @@
-"""From labelled images to batches of tensors: random views for training, as served for evaluation.
+"""From labelled images to batches of tensors: random views to train, served views to evaluate.
 
 A view is a random crop of an image, scaled to a square of S x S and perhaps mirrored.
 """
@@ -35,12 +35,12 @@ Index = tuple[int, int, int]
 
 _ATTEMPTS = 10
 _LOG_RATIO = math.log(4 / 3)
-_ON_CPU, _ON_GPU = 2, 16  # most workers under "auto"
-_SPARE = 2  # times `size_px` that a whole image is decoded at, at least
+_ON_CPU, _ON_GPU = 2, 16  # maximum number of workers under "auto"
+_SPARE = 2  # a whole image is decoded at `size_px` times this, at least
 
 
 class ImageFiles(Dataset[Item]):
-    """Images whose files are read when they are asked for."""
+    """Images whose files are read on access."""
 
     def __init__(self, images: LabelledImages) -> None:
         self.images = images
@@ -58,16 +58,16 @@ class ImageFiles(Dataset[Item]):
         except ImageError as error:
             raise DatasetError(
                 f"{path}: {error} `kinlens-train data doctor {shlex.quote(str(self.images.root))}` "
-                "lists all such files (with --file if their list is not images.csv). Mend them, "
-                "and a training goes on with --resume, or remove them and begin anew."
+                "lists all such files (with --file if their list is not images.csv). Replace them "
+                "and continue the training with --resume, or remove them and start a new one."
             ) from error
         return torch.from_numpy(pixels), torch.tensor(self.images.labels[number])
 
 
 class TrainingImages(ImageFiles):
-    """Views. Indexed by (epoch, image, view): on these and the seed alone the pixels depend.
+    """Random views, indexed by (epoch, image, view); pixels depend on the index and the seed only.
 
-    An image that an epoch uses twice gives two views. Gives uint8 (3, S, S) and the label.
+    An image that an epoch uses twice has two views. Items are uint8 (3, S, S) and the label.
     """
 
     def __init__(self, images: LabelledImages, spec: Input, seed: int) -> None:
@@ -95,7 +95,7 @@ class EvaluationImages(ImageFiles):
 def random_view(data: bytes, spec: Input, rng: np.random.Generator) -> Image.Image:
     """A view of an encoded image, `spec.size_px` wide and high.
 
-    Raises: as `decode`.
+    Raises: the errors of `decode`.
     """
     image, box = random_part(data, spec, rng)
     view = resize_box(image, box, spec.size_px, spec.interpolation)
@@ -105,12 +105,12 @@ def random_view(data: bytes, spec: Input, rng: np.random.Generator) -> Image.Ima
 
 
 def random_part(data: bytes, spec: Input, rng: np.random.Generator) -> tuple[Image.Image, PixelBox]:
-    """An image, decoded as finely as a random box in it needs, and that box in its pixels.
+    """An image, decoded only as finely as a random box in it needs, and that box in its pixels.
 
-    The box is drawn from the size that the image has in full, which for a JPEG the header says: a
-    JPEG is decoded at a reduced scale that leaves the part `size_px` or all pixels that it has.
+    The box is drawn from the full size of the image, which is in the header of a JPEG. A JPEG is
+    then decoded at a reduced scale at which the box still has `size_px` pixels, or at full size.
 
-    Raises: as `decode`.
+    Raises: the errors of `decode`.
     """
     header = read_header(data)
     if header.format != "JPEG":
@@ -134,7 +134,7 @@ def _box_of(size: tuple[int, int], spec: Input, rng: np.random.Generator) -> Pix
 
 
 def random_box(size: tuple[int, int], min_area: float, rng: np.random.Generator) -> PixelBox:
-    """A box with a part of at least `min_area` of the image, width : height within 3:4 to 4:3.
+    """A box of at least `min_area` of the image's area, width : height within 3:4 to 4:3.
 
     Falls back to the central square if ten attempts do not fit.
     """
@@ -159,19 +159,19 @@ def build_loader(
     seed: int,
     processes: int = 1,
 ) -> DataLoader[Item]:
-    """Batches of images, uint8 (B, 3, S, S), and their labels (B,), read beside the computing.
+    """Batches of images, uint8 (B, 3, S, S), and their labels (B,), read in parallel.
 
-    For a GPU the batches lie in pinned memory, so that copies need not block, and two a worker are
-    read ahead. A training keeps its workers from epoch to epoch.
+    For a GPU the batches are in pinned memory, so that copies do not block, and each worker reads
+    two of them ahead. A training keeps its workers from epoch to epoch.
 
     Args:
         dataset: TrainingImages, EvaluationImages or a part of them.
         batches: the order of a training, or the size of batches in the order of the images.
-        runtime: says how many processes read, see `worker_count`.
-        device: that computes.
-        seed: of the loader's own stream: without it each pass would draw from the global one, which
-            losses draw from too.
-        processes: that train together on this machine and share its cores.
+        runtime: sets the number of reading processes, see `worker_count`.
+        device: the device that computes.
+        seed: of the loader's own generator. Otherwise each pass would draw from the global one,
+            which losses also use.
+        processes: number of processes that train together on this machine and share its cores.
     """
     workers, on_gpu = worker_count(runtime, device, processes), device.type == "cuda"
     order = None if isinstance(batches, int) else batches
@@ -188,24 +188,24 @@ def build_loader(
 
 
 def worker_count(runtime: Runtime, device: torch.device, processes: int = 1) -> int:
-    """How many processes read images for one that computes; 0 reads in the same process.
+    """Number of processes that read images for one that computes; 0 reads in the same process.
 
-    "auto" is 2 for a CPU, which computes for longer than it reads, and for a GPU its share of the
-    cores that may be used, less one for itself, at most 16.
+    "auto" is 2 for a CPU, where computing takes longer than reading. For a GPU it is the share of
+    the available cores, less one for the process itself, at most 16.
     """
     if runtime.workers != "auto":
         return runtime.workers
     if device.type != "cuda":
         return _ON_CPU
-    affinity = getattr(os, "sched_getaffinity", None)  # a container may have fewer than the machine
+    affinity = getattr(os, "sched_getaffinity", None)  # a container may have fewer
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(min(cores // processes - 1, _ON_GPU), 1)
 
 
 def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of a loader; a fault in an image is one line, also from a worker process.
+    """The batches of a loader; an error in an image is one line, also from a worker process.
 
-    Raises: DatasetError; TrainingError where a worker process dies, as one does for want of shared
+    Raises: DatasetError; TrainingError if a worker process dies, for example for lack of shared
         memory.
     """
     try:

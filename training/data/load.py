@@ -1,4 +1,4 @@
-"""From the `data` table of a job, or a folder, to train and test images."""
+"""Load train and test images from the `data` table of a job, or from a folder."""
 
 import csv
 from collections import Counter
@@ -28,8 +28,8 @@ TABLE = "images.csv"
 KINDS = (*OFFICIAL, "csv", "folder")
 
 _WHY = (
-    f"Each part needs {FEWEST} or more, since every answer is right where there is one class. Put "
-    "the images of each class into a sub-folder of its own, 2 images or more, or do without a "
+    f"Each part needs {FEWEST} or more, since with one class every answer is right. Put "
+    "the images of each class into a sub-folder of its own, 2 images or more, or skip the "
     "training: kinlens-train export --backbone mobilenet_v2."
 )
 
@@ -53,13 +53,13 @@ def load_split(data: Data, on_image: Callable[[], None] | None = None) -> Split:
 
 def _load(data: Data, on_image: Callable[[], None] | None) -> Split:
     root = expand_path(data.root, "data.root")
-    left_out: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     match data:
         case FolderData():
-            records, left_out = without_small_classes(root, read_folder(root), data.small_classes)
+            records, dropped = without_small_classes(root, read_folder(root), data.small_classes)
         case CsvData():
             listed = read_table(root, data.file)
-            records, left_out = without_small_classes(root, listed, data.small_classes)
+            records, dropped = without_small_classes(root, listed, data.small_classes)
         case RenderedData():
             write_catalogue(root, data, on_image)
             records = read_folder(root)
@@ -69,34 +69,34 @@ def _load(data: Data, on_image: Callable[[], None] | None) -> Split:
         split = split_by_column(root, records)
     else:
         split = split_by_class(root, records, data.train_fraction, data.split_seed)
-    return replace(split, left_out=left_out)
+    return replace(split, dropped_classes=dropped)
 
 
 def remarks(data: Data, split: Split) -> list[str]:
-    """What a person should know of a split before it is used, a sentence each."""
-    said = []
+    """What to know about a split before using it, one sentence each."""
+    found = []
     if isinstance(data, OfficialData) and data.allow_partial:
         name = OFFICIAL[data.kind].name
-        said.append(f"{name}: allow_partial is set, the official counts are not asserted")
-    if split.left_out:
-        said.append(
-            f"{len(split.left_out):,} class(es) of one image are left out, since they have no "
-            f"pair: {_first_of(split.left_out)}"
+        found.append(f"{name}: allow_partial is set, the official counts are not checked")
+    if split.dropped_classes:
+        found.append(
+            f"{len(split.dropped_classes):,} class(es) of one image are dropped: they have no "
+            f"pair: {_first_of(split.dropped_classes)}"
         )
     if split.without_gallery:
-        said.append(
+        found.append(
             f"{len(split.without_gallery)} class(es) of queries have no image in the gallery, for "
             f"example {split.without_gallery[0]!r}; these queries have no right answer"
         )
-    return said
+    return found
 
 
 def read_folder(root: Path, setting: str = "data.root") -> list[Record]:
-    """The images of a folder; hidden files and folders are left out.
+    """The images of a folder; hidden files and folders are skipped.
 
-    The class is the folder that holds the image, named by its path below root: "mug", or
-    "Women/Dress", which is another class than "Men/Dress". Galleries built from a folder have the
-    same names. An error names the `setting` or the option that gave the folder.
+    The class is the folder of the image, named by its path below root: "mug", or "Women/Dress",
+    which is another class than "Men/Dress". Galleries built from a folder use the same names. An
+    error names the `setting` or the option that gave the folder.
 
     Raises: DatasetError if the folder is missing or holds no images in sub-folders.
     """
@@ -142,8 +142,8 @@ def read_table(root: Path, file: str, setting: str = "data.root and data.file") 
 def scan_table(
     root: Path, file: str, setting: str = "data.root and data.file"
 ) -> tuple[list[Record], list[str]]:
-    """Rows that can be used, and what is wrong with the others. The class stands in the column
-    `label`, or in `class` as in a list that a gallery is built from.
+    """Usable rows of a CSV, and an error for each other row. The class is in the column `label`,
+    or `class` as in a list for a gallery.
 
     Raises: DatasetError if the file is missing, is not a text or lacks a column.
     """
@@ -184,7 +184,7 @@ def without_small_classes(
 ) -> tuple[list[Record], tuple[str, ...]]:
     """Apply `small_classes`: a class with one image has no positive pair.
 
-    Returns what is left, and the names of the classes that are not.
+    Returns the remaining records, and the names of the dropped classes.
 
     Raises: DatasetError under "refuse" if there is such a class.
     """
@@ -207,7 +207,7 @@ def _first_of(names: Sequence[str]) -> str:
 def split_by_class(
     root: Path, records: Sequence[Record], train_fraction: float, seed: int
 ) -> Split:
-    """Put a random part of the classes into train and the rest into test, at least 2 in each.
+    """Put a random part of the classes into train and the others into test, at least 2 in each.
 
     Raises: DatasetError if there are fewer than 4 classes.
     """
@@ -227,14 +227,14 @@ def split_by_class(
 
 
 def split_by_column(root: Path, records: Sequence[Record]) -> Split:
-    """The split that a CSV states.
+    """The split in the column `split` of a CSV.
 
     Raises: DatasetError if a class is in both parts, or a part has a single class.
     """
     found = {record.part for record in records}
     if found != {"train", "test"}:
         raise DatasetError(
-            f"The column split holds {', '.join(map(repr, sorted(found)))}; it must hold 'train' "
+            f"The column split has {', '.join(map(repr, sorted(found)))}; it must have 'train' "
             "and 'test', both at least once."
         )
     train, test = (
@@ -248,10 +248,10 @@ def split_by_column(root: Path, records: Sequence[Record]) -> Split:
 
 
 def recognise(root: Path) -> str | None:
-    """The kind of data set that `root` looks like; None if it looks like none.
+    """The kind of data set in `root`; None if it has no known layout.
 
-    A folder that has a list of an official layout but not all that it needs is still that kind, so
-    that what it lacks can be named.
+    A folder with a list of an official layout is that kind even if other parts are missing, so that
+    the error can name them.
     """
     for kind, official in OFFICIAL.items():
         if not official.lacks(root):
@@ -272,8 +272,8 @@ def write_lists(
 ) -> dict[str, LabelledImages]:
     """Write the official split as train.csv, test.csv and, where there is one, gallery.csv.
 
-    Returns what each list has. Raises: DatasetError if `root` is no official data set, or not a
-    whole one.
+    Returns the images of each list. Raises: DatasetError if `root` is not a complete official data
+    set.
     """
     official = OFFICIAL.get(kind or recognise(root) or "")
     if official is None:

@@ -1,6 +1,6 @@
-"""Which classes choose a model, and which test it: fixed validation and cross validation.
+"""Class-wise validation: a fixed part of the train classes, or cross validation.
 
-The test classes stay as they are; validation classes are taken from the train classes.
+The test classes are unchanged; validation classes are taken from the train classes.
 
 References:
     Psomas, Metric Learning: A Deep Dive (2020), part 5 "Our setup": 10-fold cross validation and
@@ -18,7 +18,7 @@ from kinlens.training.data.records import FEWEST, Split
 
 
 def with_protocol(split: Split, protocol: Protocol) -> Split:
-    """`split` with the validation classes that the job asks for. Raises: DatasetError."""
+    """`split` with the validation classes of the job. Raises: DatasetError."""
     if protocol.folds is not None and protocol.fold is not None:
         return folds(split, protocol.folds, protocol.validation_seed)[protocol.fold]
     if protocol.validation_fraction == 0:
@@ -51,7 +51,7 @@ def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
 def folds(split: Split, count: int = 10, seed: int = 0) -> list[Split]:
     """Class cross validation: each train class is a validation class in exactly one fold.
 
-    Classes are dealt at random, since neighbours in a list are often alike; the numbers of
+    Classes are assigned at random, since neighbours in a list are often alike; the numbers of
     validation classes differ by at most one.
 
     Raises: DatasetError if there are fewer than 2 classes a fold, or if the validation classes of
@@ -65,21 +65,21 @@ def folds(split: Split, count: int = 10, seed: int = 0) -> list[Split]:
             "folds."
         )
     order = np.random.default_rng(seed).permutation(classes)
-    return [_validating(split, held) for held in np.array_split(order, count)]
+    return [_validating(split, held_out) for held_out in np.array_split(order, count)]
 
 
 def without_test(split: Split) -> Split:
-    """`split` without its test images: nothing that is given it can look at them."""
+    """`split` without its test images, so that nothing downstream can use them."""
     return replace(split, test=split.test.of_classes(np.array([], dtype=np.int64)), gallery=None)
 
 
-def _validating(split: Split, held: NDArray[np.int64]) -> Split:
+def _validating(split: Split, held_out: NDArray[np.int64]) -> Split:
     sizes = np.bincount(split.train.labels, minlength=split.train.classes)
-    if sizes[held].max() < 2:
+    if sizes[held_out].max() < 2:
         raise DatasetError(
-            f"None of the {len(held)} validation classes of {split.train.root} has 2 images, so "
+            f"None of the {len(held_out)} validation classes of {split.train.root} has 2 images: "
             "recall is not defined on them. Hold out more classes, use fewer folds or another seed."
         )
-    kept = np.setdiff1d(np.arange(split.train.classes), held)
-    train, validation = split.train.of_classes(kept), split.train.of_classes(np.sort(held))
+    kept = np.setdiff1d(np.arange(split.train.classes), held_out)
+    train, validation = split.train.of_classes(kept), split.train.of_classes(np.sort(held_out))
     return replace(split, train=train, validation=validation)

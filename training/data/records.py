@@ -1,4 +1,4 @@
-"""Labelled images: what every data set loader returns."""
+"""Labelled images: the result of every data set loader."""
 
 import csv
 import hashlib
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import DatasetError
 
 FEWEST = 2
-"""Classes in each part: in a part of one class every answer is right."""
+"""Minimum number of classes in each part: with one class every answer would be right."""
 
 
 class Record(NamedTuple):
-    """An image as a list or a folder states it: its path below the root; `part` may be empty."""
+    """An image in a list or folder: its path below the root; `part` may be empty."""
 
     path: str
     label: str
@@ -43,7 +43,7 @@ class LabelledImages:
         return len(self.class_names)
 
     def some(self, count: int, seed: int = 0) -> "LabelledImages":
-        """At most `count` of them, drawn at random, in their order; all classes are kept."""
+        """A random subset of at most `count` images, in their order; all classes are kept."""
         if count >= len(self):
             return self
         rows = np.sort(np.random.default_rng(seed).permutation(len(self))[:count])
@@ -74,8 +74,8 @@ class LabelledImages:
         return digest.hexdigest()
 
 
-class Picture(NamedTuple):
-    """A picture that a customer searched with: its class, its name and where it lies."""
+class QueryImage(NamedTuple):
+    """The image of a customer's query: its class, its name and its path."""
 
     label: str
     name: str
@@ -83,7 +83,7 @@ class Picture(NamedTuple):
 
 
 class Confused(NamedTuple):
-    """Two classes, in order; an image of one was called wrong as often for one of the other."""
+    """Two classes, in order, and how often customers called one wrong for the other."""
 
     one: str
     other: str
@@ -92,30 +92,30 @@ class Confused(NamedTuple):
 
 @dataclass(frozen=True)
 class Feedback:
-    """What customers told of the images of a data set, see training.data.feedback.
+    """What customers reported about the images of a data set, see training.data.feedback.
 
-    `pictures` and `confused` are sorted. Of all `rows`, those that tell nothing are counted in
-    `unused`, by the reason.
+    `images` and `confused` are sorted. `unused` counts by reason those of the `rows` that are of
+    no use.
     """
 
     rows: int
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[QueryImage, ...] = ()
     confused: tuple[Confused, ...] = ()
     unused: Mapping[str, int] = field(default_factory=dict)
 
     def sha256(self) -> str:
-        """Digest of all that is learnt from it, wherever it lies."""
-        told = [(picture.label, picture.name) for picture in self.pictures]
-        return hashlib.sha256(repr((told, self.confused)).encode()).hexdigest()
+        """Digest of all that a run learns from it, independent of its folder."""
+        content = [(image.label, image.name) for image in self.images]
+        return hashlib.sha256(repr((content, self.confused)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Split:
-    """Train, test and perhaps validation images; no class is in two of them.
+    """Train, test and perhaps validation images, with disjoint classes.
 
     With a `gallery` the test images are queries and are searched for in it; without one each test
-    image is searched for among the other test images. Of the `feedback` only what is of train
-    classes is used, and it is no part of `train`: a model is tested and exported without it.
+    image is searched for among the other test images. Only `feedback` on train classes is used. It
+    is not part of `train`: a model is tested and exported without it.
 
     Raises: DatasetError if a class is in two of train, validation and test.
     """
@@ -125,8 +125,8 @@ class Split:
     validation: LabelledImages | None = None
     gallery: LabelledImages | None = None
     feedback: Feedback | None = None
-    left_out: tuple[str, ...] = ()
-    """Names of classes of one image, which have no pair."""
+    dropped_classes: tuple[str, ...] = ()
+    """Names of classes of one image, which were dropped as they have no pair."""
 
     def __post_init__(self) -> None:
         names = {part: set(images.class_names) for part, images in self.parts.items()}
@@ -142,7 +142,7 @@ class Split:
 
     @property
     def parts(self) -> dict[str, LabelledImages]:
-        """The lists that there are, by name; the feedback is none of them."""
+        """The existing lists by name, without the feedback."""
         names = ("train", "validation", "test", "gallery")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
@@ -154,22 +154,22 @@ class Split:
         return tuple(sorted(set(self.test.class_names) - set(self.gallery.class_names)))
 
     def joined(self) -> LabelledImages:
-        """The pictures of the feedback whose class is trained on, labelled as `train` is."""
+        """The query images of the feedback whose class is trained on, labelled as in `train`."""
         number = {name: index for index, name in enumerate(self.train.class_names)}
-        pictures = self.feedback.pictures if self.feedback else ()
-        found = [picture for picture in pictures if picture.label in number]
-        labels = np.array([number[picture.label] for picture in found], dtype=np.int64)
-        paths = tuple(str(picture.path) for picture in found)
+        images = self.feedback.images if self.feedback else ()
+        found = [image for image in images if image.label in number]
+        labels = np.array([number[image.label] for image in found], dtype=np.int64)
+        paths = tuple(str(image.path) for image in found)
         return replace(self.train, paths=paths, labels=labels)
 
     def to_learn(self) -> LabelledImages:
-        """The train images and, after them, the pictures that join them, at absolute paths."""
+        """The train images, then the query images that join them, at absolute paths."""
         joined = self.joined()
         labels = np.concatenate([self.train.labels, joined.labels])
         return replace(self.train, paths=self.train.paths + joined.paths, labels=labels)
 
     def confused(self) -> NDArray[np.int64]:
-        """Train classes that customers said are confused: two labels and how often, (P, 3)."""
+        """Train classes that customers confuse: two labels and the number of rows, (P, 3)."""
         number = {name: index for index, name in enumerate(self.train.class_names)}
         pairs = self.feedback.confused if self.feedback else ()
         found = [(number[a], number[b], n) for a, b, n in pairs if {a, b} <= number.keys()]
@@ -185,7 +185,7 @@ class Split:
         return labels_in(self.gallery, self.test.class_names)
 
     def sha256(self) -> str:
-        """Digest of the lists; validation and gallery count where they exist."""
+        """Digest of the lists; validation and gallery count if they exist."""
         content = self.train.sha256() + self.test.sha256()
         for part, images in self.parts.items():
             if part in ("validation", "gallery"):
@@ -193,13 +193,13 @@ class Split:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def learnt_sha256(self) -> str:
-        """As `sha256`, and of the feedback where there is some: all that a run learns from."""
+        """Digest of all that a run learns from: the lists, and the feedback if there is any."""
         if self.feedback is None:
             return self.sha256()
         return hashlib.sha256(f"{self.sha256()}{self.feedback.sha256()}".encode()).hexdigest()
 
     def require(self, expected: str, user: str) -> None:
-        """Raises: DatasetError unless this split is the one whose sha256 is `expected`."""
+        """Raises: DatasetError if `expected` is not the sha256 of this split."""
         if self.sha256() != expected:
             raise DatasetError(
                 f"{user} was trained on another split of the images (sha256 {expected[:12]}, now "
@@ -209,14 +209,14 @@ class Split:
 
 
 def labels_in(images: LabelledImages, class_names: tuple[str, ...]) -> NDArray[np.int64]:
-    """Labels (N,) of `images` in another numbering of the classes; new classes come after it."""
+    """Labels (N,) of `images` in the numbering of `class_names`; new classes follow it."""
     number = {name: index for index, name in enumerate(class_names)}
     table = [number.setdefault(name, len(number)) for name in images.class_names]
     return np.array(table, dtype=np.int64)[images.labels]
 
 
 def labelled(root: Path, records: Iterable[Record | tuple[str, str]]) -> LabelledImages:
-    """From (path relative to root, class name); classes are numbered in sorted order."""
+    """Images from pairs (path relative to root, class); classes are numbered in sorted order."""
     ordered = sorted((record[1], record[0]) for record in records)
     names, labels = np.unique([name for name, _ in ordered], return_inverse=True)
     paths = tuple(path for _, path in ordered)
@@ -224,7 +224,7 @@ def labelled(root: Path, records: Iterable[Record | tuple[str, str]]) -> Labelle
 
 
 def write_table(path: Path, images: LabelledImages) -> None:
-    """Write a list that the indexer reads: columns key, path, class; paths relative to the root."""
+    """Write a list for the indexer: columns key, path, class; paths relative to the root."""
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(("key", "path", "class"))

@@ -1,11 +1,11 @@
-"""Which images make a batch: at random, m of each class, or the same classes drawn twice.
+"""Batch composition: random, m images of each class, or the same classes drawn twice.
 
-Every order depends on (seed, epoch) alone. In a run of several processes each of them computes the
-same global batch and yields its own contiguous share, so the shares of ranks 0 .. world - 1, put
-one after the other, are the batch of a run of one process.
+Every order depends on (seed, epoch) only. In a run of several processes each of them computes the
+same global batch and yields its own contiguous share, so the concatenated shares of ranks
+0 .. world - 1 are the batch of a run of one process.
 
-N images of C classes, B to a batch: c classes, drawn d times with m images each, so B = c d m.
-Classes that feedback says are confused meet in more batches than by chance: hard negatives, for
+N images of C classes, batch size B: c classes, drawn d times with m images each, so B = c d m.
+Classes that feedback marks as confused share more batches than by chance: hard negatives, for
 every loss and miner.
 """
 
@@ -24,7 +24,7 @@ from kinlens.training.data.images import Index
 Numbers = NDArray[np.int64]
 
 Partners = dict[int, tuple[Numbers, NDArray[np.float64]]]
-"""Of a class: those that it is confused with, and how likely each of them is brought to it."""
+"""For each class: the classes that it is confused with, and the probability of choosing each."""
 
 
 class BatchSampler(Sampler[list[Index]]):
@@ -33,32 +33,32 @@ class BatchSampler(Sampler[list[Index]]):
     Set `epoch` before each pass. An epoch has N // B batches, at least one;
     `optimizer.steps_per_epoch` ends it early. The `sampling` of the job is one of
 
-    - "random": each image once; the last, incomplete batch is left out, unless it is the only one.
-    - "balanced": batches of c different classes, m images of each, class after class. Every class
-      comes once before any comes again, and so do the images of a class: a batch repeats an image
-      only if its class has fewer than m, and then as evenly as it can. Small classes are seen more
-      often than without balance, large ones not in full.
-    - "paired": one such draw after another, d = 2, of the same classes in the same order.
+    - "random": each image once; the last, incomplete batch is dropped, unless it is the only one.
+    - "balanced": batches of c different classes, m images of each, grouped by class. Every class
+      comes once before any class repeats, and so do the images of a class: a batch repeats an image
+      only if its class has fewer than m, and then as evenly as possible. Small classes are seen
+      more often than in random batches, large ones not completely.
+    - "paired": d = 2 such draws after each other, of the same classes in the same order.
 
     **Reading.** The two draws of graph consistency share no image of a class with at least 2 m, and
-    of a smaller one as few as they can. With `pairs` = "independent", as in the paper, a draw knows
-    nothing of the other: it still repeats no image of a class with at least m, but two draws may
-    share some, and an epoch leaves some out. A shared image gives two views.
+    as few as possible of a smaller one. With `pairs` = "independent", as in the paper, the draws
+    are independent: each still repeats no image of a class with at least m, but two draws may share
+    images, and an epoch misses some. A shared image gives two views.
 
-    With `confused` classes the same images, or visits to classes, are dealt to the batches in
-    another order, see `_met`; without any, nothing is drawn for them.
+    With `confused` classes the same images, or visits to classes, are assigned to the batches in
+    another order, see `_group_confused`. Without any, this uses no random numbers.
 
     References:
         Deep Metric Learning with Graph Consistency (Chen et al., 2021), section 3.3.
         https://ojs.aaai.org/index.php/AAAI/article/view/16182
 
     Args:
-        job: its `sampling`, `seed` and sizes.
+        job: with its `sampling`, `seed` and sizes.
         labels: class of each image (N,).
-        rank, world: number of this process and of all processes, which share each batch.
+        rank, world: number of this process, and how many processes share each batch.
         confused: two labels and a weight for each pair of classes (P, 3).
 
-    Raises: JobError if the settings do not fit each other, the classes or the processes.
+    Raises: JobError if the settings are inconsistent with each other, the classes or the processes.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class BatchSampler(Sampler[list[Index]]):
             )
 
     def _classes_per_batch(self) -> int:
-        """c. Raises: JobError if there is no such number, or if there are fewer classes."""
+        """c. Raises: JobError if it is not a whole number, or if there are fewer classes."""
         per_class, classes = self.sampling.per_class, int(self.labels.max()) + 1
         each, twice = self.draws * per_class, "" if self.draws == 1 else "twice "
         wanted, rest = divmod(self.batch_size, each)
@@ -114,7 +114,7 @@ class BatchSampler(Sampler[list[Index]]):
         rng = np.random.default_rng((self.seed, epoch))
         if self.sampling.kind == "random":
             images = rng.permutation(len(self.labels))
-            order = self._met(self.labels[images], self.batch_size, rng)
+            order = self._group_confused(self.labels[images], self.batch_size, rng)
             images = images[order][: self.batches * self.batch_size]
         else:
             images = self._of_classes(rng)
@@ -126,50 +126,50 @@ class BatchSampler(Sampler[list[Index]]):
             yield [(epoch, image, view) for image, view in pairs]
 
     def _of_classes(self, rng: np.random.Generator) -> Numbers:
-        """One draw of a batch after the other, each class after class: (batches * B,)."""
+        """The images of one draw after the other, grouped by class: (batches * B,)."""
         classes = _class_order(int(self.labels.max()) + 1, self.width, self.batches, rng)
-        classes = classes[self._met(classes, self.width, rng)]
+        classes = classes[self._group_confused(classes, self.width, rng)]
         visits = self.draws * _times_before(classes)[:, None] + np.arange(self.draws)
         images = self._visit(classes.repeat(self.draws), visits.ravel(), rng)  # (batches c d, m)
         grouped = images.reshape(self.batches, self.width, self.draws, self.sampling.per_class)
         return grouped.transpose(0, 2, 1, 3).ravel()
 
-    def _met(self, classes: Numbers, width: int, rng: np.random.Generator) -> Numbers:
-        """The order in which confused classes meet: classes of V places to a permutation (V,).
+    def _group_confused(self, classes: Numbers, width: int, rng: np.random.Generator) -> Numbers:
+        """A permutation (V,) of V slots that puts confused classes into the same batch.
 
-        A part `sampling.confused` of the batches is chosen. There each class in turn has one of
-        those that it is confused with brought beside it, from a batch that is not chosen. That
-        batch takes in exchange the last of the chosen one that no pair needs, unless its class is
-        there already. So an epoch has what it would have had, and no class is repeated in a batch
-        that was not before.
+        A fraction `sampling.confused` of the batches is chosen at random. In them each class in
+        turn gets one of the classes that it is confused with, swapped in from a batch that is not
+        chosen. The swap moves out the last slot of the chosen batch that no pair needs, unless the
+        other batch has that class already. So an epoch uses the same images as before, and no batch
+        repeats a class more often.
         """
         order = np.arange(len(classes))
         if not self.partners:
             return order
         chosen = np.flatnonzero(rng.random(self.batches) < self.sampling.confused)
         free = rng.permutation(np.flatnonzero(~np.isin(order // width, chosen)))
-        dealt = _Dealt(classes, width, free)
+        slots = _Slots(classes, width, free)
         for batch in chosen.tolist():
             first, last = batch * width, (batch + 1) * width - 1
             needed: set[int] = set()
-            for place in range(first, last):
-                own = dealt.classes[place]
+            for slot in range(first, last):
+                own = slots.classes[slot]
                 if own not in self.partners:
                     continue
                 partners, chances = self.partners[own]
                 partner = int(rng.choice(partners, p=chances))
-                while last > place and dealt.classes[last] in needed | {own, partner}:
+                while last > slot and slots.classes[last] in needed | {own, partner}:
                     last -= 1
-                if last > place and dealt.bring(partner, last):
+                if last > slot and slots.bring(partner, last):
                     needed |= {own, partner}
-        return dealt.order
+        return slots.order
 
     def _visit(self, classes: Numbers, visits: Numbers, rng: np.random.Generator) -> Numbers:
         """m images for each visit to a class: classes (V,) and their visits (V,) to (V, m).
 
-        The s images of a class are a deck of cards, shuffled once an epoch. A visit gets the whole
-        deck m // s times, and for the rest the cards that follow those of the visit before, round
-        and round; or, if draws are independent, cards that are chosen anew.
+        The s images of a class are a deck of cards, shuffled once per epoch. A visit gets the whole
+        deck m // s times, and then the cards that follow those of the previous visit, cyclically.
+        If draws are independent, these cards are drawn at random instead.
         """
         independent = self.sampling.kind == "paired" and self.sampling.pairs == "independent"
         shuffled = np.arange(len(self.labels)) if independent else rng.permutation(len(self.labels))
@@ -187,8 +187,8 @@ class BatchSampler(Sampler[list[Index]]):
         return rng.permuted(images, axis=1)
 
 
-class _Dealt:
-    """Places with classes (V,), dealt to batches of `width`; the `free` ones may give theirs."""
+class _Slots:
+    """Slots with classes (V,) in batches of `width`; only slots in `free` may be swapped out."""
 
     def __init__(self, classes: Numbers, width: int, free: Numbers) -> None:
         self.classes: list[int] = classes.tolist()
@@ -197,32 +197,32 @@ class _Dealt:
         starts = range(0, len(classes), width)
         self.present = [Counter(self.classes[start : start + width]) for start in starts]
         self.free: defaultdict[int, list[int]] = defaultdict(list)
-        for place in free.tolist():
-            self.free[self.classes[place]].append(place)
+        for slot in free.tolist():
+            self.free[self.classes[slot]].append(slot)
 
-    def bring(self, wanted: int, place: int) -> bool:
-        """Whether `wanted` is in the batch of `place`, if need be in exchange for what is there."""
-        here, leaves = self.present[place // self.width], self.classes[place]
-        if here[wanted]:
+    def bring(self, wanted: int, slot: int) -> bool:
+        """Put class `wanted` into the batch of `slot`, by a swap if needed; whether it is there."""
+        target, evicted = self.present[slot // self.width], self.classes[slot]
+        if target[wanted]:
             return True
         for source in self.free[wanted]:
-            there = self.present[source // self.width]
-            if not there[leaves]:
+            donor = self.present[source // self.width]
+            if not donor[evicted]:
                 self.free[wanted].remove(source)
-                self.free[leaves].append(source)
-                self.classes[place], self.classes[source] = wanted, leaves
-                self.order[[place, source]] = self.order[[source, place]]
-                here.update({wanted: 1, leaves: -1})
-                there.update({wanted: -1, leaves: 1})
+                self.free[evicted].append(source)
+                self.classes[slot], self.classes[source] = wanted, evicted
+                self.order[[slot, source]] = self.order[[source, slot]]
+                target.update({wanted: 1, evicted: -1})
+                donor.update({wanted: -1, evicted: 1})
                 return True
         return False
 
 
 def _class_order(classes: int, width: int, batches: int, rng: np.random.Generator) -> Numbers:
-    """Shuffled rounds through all classes, no class twice in a batch: (batches * width,)."""
+    """Shuffled rounds over all classes, without repeats in a batch: (batches * width,)."""
     rounds = [rng.permutation(classes)]
     while len(rounds) * classes < batches * width:
-        begun = len(rounds) * classes % width  # places of the last batch that are filled
+        begun = len(rounds) * classes % width  # filled slots of the last batch
         taken = rounds[-1][classes - begun :]
         new = rng.permutation(classes)
         first = new[~np.isin(new, taken)][: width - begun]  # the rest of that batch
@@ -231,7 +231,7 @@ def _class_order(classes: int, width: int, batches: int, rng: np.random.Generato
 
 
 def _partners(confused: Numbers, labels: Numbers) -> Partners:
-    """From pairs of labels and their weights (P, 3), in the numbering of `labels`, sorted (C,)."""
+    """`Partners` from pairs of labels and weights (P, 3), as indices into `labels`, sorted (C,)."""
     known = confused[np.isin(confused[:, :2], labels).all(axis=1)]
     weights: defaultdict[int, dict[int, int]] = defaultdict(dict)
     for one, other, times in zip(
@@ -245,6 +245,6 @@ def _partners(confused: Numbers, labels: Numbers) -> Partners:
 
 
 def _times_before(items: Numbers) -> Numbers:
-    """How often each item has occurred before: (V,) to (V,)."""
+    """The number of earlier occurrences of each item: (V,) to (V,)."""
     counters: defaultdict[int, Iterator[int]] = defaultdict(count)
     return np.fromiter((next(counters[item]) for item in items.tolist()), np.int64, len(items))

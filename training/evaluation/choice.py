@@ -1,9 +1,9 @@
-"""Which model a run keeps: a point between its start and its last epoch, or the trunk itself.
+"""Choose the model of a run: a point between its start and its last epoch, or the trunk itself.
 
-A training on few classes may end below its start. So the run is first made on folds: each holds out
-a part of the train classes. The candidates are the trunk, the start, the last epoch and points on
-the line between their weights; each is searched with the held-out images. The candidate with the
-highest R@1 over all folds is then made of the training on all classes.
+A training on few classes may end below its start. So the run is first repeated on folds, each of
+which holds out a part of the train classes. The candidates are the trunk, the start, the last epoch
+and points on the line between their weights. Held-out images are searched with each candidate. The
+candidate with the highest R@1 over all folds is then built from the training on all classes.
 
 References:
     Wortsman et al., Robust fine-tuning of zero-shot models (2022), section 3: the line between
@@ -45,10 +45,10 @@ ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Points between the weights at the start (0) and those of the last epoch (1)."""
 
 FEWEST_CLASSES = 4
-"""Train classes: two folds of two. A shop with half of its products to test on has 8."""
+"""Minimum number of train classes: two folds of two. A shop that tests on half of them has 8."""
 
 _OTHERS = 2000
-"""Most held-out images that are asked, and most images of the trained classes among which."""
+"""Maximum number of held-out queries, and of images of trained classes in their gallery."""
 
 _TRUNK = "trunk"
 _LINE = "line.json"
@@ -58,11 +58,11 @@ Train = Callable[[Job, Split, Path], None]
 
 @dataclass(frozen=True)
 class Choice:
-    """What the folds found.
+    """The result of the folds.
 
     `alpha` is the point on the line, None the trunk itself. `recall` and `map_at_r` are by the name
     of a candidate, in percent over `queries` of all folds; `gain` is the interval of the change in
-    R@1 from what the run began with to the candidate that was chosen ({} without one).
+    R@1 from the starting point of the run to the chosen candidate ({} without one).
     """
 
     alpha: float | None
@@ -74,7 +74,7 @@ class Choice:
     gain: dict[str, float] = field(default_factory=dict)
 
     def sentence(self) -> str:
-        """What was chosen and why, in one line."""
+        """The choice and its reason, in one line."""
         recall = self.recall
         chosen = name_of(self.alpha)
         paired = ""
@@ -96,32 +96,32 @@ class Choice:
 
 
 def name_of(alpha: float | None) -> str:
-    """A candidate in words: "trunk", "0", "0.25", ..."""
+    """The name of a candidate: "trunk", "0", "0.25", ..."""
     return _TRUNK if alpha is None else f"{alpha:g}"
 
 
 def too_few(split: Split) -> str:
-    """Why no model can be chosen on folds of these classes; "" where one can."""
+    """Why no model can be chosen on folds of these classes; "" if it can."""
     found = split.train.classes
     if found >= FEWEST_CLASSES:
         return ""
     whole = found + split.test.classes
     return (
         f"There are {whole} classes, {found} of them to train on: too few to tell whether a "
-        f"training helps, which takes {FEWEST_CLASSES} ({2 * FEWEST_CLASSES} classes in all, half "
+        f"training helps, which needs {FEWEST_CLASSES} ({2 * FEWEST_CLASSES} classes in all, half "
         "of them to test on). So nothing is trained: the model is the trunk itself or, with a "
-        "trained bundle as model.weights, that one."
+        "trained bundle as model.weights, that model."
     )
 
 
 def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
-    """Train on the folds of `split.train` that the job asks for, and compare the candidates.
+    """Train on the folds of `split.train` that the job configures, and compare the candidates.
 
-    Best is the highest R@1 over the queries of all folds, then the highest MAP@R, then the
-    candidate that was trained least. A fold that is finished in `folder` is not trained again.
+    The best has the highest R@1 over the queries of all folds, then the highest MAP@R, then the
+    least training. A finished fold in `folder` is not trained again.
 
     Args:
-        train: trains a job on a split in a folder, or goes on there.
+        train: trains or resumes a job on a split in a folder.
     """
     count = min(job.protocol.folds or FEWEST, split.train.classes // FEWEST)
     runs = []
@@ -140,24 +140,24 @@ def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
         runs.append((one, part))
     found = []
     for number, (one, part) in enumerate(runs):
-        place = folder / f"fold-{number:02d}"
+        run_folder = folder / f"fold-{number:02d}"
         identity = {"job": one.as_dict(), "split_sha256": part.learnt_sha256()}
-        line = _read(place / _LINE, identity)
+        line = _read(run_folder / _LINE, identity)
         if line is None:
-            train(one, part, place)
-            line = identity | _asked(one, part, place)
+            train(one, part, run_folder)
+            line = identity | _asked(one, part, run_folder)
             wait_for_all()
             if is_main():
-                replace_json(place / _LINE, line)
+                replace_json(run_folder / _LINE, line)
         if is_main():
             for name in (FILE, START, BEST):
-                (place / name).unlink(missing_ok=True)
+                (run_folder / name).unlink(missing_ok=True)
         found.append(line)
     return _best(found)
 
 
 def _require_batches(job: Job, split: Split, number: int, count: int) -> None:
-    """Look, before any fold is trained, whether the batches of the job can be drawn in this one.
+    """Check, before any fold is trained, that the batches of the job can be drawn in this one.
 
     Raises: JobError.
     """
@@ -170,9 +170,9 @@ def _require_batches(job: Job, split: Split, number: int, count: int) -> None:
 
 
 def write_chosen(folder: Path, choice: Choice) -> None:
-    """Write the model that was chosen as that of the run in `folder`."""
+    """Write the chosen model as the model of the run in `folder`."""
     start, last = load_checkpoint(folder / START), load_checkpoint(folder)
-    weights = between(start, last, choice.alpha or 0.0)  # the trunk is that of the start
+    weights = between(start, last, choice.alpha or 0.0)  # the trunk of the start
     trunk_alone = choice.alpha is None
     chosen = replace(last, net=weights, average=None, trunk_alone=trunk_alone)
     save_checkpoint(folder / BEST, chosen)
@@ -180,7 +180,7 @@ def write_chosen(folder: Path, choice: Choice) -> None:
 
 
 def between(start: Checkpoint, last: Checkpoint, alpha: float) -> dict[str, Tensor]:
-    """The state of the network at a point of the line."""
+    """The state of the network at a point on the line."""
     before, after = start.network()[1].state_dict(), last.network()[1].state_dict()
     return {
         name: torch.lerp(before[name], value, alpha)
@@ -190,13 +190,13 @@ def between(start: Checkpoint, last: Checkpoint, alpha: float) -> dict[str, Tens
     }
 
 
-def _asked(job: Job, split: Split, place: Path) -> dict[str, Any]:
-    """What each candidate of a finished fold finds, by held-out image.
+def _asked(job: Job, split: Split, run_folder: Path) -> dict[str, Any]:
+    """The results of each candidate of a finished fold, by held-out image.
 
-    Held-out images are asked among all images of the train classes: among those of a few held-out
-    classes alone nearly all are found, whatever the candidate.
+    Held-out images are searched among all images of the train classes: among a few held-out classes
+    nearly all are found, whatever the candidate.
     """
-    start, last = load_checkpoint(place / START), load_checkpoint(place)
+    start, last = load_checkpoint(run_folder / START), load_checkpoint(run_folder)
     held_out = split.validation
     assert held_out is not None  # the protocol holds out a fold
     held_out = held_out.some(_OTHERS, job.seed)
@@ -242,7 +242,7 @@ def _best(lines: list[dict[str, Any]]) -> Choice:
         name: 100 * float(np.concatenate([x["precisions"][name] for x in lines])[answered].mean())
         for name in ranks
     }
-    # `max` keeps the first of equals, which was trained least.
+    # `max` keeps the first of equals, which has the least training.
     chosen = max(recall, key=lambda name: (round(recall[name], 6), round(map_at_r[name], 6)))
     began = torch.from_numpy(ranks.get(_TRUNK, ranks["0"]))
     return Choice(
@@ -257,14 +257,14 @@ def _best(lines: list[dict[str, Any]]) -> Choice:
 
 
 def _read(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """A finished fold; None if there is none of this job and these images."""
+    """A finished fold; None if there is none for this job and these images."""
     if not path.is_file():
         return None
     try:
         line: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is damaged ({error}). Remove {path.parent} and go on with --resume."
+            f"{path} is damaged ({error}). Delete {path.parent} and use --resume."
         ) from error
     known = json.loads(json.dumps(identity))
     same = line.get("split_sha256") == known["split_sha256"]

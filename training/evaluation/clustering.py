@@ -1,4 +1,4 @@
-"""NMI and F1: do the clusters of k-means agree with the classes?"""
+"""NMI and F1: agreement between the clusters of k-means and the classes."""
 
 import warnings
 
@@ -11,17 +11,17 @@ from sklearn.metrics.cluster import pair_confusion_matrix
 from kinlens.training.evaluation.retrieval import Labels, Vectors, checked
 
 MOST_CLASSES_FOR_PLUS_PLUS = 2000
-"""With more classes, choosing the first centres one after the other takes longer than k-means."""
+"""With more classes, the sequential choice of the first centres takes longer than k-means."""
 
 _ROUNDS = 30
 
 
 def clustering(embeddings: Vectors, labels: Labels, seed: int = 0) -> dict[str, float]:
-    """Agreement of the classes with as many clusters of k-means (Lloyd, one start), in percent.
+    """Agreement in percent of the classes and as many k-means clusters (Lloyd, one start).
 
     Lloyd's algorithm, not mini-batches: with five images in a class a mini-batch sees a cluster
-    less than once. It begins with k-means++ up to 2,000 classes, with random embeddings above.
-    Memory beside the embeddings is one copy of them and a few times the centres; a round costs
+    less than once. It starts from k-means++ up to 2,000 classes, from random embeddings above.
+    Extra memory is one copy of the embeddings and a few times the centres; an iteration costs
     N x classes x D, on the CPU. The same seed gives the same clusters on the same machine.
 
     Args:
@@ -42,7 +42,7 @@ def clustering(embeddings: Vectors, labels: Labels, seed: int = 0) -> dict[str, 
     init = "k-means++" if classes <= MOST_CLASSES_FOR_PLUS_PLUS else "random"
     means = KMeans(classes, init=init, n_init=1, max_iter=_ROUNDS, random_state=seed)
     with warnings.catch_warnings():
-        # Fewer different points than clusters: a collapsed network, which the figures will show.
+        # k-means warns if a collapsed network has fewer points than clusters; the figures show it.
         warnings.simplefilter("ignore", ConvergenceWarning)
         return agreement(labels, means.fit_predict(vectors))
 
@@ -54,7 +54,7 @@ def agreement(labels: Labels, clusters: Labels) -> dict[str, float]:
         F_1 = \frac{2 P R}{P + R}
 
     P is the part of the pairs inside a cluster that share a class, R the part of the pairs inside a
-    class that share a cluster. Two equal partitions have 100, also where a formula is 0 / 0.
+    class that share a cluster. Two equal partitions have 100, also if a formula is 0 / 0.
 
     Args:
         labels: (N,), C.

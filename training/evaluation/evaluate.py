@@ -1,4 +1,4 @@
-"""Run a model over images: embeddings and all their figures."""
+"""Run a model over images and compute the embeddings and all figures."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -37,7 +37,7 @@ from kinlens.training.models.embedding import EmbeddingNet, evaluating
 from kinlens.training.regularizers.determinant import local_lipschitz
 
 OnBatch = Callable[[int], None]
-"""Told how many images were just embedded."""
+"""Called with the number of images just embedded."""
 
 _CPU = torch.device("cpu")
 _LIPSCHITZ_IMAGES = 16
@@ -54,11 +54,11 @@ def evaluate(
     """Recall@K and MAP@R of `net` on `images`, preprocessed as in the service, in float32.
 
     Args:
-        gallery: what is searched; without it each image is searched for among the others.
+        gallery: images to search in; without it each image is searched for among the others.
         full: also clustering, structure and, with a flow, its local Lipschitz constant.
-        before: (N,), the ranks of another model on the same queries; then also `gain`.
+        before: (N,), the ranks of another model on the same queries; adds `gain`.
 
-    Under several ranks each embeds its share and all get the figures.
+    Under several ranks each embeds its share, and all get the figures.
     """
     parts = [images] if gallery is None else [images, gallery]
     vectors = [embed(net, part, job) for part in parts]
@@ -84,18 +84,18 @@ def evaluate_embeddings(
     seed: int = 0,
     before: Tensor | None = None,
 ) -> dict[str, float]:
-    """Recall, MAP@R and, in full, the agreement of clusters and the structure, by name.
+    """Recall and MAP@R by name; in full, also cluster agreement and structure.
 
-    **Reading.** With a gallery (In-Shop), retrieval asks the test images in the gallery; clusters
-    and structure are those of both together, which are the test images of the split.
+    **Reading.** With a gallery (In-Shop), retrieval searches for the test images in the gallery.
+    Clusters and structure cover both together, which are the test images of the split.
 
     Args:
-        test, labels, gallery, gallery_labels, ks: as of `retrieval`.
-        full: also NMI, F1 and the measures of `structure`; minutes from 10,000 classes on.
+        test, labels, gallery, gallery_labels, ks: see `retrieval`.
+        full: also NMI, F1 and the measures of `structure`; takes minutes from 10,000 classes on.
         seed: of k-means.
-        before: (N,), the ranks of another model on the same queries; then also `gain`.
+        before: (N,), the ranks of another model on the same queries; adds `gain`.
 
-    Raises: DatasetError, EvaluationError, see the functions of the parts.
+    Raises: DatasetError, EvaluationError, as the functions that it calls.
     """
     found = retrieval(test, labels, gallery, gallery_labels, ks)
     figures = found.as_dict()
@@ -111,7 +111,7 @@ def evaluate_embeddings(
 def retrieved(
     vectors: list[NDArray[np.float32]], parts: list[LabelledImages], job: Job
 ) -> Retrieval:
-    """Embedded test images asked among each other or, with two parts, queries in their gallery."""
+    """Search test images among each other or, with two parts, queries in their gallery."""
     return retrieval(*_asked(vectors, parts, job), ks=job.recall_at)
 
 
@@ -131,8 +131,8 @@ def _asked(
 def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.float32]:
     """Embeddings (N, D) of all images, in their order; several ranks share the work.
 
-    In float32 whatever the precision of the training, as the bundle is: figures in bf16 are of
-    another network.
+    Computed in float32 whatever the precision of the training, like the bundle: in bf16 the figures
+    would be those of another network.
     """
     if not net.frozen_trunk:
         return _computed(net, net, images, job)
@@ -140,7 +140,7 @@ def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.flo
 
 
 def through_head(net: EmbeddingNet, features: Tensor) -> NDArray[np.float32]:
-    """What `pooled` gave (N, C), to embeddings (N, D)."""
+    """Output of `pooled` (N, C) to embeddings (N, D)."""
     with evaluating(net), torch.inference_mode():
         on_device = features.to(next(net.parameters()).device)
         vectors: NDArray[np.float32] = net.embed(net.project(on_device)).float().cpu().numpy()
@@ -148,7 +148,7 @@ def through_head(net: EmbeddingNet, features: Tensor) -> NDArray[np.float32]:
 
 
 def pooled(net: EmbeddingNet, images: LabelledImages, job: Job) -> Tensor:
-    """The pooled features (N, C) of the trunk, in float32 on the CPU; a frozen trunk's are kept."""
+    """Pooled trunk features (N, C), float32 on the CPU; those of a frozen trunk are cached."""
     if net.frozen_trunk:
         with main_first():
             return pooled_views(net, images, job.input, job.runtime)[:, 0]
@@ -158,7 +158,7 @@ def pooled(net: EmbeddingNet, images: LabelledImages, job: Job) -> Tensor:
 def _computed(
     net: EmbeddingNet, function: Callable[[Tensor], Tensor], images: LabelledImages, job: Job
 ) -> NDArray[np.float32]:
-    """What a function of `net` makes of all images, (N, ...)."""
+    """The result of a function of `net` for all images, (N, ...)."""
     device = next(net.parameters()).device
 
     def on_device(pixels: Images) -> Embeddings:
@@ -180,11 +180,11 @@ def embed_with(
     batch_size: int = 64,
     device: torch.device = _CPU,
 ) -> dict[str, Embeddings]:
-    """What each function makes of all images (N, ...), preprocessed as in the service.
+    """The result of each function for all images (N, ...), preprocessed as in the service.
 
     Every image is decoded once, in the processes of `runtime`; several ranks share the images.
-    `on_batch` is called with the number of images that were just embedded; `device` is the one
-    that the functions compute on.
+    `on_batch` is called with the number of images just embedded; `device` is the device of the
+    functions.
 
     Raises: DatasetError if an image cannot be read.
     """

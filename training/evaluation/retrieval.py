@@ -1,4 +1,4 @@
-"""Recall at K and MAP@R, for a torch network and an ONNX file alike; how sure a recall is."""
+"""Recall at K and MAP@R, for a torch network and an ONNX file alike, with intervals."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,21 +17,21 @@ Vectors = NDArray[np.float32] | Tensor
 Labels = NDArray[np.int64]
 
 TIE = 1e-5
-"""Scores that are closer than this are a tie."""
+"""Scores that differ by less are a tie."""
 
 GAIN = ("gain low", "gain high")
-"""Names of the ends of the interval of a change in R@1, in points."""
+"""Names of the bounds of the interval of a change in R@1, in points."""
 
 SCORES = 1 << 22
-"""Similarities that are held at a time, 16 MB; a few blocks of that size lie side by side."""
+"""Similarities in memory at a time, 16 MB; a few blocks of that size exist at once."""
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Recall at each K and MAP@R, in percent, over `queries`; the others had no positive.
+    """Recall at each K and MAP@R in percent over `queries`, which have a positive.
 
     `ranks` (N,) has the rank from 0 of the best positive of each query, -1 without one, and
-    `precisions` (N,) the average precision at R of each in 0..1, of which MAP@R is the mean.
+    `precisions` (N,) the average precision at R of each in 0..1, whose mean is MAP@R.
     """
 
     recall: dict[int, float]
@@ -61,26 +61,25 @@ def retrieval(
     r"""Recall at K and MAP@R of queries in a gallery, or of each image among all the others.
 
     A query with R positives in the gallery succeeds at K if one of them is among the K most similar
-    images. With P(i) the precision of the i most similar ones,
+    images. With P(i) the precision of the i most similar images,
 
     .. math:: \text{MAP@R} = \operatorname{mean}_{queries} \frac{1}{R}
         \sum_{i = 1}^{R} P(i) \, [\text{image } i \text{ is a positive}]
 
-    **Ties** count against us: a negative ranks before a positive unless it is worse by more than
-    1e-5, so that rounding decides nothing, not even for the same photograph in two classes.
-    Without a gallery, the query itself is left out by its number, never by its score; another copy
-    of its picture counts as any other image. A query without a positive is left out and counted.
-    See docs/decisions/0004.
+    **Ties** are pessimistic: a negative ranks before a positive unless it is worse by more than
+    1e-5, so that rounding decides nothing, not even for the same image in two classes. Without a
+    gallery, the query itself is excluded by its index, never by its score; a copy of it counts as
+    any other image. A query without a positive is excluded and counted. See docs/decisions/0004.
 
-    Tensors are ranked on their device, arrays on the CPU. Memory beside the embeddings is a few
-    blocks of `scores_at_a_time`, whatever N, or of one query's M scores where these are more.
+    Tensors are ranked on their device, arrays on the CPU. Extra memory is a few blocks of
+    `scores_at_a_time`, whatever N, or one query's M scores if they are more.
 
     Args:
         queries: (N, D), unit norm.
         query_labels: (N,).
         gallery: (M, D), unit norm; None for self-retrieval among the queries.
         gallery_labels: (M,), with a gallery.
-        ks: values of K; a K beyond the gallery is reached by all queries.
+        ks: values of K; a K larger than the gallery is reached by all queries.
         scores_at_a_time: the size of a block.
 
     Raises: DatasetError if no query has a positive; EvaluationError if an embedding is not finite.
@@ -89,9 +88,9 @@ def retrieval(
         A Metric Learning Reality Check (MAP@R), https://arxiv.org/abs/2003.08505
     """
     if min(*ks, scores_at_a_time) < 1:
-        raise ValueError(f"K and a block start at 1, found {ks}, {scores_at_a_time}.")
+        raise ValueError(f"ks and scores_at_a_time must be positive: {ks}, {scores_at_a_time}.")
     if (gallery is None) != (gallery_labels is None):
-        raise ValueError("A gallery and its labels go together.")
+        raise ValueError("gallery and gallery_labels must be given together.")
     asking = checked(queries, query_labels)
     known = asking if gallery is None else checked(gallery, gallery_labels)
     classes = torch.tensor(query_labels, device=asking.device)
@@ -111,9 +110,9 @@ def retrieval(
     answered = rank >= 0
     if not answered.any():
         raise DatasetError(
-            "No test image has another one of its class, so recall is not defined. "
-            "Give test classes with at least 2 images each, and a gallery that holds the classes "
-            "of the queries."
+            "No test image has another image of its class, so recall is not defined. "
+            "Give test classes with at least 2 images each, and a gallery with the classes of the "
+            "queries."
         )
     found = rank[answered]
     return Retrieval(
@@ -127,10 +126,10 @@ def retrieval(
 
 
 def _ranked(scores: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
-    """The rank from 0 of the best positive, -1 without any, and the average precision at R.
+    """The rank from 0 of the best positive (-1 without one), and the average precision at R.
 
     Args:
-        scores: (q, M), -inf for what is left out; spoilt.
+        scores: (q, M), -inf for excluded images; overwritten.
         same: (q, M), whether an image is a positive.
 
     Returns: (q,) and, in float64, (q,).
@@ -141,18 +140,18 @@ def _ranked(scores: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
     scores[query, image] = lowered
     worst = scores.new_full(count.shape, -torch.inf)
     best = worst.scatter_reduce(0, query, lowered, "amax")
-    # As float32, exact up to 2^24, sums are far faster than of bool.
+    # Sums of float32, exact up to 2^24, are far faster than of bool.
     rank = (scores > best[:, None]).float().sum(dim=1).long()
     first = scores.topk(int(count.max()), dim=1).indices  # (q, R)
-    place = torch.arange(1, first.shape[1] + 1, device=scores.device)
-    right = same.gather(1, first) & (place <= count[:, None])
-    precision = right.cumsum(dim=1) / place.double()
+    position = torch.arange(1, first.shape[1] + 1, device=scores.device)
+    right = same.gather(1, first) & (position <= count[:, None])
+    precision = right.cumsum(dim=1) / position.double()
     total = precision.masked_fill_(~right, 0).sum(dim=1)
     return rank.masked_fill_(count == 0, -1), total / count.clamp(min=1)
 
 
 def checked(embeddings: Vectors, labels: Labels | None) -> Tensor:
-    """The embeddings as a float32 tensor where they lie, if they can be measured.
+    """The embeddings as a finite float32 tensor on their device.
 
     Raises: ValueError if the shapes do not fit; EvaluationError if an embedding is not finite.
     """
@@ -174,7 +173,7 @@ def checked(embeddings: Vectors, labels: Labels | None) -> Tensor:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """A block whose products of float32 are not rounded to TF32 or bf16, whatever training set."""
+    """A block whose float32 products are not rounded to TF32 or bf16, whatever training set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -184,10 +183,10 @@ def full_precision() -> Iterator[None]:
 
 
 def with_interval(recall: float, queries: int) -> str:
-    """A recall in percent with its 95 % interval over so many queries, "58.0 (50.0 to 65.6)".
+    """A recall in percent with its 95 % interval for that number of queries, "58.0 (50.0 to 65.6)".
 
-    The interval is Wilson's (1927). Queries count as independent; photographs of one class are
-    alike, so it is rather too narrow.
+    The interval is Wilson's (1927). Queries count as independent. Images of one class are alike, so
+    the interval is rather too narrow.
     """
     right = round(recall / 100 * queries)
     low, high = stats.binomtest(right, queries).proportion_ci(method="wilson")
@@ -195,7 +194,7 @@ def with_interval(recall: float, queries: int) -> str:
 
 
 def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, float]:
-    r"""`GAIN`: the 95 % interval of the change in R@1 between two models asked the same queries.
+    r"""`GAIN`: 95 % interval of the change in R@1 between two models on the same queries.
 
     Queries of one class are alike, so classes count as independent and queries do not. With
     :math:`d_g` the sum of the paired changes in class g of :math:`n_g` queries, and G classes,
@@ -203,8 +202,8 @@ def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, floa
     .. math:: \hat d = \frac{\sum_g d_g}{\sum_g n_g}, \quad
         s^2 = \frac{G}{G - 1} \frac{\sum_g (d_g - \hat d n_g)^2}{(\sum_g n_g)^2}
 
-    and the interval is :math:`\hat d \pm t_{G - 1} s`. A single class has none, nor has a
-    comparison with nothing: {}.
+    and the interval is :math:`\hat d \pm t_{G - 1} s`. The result is {} for a single class, and
+    without `before`.
 
     Args:
         before, after: (N,), the `ranks` of `Retrieval`.
@@ -228,7 +227,7 @@ def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, floa
 
 
 def queries_in(images: LabelledImages, gallery: LabelledImages | None = None) -> int:
-    """How many of `images` have another image of their class to find, there or in a gallery."""
+    """Number of `images` with another image of their class, among them or in a gallery."""
     if gallery is not None:
         return int(np.isin(images.labels, labels_in(gallery, images.class_names)).sum())
     sizes = np.bincount(images.labels, minlength=images.classes)

@@ -1,4 +1,4 @@
-"""How the embeddings fill their sphere: uniformity, density, spectral decay, class spread."""
+"""Distribution of embeddings on the sphere: uniformity, density, spectral decay, class spread."""
 
 import math
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ def structure(
 ) -> dict[str, float]:
     """All measures of this file, each under the name of its function.
 
-    Tensors are measured on their device, arrays on the CPU. Memory beside the embeddings is a
-    normalised copy of them, a few blocks of scores and one float64 vector per class, whatever N.
+    Tensors are measured on their device, arrays on the CPU. Extra memory is a normalised copy of
+    the embeddings, a few blocks of scores and one float64 vector per class, whatever N.
 
     Args:
         embeddings: (N, D), normalised here in float64.
@@ -41,7 +41,7 @@ def structure(
     if len(sizes) < 2 or sizes.max() < 2:
         raise DatasetError(
             f"{len(labels):,} images of {len(sizes):,} classes, at most {sizes.max(initial=0):,} "
-            "of one class: a structure needs at least 2 classes, one of them with 2 images. "
+            "of one class: structure measures need at least 2 classes, one of them with 2 images. "
             "Give more test images."
         )
     sums, counts = class_sums(vectors, labels)
@@ -101,7 +101,7 @@ def density(sums: Tensor, inner: Tensor) -> float:
 
     **Reading.** The paper names the measure without its formula. This is the class-wise form of the
     work that introduced it: every class counts the same, and the denominator compares class means.
-    Classes with one image have no inner distance and are left out of the numerator. The denominator
+    Classes with one image have no inner distance and are not in the numerator. The denominator
     is at least 1e-8, so that a collapsed embedding has 0. `density_pairs` is the other reading.
 
     Args:
@@ -123,7 +123,7 @@ def density_pairs(sums: Tensor, sizes: Tensor) -> float:
     r"""Mean cosine distance over all pairs of the same class / over all pairs of two classes.
 
     The other reading of `density`: large classes weigh more, and the denominator contains the
-    spread of the classes, not of their means alone.
+    spread of the classes, not only of their means.
     """
     squares = sums.square().sum(dim=1)  # (C,): sum of the scores of all pairs of a class
     inside = (squares - sizes).sum() / (sizes * (sizes - 1)).sum()
@@ -135,15 +135,15 @@ def density_pairs(sums: Tensor, sizes: Tensor) -> float:
 def class_variance(inner: Tensor) -> float:
     r"""Variance over the classes of the size of a class cluster; 0 if all are equally large.
 
-    **Reading.** The paper says "variability in class-cluster sizes" and no more. The size of a
-    class is here its mean inner distance, mean_{i != j in c} d(e_i, e_j), the term of `density`;
-    the variance is that of the population, over the classes with at least two images.
+    **Reading.** The paper has "variability in class-cluster sizes" only. Here a class's size is
+    its mean inner distance, mean_{i != j in c} d(e_i, e_j), the term of `density`; the variance is
+    that of the population, over the classes with at least two images.
     """
     return float(inner.var(correction=0))
 
 
 def spectral_decay(vectors: Tensor) -> float:
-    r"""rho: how far the singular values of the embeddings are from equal; 0 if they are.
+    r"""rho: deviation of the singular values of the embeddings from uniform; 0 if they are equal.
 
     .. math:: \rho = \operatorname{KL}(\mathcal{U} \,\|\, S)
         = -\log r - \frac{1}{r} \sum_{i = 1}^{r} \log S_i
@@ -151,8 +151,8 @@ def spectral_decay(vectors: Tensor) -> float:
     S are the r = min(N, D) singular values of the normalised vectors (N, D), not centred, divided
     by their sum. They are those of a triangular matrix R (D, D), updated by a QR decomposition with
     each block of rows, in float64. **Reading**: a singular value below 1.2e-7 of the largest, the
-    rounding of float32, counts as that, so that embeddings of lower rank have a large rho and not
-    infinity; those that are all zero have that of a single direction.
+    rounding of float32, counts as that, so that embeddings of lower rank have a large but finite
+    rho; those that are all zero count as a single direction.
 
     References:
         Revisiting Training Strategies and Generalization Performance in Deep Metric Learning

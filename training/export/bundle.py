@@ -1,7 +1,7 @@
-"""From a checkpoint, or a pretrained trunk, to a model bundle, through gates.
+"""Export a checkpoint, or a pretrained trunk, to a model bundle, with quality gates.
 
-Only what inference needs is exported: normalisation, trunk, pooling, projection, the first flow and
-the L2 normalisation. Proxies, the second flow and the augmentation stay behind.
+Only the parts for inference are exported: normalisation, trunk, pooling, projection, the first flow
+and the L2 normalisation. Proxies, the second flow and the augmentation are not.
 """
 
 import io
@@ -57,7 +57,7 @@ from kinlens.training.models.from_bundle import new_network
 from kinlens.training.rendered.catalogue import render_view
 
 PARITY_BATCHES = (1, 3, 8, 13)
-"""Batch sizes at which torch and ONNX are compared; the graph is traced with none of them."""
+"""Batch sizes at which torch and ONNX are compared; none is the batch size of the trace."""
 
 MAX_DIFFERENCE = 1e-4
 MAX_RECALL_DIFFERENCE = 0.1
@@ -77,7 +77,7 @@ _Candidates = dict[Mode, Candidate]
 
 @dataclass(frozen=True)
 class _Data:
-    """The images that an export is measured on, and whom it tells."""
+    """The images that an export is measured on, and the callbacks for progress and refusals."""
 
     split: Split
     ks: tuple[int, ...]
@@ -87,12 +87,12 @@ class _Data:
 
     @property
     def parts(self) -> dict[str, LabelledImages]:
-        """Every image that is embedded, once."""
+        """All images to embed, by part."""
         return {name: images for name, images in self.split.parts.items() if name != "train"}
 
     @property
     def held_out(self) -> HeldOutSplit:
-        """Of what precisions are compared on."""
+        """The part on which precisions are compared."""
         return "test" if self.split.validation is None else "validation"
 
     @property
@@ -103,12 +103,12 @@ class _Data:
 
     @contextmanager
     def refusal(self, precision: Precision, is_asked: bool = True) -> Iterator[None]:
-        """A block whose ExportError is about one precision, which may be left out."""
+        """A block whose ExportError is about one precision, which may be skipped."""
         try:
             yield
         except ExportError as error:
             if self.on_refusal is not None:
-                self.on_refusal(f"{precision} is left out: {error}")
+                self.on_refusal(f"{precision} is skipped: {error}")
             elif is_asked:
                 raise ExportError(
                     f"{error} No bundle was written; export without --precision {precision}, or "
@@ -128,25 +128,26 @@ def export_checkpoint(
 ) -> Bundle:
     """Write the bundle of a checkpoint to the new folder `out`.
 
-    The ONNX file must agree with torch to 1e-4 on the golden images at several batch sizes and to
-    0.1 points of R@1 on the test images, and no other precision may lose more than 0.5 points of
-    R@1 on the held-out images, or nothing is written.
+    Nothing is written unless the ONNX file agrees with torch to 1e-4 on the golden images in some
+    batch sizes and to 0.1 points of R@1 on the test images, and no other precision loses more than
+    0.5 points of R@1 on the held-out images.
 
     Args:
         checkpoint: of a run.
         split: the run's data. Precisions are compared on `split.validation` or, without one, on
-            `split.test`; scores are calibrated on the one of these two with more classes; int8
+            `split.test`; scores are calibrated on whichever of the two has more classes; int8
             takes its ranges from `split.train`.
         out: must not exist.
-        on_batch: called with the number of images after each batch; `images_to_embed` in all.
+        on_batch: called with the number of images after each batch; `images_to_embed` in total.
             Each is decoded once, by `runtime.workers` of the job, and embedded by torch, the ONNX
             file and the other precisions in turn.
-        precisions: fp32 is always written.
-        on_refusal: told why another precision is refused; then the bundle is written without it.
+        precisions: to write in addition to fp32.
+        on_refusal: called with the reason if another precision fails; the bundle is then written
+            without it.
         trunk: export the pooled features of the trunk that the run began with, not its model.
-        with_map: also what each position of an image adds to its embedding (see `EmbeddingMap`).
+        with_map: also export the share of each position in the embedding (see `EmbeddingMap`).
 
-    Raises: DatasetError if `split` is not the one of the run; ExportError, BundleError.
+    Raises: DatasetError if `split` is not the split of the run; ExportError, BundleError.
     """
     split.require(checkpoint.split_sha256, "The checkpoint")
     job = parse_job(checkpoint.job)
@@ -174,11 +175,11 @@ def export_checkpoint(
 def export_backbone(
     name: str, model: Model, spec: Input, out: Path, with_map: bool = False
 ) -> Bundle:
-    """Write the bundle of a pretrained trunk alone: its pooled features, L2-normalised.
+    """Write the bundle of a pretrained trunk only: its pooled features, L2-normalised.
 
     Without images it has no recall, no calibration and no other precision.
 
-    Raises: CheckpointError if the weights cannot be had; ExportError, BundleError.
+    Raises: CheckpointError if the weights are not available; ExportError, BundleError.
     """
     net = EmbeddingNet(model.model_copy(update={"dim": None})).eval()
     manifest = _manifest(name, net, spec.preprocessing(), model.backbone)
@@ -186,7 +187,7 @@ def export_backbone(
 
 
 def images_to_embed(split: Split) -> int:
-    """How many images `export_checkpoint` embeds: the total of a progress bar."""
+    """Number of images that `export_checkpoint` embeds: the total of a progress bar."""
     return sum(len(images) for name, images in split.parts.items() if name != "train")
 
 
@@ -211,7 +212,7 @@ def _manifest(
 
 
 def _version(package: str) -> str:
-    """Of a package, or of its twin for a GPU, which installs the same module."""
+    """The version of a package, or of its GPU variant, which installs the same module."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -219,7 +220,7 @@ def _version(package: str) -> str:
 
 
 def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:
-    """What the run measured of its trunk before the first step, on test images."""
+    """The figures of the trunk on test images, measured by the run before the first step."""
     recall = {name: value for name, value in checkpoint.trunk.items() if name.startswith("R@")}
     if "R@1" not in recall:
         return None
@@ -236,7 +237,7 @@ def _export(
     with_map: bool = False,
 ) -> Bundle:
     if out.exists():
-        raise BundleError(f"{out} exists already. Choose another folder or remove it first.")
+        raise BundleError(f"{out} exists already. Choose another folder or delete it first.")
     with tempfile.TemporaryDirectory() as name:
         trial = _trial(net, manifest, Path(name))
         inputs = trial.golden_inputs()
@@ -270,7 +271,7 @@ def _export(
 
 
 def _trial(net: EmbeddingNet, manifest: BundleManifest, folder: Path) -> Bundle:
-    """A bundle with the golden vectors of torch, to be measured."""
+    """A provisional bundle with the golden vectors of torch, to be measured."""
     spec = manifest.preprocessing
     write_onnx(net, spec.crop_px, folder / "model.onnx")
     images = golden_images(spec)
@@ -289,10 +290,10 @@ def _write_map(net: EmbeddingMap, path: Path, inputs: Images, golden: Embeddings
 
 
 def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> _Candidates:
-    """The modes that can be made and hold here.
+    """The modes that can be made and whose golden vectors hold here.
 
-    bf16 needs no file, so it is measured wherever it runs, asked for or not. A file that does not
-    work in onnxruntime is left out, whatever OpenVINO makes of it.
+    bf16 needs no file, so it is measured wherever it runs, requested or not. A file that fails in
+    onnxruntime is skipped, even if it works in OpenVINO.
     """
     made: _Candidates = {}
     for precision in dict.fromkeys((*precisions, "bf16")):
@@ -301,7 +302,7 @@ def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> 
         missing = {one: absence(Mode(one, precision)) for one in get_args(Engine)}
         engines = [engine for engine, reason in missing.items() if reason is None]
         if precision == "fp16":
-            engines = ["onnxruntime"]  # on a GPU, where OpenVINO does not run
+            engines = ["onnxruntime"]  # OpenVINO does not run on a GPU
         is_asked = precision in precisions
         if not engines and not is_asked:
             continue
@@ -323,7 +324,7 @@ def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> 
 def _embedded(
     data: _Data, spec: Preprocessing, by_torch: Embed, by_onnx: Embed, candidates: _Candidates
 ) -> _Vectors:
-    """Vectors by part of the data and what made them, each image decoded once.
+    """Vectors by part of the data and by source; each image is decoded once.
 
     torch embeds the test images and the gallery, other precisions the held-out images.
     """
@@ -346,7 +347,7 @@ def _figures(
     candidates: _Candidates,
     precisions: Sequence[Precision],
 ) -> dict[str, Any]:
-    """What the manifest tells of recall, its parity, calibration and the precisions that passed."""
+    """The manifest's fields on recall, parity, calibration and the precisions that passed."""
     by_torch, by_onnx = (_recall(data, vectors, name) for name in ("torch", "fp32"))
     check_recall(by_torch.recall[1], by_onnx.recall[1])
     recalls = {"recall_at_1_torch": by_torch.recall[1], "recall_at_1_onnx": by_onnx.recall[1]}
@@ -392,7 +393,7 @@ def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
     return retrieval(test, labels, gallery, data.split.gallery_labels(), data.ks)
 
 
-# The ONNX file, and how far it is from the network
+# The ONNX file, and its difference from the network
 
 
 def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddings") -> None:
@@ -400,8 +401,8 @@ def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddin
     try:
         _write_onnx(net, size_px, path, output)
     except SystemError:
-        # Python 3.11 counts the depth of its parser for all threads together, so the parsing of
-        # the exporter fails if another thread parses then, to print a traceback for instance.
+        # Python 3.11 counts the depth of its parser for all threads together, so the exporter's
+        # parsing fails if another thread parses at that time, for example to print a traceback.
         _write_onnx(net, size_px, path, output)
 
 
@@ -423,9 +424,9 @@ def _write_onnx(net: nn.Module, size_px: int, path: Path, output: str) -> None:
 
 
 def golden_images(spec: Preprocessing) -> list[bytes]:
-    """Rendered products as JPEG files: known images that belong to nobody.
+    """Rendered products as JPEG files: known images without copyright.
 
-    Every second one is large enough to be decoded at a reduced scale; the last is turned by EXIF.
+    Every second one is large enough to be decoded at a reduced scale; the last is rotated by EXIF.
     """
     files = []
     for number in range(_GOLDEN_IMAGES):
@@ -449,7 +450,7 @@ def check_parity(by_torch: Embed, by_onnx: Embed, inputs: Images) -> Parity:
         worst = max(worst, float(np.nan_to_num(difference, nan=np.inf)))
     if worst > MAX_DIFFERENCE:
         raise ExportError(
-            f"The ONNX file differs from torch by {worst:.2e} on the golden images, allowed is "
+            f"The ONNX file differs from torch by {worst:.2e} on the golden images; the limit is "
             f"{MAX_DIFFERENCE:.0e}. No bundle was written; compare the versions of torch, onnx and "
             "onnxruntime with constraints.txt."
         )
@@ -461,6 +462,6 @@ def check_recall(by_torch: float, by_onnx: float) -> None:
     if abs(by_torch - by_onnx) > MAX_RECALL_DIFFERENCE:
         raise ExportError(
             f"R@1 is {by_onnx:.2f} with the ONNX file and {by_torch:.2f} with torch on the test "
-            f"images; allowed is a difference of {MAX_RECALL_DIFFERENCE} points. "
+            f"images; the limit is a difference of {MAX_RECALL_DIFFERENCE} points. "
             "No bundle was written."
         )

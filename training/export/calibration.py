@@ -1,6 +1,6 @@
-"""What a score is worth: fitted on held-out images, stored in the bundle.
+"""Calibrate scores to probabilities on held-out images, for the bundle.
 
-Shapes: N images, D dimensions, q queries, R ranks, P pairs of a query and what was found for it.
+Shapes: N images, D dimensions, q queries, R ranks, P pairs of a query and a hit.
 """
 
 from collections.abc import Iterator
@@ -23,20 +23,20 @@ from kinlens.embedder.types import Embeddings
 
 FALSE_MATCHES = (0.01, 0.05, 0.10)
 NEIGHBOURS = 10
-"""The best hits: those that a page of results begins with."""
+"""Number of best hits, about the first page of results."""
 MIN_CLASSES = 16
-"""With fewer held-out classes a curve is as much about them as about the model: docs/methods.md."""
+"""With fewer held-out classes a curve depends as much on them as on the model: docs/methods.md."""
 VIEWS = (1, 2, 4, 8, 16)
 """Images of a product in the galleries that a curve is fitted on."""
 MIN_AREA = 0.52
-"""The lower end of the interval of both areas under the ROC curve has to be above it."""
+"""The lower bound of the interval of both areas under the ROC curve must be above it."""
 MAX_QUERIES = 5_000
 MAX_PAIRS = 200_000
 BLOCK = 1 << 22
-"""Scores at a time."""
+"""Number of scores in memory at a time."""
 
 _PARTS = (1, 2, 4)  # galleries of all classes, of a half and of a quarter
-_ASKING = 10  # images of a class that ask, so a few large classes do not decide
+_ASKING = 10  # queries per class, so that a few large classes do not dominate
 _RANKS = 40
 _ABOVE = 1e-6  # more than the rounding of a cosine in float32
 _NORMAL_95 = 1.959964
@@ -52,39 +52,38 @@ def fit_calibration(
 ) -> Calibration:
     r"""Fit the curves that `kinlens.embedder.calibration.Curve` writes out, and the thresholds.
 
-    **Reading**: a curve is about galleries with one number of images for each product. One is
-    fitted for each of `VIEWS`, on galleries that hold so many images of each class, of all classes,
-    a half and a quarter of them. The other images ask twice: as they are, and with their class left
-    out of the gallery. A number of views is left out where fewer than `MIN_CLASSES` classes have
-    one image more, or `fit_curve` refuses.
+    **Reading**: a curve is for galleries with one number of images per product. One curve is fitted
+    for each of `VIEWS`, on galleries with that number of images of each class, of all classes, a
+    half and a quarter of them. The other images are queried twice: with their class in the gallery,
+    and without it. A number of views is skipped if fewer than `MIN_CLASSES` classes have one image
+    more, or if `fit_curve` fails.
 
     **Reading**: "false matches" has two meanings and both are stored. `pair_score` is that of
     biometrics, the share of all pairs of different classes that score as much. `search_score` is
-    the share of searches without a right answer whose best hit scores as much: each image asks
-    among the images of all other classes.
+    the share of searches without a right answer whose best hit scores as much: each image is
+    searched for among the images of all other classes.
 
-    Of more images or pairs, 5,000 queries and 200,000 pairs are drawn. Memory is bounded by blocks.
+    At most 5,000 queries and 200,000 pairs are used, drawn at random. Memory is bounded by blocks.
 
     Args:
         embeddings, labels: (N, D), unit norm, and (N,), of images that were not trained on.
-        split: where they come from.
+        split: the part that the images come from.
         seed: of the drawn queries, galleries and pairs.
 
-    Raises: CalibrationError with the reason if there is nothing to fit, there are fewer than
+    Raises: CalibrationError with the reason if there are no pairs, there are fewer than
         `MIN_CLASSES` classes, no curve can be fitted, or the scores do not separate: an area under
-        the ROC curve, over all pairs or among the 10 best hits, whose interval reaches down to
-        `MIN_AREA`.
+        the ROC curve, over all pairs or among the 10 best hits, whose interval reaches `MIN_AREA`.
 
     References:
         ISO/IEC 19795-1: false match rate, false positive identification rate
     """
     count, rng = len(labels), np.random.default_rng(seed)
-    _, place, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    _, index, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     usable = int((sizes > 1).sum())
     if usable < MIN_CLASSES:
         of = f"{usable} of {len(sizes)} classes have two images or more"
         raise _refusal(count, f"{of}, and at least {MIN_CLASSES} are needed")
-    queries = np.sort(_some(np.flatnonzero(sizes[place] > 1), rng))
+    queries = np.sort(_some(np.flatnonzero(sizes[index] > 1), rng))
     hits = search(embeddings, labels, queries)
     negatives = _wrong_pairs(embeddings, labels, rng)
     auc, auc_of_hits = _areas(hits, labels[queries], count)
@@ -116,7 +115,7 @@ def _refusal(images: int, reason: str) -> CalibrationError:
 
 
 def _some(queries: Labels, rng: np.random.Generator) -> Labels:
-    """All of them; of many, `MAX_QUERIES` at random."""
+    """All queries, or `MAX_QUERIES` of them at random."""
     if len(queries) <= MAX_QUERIES:
         return queries
     return rng.choice(queries, MAX_QUERIES, replace=False)
@@ -125,7 +124,7 @@ def _some(queries: Labels, rng: np.random.Generator) -> Labels:
 def _blocks(
     embeddings: Embeddings, labels: Labels, queries: Labels, gallery: Labels
 ) -> Iterator[tuple[Labels, Scores, Right]]:
-    """Some queries (b,) at a time, their scores in the gallery, and where the class is the same."""
+    """Blocks of queries (b,), their scores in the gallery, and where the class is the same."""
     rows = max(1, BLOCK // len(gallery))
     for start in range(0, len(queries), rows):
         some = queries[start : start + rows]
@@ -139,7 +138,7 @@ def _blocks(
 def _curves(
     embeddings: Embeddings, labels: Labels, rng: np.random.Generator
 ) -> tuple[ViewsCurve, ...]:
-    """One for each number of views that can be fitted. Raises: CalibrationError without any."""
+    """The curves by number of views. Raises: CalibrationError if none can be fitted."""
     names, sizes = np.unique(labels, return_counts=True)
     fitted, reason = [], ""
     for views in VIEWS:
@@ -171,7 +170,7 @@ def _asked(
     embeddings: Embeddings, labels: Labels, names: Labels, views: int, rng: np.random.Generator
 ) -> tuple[Searches, Searches]:
     """Searches in a gallery of `views` images of each of these classes, by other images of them:
-    as they are, and with their class left out.
+    with their class in the gallery, and without it.
     """
     shuffled = [rng.permutation(np.flatnonzero(labels == name)) for name in names]
     gallery = np.concatenate([images[:views] for images in shuffled])
@@ -182,9 +181,9 @@ def _asked(
 def candidates_of(
     embeddings: Embeddings, labels: Labels, queries: Labels, gallery: Labels
 ) -> tuple[Searches, Searches]:
-    """The candidates of each query: as they are, and with the query's class left out.
+    """The candidates of each query, with the query's class in the gallery and without it.
 
-    `queries` (q,) and `gallery` are numbers of images, and none is in both.
+    `queries` (q,) and `gallery` are disjoint indices of images.
     """
     parts: tuple[list[Searches], list[Searches]] = ([], [])
     width = min(CANDIDATES, len(gallery))
@@ -202,14 +201,14 @@ def candidates_of(
     return Searches.joined(parts[0]), Searches.joined(parts[1])
 
 
-# What searches find
+# Search results
 
 
 class Hits(NamedTuple):
-    """What searches for some queries find at some ranks, of all ranks.
+    """Hits of some queries at a sample of the ranks.
 
-    `scores` and `right` (q, R), `ranks` (R,) from 1 on without a gap up to 10, then ever further
-    apart; `best_wrong` (q,) is the highest score of an item of another class, -inf without any.
+    `scores` and `right` (q, R), `ranks` (R,) from 1 without gaps up to 10, then ever further apart;
+    `best_wrong` (q,) is the highest score of an item of another class, -inf if there is none.
     """
 
     scores: Scores
@@ -219,7 +218,7 @@ class Hits(NamedTuple):
 
 
 def search(embeddings: Embeddings, labels: Labels, queries: Labels) -> Hits:
-    """Each query, the number of an image, among all the others, which are at least 10."""
+    """Search for each query, the index of an image, among all other images (at least 10)."""
     everything = np.arange(len(labels))
     further = np.geomspace(1, len(labels) - 1, _RANKS).round().astype(np.int64)
     ranks = np.unique([*range(1, NEIGHBOURS + 1), *further])
@@ -234,7 +233,7 @@ def search(embeddings: Embeddings, labels: Labels, queries: Labels) -> Hits:
 
 
 def _wrong_pairs(embeddings: Embeddings, labels: Labels, rng: np.random.Generator) -> Scores:
-    """Scores of pairs of different classes: of all, or of those among `MAX_PAIRS` at random."""
+    """Scores of pairs of different classes: of all pairs, or of `MAX_PAIRS` at random."""
     count = len(labels)
     if count * (count - 1) // 2 <= MAX_PAIRS:
         first, second = np.triu_indices(count, 1)
@@ -248,16 +247,16 @@ def _wrong_pairs(embeddings: Embeddings, labels: Labels, rng: np.random.Generato
 
 
 def least_score(wrong: Scores, rate: float) -> float:
-    """A score that at most a share `rate` of the `wrong` scores reaches, the least to 1e-6."""
+    """The lowest score, to 1e-6, that at most a share `rate` of the `wrong` scores reaches."""
     allowed = int(np.floor(rate * len(wrong) + 1e-9))
     return float(np.sort(wrong)[len(wrong) - 1 - allowed]) + _ABOVE
 
 
-# Whether scores tell right pairs from wrong ones
+# Whether scores separate right pairs from wrong ones
 
 
 class Area(NamedTuple):
-    """An area under a ROC curve, 0.5 for chance, and the ends of its 95 % interval."""
+    """An area under a ROC curve, 0.5 for chance, with its 95 % interval."""
 
     value: float
     low: float
@@ -270,10 +269,10 @@ def roc_area(
     weights: NDArray[np.floating | np.integer],
     classes: NDArray[np.integer],
 ) -> Area:
-    r"""The weighted probability that a right pair has a higher score than a wrong one; ties half.
+    r"""The weighted probability that a right pair scores higher than a wrong one; ties count half.
 
-    The images of a class are alike, so the interval is that of classes drawn at random, and not of
-    pairs: with :math:`V_i` the share of pairs of the other kind that pair i beats,
+    The images of a class are alike, so the interval treats classes as the random sample, not pairs:
+    with :math:`V_i` the share of pairs of the other kind that pair i beats,
 
     .. math:: \operatorname{Var}(A) = \frac{C}{C-1} \sum_c \Bigl(
         \sum_{i \in c, +} \tfrac{w_i}{W_+} (V_i - A) + \sum_{j \in c, -} \tfrac{w_j}{W_-} (V_j - A)
@@ -289,9 +288,9 @@ def roc_area(
     s, is_right, w, of = (
         each.ravel() for each in np.broadcast_arrays(scores, right, weights, classes)
     )
-    _, place = np.unique(s, return_inverse=True)
-    at_right, at_wrong = (np.bincount(place, weights=w * kind) for kind in (is_right, ~is_right))
-    beaten = np.where(is_right, _share_below(at_wrong)[place], 1 - _share_below(at_right)[place])
+    _, index = np.unique(s, return_inverse=True)
+    at_right, at_wrong = (np.bincount(index, weights=w * kind) for kind in (is_right, ~is_right))
+    beaten = np.where(is_right, _share_below(at_wrong)[index], 1 - _share_below(at_right)[index])
     part = w / np.where(is_right, at_right.sum(), at_wrong.sum())
     area = min(float((part * beaten)[is_right].sum()), 1.0)
     _, cluster = np.unique(of, return_inverse=True)
@@ -301,19 +300,19 @@ def roc_area(
 
 
 def _share_below(weights: NDArray[np.floating | np.integer]) -> Numbers:
-    """Of weights at rising scores: the share below each score, with half of what is at it."""
+    """For weights in order of score: the share below each score, with half of the share at it."""
     share: Numbers = (np.cumsum(weights) - weights / 2) / weights.sum()
     return share
 
 
 def _areas(hits: Hits, classes: Labels, images: int) -> tuple[float, float | None]:
-    """Over all pairs and among the best hits (None if these are all right), above the bound.
+    """Areas over all pairs and among the best hits (None if these are all right).
 
-    `classes` (q,) are those of the queries. Raises: CalibrationError.
+    `classes` (q,) are those of the queries. Raises: CalibrationError if an area is too small.
     """
     if not hits.right[:, :NEIGHBOURS].any():
-        raise _refusal(images, "no image is among the nearest of another one of its class")
-    # A hit stands for its rank and those up to the next rank in the sample.
+        raise _refusal(images, "no image is among the nearest of another image of its class")
+    # A hit represents its rank and the ranks up to the next one in the sample.
     gaps = np.diff(np.append(hits.ranks, images))
     found: list[float] = []
     for where, best in (("all pairs", len(gaps)), (f"the {NEIGHBOURS} best hits", NEIGHBOURS)):
@@ -325,8 +324,8 @@ def _areas(hits: Hits, classes: Labels, images: int) -> tuple[float, float | Non
             raise _refusal(
                 images,
                 f"among {where} the area under the ROC curve is {area.value:.3f} "
-                f"({area.low:.3f} to {area.high:.3f}), where 0.5 is chance, and even its lower end "
-                f"has to be above {MIN_AREA}",
+                f"({area.low:.3f} to {area.high:.3f}), where 0.5 is chance; its lower end must be "
+                f"above {MIN_AREA}",
             )
         found.append(area.value)
     return found[0], found[1]

@@ -1,4 +1,4 @@
-"""int8 for the CPU: onnxruntime rounds the trunk, then each convolution is corrected.
+"""int8 for the CPU: onnxruntime quantizes the trunk, then each convolution is corrected.
 
 Rounded weights shift the mean of each channel, and these shifts add up over the layers of a trained
 network. GPTQ and bias correction remove most of them. See docs/decisions/0021.
@@ -22,9 +22,9 @@ from kinlens.training.export.trunk import trunk_nodes
 
 _BATCH = 8
 _INT8 = "Add AveragePool Clip Concat Conv Gemm GlobalAveragePool MatMul MaxPool Relu"
-"""The rest of a trunk stays in float32: softmax, layer norm and other curves suffer from 8 bits."""
+"""The other operators of a trunk stay in float32: 8 bits harm softmax, layer norm and the like."""
 _FLOAT_CONVOLUTIONS = 3
-"""The first ones are thin, so int8 saves no time there, and rounding them costs the most."""
+"""The first ones are thin: int8 saves no time there, and their rounding costs the most accuracy."""
 _POSITIONS = 16
 _MAX_COLUMNS = 2304
 """256 channels of 3 x 3. GPTQ inverts a matrix of columns x columns; 4,608 take 10 s and 1 GB."""
@@ -37,7 +37,7 @@ _Layer = tuple[NodeProto, "_Patches"]
 
 
 def range_images(images: LabelledImages, spec: Preprocessing, count: int = 200) -> Images:
-    """A random choice of images as the service preprocesses them: uint8 (n, 3, S, S).
+    """A random sample of images as the service preprocesses them: uint8 (n, 3, S, S).
 
     Raises: DatasetError if one cannot be read.
     """
@@ -46,15 +46,15 @@ def range_images(images: LabelledImages, spec: Preprocessing, count: int = 200) 
 
 
 def quantize_int8(model: Path, images: Images, out: Path) -> None:
-    """Write the int8 twin of an fp32 model, as quantize and dequantize nodes (QDQ).
+    """Write the int8 version of an fp32 model, as quantize and dequantize nodes (QDQ).
 
-    Weights are signed, with a scale for each output channel; activations are unsigned, with the
-    range that they have on `images`, uint8 (n, 3, S, S). Only the trunk is quantized, without its
-    first three convolutions; the others are then corrected on `images` (see `correct`).
+    Weights are signed, with a scale for each output channel; activations are unsigned, with their
+    range on `images`, uint8 (n, 3, S, S). Only the trunk is quantized, without its first three
+    convolutions; the others are then corrected on `images` (see `correct`).
 
     Raises: ExportError if the graph has no trunk.
     """
-    # Here, after `kinlens.embedder.engines.models` has turned the telemetry of onnxruntime off.
+    # Imported here, after `kinlens.embedder.engines.models` disabled onnxruntime's telemetry.
     from onnxruntime.quantization import QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -82,7 +82,7 @@ def quantize_int8(model: Path, images: Images, out: Path) -> None:
 
 
 class _Reader:
-    """Feeds batches to onnxruntime until it says None: a `CalibrationDataReader`."""
+    """Feeds batches to onnxruntime, None at the end: a `CalibrationDataReader`."""
 
     def __init__(self, name: str, images: Images) -> None:
         starts = range(0, len(images), _BATCH)
@@ -93,7 +93,7 @@ class _Reader:
 
 
 def _add_missing_biases(model: ModelProto, convolutions: list[NodeProto]) -> None:
-    """Zeros, so that onnxruntime writes biases that can be corrected."""
+    """Add zero biases, so that onnxruntime writes biases that can be corrected."""
     tensors = {t.name: t for t in model.graph.initializer}
     for node in convolutions:
         if node.input[1] in tensors and not any(node.input[2:]):
@@ -112,12 +112,12 @@ def correct(model: Path, prepared: Path, images: Images) -> None:
       2,304 weights. The covariance of x takes the place of X Xᵀ: biases remove the mean error.
     - b += (W - Q) E[x] (https://arxiv.org/abs/1906.04721, section 4.2).
 
-    x is sampled at 16 random positions of each image, always the same. Two-dimensional convolutions
-    with explicit pads and weights of their own are corrected; the others stay as they are.
+    x is sampled at 16 random positions of each image, with a fixed seed. Two-dimensional
+    convolutions with explicit pads and weights of their own are corrected, others are unchanged.
 
     Args:
-        model: what `quantize_static` made of `prepared`; it is overwritten.
-        prepared: its fp32 file; the inputs of convolutions become outputs.
+        model: the output of `quantize_static` for `prepared`; it is overwritten.
+        prepared: its fp32 file; inputs of convolutions become outputs.
         images: uint8 (n, 3, S, S), at least one.
     """
     int8, fp32 = onnx.load(model), onnx.load(prepared)
@@ -134,7 +134,7 @@ def correct(model: Path, prepared: Path, images: Images) -> None:
                 layers.append((node, patches))
     if layers:
         _watch(fp32, layers, images, prepared)
-    while layers:  # Each covariance is freed after its use.
+    while layers:  # frees each covariance after its use
         node, patches = layers.pop(0)
         kernel, bias = (dequantized[name] for name in twins[node.name].input[1:])
         exact = numpy_helper.to_array(weights[node.input[1]]).astype(np.float64)
@@ -160,7 +160,7 @@ def correct(model: Path, prepared: Path, images: Images) -> None:
 
 
 def _watch(model: ModelProto, layers: list[_Layer], images: Images, path: Path) -> None:
-    """Show each layer what enters it. Activations of one batch alone are held."""
+    """Pass each layer its input patches; only the activations of one batch are in memory."""
     names = sorted({node.input[0] for node, _ in layers})
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
     onnx.save(model, path)
@@ -221,7 +221,7 @@ class _Patches:
 
 
 def gptq(weights: _Floats, scales: _Floats, covariance: _Floats) -> _Floats:
-    """Whole numbers Q in ±127 that keep (W - scale * Q) x small, for each group by itself.
+    """Whole numbers Q in ±127 that keep (W - scale * Q) x small, separately for each group.
 
     Algorithm 1 of https://arxiv.org/abs/2210.17323: the error of a column is fed to those not yet
     rounded. Columns go in descending order of their variance, with 1 % damping.
@@ -239,8 +239,8 @@ def gptq(weights: _Floats, scales: _Floats, covariance: _Floats) -> _Floats:
     damped = np.take_along_axis(covariance, order[:, None], axis=2)
     damped = np.take_along_axis(damped, order[:, :, None], axis=1)
     every = np.arange(damped.shape[1])
-    damped[:, every, every] += np.where(damping > 0, damping, 1)  # 1 where nothing varies
-    # torch, since numpy takes several times as long.
+    damped[:, every, every] += np.where(damping > 0, damping, 1)  # 1 if nothing varies
+    # numpy takes several times as long as torch.
     inverse = torch.linalg.inv(torch.from_numpy(damped))
     upper = torch.linalg.cholesky(inverse, upper=True).numpy()
     left = np.take_along_axis(weights.swapaxes(1, 2), order[:, :, None], axis=1)  # (G, K, O)

@@ -1,4 +1,4 @@
-"""The exported map: what each position of the trunk's last map adds to an embedding.
+"""The exported map: the contribution of each position of the trunk's last map to an embedding.
 
 Shapes: B images, S pixels a side, C channels of the trunk, P = h w positions, D dimensions.
 """
@@ -25,11 +25,11 @@ from kinlens.training.models.embedding import (
 )
 
 MAX_SUM_DIFFERENCE = 1e-3
-"""Of a coordinate, between the sum of a map and the embedding."""
+"""Per coordinate, between the sum of a map and the embedding."""
 
 MAX_DIFFERENCE = 1e-2
-"""Mean between the maps of ONNX and torch, as a part of their mean size: where two positions share
-a maximum up to rounding, either may have it."""
+"""Mean difference between the maps of ONNX and torch, relative to their mean size: if two positions
+share a maximum up to rounding, either may get it."""
 
 
 class EmbeddingMap(nn.Module):
@@ -37,32 +37,32 @@ class EmbeddingMap(nn.Module):
 
     .. math:: e = \sum_p m_p, \qquad \langle q, e \rangle = \sum_p \langle q, m_p \rangle
 
-    Given the image, each step of the head is linear, and it is applied to the parts :math:`x_p` of
-    what it is given, :math:`x = \sum_p x_p`:
+    Given the image, each step of the head is linear. It is applied to the parts :math:`x_p` of its
+    input, :math:`x = \sum_p x_p`:
 
-    - pooling: :math:`f_p / P` of a mean; of a maximum its value, in equal shares where it is
-      reached; of GeM its value, in the shares that the powers of the :math:`f_p` have of their sum;
+    - pooling: :math:`f_p / P` for a mean; for a maximum its value, shared equally by the positions
+      that reach it; for GeM its value, shared in proportion to the powers of the :math:`f_p`;
     - a linear layer: :math:`W x_p + b / P`;
-    - an activation: :math:`x_p` times the factor :math:`a(x) / x` that it has for the whole;
-    - a coupling: its scale, which the whole decides, and the parts of its shift;
-    - a norm: division by that of the whole.
+    - an activation: :math:`x_p` times the factor :math:`a(x) / x` of the whole;
+    - a coupling: its scale, computed from the whole, and the parts of its shift;
+    - a norm: division by the norm of the whole.
 
-    So the sum is exact but for rounding. **Reading**: a bias is spread over all positions alike, as
-    if it were part of each feature, so with a projection that begins at the centre of the training
-    images (`start.projection = "trunk"`) a position that looks like their average has no part.
+    So the sum is exact up to rounding. **Reading**: a bias is spread equally over all positions, as
+    if it were part of each feature. So with a projection centred on the training images
+    (`start.projection = "trunk"`) a position that looks like their average contributes nothing.
 
     Args:
         net: in evaluation mode.
 
-    Raises: ExportError if its pooling looks at no position.
+    Raises: ExportError if its pooling uses no positions.
     """
 
     def __init__(self, net: EmbeddingNet) -> None:
         super().__init__()
         if net.pool.kind == "cls":
             raise ExportError(
-                'There is no map of a model with model.pooling = "cls": the class token is no '
-                "position of the image. Export it without --map, or train with another pooling."
+                'There is no map for model.pooling = "cls": the class token is not a position of '
+                "the image. Export without --map, or train with another pooling."
             )
         self.net = net
 
@@ -82,7 +82,7 @@ class EmbeddingMap(nn.Module):
 
 
 def pooled_parts(pool: Pool, maps: Tensor) -> Tensor:
-    """What each position adds to the pooled features: (B, C, P) to the same shape."""
+    """Contribution of each position to the pooled features: (B, C, P) to the same shape."""
     mean, largest = maps / maps.shape[-1], maps.amax(-1, keepdim=True)
     reached = (maps == largest).to(maps.dtype)
     at_most = largest * reached / reached.sum(-1, keepdim=True)
@@ -101,7 +101,7 @@ def pooled_parts(pool: Pool, maps: Tensor) -> Tensor:
 
 
 def parts_through(layer: nn.Module, parts: Tensor) -> Tensor:
-    """What becomes of the parts (B, P, D) of what a layer of the head is given."""
+    """Parts (B, P, D) of a layer's input to the parts of its output, for layers of the head."""
     whole = parts.sum(1, keepdim=True)  # (B, 1, D)
     if isinstance(layer, nn.Sequential):
         for inner in layer:
@@ -127,7 +127,7 @@ def parts_through(layer: nn.Module, parts: Tensor) -> Tensor:
 
 
 def _normalized(parts: Tensor) -> Tensor:
-    """Parts (B, P, D) of a whole of length 1."""
+    """Parts (B, P, D) divided by the norm of their sum."""
     norm: Tensor = torch.linalg.vector_norm(parts.sum(1, keepdim=True), dim=2, keepdim=True)
     return parts / norm.clamp(min=1e-12)
 
@@ -144,12 +144,12 @@ def _coupled(layer: Coupling, parts: Tensor) -> Tensor:
 
 
 def _square(tokens: Tensor) -> Tensor:
-    """Tokens of patches (B, P, C) as a map (B, C, h, h). Raises: ExportError."""
+    """Patch tokens (B, P, C) as a map (B, C, h, h). Raises: ExportError."""
     side = math.isqrt(tokens.shape[1])
     if side * side != tokens.shape[1]:
         raise ExportError(
-            f"There is no map of this backbone: its {tokens.shape[1]} tokens form no square. "
-            "Export it without --map."
+            f"There is no map for this backbone: its {tokens.shape[1]} tokens form no square. "
+            "Export without --map."
         )
     return tokens.transpose(1, 2).reshape(tokens.shape[0], tokens.shape[2], side, side)
 
@@ -160,7 +160,7 @@ def check_map(
     inputs: Images,
     embeddings: Embeddings,
 ) -> MapFile:
-    """Compare the maps of golden tensors, of torch and ONNX, and their sums with the embeddings.
+    """Compare the maps of golden tensors between torch and ONNX, and their sums with embeddings.
 
     Raises: ExportError above `MAX_DIFFERENCE` or `MAX_SUM_DIFFERENCE`.
     """
@@ -169,8 +169,8 @@ def check_map(
     apart = float(np.abs(found.sum(axis=(2, 3)) - embeddings).max())
     if not (difference <= MAX_DIFFERENCE and apart <= MAX_SUM_DIFFERENCE):
         raise ExportError(
-            f"The map in ONNX differs from torch by {difference:.1%} of its size, allowed is "
-            f"{MAX_DIFFERENCE:.0%}, and its sums from the embeddings by {apart:.2e}, allowed is "
-            f"{MAX_SUM_DIFFERENCE:.0e}. No bundle was written; export it without --map."
+            f"The map in ONNX differs from torch by {difference:.1%} of its size (limit "
+            f"{MAX_DIFFERENCE:.0%}), and its sums from the embeddings by {apart:.2e} (limit "
+            f"{MAX_SUM_DIFFERENCE:.0e}). No bundle was written; export without --map."
         )
     return MapFile(sum_difference=apart, difference=difference)

@@ -1,8 +1,8 @@
-"""int8 for the CPU and fp16 for the GPU: made from the fp32 file, then compared with it.
+"""int8 for the CPU and fp16 for the GPU: converted from the fp32 file, then compared with it.
 
-Only the trunk changes. What is around it stays in float32: the normalisation of the pixels,
-pooling, projection, flow and the L2 normalisation. They are a small part of the time and decide
-about unit norm. See docs/decisions/0006.
+Only the trunk changes. The normalisation of the pixels, pooling, projection, flow and the L2
+normalisation stay in float32. They take little time and determine the unit norm.
+See docs/decisions/0006.
 """
 
 import math
@@ -30,10 +30,10 @@ from kinlens.training.export.int8 import quantize_int8, range_images
 from kinlens.training.export.trunk import trunk_nodes
 
 MAX_RECALL_LOSS = 0.5
-"""Points of R@1 that a precision may lose; more, if chance explains it."""
+"""Points of R@1 that a precision may lose; more if the loss may be chance."""
 
 MAX_UNSURE_LOSS = 2.0
-"""Points that it may lose even so: on few images chance explains nearly everything."""
+"""Limit in points even then: on few images nearly every loss may be chance."""
 
 _Z95 = 1.96
 _LARGEST = float(np.finfo(np.float16).max)
@@ -42,15 +42,15 @@ _NO_FP16 = frozenset(("ConstantOfShape", "Range", "Resize"))
 
 
 MIN_COSINE = 0.98
-"""The mean cosine to fp32 that held-out images must keep."""
+"""Minimum mean cosine to fp32 on held-out images."""
 
 
 @dataclass
 class Candidate:
-    """A mode whose golden vectors hold on this machine, yet to be measured on images.
+    """A mode whose golden vectors hold on this machine, not yet measured on images.
 
-    `model` is its ONNX file, None if that is the one in fp32. `fault` is why it failed on an image;
-    from then on its vectors are not numbers.
+    `model` is its ONNX file, None for the fp32 file. `fault` is the error on an image; after it all
+    vectors are NaN.
     """
 
     mode: Mode
@@ -75,9 +75,9 @@ def make_file(
 ) -> Path:
     """Convert the fp32 model of `bundle` into a file in `folder`.
 
-    A random choice of the images `train` gives int8 its ranges.
+    int8 takes its ranges from a random sample of the images `train`.
 
-    Raises: ExportError if it cannot be made.
+    Raises: ExportError if the conversion fails.
     """
     path = folder / f"{precision}.onnx"
     if precision == "fp16":
@@ -89,9 +89,9 @@ def make_file(
 
 
 def make_candidate(mode: Mode, bundle: Bundle, model: Path | None) -> Candidate:
-    """Run `model`, or the fp32 file of `bundle`, in `mode`, and ask it for the golden vectors.
+    """Run `model`, or the fp32 file of `bundle`, in `mode`, and check its golden vectors.
 
-    Raises: ExportError if this machine cannot run it, or its golden vectors are not near fp32.
+    Raises: ExportError if this machine cannot run it, or its golden vectors are too far from fp32.
     """
     settings = SessionSettings(threads=os.cpu_count() or 1)
     expected = bundle.golden_vectors()
@@ -103,8 +103,8 @@ def make_candidate(mode: Mode, bundle: Bundle, model: Path | None) -> Candidate:
         raise _broken(mode, error) from error
     fault = golden_fault(mode.precision, golden, golden, expected)
     if fault is not None:
-        need = " Perhaps this processor has no VNNI." if mode.precision == "int8" else ""
-        raise ExportError(f"The golden vectors of {mode} do not hold here: {fault}.{need}")
+        need = " This processor may lack VNNI." if mode.precision == "int8" else ""
+        raise ExportError(f"The golden vectors of {mode} are wrong on this machine: {fault}.{need}")
     cosines = (golden * expected).sum(axis=1)
     return Candidate(mode, model, golden, cosines, embedder)
 
@@ -116,17 +116,17 @@ def compare(
     fp32: Embeddings,
     vectors: Embeddings,
 ) -> Comparison:
-    """Recall of a mode compared with that of fp32, on the same images.
+    """Recall of a mode compared with the recall of fp32, on the same images.
 
     A gallery and its queries may be embedded in different precisions, so the loss is measured for
     each pair: both in this mode, and one of them in fp32, where every second image of a class is a
-    query. A loss above 0.5 points is refused unless chance explains it: its paired 95 % interval
-    must hold 0, and it may be 2 points at most, or two queries where these are more.
+    query. A loss above 0.5 points fails unless it may be chance: its paired 95 % interval must
+    include 0, and it may be 2 points at most, or two queries if these are more.
 
     Args:
-        candidate: what made `vectors`.
+        candidate: the source of `vectors`.
         page: recall of fp32.
-        labels, fp32, vectors: of the images, (N,), (N, D) and (N, D).
+        labels, fp32, vectors: for the images, (N,), (N, D) and (N, D).
 
     Raises: ExportError if a pair loses too much R@1, if the mean cosine to fp32 is below 0.98, or
         if the network broke on an image.
@@ -139,7 +139,7 @@ def compare(
     if not cosine >= MIN_COSINE:
         raise ExportError(
             f"The mean cosine between {mode} and fp32 is {cosine:.4f} on the {images}; "
-            f"at least {MIN_COSINE} is allowed."
+            f"it must be at least {MIN_COSINE}."
         )
     ks = [int(name.removeprefix("R@")) for name in page.recall]
     own, plain = retrieval(vectors, labels, ks=ks), retrieval(fp32, labels, ks=ks)
@@ -161,7 +161,7 @@ def compare(
         if loss > MAX_RECALL_LOSS and (low > 0 or loss > too_much):
             raise ExportError(
                 f"R@1 falls by {loss:.2f} points ({low:.2f} to {high:.2f}) from fp32 to {mode}"
-                f"{where}, on the {images}; allowed is a loss of {MAX_RECALL_LOSS} points."
+                f"{where}, on the {images}; the limit is {MAX_RECALL_LOSS} points."
             )
     alone, mixed, gallery = losses.values()
     return Comparison(
@@ -177,7 +177,7 @@ def compare(
 
 
 def _paired_loss(before: Retrieval, after: Retrieval) -> tuple[float, float, float]:
-    """Points of R@1 that the same queries lose, and the 95 % interval: normal, of the pairs."""
+    """Loss in points of R@1 on the same queries, with its 95 % interval (normal, paired)."""
     lost = ((before.ranks == 0).double() - (after.ranks == 0).double())[before.ranks >= 0].numpy()
     mean, error = 100 * lost.mean(), 100 * lost.std() / math.sqrt(len(lost))
     return float(mean), float(mean - _Z95 * error), float(mean + _Z95 * error)
@@ -191,11 +191,11 @@ def _broken(mode: Mode, error: BundleError) -> ExportError:
 
 
 def convert_fp16(model: Path, out: Path) -> None:
-    """Write the fp16 twin of an fp32 model: same inputs and outputs, float32 around the trunk.
+    """Write the fp16 version of an fp32 model: same inputs and outputs, float32 around the trunk.
 
-    Converters that go node by node cast to fp16 and back between neighbours that should stay in
-    float32, so the norm of an embedding is rounded; here casts stand at the border of the trunk
-    alone.
+    Node-by-node converters cast to fp16 and back between neighbours that should stay in float32,
+    which rounds the norm of an embedding. Here casts are only at the border of the trunk.
+
 
     Raises: ExportError if the graph has no trunk or a weight is beyond the range of fp16.
     """
@@ -238,7 +238,7 @@ def _in_fp16(weight: TensorProto, name: str) -> TensorProto:
     largest = float(np.abs(values).max(initial=0))
     if not largest <= _LARGEST:
         raise ExportError(
-            f"The weight {weight.name} reaches {largest:.3g}, fp16 ends at {_LARGEST:.0f}. "
+            f"The weight {weight.name} reaches {largest:.3g}, above {_LARGEST:.0f} of fp16. "
             "Export it in fp32 or int8."
         )
     return numpy_helper.from_array(values.astype(np.float16), name)

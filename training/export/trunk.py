@@ -1,4 +1,4 @@
-"""Which nodes of an exported graph are the trunk."""
+"""Find the nodes of the trunk in an exported graph."""
 
 from collections.abc import Iterable
 
@@ -14,11 +14,11 @@ _POINTWISE = "Add Clip Concat Elu Gelu HardSigmoid HardSwish LeakyRelu Mul PRelu
 def trunk_nodes(model: onnx.ModelProto) -> list[str]:
     """Names of the nodes between the first and the last weight of the trunk, in their order.
 
-    Activations, residual sums and concatenations behind the last weight belong to it too; the head
-    begins at the first other node, which pools. So does a clip to values above 0, as generalised
-    mean pooling needs it: in 8 bits its bound would be 0. Nodes without a name are given one.
+    Activations, residual sums and concatenations after the last weight belong to it too. The head
+    begins at the first other node, which pools. So does a clip to values above 0, as in generalised
+    mean pooling: in 8 bits its bound would be 0. Nodes without a name are given one.
 
-    Raises: ExportError if no weight is named as one of the trunk.
+    Raises: ExportError if no weight has a name of the trunk.
     """
     nodes = model.graph.node
     for number, node in enumerate(nodes):
@@ -47,7 +47,7 @@ def trunk_nodes(model: onnx.ModelProto) -> list[str]:
 
 
 def _closure(nodes: Iterable[NodeProto], start: set[str], backwards: bool = False) -> set[str]:
-    """The nodes `start` and all that come after them, or before; `nodes` in the order walked."""
+    """The nodes `start` and all nodes after (or before) them; `nodes` in traversal order."""
     reached: set[str] = set()
     values: set[str] = set()
     for node in nodes:

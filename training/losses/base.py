@@ -1,7 +1,7 @@
-"""What losses have in common: full precision, sums of exponentials, learnt proxies.
+"""Common base of the losses: full precision, sums of exponentials, learnt proxies.
 
-Shapes: B samples, D dimensions, C classes. How each paper was read, and where other libraries
-differ, is in docs/methods.md.
+Shapes: B samples, D dimensions, C classes. docs/methods.md documents how each paper was read, and
+differences to other libraries.
 """
 
 import math
@@ -16,8 +16,8 @@ from kinlens.embedder.errors import TrainingError
 class MetricLoss(nn.Module):
     """Embeddings (B, D) and labels (B,) to a scalar, in float32 or wider whatever the autocast.
 
-    Embeddings are unit vectors unless `normalized` is False. They are given the widest of their own
-    type, float32 and the types of the loss's parameters, which are never converted.
+    Embeddings are unit vectors unless `normalized` is False. They are converted to the widest of
+    their own dtype, float32 and the dtypes of the loss's parameters, which are never converted.
     """
 
     normalized: bool = True
@@ -30,15 +30,15 @@ class MetricLoss(nn.Module):
             return self.value(embeddings.to(dtype), labels)
 
     def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """The formula of the loss; without a sample or a pair 0, unless it says otherwise."""
+        """The formula of the loss; 0 without samples or pairs, unless documented otherwise."""
         raise NotImplementedError
 
 
 class ProxyLoss(MetricLoss):
-    """A loss with proxies: learnt vectors, one or more a class, whose length does not matter.
+    """A loss with proxies: learnt vectors, one or more per class, whose length does not matter.
 
-    They start as given, or (C, D) from N(0, 2 / C) (Kaiming, fan-out), as Proxy-Anchor's authors
-    draw them. Labels are class numbers in [0, C); another one is a TrainingError.
+    They start as given, or (C, D) from N(0, 2 / C) (Kaiming, fan-out), like those of Proxy-Anchor's
+    authors. Labels are class numbers in [0, C); any other is a TrainingError.
     """
 
     def __init__(self, classes: int, dim: int, proxies: Tensor | None = None) -> None:
@@ -63,7 +63,7 @@ class ProxyLoss(MetricLoss):
 
     def centre_of(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """The unit centre of the class of each sample: (B, D), with gradient to the proxies."""
-        del embeddings  # one centre per class: no choice to make
+        del embeddings  # there is only one centre per class
         check_labels(labels, self.classes)
         return self.centres()[labels]
 
@@ -72,15 +72,15 @@ class ProxyLoss(MetricLoss):
         return embeddings @ F.normalize(self.proxies.to(embeddings.dtype), dim=1).T
 
     def own(self, labels: Tensor) -> Tensor:
-        """True where the proxy is that of the sample's class: (B, C)."""
+        """True at the proxy of the sample's class: (B, C)."""
         check_labels(labels, self.classes)
         return labels[:, None] == torch.arange(self.classes, device=labels.device)
 
 
 def check_labels(labels: Tensor, classes: int) -> None:
-    """Refuse labels that are not class numbers; on the CPU only, where looking costs no wait.
+    """Refuse labels that are not class numbers; on the CPU only, where reading needs no sync.
 
-    On a GPU the losses trust them: `kinlens.training.trainer.fit` checks all of a run's, once.
+    On a GPU the losses trust the labels: `kinlens.training.trainer.fit` checks all of them once.
 
     Raises: TrainingError.
     """
@@ -97,7 +97,7 @@ def check_labels(labels: Tensor, classes: int) -> None:
 def log_sum_exp(exponents: Tensor, mask: Tensor) -> Tensor:
     """log(sum of exp(exponents) over the columns in mask): (B, N) to (B,).
 
-    A row without a column in the mask gives -inf, and gradient 0.
+    A row without a column in the mask has -inf, and gradient 0.
     """
     return torch.logsumexp(exponents.masked_fill(~mask, -torch.inf), dim=1)
 

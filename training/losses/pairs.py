@@ -1,9 +1,9 @@
 """Losses over the pairs of a batch: Contrastive, Binomial deviance, Lifted structure,
 Multi-Similarity and N-pair.
 
-Over cosines S (B, B), with P_i and N_i the positives and negatives of anchor i that `mining` keeps:
-"all", or the "hard" ones of `kinlens.training.miners.hard_pairs`, within `epsilon` of the hardest
-opposite.
+Over cosines S (B, B), with P_i and N_i the positives and negatives of anchor i that `mining`
+selects: "all", or the "hard" ones of `kinlens.training.miners.hard_pairs`, within `epsilon` of the
+hardest opposite.
 """
 
 from typing import Literal
@@ -20,7 +20,7 @@ Mining = Literal["all", "hard"]
 
 
 class PairLoss(MetricLoss):
-    """The mean over anchors."""
+    """Base class: the mean over anchors of a sum over their pairs."""
 
     def __init__(self, mining: Mining = "all", epsilon: float = 0.1) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class PairLoss(MetricLoss):
         return self.summed(S, pairs) / max(len(labels), 1)
 
     def summed(self, S: Tensor, pairs: Pairs) -> Tensor:
-        """The sum over anchors."""
+        """The sum over anchors of the terms of their pairs."""
         raise NotImplementedError
 
 
 class ContrastiveLoss(PairLoss):
-    r"""Positive pairs together, negative pairs no more alike than a margin lambda.
+    r"""Pull positive pairs together; negative pairs may be as similar as a margin lambda.
 
     .. math::
         \frac{1}{B} \sum_i \Bigl( \sum_{j \in P_i} -S_{ij}
@@ -62,7 +62,7 @@ class ContrastiveLoss(PairLoss):
 
 
 class BinomialDevianceLoss(PairLoss):
-    r"""A logistic regression of "same class" on the cosine; negatives count eta times in it.
+    r"""A logistic regression of "same class" on the cosine; negative logits are scaled by eta.
 
     .. math::
         \frac{1}{B} \sum_i \Bigl( \sum_{j \in P_i} \log(1 + e^{-\alpha (S_{ij} - \beta)})
@@ -92,13 +92,13 @@ class BinomialDevianceLoss(PairLoss):
 
 
 class LiftedStructureLoss(PairLoss):
-    r"""All positives of an anchor against all its negatives, smoothly; `margin` is lambda.
+    r"""Smooth hinge of all positives against all negatives of an anchor; `margin` is lambda.
 
     .. math::
         \frac{1}{B} \sum_i \Bigl[ \log \sum_{k \in P_i} e^{\lambda - S_{ik}}
             + \log \sum_{k \in N_i} e^{S_{ik}} \Bigr]_+
 
-    An anchor without a positive or without a negative gives 0.
+    An anchor without a positive or without a negative contributes 0.
 
     References:
         Deep Metric Learning via Lifted Structured Feature Embedding (Song et al., 2016), in
@@ -163,11 +163,11 @@ class NPairLoss(MetricLoss):
         \frac{1}{|A|} \sum_{(a, p) \in A} \log\Bigl(1 + \sum_{n \in N_a}
             e^{f_a \cdot f_n - f_a \cdot f_p}\Bigr) + \mu \frac{1}{B} \sum_i |f_i|^2
 
-    `pairs = "all"`: A are all ordered positive pairs, N_a all samples of other classes (eq. 6 of
+    `pairs = "all"`: A has all ordered positive pairs, N_a all samples of other classes (eq. 6 of
     the graph consistency paper, averaged over the positives). "one_per_class" is the original
-    tuple: the first two samples of each class in the batch are (a, p), and N_a are the p of the
-    other classes; all other samples are ignored. Without a pair only the second term is left.
-    `l2` is mu; with `normalize` the vectors are unit vectors.
+    tuple: the first two samples of each class in the batch are (a, p), and N_a has the p of the
+    other classes; all other samples are ignored. Without a pair only the second term remains.
+    `l2` is mu; with `normalize` the vectors are normalised to unit length.
 
     References:
         Improved Deep Metric Learning with Multi-class N-pair Loss Objective (Sohn, 2016).
@@ -194,7 +194,7 @@ class NPairLoss(MetricLoss):
 
 
 def _all(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The term of every pair, and which pairs are positive: (B, B) each."""
+    """The term of every pair, and the mask of positive pairs: (B, B) each."""
     products = features @ features.T  # (B, B)
     pairs = all_pairs(labels)
     negatives = log_sum_exp(products, pairs.negative)  # (B,)
@@ -202,7 +202,7 @@ def _all(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _one_per_class(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The terms of neighbours in the order of labels, and which begin a class: (B - 1,) each."""
+    """Terms of neighbours in the order of labels, and those that begin a class: (B - 1,) each."""
     ranked, order = labels.sort(stable=True)
     starts = torch.ones_like(ranked, dtype=torch.bool)
     starts[1:] = ranked[1:] != ranked[:-1]

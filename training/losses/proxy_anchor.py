@@ -1,4 +1,4 @@
-"""Losses whose anchors are proxies: Proxy-Anchor, and two that push proxies apart instead."""
+"""Losses whose anchors are proxies: Proxy-Anchor, and two that separate proxies directly."""
 
 from typing import Literal
 
@@ -13,10 +13,10 @@ CHUNK = 2048
 
 
 class ProxyAnchorLoss(ProxyLoss):
-    r"""Pull samples of a class towards its proxy, push others away, hard ones more; `margin` delta.
+    r"""Pull samples to their proxy, push others away, hard ones more; `margin` is delta.
 
     With s(x, p) the cosine of sample x and proxy p, P+ the proxies with a sample in the batch, X_p+
-    the samples of p's class and X_p- the rest:
+    the samples of p's class and X_p- the others:
 
     .. math::
         \frac{1}{|P^+|} \sum_{p \in P^+}
@@ -40,20 +40,20 @@ class ProxyAnchorLoss(ProxyLoss):
         return self.pull(cosines, own) + push.mean()
 
     def pull(self, cosines: Tensor, own: Tensor) -> Tensor:
-        """The first term: cosines (B, C) and which are of the own class, to a scalar."""
+        """The first term: cosines (B, C) and the mask of the own class, to a scalar."""
         pull = log_1p_sum_exp(-self.alpha * (cosines - self.margin), own, dim=0)  # (C,)
         return pull.sum() / own.any(dim=0).sum().clamp(min=1)
 
 
 class ProxySeparationLoss(ProxyAnchorLoss):
-    r"""Proxy-Anchor whose negatives are the other proxies; the paper's OurLoss1. The second term is
+    r"""Proxy-Anchor whose negatives are the other proxies; the paper's OurLoss1. Its second term:
 
     .. math::
         \frac{1}{|P|} \sum_p
             \log\Bigl(1 + \sum_{q \ne p} e^{\alpha (p \cdot q + \delta)}\Bigr)
 
-    An empty batch leaves it. Its C^2 cosines are held for 2,048 proxies at a time and computed
-    again for the gradient: 0.4 GB instead of 2.3 GB at the peak for 11,318 classes.
+    It remains for an empty batch. Its C^2 cosines are computed for 2,048 proxies at a time and
+    recomputed for the gradient: 0.4 GB instead of 2.3 GB at the peak for 11,318 classes.
 
     References:
         Metric Learning: A Deep Dive (Psomas, 2020), section "Our method", OurLoss1.
@@ -69,7 +69,7 @@ class BatchProxySeparationLoss(ProxyAnchorLoss):
     r"""Proxy separation with proxies compared through the batch; the paper's OurLoss2.
 
     p . q becomes the sum over the samples x of (p . x)(x . q), which as printed grows with the
-    batch; with `over_batch = "mean"` it does not. An empty batch leaves a constant.
+    batch; with `over_batch = "mean"` it does not. For an empty batch a constant remains.
 
     References:
         Metric Learning: A Deep Dive (Psomas, 2020), section "Our method", OurLoss2.
@@ -110,7 +110,7 @@ def push_apart(rows: Tensor, alpha: float, margin: float) -> Tensor:
 
 
 def _push(some: Tensor, rows: Tensor, start: int, alpha: float, margin: float) -> Tensor:
-    """The terms of `some` rows (n, N), the first of which is rows[start]: (n,)."""
+    """The terms of `some` rows (n, N), which start at rows[start]: (n,)."""
     number = torch.arange(len(rows), device=rows.device)
     other = number[None, :] != number[start : start + len(some), None]  # (n, C)
     return log_1p_sum_exp(alpha * (some @ rows.T + margin), other, dim=1)

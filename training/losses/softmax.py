@@ -1,6 +1,6 @@
-"""Losses that choose among the classes of learnt centres: Proxy-NCA, ArcFace, SoftTriple.
+"""Losses that classify among learnt centres: Proxy-NCA, ArcFace, SoftTriple.
 
-Each names the class of a sample by a softmax over the cosines with the centres.
+Each classifies a sample by a softmax over its cosines with the centres.
 """
 
 import math
@@ -16,7 +16,7 @@ from kinlens.training.losses.base import ProxyLoss, check_labels, log_sum_exp
 
 
 class ProxyNCALoss(ProxyLoss):
-    r"""Be nearer to the own proxy than to the others; `scale` is sigma.
+    r"""Samples are nearer to their own proxy than to the others; `scale` is sigma.
 
     With d the squared Euclidean distance of unit vectors, 2 - 2 cos:
 
@@ -25,7 +25,7 @@ class ProxyNCALoss(ProxyLoss):
             \frac{e^{-\sigma d(x_i, p_{y_i})}}{\sum_{z \ne y_i} e^{-\sigma d(x_i, p_z)}}
 
     The own proxy is not in the denominator, as in the paper, so the value may be negative; without
-    another class it is 0. Computed with logarithms: no sample underflows.
+    another class it is 0. Computed with logarithms, so no sample underflows.
 
     References:
         No Fuss Distance Metric Learning using Proxies (Movshovitz-Attias et al., 2017).
@@ -46,7 +46,7 @@ class ProxyNCALoss(ProxyLoss):
 
 
 class ArcFaceLoss(ProxyLoss):
-    r"""Cross-entropy over the cosines with class weights, the own angle enlarged by a margin.
+    r"""Cross-entropy over the cosines with class weights, with a margin added to the own angle.
 
     With theta_j the angle between a sample and the weight vector of class j:
 
@@ -87,7 +87,7 @@ class ArcFaceLoss(ProxyLoss):
 
 
 class SoftTripleLoss(ProxyLoss):
-    r"""Cross-entropy over similarities with classes, each class being K unit centres w.
+    r"""Cross-entropy over similarities with classes, where each class has K unit centres w.
 
     .. math::
         S_{i,c} = \sum_k \frac{e^{\gamma\, x_i \cdot w_c^k}}{\sum_l e^{\gamma\, x_i \cdot w_c^l}}\,
@@ -96,10 +96,10 @@ class SoftTripleLoss(ProxyLoss):
             {e^{\lambda (S_{i,y_i} - \delta)} + \sum_{j \ne y_i} e^{\lambda S_{i,j}}}
         + \frac{\tau}{C K (K - 1)} \sum_c \sum_{k < l} \sqrt{2 + 10^{-5} - 2\, w_c^k \cdot w_c^l}
 
-    The last term draws the centres of a class together, so that it uses no more than it needs; an
-    empty batch leaves it. Centres start uniform in +-1 / sqrt(C K), as the authors' code draws
-    them. gamma multiplies; the paper divides by its gamma = 0.1. `centres_per_class` is K, which
-    should not exceed the images per class, `scale` lambda, `margin` delta.
+    The last term pulls the centres of a class together, so that a class uses only as many as it
+    needs; it remains for an empty batch. Centres start uniform in +-1 / sqrt(C K), as in the
+    authors' code. Here gamma multiplies, while the paper divides by its gamma = 0.1.
+    `centres_per_class` is K, at most the images per class, `scale` is lambda, `margin` is delta.
 
     References:
         SoftTriple Loss: Deep Metric Learning Without Triplet Sampling (Qian et al., 2019).

@@ -1,7 +1,7 @@
-"""The losses of jobs, by name. A new one is a class of this folder and a line of LOSSES.
+"""The losses of jobs, by name. To add one, add a class to this folder and a line to LOSSES.
 
-The constructor of a loss says which options a job may set: all its parameters but `classes` and
-`dim`, which the data and the network give. Bounds stand in its annotations.
+The constructor of a loss defines the options of a job: all its parameters except `classes` and
+`dim`, which come from the data and the network. Bounds are in its annotations.
 """
 
 import inspect
@@ -40,10 +40,10 @@ LOSSES: dict[str, type[MetricLoss]] = {
 }
 
 WITH_PROXIES = tuple(name for name, kind in LOSSES.items() if issubclass(kind, ProxyLoss))
-"""The losses that learn a vector per class, which some regularizers act on."""
+"""Losses that learn a vector per class, which some regularizers act on."""
 
 GIVEN = ("classes", "dim")
-"""What a loss is built with beside its options."""
+"""Constructor arguments of a loss that are not options."""
 
 
 def build_loss(settings: Section, classes: int, dim: int) -> MetricLoss:

@@ -1,4 +1,4 @@
-"""Losses of mined triplets: an anchor, a positive and a negative. Triplet and Margin."""
+"""Losses over mined triplets of an anchor, a positive and a negative: Triplet and Margin."""
 
 from typing import Annotated, Literal
 
@@ -13,13 +13,13 @@ from kinlens.training.miners import Triplets, all_pairs, batch_hard, distance_we
 
 
 class TripletLoss(MetricLoss):
-    r"""An anchor is more like its positive than its negative, by a margin lambda.
+    r"""An anchor is more similar to its positive than to its negative, by a margin lambda.
 
     .. math:: \frac{1}{|T|} \sum_{(a, p, n) \in T} [S_{an} - S_{ap} + \lambda]_+
 
-    over cosines S and all mined triplets, those that cost nothing included. In squared Euclidean
+    over cosines S and all mined triplets, including those of zero loss. In squared Euclidean
     distances of unit vectors, 2 - 2 S, a margin m is the same as lambda = m/2, with half the value.
-    `mining = "all"` takes every triplet, with memory B^2; "hard" is `batch_hard`.
+    `mining = "all"` uses every triplet, with memory B^2; "hard" is `batch_hard`.
 
     References:
         FaceNet: A Unified Embedding for Face Recognition and Clustering (Schroff et al., 2015),
@@ -54,7 +54,7 @@ class TripletLoss(MetricLoss):
 
 
 class MarginLoss(MetricLoss):
-    r"""Positive pairs inside, negative pairs outside a learnt distance beta.
+    r"""Positive pairs are inside, negative pairs outside a learnt distance beta.
 
     Over Euclidean distances d of unit vectors, with P and N the mined pairs:
 
@@ -64,8 +64,8 @@ class MarginLoss(MetricLoss):
         + \nu \operatorname{mean}_{(a, p) \in P} \beta_a
 
     where K is the number of terms above 0. Distance-weighted mining draws one negative for each
-    positive pair, none at the distance `farthest` or beyond. `beta` is where beta starts: one
-    number, or one per class of the anchor; a parameter, or without `learn_beta` a buffer.
+    positive pair, none at the distance `farthest` or beyond. `beta` is the initial beta: a number,
+    or one per class of the anchor; a parameter, or without `learn_beta` a buffer.
 
     References:
         Sampling Matters in Deep Embedding Learning (Wu et al., 2017), section 4.
@@ -121,9 +121,9 @@ class MarginLoss(MetricLoss):
 
 
 def _hinge_sums(values: Tensor, mask: Tensor, thresholds: Tensor) -> Tensor:
-    """For each threshold t of a row the sum of [v - t]_+ over its values v in the mask.
+    """For each threshold t of a row, the sum of [v - t]_+ over its values v in the mask.
 
-    All (B, B). With a row's values in falling order, those above t are the first k of them, and
+    All (B, B). With a row's values in descending order, those above t are the first k of them, and
     their sum is the k-th partial sum less k t.
     """
     order = values.detach().masked_fill(~mask, -torch.inf).argsort(dim=1, descending=True)

@@ -1,4 +1,4 @@
-"""The trunks: networks without their classifiers, what they expect of pixels, their batch norm."""
+"""The trunks: networks without their classifiers, their pixel normalisation, their batch norm."""
 
 import pickle
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from kinlens.training.models.timm_trunk import TimmTrunk, build_timm_trunk
 from kinlens.training.models.weights import State, load_weights, read_weights
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
-_MAX_FOLDING_DIFFERENCE = 1e-3  # of the largest activation
+_MAX_FOLDING_DIFFERENCE = 1e-3  # relative to the largest activation
 
 
 class Normalize(nn.Module):
@@ -25,9 +25,9 @@ class Normalize(nn.Module):
 
     Args:
         mean: of each channel on 0..peak, in the order of the trunk.
-        std: likewise.
-        bgr: the trunk reads blue first.
-        peak: what a white pixel is worth before mean and std, 1 or 255.
+        std: standard deviation of each channel, likewise.
+        bgr: whether the trunk expects blue first.
+        peak: value of a white pixel before mean and std, 1 or 255.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Normalize(nn.Module):
 
 @dataclass(frozen=True)
 class Backbone:
-    """How to build a trunk, what it gives and what it expects.
+    """How to build a trunk, the shape of its output and its input normalisation.
 
-    The trunk is what a network has before its child named `until`. `url` is that of the ImageNet
-    weights that papers on metric learning start from, torchvision's V1 for ResNet50, not the newer
-    V2; the name of the file ends with the start of its sha256.
-    `mean` and `std` apply to RGB in 0..1, or to what `bgr` and `peak` say (see Normalize). `cure`
-    is what to do if the weights cannot be downloaded.
+    The trunk is the part of a network before its child named `until`. `url` is that of the ImageNet
+    weights that papers on metric learning start from (for ResNet50 torchvision's V1, not the newer
+    V2); the file name ends with the start of its sha256.
+    `mean` and `std` apply to RGB in 0..1, unless `bgr` or `peak` change it (see Normalize). `cure`
+    is the advice if the weights cannot be downloaded.
     """
 
     build: Callable[[], nn.Module]
@@ -71,7 +71,7 @@ class Backbone:
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     bgr: bool = False
     peak: float = 1.0
-    cure: str = "Download {url} where there is a network and name the file: "
+    cure: str = "Download {url} on a machine with internet access and pass the file: "
 
 
 BACKBONES = {
@@ -106,21 +106,21 @@ BACKBONES = {
         bgr=True,
         peak=255.0,
         cure="Its host at {url} is often down: find a copy of that file, whose sha256 begins with "
-        '52deb4733, or start from random weights with "none". Name the file: ',
+        '52deb4733, or start from random weights with "none". Pass the file: ',
     ),
 }
 
 
 def build_trunk(name: str, weights: str) -> nn.Module:
-    """A trunk from float (B, 3, S, S) to maps (B, C, H, W), or to tokens (B, T, C).
+    """A trunk from float (B, 3, S, S) to feature maps (B, C, H, W), or to tokens (B, T, C).
 
     Args:
-        name: a key of BACKBONES, or "timm:" and a name of timm.
+        name: a key of BACKBONES, or "timm:" and the name of a timm network.
         weights: "imagenet" (the published ones), "none" (random) or the path of a state dict of the
             network of that name; half precision is widened to float32.
 
-    Raises: CheckpointError if the weights cannot be had or do not fit; JobError if timm is missing
-        or does not know the name.
+    Raises: CheckpointError if the weights are not available or do not fit; JobError if timm is
+        missing or does not know the name.
     """
     if name.startswith(TIMM):
         return build_timm_trunk(name.removeprefix(TIMM), weights)
@@ -128,7 +128,7 @@ def build_trunk(name: str, weights: str) -> nn.Module:
     network = backbone.build()
     if weights != "none":
         state = _state_dict(name, backbone, weights)
-        # GoogLeNet's training-time classifiers are not part of the network.
+        # GoogLeNet's auxiliary classifiers are only used in training.
         state = {key: value for key, value in state.items() if not key.startswith("aux")}
         load_weights(network, state, weights)
     if isinstance(network, BNInception):
@@ -139,12 +139,12 @@ def build_trunk(name: str, weights: str) -> nn.Module:
 
 
 def channels_of(name: str, trunk: nn.Module) -> int:
-    """C of what `trunk`, built as `name`, gives."""
+    """Number of channels C of the output of `trunk`, built as `name`."""
     return trunk.channels if isinstance(trunk, TimmTrunk) else BACKBONES[name].channels
 
 
 def normalization_of(name: str, trunk: nn.Module) -> Normalize:
-    """From pixels to the input of `trunk`, built as `name`."""
+    """The normalisation from pixels to the input of `trunk`, built as `name`."""
     if isinstance(trunk, TimmTrunk):
         return Normalize(trunk.mean, trunk.std)
     backbone = BACKBONES[name]
@@ -159,7 +159,7 @@ def _state_dict(name: str, backbone: Backbone, weights: str) -> State:
             backbone.url, map_location="cpu", check_hash=True, weights_only=True
         )
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        # Without a network, at a wrong address and for a wrong file; a URLError is an OSError.
+        # No network, a wrong address or a wrong file; a URLError is an OSError.
         raise CheckpointError(
             f"The ImageNet weights of {name} could not be downloaded ({error}). "
             + backbone.cure.format(url=backbone.url)
@@ -171,32 +171,32 @@ def _state_dict(name: str, backbone: Backbone, weights: str) -> State:
 
 
 def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
-    """Fold each batch norm, as it evaluates, into the convolution before it, in place.
+    """Fold each batch norm, in evaluation mode, into the convolution before it, in place.
 
-    The network computes the same, which is checked on noise. Scales, now part of the weights, learn
-    with them; the shifts, now biases, stay as they are. Without batch norm nothing happens.
+    The network computes the same, which is checked on noise. Scales become part of the weights and
+    learn with them; the shifts become biases, which stay fixed. Without batch norm nothing changes.
 
     Args:
         trunk: float (B, 3, S, S) to features.
-        side: S that it takes, in pixels.
+        side: S, an input size in pixels that the trunk accepts.
 
     Raises: JobError if a batch norm does not follow a convolution of its own; `trunk` is then
-        spoilt.
+        unusable.
     """
     if not _has_batch_norm(trunk):
         return
     mode = trunk.training
     trunk.eval()
     before = _on_noise(trunk, side)
-    for (place, layer), (name, norm) in pairwise(layers_of(trunk)):
+    for (layer_name, layer), (name, norm) in pairwise(layers_of(trunk)):
         if not isinstance(layer, nn.Conv2d) or not isinstance(norm, nn.BatchNorm2d):
             continue
         if layer.out_channels == norm.num_features:
             folded = fuse_conv_bn_eval(layer, norm)
             assert folded.bias is not None
             folded.bias.requires_grad_(False)
-            trunk.set_submodule(place, folded)
-            # timm's batch norm may drop and activate besides.
+            trunk.set_submodule(layer_name, folded)
+            # timm's batch norm may include dropout and an activation.
             more = [getattr(norm, part) for part in ("drop", "act") if hasattr(norm, part)]
             trunk.set_submodule(name, nn.Sequential(*more))
     difference = (_on_noise(trunk, side) - before).abs().max()
@@ -209,9 +209,9 @@ def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
 
 
 def layers_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and layer of each batch norm and of all that has no parts, in the order of the source.
+    """Name and layer of each batch norm and of each layer without children, in source order.
 
-    A layer in two places is there twice, so that neighbours are neighbours.
+    A layer that is used twice is listed twice, so that neighbours stay neighbours.
     """
     return [
         (name, module)

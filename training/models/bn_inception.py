@@ -1,7 +1,7 @@
 """BN-Inception, the trunk of most published results in metric learning.
 
-Layers carry the names of the published weight file `bn_inception-52deb4733.pth`, which has them
-from Caffe.
+Layers have the names of the published weight file `bn_inception-52deb4733.pth`, which come from
+Caffe.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class Block:
-    """Widths of one inception block; 0 leaves a branch out.
+    """Widths of one inception block; 0 omits a branch.
 
-    Without `project` the pooled input is passed on as it is, and the block halves the map.
+    Without `project` the pooled input is passed on unchanged, and the block halves the map.
     """
 
     single: int
@@ -56,10 +56,10 @@ class BNInception(nn.Module):
     """BGR in 0..255 minus (104, 117, 128), (B, 3, S, S), to maps (B, 1024, S/32, S/32).
 
     Every convolution has a bias, a batch norm and a ReLU, in that order; ReLUs act before
-    concatenation. `last_linear`, the classifier, is there for its weights and never applied.
+    concatenation. `last_linear`, the classifier, only exists to load its weights.
 
-    **Reading**: in a block that halves the map, the convolutions of the original round an odd side
-    up and its pooling rounds it down, so only some input sizes run. Here both round up.
+    **Reading**: in a block that halves the map, the original convolutions round an odd side up and
+    its pooling rounds it down, so only some input sizes work. Here both round up.
 
     References:
         Ioffe, Szegedy, Batch Normalization: Accelerating Deep Network Training by Reducing

@@ -39,13 +39,13 @@ class Pool(nn.Module):
     with one learnt p, the parameter `exponent`, that starts at 3: p = 1 is the mean, p → ∞ the
     maximum. `cls` is the class token.
 
-    **Reading**: in a trunk of tokens only those of patches are positions; class and register
-    tokens are left out, except by `cls`. GeM clips negative activations there too. An exponent
-    below 0.1 acts as 0.1.
+    **Reading**: in a trunk of tokens the positions are those of patches; class and register tokens
+    are ignored, except by `cls`. GeM clips negative activations there too. An exponent below 0.1
+    acts as 0.1.
 
     Args:
         kind: one of the above.
-        prefix: number of tokens before those of the patches; the class token is the first.
+        prefix: number of tokens before the patch tokens; the class token is the first.
 
     References:
         Radenović, Tolias, Chum, Fine-tuning CNN Image Retrieval with No Human Annotation,
@@ -80,16 +80,16 @@ class Pool(nn.Module):
 
 
 class Head(nn.Module):
-    r"""A linear layer and a second path with one hidden layer,
+    r"""A linear layer plus a second path with one hidden layer,
 
     .. math:: y = W x + b + V \, \max(U x + c, 0) + d
 
-    V and d start at 0, so the head starts as its linear layer, and a start that is computed for
-    that layer (see training.start) is a start of both.
+    V and d start at 0, so the head starts as its linear layer, and initial weights computed for
+    that layer (see training.start) are valid for both.
 
     Args:
-        channels: of what comes in, (B, C).
-        dim: of what goes out, (B, D).
+        channels: C, the size of the input (B, C).
+        dim: D, the size of the output (B, D).
         hidden: width of the hidden layer.
     """
 
@@ -118,9 +118,9 @@ def linear_layer(channels: int, dim: int) -> nn.Linear:
 
 
 class FlowInput(nn.Module):
-    """Activation, then a fixed norm: what enters the flows of the determinant regularizer.
+    """Activation, then a fixed norm: the input of the flows of the determinant regularizer.
 
-    Without the bound the flows learn the metric in place of the trunk, and recall on new classes
+    Without the bound the flows learn the metric instead of the trunk, and recall on new classes
     halves.
     """
 
@@ -137,7 +137,7 @@ class FlowInput(nn.Module):
 class EmbeddingNet(nn.Module):
     """Trunk, pooling, projection and, under determinant regularization, the first flow.
 
-    `forward` is what is exported. `features` stops before the flow, where the regularizer begins.
+    `forward` is exported. `features` stops before the flow, where the regularizer begins.
     """
 
     def __init__(self, model: Model, determinant: Determinant | None = None) -> None:
@@ -190,20 +190,20 @@ class EmbeddingNet(nn.Module):
         return pooled
 
     def features(self, images: Tensor) -> Tensor:
-        """uint8 (B, 3, S, S) to what enters the flow, or to the unnormalised embedding: (B, D).
+        """uint8 (B, 3, S, S) to the flow's input, or to the unnormalised embedding: (B, D).
 
         The result is float32 or wider; under autocast only the trunk runs in lower precision.
         """
         return self.project(self.pooled(images))
 
     def project(self, pooled: Tensor) -> Tensor:
-        """What `pooled` gave (B, C), to what `features` gives (B, D)."""
+        """The output of `pooled` (B, C) to the output of `features` (B, D)."""
         with torch.autocast(pooled.device.type, enabled=False):
             z: Tensor = self.flow_input(self.projection(pooled))
         return z
 
     def transform(self, features: Tensor) -> Tensor:
-        """What `features` gave, through the flow if there is one: (B, D), of any length."""
+        """The output of `features`, through the flow if there is one: (B, D), of any length."""
         if self.flow is None:
             return features
         with torch.autocast(features.device.type, enabled=False):
@@ -211,7 +211,7 @@ class EmbeddingNet(nn.Module):
             return output.y
 
     def embed(self, features: Tensor) -> Tensor:
-        """What `features` gave, to unit embeddings (B, D), in float32 whatever the autocast."""
+        """The output of `features` to unit embeddings (B, D), in float32 whatever the autocast."""
         with torch.autocast(features.device.type, enabled=False):
             return F.normalize(self.transform(features), dim=1)
 
@@ -220,9 +220,9 @@ class EmbeddingNet(nn.Module):
         return self.embed(self.features(images))
 
     def check_sizes(self, *sides: int) -> None:
-        """Run the trunk once at each side S, in pixels, before a job spends time on images.
+        """Run the trunk once at each input side in pixels, before a job spends time on images.
 
-        Raises: JobError naming a size that fits.
+        Raises: JobError naming a valid size.
         """
         device = next(self.trunk.parameters()).device
         with evaluating(self), torch.no_grad():
@@ -230,13 +230,13 @@ class EmbeddingNet(nn.Module):
                 self(torch.zeros(1, 3, side, side, dtype=torch.uint8, device=device))
 
     def train(self, mode: bool = True) -> "EmbeddingNet":
-        """As torch's, but frozen batch norm stays in evaluation mode."""
+        """Set the mode as torch does, but keep frozen batch norm in evaluation mode."""
         super().train(mode)
         self._freeze()
         return self
 
     def without_head(self) -> "EmbeddingNet":
-        """This network, changed to give the pooled features of its trunk alone, L2-normalised."""
+        """This network, changed to return the pooled features of its trunk only, L2-normalised."""
         self.projection, self.flow_input, self.flow = nn.Identity(), nn.Identity(), None
         self.dim = self.channels
         return self
@@ -248,14 +248,14 @@ class EmbeddingNet(nn.Module):
             norm.eval()
 
     def _fixed_norms(self) -> list[nn.Module]:
-        """The batch norms whose statistics do not move."""
+        """The batch norms whose statistics do not change."""
         if self.batch_norm not in ("frozen", "statistics"):
             return []
         return [module for module in self.trunk.modules() if isinstance(module, BATCH_NORMS)]
 
 
 def torch_embed(net: nn.Module, images: Images) -> Embeddings:
-    """uint8 (N, 3, S, S) to embeddings (N, D), both numpy, computed where `net` is."""
+    """uint8 (N, 3, S, S) to embeddings (N, D), both numpy, computed on the device of `net`."""
     with evaluating(net), torch.inference_mode():
         there = torch.from_numpy(images).to(next(net.parameters()).device)
         vectors: Embeddings = net(there).cpu().numpy()
@@ -264,9 +264,9 @@ def torch_embed(net: nn.Module, images: Images) -> Embeddings:
 
 @contextmanager
 def evaluating(net: nn.Module) -> Iterator[None]:
-    """A block in which `net` is in evaluation mode, so that looking at images changes nothing.
+    """A block in which `net` is in evaluation mode, so that running it changes no state.
 
-    Convolutions run in full float32, which cuDNN by itself rounds to TF32.
+    Convolutions run in full float32, which cuDNN otherwise rounds to TF32.
     """
     was_training, rounded = net.training, torch.backends.cudnn.allow_tf32
     net.eval()

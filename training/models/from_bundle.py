@@ -1,4 +1,4 @@
-"""The network of a model bundle, read back from its ONNX file so that it can be trained on."""
+"""Rebuild the network of a model bundle from its ONNX file to continue its training."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -17,11 +17,11 @@ from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from kinlens.training.models.weights import State
 
 MAX_DIFFERENCE = 1e-3
-"""Of a coordinate of the golden vectors: what another order of sums makes is a tenth of that."""
+"""Per coordinate of the golden vectors; another summation order causes a tenth of that."""
 
 
 def new_network(job: Job) -> EmbeddingNet:
-    """The network that a run of `job` begins with: of published weights, a file or a bundle.
+    """The initial network of a run of `job`: from published weights, a file or a bundle.
 
     Raises: CheckpointError, BundleError, JobError.
     """
@@ -32,7 +32,7 @@ def new_network(job: Job) -> EmbeddingNet:
 
 
 def bundle_of(weights: str) -> Path | None:
-    """The folder that `weights` names, if it is that of a bundle."""
+    """The folder that `weights` names, if it is a bundle."""
     if weights in ("imagenet", "none"):
         return None
     path = expand_path(weights, "model.weights")
@@ -40,17 +40,17 @@ def bundle_of(weights: str) -> Path | None:
 
 
 def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
-    """The network of `job` with all that the bundle at `path` has: trunk, head and flow.
+    """The network of `job` with the weights of the bundle at `path`: trunk, head and flow.
 
-    A bundle of a trunk alone leaves the head as it starts, one without a flow the flow.
+    A bundle of a trunk only leaves the head at its initial weights, one without a flow the flow.
 
     Raises: BundleError; CheckpointError naming the setting that does not fit, or if the network
-        cannot be read back; JobError if the bundle's own job is unknown to this version.
+        cannot be rebuilt; JobError if this version does not know the bundle's own job.
     """
     bundle = Bundle.open(path)
     if job.model.batch_norm == "train":
         raise CheckpointError(
-            f"The bundle {path} has no batch statistics any more: its batch norm is part of its "
+            f"The bundle {path} has no batch statistics: its batch norm is folded into its "
             'convolutions. Set model.batch_norm to "frozen", "statistics" or "folded".'
         )
     made_by = parse_job(bundle.manifest.job, f"the job of {path}") if bundle.manifest.job else None
@@ -69,7 +69,7 @@ def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
 
 
 def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
-    """Raises: CheckpointError naming each setting in which the shapes differ."""
+    """Raises: CheckpointError naming each setting whose shapes differ."""
     pairs: dict[str, tuple[object, object]] = {
         "model.backbone": (bundle.manifest.backbone, job.model.backbone)
     }
@@ -82,19 +82,19 @@ def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
                 key = f"regularizers.determinant.{name}"
                 pairs[key] = getattr(there, name), getattr(here, name, None)
     differing = [
-        f"{key} is {given!r} there and {wanted!r} in the job"
+        f"{key} is {given!r} in the bundle and {wanted!r} in the job"
         for key, (given, wanted) in pairs.items()
         if given != wanted
     ]
     if differing:
         raise CheckpointError(
-            f"The bundle {bundle.path} is another network: {'; '.join(differing)}. Set what the "
-            "bundle has, or other model.weights."
+            f"The bundle {bundle.path} has another network: {'; '.join(differing)}. Use the "
+            "settings of the bundle, or other model.weights."
         )
 
 
 def _network(job: Job, bundle: Bundle, made_by: Job | None) -> EmbeddingNet:
-    """What the bundle holds, with the batch norm of `job`; checked on the golden images."""
+    """The network of the bundle, with the batch norm of `job`; checked on the golden images."""
     shape = made_by.model if made_by is not None else Model(backbone=job.model.backbone, dim=None)
     shape = shape.model_copy(update={"weights": "none", "batch_norm": job.model.batch_norm})
     flow = made_by.regularizers.determinant if made_by is not None else None
@@ -119,10 +119,10 @@ def _network(job: Job, bundle: Bundle, made_by: Job | None) -> EmbeddingNet:
 
 
 def _state(net: EmbeddingNet, tensors: State) -> State:
-    """The state dict of `net` by the names of ONNX; what the file lacks was left out as zero.
+    """The state dict of `net` from ONNX tensors by name; tensors that the file lacks are zero.
 
-    The exporter makes a batch norm part of the convolution before it and calls its shift
-    NAME.weight_bias; the batch norm then does nothing but add this.
+    The exporter folds a batch norm into the convolution before it and calls its shift
+    NAME.weight_bias; the batch norm then only adds this shift.
     """
     own = net.state_dict()
     state = {name: tensors.get(name, torch.zeros_like(value)) for name, value in own.items()}
@@ -132,7 +132,7 @@ def _state(net: EmbeddingNet, tensors: State) -> State:
             bias = tensors.get(f"{name}.bias", none)
             shift = tensors.get(f"{name}.weight_bias", bias)
             if isinstance(following, BATCH_NORMS) and f"{next_name}.running_var" not in tensors:
-                # As it evaluates, this batch norm adds the shift and does no more.
+                # In evaluation mode this batch norm only adds the shift.
                 state[f"{next_name}.weight"] = torch.ones_like(shift)
                 state[f"{next_name}.bias"] = shift
                 state[f"{next_name}.running_var"] = torch.ones_like(shift) - following.eps

@@ -21,12 +21,12 @@ class TimmTrunk(nn.Module):
     """A network of timm without pooling and classifier.
 
     Attributes:
-        channels: C of what it gives.
-        side: side of the images that it was made for, in pixels.
-        mean: of RGB in 0..1.
-        std: likewise.
-        class_token: whether the first token stands for the image.
-        prefix: number of tokens before those of the patches.
+        channels: number of channels C of the output.
+        side: side of the images that the network was made for, in pixels.
+        mean: of each channel of RGB in 0..1.
+        std: standard deviation of each channel, likewise.
+        class_token: whether the first token represents the image.
+        prefix: number of tokens before the patch tokens.
     """
 
     def __init__(self, name: str, network: Any) -> None:
@@ -44,22 +44,22 @@ class TimmTrunk(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Float (B, 3, S, S) to maps (B, C, H, W) or tokens (B, T, C).
 
-        Raises: JobError naming a size that fits if S does not.
+        Raises: JobError naming a valid size if S is not valid.
         """
         side = images.shape[-1]
         try:
             features: Tensor = self.network(images)
         except (AssertionError, RuntimeError) as error:
-            # timm tells a wrong size by whatever breaks first.
+            # For a wrong size timm raises whatever error comes first.
             if side == self.side or isinstance(error, _DEVICE_ERRORS):
                 raise
             raise JobError(
-                f"{TIMM}{self.name} does not take images of {side} px ({error}). It surely takes "
+                f"{TIMM}{self.name} does not accept images of {side} px ({error}). It accepts "
                 f"{self.side}: set input.size_px and input.test_px."
             ) from error
         if features.ndim == 2:
             raise JobError(
-                f"{TIMM}{self.name} gives a vector for an image, not a map or tokens to pool. "
+                f"{TIMM}{self.name} returns one vector per image, not a map or tokens to pool. "
                 "Choose another model.backbone."
             )
         if features.ndim == 4 and getattr(self.network, "output_fmt", "NCHW") == "NHWC":
@@ -75,8 +75,8 @@ def build_timm_trunk(name: str, weights: str) -> TimmTrunk:
         weights: "imagenet" (timm's own for that name, whatever they were trained on), "none"
             (random) or the path of a state dict, .pth or .safetensors.
 
-    Raises: JobError if timm is missing or has no such network; CheckpointError if the weights
-        cannot be had or do not fit.
+    Raises: JobError if timm is missing or has no such network; CheckpointError if the weights are
+        not available or do not fit.
     """
     try:
         import timm
@@ -98,11 +98,11 @@ def build_timm_trunk(name: str, weights: str) -> TimmTrunk:
         if weights != "none":
             _load(network, read_weights(weights, f"timm's {name}"), weights)
     try:
-        # Pooling goes last: norms that stand behind it keep their weights and act on each position.
+        # Remove pooling last: norms after it keep their weights and act on each position.
         network.reset_classifier(0, "")
     except AssertionError as error:
         raise JobError(
-            f"{TIMM}{name} cannot be had without its own pooling ({error}). Choose another "
+            f"{TIMM}{name} cannot be built without its own pooling ({error}). Choose another "
             "model.backbone."
         ) from error
     return TimmTrunk(name, network)
@@ -112,7 +112,7 @@ def _create(timm: Any, name: str, pretrained: bool) -> Any:
     options: dict[str, Any] = {"pretrained": pretrained, "num_classes": 0}
     try:
         return timm.create_model(name, dynamic_img_size=True, **options)
-    except TypeError:  # an architecture without that option, as every convolutional one
+    except TypeError:  # an architecture without that option, like all convolutional ones
         return timm.create_model(name, **options)
 
 
@@ -120,17 +120,17 @@ def _pretrained(timm: Any, name: str) -> Any:
     try:
         return _create(timm, name, pretrained=True)
     except Exception as error:
-        # The hub raises its own errors, those of its HTTP client, URLError, OSError, RuntimeError.
+        # The hub raises its own errors, HTTP client errors, URLError, OSError and RuntimeError.
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"The weights of {TIMM}{name} could not be downloaded ({reason}). Where there is a "
-            f"network, save timm.create_model({name!r}, pretrained=True).state_dict() with "
-            'torch.save and name the file: --set model.weights=/path; or start with "none".'
+            f"The weights of {TIMM}{name} could not be downloaded ({reason}). On a machine with "
+            f"internet access, save timm.create_model({name!r}, pretrained=True).state_dict() with "
+            'torch.save and pass the file: --set model.weights=/path; or start with "none".'
         ) from error
 
 
 def _load(network: Any, state: State, source: str) -> None:
-    """Load a file in timm's own format or in one that timm knows to rename, less its classifier."""
+    """Load a file in timm's format, or one that timm can convert, without its classifier."""
     rename = getattr(inspect.getmodule(type(network)), "checkpoint_filter_fn", None)
     if rename is not None:
         state = rename(state, network)

@@ -10,9 +10,9 @@ State = dict[str, Tensor]
 
 
 def read_weights(weights: str, name: str) -> State:
-    """The state dict in the file `weights`, of a network called `name`.
+    """The state dict in the file `weights`, for a network called `name`.
 
-    Raises: CheckpointError if there is none; JobError if the path has an unset variable.
+    Raises: CheckpointError if it is missing; JobError if the path has an unset variable.
     """
     path = expand_path(weights, "model.weights")
     if not path.is_file():
@@ -32,7 +32,7 @@ def read_weights(weights: str, name: str) -> State:
             f"{path} needs the package safetensors: pip install 'kinlens[timm]'."
         ) from error
     except Exception as error:
-        # torch.load raises pickle, zip, runtime and key errors on a file that is no state dict.
+        # torch.load raises pickle, zip, runtime and key errors on other files.
         raise CheckpointError(f"{path} is not a state dict: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise CheckpointError(f"{path} is not a state dict (a mapping of names to tensors).")
@@ -40,10 +40,10 @@ def read_weights(weights: str, name: str) -> State:
 
 
 def load_weights(network: nn.Module, state: State, source: str) -> None:
-    """Give `network` every tensor of `state` and no other; half precision is widened.
+    """Load exactly the tensors of `state` into `network`; half precision is widened.
 
-    A leading axis of 1 that the network does not have is dropped: files of the time of BN-Inception
-    have one on each tensor of a batch norm.
+    A leading axis of 1 that the network does not have is dropped: files from the time of
+    BN-Inception have one on each batch norm tensor.
 
     Raises: CheckpointError naming the tensors that do not fit.
     """

@@ -1,4 +1,4 @@
-"""Determinant regularization: two duelling flows, one pressed to contract, one to expand."""
+"""Determinant regularization: two opposed flows, one pushed to contract, one to expand."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from kinlens.training.flows import FlowOutput, build_flow
 
 
 class DuelOutput(NamedTuple):
-    """`first` and `second`: what the flows give (B, D), of any length; `penalty`: a scalar."""
+    """`first` and `second`: the outputs of the flows (B, D), of any length; `penalty`: a scalar."""
 
     first: Tensor
     second: Tensor
@@ -21,20 +21,20 @@ class DuelOutput(NamedTuple):
 
 
 class DeterminantRegularizer(nn.Module):
-    r"""Press flow g1 to contract and flow g2 to expand; only g1 is kept after training.
+    r"""Push flow g1 to contract and flow g2 to expand; only g1 is kept after training.
 
-    With l_i the diagonal of the Jacobian of a flow, composed of its layers,
+    With l_i the diagonal of the Jacobian of a flow, composed over its layers,
 
     .. math:: R_g = \operatorname{mean}_i \log(l_i + 1), \qquad
         l_i = \prod_{layers} \exp(s_i), \qquad
         \text{penalty} = \lambda_1 \operatorname{mean}_{z \in Z} R_{g_1}(z)
                        - \lambda_2 \operatorname{mean}_{z \in Z} R_{g_2}(z)
 
-    where Z is the batch and, for each sample, a point on the way to each of its k nearest z_j. The
+    where Z is the batch and, for each sample, a point on the line to each of its k nearest z_j. The
     metric loss is applied to both branches, never to the augmented points. An untrained flow has
     R = log 2.
 
-    That is `depth = "composed"`. Couplings alternate the order in which they are triangular, so the
+    This is `depth = "composed"`. Couplings alternate the order in which they are triangular, so the
     l_i are not the diagonal of the full Jacobian, but their product is exactly its |det|. "mean"
     and "sum" take log(l_i + 1) of each layer, with a diagonal of its own: at the identity "sum" has
     the gradient of "composed" and "mean" that of one layer. Other readings: docs/methods.md.
@@ -79,10 +79,10 @@ def log_scale_penalty(log_scales: Tensor) -> Tensor:
 def augment(z: Tensor, labels: Tensor, settings: Determinant) -> tuple[Tensor, Tensor]:
     """z_i + eps e_ij for the k nearest z_j of each z_i: (B, D) to (k B, D), with gradients to both.
 
-    e_ij is z_j - z_i "between", as the paper says in words; its negative "beyond", the formula as
-    printed; its part orthogonal to z_i "tangent": section 5.4 puts the points into the tangent
-    hyperplane of the sphere, here the sphere of the flows' inputs. The second result, (k B,), is
-    False where a sample has fewer candidates of its class: such a point is none.
+    e_ij is z_j - z_i for "between", the paper's description in words; its negative for "beyond",
+    the printed formula; its part orthogonal to z_i for "tangent": section 5.4 puts the points into
+    the tangent hyperplane of the sphere, here the sphere of the flows' inputs. The second result,
+    (k B,), is False where a sample has fewer candidates of its class, so the point is invalid.
     """
     k = min(settings.neighbours, max(len(z) - 1, 0))
     with torch.no_grad():
@@ -104,8 +104,8 @@ def augment(z: Tensor, labels: Tensor, settings: Determinant) -> tuple[Tensor, T
 def local_lipschitz(flow: nn.Module, z: Tensor) -> Tensor:
     """Largest singular value of the full Jacobian of `flow` at each row of z: (B, D) to (B,).
 
-    The exact local Lipschitz constant, by automatic differentiation, at a cost that grows with D^2.
-    The penalty cannot replace it: R sees volume, and not how strongly the shifts shear.
+    The exact local Lipschitz constant, by automatic differentiation; the cost grows with D^2. The
+    penalty cannot replace it: R measures volume, and not the shear of the shifts.
     """
     jacobian = torch.func.jacrev(lambda row: flow(row[None]).y[0])
     jacobians: Tensor = torch.func.vmap(jacobian)(z)  # (B, D, D)

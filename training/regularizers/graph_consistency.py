@@ -1,4 +1,4 @@
-"""Graph consistency: two draws of the same classes are to have the same graph of similarities."""
+"""Graph consistency: two draws of the same classes should have equal graphs of similarities."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from kinlens.training.config.settings import GraphConsistency
 
 
 def graph_consistency(first: Tensor, second: Tensor, settings: GraphConsistency) -> Tensor:
-    r"""Press the graphs of two draws X', X'' of the same classes to be equal.
+    r"""Penalise the difference of the graphs of two draws X', X'' of the same classes.
 
     Row i of both draws (N, D) is an image of the same class. With
 
@@ -19,8 +19,8 @@ def graph_consistency(first: Tensor, second: Tensor, settings: GraphConsistency)
         \text{graph:} \quad L_{gc} = \lVert S' - S'' \rVert_F^2, \qquad
         \text{bound:} \quad L_{GC} = \lVert S' X' - S'' X'' \rVert_F
 
-    A graph that does not depend on which images were drawn has compact classes. The paper trains
-    with L_GC, since rounding hides small differences of S in L_gc; nothing is divided by N.
+    A graph that is independent of the drawn images has compact classes. The paper trains with L_GC,
+    since rounding hides small differences of S in L_gc; nothing is divided by N.
 
     References:
         Deep Metric Learning with Graph Consistency (Chen et al., 2021), eq. 1 (L_gc), 2 (the
@@ -34,7 +34,7 @@ def graph_consistency(first: Tensor, second: Tensor, settings: GraphConsistency)
         s_first, s_second = (adjacency(x, settings.sigma) for x in (first, second))
         if settings.form == "graph":
             return (s_first - s_second).square().sum()
-        # A matrix norm by torch has the subgradient 0 at 0; sqrt would give NaN.
+        # torch's matrix norm has the subgradient 0 at 0; sqrt would give NaN.
         difference: Tensor = s_first @ first - s_second @ second  # (N, D)
         norm: Tensor = torch.linalg.vector_norm(difference)
         return norm

@@ -1,4 +1,4 @@
-"""Non-isotropy regularization (NIR): make a class's samples uniquely reachable from its proxy."""
+"""Non-isotropy regularization (NIR): embeddings uniquely determined by a flow from their proxy."""
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,13 @@ class NonIsotropyRegularizer(nn.Module):
             - \log \lvert \det \partial z_i / \partial e_i \rvert, \qquad
         \mathrm{NIR} = \operatorname{mean}_i \exp(\mathrm{NLL}_i)
 
-    The constant (D / 2) log 2 pi is left out. The exponential weighs a sample's gradient by
-    exp(NLL_i): the least likely samples dominate, and nothing is left once the flow fits. The
+    The constant (D / 2) log 2 pi is omitted. The exponential weighs a sample's gradient by
+    exp(NLL_i): the least likely samples dominate, and the gradient vanishes once the flow fits. The
     gradient reaches flow, embeddings and proxies; the flow is not needed after training.
 
-    While `fitting` is set, embeddings and centres enter detached: they are spared the gradient of a
-    flow that fits nothing yet, which is hundreds of times that of the loss. The authors detach
-    nothing. The paper prints the plain NLL (`exponentiate = False`), their code the exponential.
+    While `fitting` is set, embeddings and centres enter detached. The gradient of an unfitted flow
+    is hundreds of times that of the loss. The authors detach nothing. The paper prints the plain
+    NLL (`exponentiate = False`), their code uses the exponential.
 
     References:
         Non-isotropy Regularization for Proxy-based Deep Metric Learning (Roth et al., 2022).
@@ -42,7 +42,7 @@ class NonIsotropyRegularizer(nn.Module):
         self.flow = ConditionalGlow(dim, dim, *shape)
 
     def forward(self, embeddings: Tensor, centres_of_samples: Tensor) -> Tensor:
-        """Unit embeddings and the unit centre of each one's class, both (B, D), to a scalar.
+        """Unit embeddings and the unit centre of each sample's class, both (B, D), to a scalar.
 
         The scalar has the dtype of the flow; an empty batch gives 0.
         """
@@ -54,7 +54,7 @@ class NonIsotropyRegularizer(nn.Module):
         return nll.sum() / max(len(nll), 1)
 
     def negative_log_likelihood(self, embeddings: Tensor, centres_of_samples: Tensor) -> Tensor:
-        """NLL_i of each sample, (B,), less the constant (D / 2) log 2 pi."""
+        """NLL_i of each sample, (B,), without the constant (D / 2) log 2 pi."""
         dtype = next(self.flow.parameters()).dtype
         with torch.autocast(embeddings.device.type, enabled=False):
             output: FlowOutput = self.flow(embeddings.to(dtype), centres_of_samples.to(dtype))
@@ -62,7 +62,7 @@ class NonIsotropyRegularizer(nn.Module):
 
 
 def bounded_exp(exponents: Tensor) -> Tensor:
-    """exp, above LARGEST_EXPONENT continued by its tangent.
+    """exp, continued by its tangent above LARGEST_EXPONENT.
 
     Neither it nor its gradient overflows float32, and the samples beyond keep the largest weight,
     where a hard clamp would drop them.

@@ -1,4 +1,4 @@
-"""How much of the gradient a regularizer makes, and the scale that gives it a wanted share."""
+"""The share of a regularizer in the gradient, and the scale that gives it a wanted share."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 WIDEST = 100.0
-"""A calibrated weight stays within 1/100 to 100 times the one that the job gives."""
+"""A calibrated weight stays within 1/100 to 100 times the weight of the job."""
 
 LEAST = 0.01
-"""A term below this share of the gradient does next to nothing, and the run says so."""
+"""A term below this share of the gradient has almost no effect, and the run reports it."""
 
 _MEASURE_EVERY, _CALIBRATE_EVERY = 10, 3  # steps
 _FEWEST_MEASUREMENTS = 8
@@ -22,7 +22,7 @@ _STATE = {
     "measured": torch.int64,
     "reach": torch.float64,
 }
-_TRUST = 0.4  # in a new measurement, against those before it
+_TRUST = 0.4  # weight of a new measurement against the earlier ones
 
 
 @dataclass
@@ -31,17 +31,20 @@ class Share:
 
     .. math:: \frac{c \, \lVert \nabla_\theta R \rVert}{\lVert \nabla_\theta L \rVert},
 
-    with respect to where the penalty acts: the features of the batch or, for one that acts there
-    alone, proxies or the parameters of a flow. With `wanted` c is calibrated over the first epoch
-    in which the penalty has a gradient: in the first third of it c may fall but not rise, since a
-    flow that starts as the identity has a gradient in its last layers alone; then c is a mean of
-    logarithms that trusts newer measurements more; then it is held. It is not chased for longer:
-    the gradient of a penalty that saturates vanishes, and a weight that follows it grows until it
-    destroys the embedding.
+    with respect to the tensors that the penalty acts on: the features of the batch or, for a
+    penalty that acts only there, proxies or the parameters of a flow. With `wanted` c is calibrated
+    over the first epoch in which the penalty has a gradient:
 
-    `last` is the share as last measured, negative before that, and `measured` how often it was.
-    `reach` is the share at the features of a penalty that is measured elsewhere: a flow may take
-    all of its gradient and leave trunk and projection as they are.
+    - In the first third of it c may fall but not rise, since a flow that starts as the identity has
+      a gradient in its last layers only.
+    - Then c is a mean of logarithms, weighted towards newer measurements; then it stays fixed.
+
+    It is not adapted for longer: the gradient of a penalty that saturates vanishes, and a weight
+    that follows it grows until it destroys the embedding.
+
+    `last` is the last measured share, negative before that, and `measured` the number of
+    measurements. `reach` is the share at the features of a penalty that is measured elsewhere: a
+    flow may absorb all of its gradient and leave trunk and projection unchanged.
     """
 
     wanted: float | None
@@ -51,7 +54,7 @@ class Share:
     reach: float = -1.0
 
     def observe(self, loss: float, penalty: float, calibration: int) -> None:
-        """Take note of the norms of both gradients, that of the penalty at scale 1.
+        """Record the norms of both gradients, with the penalty at scale 1.
 
         The first `calibration` measurements with a gradient of the penalty set the scale.
         """
@@ -73,15 +76,15 @@ class Share:
         self.last = self.scale * ratio
 
     def calibrates(self, calibration: int) -> bool:
-        """Whether the next measurement is one of the calibration."""
+        """Whether the next measurement belongs to the calibration."""
         return self.wanted is not None and self.measured < calibration
 
 
 class Shares:
     """The shares of the penalties of an objective, measured in some of its training steps.
 
-    Plain numbers, not buffers: no step waits for a GPU to read them. `wanted` is the share that
-    each penalty is to have, None for a fixed scale; `calibration_steps` is set to an epoch.
+    Plain numbers, not buffers, so that reading them does not synchronise a GPU. `wanted` is the
+    target share of each penalty, None for a fixed scale; `calibration_steps` is set to an epoch.
     """
 
     def __init__(self, wanted: Mapping[str, float | None]) -> None:
@@ -90,7 +93,7 @@ class Shares:
         self.steps = 0
 
     def is_due(self) -> bool:
-        """Count a training step; whether it is one to measure."""
+        """Count a training step; returns whether it is one to measure."""
         self.steps += 1
         terms = self.terms.values()
         if any(term.calibrates(self._calibration) for term in terms):
@@ -120,7 +123,7 @@ class Shares:
         return {name: self.terms[name].scale * x for name, x in penalties.items()}
 
     def figures(self) -> dict[str, float]:
-        """For the log: "share NAME" as last measured, once it was, "scale NAME", "reach NAME"."""
+        """For the log: "share NAME" as last measured (if ever), "scale NAME", "reach NAME"."""
         found: dict[str, float] = {}
         for name, term in self.terms.items():
             if term.last >= 0:
@@ -130,7 +133,7 @@ class Shares:
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a resumed run goes on with."""
+        """The state of a run, to resume it."""
         state = {"steps": torch.tensor(self.steps)}
         for name, term in self.terms.items():
             for number, dtype in _STATE.items():
@@ -138,7 +141,7 @@ class Shares:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what a run had measured; one from before shares had nothing."""
+        """Restore the measurements of a run; checkpoints older than shares have none."""
         if not state:
             return
         self.steps = int(state["steps"])
@@ -153,7 +156,7 @@ class Shares:
 
 
 def gradient_norms(term: Tensor, groups: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Norm of the gradient of a scalar with respect to all of each group; 0 where it has none.
+    """Norm of the gradient of a scalar with respect to each group of tensors; 0 without a gradient.
 
     One backward pass for all of them.
     """

@@ -1,4 +1,4 @@
-"""Skewed-mean regularization: push class centres apart, the nearest pairs or the farthest."""
+"""Skewed-mean regularization: separate class centres, mainly the nearest or the farthest pairs."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from kinlens.training.config.settings import SkewedMean
 
 _ENERGIES = {"uniform_face": 1, "mhe0": 0, "mhe1": 1, "mhe2": 2}
-_SMALLEST_DISTANCE = 1e-3  # nearer centres do not push, where the formulas have infinite gradients
+_SMALLEST_DISTANCE = 1e-3  # nearer centres do not push: the formulas' gradients are infinite there
 _SMALLEST_SIMILARITY = 1e-6
 _SMALLEST_SUM = 1e-4
 
@@ -26,22 +26,22 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
             \bigl(\tfrac{1 + s_{ij}}{2}\bigr)^\lambda\Bigr)^{1/\lambda} \\
         \text{distance} &= -\Bigl(\operatorname{mean}_{i \ne j} d_{ij}^{-\lambda}\Bigr)^{-1/\lambda}
 
-    "distance" has a minus sign because its mean distance is to grow: its values lie in [-2, 0].
+    "distance" has a minus sign because its mean distance should grow; values are in [-2, 0].
 
     Which pairs are pushed: a pair's weight is proportional to exp(gamma s) within its row in r1, to
-    ((1 + s) / 2)^(lambda - 1) in r2, to d^(-lambda - 1) in "distance". So the nearest pairs with
-    gamma > 0, with lambda > 1 in r2 and with lambda > -1 in "distance"; the farthest with
-    gamma < 0, lambda < 1 and lambda < -1. Warning: pushed alone, far pairs can gather the centres
-    at two opposite points (r2 with lambda = 0 does).
+    ((1 + s) / 2)^(lambda - 1) in r2, to d^(-lambda - 1) in "distance". The nearest pairs dominate
+    for gamma > 0, for lambda > 1 in r2 and lambda > -1 in "distance"; the farthest pairs for
+    gamma < 0, lambda < 1 and lambda < -1. Warning: if only far pairs are pushed, the centres may
+    gather at two opposite points (with r2 and lambda = 0 they do).
 
-    Presets, monotone transforms of M = -distance, push the nearest: "uniform_face" and "mhe1" =
+    Presets, monotone transforms of M = -distance, push near pairs: "uniform_face" and "mhe1" =
     mean 1/d = 1/M with lambda = 1; "mhe2" = mean 1/d^2 = 1/M^2 with lambda = 2; "mhe0" = mean
     -log d = -log M with lambda = 0.
 
     As printed, delta3 only shifts R1 and has no gradient; `hinge` adds 1 to the sum, the soft form
     of the constraint s_ij < delta3 that R1 is derived from. Other readings: docs/methods.md.
 
-    `gamma` = +-inf takes the greatest or smallest similarity of a row, `exponent` = 0 is the
+    `gamma` = +-inf is the largest or smallest similarity of a row, `exponent` = 0 is the
     geometric mean, +-inf a single pair. `subset` draws m centres at each call: O(m^2), not O(C^2).
     The scalar is in float32 or wider; fewer than two centres give 0.
 
@@ -113,7 +113,7 @@ def power_mean(values: Tensor, lam: float) -> Tensor:
 def class_means(embeddings: Tensor, labels: Tensor) -> Tensor:
     """Unit means of the classes in a batch: (B, D) and (B,) to (classes present, D), by label.
 
-    The centres of losses that have no proxies. Gradients flow to every embedding.
+    These are the centres for losses without proxies. Gradients flow to every embedding.
     """
     embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
     present = torch.unique(labels)  # (P,)

@@ -1,7 +1,7 @@
-"""A catalogue of rendered products, for a demonstration without photographs.
+"""A catalogue of rendered products, for demos without real images.
 
-A product is a shape, a colour scheme, a pattern and a made-up word; no single one of them tells
-two products apart. A view adds viewpoint, light, background and a lens.
+A product is a shape, a colour scheme, a pattern and a made-up word; no single one of them
+identifies a product. A view adds viewpoint, light, background and a lens.
 """
 
 import json
@@ -19,7 +19,7 @@ from kinlens.training.config.settings import RenderedData
 from kinlens.training.rendered.painting import PATTERNS, Canvas, Colour, Plane, Skin
 from kinlens.training.rendered.shapes import SHAPES
 
-_DRAWING = 1  # raised whenever the same numbers give other pixels
+_DRAWING = 1  # increase it when the same arguments give other pixels
 _FILE = "catalogue.json"
 _STEMS = "BEL COR DEL FEN GAL HAL JUN KOR LUN MIR NOR OLI PAL RIV SOL TOR URS VEN WIL YOR ZEP"
 _ENDINGS = "- A O IA EN IK UNO VI ETTA MA DRA ANO IS ELLO OVA BY STA NEY ORIN ADE"
@@ -44,7 +44,7 @@ SCHEMES: dict[str, tuple[str, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What makes one product: names of its shape and colour scheme, its skin, its girth."""
+    """Attributes of one product: names of its shape and colour scheme, its skin, its girth."""
 
     shape: str
     scheme: str
@@ -80,7 +80,7 @@ def class_name(product: int, seed: int = 0) -> str:
 
 
 def render_view(product: int, view: int, *, size_px: int = 160, seed: int = 0) -> Image.Image:
-    """One RGB picture of size_px x size_px, the same for the same numbers."""
+    """One RGB image of size_px x size_px, deterministic in its arguments."""
     item = describe(product, seed)
     rng = np.random.default_rng((seed, product, view + 1))  # a last 0 would change nothing
     side = size_px * 5 // 4
@@ -94,7 +94,7 @@ def render_view(product: int, view: int, *, size_px: int = 160, seed: int = 0) -
     scene.paste(sprite, mask=sprite.getchannel("A"))
     if rng.random() < 0.2:
         _occlude(scene, rng)
-    return _photograph(scene.resize((size_px, size_px), Image.Resampling.BILINEAR), rng)
+    return _camera(scene.resize((size_px, size_px), Image.Resampling.BILINEAR), rng)
 
 
 def write_catalogue(
@@ -102,9 +102,9 @@ def write_catalogue(
 ) -> list[Path]:
     """Write `root/<class name>/<view>.jpg`, return the paths in order; call `on_image` after each.
 
-    A view that is already there is kept; equal settings give equal files.
+    An existing view is kept; equal settings give equal files.
 
-    Raises: DatasetError when `root` holds other files or a catalogue of other settings.
+    Raises: DatasetError if `root` contains other files or a catalogue of other settings.
     """
     _claim(root, settings)
     paths = []
@@ -126,7 +126,7 @@ def write_catalogue(
 
 
 def _claim(root: Path, settings: RenderedData) -> None:
-    """Make the folder ours, or find that it already is."""
+    """Create the folder with its settings, or check that it has the same settings."""
     numbers = settings.model_dump(include={"products", "views", "size_px", "seed"})
     wanted = {"drawing": _DRAWING} | numbers
     record = root / _FILE
@@ -138,12 +138,12 @@ def _claim(root: Path, settings: RenderedData) -> None:
     except (OSError, ValueError) as error:
         raise DatasetError(
             f"{root} is not a catalogue of rendered products ({error}). "
-            "Name a folder that is empty or does not exist."
+            "Give a folder that is empty or does not exist."
         ) from error
     if found != wanted:
         raise DatasetError(
-            f"{root} holds a catalogue with {found}, asked for {wanted}. "
-            "Name another folder, or delete this one."
+            f"{root} contains a catalogue with {found}, not {wanted}. "
+            "Give another folder, or delete this one."
         )
 
 
@@ -160,7 +160,7 @@ def _direction(rng: np.random.Generator) -> Plane:
 
 
 def _lit(canvas: Canvas, light: Plane, ambient: float) -> Image.Image:
-    """Diffuse light and a highlight half way between light and viewer: RGBA of the canvas."""
+    """Diffuse light and a specular highlight half way between light and viewer: canvas in RGBA."""
     box = Image.fromarray(canvas.coverage > 0).getbbox() or (0, 0, 1, 1)
     window = (slice(box[1], box[3]), slice(box[0], box[2]))
     normal = canvas.normal[:, *window]
@@ -176,7 +176,7 @@ def _lit(canvas: Canvas, light: Plane, ambient: float) -> Image.Image:
 
 
 def _warp(sprite: Image.Image, rng: np.random.Generator, roll: float) -> Image.Image:
-    """A camera: roll in radians at most, scale, shift and a little perspective."""
+    """A camera: rotation by at most `roll` radians, scale, shift and a little perspective."""
     side = sprite.width
     angle, scale = rng.uniform(-roll, roll), rng.uniform(0.8, 1.08)
     turn = scale * np.array(
@@ -196,8 +196,8 @@ def _warp(sprite: Image.Image, rng: np.random.Generator, roll: float) -> Image.I
     )
 
 
-def _photograph(image: Image.Image, rng: np.random.Generator) -> Image.Image:
-    """Exposure, colour temperature, falling light, a soft lens and the noise of a sensor."""
+def _camera(image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    """Camera effects: exposure, colour temperature, light falloff, a soft lens and sensor noise."""
     size = image.width
     if rng.random() < 0.4:
         image = image.filter(ImageFilter.GaussianBlur(size / 160 * rng.uniform(0.3, 0.8)))
@@ -211,14 +211,14 @@ def _photograph(image: Image.Image, rng: np.random.Generator) -> Image.Image:
 
 
 def _rgb(code: str, rng: np.random.Generator, jitter: float) -> Colour:
-    """A `#rrggbb` code as shares 0..1, each off by at most `jitter`."""
+    """A `#rrggbb` code as shares 0..1, each changed by at most `jitter`."""
     parts = np.array([int(code[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     r, g, b = np.clip(parts + rng.uniform(-jitter, jitter, 3), 0, 1).tolist()
     return r, g, b
 
 
 def _backdrop(rng: np.random.Generator, side: int, flat_lay: bool) -> Image.Image:
-    """A table top seen from above, or a table before a wall, with blurred things about."""
+    """A table top seen from above, or a table before a wall, with blurred objects around."""
     size = side // 2
     table, wall = (_ink(rng, _TONES) for _ in range(2))
     image = Image.new("RGB", (size, size), table)
@@ -250,7 +250,7 @@ def _grain(image: Image.Image, rng: np.random.Generator) -> None:
 
 
 def _thing(draw: ImageDraw.ImageDraw, rng: np.random.Generator, size: int, horizon: int) -> None:
-    """A blurred neighbour in a product's colours, standing behind or lying about."""
+    """A blurred object in a product's colours, behind the product or around it."""
     codes = [code for scheme in SCHEMES.values() for code in scheme]
     wide, high = (size * rng.uniform(0.08, 0.3) for _ in range(2))
     x = rng.uniform(-0.1, 1.0) * size
@@ -270,7 +270,7 @@ def _ink(rng: np.random.Generator, codes: tuple[str, ...] | list[str]) -> tuple[
 def _shadowed(
     scene: Image.Image, alpha: Image.Image, light: Plane, flat_lay: bool, strength: float
 ) -> Image.Image:
-    """The product's shadow: beside it when it lies, slanting back from its foot when it stands."""
+    """The scene with a shadow: next to a lying product, slanted back from the foot of others."""
     side, quarter = alpha.width, alpha.width // 4
     small = alpha.resize((quarter, quarter), Image.Resampling.BILINEAR)
     box = small.getbbox() or (0, 0, quarter, quarter)
@@ -288,7 +288,7 @@ def _shadowed(
 
 
 def _occlude(scene: Image.Image, rng: np.random.Generator) -> None:
-    """Something out of focus in front of an edge of the picture."""
+    """An out-of-focus object in front of an edge of the image."""
     side = scene.width
     reach, along = side * rng.uniform(0.12, 0.24), rng.uniform(0.1, 0.9) * side
     box = [

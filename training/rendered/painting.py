@@ -1,7 +1,7 @@
-"""Surfaces, patterns and lettering: how a rendered product is painted.
+"""Surfaces, patterns and lettering of rendered products.
 
 Lengths are in half sides of the canvas, which spans -1..1 with x to the right and y down; normals
-look along +z at the viewer. h, w = height and width in pixels of the window that a surface covers.
+point along +z to the viewer. h, w = height and width in pixels of the window of a surface.
 """
 
 import math
@@ -82,7 +82,7 @@ def _sample(texels: Plane, x: Plane, y: Plane) -> Plane:
 
 @dataclass(frozen=True, slots=True)
 class Skin:
-    """What a product's main surface shows: a pattern of two colours and a word on a label.
+    """Appearance of a product's main surface: a pattern of two colours and a word on a label.
 
     `label` is "plate", "ribbon" or "bare"; `v` and `width` place the word on the surface.
     """
@@ -146,9 +146,10 @@ def _mix(below: Plane, above: Colour, share: Plane) -> Plane:
 
 
 class Canvas:
-    """Colour, normal, gloss and coverage of a product, laid on from back to front.
+    """Colour, normal, gloss and coverage of a product, painted from back to front.
 
-    `yaw` turns the product about its vertical axis (radians); `tilt` is how far one looks down.
+    `yaw` turns the product about its vertical axis (radians); `tilt` is how far the camera looks
+    down.
     """
 
     def __init__(self, side_px: int, yaw: float, tilt: float) -> None:

@@ -1,4 +1,4 @@
-"""The shapes of rendered products, in the lengths of the canvas they are painted on."""
+"""The shapes of rendered products, in units of their canvas."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a run tells as it goes: JSON lines always, TensorBoard if asked for, the console."""
+"""Progress of a run: JSON lines always, TensorBoard on request, and the console."""
 
 import json
 import math
@@ -27,8 +27,8 @@ console = Console(stderr=True, highlight=False)
 class RunLog:
     """Records in `log.jsonl` of a run folder; numbers also go to TensorBoard.
 
-    A resumed run passes the step of its checkpoint: what was logged after it is dropped, since it
-    will be logged again. A fresh run passes 0.
+    A resumed run passes the step of its checkpoint: records after it are dropped, since they will
+    be logged again. A fresh run passes 0.
     """
 
     def __init__(self, folder: Path, tensorboard: bool = False, step: int = 0) -> None:
@@ -55,7 +55,7 @@ class RunLog:
 
 
 def progress_bar(*more: ProgressColumn) -> Progress:
-    """Columns: text, bar, n of m, elapsed, remaining, and `more`."""
+    """A bar with the columns text, bar, n of m, elapsed, remaining, and `more`."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -72,15 +72,15 @@ _QUICK_S = 1.0
 
 @contextmanager
 def console_listener() -> Iterator["ConsoleListener"]:
-    """A listener while the bar of its run is drawn."""
+    """A listener that shows the progress bar of its run."""
     with progress_bar(TextColumn("{task.fields[loss]}")) as progress:
         yield ConsoleListener(progress)
 
 
 class ConsoleListener:
-    """Draws a run: a bar over the steps of all its epochs, and a line for each epoch.
+    """Prints the progress of a run: a bar over the steps of all epochs, and a line for each epoch.
 
-    The lines say all that the bar does, since a log file shows no bar.
+    The lines repeat the content of the bar, since a log file does not show it.
     """
 
     def __init__(self, progress: Progress, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,18 +90,18 @@ class ConsoleListener:
         self._epochs = 0
         self._began: tuple[int, float] | None = None
 
-    def said(self, sentence: str) -> None:
-        """Print what a person should know."""
+    def note(self, sentence: str) -> None:
+        """Print a message."""
         console.print(sentence, markup=False)
 
     def computed(self, done: int, total: int) -> None:
-        """Show how many features of a frozen trunk are there."""
+        """Show how many features of a frozen trunk are available."""
         self._progress.update(
             self._task, total=total, completed=done, description="features of the trunk"
         )
 
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
-        """`epoch` counts from 0. The bar measures each epoch anew: evaluation lies between them."""
+        """`epoch` counts from 0. The bar restarts its timing, as evaluation runs between epochs."""
         self._epochs = epochs
         self._began = self._began or (epoch, self._clock())
         self._progress.reset(
@@ -116,17 +116,17 @@ class ConsoleListener:
         self._progress.update(self._task, advance=1, loss=f"loss {parts['loss']:.3f}")
 
     def epoch_done(self, row: dict[str, float]) -> None:
-        """Print the figures of a finished epoch; of quick ones without recall the last alone."""
+        """Print the figures of a finished epoch; of quick ones without recall only the last."""
         recalls = "  ".join(f"{k} {v:.1f}" for k, v in row.items() if "R@" in k)
         if not recalls and row["seconds"] < _QUICK_S and row["epoch"] < self._epochs:
             return
         words = [f"epoch {row['epoch']:.0f}{f' of {self._epochs}' if self._epochs else ''}"]
         words += [f"loss {row['loss']:.3f}", recalls, f"{row['images_per_s']:.0f} images/s"]
-        self.said("  ".join(word for word in (*words, self._time_left(row["epoch"])) if word))
+        self.note("  ".join(word for word in (*words, self._time_left(row["epoch"])) if word))
 
     def _time_left(self, epoch: float) -> str:
-        """By the mean time of the epochs of this process, evaluation included."""
-        if self._began is None or epoch <= self._began[0]:  # finished by the process before
+        """Estimate from the mean time of this process's epochs, including evaluation."""
+        if self._began is None or epoch <= self._began[0]:  # finished by the previous process
             return ""
         first, since = self._began
         seconds = (self._clock() - since) / (epoch - first) * (self._epochs - epoch)
@@ -153,6 +153,6 @@ def _summary_writer(folder: Path) -> Any:
     except ImportError as error:
         raise JobError(
             "runtime.tensorboard = true needs TensorBoard. Install the extra `tensorboard`, or "
-            "set it to false: log.jsonl holds the same numbers."
+            "set it to false: log.jsonl has the same numbers."
         ) from error
     return SummaryWriter(folder / "tensorboard")

@@ -1,4 +1,4 @@
-"""What a person should be told about a run, in plain words: for the console and the report."""
+"""Messages about a run in plain words, for the console and the report."""
 
 from collections.abc import Sequence
 
@@ -10,20 +10,20 @@ from kinlens.training.regularizers.shares import LEAST, WIDEST
 from kinlens.training.state import VALIDATION, Row
 
 CHOSEN_BY = {
-    "last": "the model of a run is that of its last epoch; no epoch was chosen by its test recall",
+    "last": "the model of a run is its last epoch; no epoch was chosen by its test recall",
     "folds": "the model of a run is a point between its start and its last epoch, or the trunk "
     "itself, chosen on folds of the train classes; test classes chose nothing",
-    "validation": "the model of a run is that of the epoch with the best R@1 on validation "
-    "classes; test classes chose nothing",
-    "test": "**CHOSEN BY TEST**: the model of a run is that of the epoch with the best R@1 on the "
-    "test classes themselves. The figures are too high and compare with no honest ones",
+    "validation": "the model of a run is the epoch with the best R@1 on validation classes; test "
+    "classes chose nothing",
+    "test": "**CHOSEN BY TEST**: the model of a run is the epoch with the best R@1 on the test "
+    "classes themselves. The figures are too high and not comparable with unbiased ones",
 }
 _FEW_STEPS = 100
 _WEIGHTS = {"determinant": "lambda1 and lambda2"}
 
 
 def before(job: Job, steps_per_epoch: int) -> list[str]:
-    """What can be said before the first step."""
+    """Messages before the first step."""
     steps = job.optimizer.epochs * steps_per_epoch
     if steps >= _FEW_STEPS:
         return []
@@ -35,46 +35,46 @@ def before(job: Job, steps_per_epoch: int) -> list[str]:
 
 
 def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
-    """What the figures of the last of these epochs say that those before it did not."""
+    """Messages from the figures of the last epoch that earlier epochs did not cause."""
     *earlier, row = history
-    said = []
+    notes = []
     for name, settings in job.regularizers:
         if settings is None or any(_faint(job, name, before) for before in earlier):
             continue
         if _faint(job, name, row):
             cure = f"regularizers.{name}.share = 0.2, or raise {_WEIGHTS.get(name, 'weight')}"
             if settings.share is not None:
-                cure = "a larger share, or other settings of it: its gradient vanishes"
-            said.append(
-                f"epoch {row['epoch']:.0f}: regularizers.{name} makes "
-                f"{100 * row[f'share {name}']:.2g} % of the gradient of the loss, so it does next "
-                f"to nothing. Set {cure}."
+                cure = "a larger share, or other settings for it: its gradient vanishes"
+            notes.append(
+                f"epoch {row['epoch']:.0f}: the gradient of regularizers.{name} is "
+                f"{100 * row[f'share {name}']:.2g} % of the gradient of the loss, so it has almost "
+                f"no effect. Set {cure}."
             )
             continue
         if _is_in_its_flow(name, row) and not any(_is_in_its_flow(name, r) for r in earlier):
-            said.append(
-                f"epoch {row['epoch']:.0f}: regularizers.{name} moves flow 1, and hardly what lies "
-                f"before it: its gradient at the features is {100 * row[f'reach {name}']:.2g} % of "
-                "that of the loss."
+            notes.append(
+                f"epoch {row['epoch']:.0f}: regularizers.{name} changes flow 1, but hardly the "
+                f"layers before it: its gradient at the features is "
+                f"{100 * row[f'reach {name}']:.2g} % of the gradient of the loss."
             )
         if len(earlier) == 1 and _at_a_bound(row.get(f"scale {name}", 1.0)):
-            said.append(
+            notes.append(
                 f"regularizers.{name}: its weight ended at the bound of its calibration, "
-                f"{row[f'scale {name}']:g} times the one given, with "
-                f"{100 * row[f'share {name}']:.2g} % of the gradient. Give another "
-                f"{_WEIGHTS.get(name, 'weight')} to begin with."
+                f"{row[f'scale {name}']:g} times the given weight, with "
+                f"{100 * row[f'share {name}']:.2g} % of the gradient. Set another initial "
+                f"{_WEIGHTS.get(name, 'weight')}."
             )
-    return said
+    return notes
 
 
 def _faint(job: Job, name: str, row: Row) -> bool:
-    """Whether a regularizer did next to nothing in an epoch, its flow not being fitted first."""
+    """Whether a regularizer had almost no effect in an epoch after the epochs that fit its flow."""
     fitted = getattr(getattr(job.regularizers, name), "fit_epochs", 0)
     return row["epoch"] > fitted and row.get(f"share {name}", LEAST) < LEAST
 
 
 def _is_in_its_flow(name: str, row: Row) -> bool:
-    """Whether next to nothing of its gradient leaves the flow, which passes little on at first."""
+    """Whether hardly any of its gradient passes the flow, as is normal in the first epoch."""
     return row["epoch"] > 1 and row.get(f"reach {name}", LEAST) < LEAST
 
 
@@ -83,8 +83,8 @@ def _at_a_bound(scale: float) -> bool:
 
 
 def did_it_help(split: Split, result: Result) -> list[str]:
-    """The model of a run compared with what it began with, on the same held-out images."""
-    said = [result.choice] if result.choice else []
+    """The model of a run compared with the model it began with, on the same held-out images."""
+    notes = [result.choice] if result.choice else []
     for part, (model, began, found) in _held_out(result).items():
         images = getattr(split, part)
         if images is None:
@@ -94,17 +94,17 @@ def did_it_help(split: Split, result: Result) -> list[str]:
         if GAIN[0] in found:
             low, high = (found[name] for name in GAIN)
             paired = f", 95 % interval {low:+.1f} to {high:+.1f}"
-        said.append(
+        notes.append(
             f"{part} classes: R@1 {with_interval(model, queries)}; {result.began_with} "
             f"{with_interval(began, queries)} ({model - began:+.1f} points{paired})"
         )
-    return [*said, result.verdict] if result.verdict else said
+    return [*notes, result.verdict] if result.verdict else notes
 
 
 def verdict_of(result: Result) -> str:
-    """Whether a training helped, and what to do if not; "" where nothing was held out.
+    """Whether a training helped, and what to do if not; "" if nothing was held out.
 
-    A gain within its interval is chance as far as anybody can tell, so it counts as none.
+    A gain whose interval includes 0 may be chance, so it counts as none.
     """
     parts: dict[str, list[str]] = {"worse": [], "no gain": [], "gain": []}
     chance = ""
@@ -112,17 +112,17 @@ def verdict_of(result: Result) -> str:
         low, high = (found.get(name, model - began) for name in GAIN)
         chance = " beyond chance" if found.keys() >= {*GAIN} else ""
         parts["worse" if high < 0 else "gain" if low > 0 else "no gain"].append(part)
-    cure = "keep the bundle that it went on from"
+    cure = "keep the bundle that it continued"
     if result.began_with == UNTRAINED:
         cure = "export the trunk itself with `kinlens-train export RUN --trunk`"
-    for kind, says in (
-        ("worse", f"Worse: the model answers worse than {result.began_with}"),
+    for kind, verdict in (
+        ("worse", f"Worse: the model is worse than {result.began_with}"),
         ("no gain", f"No gain: the model is not better than {result.began_with}{chance}"),
     ):
         if parts[kind]:
             return (
-                f"{says} on the {' and the '.join(parts[kind])} classes, so this training did not "
-                f"help. Train on more classes, or {cure}."
+                f"{verdict} on the {' and the '.join(parts[kind])} classes, so this training did "
+                f"not help. Train on more classes, or {cure}."
             )
     if parts["gain"]:
         return (
@@ -133,7 +133,7 @@ def verdict_of(result: Result) -> str:
 
 
 def _held_out(result: Result) -> dict[str, tuple[float, float, Row]]:
-    """By part: R@1 of the model and of what it began with, and all figures of the model."""
+    """By part: R@1 of the model and of its starting point, and all figures of the model."""
     found = {"validation": (VALIDATION, result.validation), "test": ("", result.figures)}
     return {
         part: (figures["R@1"], result.trunk[f"{prefix}R@1"], figures)

@@ -48,7 +48,7 @@ def _draw_curves(path: Path, history: Rows) -> None:
     shares = _names(history, "share ")
     panels = {"training loss": ["loss"], "recall on unseen classes, %": _names(history, "R@")}
     if shares:
-        panels["gradient beside the loss's, %"] = shares
+        panels["gradient relative to the loss's, %"] = shares
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     for axis, (title, names) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for name in names:
@@ -56,7 +56,7 @@ def _draw_curves(path: Path, history: Rows) -> None:
             points = [(row["epoch"], factor * row[name]) for row in history if name in row]
             axis.plot(*zip(*points, strict=True), marker="o", label=name.removeprefix("share "))
         if names == shares:
-            axis.axhline(100 * LEAST, color="grey", linestyle=":", label="next to nothing")
+            axis.axhline(100 * LEAST, color="grey", linestyle=":", label="almost no effect")
             axis.set_yscale("log")
         if names and names != ["loss"]:
             axis.legend()
@@ -66,12 +66,12 @@ def _draw_curves(path: Path, history: Rows) -> None:
 
 
 def _names(history: Rows, part: str) -> list[str]:
-    """Names with `part` in them of the figures of any epoch, in the order of their appearance."""
+    """Names of the figures of any epoch that contain `part`, in order of appearance."""
     return [name for name in dict.fromkeys(n for row in history for n in row) if part in name]
 
 
 def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
-    """What was trained, on which images, how long, and which epoch is the model."""
+    """The training: images, settings, duration, and which epoch is the model."""
     regularizers = [name for name, value in job.regularizers if value is not None]
     minutes = sum(row["seconds"] for row in history) / 60
     return [
@@ -93,11 +93,11 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
 
 
 def _help(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
-    """Whether the training helped, and what was said on the way."""
-    said = did_it_help(split, result)
+    """Whether the training helped, and the messages of its epochs."""
+    notes = did_it_help(split, result)
     for epoch in range(len(history)):
-        said += after_epoch(job, history[: epoch + 1])
-    return ["## Did it help?", "", *(f"- {sentence}" for sentence in said), ""] if said else []
+        notes += after_epoch(job, history[: epoch + 1])
+    return ["## Did it help?", "", *(f"- {sentence}" for sentence in notes), ""] if notes else []
 
 
 def _figures(result: Result) -> list[str]:
@@ -106,7 +106,7 @@ def _figures(result: Result) -> list[str]:
     rows = [
         [name, *(f"{column[name]:.4g}" if name in column else "" for column in columns)]
         for name in names
-        if name not in GAIN  # said in words before
+        if name not in GAIN  # stated above in words
     ]
     header = ["figure", "test classes", "validation classes", "trunk, test", "trunk, validation"]
     return [*table(header, rows), ""] if rows else []
@@ -115,7 +115,7 @@ def _figures(result: Result) -> list[str]:
 def _compared(folder: Path, result: Result) -> list[str]:
     """A head on a frozen trunk compared with trainings of the whole network, or the reverse.
 
-    Runs in folders next to this one count, if they were tested on the same images.
+    Considers runs in neighbouring folders that were tested on the same images.
     """
     runs = [(folder.name, result)]
     for path in sorted(folder.resolve().parent.glob(f"*/{RESULT}")):
@@ -147,7 +147,7 @@ def _is_frozen(result: Result) -> bool:
 
 
 def _regularizers(job: Job, history: Rows) -> list[str]:
-    """The settings of each regularizer, its share of the gradient and what the flows did."""
+    """The settings of each regularizer, its share of the gradient and the effect on its flows."""
     if not history:
         return []
     lines = []
@@ -161,15 +161,15 @@ def _regularizers(job: Job, history: Rows) -> list[str]:
         shares = [100 * row[f"share {name}"] for row in history if f"share {name}" in row]
         if shares:
             lines.append(
-                f"  - its gradient beside that of the loss: {shares[0]:.2g} % in the first epoch, "
+                f"  - its gradient relative to the loss's: {shares[0]:.2g} % in the first epoch, "
                 f"{shares[-1]:.2g} % in the last epoch; weight x {last[f'scale {name}']:.3g}"
             )
         if f"reach {name}" in last:
             reach = 100 * last[f"reach {name}"]
-            lines.append(f"  - its gradient at the features: {reach:.2g} % of that of the loss")
+            lines.append(f"  - its gradient at the features: {reach:.2g} % of the loss's")
     if "r_first" in last:
         lines.append(
-            "  - the flows: R was log 2 = 0.693 in both; at the end it is "
+            "  - the flows: R began at log 2 = 0.693 in both; at the end it is "
             f"{last['r_first']:.4f} in flow 1, which is exported, and {last['r_second']:.4f} in "
             "flow 2, which is not"
         )

@@ -1,7 +1,7 @@
 """Tables of finished runs in Markdown: a few runs side by side, and methods over seeds.
 
-A study is a JSON file: the records of its runs, whom each method is compared with, and nothing that
-the table does not need. From it the table can be made again without the runs.
+A study is a JSON file with the records of its runs and the baseline of each method. It has exactly
+what the table needs, so the table can be rebuilt without the runs.
 """
 
 import json
@@ -26,24 +26,24 @@ _FIGURES = ("MAP@R", "NMI", "uniformity", "density", "spectral_decay")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table of cells that are Markdown already."""
+    """Lines of a Markdown table; the cells are Markdown already."""
     head, *body = ["| " + " | ".join(line) + " |" for line in [header, *rows]]
     return [head, "|" + "---|" * len(header), *body]
 
 
 def plain(text: object) -> str:
-    """One line that Markdown does not read as a table, a tag or an emphasis."""
+    """`text` on one line, escaped so that Markdown sees no table, tag or emphasis."""
     line = escape(" ".join(str(text).split()), quote=False)
     return re.sub(r"[\\`*_\[\]|]", r"\\\g<0>", line)
 
 
 @dataclass(frozen=True)
 class Record:
-    """One run: its method and seed, what it was given and what it found.
+    """One run: its method and seed, its settings and its results.
 
-    `figures` are on test classes, `validation` on validation classes, `trunk` those of the
-    untrained trunk; `terms` the shares and scales of the last epoch; `bundle` R@1 of the exported
-    model by precision, where the run folder holds one.
+    `figures` are on test classes, `validation` on validation classes, `trunk` of the untrained
+    trunk; `terms` the shares and scales of the last epoch; `bundle` R@1 of the exported model by
+    precision, if the run folder has one.
     """
 
     method: str
@@ -61,13 +61,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Study:
-    """Records, and for each method whom it is compared with; "" stands for all others."""
+    """Records, and the baseline of each method; the key "" sets it for all other methods."""
 
     records: tuple[Record, ...] = ()
     against: dict[str, str] = field(default_factory=dict)
 
     def merged(self, new: Sequence[Record], against: Mapping[str, str]) -> "Study":
-        """With `new` in place of records of the same method and seed."""
+        """The study with `new`, which replace records of the same method and seed."""
         records = {(record.method, record.seed): record for record in (*self.records, *new)}
         return Study(tuple(records[key] for key in sorted(records)), {**self.against, **against})
 
@@ -85,18 +85,18 @@ def read_study(path: Path) -> Study:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Study(tuple(Record(**r) for r in content["records"]), content["against"])
     except (ValueError, KeyError, TypeError) as error:
-        raise JobError(f"{path} is no study ({error}). Give another file, or remove it.") from error
+        raise JobError(f"{path} is not a study ({error}). Give another file.") from error
 
 
 def records_of(sources: Sequence[Path], by: str = "") -> list[Record]:
-    """Their records. Raises: JobError, also for two of one method and seed; CheckpointError."""
+    """The records of runs and peers. Raises: CheckpointError; JobError, also for duplicates."""
     records: dict[tuple[str, int], Record] = {}
     for source in sources:
         record = record_of(source, by)
         if records.setdefault((record.method, record.seed), record) is not record:
             raise JobError(
                 f"{source} is {record.method} with seed {record.seed}, and so is another of the "
-                "runs. Name one of them, or tell them apart by a setting: --by loss.name."
+                "runs. Pass only one of them, or distinguish them by a setting: --by loss.name."
             )
     return list(records.values())
 
@@ -104,8 +104,8 @@ def records_of(sources: Sequence[Path], by: str = "") -> list[Record]:
 def record_of(source: Path, by: str = "") -> Record:
     """The record of a finished run folder, or of a peer's JSON file with name, seed and figures.
 
-    The method is what the job says in the setting `by`; without one the name of the folder, or of
-    its parent if it is called seed-N.
+    The method is the value of the job's setting `by`; by default it is the name of the folder, or
+    of its parent if the folder is called seed-N.
 
     Raises: JobError, CheckpointError.
     """
@@ -125,12 +125,12 @@ def record_of(source: Path, by: str = "") -> Record:
 def _setting(job: Mapping[str, Any], name: str) -> str:
     found = settings(job, free=()).get(name)
     if found is None:
-        raise JobError(f"--by {name} names no single setting of a job. Write it as loss.name.")
+        raise JobError(f"--by {name} is not a setting of a job. Use a name like loss.name.")
     return str(found)
 
 
 def record(method: str, result: Result) -> Record:
-    """The record of a result; without test figures it is known by its validation classes."""
+    """The record of a result; without test figures its validation classes identify the split."""
     return Record(
         method=method,
         seed=result.job["seed"],
@@ -144,9 +144,9 @@ def record(method: str, result: Result) -> Record:
 
 
 def methods(study: Study) -> list[str]:
-    """Markdown: a row a method, its mean over seeds, the paired difference and its interval.
+    """Markdown: a row per method, its mean over seeds, the paired difference with its interval.
 
-    Raises: JobError for methods that are compared and were tested on other images.
+    Raises: JobError if methods to compare were tested on different images.
     """
     runs = pd.DataFrame([_row(record) for record in study.records])
     figures = [name for name in runs if re.fullmatch(r"R@\d+", name)]
@@ -158,14 +158,14 @@ def methods(study: Study) -> list[str]:
     for name, of in by_method.items():
         other = study.against.get(name, study.against.get("", ""))
         paired = other != name and other in by_method
-        beside = _beside(of, by_method[other]) if paired else ""
+        difference = _difference(of, by_method[other]) if paired else ""
         share = ", ".join(filter(None, (_mean(of[column]) for column in shares)))
         ms = f"{of['ms'].median():.0f}" if of["ms"].notna().any() else ""
         means = (_mean(of[figure]) for figure in ("trunk R@1", *figures))
         rows.append(
-            [name, str(len(of)), *means, beside, share, ms, *(_mean(of[p]) for p in precisions)]
+            [name, str(len(of)), *means, difference, share, ms, *(_mean(of[p]) for p in precisions)]
         )
-    header = ["method", "seeds", "trunk R@1", *figures, "R@1 beside", "share, %", "ms a step"]
+    header = ["method", "seeds", "trunk R@1", *figures, "ΔR@1", "share, %", "ms a step"]
     return table([*header, *precisions], rows)
 
 
@@ -188,7 +188,7 @@ def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
     before, found, rest = text.partition(first)
     _, ends, after = rest.partition(last)
     if not found or not ends:
-        raise JobError(f"{page} has no place for the table: write {first} and {last} into it.")
+        raise JobError(f"{page} has no markers for the table. Add the lines {first} and {last}.")
     replace_text(page, "\n".join([before + first, "", *lines, "", last + after]))
 
 
@@ -222,22 +222,22 @@ def side_by_side(folders: Sequence[Path]) -> list[str]:
 
 
 def _remarks(runs: Mapping[Path, Result]) -> list[str]:
-    """Whether the runs can be compared, and by how much each differs from the first in R@1."""
+    """Whether the runs are comparable, and the difference of each to the first in R@1."""
     (first, base), *others = runs.items()
-    said = []
+    remarks = []
     for folder, run in others:
         if run.split_sha256 != base.split_sha256:
-            said.append(
-                f"- {folder} was tested on other images than {first}: the figures of the two say "
-                "nothing about each other."
+            remarks.append(
+                f"- {folder} was tested on other images than {first}: their figures are not "
+                "comparable."
             )
         elif "R@1" in run.figures and "R@1" in base.figures:
-            said.append(
+            remarks.append(
                 f"- {folder}: {run.figures['R@1'] - base.figures['R@1']:+.1f} points of R@1 "
                 f"against {first}, on the same {_queries(folder, 'test'):,} queries; one seed "
-                "each, unless you give more runs."
+                "each, unless you pass more runs."
             )
-    return said
+    return remarks
 
 
 def _cell(name: str, value: float | None, queries: int) -> str:
@@ -253,14 +253,14 @@ def _in_percent(figure: str) -> bool:
 
 
 def _queries(folder: Path, part: str) -> int:
-    """How many images of a list of a run have another of their class to find."""
+    """Number of images in a list of a run that have another image of their class."""
     sizes, gallery = (_classes(folder / f"{name}.csv") for name in (part, "gallery"))
     apart = part == "test" and len(gallery) > 0
     return int(sizes[sizes.index.isin(gallery.index) if apart else sizes > 1].sum())
 
 
 def _classes(path: Path) -> pd.Series:
-    """How many images of each class a list of a run has; none without that list."""
+    """Number of images of each class in a list of a run; empty without that list."""
     if not path.is_file():
         return pd.Series(dtype=int)
     return pd.read_csv(path, dtype=str, keep_default_na=False)["class"].value_counts()
@@ -270,14 +270,14 @@ def _finished(folder: Path) -> Result:
     result = read_result(folder)
     if result is None:
         raise JobError(
-            f"{folder} holds no finished run: it has no {RESULT}. Give the folder of a run, or go "
-            "on with it: --resume."
+            f"{folder} has no finished run: {RESULT} is missing. Give the folder of a finished "
+            "run, or continue this one with --resume."
         )
     return result
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """A record, flat; what it lacks is NaN in the table of all."""
+    """A record as a flat row; missing values become NaN in the table."""
     seconds = record.seconds_per_step
     return {
         "method": record.method,
@@ -292,7 +292,7 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def _mean(values: pd.Series) -> str:
-    """The mean of what is known of a figure, of R@1 with its sample deviation."""
+    """The mean of the known values of a figure, for R@1 with its sample deviation."""
     known = values.dropna()
     if known.empty:
         return ""
@@ -300,16 +300,16 @@ def _mean(values: pd.Series) -> str:
     return f"{known.mean():.{1 if _in_percent(known.name) else 3}f}{spread}"
 
 
-def _beside(runs: pd.DataFrame, others: pd.DataFrame) -> str:
-    """R@1 against another method, over the seeds that both have."""
+def _difference(runs: pd.DataFrame, others: pd.DataFrame) -> str:
+    """The paired difference in R@1 to another method, over the seeds that both have."""
     pairs = runs.merge(others, on="seed", suffixes=("", " of other"))
     pairs = pairs.dropna(subset=["R@1", "R@1 of other"])
     for pair in pairs.to_dict("records"):
         if len({pair["split"], pair["split of other"]} - {""}) > 1:
             raise JobError(
-                f"{pair['method']} and {pair['method of other']} were tested on other images "
-                f"(seed {pair['seed']}), so their figures cannot be compared. Keep them in "
-                "studies of their own."
+                f"{pair['method']} and {pair['method of other']} were tested on different images "
+                f"(seed {pair['seed']}), so their figures are not comparable. Keep them in "
+                "separate studies."
             )
     if pairs.empty:
         return ""
@@ -325,7 +325,7 @@ def _of_peer(source: Path) -> Record:
         return Record(**known, seconds_per_step=found.get("seconds_per_step"))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{source} is no result of a peer ({error}): it needs name, seed and figures."
+            f"{source} is not a result of a peer ({error}): it needs name, seed and figures."
         ) from error
 
 
@@ -340,7 +340,7 @@ def _bundle(manifest: Path) -> dict[str, float]:
 def _last_epoch(folder: Path) -> dict[str, Any]:
     path = folder / "log.jsonl"
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing: it and {RESULT} belong together.")
+        raise CheckpointError(f"{path} is missing, but {RESULT} exists. Restore it or train again.")
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     epochs: list[dict[str, Any]] = [line for line in lines if line["kind"] == "epoch"]
     return epochs[-1]

@@ -1,4 +1,4 @@
-"""Cross validation over classes: a run a fold."""
+"""Class-wise cross validation: one run per fold."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,13 +28,13 @@ def cross_validate(
     seed: int = 0,
     runner: Runner = run_job,
 ) -> list[Result]:
-    """Train `job` once a fold; folds that are finished in `folder` are not trained again.
+    """Train `job` once per fold; finished folds in `folder` are not trained again.
 
     Every class of `split.train` is a validation class in one fold. A fold keeps the epoch with the
     best R@1 on its validation classes and is tested once, on the test classes.
 
-    The job's own `protocol` gives way, and `split` has no validation classes yet. `folder` gets
-    `fold-00`, ... and the report; `seed` is that of the folds, `runner` trains one run.
+    The job's own `protocol` is replaced, and `split` must not have validation classes. `folder`
+    gets `fold-00`, ... and the report; `seed` seeds the folds, `runner` trains one run.
 
     Raises: JobError if the job does not measure R@1; TrainingError; finished folds are kept.
     """
@@ -46,11 +46,11 @@ def cross_validate(
     stamp(folder, "crossval.json", identity | {"folds": count, "seed": seed})
     found = []
     for number, (one, part) in enumerate(zip(jobs, parts, strict=True)):
-        place = folder / f"fold-{number:02d}"
-        result = finished_result(one, place)
-        state = "trains" if result is None else "finished before"
-        listener.said(f"fold {number + 1} of {count}: {state}")
-        found.append(result or runner(one, part, place, listener))
+        run_folder = folder / f"fold-{number:02d}"
+        result = finished_result(one, run_folder)
+        state = "training" if result is None else "already finished"
+        listener.note(f"fold {number + 1} of {count}: {state}")
+        found.append(result or runner(one, part, run_folder, listener))
     _write_report(folder, job, split, found)
     return found
 

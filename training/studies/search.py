@@ -1,8 +1,8 @@
-"""Hyper-parameter search on validation classes; the test images are not even handed to a trial.
+"""Hyper-parameter search on validation classes; trials never get the test images.
 
-Optuna proposes values with a tree-structured Parzen estimator; what became of them is in
-`trials.json`, from which a search goes on. It is replaced whole after each trial:
-Optuna's own journal cannot be read again after a full disk has cut off a line.
+Optuna proposes values with a tree-structured Parzen estimator. The outcomes are in `trials.json`,
+from which a search resumes. It is replaced atomically after each trial, since Optuna's own journal
+cannot be read again after a full disk has truncated a line.
 
 References:
     Psomas, Metric Learning: A Deep Dive (2020), part 5, "Fixed Validation".
@@ -33,7 +33,7 @@ from kinlens.training.studies.crossval import Runner
 from kinlens.training.trainer import Listener
 
 Space = Mapping[str, Mapping[str, Any]]
-"""A range or the values of each setting, by its dotted name, in the words of its file."""
+"""The range or the values of each setting, by its dotted name, as in the file."""
 
 _TRIALS = "trials.json"
 _FAILURES_IN_A_ROW = 5
@@ -42,10 +42,10 @@ _FIXED = ("name", "seed", "recall_at", "data.", "protocol.", "runtime.")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is searched: `trials` in all, each with `fraction` of the train classes as validation.
+    """The search: `trials` in total, each with `fraction` of the train classes for validation.
 
-    `trial_epochs` shortens the trials; the best job keeps the epochs of its file. `seed` is that
-    of the search, `protocol.validation_seed` of the job that of the validation classes.
+    `trial_epochs` shortens the trials; the best job keeps the epochs of its file. `seed` seeds the
+    search, while `protocol.validation_seed` of the job chooses the validation classes.
     """
 
     space: Space
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trial:
-    """One set of values and its best R@1 on validation classes; without it why it failed."""
+    """One set of values with its best R@1 on validation classes, or the reason why it failed."""
 
     number: int
     values: dict[str, Any]
@@ -69,14 +69,14 @@ class Trial:
 def load_space(path: Path) -> Space:
     """Read a space: `table.key = {low = 1e-5, high = 1e-3, log = true}` or `{values = [...]}`.
 
-    Integers as bounds give integers; write 1.0 for real numbers. A `[space]` table may hold it all.
+    Integer bounds give integers; write 1.0 for real numbers. A `[space]` table may contain all.
 
     Raises: JobError.
     """
     content = read_file(path)
     space = parse_space(content.get("space", content))
     if not space:
-        raise JobError(f"{path} names no setting to search.")
+        raise JobError(f"{path} has no setting to search. Add one, such as optimizer.lr_head.")
     return space
 
 
@@ -108,32 +108,32 @@ def search(
 ) -> Trial:
     """Find the settings of `job` with the best R@1 on validation classes; returns the best trial.
 
-    A trial that fails is kept with its reason and counts. Trial n is drawn by a sampler seeded with
-    (seed, n), so stopping changes nothing: one that was interrupted is drawn again and goes on.
-    After every trial `report.md`, `trials.json` and `best.toml`, the job with the best settings,
-    are written into `folder`. Train `best.toml` to get test figures.
+    A failed trial is stored with its reason and counts. Trial n is drawn by a sampler seeded with
+    (seed, n), so stopping changes nothing: an interrupted trial is drawn again and resumes. After
+    every trial `report.md`, `trials.json` and `best.toml`, the job with the best settings, are
+    written to `folder`. Train `best.toml` to get test figures.
 
     Raises: JobError, DatasetError; TrainingError if five trials in a row fail, or all.
     """
     _check_space(job, plan)
     part = without_test(hold_out(split, plan.fraction, job.protocol.validation_seed))
     identity = {"job": job.as_dict(), "split_sha256": split.learnt_sha256(), **asdict(plan)}
-    del identity["trials"]  # their number may grow
+    del identity["trials"]  # their number may be raised later
     stamp(folder, "search.json", identity)
     trials = _read_trials(folder)
     for number in range(len(trials), plan.trials):
         values = _draw(plan, trials)
         shown = "  ".join(f"{name} = {value}" for name, value in values.items())
-        listener.said(f"trial {number + 1} of {plan.trials}: {shown}")
-        place = folder / f"trial-{number:03d}"
+        listener.note(f"trial {number + 1} of {plan.trials}: {shown}")
+        run_folder = folder / f"trial-{number:03d}"
         try:
-            result = runner(trial_job(job, plan, values), part, place, listener)
+            result = runner(trial_job(job, plan, values), part, run_folder, listener)
             trials.append(Trial(number, values, result.validation["R@1"], result.best_epoch))
-        except Exception as error:  # whatever it is, it ends one trial, not the search
-            replace_text(place / "failure.txt", traceback.format_exc())
+        except Exception as error:  # any error ends the trial, not the search
+            replace_text(run_folder / "failure.txt", traceback.format_exc())
             trials.append(Trial(number, values, reason=f"{type(error).__name__}: {error}"))
-        for checkpoint in place.glob("*.pt"):
-            checkpoint.unlink()  # a trial is only worth its score; fifty fill a disk
+        for checkpoint in run_folder.glob("*.pt"):
+            checkpoint.unlink()  # only the score is needed, and fifty checkpoints fill a disk
         _report(folder, job, plan, trials)
         if [one.score for one in trials[-_FAILURES_IN_A_ROW:]] == [None] * _FAILURES_IN_A_ROW:
             break
@@ -143,15 +143,15 @@ def search(
             return best
     raise TrainingError(
         f"The last {min(len(trials), _FAILURES_IN_A_ROW)} trials failed, the last one with: "
-        f"{trials[-1].reason} Its failure.txt holds the traceback. Call again to go on with new "
+        f"{trials[-1].reason} Its failure.txt has the traceback. Call again to continue with new "
         "trials."
     )
 
 
 def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = False) -> Job:
-    """`job` with `values`, chosen on validation classes: what a trial trains, never tested.
+    """`job` with `values` for a trial: it is chosen on validation classes and never tested.
 
-    The `final` one has the epochs of its file and is tested once, at its end. Raises: JobError.
+    The `final` job has the epochs of its file and is tested once, at its end. Raises: JobError.
     """
     content = job.as_dict()
     if plan.trial_epochs is not None and not final:
@@ -173,19 +173,19 @@ def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = Fal
 
 
 def _check_space(job: Job, plan: Plan) -> None:
-    """Raises: JobError for a setting that the job lacks, or a value that it refuses."""
+    """Raises: JobError for a setting that the job lacks, or an invalid value."""
     for name, words in plan.space.items():
         if name.startswith(_FIXED):
             raise JobError(
-                f"{name} cannot be searched: it does not change what is learnt, or trials would be "
-                "compared on other classes. Take it out of the space."
+                f"{name} cannot be searched: it does not change the training, or it would change "
+                "the classes that trials are compared on. Remove it from the space."
             )
         for value in words.get("values") or (words["low"], words["high"]):
             trial_job(job, plan, {name: value})
 
 
 def _draw(plan: Plan, trials: list[Trial]) -> dict[str, Any]:
-    """The values of the next trial; they depend on nothing but its number and the scores so far."""
+    """The values of the next trial; they depend only on its number and the scores so far."""
     optuna = _optuna()
     seed = np.random.SeedSequence((plan.seed, len(trials))).generate_state(1)[0]
     sampler = optuna.samplers.TPESampler(seed=int(seed))
@@ -204,14 +204,14 @@ def _optuna() -> ModuleType:
         import optuna
     except ImportError as error:
         raise JobError(
-            "A search needs Optuna. Install it with: pip install 'kinlens[search]'"
+            "A search needs Optuna. Install it: pip install 'kinlens[search]'"
         ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
 
 def _distribution(name: str, given: Mapping[str, Any]) -> Any:
-    """Optuna's distribution. Raises: JobError for what it refuses, or would change."""
+    """Optuna's distribution. Raises: JobError for values that it refuses or would change."""
     kinds = _optuna().distributions
     words = {"choices" if word == "values" else word: value for word, value in given.items()}
     kind = kinds.FloatDistribution
@@ -235,7 +235,7 @@ def _read_trials(folder: Path) -> list[Trial]:
 
 
 def _report(folder: Path, job: Job, plan: Plan, trials: list[Trial]) -> Trial:
-    """Write what is known so far; returns the best trial."""
+    """Write the results so far; returns the best trial."""
     order = sorted(trials, key=lambda t: (t.score is None, -(t.score or 0.0)))
     of = f"{plan.fraction:.0%} of the train classes"
     lines = [

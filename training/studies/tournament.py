@@ -1,8 +1,8 @@
-"""A tournament: a grid of jobs, a process for each that has no result, and the ranks of all.
+"""A tournament: a grid of jobs, each trained in its own process, and the ranks of all.
 
-The run folders are its only state: whatever kills a run leaves the tournament alive, and the next
-call goes on where it stopped. An experiment is a backbone and a size, a competitor a loss and a
-regularizer.
+The run folders are the only state: the tournament survives the death of a run, and the next call
+resumes it. An experiment is a backbone and a size, a competitor a loss and a regularizer.
+
 
 References:
     Psomas, Metric Learning: A Deep Dive (2020), part 4, "Tournament of Loss Functions": the rank of
@@ -36,37 +36,37 @@ from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job, apply_override, job_toml, load_job, parse_job
 from kinlens.training.config.layers import lay_over, read_file
 from kinlens.training.config.settings import CHOOSE_BY_TEST
-from kinlens.training.folder import Result, alone_in, finished_result, is_begun, replace_text
+from kinlens.training.folder import Result, exclusive, finished_result, is_begun, replace_text
 from kinlens.training.report.notices import CHOSEN_BY
 from kinlens.training.report.tables import Study, methods, plain, record, table
 
 _AXES = ("loss", "regularizer", "backbone", "dim", "seed")
 _FAILURE, _OUTPUT = "failure.txt", "output.log"
 _DECIMALS = 9
-"""Means that differ by rounding alone are a tie."""
+"""Means that differ only by rounding are a tie."""
 
 
 class _Entry(BaseModel):
-    """A loss, regularizer or backbone: its name, and the settings that it lays over the base."""
+    """A loss, regularizer or backbone: its name, and its settings, which override the base job."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # that of a folder
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # also a folder name
 
     @model_validator(mode="before")
     @classmethod
     def _word(cls, given: Any) -> Any:
-        """A mere word stands for the entry of that name with default settings."""
+        """A plain string is the entry of that name with default settings."""
         return {"name": given} if isinstance(given, str) else given
 
     def over(self, content: dict[str, Any], **default: dict[str, Any]) -> dict[str, Any]:
-        """A job with the settings of this entry; `default` has tables for those it lacks."""
+        """A job with the settings of this entry; `default` has tables for those that it lacks."""
         return lay_over(content, default | (self.model_extra or {}))
 
 
 def _unique(given: list[Any]) -> list[Any]:
     names = [_name(item) for item in given]
     if len(set(names)) < len(names):
-        raise ValueError("a name is there twice; give each entry one of its own")
+        raise ValueError("a name is used twice; give each entry a unique name")
     return given
 
 
@@ -78,7 +78,7 @@ _Limit = dict[str, Annotated[list[Any], _OneOrMore]]
 
 
 class _Grid(BaseModel):
-    """The file as it stands; a list that is missing is the base job's own."""
+    """The content of the file; a missing list defaults to the value of the base job."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     job: str | dict[str, Any]
@@ -93,9 +93,9 @@ class _Grid(BaseModel):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the tournament; `dim` None stands for the pooled features.
+    """One run of the tournament; `dim` None means the pooled features.
 
-    `result` is that of a finished one, `reason` why the last attempt failed.
+    `result` is set if the run finished, `reason` if the last attempt failed.
     """
 
     loss: str
@@ -119,24 +119,24 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where it lies, below the folder of the tournament."""
+        """Path of the run folder, relative to the folder of the tournament."""
         return Path("runs", self.experiment, self.loss, self.regularizer, f"seed-{self.seed}")
 
 
 def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
-    """The runs that the TOML file `path` asks for; `overrides` change its base job.
+    """The runs of the grid in the TOML file `path`; `overrides` change its base job.
 
-    Settings of an entry are laid over the base job in the order backbone, loss, regularizer, size,
-    seed; the `loss` table of a loss and the `regularizers` of a regularizer replace the base's.
+    Settings of an entry override the base job in the order backbone, loss, regularizer, size, seed;
+    the `loss` table of a loss and the `regularizers` of a regularizer replace the base's.
 
-    Raises: JobError for a grid that cannot be read, and for a combination that is no valid job.
+    Raises: JobError for an invalid grid, and for a combination that is not a valid job.
     """
     grid = _read(path)
     job = _base(grid.job, path, overrides)
     base = job.as_dict()
     used = "-".join(name for name, value in job.regularizers if value is not None) or "none"
     trunk = re.sub(r"[^A-Za-z0-9._]+", "-", job.model.backbone)
-    # Seeds outermost: an unfinished tournament has whole tables, of fewer seeds.
+    # Seeds are outermost, so an unfinished tournament has complete tables of fewer seeds.
     lists: dict[str, list[Any]] = {
         "seed": grid.seeds or [job.seed],
         "backbone": grid.backbones or [_Entry(name=trunk, model={})],
@@ -153,7 +153,7 @@ def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
         if not _covered(names, grid.exclude) and (not grid.only or _covered(names, grid.only)):
             found.append(Run(**names, job=_job(base, dict(zip(lists, values, strict=True)))))
     if not found:
-        raise JobError(f"{path}: `exclude` and `only` leave no combination.")
+        raise JobError(f"{path}: `exclude` and `only` exclude every combination.")
     return found
 
 
@@ -166,10 +166,10 @@ def _read(path: Path) -> _Grid:
         return _Grid.model_validate(read_file(path))
     except ValidationError as error:
         first = error.errors()[0]
-        where, said = ".".join(map(str, first["loc"])), first["msg"]
+        where, message = ".".join(map(str, first["loc"])), first["msg"]
         if first["type"] == "extra_forbidden":
-            said = f"unknown key; a grid has {', '.join(_Grid.model_fields)}"
-        raise JobError(f"{path}: {where}: {said} (given: {first['input']!r})") from error
+            message = f"unknown key; a grid has {', '.join(_Grid.model_fields)}"
+        raise JobError(f"{path}: {where}: {message} (given: {first['input']!r})") from error
 
 
 def _base(source: str | dict[str, Any], grid: Path, overrides: Sequence[str]) -> Job:
@@ -177,28 +177,28 @@ def _base(source: str | dict[str, Any], grid: Path, overrides: Sequence[str]) ->
         for override in overrides:
             apply_override(source, override)
         return parse_job(source, origin=f"the job in {grid}")
-    beside = grid.parent / source
-    return load_job(beside if beside.is_file() else source, overrides)
+    neighbour = grid.parent / source
+    return load_job(neighbour if neighbour.is_file() else source, overrides)
 
 
 def _check_limits(key: str, limits: list[_Limit], known: Mapping[str, Sequence[Any]]) -> None:
-    """Raises: JobError for an axis, or a name on it, that the grid lacks."""
+    """Raises: JobError for an axis, or a name on it, that is not in the grid."""
     for axis, values in (item for limit in limits for item in limit.items()):
         if axis not in known:
-            raise JobError(f"{key}: unknown axis {axis!r}; there are {', '.join(known)}.")
+            raise JobError(f"{key}: unknown axis {axis!r}; use {', '.join(known)}.")
         for value in values:
             if value not in known[axis]:
                 there = ", ".join(map(str, known[axis]))
-                raise JobError(f"{key}: no {axis} {value!r} in this grid; there are {there}.")
+                raise JobError(f"{key}: no {axis} {value!r} in this grid; use {there}.")
 
 
 def _covered(names: Mapping[str, Any], limits: list[_Limit]) -> bool:
-    """Whether some table has the value of every axis that it names."""
+    """Whether some table matches the values on every axis that it names."""
     return any(all(names[axis] in values for axis, values in t.items()) for t in limits)
 
 
 def _job(base: dict[str, Any], values: Mapping[str, Any]) -> Job:
-    """The base with one value of each axis over it, in the order that `load_grid` promises."""
+    """The base job, overridden by one value of each axis in the order of `load_grid`."""
     backbone, loss, regularizer = (values[axis] for axis in ("backbone", "loss", "regularizer"))
     content = backbone.over(base, model={"backbone": backbone.name})
     content = loss.over(content | {"loss": {"name": loss.name}})
@@ -217,15 +217,16 @@ def _size(dim: int | None) -> str:
 def play(
     runs: Sequence[Run],
     folder: Path,
-    say: Callable[[str], object],
+    report: Callable[[str], object],
     missing_last: bool = False,
     launch: Callable[[Job, Path], str | None] | None = None,
 ) -> list[Run]:
-    """Train every run that has no result in `folder`; those that failed are tried again.
+    """Train every run without a result in `folder`; failed runs are tried again.
 
-    Before the first run and after each one `runs.csv` and `report.md` are written into `folder`.
-    `say` is told how it goes; `launch` trains a job in a folder and returns None, or why it failed.
-    What an experiment lacks leaves it out of the ranking or is, with `missing_last`, ranked last.
+    Before the first run and after each one, `runs.csv` and `report.md` are written to `folder`.
+    `report` gets progress messages; `launch` trains a job in a folder and returns None, or why it
+    failed. An experiment that lacks a competitor is not ranked; with `missing_last` the missing
+    competitor is ranked last.
 
     Raises: JobError if a job does not measure R@1 on test classes, or if `folder` is in use or
         holds results of other jobs.
@@ -233,68 +234,68 @@ def play(
     for job in (run.job for run in runs):
         if 1 not in job.recall_at or job.protocol.evaluate_test == "never":
             raise JobError(
-                f"{job.name}: a tournament ranks R@1 on test classes. Put 1 into recall_at, and "
+                f"{job.name}: a tournament ranks R@1 on test classes. Add 1 to recall_at, and "
                 'set protocol.evaluate_test = "end" or "every".'
             )
     launch = launch or run_in_process
-    with alone_in(folder, with_children=True):
+    with exclusive(folder, with_children=True):
         found = read_runs(runs, folder)
         write_report(folder, found, missing_last)
         waiting = [run for run in found if run.result is None]
         failed = sum(bool(run.reason) for run in waiting)
-        say(
+        report(
             f"{len(runs)} runs: {len(runs) - len(waiting)} finished, {len(waiting)} to go, "
             f"{failed} of them failed before and are tried again"
         )
         for number, run in enumerate(waiting, len(runs) - len(waiting) + 1):
-            say(f"run {number} of {len(runs)}: {run.job.name}")
-            place = folder / run.folder
-            reason = launch(run.job, place)
-            result = finished_result(run.job, place)
+            report(f"run {number} of {len(runs)}: {run.job.name}")
+            run_folder = folder / run.folder
+            reason = launch(run.job, run_folder)
+            result = finished_result(run.job, run_folder)
             if result is not None:
                 recalls = [f"{k} {v:.2f}" for k, v in result.figures.items() if k[:2] == "R@"]
-                say("  " + "  ".join(recalls))
+                report("  " + "  ".join(recalls))
             else:
-                reason = reason or f"the run ended well but left no result in {place}"
-                replace_text(place / _FAILURE, reason)
-                say(f"  failed: {reason} ({_OUTPUT} in {place})")
+                reason = reason or f"the run exited with 0 but wrote no result to {run_folder}"
+                replace_text(run_folder / _FAILURE, reason)
+                report(f"  failed: {reason} ({_OUTPUT} in {run_folder})")
             found = read_runs(runs, folder)
             write_report(folder, found, missing_last)
     return found
 
 
 def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
-    """What has become of each run.
+    """The runs with their current results.
 
     Raises: JobError if a folder holds the result of another job, or if two runs were trained on
-        other images; CheckpointError.
+        different images; CheckpointError.
     """
     found = [_read_run(run, folder / run.folder) for run in runs]
     images = {run.result.split_sha256: run.folder for run in found if run.result is not None}
     if len(images) > 1:
         first, other, *_ = images.values()
         raise JobError(
-            f"{other} was trained on other images than {first}, so their figures do not compare. "
-            f"Use another --out for other images, or delete one of the two in {folder}."
+            f"{other} was trained on other images than {first}, so their figures are not "
+            f"comparable. Use another --out for other images, or delete one of the two in {folder}."
         )
     return found
 
 
-def _read_run(run: Run, place: Path) -> Run:
-    result, failure = finished_result(run.job, place), place / _FAILURE
+def _read_run(run: Run, run_folder: Path) -> Run:
+    result, failure = finished_result(run.job, run_folder), run_folder / _FAILURE
     failed = result is None and failure.exists()
     return replace(run, result=result, reason=failure.read_text(encoding="utf-8") if failed else "")
 
 
 def run_in_process(job: Job, folder: Path) -> str | None:
-    """Train `job` in `folder` with `kinlens-train fit`; goes on from a checkpoint if there is one.
+    """Train `job` in `folder` with `kinlens-train fit`; resumes from a checkpoint if there is one.
 
-    Its output goes to `output.log`. Returns None, or why it failed. When we are interrupted the run
-    is stopped too; its checkpoint stays.
+    The output goes to `output.log`. Returns None, or why it failed. An interrupt stops the run too;
+    its checkpoint stays.
     """
     replace_text(folder / "job.toml", job_toml(job, "A run of a tournament."))
     with (folder / _OUTPUT).open("wb") as output:
-        # It inherits our files, so a run that outlives a killed tournament keeps its lock.
+        # The child inherits our files, so a run that outlives a killed tournament keeps the lock.
         process = subprocess.Popen(
             command(job, folder), stdout=output, stderr=subprocess.STDOUT, close_fds=False
         )
@@ -308,8 +309,8 @@ def run_in_process(job: Job, folder: Path) -> str | None:
         return f"killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
     lines = (folder / _OUTPUT).read_text(encoding="utf-8", errors="replace").split("\n")
     faults = [line for line in lines if line.startswith("error: ")]
-    said = (faults or [line for line in lines if line.strip()] or ["it printed nothing"])[-1]
-    return f"exit code {code}: {said.removeprefix('error: ').strip()}" if code else None
+    message = (faults or [line for line in lines if line.strip()] or ["it printed nothing"])[-1]
+    return f"exit code {code}: {message.removeprefix('error: ').strip()}" if code else None
 
 
 def command(job: Job, folder: Path) -> list[str]:
@@ -321,7 +322,7 @@ def command(job: Job, folder: Path) -> list[str]:
 
 
 def figures_of(runs: Sequence[Run]) -> pd.DataFrame:
-    """A row a run: its axes, experiment, competitor and figures, NaN without a result."""
+    """A row per run: axes, experiment, competitor and figures, NaN without a result."""
     rows = []
     for run in runs:
         row: dict[str, Any] = {axis: getattr(run, axis) for axis in _AXES}
@@ -337,16 +338,16 @@ def figures_of(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def rank(scores: pd.DataFrame, missing_last: bool = False) -> pd.DataFrame:
-    """Rank competitors by score (high is good) within each experiment, then average.
+    """Rank competitors by score (high is good) within each experiment, then average the ranks.
 
-    Ties share the average of their ranks. A rank among five is no rank among ten, so an experiment
-    that lacks a competitor is left out or, with `missing_last`, ranks it last, as one that
-    diverged; several that are missing share the last ranks. A competitor that no experiment has is
-    not ranked.
+    Ties share the average of their ranks. Ranks among five and among ten are not comparable, so an
+    experiment that lacks a competitor is excluded. With `missing_last` it ranks the missing
+    competitor last, like one that diverged; several missing ones share the last ranks. A competitor
+    without a score in any experiment is not ranked.
 
-    `scores` has a row an experiment and a column a competitor, the ranks a row a competitor, best
-    average first: its rank in each experiment that is left, then "total", "average rank" and
-    "standard deviation" (n - 1, NaN of a single experiment).
+    `scores` has a row per experiment and a column per competitor. The result has a row per
+    competitor, best average first: its rank in each remaining experiment, then "total", "average
+    rank" and "standard deviation" (n - 1, NaN for a single experiment).
     """
     present = scores.round(_DECIMALS).dropna(axis="columns", how="all")
     kept = present if missing_last else present.dropna()
@@ -360,7 +361,7 @@ def rank(scores: pd.DataFrame, missing_last: bool = False) -> pd.DataFrame:
 
 
 def write_report(folder: Path, runs: Sequence[Run], missing_last: bool = False) -> None:
-    """Write `runs.csv`, a row a finished run, and `report.md`."""
+    """Write `runs.csv`, one row per finished run, and `report.md`."""
     figures = figures_of(runs)
     finished = [(run, run.result) for run in runs if run.result is not None]
     failed = [(run.job.name, plain(run.reason)) for run in runs if run.reason]
@@ -371,7 +372,7 @@ def write_report(folder: Path, runs: Sequence[Run], missing_last: bool = False) 
     chosen = dict.fromkeys(result.chosen_by for _, result in finished)
     lines += [f"- {CHOSEN_BY[who]}" for who in chosen]
     if len(chosen) > 1:
-        lines.append("- MIXED: not all runs were chosen in the same way; ranks compare unlike runs")
+        lines.append("- MIXED: the models of the runs were not all chosen in the same way")
     if finished:
         lines += ["", "## Ranks by R@1", "", *_ranking(figures, missing_last)]
     for experiment in dict.fromkeys(run.experiment for run, _ in finished):
@@ -383,13 +384,13 @@ def write_report(folder: Path, runs: Sequence[Run], missing_last: bool = False) 
         lines += ["", f"## {plain(experiment)}", "", *methods(Study(tuple(records)))]
     if failed:
         lines += ["", "## Failed runs", ""]
-        lines += ["They are tried again when the tournament is called again.", ""]
+        lines += ["Run the tournament again to retry them.", ""]
         lines += table(["run", "reason"], failed)
     replace_text(folder / "report.md", "\n".join(lines) + "\n")
 
 
 def _ranking(figures: pd.DataFrame, missing_last: bool) -> list[str]:
-    """The ranks by R@1, and what is not ranked."""
+    """The ranks by R@1, and the competitors and experiments that are not ranked."""
     means = figures.groupby(["experiment", "competitor"], sort=False)["R@1"].mean().unstack()
     scores = means.loc[figures["experiment"].unique(), figures["competitor"].unique()]
     lines = [
@@ -401,11 +402,11 @@ def _ranking(figures: pd.DataFrame, missing_last: bool) -> list[str]:
     for experiment, row in scores.drop(columns=never).iterrows():
         if row.isna().any():
             missing = plain(", ".join(row.index[row.isna()]))
-            done = "ranked last" if missing_last else "so it is left out"
+            done = "ranked last" if missing_last else "so it is omitted"
             lines.append(f"- {plain(experiment)} lacks {missing}: {done}")
     ranks = rank(scores, missing_last)
     if next(iter(ranks)) == "total":
-        return [*lines, "- no experiment has a score of every competitor: there is no ranking"]
+        return [*lines, "- no experiment has a score of every competitor, so there is no ranking"]
     cells = ranks.map(lambda value: "" if pd.isna(value) else f"{value:.4g}")
     rows = [[plain(name), *row] for name, row in cells.iterrows()]
     return [*lines, "", *table(["", *map(plain, ranks)], rows)]

@@ -294,7 +294,7 @@ def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) 
         job = ended(service, answer.json()["id"])
         log = service.client.get(f"/jobs/{job['id']}/log").json()["text"]
         assert job["state"] == "succeeded", (job, log)
-        assert "feedback: 1 picture(s) join 1 train class(es)" in log, log
+        assert "feedback: 1 query image(s) join 1 train class(es)" in log, log
         report = job["report"]
         assert report["swapped"], report
         assert report["training"]["epochs"] == [1, 1]

@@ -168,9 +168,9 @@ def test_queries_without_a_gallery_class_are_reported(tmp_path: Path) -> None:
         path.unlink()
     split = partial("in_shop", tmp_path)
     assert split.without_gallery == ("id_00000003",)
-    said = remarks(data_of("in_shop", tmp_path, allow_partial=True), split)
-    assert "allow_partial is set" in said[0]
-    assert "1 class(es) of queries have no image in the gallery, for example 'id_0" in said[1]
+    messages = remarks(data_of("in_shop", tmp_path, allow_partial=True), split)
+    assert "allow_partial is set" in messages[0]
+    assert "1 class(es) of queries have no image in the gallery, for example 'id_0" in messages[1]
 
 
 def test_labels_of_a_gallery_are_numbered_as_those_of_the_queries(tmp_path: Path) -> None:

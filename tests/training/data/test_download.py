@@ -94,15 +94,15 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("pack", [tgz, zipped])
 def test_a_data_set_appears_complete(tmp_path: Path, pack: Callable[..., bytes]) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with http_site(Site(pack(BIRDS))) as site:
         source = source_of(site.content, site.url)
-        folder = obtain(source, tmp_path / "new", say=said.append)
+        folder = obtain(source, tmp_path / "new", report=messages.append)
         assert obtain(source, tmp_path / "new") == folder == tmp_path / "new" / "birds"
     assert site.asked == 1
     assert (folder / "images" / "1.jpg").read_bytes() == CONTENT
     assert names(folder.parent) == ["birds"]
-    assert said == ["Birds is fetched: 0.001 GB.", "Birds is unpacked."]
+    assert messages == ["Birds is being downloaded: 0.001 GB.", "Birds is unpacked."]
 
 
 def test_a_tgz_stays_packed_on_its_way_whatever_the_server_calls_it(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_tgz_stays_packed_on_its_way_whatever_the_server_calls_it(tmp_path: Pa
 def test_an_archive_that_lies_there_is_used_if_it_is_the_right_one(tmp_path: Path) -> None:
     content = tgz(BIRDS)
     put_archive(tmp_path, content[:-1])
-    with pytest.raises(DatasetError, match="Birds could not be fetched"):
+    with pytest.raises(DatasetError, match="Birds could not be downloaded"):
         obtain(source_of(content, NOWHERE), tmp_path)
     assert names(tmp_path) == ["birds.tgz"]
     obtain(put_archive(tmp_path, content), tmp_path, keep_archive=True)

@@ -93,12 +93,14 @@ def test_what_rows_tell_and_what_they_do_not(shop: Path, tmp_path: Path) -> None
     assert joined(split) == {"clicked.png": a, "most.png": b}
     assert confused(split) == {frozenset((a, b)): 2, frozenset((c, d)): 1, frozenset((a, c)): 1}
     text = "\n".join(sentences(split))
-    assert "2 picture(s) join 2 train class(es); 3 pair(s) of train classes are confused" in text
+    assert (
+        "2 query image(s) join 2 train class(es); 3 pair(s) of train classes are confused" in text
+    )
     for count, words in (
         (1, "name items that are not in the data; train on the folder"),
         (1, "like an answer to a search with an image of the shop itself"),
-        (1, "like an answer to a picture that is not kept"),
-        (2, "call an answer wrong to a picture of which nobody told the product"),
+        (1, "like an answer to a query image that is not kept"),
+        (2, "call an answer wrong for a query image of unknown product"),
         (5, "are outvoted by other rows"),
     ):
         assert f"{count} of 17 rows {words}" in text
@@ -144,12 +146,12 @@ def test_no_class_that_is_held_out_is_touched(shop: Path, tmp_path: Path) -> Non
     folder = told(tmp_path / "told", rows)
     plain, split = split_of(shop), split_of(shop, folder)
     assert set(joined(split).values()) == set(split.train.class_names)
-    assert "2 picture(s) and" in sentences(split)[1]
+    assert "2 query image(s) and" in sentences(split)[1]
     assert split.sha256() == plain.sha256() != split.learnt_sha256()
     held = hold_out(split, 0.5)
     assert held.validation is not None
     assert set(joined(held).values()) == set(held.train.class_names)
-    assert "4 picture(s) and" in sentences(held)[1]
+    assert "4 query image(s) and" in sentences(held)[1]
     learnt = held.to_learn()
     assert learnt.paths[: len(held.train)] == held.train.paths
     assert len(learnt) == len(held.train) + 2
@@ -176,8 +178,11 @@ def test_a_picture_in_two_folders_is_one_and_the_place_of_a_folder_tells_nothing
         (None, r"told/pairs.csv cannot be read .* `kinlens-serve feedback export` wrote"),
         ("query,item\n", r"must name the columns query, query_key, item, action; it names query,"),
         ("a.png,,bag/0.png,liked", r"line 2: the action 'liked' is none of clicked, bought, wrong"),
-        (",,bag/0.png,wrong", r"line 2: an item and a query, or a query_key, must be given"),
-        ("../a.png,,bag/0.png,wrong", r"line 2: the query '../a.png' is no path below the folder"),
+        (",,bag/0.png,wrong", r"line 2: it needs an item, and a query or query_key"),
+        (
+            "../a.png,,bag/0.png,wrong",
+            r"line 2: the query '../a.png' must be a relative path below the folder",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_read_is_explained(

@@ -86,7 +86,7 @@ def test_a_class_with_one_image_is_refused_by_name_or_dropped(shop: Path) -> Non
     split = load_split(data)
     assert "lone" not in split.train.class_names + split.test.class_names
     assert remarks(data, split) == [
-        "1 class(es) of one image are left out, since they have no pair: 'lone'"
+        "1 class(es) of one image are dropped: they have no pair: 'lone'"
     ]
 
 

@@ -91,7 +91,7 @@ def played(
 
     Returns the runs, what was said, and the names of the jobs that were launched.
     """
-    said: list[str] = []
+    messages: list[str] = []
     launched: list[str] = []
     by_name = {run.job.name: run for run in runs}
 
@@ -104,4 +104,4 @@ def played(
             return None
         return outcome
 
-    return play(runs, folder, said.append, launch=launch), said, launched
+    return play(runs, folder, messages.append, launch=launch), messages, launched

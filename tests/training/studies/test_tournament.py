@@ -159,11 +159,11 @@ def test_the_run_folders_alone_say_what_is_finished(tmp_path: Path) -> None:
     played(ALL[:4], tmp_path, fine)
     (tmp_path / "runs.csv").unlink()
     shutil.rmtree(tmp_path / ALL[3].folder)
-    _, said, launched = played(ALL, tmp_path, fine)
+    _, messages, launched = played(ALL, tmp_path, fine)
     assert launched == [run.job.name for run in ALL[3:]]
-    assert said[0].startswith("6 runs: 3 finished, 3 to go, 0 of them failed before")
-    assert said[1] == f"run 4 of 6: {ALL[3].job.name}"
-    assert "R@1 51.00" in said[2]
+    assert messages[0].startswith("6 runs: 3 finished, 3 to go, 0 of them failed before")
+    assert messages[1] == f"run 4 of 6: {ALL[3].job.name}"
+    assert "R@1 51.00" in messages[2]
     assert len(rows(tmp_path)) == 6
 
 
@@ -179,15 +179,15 @@ def test_a_run_that_fails_is_kept_and_tried_again_on_the_next_call(tmp_path: Pat
     ill = ALL[1].job.name
     for outcome, reason in (("died", "died"), (None, "left no result")):
         outcomes = {ill: outcome}
-        runs, said, _ = played(ALL, tmp_path, lambda job, o=outcomes: o.get(job.name, 60.0))
+        runs, messages, _ = played(ALL, tmp_path, lambda job, o=outcomes: o.get(job.name, 60.0))
         (failed,) = [run for run in runs if run.result is None]
         assert failed.job.name == ill
         assert reason in failed.reason
-        assert f"  failed: {failed.reason} (output.log in {tmp_path / ALL[1].folder})" in said
+        assert f"  failed: {failed.reason} (output.log in {tmp_path / ALL[1].folder})" in messages
         assert len(rows(tmp_path)) == 5
-    runs, said, launched = played(ALL, tmp_path, fine)
+    runs, messages, launched = played(ALL, tmp_path, fine)
     assert launched == [ill]
-    assert "1 of them failed before" in said[0]
+    assert "1 of them failed before" in messages[0]
     assert all(run.result is not None and not run.reason for run in runs)
 
 
@@ -222,11 +222,11 @@ def test_runs_without_recall_at_1_cannot_be_ranked(tmp_path: Path, changes: obje
 def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Lets a test say which Python the run is."""
 
-    def say(code: str) -> None:
+    def report(code: str) -> None:
         words = [sys.executable, "-c", code]
         monkeypatch.setattr(tournament, "command", lambda job, folder: words)
 
-    return say
+    return report
 
 
 def test_a_run_that_ends_well_has_its_job_and_its_output_beside_it(tmp_path: Path, child) -> None:
@@ -285,14 +285,14 @@ def test_a_folder_has_one_tournament_and_a_run_that_outlives_it_keeps_it(tmp_pat
 
     def outlive(job: Job, place: Path) -> str:
         place.mkdir(parents=True)
-        with pytest.raises(JobError, match="Another training is at work in"):
+        with pytest.raises(JobError, match="Another training is running in"):
             play(ALL, tmp_path, str)
         words = [sys.executable, "-c", "input()"]
         orphans.append(subprocess.Popen(words, stdin=subprocess.PIPE, close_fds=False))
         return "we were killed"
 
     play(ALL[:1], tmp_path, str, launch=outlive)
-    with pytest.raises(JobError, match="Another training is at work in"):
+    with pytest.raises(JobError, match="Another training is running in"):
         played(ALL, tmp_path, fine)
     orphans[0].communicate(b"\n")
     assert len(played(ALL, tmp_path, fine)[2]) == 6
@@ -390,7 +390,7 @@ def test_texts_from_outside_are_escaped_and_failed_runs_listed(tmp_path: Path) -
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     runs = [finished(tournament_run(loss, dim=dim), 60.0) for dim in (16, 32) for loss in "ab"]
     runs[-1] = tournament_run("b", dim=32)
-    assert "net-32 lacks b: so it is left out" in report(tmp_path, runs)
+    assert "net-32 lacks b: so it is omitted" in report(tmp_path, runs)
     page = report(tmp_path, runs, missing_last=True)
     assert "net-32 lacks b: ranked last" in page
     assert row_of(page, "b") == ["1.5", "2", "3.5", "1.75", "0.3536"]

@@ -286,8 +286,8 @@ class Sampling(Section):
     `per_class` is m; under "paired", which graph consistency needs, each draw has m of each class,
     and the two draws are "disjoint" or "independent", as in the paper (`pairs`). With `draws` = 2
     the loss is the mean over the two halves of a batch, with 1 that of the whole batch; unset it is
-    2 under "paired", whatever the regularizers, else 1. Classes that the feedback says are confused
-    are brought together in the part `confused` of the batches; the others give what these take.
+    2 under "paired", whatever the regularizers, else 1. Classes that customers confuse,
+    according to the feedback, are drawn together in the part `confused` of the batches.
     """
 
     kind: Literal["random", "balanced", "paired"] = "random"

@@ -139,7 +139,7 @@ def test_links_and_pictures_of_one_host_hold_on_every_other(
     )
     with closing(writer):
         put(writer, "new", uploaded).raise_for_status()
-        publish(shop, address, pictures=True)
+        publish(shop, address, with_images=True)
         (tmp_path / "pictures").rename(tmp_path / "elsewhere")
         follower = follow()
         [hit] = writer.search(uploaded, k=1).json()["hits"]

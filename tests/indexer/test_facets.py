@@ -217,7 +217,7 @@ def test_what_cannot_be_counted_is_named(gallery: Gallery) -> None:
         gallery.facets(["sale", "color"])
     with pytest.raises(FilterError, match="'size'"):
         gallery.facets(["sale"], options=SearchOptions(where=Equals("size", 1)))
-    with pytest.raises(InvalidParameterError, match="No query"):
+    with pytest.raises(InvalidParameterError, match="need a query"):
         gallery.facets(["sale"], options=SearchOptions(min_score=0.5))
     with pytest.raises(InvalidParameterError, match=f"dimension {DIM}"):
         gallery.facets(["sale"], units(1, dim=DIM + 1))

@@ -109,7 +109,7 @@ def test_what_cannot_be_compared_is_refused_with_a_cure(
     detail = assert_problem(twins.search(data[0], distinct="nearly"), 422, "invalid-parameter")
     assert "send true, false or near" in detail["detail"]
     grouped = twins.search(data[0], distinct="near", group_by="colour")
-    assert "leaves out" in assert_problem(grouped, 422, "invalid-parameter")["detail"]
+    assert "removes equal content" in assert_problem(grouped, 422, "invalid-parameter")["detail"]
     monkeypatch.setattr(duplicates, "MAX_ITEMS", 5)
     assert "Run kinlens-index duplicates" in refused()
 

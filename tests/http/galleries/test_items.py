@@ -171,7 +171,7 @@ def test_items_and_hits_are_sorted_by_an_attribute(shop, data) -> None:
         (shop.client.get(f"{shop.url}/items", params={"sort_by": "size"}), "'size' to sort by"),
         (shop.client.get(f"{shop.url}/items", params={"sort_by": "price", "after": 1}), "after"),
         (shop.search(data[0], sort_by="size"), "'size' to sort by"),
-        (shop.search(data[0], sort_by="price", diversity=0.2), "sort_by orders hits"),
+        (shop.search(data[0], sort_by="price", diversity=0.2), "sort_by cannot be combined"),
         (shop.search(data[0], sort_by="price", min_probability=0.2), "min_score with sort_by"),
     )
     for answer, text in problems:

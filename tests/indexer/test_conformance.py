@@ -833,9 +833,9 @@ def test_galleries_are_told_apart_by_name_and_bundle(
         MilvusStore.open(uri, store.name, expected_bundle_id="c" * 64)
     with closing(client(milvus_server)) as there:
         there.create_collection("foreign", dimension=4)
-    with pytest.raises(GalleryCorruptError, match="something else"):
+    with pytest.raises(GalleryCorruptError, match="is not a gallery"):
         MilvusStore.open(uri, "foreign")
-    with pytest.raises(GalleryCorruptError, match="something else"):
+    with pytest.raises(GalleryCorruptError, match="is not a gallery"):
         published(milvus_server, "foreign")
 
 

@@ -170,7 +170,7 @@ def test_the_command_takes_an_index_of_milvus_and_says_what_was_measured(
     assert printed(result)["items"] == 2500
     assert "Index ivf-flat on Milvus, effort" in result.stderr
     folder = ("import", gallery.path, "--out", tmp_path / "folder", "--index", "diskann")
-    assert "index = diskann is one of Milvus" in failure(run(*folder))
+    assert "index = diskann is only for Milvus" in failure(run(*folder))
     small = ("import", gallery.path, "--out", there, "--index", "hnsw", "--memory-mb", "0.1")
     assert "index = hnsw takes" in failure(run(*small))
 

@@ -851,9 +851,9 @@ def test_a_killed_server_is_an_error_and_what_it_had_acknowledged_is_there_after
         with closing(MilvusStore.open(server.uri, "shop", timeout_s=2)) as store:
             version = store.version
             server.kill()
-            with pytest.raises(EngineUnavailableError, match="does not answer"):
+            with pytest.raises(EngineUnavailableError, match="does not respond"):
                 store.search(units(1), 3)
-            with pytest.raises(EngineUnavailableError, match="does not answer"):
+            with pytest.raises(EngineUnavailableError, match="does not respond"):
                 store.add(entries)
             server.restart()
         with closing(MilvusStore.open(server.uri, "shop")) as store:

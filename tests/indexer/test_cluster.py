@@ -343,4 +343,4 @@ def test_wrong_usage_is_named(run: Run, tmp_path: Path) -> None:
     result = run("build", "--vectors", tmp_path, "--out", tmp_path / "g")
     assert "no manifest.json" in " ".join(result.stderr.split())
     result = run("embed", "xyz://nowhere/a", "--bundle", "b", "--out", tmp_path / "v")
-    assert "xyz://nowhere/a cannot be reached" in " ".join(result.stderr.split())
+    assert "xyz://nowhere/a cannot be opened" in " ".join(result.stderr.split())

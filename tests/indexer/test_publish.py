@@ -322,7 +322,7 @@ def test_wrong_addresses_and_folders_are_named(
         publish(other.path, address, take_over=True)
     with pytest.raises(GalleryNotFoundError, match=r"Follow it: .*file:///"):
         Gallery.open(address)
-    with pytest.raises(InvalidParameterError, match=r"sftp://\.\.\.@host has a password"):
+    with pytest.raises(InvalidParameterError, match=r"sftp://\.\.\.@host contains a password"):
         Follower("sftp://user:secret@host/shop", tmp_path / "copy")
     with pytest.raises(GalleryNotFoundError):
         publish(tmp_path / "nothing", address)

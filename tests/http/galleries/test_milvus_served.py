@@ -222,8 +222,8 @@ def test_check_tells_of_a_gallery_on_milvus_and_of_a_client_that_is_missing(
 WRONG = {
     "no name": ({"galleries": "shop=milvus://127.0.0.1:1"}, "milvus://HOST:PORT/NAME"),
     "a password": ({"galleries": "shop=milvus://a:b@host:1/shop"}, "KINLENS_MILVUS_TOKEN"),
-    "nobody there": ({"galleries": "shop=milvus://127.0.0.1:1/shop"}, "does not answer"),
-    "unknown collection": ({"galleries": "shop=milvus://SERVER/none"}, "does not have it"),
+    "nobody there": ({"galleries": "shop=milvus://127.0.0.1:1/shop"}, "does not respond"),
+    "unknown collection": ({"galleries": "shop=milvus://SERVER/none"}, "did not find it"),
     "another bundle": ({"galleries": "shop=milvus://SERVER/empty"}, "Serve the bundle"),
     "pictures of nobody": ({"pictures": "hats=/tmp"}, "not a gallery on Milvus"),
     "pictures nowhere": ({"pictures": "shop=nope://x"}, "cannot be reached"),

@@ -88,7 +88,7 @@ def test_commands_that_do_not_share_their_work_refuse_torchrun(
         distributed.require_single_process()
     for command in ("studies", "evaluate", "export"):
         page = (ROOT / "training" / "commands" / f"{command}.py").read_text()
-        assert "    require_alone()" in page, command
+        assert "    require_single_process()" in page, command
 
 
 def test_alone_nothing_is_gathered() -> None:

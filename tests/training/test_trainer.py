@@ -347,8 +347,8 @@ def test_a_finished_run_that_is_asked_for_other_recalls_finds_them(
 def test_a_folder_has_one_run_and_is_free_once_its_process_is_gone(
     products: Path, tmp_path: Path
 ) -> None:
-    hold = "import sys; from pathlib import Path; from kinlens.training.folder import alone_in\n"
-    hold += "with alone_in(Path(sys.argv[1])): print(flush=True); input()"
+    hold = "import sys; from pathlib import Path; from kinlens.training.folder import exclusive\n"
+    hold += "with exclusive(Path(sys.argv[1])): print(flush=True); input()"
     words = [sys.executable, "-c", hold, str(tmp_path)]
     job = small_job(products)
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

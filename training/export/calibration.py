@@ -148,7 +148,7 @@ def _curves(
         asked = [
             searches
             for part in _PARTS
-            for searches in _asked(
+            for searches in _held_out_searches(
                 embeddings, labels, rng.permutation(usable)[: len(usable) // part], views, rng
             )
         ]
@@ -166,7 +166,7 @@ def _curves(
     return tuple(fitted)
 
 
-def _asked(
+def _held_out_searches(
     embeddings: Embeddings, labels: Labels, names: Labels, views: int, rng: np.random.Generator
 ) -> tuple[Searches, Searches]:
     """Searches in a gallery of `views` images of each of these classes, by other images of them:

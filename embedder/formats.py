@@ -92,10 +92,10 @@ def load_all() -> None:
     Image.preinit()
     for name in _LOADED_LATE:
         import_module(f"PIL.{name}")
-    readable()
+    readable_formats()
 
 
-def readable() -> tuple[str, ...]:
+def readable_formats() -> tuple[str, ...]:
     """The subset of FORMATS whose decoders are installed."""
     found = []
     for name in FORMATS:
@@ -105,7 +105,7 @@ def readable() -> tuple[str, ...]:
     return tuple(found)
 
 
-def name_of(image: Image.Image) -> str:
+def opened_format(image: Image.Image) -> str:
     """The format (one of FORMATS) of an image that `open_image` opened."""
     # MPO, written by phones, is a JPEG followed by further JPEGs. The first one is the photo.
     return _PILLOW_NAMES.get(str(image.format), str(image.format))

@@ -21,7 +21,13 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
     UnsupportedFormatError,
 )
-from kinlens.embedder.formats import claimed_size, format_of, name_of, open_image, readable
+from kinlens.embedder.formats import (
+    claimed_size,
+    format_of,
+    open_image,
+    opened_format,
+    readable_formats,
+)
 from kinlens.embedder.manifest import Interpolation, Preprocessing
 
 _EXIF_ORIENTATION = 0x0112
@@ -84,7 +90,7 @@ def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
         ImageTooLargeError.
     """
     with _open(data, limits or ImageLimits()) as image:
-        kind, size = name_of(image), image.size
+        kind, size = opened_format(image), image.size
         if kind == "JPEG" and _orientation(image) in _SIDEWAYS:
             size = size[::-1]
         return ImageHeader(kind, *size)
@@ -122,7 +128,7 @@ def decode(
     """
     box = None if box is None else check_box(box)
     with _open(data, limits or ImageLimits()) as image:
-        if min_side_px is not None and name_of(image) == "JPEG":
+        if min_side_px is not None and opened_format(image) == "JPEG":
             _draft(image, min_side_px, box)
         try:
             image.load()
@@ -133,8 +139,8 @@ def decode(
         except Exception as error:
             # Pillow's decoders raise many exception types on damaged data.
             raise CorruptImageError(
-                f"The {name_of(image)} image is truncated or damaged. Export it again from the "
-                "original, or send another file."
+                f"The {opened_format(image)} image is truncated or damaged. Export it again from "
+                "the original, or send another file."
             ) from error
     return upright if box is None else _cut(upright, box)
 
@@ -216,7 +222,7 @@ def _open(data: bytes, limits: ImageLimits) -> Image.Image:
     _check_size(image.size, limits)
     if image.mode in ("I", "F"):
         raise UnsupportedFormatError(
-            f"The {name_of(image)} image has 32 bits per pixel, a depth without a standard "
+            f"The {opened_format(image)} image has 32 bits per pixel, a depth without a standard "
             "brightness range. Save it with 8 or 16 bits per channel."
         )
     return image
@@ -239,8 +245,9 @@ def _unreadable(data: bytes) -> CorruptImageError | UnsupportedFormatError:
             "original, or send another file."
         )
     return UnsupportedFormatError(
-        f"The file is not an image in a supported format. Send one of {', '.join(readable())}. "
-        "The format is detected from the content, not from the file name."
+        "The file is not an image in a supported format. Send one of "
+        f"{', '.join(readable_formats())}. The format is detected from the content, not from the "
+        "file name."
     )
 
 

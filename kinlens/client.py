@@ -279,8 +279,9 @@ class AsyncClient(_BaseClient):
             options: for example `gallery`, `k`, `filter`, `min_score`, `crops`, and the item keys
                 `positives` (liked) and `negatives` (disliked). docs/api.md describes each.
 
-        All images, crops and liked items are combined into one query vector, their mean. With
-        `combine="best"` an item counts with the image or crop that it is most similar to.
+        All images, crops and liked items are combined into one query vector: their mean, moved away
+        from the disliked items. With `combine="best"` an item counts with the image or crop that it
+        is most similar to.
         """
         parts = await self._read_files(calls.search_form, images, options)
         return await self._send(api.SearchAnswer, "POST", "search", parts=parts)
@@ -525,7 +526,7 @@ class AsyncClient(_BaseClient):
         return await self._send(api.RemoveAnswer, "POST", *path, json=which)
 
     async def restore(self, gallery: str, keys: Sequence[str]) -> api.RestoreAnswer:
-        """Restore removed items by key; possible for a day or until `compact`."""
+        """Restore removed items by key, within a day and before the next `compact`."""
         path = ("galleries", gallery, "items", "restore")
         return await self._send(api.RestoreAnswer, "POST", *path, json={"keys": list(keys)})
 

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import griffe
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -42,6 +43,17 @@ TIDY = {
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 NUMBERED = re.compile(r"\[(\d+)\](?= \[)")
 FORMULA = re.compile(r'<(div|span) class="arithmatex">\s*\\[\[(](.*?)\\[\])]\s*</\1>', re.DOTALL)
+
+
+class Sections(griffe.Extension):
+    """Show sections of docstrings that are written on one line, such as "Returns: a list"."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            text = obj.docstring.value
+            text = re.sub(r"^(Returns|Raises): (?=\S)", r"**\1**: ", text, flags=re.MULTILINE)
+            text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+            obj.docstring.value = text
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

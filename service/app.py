@@ -23,10 +23,10 @@ from kinlens.service.api import (
     duplicates,
     feedback,
     golden,
+    images,
     items,
     jobs,
     operations,
-    pictures,
     search,
 )
 from kinlens.service.api import galleries as gallery_routes
@@ -87,7 +87,7 @@ def create_app(
         golden.router,
         feedback.router,
         duplicates.router,
-        pictures.build_router(runtime),
+        images.build_router(runtime),
         jobs.router,
         access.router,
         operations.router,

@@ -216,7 +216,7 @@ class BoundedPool:
         self._threads.close()
 
 
-class OwnThreads:
+class KeyedThreads:
     """At most one thread per key, so a hanging call only blocks its own key."""
 
     def __init__(self, name: str) -> None:

@@ -14,7 +14,7 @@ from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import gpu_memory
 from kinlens.indexer.types import IndexPlace
 from kinlens.service.access.binding import Binding
-from kinlens.service.concurrency import OwnThreads, Recent
+from kinlens.service.concurrency import KeyedThreads, Recent
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.registry import Registry, Served, probe
 
@@ -62,7 +62,7 @@ class Readiness:
             self,
             checks={name: text for name, text in self.checks.items() if name not in hidden},
             versions={name: own for name, own in self.versions.items() if binding.permits(name)},
-            indexes={name: place for name, place in of_index.items() if binding.permits(name)},
+            indexes={name: index for name, index in of_index.items() if binding.permits(name)},
             last_error=None,
         )
 
@@ -88,7 +88,7 @@ class Health:
         self.is_draining = False
         self._registry = registry
         self._models = models
-        self._threads = OwnThreads("probe")
+        self._threads = KeyedThreads("probe")
         self._timeout_s = timeout_s
         self._is_on_gpu = is_on_gpu
         self._last_error: str | None = None
@@ -129,10 +129,10 @@ class Health:
         is_fit = all(verdict == _OK for verdict in checks.values())
         names = self._registry.names()
         found = await asyncio.gather(*(self._check_gallery(name, fit) for name in names))
-        for name, (verdict, version, place) in zip(names, found, strict=True):
+        for name, (verdict, version, index) in zip(names, found, strict=True):
             if verdict != _REMOVED:
                 checks[f"gallery {name}"], versions[name] = verdict, version
-                indexes |= {} if place is None else {name: place}
+                indexes |= {} if index is None else {name: index}
         # A bad gallery is bad in every replica, so it must not take this replica out of service:
         # that would take the other galleries out everywhere.
         self._verdicts = {name: checks[f"gallery {name}"] == _OK for name in versions}
@@ -177,12 +177,12 @@ class Health:
                 # If an earlier probe still hangs, do not wait for it again: one gallery must not
                 # delay the checks of the others.
                 limit_s = 0.0 if self._threads.is_running(served) else self._timeout_s
-                version, is_searchable, place = await self._threads.run(served, check, limit_s)
+                version, is_searchable, index = await self._threads.run(served, check, limit_s)
         except GalleryNotFoundError:
             return _REMOVED, _UNKNOWN, None
         except Exception as error:
             return self._verdict(error), _UNKNOWN, None
-        return _OK if is_searchable else "the search found nothing", version, place
+        return _OK if is_searchable else "the search returned no hits", version, index
 
     def _verdict(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
@@ -195,5 +195,5 @@ def _probe(served: Served) -> tuple[str, bool, IndexPlace | None]:
     with served.reading():  # its end shows that the gallery responds again
         version, is_searchable = probe(served.opened, served.model)
         gallery = served.opened
-        place = gallery.index_place() if isinstance(gallery, IndexedGallery) else None
-        return version, is_searchable, place
+        index = gallery.index_place() if isinstance(gallery, IndexedGallery) else None
+        return version, is_searchable, index

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from kinlens.embedder.errors import GalleryNotFoundError, KinlensError
 from kinlens.indexer.gallery import checked_s
 from kinlens.models import JobState
-from kinlens.service.concurrency import OwnThreads, Recent
+from kinlens.service.concurrency import KeyedThreads, Recent
 from kinlens.service.encoding.cache import Cache
 from kinlens.service.encoding.model import Models
 from kinlens.service.encoding.threads import SearchThreads
@@ -41,7 +41,7 @@ class Observer(Collector):
         self._models = models
         self._health = health
         self._omitted: dict[str, str] = {}
-        self._threads = OwnThreads("metrics")
+        self._threads = KeyedThreads("metrics")
         self._jobs = jobs
         self._families = _families()
         self._recent = Recent(self._render)

@@ -93,7 +93,7 @@ CLIENT_DISCONNECTED = ProblemType(499, "Client disconnected", "client-gone")
 
 PROBLEM_TYPES: dict[
     type[KinlensError], ProblemType
-] = {  # a class without a row uses that of its parent
+] = {  # a class without an entry uses that of its parent
     errors.KinlensError: INTERNAL,
     errors.ImageError: ProblemType(422, "Unusable image", "unusable-image"),
     errors.EmptyImageError: ProblemType(400, "Empty image", "empty-image"),

@@ -21,7 +21,7 @@ class WaitBudget:
     """The total time that one request may still wait for Redis."""
 
     def __init__(self, total_s: float) -> None:
-        self.left_s = total_s
+        self.remaining_s = total_s
 
     @contextlib.contextmanager
     def spend(self) -> Iterator[None]:
@@ -30,7 +30,7 @@ class WaitBudget:
         try:
             yield
         finally:
-            self.left_s = max(0.0, self.left_s - (time.monotonic() - started))
+            self.remaining_s = max(0.0, self.remaining_s - (time.monotonic() - started))
 
     @contextlib.asynccontextmanager
     async def wait(self) -> AsyncIterator[None]:
@@ -39,7 +39,7 @@ class WaitBudget:
         Raises: TimeoutError.
         """
         with self.spend():
-            async with asyncio.timeout(self.left_s):
+            async with asyncio.timeout(self.remaining_s):
                 yield
 
 

@@ -110,6 +110,8 @@ def test_the_extra_cpu_indexes_and_serves(wheel: Path, tiny_bundle: Bundle, tmp_
         "print([hit.key for hit in hits][0])"
     )
     assert install.python(code).strip() == "2.png"
+    jobs = "from kinlens.service.jobs.params import training_jobs as jobs; print('shop' in jobs())"
+    assert install.python(jobs).strip() == "True"
     output = install.run("kinlens-train", "fit", "demo", ok=False)
     assert "pip install 'kinlens[training]'" in output
 

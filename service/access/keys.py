@@ -278,7 +278,7 @@ class KeyStore:
             return ()
         except NotADirectoryError as error:
             raise StateError(
-                f"state = {self.path.parent} is not a folder. Name another one for the keys."
+                f"state = {self.path.parent} is not a folder. Choose another folder for the keys."
             ) from error
         except OSError as error:
             raise self._unreadable(error.strerror or type(error).__name__) from error

@@ -255,7 +255,7 @@ class SharedCounts:
     ) -> list[Debt] | None:
         """Count a charge against each rate; None if Redis does not answer, for any reason."""
         budget = request_budget(self._timeout_s)
-        given_s = budget.left_s
+        given_s = budget.remaining_s
         if time.monotonic() < self._closed_until or not given_s:
             return None
         names = [f"{_PREFIX}:{kind}:{caller}:{rate.amount}/{rate.period_s}" for rate in rates]

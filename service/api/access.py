@@ -127,7 +127,7 @@ async def rotate_key(
     return made
 
 
-@router.get("/audit", responses=problems(*_STATE), summary="Who changed what")
+@router.get("/audit", responses=problems(*_STATE), summary="List the audit log")
 async def audit(
     runtime: Service,
     limit: Annotated[int, Query(ge=1, le=_MAX_ENTRIES)] = 100,

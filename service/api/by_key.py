@@ -15,8 +15,8 @@ from kinlens.indexer.types import Item
 from kinlens.models import ExplainAnswer, ItemModel, PatchAnswer, RemoveAnswer, SearchAnswer
 from kinlens.service.access.audit import note
 from kinlens.service.api.galleries import FAILURES, Version
+from kinlens.service.api.images import IMAGE_ANSWERS, ImageSize, image_of
 from kinlens.service.api.items import UNKNOWN_ITEM, WRITES, Changes, item_model
-from kinlens.service.api.pictures import IMAGE_ANSWERS, ImageSize, image_of
 from kinlens.service.api.requests import SearchFields
 from kinlens.service.api.search import (
     EXPLAIN,
@@ -84,7 +84,7 @@ def build_router(runtime: Runtime) -> APIRouter:
             **problems(*EXPLAIN),
         },
         openapi_extra=search_docs(limits),
-        summary="Where a hit matches, by key",
+        summary="Explain a hit by key",
     )
     async def explain(request: Request, name: str, key: Key) -> Response:
         """Which regions of query and hit contribute to the score; send the body of the search."""

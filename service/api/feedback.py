@@ -100,7 +100,7 @@ async def feedback(runtime: Service, request: Request) -> None:
         },
         **problems(*FAILURES, _STATE),
     },
-    summary="The feedback on a gallery",
+    summary="Export the feedback on a gallery",
 )
 async def gallery_feedback(
     runtime: Service,

@@ -34,7 +34,7 @@ from kinlens.service.api.galleries import (
     IMAGE_FAILURES,
     Service,
 )
-from kinlens.service.api.pictures import AS_SIZE, Size
+from kinlens.service.api.images import AS_SIZE, Size
 from kinlens.service.api.requests import FORM
 from kinlens.service.concurrency import within
 from kinlens.service.galleries.registry import Served

@@ -453,7 +453,7 @@ def _from_form(body: bytes, content_type: str, limit: int) -> list[NewItem]:
     _check_count(len(images), limit)
     if len(products) > 1 or any(not part.text for part in products):
         raise InvalidParameterError(
-            f"The form names {len(products)} products, or an empty one; send one for all images."
+            f"The form has {len(products)} products, or an empty one; send one for all images."
         )
     product = products[0].text if products else None
     needed = (len(images),) if product is None else (0, len(images))

@@ -145,7 +145,7 @@ def job(manager: Manager, job_id: JobId) -> Job:
     return manager.store.get(job_id)
 
 
-@router.get("/jobs/{job_id}/log", **_LOOK, summary="The log of a job")
+@router.get("/jobs/{job_id}/log", **_LOOK, summary="Read the log of a job")
 def log(
     manager: Manager, job_id: JobId, offset: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0
 ) -> JobLog:

@@ -50,7 +50,7 @@ async def ready(
         precision_reason=runtime.embedder.precision_reason,
         bundle_id=runtime.registry.model.bundle_id,
         galleries=readiness.versions,
-        indexes={name: IndexPlace(**asdict(place)) for name, place in readiness.indexes.items()},
+        indexes={name: IndexPlace(**asdict(index)) for name, index in readiness.indexes.items()},
         free_memory_mb=round(free_memory_mb()),
         free_gpu_memory_mb=readiness.free_gpu_memory_mb,
         queue_depth=runtime.search_threads.waiting,

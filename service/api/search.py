@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from kinlens.embedder import errors
 from kinlens.models import BatchAnswer, ExplainAnswer, QueryShares, SearchAnswer, Timings
 from kinlens.service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
-from kinlens.service.api.pictures import original
+from kinlens.service.api.images import original
 from kinlens.service.api.requests import (
     FORM,
     IMAGE,
@@ -157,7 +157,7 @@ def build_router(runtime: Runtime) -> APIRouter:
             **problems(*EXPLAIN),
         },
         openapi_extra=search_docs(limits),
-        summary="Where a hit matches",
+        summary="Explain a hit",
     )
     async def explain_hit(request: Request, name: str, item_id: ItemId) -> Response:
         """Which regions of query and hit contribute to the score; send the request of the search.

@@ -53,7 +53,7 @@ def restore(
     ] = None,
     bundle: Annotated[Path | None, typer.Option(help="Folder for the model bundle.")] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Overwrite existing data in these folders.")
+        bool, typer.Option("--replace", help="Replace existing data in these folders.")
     ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Only verify the whole backup; change no files.")

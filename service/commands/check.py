@@ -137,7 +137,7 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
             with contextlib.closing(open_gallery(location, on_cpu)) as gallery:
                 bundles.folder(gallery.bundle_id)
                 items = f"{gallery.size:,} items of bundle {gallery.bundle_id[:12]}"
-                yield Finding(subject, "ok", f"{items}{_place(gallery)}")
+                yield Finding(subject, "ok", f"{items}{_index_text(gallery)}")
                 if not location.managed:  # managed galleries store their own images
                     for text in missing_image_roots({location.name: gallery}):
                         yield Finding(subject, "warning", text)
@@ -145,9 +145,9 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
             yield _failed(subject, error)
 
 
-def _place(gallery: Gallery) -> str:
-    place = gallery.index_place() if isinstance(gallery, IndexedGallery) else None
-    return "" if place is None else f"; index {place.kind}, {place.memory_mb:,.0f} MB of memory"
+def _index_text(gallery: Gallery) -> str:
+    index = gallery.index_place() if isinstance(gallery, IndexedGallery) else None
+    return "" if index is None else f"; index {index.kind}, {index.memory_mb:,.0f} MB of memory"
 
 
 def _gpu() -> Finding:

@@ -81,7 +81,7 @@ class RedisStore:
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """The value of each key, or None if Redis lacks it or is late; one round trip."""
         budget = request_budget(self._timeout_s)
-        given_s = budget.left_s
+        given_s = budget.remaining_s
         if self._is_down or not given_s:
             return [None] * len(keys)
         with budget.spend():

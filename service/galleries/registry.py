@@ -37,7 +37,7 @@ from kinlens.indexer.calibration import Calibrated
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore
 from kinlens.service.access.binding import Binding, of_caller
-from kinlens.service.concurrency import OwnThreads, too_late, within
+from kinlens.service.concurrency import KeyedThreads, too_late, within
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.locations import (
     VERSION_DIGITS,
@@ -243,8 +243,8 @@ class Registry:
         self._opening: dict[str, str] = {}
         self._missed = Repeats()
         self._closings: set[threading.Thread] = set()
-        self._threads = OwnThreads("gallery")
-        self._descriptions = OwnThreads("description")
+        self._threads = KeyedThreads("gallery")
+        self._descriptions = KeyedThreads("description")
         self._asked = asyncio.Event()
         self._next: asyncio.Future[None]
         self._reading: asyncio.Task[None] | None = None
@@ -288,7 +288,7 @@ class Registry:
 
     @property
     def model(self) -> Model:
-        """The model of the caller's first gallery, or any running model without a gallery."""
+        """The model of the caller's first gallery; if it has none, any running model."""
         for served in self._permitted().values():
             return served.model
         return self._models.running()[0]

@@ -262,7 +262,7 @@ def training_jobs() -> dict[str, Path]:
     Every file in jobs/ is a job, and so is each pair of a data set and a method (DATA-METHOD). The
     files are not read.
     """
-    spec = find_spec("training")
+    spec = find_spec("kinlens.training")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     found: dict[str, Path] = {}
     for folder in (Path(name) / "jobs" for name in folders):

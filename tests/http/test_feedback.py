@@ -176,7 +176,7 @@ def test_an_id_that_the_service_did_not_give_is_refused_with_what_to_do(
     forged = own[:middle] + ("A" if own[middle] != "A" else "B") + own[middle + 1 :]
     texts = {"forged": forged, "foreign": foreign, "short": own[:9], "empty": "", "odd": "ü ="}
     problem = assert_problem(send(shop, texts[change], "1.png", "wrong"), 422, "invalid-parameter")
-    assert "Send the answer_id of an answer as it is" in problem["detail"]
+    assert "Send the answer_id of an answer unchanged" in problem["detail"]
     assert sent_to(shop) == []
 
 

@@ -392,7 +392,7 @@ def test_near_duplicates_are_not_left_out_of_groups_and_the_score_is_a_cosine(
     gallery: Gallery,
 ) -> None:
     gallery.add([entry("k", units(1)[0], {"sku": "a"})])
-    with pytest.raises(InvalidParameterError, match="not left out of groups"):
+    with pytest.raises(InvalidParameterError, match="cannot be combined with groups"):
         gallery.search_groups(units(1), 3, Grouping("sku"), SearchOptions(near=0.9))
     with pytest.raises(InvalidParameterError, match=r"near = 2 is outside -1..1"):
         gallery.search(units(1), 3, SearchOptions(near=2))

@@ -282,7 +282,7 @@ def test_two_models_are_judged_on_what_both_can_answer_with_a_paired_interval(
     assert not passed
     assert "is lost; 0.1000 is allowed" in reason
     assert found.verdict(0.3, None)[0]
-    assert "asks for 0.9000" in found.verdict(0.3, 0.9)[1]
+    assert "at least 0.9000 is required" in found.verdict(0.3, 0.9)[1]
     same = change(good, good, 0.5, 0.5)
     assert same.change_interval == (0, 0)
     assert same.verdict(0.0, 1.0)[0]

@@ -239,7 +239,7 @@ def test_the_finished_log_of_a_rebuild_shows_its_steps(page: Page) -> None:
     start(page, "rebuild", swap="never")
     ended(page, "done")
     log = page.get_by_test_id("job-detail").get_by_test_id("job-log")
-    for step in ("embed pictures", "compare old and new", "good enough: recall@1"):
+    for step in ("embed images", "compare old and new", "good enough: recall@1"):
         expect(log).to_contain_text(step)
 
 

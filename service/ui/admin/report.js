@@ -70,8 +70,8 @@ function basis({ overlap_at_k: overlap, k, judged, queries, class_attribute: nam
 
 function gateLine({ gate }) {
   if (!gate) return [];
-  const word = gate.passed ? "Good enough to replace the old version" : "Refused: not good enough to replace the old version";
-  return [line(`${word}. ${gate.reason}`, "report-gate", `verdict ${gate.passed ? "good" : "attention"}`)];
+  const word = gate.passed ? "Good enough to replace the old version" : "Refused, not good enough to replace the old version";
+  return [line(`${word}: ${gate.reason}`, "report-gate", `verdict ${gate.passed ? "good" : "attention"}`)];
 }
 
 function training({ training: found }) {

@@ -225,7 +225,7 @@ WRONG = {
     "nobody there": ({"galleries": "shop=milvus://127.0.0.1:1/shop"}, "does not answer"),
     "unknown collection": ({"galleries": "shop=milvus://SERVER/none"}, "does not have it"),
     "another bundle": ({"galleries": "shop=milvus://SERVER/empty"}, "Serve the bundle"),
-    "pictures of nobody": ({"pictures": "hats=/tmp"}, "no gallery on Milvus"),
+    "pictures of nobody": ({"pictures": "hats=/tmp"}, "not a gallery on Milvus"),
     "pictures nowhere": ({"pictures": "shop=nope://x"}, "cannot be reached"),
     "consistency": ({"milvus_consistency": "Sometimes"}, "milvus_consistency"),
 }

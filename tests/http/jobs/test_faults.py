@@ -34,7 +34,7 @@ def test_whoever_looks_goes_on_when_the_table_is_there_again(shop: JobShop) -> N
     broken.symlink_to(shop.state)
     with structlog.testing.capture_logs() as events:
         broken.replace(table)  # in one step: a new table would be made where there is none
-        until(lambda: any("looked after" in event["event"] for event in events))
+        until(lambda: any("cannot be watched" in event["event"] for event in events))
     aside.replace(table)
     shop.succeeded(shop.start("compact"))
 

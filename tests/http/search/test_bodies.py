@@ -89,8 +89,8 @@ def test_a_content_type_with_parameters_and_a_data_url_are_read(market, kind: st
         (GOOD + "\n", "not base64"),
         (GOOD[:-3], "not base64"),
         ("ä", "not base64"),
-        (7, "no text"),
-        (None, "no text"),
+        (7, "must be a string"),
+        (None, "must be a string"),
     ],
 )
 def test_what_is_not_base64_is_refused_and_no_address_is_followed(

@@ -358,7 +358,7 @@ def test_a_similar_search_knows_its_item_its_gallery_and_its_version(market) -> 
     known = market.client.get(path, params={"version": listed["generation"]})
     assert known.status_code == 200
     other = market.client.get(path, params={"version": "0" * 12})
-    assert "built again" in assert_problem(other, 404, "unknown-item")["detail"]
+    assert "was rebuilt" in assert_problem(other, 404, "unknown-item")["detail"]
     assert_problem(market.client.get("/galleries/shop/items/999/similar"), 404, "unknown-item")
     assert_problem(market.client.get("/galleries/x/items/1/similar"), 404, "unknown-gallery")
     for params in ({"k": 0}, {"gallery": "shop"}, {"image": "x"}, {"positive": "a"}):

@@ -1,4 +1,4 @@
-"""Accuracy of probabilities in galleries that differ like those of shops.
+"""Accuracy of probabilities in galleries that differ as shops do.
 
     kinlens-train data render runs/drawn --products 320 --views 24 --size-px 96 --seed 11
     kinlens-train export --backbone mobilenet_v2 --out runs/trunk --size-px 128 --resize-px 144 \\
@@ -105,7 +105,7 @@ def cases_of(asked: Namespace) -> list[str]:
 
 
 def measured(case: str, asked: Namespace) -> list[Row]:
-    """A row for each gallery, source and share of absent products; `draws` could be fitted."""
+    """A row per gallery, source and share of absent products; `draws` counts successful fits."""
     name, path, data = parts_of(case)
     vectors, labels = embedded(path, data, asked.cache)
     pooled: dict[tuple[Any, ...], list[tuple[Searches, Curve]]] = {}

@@ -76,7 +76,7 @@ def test_batch_norm_that_trains_is_refused_on_several_cpu_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kinlens.training.state.world", lambda: 2)
-    with pytest.raises(TrainingError, match="statistics of all of them"):
+    with pytest.raises(TrainingError, match="synchronised batch statistics"):
         create_run(small_job(tmp_path), 3)
 
 

@@ -296,9 +296,9 @@ def test_resuming_on_other_images_is_refused(products: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("content", [b"", b"damaged"])
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE).write_bytes(content)
-    with pytest.raises(CheckpointError, match="damaged or no checkpoint"):
+    with pytest.raises(CheckpointError, match="damaged or not a checkpoint"):
         load_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="No checkpoint at"):
+    with pytest.raises(CheckpointError, match="There is no checkpoint"):
         load_checkpoint(tmp_path / "nowhere")
 
 

@@ -58,8 +58,8 @@ def fit_calibration(
     and without it. A number of views is skipped if fewer than `MIN_CLASSES` classes have one image
     more, or if `fit_curve` fails.
 
-    **Reading**: "false matches" has two meanings and both are stored. `pair_score` is that of
-    biometrics, the share of all pairs of different classes that score as much. `search_score` is
+    **Reading**: "false matches" has two meanings and both are stored. `pair_score` follows
+    biometrics: the share of all pairs of different classes that score as much. `search_score` is
     the share of searches without a right answer whose best hit scores as much: each image is
     searched for among the images of all other classes.
 

@@ -67,10 +67,10 @@ class Quiet:
 
 
 def main() -> None:
-    asked = options(__doc__, seeds=3, out=Path("runs/feedback"), json=None, set=list[str]())
-    found = [shop(seed, asked.out / str(seed), asked.set) for seed in range(asked.seeds)]
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(found, indent=2) + "\n")
+    args = options(__doc__, seeds=3, out=Path("runs/feedback"), json=None, set=list[str]())
+    found = [shop(seed, args.out / str(seed), args.set) for seed in range(args.seeds)]
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
     titles = ("R@1, all products", "trained on", "not trained on")
     heading("after", "way", *(word for title in titles for word in (title, "Δ to alone")))
     for cells in table(found):
@@ -166,18 +166,18 @@ def job_of(run: Path) -> Job:
 def listen(
     run: Path,
     folder: Path,
-    asked: list[tuple[int, bytes]],
+    queries: list[tuple[int, bytes]],
     feedback_folder: Path,
     seed: tuple[int, int],
 ) -> None:
     """Write the customers' feedback on the answers of a model, in the format of the service."""
-    labels, paths, order = answers(run, folder, [data for _, data in asked])
+    labels, paths, order = answers(run, folder, [data for _, data in queries])
     (feedback_folder / "pictures").mkdir(parents=True)
     rng = np.random.default_rng(seed)
     with (feedback_folder / "pairs.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(("query", "query_key", "item", "action"))
-        for (product, data), ranking in zip(asked, order, strict=True):
+        for (product, data), ranking in zip(queries, order, strict=True):
             query = f"pictures/{hashlib.sha256(data).hexdigest()}.jpg"
             (feedback_folder / query).write_bytes(data)
             right = [i for i in ranking[:10] if labels[i] == product]

@@ -344,5 +344,5 @@ def test_the_report_compares_a_head_with_a_training_of_the_whole_network(
 def test_folds_that_do_not_fit_each_other_are_refused(tmp_path: Path, weights: Path) -> None:
     with pytest.raises(JobError, match="needs folds = 2 or more"):
         head_job(tmp_path, weights, protocol={"folds": None})
-    with pytest.raises(JobError, match="are of a projection; set dim"):
+    with pytest.raises(JobError, match="need a projection; set dim"):
         head_job(tmp_path, weights, model={"dim": None})

@@ -103,7 +103,7 @@ def test_many_images_are_sampled_by_the_seed(monkeypatch: pytest.MonkeyPatch) ->
         (np.zeros(6, np.int64), clouds(2, 3)[0], "1 of 1 classes have two"),
         (np.arange(40), clouds(4, 10)[0], "0 of 40 classes have two images or more"),
         (clouds(15)[1], clouds(15)[0], f"15 of 15 .* at least {MIN_CLASSES} are needed"),
-        (np.repeat(np.arange(20), 3), np.ones((60, 1), np.float32), "even its lower end"),
+        (np.repeat(np.arange(20), 3), np.ones((60, 1), np.float32), "its lower end must"),
         (clouds(20)[1], clouds(240, 1, seed=3)[0], "all pairs the area under the ROC curve is 0"),
     ],
 )

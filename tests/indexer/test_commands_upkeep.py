@@ -12,14 +12,14 @@ from kinlens.indexer.gallery import Gallery, current_generation
 from kinlens.indexer.index.plan import IndexSettings
 from tests.indexer.conftest import Run, failure, flipped, printed, rows_of, segment_of, truncated
 from tests.indexer.oracle import entry, units
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 def test_verify_ends_with_zero_or_one(run: Run, built: Path, shop: Path) -> None:
     good = run("verify", built, "--bundle", "b")
     assert good.exit_code == 0
     assert "6 of 6 checked items (6 in all) find themselves" in good.stdout
-    (shop / "f.gif").write_bytes(encoded(picture(50), "GIF"))
+    (shop / "f.gif").write_bytes(encoded(photo(50), "GIF"))
     bad = run("verify", built, "--bundle", "b")
     assert bad.exit_code == 1
     assert "f.gif: Its image cannot be used" in bad.stdout
@@ -54,7 +54,7 @@ def test_compact_takes_in_what_came_since_and_says_the_recall(
     run: Run, built: Path, shop: Path
 ) -> None:
     assert "Nothing has changed" in run("compact", built).stdout
-    (shop / "new.png").write_bytes(encoded(picture(99)))
+    (shop / "new.png").write_bytes(encoded(photo(99)))
     run("add", built, shop, "--bundle", "b")
     result = run("compact", built)
     assert re.search(r"Index flat of 7 items in .* s, recall@10 1\.0000 \(target", result.stdout)

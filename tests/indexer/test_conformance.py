@@ -63,7 +63,7 @@ from tests.indexer.oracle import (
 from tests.indexer.test_rerank import ORDERS, check_order
 from tests.support.milvus_server import MilvusServer, started_server
 from tests.support.seams import MilvusStore
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[VectorStore]:
         yield shop
 
 
-# Laws that one engine alone keeps; why, says the table in docs/galleries.md, Milvus.
+# Laws that one engine alone keeps; the table in docs/galleries.md, Milvus, gives the reasons.
 faiss_alone = pytest.mark.parametrize("store", ["faiss"], indirect=True)
 milvus_alone = pytest.mark.parametrize(
     "store", [pytest.param("milvus", marks=pytest.mark.milvus)], indirect=True
@@ -116,7 +116,7 @@ OPTIONS = [
 
 
 def stock(store: VectorStore, count: int = 120) -> Oracle:
-    """Put a shop of so many items into the store."""
+    """Put a shop of that number of items into the store."""
     entries = shop(count)
     store.add(entries)
     return Oracle(store, entries)
@@ -161,7 +161,7 @@ def test_a_boost_needs_its_range_where_the_server_tells_none(store: MilvusStore)
 
 
 def full_of_ties(draw: random.Random, count: int) -> list[Entry]:
-    """Few different scores, contents and values of all kinds, some of them in a crowd."""
+    """Few different scores, contents and values of all kinds, some of them in a cluster."""
     corners = [*np.eye(DIM, dtype=np.float32)[:6], *-np.eye(DIM, dtype=np.float32)[:6]]
     values: dict[str, list[AttributeValue | None]] = {
         "text": ["a", "b", "c", None],
@@ -896,7 +896,7 @@ def test_a_gallery_moves_to_milvus_by_command_and_comes_back(
     ask = ("search", there, "--image", shop / "f.gif", "--bundle", "b", "-k", "1")
     assert run(*ask).stdout == "1.0000  f.gif  price=5\n"
     assert run("update", there, "cup/a.png", "--set", "price=7.5").stdout.startswith("1 of 1")
-    (shop / "new.png").write_bytes(encoded(picture(99)))
+    (shop / "new.png").write_bytes(encoded(photo(99)))
     assert "1 added, 0 replaced" in run("add", there, shop, "--bundle", "b").stdout
     counted = run("remove", there, "--where", "price > 6", "--dry-run")
     assert counted.stdout == "1 items would be removed; 7 items in the gallery.\n"

@@ -40,7 +40,7 @@ def stock(count: int, seed: int = 0) -> list[Entry]:
 
 
 def check(facet: Facet, entries: Sequence[Entry], name: str) -> None:
-    """It says what counting these items one by one says."""
+    """It equals a count of these items one by one."""
     given = [e.attributes[name] for e in entries if name in e.attributes]
     assert facet.missing == len(entries) - len(given)
     counts = Counter(given)

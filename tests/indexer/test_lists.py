@@ -40,7 +40,7 @@ def stock(count: int = 120, seed: int = 0) -> list[Entry]:
 
 
 def check_all(gallery: Gallery, entries: list[Entry], seed: int) -> None:
-    """Filters, facets, groups and pages say what looking at each item says."""
+    """Filters, facets, groups and pages equal a scan of each item."""
     oracle, rng, query = Oracle(gallery, entries), random.Random(seed), units(1, 5)
     for _ in range(25):
         where = random_filter(rng, VALUES, 2)
@@ -191,7 +191,7 @@ def test_an_attribute_exists_or_begins_with_a_text(gallery: Gallery) -> None:
             gallery.page(0, 9, parse_filter(text))
 
 
-def test_copies_of_one_picture_keep_the_order_of_their_numbers(gallery: Gallery) -> None:
+def test_copies_of_one_image_keep_the_order_of_their_numbers(gallery: Gallery) -> None:
     """Many more of them than are asked for: the lowest numbers are shown, as without an index."""
     vectors = units(4000)
     vectors[500:3500] = vectors[500]

@@ -129,7 +129,7 @@ def test_a_service_refuses_an_address_above_its_rate_and_says_when_to_come_back(
     assert found[0].headers["ratelimit-limit"] == "3"
     assert [answer.headers["ratelimit-remaining"] for answer in found] == list("21000")
     assert 1 <= int(found[3].headers["retry-after"]) <= 60
-    assert "this address" in assert_problem(found[3], 429, "rate-limited")["detail"]
+    assert "This address" in assert_problem(found[3], 429, "rate-limited")["detail"]
     for path in ("/live", "/ready", "/metrics", "/", "/ui/shared/icon.svg"):
         answer = service.client.get(path)
         assert answer.status_code == 200

@@ -126,7 +126,7 @@ def test_a_form_asks_for_each_image_with_the_same_fields(market) -> None:
         ({"queries": []}, "queries must be a list"),
         ({"queries": {}}, "queries must be a list"),
         ({"queries": [{}], "k": 3}, "queries must be a list"),
-        ({"queries": [{}] * 65}, "65 queries in all"),
+        ({"queries": [{}] * 65}, "65 queries in total"),
         ({"queries": [{"positives": ["a"], "k": 10_000}] * 11}, "110,000 hits"),
     ],
 )

@@ -238,7 +238,7 @@ def test_all_views_of_a_request_count_together(market) -> None:
     assert "272 images and crops in total; the limit is 256" in refusal(post(market, many))
     queries = [{"images": images(8, 16), "k": 1}] * 3
     batch = post(market, {"queries": queries}, "/search/batch")
-    assert "384 images and crops in all" in refusal(batch)
+    assert "384 images and crops in total" in refusal(batch)
     some = post(market, {"queries": [many, IMAGES | {"k": 1}]}, "/search/batch")
     assert [answer["status"] for answer in some.json()["answers"]] == [422, 200]
     for path in ("/search", "/search/batch"):

@@ -96,7 +96,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "image as text": (
         {"files": {"image": (None, "/etc/passwd")}},
         *PARAMETER,
-        "URLs are not loaded",
+        "URLs and paths are not loaded",
     ),
     "no boundary": (
         {"content": b"abc", "headers": {"content-type": "multipart/form-data"}},

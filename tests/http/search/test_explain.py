@@ -127,7 +127,7 @@ def test_what_cannot_be_explained_is_told_with_its_cure(
     url = f"{shop.url}/items/{numbers(client)['0.png']}/explain"
     send = {"image": ("x.png", photos["0.png"], "image/png")}
     refused = [
-        (shop.client.post(url, json={"positives": ["0.png"]}), 422, "send only the image"),
+        (shop.client.post(url, json={"positives": ["0.png"]}), 422, "Send the query image"),
         (shop.client.post(url, files=send, data={"combine": "best"}), 422, "combine"),
         (shop.client.post(url, files={"image": ("x", b"GIF89a")}), 422, "damaged"),
         (shop.client.post(f"{shop.url}/items/999/explain", files=send), 404, "999"),

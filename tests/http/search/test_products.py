@@ -118,7 +118,7 @@ def test_what_names_no_product_or_two_is_refused(tmp_path) -> None:
     for more, message in (
         ([], "send one key for each image, or a product"),
         ([("product", (None, ""))], "an empty one"),
-        ([("product", (None, "a")), ("product", (None, "b"))], "names 2 products"),
+        ([("product", (None, "a")), ("product", (None, "b"))], "has 2 products"),
         ([("product", (None, "a")), ("attributes", (None, '{"product": "b"}'))], "Send one of"),
     ):
         response = shop.client.put(f"{shop.url}/items", files=image + more)

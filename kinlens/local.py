@@ -24,7 +24,7 @@ def load_bundle(path: Path | str, *, device: Device = "cpu") -> "OnnxEmbedder":
         norm as float32; `bundle_id` names the model.
 
     Raises:
-        BundleError: the bundle is missing, damaged, or computes other vectors here.
+        BundleError: the bundle is missing, damaged, or fails its golden vectors.
 
     Examples:
         >>> bundle = kinlens.load_bundle("bundles/shop")

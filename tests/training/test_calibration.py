@@ -115,7 +115,7 @@ def test_what_cannot_be_calibrated_says_why(
 
 
 def test_scores_that_separate_all_pairs_but_not_the_best_hits_are_not_calibrated() -> None:
-    # Five worlds of eight classes each: a score tells the world, and nothing within it.
+    # Five worlds of eight classes each: a score identifies the world, but no class within it.
     worlds, labels = clouds(classes=5, images=96, noise=0.05)
     order = np.argsort(labels, kind="stable")
     inside = np.tile(np.random.default_rng(1).permutation(np.repeat(np.arange(8), 12)), 5)

@@ -119,12 +119,12 @@ def test_a_run_with_feedback_goes_on_bit_for_bit_and_with_no_other_feedback(
     items = [train.paths[row] for row in np.unique(train.labels, return_index=True)[1]]
     rows = [f"{name},,{item},clicked" for name, item in zip(names, items, strict=True)]
     rows += [f"{names[0]},,{items[1]},wrong"]
-    told = tmp_path / "told"
-    told.mkdir()
-    (told / "pairs.csv").write_text("\n".join(["query,query_key,item,action", *rows]))
+    reported = tmp_path / "reported"
+    reported.mkdir()
+    (reported / "pairs.csv").write_text("\n".join(["query,query_key,item,action", *rows]))
     for name, item in zip(names, items, strict=True):
-        (told / name).write_bytes((products / item).read_bytes())
-    job = changed(job, data={"feedback": [str(told)]})
+        (reported / name).write_bytes((products / item).read_bytes())
+    job = changed(job, data={"feedback": [str(reported)]})
     run_job(job, load_split(job.data), tmp_path / "whole", Silent())
     with pytest.raises(KeyboardInterrupt):
         run(job, tmp_path / "parts", listener=Stopping(5))
@@ -137,13 +137,13 @@ def test_a_run_with_feedback_goes_on_bit_for_bit_and_with_no_other_feedback(
     assert "- feedback: 3 query image(s) join 3 train class(es); 1 pair(s) of" in report
     listed = (tmp_path / "whole" / "feedback.csv").read_text().splitlines()
     assert listed[1:] == [
-        f"{told / name},{told / name},{own}"
+        f"{reported / name},{reported / name},{own}"
         for name, own in zip(names, train.class_names, strict=True)
     ]
-    (told / "pairs.csv").write_text("\n".join(["query,query_key,item,action", *rows[:-1]]))
+    (reported / "pairs.csv").write_text("\n".join(["query,query_key,item,action", *rows[:-1]]))
     with pytest.raises(DatasetError, match="was trained with other feedback"):
         run(job, tmp_path / "parts", resume=True)
-    shutil.rmtree(told)  # a model is tested and exported without it
+    shutil.rmtree(reported)  # a model is tested and exported without it
     later = load_images(with_settings(job, None, ("data.",)))
     later.require(load_checkpoint(tmp_path / "whole").split_sha256, "the run")
     assert later.sha256() == split.sha256()

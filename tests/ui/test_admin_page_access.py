@@ -138,7 +138,7 @@ def test_the_key_form_and_the_empty_gallery_have_no_violation(
         page = open_it("/admin")
         page.get_by_test_id("key").fill("kl_no")
         page.keyboard.press("Enter")
-        expect(page.get_by_test_id("error-detail")).to_contain_text("not known")
+        expect(page.get_by_test_id("error-detail")).to_contain_text("is unknown")
         assert violations(page) == []
     name = "a-gallery-with-a-very-long-name-of-words"
     shop.stock(name, count=0)

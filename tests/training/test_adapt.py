@@ -123,7 +123,7 @@ def test_features_are_those_of_the_content_and_of_the_trunk_whatever_the_name(
 def test_a_store_that_cannot_be_used_is_named_with_its_cure(tmp_path: Path) -> None:
     path = tmp_path / "features.sqlite"
     path.write_bytes(b"no database" * 100)
-    with pytest.raises(DatasetError, match=r"features\.sqlite cannot be used .* Remove it"):
+    with pytest.raises(DatasetError, match=r"features\.sqlite cannot be used .* Delete it"):
         FeatureStore(path).get([b"key"])
 
 

@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_named(bundle: Bundle, setting: dict[str, Any], mes
 def test_a_job_without_the_flow_of_the_bundle_is_refused(bundle: Bundle) -> None:
     content = job_from(bundle).as_dict() | {"regularizers": {}}
     with pytest.raises(
-        CheckpointError, match=r"regularizers.determinant.flow is .* there and None"
+        CheckpointError, match=r"regularizers.determinant.flow is .* in the bundle and None"
     ):
         create_run(parse_job(content), classes=3)
 

@@ -81,12 +81,12 @@ def test_cls_needs_a_class_token(backbone: str) -> None:
 def test_a_side_that_is_no_multiple_of_the_patch_is_named() -> None:
     net = net_of(VIT)
     net.check_sizes(64, 96)
-    with pytest.raises(JobError, match=r"images of 100 px \(.*16.*takes 160"):
+    with pytest.raises(JobError, match=r"images of 100 px \(.*16.*accepts 160"):
         net.check_sizes(64, 100)
 
 
 def test_a_network_of_one_size_names_it() -> None:
-    with pytest.raises(JobError, match=r"images of 96 px.*takes 160"):
+    with pytest.raises(JobError, match=r"images of 96 px.*accepts 160"):
         net_of("timm:test_vit_relpos", pooling="gap").check_sizes(96)
 
 

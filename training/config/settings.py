@@ -81,8 +81,8 @@ class Model(Section):
     maximum, their sum, the generalised mean with a learnt exponent, or the class token of a timm
     transformer.
 
-    `batch_norm`: "frozen" fixes statistics, scale and shift. "statistics" fixes only these, as most
-    papers' code does. "folded" folds all three into the convolutions before training, which
+    `batch_norm`: "frozen" fixes statistics, scale and shift; "statistics" only the statistics, as
+    most papers' code does. "folded" folds all three into the convolutions before training, which
     is faster, and fixes statistics and shift. "train" trains everything, as a trunk without
     pretrained weights needs. A trunk without batch norm behaves the same under all four.
 

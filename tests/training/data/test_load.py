@@ -135,7 +135,7 @@ def test_a_csv_without_split_is_split_by_class(table: Callable[..., CsvData]) ->
         ),
         (
             "path,label,split\nmug/1.png,a,train\nmug/2.png,a,train\nhat/1.png,b,dev\nhat/2.png,b,dev\n",
-            "holds 'dev', 'train'",
+            "has 'dev', 'train'",
         ),
     ],
 )

@@ -195,7 +195,7 @@ def test_a_result_of_another_job_and_a_damaged_one_are_refused(tmp_path: Path) -
     content = json.loads(path.read_text())
     content["job"]["optimizer"]["epochs"] = 7
     path.write_text(json.dumps(content))
-    with pytest.raises(JobError, match=r"fold-02 holds .* optimizer.epochs = 7, now 30"):
+    with pytest.raises(JobError, match=r"fold-02 has .* optimizer.epochs = 7, now 30"):
         cross_validate(some_job(), some_split(), tmp_path, Silent(), 5, runner=runner)
     path.write_text("{")
     with pytest.raises(CheckpointError, match="damaged"):

@@ -1,4 +1,4 @@
-"""Accuracy of probabilities in galleries that differ like those of shops.
+"""Accuracy of probabilities in galleries that differ as shops do.
 
     kinlens-train data render runs/drawn --products 320 --views 24 --size-px 96 --seed 11
     kinlens-train export --backbone mobilenet_v2 --out runs/trunk --size-px 128 --resize-px 144 \\
@@ -65,10 +65,10 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    asked = options(
+    args = options(
         __doc__, "cases", cases=list[str](), cache=Path("runs/calibration"), json=None, repeats=16
     )  # fmt: skip
-    rows = [found for case in cases_of(asked) for found in measured(case, asked)]
+    rows = [found for case in cases_of(args) for found in measured(case, args)]
     names = ("model", "data", "products", "views", "gallery", "source", "absent", "draws")
     figures = ("best hit: error", "predicted", "true", "ten best: error", "predicted", "true")
     heading(*names, *figures)
@@ -82,19 +82,19 @@ def main() -> None:
                 missed = sum(one[name] > target for one in of_source)
                 text = f"{source}, {what}: worst of {len(of_source)} cases, {missed} above"
                 verdict(text, worst, target, at_most=True)
-    if asked.json:
+    if args.json:
         lines = ",\n".join(map(json.dumps, rows))
-        asked.json.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        args.json.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 FIGURES = ("error_best", "said_best", "true_best", "error_ten", "said_ten", "true_ten")
 
 
-def cases_of(asked: Namespace) -> list[str]:
+def cases_of(args: Namespace) -> list[str]:
     """The given cases; by default one that needs no data, generated in the cache."""
-    if asked.cases:
-        return list(asked.cases)
-    shared, bundle, data = shared_folder(), asked.cache / "trunk", asked.cache / "rendered"
+    if args.cases:
+        return list(args.cases)
+    shared, bundle, data = shared_folder(), args.cache / "trunk", args.cache / "rendered"
     weights = shared / "weights/mobilenet_v2-imagenet-fp16.pth" if shared else "none"
     if not data.exists():
         kinlens("train", "data", "render", data, "--products", 40, "--views", 8, "--size-px", 80)
@@ -104,13 +104,13 @@ def cases_of(asked: Namespace) -> list[str]:
     return [f"trunk={bundle}:{data}"]
 
 
-def measured(case: str, asked: Namespace) -> list[Row]:
-    """A row for each gallery, source and share of absent products; `draws` could be fitted."""
+def measured(case: str, args: Namespace) -> list[Row]:
+    """A row per gallery, source and share of absent products; `draws` counts successful fits."""
     name, path, data = parts_of(case)
-    vectors, labels = embedded(path, data, asked.cache)
+    vectors, labels = embedded(path, data, args.cache)
     pooled: dict[tuple[Any, ...], list[tuple[Searches, Curve]]] = {}
     products: dict[tuple[str, Views], int] = {}
-    for seed in range(asked.repeats):
+    for seed in range(args.repeats):
         for size, views, count, source, asking, curve in sources(vectors, labels, seed):
             products[size, views] = count
             for absent in ABSENT:

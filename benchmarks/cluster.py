@@ -38,19 +38,19 @@ BATCH, FILES = 32, 500
 
 
 def main() -> None:
-    asked = options(__doc__, images=20_000, backbone="mobilenet_v2", shard_size=256, kill=False)
+    args = options(__doc__, images=20_000, backbone="mobilenet_v2", shard_size=256, kill=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        bundle = small_bundle(folder, asked.backbone)
+        bundle = small_bundle(folder, args.backbone)
         files = sorted(sample_images(folder / "images", FILES).iterdir())
-        lines = (f"k{n},{file.name}" for n, file in enumerate(islice(cycle(files), asked.images)))
+        lines = (f"k{n},{file.name}" for n, file in enumerate(islice(cycle(files), args.images)))
         listed = folder / "images" / "list.csv"
         listed.write_text("\n".join(["key,path", *lines]) + "\n")
-        bare = bare_loop(bundle, [*islice(cycle(files), min(asked.images, 4000))])
-        half = asked.images // asked.shard_size // 2 if asked.kill else 0
-        rate, start_s, memory = embedded(listed, bundle, folder / "vectors", asked.shard_size, half)
-        different = compared(folder, listed, bundle) if asked.kill else None
-        again = bare_loop(bundle, [*islice(cycle(files), min(asked.images, 4000))])
+        bare = bare_loop(bundle, [*islice(cycle(files), min(args.images, 4000))])
+        half = args.images // args.shard_size // 2 if args.kill else 0
+        rate, start_s, memory = embedded(listed, bundle, folder / "vectors", args.shard_size, half)
+        different = compared(folder, listed, bundle) if args.kill else None
+        again = bare_loop(bundle, [*islice(cycle(files), min(args.images, 4000))])
         size = VectorShards(str(folder / "vectors")).manifest.images
     heading("", "images/s", "")
     row("bare loop, before and after", bare, again)

@@ -158,11 +158,11 @@ def lid(base: Embeddings, queries: Embeddings, k: int = 20) -> float:
 
 
 def main() -> None:
-    asked = options(__doc__, rows=13_000, dim=512)
-    base, queries = clustered(asked.rows, asked.dim, queries=500)
+    args = options(__doc__, rows=13_000, dim=512)
+    base, queries = clustered(args.rows, args.dim, queries=500)
     scores, truth = faiss.knn(queries, base, 10, metric=faiss.METRIC_INNER_PRODUCT)
     index = faiss.index_factory(
-        asked.dim, f"IVF{int(4 * np.sqrt(len(base)))},Flat", faiss.METRIC_INNER_PRODUCT
+        args.dim, f"IVF{int(4 * np.sqrt(len(base)))},Flat", faiss.METRIC_INNER_PRODUCT
     )
     index.train(base)
     index.add(base)
@@ -173,7 +173,7 @@ def main() -> None:
         found = index.search(queries, 10)[1]
         hits = sum(len(np.intersect1d(*pair)) for pair in zip(found, truth, strict=True))
         recalls.append(hits / truth.size)
-    name = f"ours, {asked.dim} dimensions"
+    name = f"ours, {args.dim} dimensions"
     row(name, *recalls, lid(base, queries), float(np.median(scores[:, -1])))
 
 

@@ -32,12 +32,9 @@ LEAST, COPIED = 0.99, 20
 
 
 def main() -> None:
-    asked = options(__doc__, items=100_000, dims=[128, 512], rounds=3)
+    args = options(__doc__, items=100_000, dims=[128, 512], rounds=3)
     columns(
-        {
-            f"{asked.items:,} x {n}": fresh(measured, asked.items, n, asked.rounds)
-            for n in asked.dims
-        }
+        {f"{args.items:,} x {n}": fresh(measured, args.items, n, args.rounds) for n in args.dims}
     )
 
 

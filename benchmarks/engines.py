@@ -28,7 +28,7 @@ TARGETS = {"bf16": 1.8, "int8": 1.7}
 
 
 def main() -> None:
-    asked = options(__doc__, rounds=20, trunk=["mobilenet_v2", "resnet50"], folder=None)
+    args = options(__doc__, rounds=20, trunk=["mobilenet_v2", "resnet50"], folder=None)
     modes, image = [], range_images(SIZE_PX)[:1]
     for mode in [Mode(engine, one) for one in PRECISIONS for engine in get_args(Engine)]:
         if (reason := absence(mode)) is None:
@@ -37,17 +37,17 @@ def main() -> None:
             print(f"skipped: {mode}: {reason}")
     best: dict[tuple[str, str], float] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = asked.folder or Path(scratch)
+        folder = args.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         heading("trunk", "ms, fp32 with onnxruntime", *map(str, modes[1:]))
-        for trunk in asked.trunk:
+        for trunk in args.trunk:
             fp32, int8 = exported(trunk, SIZE_PX, folder)
             models = {
                 mode: load(int8 if mode.precision == "int8" else fp32, SessionSettings(), mode)
                 for mode in modes
             }
             runs = {str(mode): partial(model.run, image) for mode, model in models.items()}
-            seconds = in_turns(runs, asked.rounds, warm_up=WARM_UP)
+            seconds = in_turns(runs, args.rounds, warm_up=WARM_UP)
             plain = seconds[str(FP32)]
             times = {mode: ratio(plain, seconds[str(mode)]) for mode in modes[1:]}
             row(f"`{trunk}`", 1e3 * statistics.median(plain), *times.values())

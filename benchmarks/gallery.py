@@ -120,27 +120,27 @@ class Contestant:
 
 
 def main() -> None:
-    asked = options(
+    args = options(
         __doc__, sizes=["10k", "100k"], dims=[128, 512], parts=list(PARTS), rounds=11,
         index="auto", images=512,
     )  # fmt: skip
     figures: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory(prefix="gallery-benchmark-") as name:
-        for size in asked.sizes if asked.parts != ["images"] else ():
-            for dim in asked.dims:
+        for size in args.sizes if args.parts != ["images"] else ():
+            for dim in args.dims:
                 n = int(size.lower().replace("k", "000").replace("m", "000000"))
-                setting = Setting(n, dim, Path(name, f"{n}x{dim}"), IndexSettings(asked.index))
+                setting = Setting(n, dim, Path(name, f"{n}x{dim}"), IndexSettings(args.index))
                 found: Figures = {}
                 figures[f"{size} x {dim}"] = found
-                for figure, value in measured(setting, asked):
+                for figure, value in measured(setting, args):
                     found[figure] = value
                     print(f"{size} x {dim}: {figure}: {value}", flush=True)
-        if "images" in asked.parts:
-            figures["images"] = built_of_images(Path(name), asked.images, asked.rounds)
+        if "images" in args.parts:
+            figures["images"] = built_of_images(Path(name), args.images, args.rounds)
     columns(figures)
 
 
-def measured(setting: Setting, asked: Namespace) -> Iterator[tuple[str, object]]:
+def measured(setting: Setting, args: Namespace) -> Iterator[tuple[str, object]]:
     """All figures of one gallery."""
     seconds, peak = fresh(build, setting)
     manifest = read_manifest(setting.segment)
@@ -148,16 +148,16 @@ def measured(setting: Setting, asked: Namespace) -> Iterator[tuple[str, object]]
     yield "build from vectors, s", seconds
     yield "its peak of memory, MB", peak
     queries = clustered_queries(setting.n, setting.dim)
-    if "process" in asked.parts:
+    if "process" in args.parts:
         yield from fresh(opened, setting).items()
     with contextlib.closing(Gallery.open(setting.folder)) as gallery:
-        if "speed" in asked.parts:
-            yield from speed(setting, gallery, queries, asked)
-        if "filters" in asked.parts:
+        if "speed" in args.parts:
+            yield from speed(setting, gallery, queries, args)
+        if "filters" in args.parts:
             yield from filtered(setting, gallery, queries[:FILTER_QUERIES])
-        if "changes" in asked.parts:
+        if "changes" in args.parts:
             yield from changed(setting, gallery)
-        if "compaction" in asked.parts:
+        if "compaction" in args.parts:
             yield from compacted(setting, gallery, queries)
 
 
@@ -224,20 +224,20 @@ def resident_mb(file: Path) -> float:
 
 
 def speed(
-    setting: Setting, gallery: Gallery, queries: Embeddings, asked: Namespace
+    setting: Setting, gallery: Gallery, queries: Embeddings, args: Namespace
 ) -> Iterator[tuple[str, object]]:
     """Recall, latencies and QPS of all contestants, in turns, so that noise affects all of them."""
     truth = true_neighbours(setting.n, setting.dim, queries, {"": np.ones(setting.n, bool)})[""]
     contestants = {"raw FAISS": of_faiss(setting, queries, truth)}
     contestants |= of_gallery(gallery, queries, truth)
-    if "peers" in asked.parts and setting.n * setting.dim <= LARGEST_PEERS:
+    if "peers" in args.parts and setting.n * setting.dim <= LARGEST_PEERS:
         contestants |= of_peers(setting, queries, truth, min(contestants["nearest"].recall, RECALL))
     for name, one in contestants.items():
         yield f"recall@{K}, {name} (target {RECALL})", one.recall
         if one.facts:
             yield name, one.facts
     single = [queries[i : i + 1] for i in range(len(queries))]
-    clock, work = rounds_of(contestants, single, 1, asked.rounds)
+    clock, work = rounds_of(contestants, single, 1, args.rounds)
     for name, rounds in clock.items():
         latencies = 1e3 * np.concatenate(rounds)
         yield f"one query, {name}: p50, ms", float(np.percentile(latencies, 50))
@@ -253,7 +253,7 @@ def speed(
         yield f"`{name}` adds, undisturbed, µs", least
     wrapped = np.concatenate([queries, queries[:BATCH]])
     batches = [wrapped[i : i + BATCH] for i in range(0, len(queries), BATCH)]
-    clock, _ = rounds_of(contestants, batches, core_count(), asked.rounds)
+    clock, _ = rounds_of(contestants, batches, core_count(), args.rounds)
     for name, rounds in clock.items():
         yield f"batches of {BATCH}, {name}: QPS", BATCH / float(np.concatenate(rounds).mean())
     yield from of_ceiling(f"batches of {BATCH}", clock)
@@ -321,11 +321,11 @@ def of_faiss(setting: Setting, queries: Embeddings, truth: Positions) -> Contest
     if INDEX in manifest.files:
         codes = faiss.read_index(str(setting.segment / INDEX))
         index = faiss.IndexRefine(codes, index)
-    asked = INDEX_TYPES[manifest.kind].search_parameters(
+    parameters = INDEX_TYPES[manifest.kind].search_parameters(
         getattr(codes, "nlist", 0), manifest.size, manifest.tuned, K
     )
-    found = index.search(queries, K, params=asked)[1]
-    return Contestant(lambda q: index.search(q, K, params=asked), recall(found, truth))
+    found = index.search(queries, K, params=parameters)[1]
+    return Contestant(lambda q: index.search(q, K, params=parameters), recall(found, truth))
 
 
 def of_peers(
@@ -426,11 +426,11 @@ def filtered(
     masks = {name: bucket < below for name, below in FILTERS.items()}
     truth = true_neighbours(setting.n, setting.dim, queries, masks)
     for name, below in FILTERS.items():
-        asked = SearchOptions(where=Range("bucket", at_least=0, below=below))
+        filtering = SearchOptions(where=Range("bucket", at_least=0, below=below))
         times, rows = [], []
         for number in range(len(queries)):
             started = time.perf_counter()
-            hits = gallery.search(queries[number : number + 1], K, asked)[0]
+            hits = gallery.search(queries[number : number + 1], K, filtering)[0]
             times.append(1e3 * (time.perf_counter() - started))
             found = [int(hit.key) for hit in hits]
             rows.append(found + [-1] * (K - len(found)))

@@ -41,14 +41,14 @@ class Contender:
 
 
 def main() -> None:
-    asked = options(__doc__, rows=[1_000_000, 10_000_000], dims=[512], seconds=3.0)
+    args = options(__doc__, rows=[1_000_000, 10_000_000], dims=[512], seconds=3.0)
     if why := why_no_gpu():
         skip(why)
     memory = gpu_memory()
     print(f"GPU with {memory.free_mb:,.0f} of {memory.total_mb:,.0f} MB free; target {TARGET}")
-    for n in asked.rows:
-        for dim in asked.dims:
-            compare(n, dim, asked.seconds)
+    for n in args.rows:
+        for dim in args.dims:
+            compare(n, dim, args.seconds)
 
 
 def compare(n: int, dim: int, seconds: float) -> None:

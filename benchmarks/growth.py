@@ -55,22 +55,22 @@ Figures = dict[str, float]
 
 
 def main() -> None:
-    asked = options(
+    args = options(
         __doc__, sizes=["10k", "100k"], dims=[128], parts=list(PARTS[:4]), path=".",
         adds=100_000, rate=1000, minutes=10.0, out="",
     )  # fmt: skip
     found: dict[int, Figures] = {}
     with contextlib.ExitStack() as stack:
-        root = Path(asked.path)
-        if asked.path == ".":
+        root = Path(args.path)
+        if args.path == ".":
             root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for size in asked.sizes:
-            for dim in asked.dims:
+        for size in args.sizes:
+            for dim in args.dims:
                 n = count_of(size)
-                found[n] = measured(root / f"{size}-{dim}", n, dim, asked)
+                found[n] = measured(root / f"{size}-{dim}", n, dim, args)
                 print(json.dumps({"items": n, "dim": dim, **found[n]}), flush=True)
-    if asked.out:
-        keep(Path(asked.out), found)
+    if args.out:
+        keep(Path(args.out), found)
     if len(found) > 2:
         heading("figure", "exponent")
         for name in next(iter(found.values())):
@@ -115,7 +115,7 @@ def count_of(size: str) -> int:
     return int(size.rstrip("km")) * {"k": 1000, "m": 1_000_000}.get(size[-1], 1)
 
 
-def measured(path: Path, n: int, dim: int, asked: Namespace) -> Figures:
+def measured(path: Path, n: int, dim: int, args: Namespace) -> Figures:
     figures: Figures = {}
     if not (path / "CURRENT").exists():
         figures |= fresh(built, path, n, dim)
@@ -123,11 +123,11 @@ def measured(path: Path, n: int, dim: int, asked: Namespace) -> Figures:
     parts: dict[str, Callable[[], Figures]] = {
         "write": lambda: written(path, n, dim),
         "search": lambda: fresh(searched, path, n, dim),
-        "catch-up": lambda: caught_up(path, n, dim, asked.adds),
-        "sustained": lambda: sustained(path, n, dim, asked.rate, asked.minutes),
+        "catch-up": lambda: caught_up(path, n, dim, args.adds),
+        "sustained": lambda: sustained(path, n, dim, args.rate, args.minutes),
     }
     for name, part in parts.items():
-        if name in asked.parts:
+        if name in args.parts:
             figures |= part()
     return figures
 

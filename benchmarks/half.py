@@ -29,10 +29,10 @@ K, QUERIES, TYPES = 10, 500, ("fp32", "fp16")
 
 
 def main() -> None:
-    asked = options(__doc__, rows=[100_000, 1_000_000], dims=[128, 512], rounds=5)
-    for n in asked.rows:
-        for dim in asked.dims:
-            compared(n, dim, asked.rounds)
+    args = options(__doc__, rows=[100_000, 1_000_000], dims=[128, 512], rounds=5)
+    for n in args.rows:
+        for dim in args.dims:
+            compared(n, dim, args.rounds)
 
 
 def compared(n: int, dim: int, rounds: int) -> None:

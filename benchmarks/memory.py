@@ -30,13 +30,13 @@ DIM, FILES = 16, 100
 
 
 def main() -> None:
-    asked = options(__doc__, items=[10_000, 1_000_000])
+    args = options(__doc__, items=[10_000, 1_000_000])
     heading("input", "items", "peak, MB", "own, MB", "bytes per additional item", "s")
     for part in (imports_only, entries, images):
         smallest = 0.0
-        for items in asked.items if part is not imports_only else (0,):
+        for items in args.items if part is not imports_only else (0,):
             seconds, peak, own = fresh(watched, part, items)
-            more = 1e6 * (own - smallest) / max(1, items - asked.items[0])
+            more = 1e6 * (own - smallest) / max(1, items - args.items[0])
             row(part.__name__, items, peak, own, more if smallest else "", seconds)
             smallest = smallest or own
 

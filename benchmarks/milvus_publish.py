@@ -35,31 +35,31 @@ from kinlens.indexer.types import Entry
 
 
 def main() -> None:
-    asked = options(__doc__, items=100_000, dim=512, rounds=2)
+    args = options(__doc__, items=100_000, dim=512, rounds=2)
     if importlib.util.find_spec("milvus") is None:
         skip("needs the extra `milvus-server`, which is for Linux on x86-64")
-    vectors = chain.from_iterable(random_units(asked.items, asked.dim))
+    vectors = chain.from_iterable(random_units(args.items, args.dim))
     entries = [entry(number, vector) for number, vector in enumerate(vectors)]
     cores = core_count()
     found: dict[str, list[tuple[float, ...]]] = {}
     with own_server() as uri, contextlib.closing(Connection(uri)) as connection:
         server = str(connection.call("get_server_version"))
-        for number in range(asked.rounds):
+        for number in range(args.rounds):
             for name, fill in (
                 ("one process, pages of 16 MB", one_process),
                 ("one process, resumable", lambda made, rows: several(made, rows, 1)),
                 (f"{cores} processes", lambda made, rows: several(made, rows, cores)),
             ):
                 found.setdefault(name, []).append(
-                    timed(connection, server, entries, asked.dim, number, fill)
+                    timed(connection, server, entries, args.dim, number, fill)
                 )
-    print(f"server {server}, {asked.items:,} x {asked.dim}")
+    print(f"server {server}, {args.items:,} x {args.dim}")
     heading("", "rows, s", "client, s", "server, s", "index, s", "items/s", "times the peer")
     first = statistics.median(sum(each[:2]) for each in found["one process, pages of 16 MB"])
     for name, times in found.items():
         rows_s, index_s, client_s, server_s = map(statistics.median, zip(*times, strict=True))
         total = statistics.median(sum(each[:2]) for each in times)
-        row(name, rows_s, client_s, server_s, index_s, asked.items / total, f"{first / total:.2f}")
+        row(name, rows_s, client_s, server_s, index_s, args.items / total, f"{first / total:.2f}")
 
 
 def timed(

@@ -27,10 +27,10 @@ LEVELS: tuple[Consistency, ...] = ("Strong", "Bounded")
 
 
 def main() -> None:
-    asked = options(__doc__, items=[10_000, 100_000], dim=512, searches=50, uri="")
-    if not asked.uri and importlib.util.find_spec("milvus") is None:
+    args = options(__doc__, items=[10_000, 100_000], dim=512, searches=50, uri="")
+    if not args.uri and importlib.util.find_spec("milvus") is None:
         skip("needs --uri, or the extra `milvus-server`, which is for Linux on x86-64")
-    with contextlib.nullcontext(asked.uri) if asked.uri else own_server() as uri:
+    with contextlib.nullcontext(args.uri) if args.uri else own_server() as uri:
         heading(
             "items",
             "level",
@@ -40,8 +40,8 @@ def main() -> None:
             f"QPS of {CLIENTS}",
             "put, ms",
         )
-        for number in asked.items:
-            measure(uri, number, asked.dim, asked.searches)
+        for number in args.items:
+            measure(uri, number, args.dim, args.searches)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ _ON_PROXIES = ("skewed mean 0.2", "non-isotropy 0.02")
 
 
 def main() -> None:
-    asked = options(
+    args = options(
         __doc__, seeds=4, epochs=[5, 20], classes=[0.5, 1.0], losses=list(LOSSES), json=None
     )
     shared = shared_folder()
@@ -69,22 +69,22 @@ def main() -> None:
     job = base_job(shared)
     features(job, load_split(job.data))  # computed once, before the processes need them
     found: dict[str, dict[str, float]] = {}
-    if asked.json is not None and asked.json.is_file():
-        found = json.loads(asked.json.read_text(encoding="utf-8"))
+    if args.json is not None and args.json.is_file():
+        found = json.loads(args.json.read_text(encoding="utf-8"))
     wanted = [
         cell
         for cell in itertools.product(
-            range(asked.seeds), asked.losses, asked.epochs, asked.classes, REGULARIZERS
+            range(args.seeds), args.losses, args.epochs, args.classes, REGULARIZERS
         )
         if not (cell[1] == "triplet" and cell[4] in _ON_PROXIES) and name_of(*cell) not in found
     ]
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         for cell, figures in zip(wanted, pool.map(run, wanted), strict=True):
             found[name_of(*cell)] = figures
-            if asked.json is not None:
-                asked.json.parent.mkdir(parents=True, exist_ok=True)
-                asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    report(found, asked.seeds)
+            if args.json is not None:
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    report(found, args.seeds)
 
 
 def name_of(seed: int, loss: str, epochs: int, classes: float, regularizer: str) -> str:

@@ -31,7 +31,7 @@ ITEMS, CONNECTIONS = 10_000, 8
 
 
 def main() -> None:
-    asked = options(__doc__, seconds=20.0, loads=[0.3, 0.5, 0.7])
+    args = options(__doc__, seconds=20.0, loads=[0.3, 0.5, 0.7])
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2 or shutil.which("taskset") is None:
         skip("needs two cores and taskset")
@@ -46,24 +46,24 @@ def main() -> None:
         replicas = (serving(bundle, made, prefix=("taskset", "-c", f"{core}")) for core in cores)
         urls = [running.enter_context(replica).url for replica in replicas]
         for url in urls:
-            load(url, images, CONNECTIONS, min(2, asked.seconds))
-        busiest = min(5, asked.seconds)
+            load(url, images, CONNECTIONS, min(2, args.seconds))
+        busiest = min(5, args.seconds)
         qps = [load(url, images, CONNECTIONS, busiest, "--start", 10_000)["qps"] for url in urls]
         service_s = 1 / statistics.mean(qps)
-        alone = asyncio.run(offered(urls[:1], files, 0.05 / service_s, asked.seconds))
+        alone = asyncio.run(offered(urls[:1], files, 0.05 / service_s, args.seconds))
         varies = (statistics.pstdev(alone) / statistics.mean(alone)) ** 2
         print(f"S {1e3 * service_s:.1f} ms, alone {1e3 * statistics.mean(alone):.1f} ms, ", end="")
         print(f"cs2 {varies:.2f}")
         heading("replicas", "offered load", "searches/s", "model ms", "measured ms", "error")
         for count in (1, 2):
-            for share in asked.loads:
+            for share in args.loads:
                 rate = count * share / service_s
-                found = asyncio.run(offered(urls[:count], files, rate, asked.seconds))
-                busy = len(found) / asked.seconds / count * service_s
+                found = asyncio.run(offered(urls[:count], files, rate, args.seconds))
+                busy = len(found) / args.seconds / count * service_s
                 waits = busy / (1 - busy) * (1 / count + varies) / 2
                 model, mean = 1e3 * service_s * (1 + waits), 1e3 * statistics.mean(found)
                 error = f"{model / mean - 1:+.0%}"
-                row(count, share, len(found) / asked.seconds, model, mean, error)
+                row(count, share, len(found) / args.seconds, model, mean, error)
 
 
 async def offered(
@@ -81,11 +81,11 @@ async def offered(
         await loads[number].ask(connection)
         pool.append(connection)
 
-    ends, asked = time.monotonic() + seconds, [asyncio.create_task(ask(0))]
+    ends, tasks = time.monotonic() + seconds, [asyncio.create_task(ask(0))]
     while time.monotonic() < ends:
         await asyncio.sleep(random.expovariate(rate))
-        asked.append(asyncio.create_task(ask(len(asked) % len(loads))))
-    await asyncio.gather(*asked)
+        tasks.append(asyncio.create_task(ask(len(tasks) % len(loads))))
+    await asyncio.gather(*tasks)
     for connection in (connection for pool in free for connection in pool):
         connection[1].close()
     assert not any(status != "200" for one in loads for status in one.statuses)

@@ -70,10 +70,10 @@ class Asked:
 
 
 def main() -> None:
-    asked = options(
+    args = options(
         __doc__, "cases", cases=list[str](), cache=Path("runs/calibration"), rounds=200
     )  # fmt: skip
-    cases = [case_of(case, asked.cache) for case in cases_of(asked)]
+    cases = [case_of(case, args.cache) for case in cases_of(args)]
     titles = ("R@1", "difference", "R@10", "difference", "MAP@R", "difference")
     heading("model on data", "method", *titles, "classes in ten")
     for case in cases:
@@ -89,7 +89,7 @@ def main() -> None:
             row(case.name, f"{name}, demand by Zipf", *cells(figures, without, interval))
     heading("gallery", "option", "ms", "times a plain search")
     for case in cases:
-        for line in timed(case, asked.rounds):
+        for line in timed(case, args.rounds):
             row(f"{len(case.labels):,} x {case.gallery.shape[1]:,}", *line)
 
 

@@ -74,23 +74,23 @@ Results = dict[tuple[str, int], list[Figures]]
 
 
 def main() -> None:
-    asked = options(
+    args = options(
         __doc__, backbone=["resnet50", "mobilenet_v2"], items=10_000, start_items=100_000,
         seconds=6.0, rounds=5, connections=[1, 4, 16, 64],
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         images = sample_images(Path(name, "images"), IMAGES)
-        for backbone in asked.backbone:
-            one_network(asked, backbone, Path(name, backbone), images)
+        for backbone in args.backbone:
+            one_network(args, backbone, Path(name, backbone), images)
 
 
-def one_network(asked: Namespace, backbone: str, folder: Path, images: Path) -> None:
+def one_network(args: Namespace, backbone: str, folder: Path, images: Path) -> None:
     """The whole comparison with one network."""
     cores = core_count()
     bundle = small_bundle(folder, backbone)
-    made = gallery(folder / "gallery", bundle, asked.items)
+    made = gallery(folder / "gallery", bundle, args.items)
     vectors = folder / "vectors.npy"
-    np.save(vectors, np.random.default_rng(0).standard_normal((asked.items, DIM), "float32"))
+    np.save(vectors, np.random.default_rng(0).standard_normal((args.items, DIM), "float32"))
     with contextlib.ExitStack() as running:
         servers = {
             "usual": peer("usual_script.py", backbone, vectors, cores),
@@ -110,24 +110,24 @@ def one_network(asked: Namespace, backbone: str, folder: Path, images: Path) -> 
                 who = f"litserve {name} {workers}".replace("  ", " ")
                 servers[who] = peer("litserve_search.py", bundle, vectors, workers, *mode_words)
         urls = {who: running.enter_context(server).url for who, server in servers.items()}
-        results = contest(asked, bundle, made, images, urls)
-    print(f"\n{backbone}: {asked.items:,} items, {cores} cores, medians of {asked.rounds} rounds")
+        results = contest(args, bundle, made, images, urls)
+    print(f"\n{backbone}: {args.items:,} items, {cores} cores, medians of {args.rounds} rounds")
     print_results(results, OF_CEILING.get(backbone, 0.75))
-    made = gallery(folder / "start", bundle, asked.start_items)
-    seconds = statistics.median(seconds_to_ready(bundle, made) for _ in range(asked.rounds))
-    verdict(f"seconds from start to ready, {asked.start_items:,} items", seconds, 1.5, at_most=True)
+    made = gallery(folder / "start", bundle, args.start_items)
+    seconds = statistics.median(seconds_to_ready(bundle, made) for _ in range(args.rounds))
+    verdict(f"seconds from start to ready, {args.start_items:,} items", seconds, 1.5, at_most=True)
 
 
 def contest(
-    asked: Namespace, bundle: Path, made: Path, images: Path, urls: dict[str, str]
+    args: Namespace, bundle: Path, made: Path, images: Path, urls: dict[str, str]
 ) -> Results:
     """All figures of all rounds."""
     results: Results = defaultdict(list)
     files = [path.read_bytes() for path in sorted(images.glob("*.jpg"))]
     one, every = (OnnxEmbedder.open(bundle, SessionSettings(threads=n)) for n in (1, core_count()))
-    seconds, sent = asked.seconds, 0
+    seconds, sent = args.seconds, 0
     with contextlib.closing(Gallery.open(made)) as opened:
-        for _ in range(asked.rounds):
+        for _ in range(args.rounds):
             loops = [
                 bare_loop(one, opened, files, seconds / 2, core_count(), n) for n in (1, BATCH)
             ]
@@ -135,7 +135,7 @@ def contest(
             loops = [bare_loop(each, opened, files, seconds / 2, 1, 1) for each in (one, every)]
             results["alone", 0].append(min(loops, key=lambda found: found["p50_ms"]))
             load(urls["new"], images, 4, 1.0, "--repeat")  # fill the cache
-            for connections in asked.connections:
+            for connections in args.connections:
                 for who, url in urls.items():
                     if who == "new" or connections == 16 or (connections == 1 and who != "usual"):
                         found = load(url, images, connections, seconds, "--start", sent)

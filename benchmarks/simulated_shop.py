@@ -3,13 +3,13 @@
     python benchmarks/simulated_shop.py --seeds 3 --json docs/results/feedback/proxy-anchor.json
 
 For each seed a shop of rendered products; two thirds of them are trained on, from random weights,
-and the gallery has all of them. Customers photograph products in views that the shop does not have,
+and the gallery has all of them. Customers take photos of products in views that the shop lacks,
 with other light, crops, turns, blur, noise and JPEG. A customer views the ten best answers, clicks
 the first right one with a probability of 0.9 and any wrong one with 0.05, and marks each wrong one
 as wrong with 0.3. After each round the training continues, for the same steps, in three ways:
 
 - alone        without feedback: the effect of more training as such
-- pictures     the query images join their classes (`sampling.confused = 0`)
+- "pictures"   the query images join their classes (`sampling.confused = 0`)
 - feedback     also, confused classes share a quarter of the batches: the default
 
 Each continues from its own previous model and gets the feedback on that model's answers. R@1 is of
@@ -67,10 +67,10 @@ class Quiet:
 
 
 def main() -> None:
-    asked = options(__doc__, seeds=3, out=Path("runs/feedback"), json=None, set=list[str]())
-    found = [shop(seed, asked.out / str(seed), asked.set) for seed in range(asked.seeds)]
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(found, indent=2) + "\n")
+    args = options(__doc__, seeds=3, out=Path("runs/feedback"), json=None, set=list[str]())
+    found = [shop(seed, args.out / str(seed), args.set) for seed in range(args.seeds)]
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
     titles = ("R@1, all products", "trained on", "not trained on")
     heading("after", "way", *(word for title in titles for word in (title, "Δ to alone")))
     for cells in table(found):
@@ -166,18 +166,18 @@ def job_of(run: Path) -> Job:
 def listen(
     run: Path,
     folder: Path,
-    asked: list[tuple[int, bytes]],
+    queries: list[tuple[int, bytes]],
     feedback_folder: Path,
     seed: tuple[int, int],
 ) -> None:
     """Write the customers' feedback on the answers of a model, in the format of the service."""
-    labels, paths, order = answers(run, folder, [data for _, data in asked])
+    labels, paths, order = answers(run, folder, [data for _, data in queries])
     (feedback_folder / "pictures").mkdir(parents=True)
     rng = np.random.default_rng(seed)
     with (feedback_folder / "pairs.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(("query", "query_key", "item", "action"))
-        for (product, data), ranking in zip(asked, order, strict=True):
+        for (product, data), ranking in zip(queries, order, strict=True):
             query = f"pictures/{hashlib.sha256(data).hexdigest()}.jpg"
             (feedback_folder / query).write_bytes(data)
             right = [i for i in ranking[:10] if labels[i] == product]
@@ -237,7 +237,7 @@ def sample_images(seed: int, views: range) -> list[tuple[int, bytes]]:
 
 @cache
 def customer_photo(seed: int, product: int, view: int) -> bytes:
-    """A customer's photo of a product: rotated, cropped, in room light, blurred, noisy."""
+    """A customer's photo of a product: rotated, cropped, in indoor light, blurred, noisy."""
     rng = np.random.default_rng((seed, product, view, 7))
     image = render_view(product, view, size_px=3 * SIZE_PX // 2, seed=seed)
     image = image.rotate(rng.uniform(-20, 20), Image.Resampling.BILINEAR, fillcolor=(70, 66, 60))

@@ -24,11 +24,11 @@ FORMS = {
 
 
 def main() -> None:
-    asked = options(__doc__, backbones=["mobilenet_v2", "resnet50"], seconds=8.0)
+    args = options(__doc__, backbones=["mobilenet_v2", "resnet50"], seconds=8.0)
     with tempfile.TemporaryDirectory() as name:
         images = sample_images(Path(name) / "images", IMAGES)
-        tables = [measured(Path(name) / trunk, trunk, images, asked.seconds)
-                  for trunk in asked.backbones]  # fmt: skip
+        tables = [measured(Path(name) / trunk, trunk, images, args.seconds)
+                  for trunk in args.backbones]  # fmt: skip
     heading("trunk", "form", "searches/s", "own MB", "MB per search thread")
     for table in tables:
         for cells in table:

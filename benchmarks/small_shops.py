@@ -68,30 +68,30 @@ SHOPS = (
 
 
 def main() -> None:
-    asked = options(
+    args = options(
         __doc__, seeds=3, shops=len(SHOPS), methods=["adapt", "today"], first_seed=0, json=None
     )
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
     found: dict[str, dict[str, float]] = {}
-    if asked.json is not None and asked.json.is_file():
-        found = json.loads(asked.json.read_text(encoding="utf-8"))
-    seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
+    if args.json is not None and args.json.is_file():
+        found = json.loads(args.json.read_text(encoding="utf-8"))
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
     with tempfile.TemporaryDirectory() as name:
         sources = _sources(shared, Path(name))
-        for seed, shop, method in product(seeds, SHOPS[: asked.shops], asked.methods):
+        for seed, shop, method in product(seeds, SHOPS[: args.shops], args.methods):
             key = f"{shop.source} {shop.products}x{shop.images} {seed} {method}"
             if key not in found:
                 folder = Path(name, f"{shop.source}-{shop.products}-{shop.images}-{seed}")
                 _make(shop, seed, sources, folder)
                 found[key] = _run(method, folder, seed, shared, Path(name, key.replace(" ", "-")))
                 print(key, found[key], flush=True)
-            if asked.json is not None:
-                asked.json.parent.mkdir(parents=True, exist_ok=True)
+            if args.json is not None:
+                args.json.parent.mkdir(parents=True, exist_ok=True)
                 text = json.dumps(found, indent=1, sort_keys=True) + "\n"
-                asked.json.write_text(text, encoding="utf-8")
-    _print(found, asked.methods)
+                args.json.write_text(text, encoding="utf-8")
+    _print(found, args.methods)
 
 
 def _sources(shared: Path, work: Path) -> dict[str, dict[str, list[Path]]]:

@@ -127,7 +127,7 @@ class Cell(NamedTuple):
 
 
 def main() -> None:
-    asked = options(
+    args = options(
         __doc__,
         seeds=5,
         epochs=[5, 20],
@@ -141,21 +141,21 @@ def main() -> None:
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
-    until = time.monotonic() + 60 * asked.minutes
+    until = time.monotonic() + 60 * args.minutes
     found: dict[str, dict[str, float]] = {}
-    if asked.json is not None and asked.json.is_file():
-        found = json.loads(asked.json.read_text(encoding="utf-8"))
+    if args.json is not None and args.json.is_file():
+        found = json.loads(args.json.read_text(encoding="utf-8"))
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = asked.cache or Path(temporary)
-        make_views(shared, folder, asked.classes)
-        with context.Pool(asked.processes, _begin, (shared, folder)) as pool:
+        folder = args.cache or Path(temporary)
+        make_views(shared, folder, args.classes)
+        with context.Pool(args.processes, _begin, (shared, folder)) as pool:
             try:
-                for stage in _stages(asked.losses, asked.epochs, asked.seeds, found):
-                    _run_all(pool, stage, found, until, asked.json)
+                for stage in _stages(args.losses, args.epochs, args.seeds, found):
+                    _run_all(pool, stage, found, until, args.json)
             except TimeoutError:
                 print("\nthe time is up; the next call continues")
-    report(found, asked.epochs)
+    report(found, args.epochs)
 
 
 def _stages(

@@ -48,10 +48,10 @@ Step = Callable[[Tensor, Tensor], None]
 
 
 def main() -> None:
-    asked = options(__doc__, rounds=40, batch=90, size_px=160)
+    args = options(__doc__, rounds=40, batch=90, size_px=160)
     with tempfile.TemporaryDirectory() as folder:
         jobs = {
-            name: job(tables, Path(folder), asked.batch, asked.size_px)
+            name: job(tables, Path(folder), args.batch, args.size_px)
             for name, tables in REGULARIZERS.items()
         }
         base = jobs["Proxy-Anchor"]
@@ -65,11 +65,11 @@ def main() -> None:
             num_workers=2,
         )
         with tuned(torch.device("cpu")):
-            seconds = measure(steps, endless(loader), asked.rounds)
+            seconds = measure(steps, endless(loader), args.rounds)
     heading("step", "images/s", "time / Proxy-Anchor alone")
     for name, values in seconds.items():
         alone = f"{ratio(values, seconds['Proxy-Anchor']):.3f}"
-        row(name, asked.batch / statistics.median(values), alone)
+        row(name, args.batch / statistics.median(values), alone)
 
 
 def job(regularizers: dict[str, dict[str, Any]], folder: Path, batch: int, size_px: int) -> Job:

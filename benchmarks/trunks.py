@@ -37,17 +37,17 @@ WARM_UP, RANGE_IMAGES = 3, 8
 
 
 def main() -> None:
-    asked = options(__doc__, rounds=40, only="", folder=None)
+    args = options(__doc__, rounds=40, only="", folder=None)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = asked.folder or Path(scratch)
+        folder = args.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         reference = runner(exported(REFERENCE, REFERENCE_PX, folder)[0], REFERENCE_PX)
         heading("trunk", "size, px", "fp32", "int8", "ms, fp32")
         for name, side in ROW.findall(PAGE.read_text(encoding="utf-8")):
-            if asked.only in name:
+            if args.only in name:
                 fp32, int8 = (runner(path, int(side)) for path in exported(name, int(side), folder))
                 runs = {"1": reference, "fp32": fp32, "int8": int8}
-                seconds = in_turns(runs, asked.rounds, time.thread_time, WARM_UP)
+                seconds = in_turns(runs, args.rounds, time.thread_time, WARM_UP)
                 ratios = (ratio(seconds[kind], seconds["1"]) for kind in ("fp32", "int8"))
                 row(f"`{name}`", side, *ratios, 1e3 * statistics.median(seconds["fp32"]))
 

@@ -54,7 +54,7 @@ from kinlens.indexer.exchange.follow import checked_s as checked_s
 from kinlens.indexer.exchange.milvus import MilvusStore as MilvusStore
 from kinlens.indexer.exchange.publish import snapshot_at as snapshot_at
 from kinlens.indexer.filters.tree import Filter, check_attribute
-from kinlens.indexer.folder.layout import PICTURES, GalleryFolder, disk_errors_explained
+from kinlens.indexer.folder.layout import UPLOADS, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import (
     PRECISIONS,
     REPORT,
@@ -1058,7 +1058,7 @@ def pictures_folder(folder: Path | str) -> Path:
 
     It belongs to the service; generations, builds and backups do not contain it.
     """
-    return Path(folder) / PICTURES
+    return Path(folder) / UPLOADS
 
 
 def delete_gallery(folder: Path | str) -> None:

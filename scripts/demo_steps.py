@@ -75,7 +75,7 @@ def require_free(port: int) -> None:
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise DemoError(
-                f"Port {port} is in use. Stop what listens there, or choose another: PORT=8001 "
+                f"Port {port} is in use. Stop that program, or choose another port: PORT=8001 "
                 "with make, --port 8001 without."
             )
 

@@ -12,7 +12,7 @@ import pytest
 from kinlens.embedder.bundle import Bundle, write_bundle
 from kinlens.embedder.manifest import BundleManifest, GoldenHashes
 from kinlens.embedder.preprocess import preprocess
-from tests.tiny import TINY, TINY_DIM, encoded, picture, tiny_embed, write_tiny_onnx
+from tests.tiny import TINY, TINY_DIM, encoded, photo, tiny_embed, write_tiny_onnx
 
 pytest_plugins = ["tests.support.servers"]
 
@@ -76,7 +76,7 @@ def make_tiny_bundle(
     def make(seed: int = 0) -> Bundle:
         folder = tmp_path_factory.mktemp("bundle")
         write_tiny_onnx(folder / "source.onnx", seed)
-        images = [encoded(picture(n)) for n in range(3)]
+        images = [encoded(photo(n)) for n in range(3)]
         inputs = np.stack([preprocess(data, TINY) for data in images])
         manifest = BundleManifest(
             name="tiny",
@@ -103,7 +103,7 @@ def tiny_bundle(make_tiny_bundle: Callable[..., Bundle]) -> Bundle:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder with real photographs and weights; the test is skipped where there is none."""
+    """The folder with real photos and weights; the test is skipped where there is none."""
     root = Path(os.environ.get("KINLENS_SHARED", Path(__file__).parents[2] / "shared"))
     if not (root / "data" / "cars196-half").is_dir():
         pytest.skip("real data absent: set KINLENS_SHARED to the folder that holds data/, weights/")

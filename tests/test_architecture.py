@@ -1,4 +1,4 @@
-"""Which room may import which, read from the source, and what an import costs."""
+"""Which package may import which, read from the source, and what an import costs."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("embedder", "training", "indexer", "service")
+PACKAGES = ("embedder", "training", "indexer", "service")
 ALLOWED = {
     "kinlens": set(),  # the client and what travels over HTTP: the leaf of all
     "embedder": set(),
@@ -46,8 +46,8 @@ FACADE = (
 
 def modules() -> dict[str, Path]:
     found = {}
-    for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py")):
+    for folder in PACKAGES:
+        for path in sorted((ROOT / folder).rglob("*.py")):
             name = ".".join(("kinlens", *path.relative_to(ROOT).with_suffix("").parts))
             found[name.removesuffix(".__init__")] = path
     for path in (ROOT / "kinlens").glob("*.py"):
@@ -55,12 +55,12 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def room_of(name: str) -> str | None:
+def package_of(name: str) -> str | None:
     """The folder of a module such as kinlens.indexer.gallery; None for other packages."""
     parts = name.split(".")
     if parts[0] != "kinlens":
         return None
-    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else "kinlens"
+    return parts[1] if len(parts) > 1 and parts[1] in PACKAGES else "kinlens"
 
 
 @cache
@@ -80,12 +80,12 @@ def imports(path: Path) -> set[str]:
 
 def test_rooms_import_only_in_the_allowed_direction() -> None:
     for name, path in modules().items():
-        room = room_of(name)
-        assert room is not None
+        folder = package_of(name)
+        assert folder is not None
         if name in ("kinlens.local", "kinlens.__init__"):
             continue  # the entry points of users
-        rooms = {room_of(imported) for imported in imports(path)} & set(ROOMS)
-        wrong = rooms - ALLOWED[room] - {room}
+        packages = {package_of(imported) for imported in imports(path)} & set(PACKAGES)
+        wrong = packages - ALLOWED[folder] - {folder}
         assert not wrong, f"{path} imports {wrong}"
 
 
@@ -102,7 +102,7 @@ def test_the_service_sees_the_facade_of_the_indexer_alone() -> None:
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_a_heavy_package_is_imported_in_its_room_alone(package: str) -> None:
     users = {
-        room_of(name)
+        package_of(name)
         for name, path in modules().items()
         if package in {imported.split(".")[0] for imported in imports(path)}
     }
@@ -127,10 +127,10 @@ def cycle(graph: Mapping[str, Set[str]]) -> list[str]:
         if name in done:
             return []
         done.add(name)
-        ways = (visit(other, [*trail, name]) for other in sorted(graph[name]))
-        return next((way for way in ways if way), [])
+        routes = (visit(other, [*trail, name]) for other in sorted(graph[name]))
+        return next((route for route in routes if route), [])
 
-    return next((way for way in (visit(name, []) for name in graph) if way), [])
+    return next((route for route in (visit(name, []) for name in graph) if route), [])
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
@@ -140,7 +140,7 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
 
 
 def test_packages_do_not_import_each_other_in_circles() -> None:
-    """A folder is one node; a module next to the folders of its room is one of its own."""
+    """A folder is one node; a module next to the folders of its package is a node of its own."""
     known = {name: path for name, path in modules().items() if path.stem != "__init__"}
     node_of = {
         name: name if len(path.relative_to(ROOT).parts) == 2 else name.rpartition(".")[0]
@@ -181,14 +181,14 @@ def test_a_part_loads_nothing_heavy_that_it_does_not_need(part: str, heavy: tupl
 
 
 def test_packages_have_empty_init_files() -> None:
-    for room in ROOMS:
-        for path in (ROOT / room).rglob("__init__.py"):
+    for folder in PACKAGES:
+        for path in (ROOT / folder).rglob("__init__.py"):
             assert path.read_text() == "", f"{path} is not empty"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_folder_has_at_most_twelve_modules(room: str) -> None:
-    folders = Counter(path.parent for path in (ROOT / room).rglob("*.py") if path.stem[0] != "_")
+@pytest.mark.parametrize("folder", PACKAGES)
+def test_a_folder_has_at_most_twelve_modules(folder: str) -> None:
+    folders = Counter(path.parent for path in (ROOT / folder).rglob("*.py") if path.stem[0] != "_")
     crowded = {str(folder): count for folder, count in folders.items() if count > 12}
     assert not crowded
 

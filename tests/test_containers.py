@@ -28,7 +28,7 @@ from tests.support.dockerfiles import ROOT, Scratch, environment, parse
 from tests.support.seams import Locations
 from tests.support.servers import free_port
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 CPU = ROOT / "docker/service.Dockerfile"
@@ -46,14 +46,14 @@ COMPOSED: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSED["services"]
 
 
-def resolved(said: str) -> set[str]:
+def resolved(reported: str) -> set[str]:
     """Names of the packages that an installation, or a dry run of one, has chosen."""
-    return set(re.findall(r"^ \+ ([a-z0-9._-]+)==", said, re.MULTILINE))
+    return set(re.findall(r"^ \+ ([a-z0-9._-]+)==", reported, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
-    """A scratch image in which the packaging tools are installed, as the first RUN says."""
+    """A scratch image in which the packaging tools are installed, as in the first RUN."""
     scratch = Scratch(tmp_path_factory.mktemp("image") / "scratch")
     scratch.copy(next(i for i in parse(CPU) if i.word == "COPY"))
     try:
@@ -85,11 +85,11 @@ def can_add_users() -> bool:
 
 @pytest.fixture(scope="module")
 def shop(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A gallery of a few pictures, made with the tiny bundle."""
+    """A gallery of a few images, made with the tiny bundle."""
     folder = tmp_path_factory.mktemp("shop")
     (folder / "pictures").mkdir()
     for number in range(4):
-        (folder / f"pictures/{number}.png").write_bytes(encoded(picture(number)))
+        (folder / f"pictures/{number}.png").write_bytes(encoded(photo(number)))
     source = folder_source(folder / "pictures")
     build_gallery(source, OnnxEmbedder.open(tiny_bundle), folder / "gallery")
     return folder / "gallery"
@@ -202,7 +202,7 @@ def test_the_cpu_image_serves_is_healthy_and_ends_with_its_signal(
     image: Scratch, tiny_bundle: Bundle, shop: Path, tmp_path: Path, container: Container
 ) -> None:
     assert container.healthy()
-    answer = httpx.post(f"{container.url}/search", files={"image": encoded(picture(2))})
+    answer = httpx.post(f"{container.url}/search", files={"image": encoded(photo(2))})
     assert answer.json()["hits"][0]["key"] == "2.png"
     other = Container(image, tiny_bundle.path, shop, tmp_path / "log.txt")
     until(other.ready)
@@ -226,15 +226,15 @@ def test_every_image_resolves_to_what_it_needs_for_its_own_python(
     instructions = parse(path)
     [version] = [i.rest[7:] for i in instructions if i.rest.startswith("PYTHON=")]
     own = str(scratch.folder / "opt" / path.stem)
-    said = ""
+    reported = ""
     for instruction in instructions:
         if instruction.word == "COPY":
             scratch.copy(instruction)
         elif "uv pip install" in instruction.rest:
             command = scratch.moved(instruction.rest).replace(f"{scratch.folder}/opt/kinlens", own)
             dry = f"uv pip install --dry-run --python-version {version}"
-            said += scratch.run(command.replace("uv pip install", dry))
-    found = resolved(said)
+            reported += scratch.run(command.replace("uv pip install", dry))
+    found = resolved(reported)
     assert with_them <= found
     assert not without & found
 
@@ -301,7 +301,7 @@ def test_the_profile_scale_is_three_replicas_over_milvus_behind_a_balancer() -> 
     }
     [place] = Locations(Settings(**given)).list_galleries()
     assert place.address == "milvus://milvus:19530/shop"
-    assert place.pictures is not None
+    assert place.uploads is not None
     config = (DEPLOY / "haproxy/haproxy.cfg").read_text()
     assert "server-template replica 3 replica:8000" in config
 
@@ -355,7 +355,7 @@ def test_the_engine_waits_for_the_end_of_requests_that_the_service_waits_for(nam
     given = service["environment"]["KINLENS_SHUTDOWN_TIMEOUT_S"]
     default = re.fullmatch(r"\$\{KINLENS_SHUTDOWN_TIMEOUT_S:-(\d+)\}", given)
     assert default
-    assert int(default[1]) == 30, "as docs/containers.md says"
+    assert int(default[1]) == 30, "as in docs/containers.md"
     assert int(service["stop_grace_period"].removesuffix("s")) > int(default[1]) + GRACE_S
 
 
@@ -450,7 +450,7 @@ def expressions() -> dict[str, str]:
 def test_every_metric_of_dashboard_and_alerts_is_one_of_a_running_service(
     container: Container,
 ) -> None:
-    httpx.post(f"{container.url}/search", files={"image": encoded(picture(1))}).raise_for_status()
+    httpx.post(f"{container.url}/search", files={"image": encoded(photo(1))}).raise_for_status()
     text = httpx.get(f"{container.url}/metrics").text
     kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
     known = set(kinds)

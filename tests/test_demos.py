@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kinlens.embedder.bundle import Bundle
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 from tests.training.official_layouts import write_layout
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,7 @@ def demo(name: str, root: Path, bundle: Bundle, folder: Path) -> "subprocess.Com
 
 
 def write_grocery(root: Path) -> Path:
-    """Three classes of groceries: names, a train and a test list, and their pictures."""
+    """Three classes of groceries: names, a train and a test list, and their images."""
     heads = ("Class Name (str)", "Class ID (int)", "Coarse Class Name (str)", "Coarse Class ID")
     rows = [",".join(heads)]
     lists: dict[str, list[str]] = {"train": [], "test": []}
@@ -36,7 +36,7 @@ def write_grocery(root: Path) -> Path:
             for view in range(views):
                 path = f"{part}/Fruit/{name}/{name}_{view:03d}.jpg"
                 (root / path).parent.mkdir(parents=True, exist_ok=True)
-                (root / path).write_bytes(encoded(picture(number, (64, 48)), "JPEG"))
+                (root / path).write_bytes(encoded(photo(number, (64, 48)), "JPEG"))
                 lists[part].append(f"{path}, {number}, {number}")
     (root / "classes.csv").write_text("\n".join(rows) + "\n")
     for part, lines in lists.items():
@@ -70,13 +70,13 @@ def test_a_demo_goes_from_the_official_folder_to_recall_beside_the_paper(
 
 
 @pytest.mark.parametrize("folder", ["", "mug-{}"], ids=["flat", "a folder for each product"])
-def test_the_demo_of_ones_own_photographs_with_ones_own_model_goes_the_whole_road(
+def test_the_demo_of_ones_own_photos_with_ones_own_model_goes_the_whole_road(
     folder: str, tiny_bundle: Bundle, tmp_path: Path
 ) -> None:
     for number in range(12):
         path = tmp_path / "shop" / folder.format(number // 3) / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(picture(number), "JPEG", quality=95))
+        path.write_bytes(encoded(photo(number), "JPEG", quality=95))
     path.with_name("damaged.jpg").write_bytes(b"no image")
     command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--check"]
     command += ["--images", str(tmp_path / "shop"), "--bundle", str(tiny_bundle.path)]

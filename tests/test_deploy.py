@@ -184,7 +184,7 @@ def test_the_sizes_on_the_page_follow_from_their_formula_and_the_plan() -> None:
 
 
 class Unit:
-    """A unit of systemd, started by hand: what stands in its lines, in other places."""
+    """A unit of systemd, started by hand: the commands of its lines, with other paths."""
 
     def __init__(self, name: str, places: dict[str, str]) -> None:
         text = (SYSTEMD / f"{name}.service").read_text()
@@ -321,9 +321,9 @@ def test_units_have_no_finding_of_systemd(installed: Path) -> None:
 
 def test_every_unit_has_the_limits_of_all(installed: Path) -> None:
     for unit in sorted(installed.glob("*.service")):
-        said = run(program("systemd-analyze"), "security", "--offline=yes", "--no-pager", unit)
-        [level] = re.findall(r"exposure level for .*: ([\d.]+)", said)
-        assert float(level) < MOST_EXPOSED, said
+        reported = run(program("systemd-analyze"), "security", "--offline=yes", "--no-pager", unit)
+        [level] = re.findall(r"exposure level for .*: ([\d.]+)", reported)
+        assert float(level) < MOST_EXPOSED, reported
 
 
 def test_the_calls_that_units_allow_hold_those_of_the_decoder_sandbox() -> None:

@@ -1,4 +1,4 @@
-"""A folder of photographs means the same classes to training, gallery and demo."""
+"""A folder of photos means the same classes to training, gallery and demo."""
 
 import sys
 from importlib import import_module
@@ -14,7 +14,7 @@ from kinlens.indexer.ingest.sources import folder_source
 from kinlens.training.config.settings import FolderData
 from kinlens.training.data.doctor import examine
 from kinlens.training.data.load import load_split
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 PRODUCTS = ("Women/Dress", "Women/Coat", "Men/Coat", "Hats", "Bags/Small/Red")
 
@@ -28,10 +28,10 @@ def shop(tmp_path: Path) -> Path:
     for number, product in enumerate(PRODUCTS):
         (root / product).mkdir(parents=True)
         for view, (kind, suffix) in enumerate(FILES.items()):
-            data = encoded(picture(10 * number + view), kind)
+            data = encoded(photo(10 * number + view), kind)
             (root / product / f"{view}{suffix}").write_bytes(data)
-    (root / "loose.png").write_bytes(encoded(picture(99)))
-    (root / "Hats" / ".hidden.png").write_bytes(encoded(picture(98)))
+    (root / "loose.png").write_bytes(encoded(photo(99)))
+    (root / "Hats" / ".hidden.png").write_bytes(encoded(photo(98)))
     return root
 
 

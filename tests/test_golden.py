@@ -89,7 +89,7 @@ def test_a_stored_run_goes_on(stored: Path, tmp_path: Path) -> None:
 
 
 def without_none(table: dict[str, Any]) -> dict[str, Any]:
-    """TOML has no null: what a job leaves out."""
+    """TOML has no null: the settings that a job omits."""
     return {
         name: without_none(value) if isinstance(value, dict) else value
         for name, value in table.items()

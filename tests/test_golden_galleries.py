@@ -22,7 +22,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry
 from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 GOLDEN = Path(__file__).parent / "golden"
 ADMIN = "kl_c995cb1b_25811d97b7cd9e8d1cb9b76045c7a2d544eb089832c5be15f98fce89c4d522d3"
@@ -178,7 +178,7 @@ def shop(stored: Path) -> Iterator[TestClient]:
 
 
 def uploaded(number: int) -> bytes:
-    return encoded(picture(200 + number, (40, 30)))
+    return encoded(photo(200 + number, (40, 30)))
 
 
 def search(shop: TestClient, number: int) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kinlens.embedder.bundle import Bundle
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 ROOT = Path(__file__).parents[1]
 UV = Path(sys.executable).parent / "uv"
@@ -97,7 +97,7 @@ def test_the_extra_cpu_indexes_and_serves(wheel: Path, tiny_bundle: Bundle, tmp_
     install = Install(tmp_path, wheel, "[cpu]")
     (tmp_path / "shop").mkdir()
     for number in range(4):
-        (tmp_path / f"shop/{number}.png").write_bytes(encoded(picture(number)))
+        (tmp_path / f"shop/{number}.png").write_bytes(encoded(photo(number)))
     bundle = ("--bundle", tiny_bundle.path)
     install.run("kinlens-index", "build", "shop", *bundle, "--out", "gallery")
     checked = install.run("kinlens-serve", "check", *bundle, "--gallery", "shop=gallery")

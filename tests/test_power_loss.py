@@ -22,7 +22,7 @@ from kinlens.indexer.ingest.sources import folder_source
 from kinlens.indexer.live.backup import backup, restore
 from kinlens.indexer.types import Entry
 from tests.support.shops import start_shop
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 def state(found: os.stat_result) -> tuple[int, int]:
@@ -105,7 +105,7 @@ def entries(count: int) -> list[Entry]:
 def test_a_build_is_on_the_disk_before_it_is_current(disk: Disk, tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     for number in range(3):
-        (tmp_path / "pictures" / f"{number}.png").write_bytes(encoded(picture(number)))
+        (tmp_path / "pictures" / f"{number}.png").write_bytes(encoded(photo(number)))
     out = tmp_path / "shops" / "new"
     build_gallery(folder_source(tmp_path / "pictures"), FakeEmbedder(), out)
     assert disk.published[-1] == "shops/new/CURRENT"
@@ -133,7 +133,7 @@ def test_a_compaction_a_backup_and_its_restoration_are_on_the_disk(
 def test_an_upload_is_on_the_disk_when_it_is_acknowledged(disk: Disk, tmp_path: Path) -> None:
     shop = start_shop(tmp_path / "state")
     try:
-        shop.put({f"{number}.png": encoded(picture(number)) for number in range(3)})
+        shop.put({f"{number}.png": encoded(photo(number)) for number in range(3)})
         assert sum("/pictures/" in name for name in disk.published) == 3
         disk.check("/pictures/")  # a calibration may be half written in the background
     finally:

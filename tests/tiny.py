@@ -1,4 +1,4 @@
-"""Pictures and a model small enough for every test."""
+"""Images and a model small enough for every test."""
 
 import io
 from pathlib import Path
@@ -15,8 +15,8 @@ TINY = Preprocessing(resize_px=20, crop_px=16)
 TINY_DIM = 8
 
 
-def picture(seed: int, size: tuple[int, int] = (64, 48)) -> Image.Image:
-    """A smooth random picture (width, height) that survives JPEG."""
+def photo(seed: int, size: tuple[int, int] = (64, 48)) -> Image.Image:
+    """A smooth random image (width, height) that survives JPEG."""
     rng = np.random.default_rng(seed)
     small = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)

@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def choose_device(runtime: Runtime) -> torch.device:
-    """The device of the job. Raises: TrainingError if CUDA is asked for and absent."""
+    """The device of the job. Raises: TrainingError if CUDA is requested and absent."""
     available = torch.cuda.is_available()
     if runtime.device == "cuda" and not available:
         raise TrainingError(

@@ -157,6 +157,6 @@ def changes(
 def _require_same(folder: Path, differences: list[str]) -> None:
     if differences:
         raise JobError(
-            f"{folder} holds a run with other settings: {', '.join(differences)}. Continue with "
+            f"{folder} has a run with other settings: {', '.join(differences)}. Continue with "
             "the same settings, use another --out, or delete that folder to train it again."
         )

@@ -156,7 +156,7 @@ class _Training:
         images = {prefix: parts for prefix, parts in images.items() if parts}
         features = {p: [pooled(run.net, x, job) for x in images[p]] for p in images}
 
-        def asked(function: Callable[[Tensor], Tensor]) -> tuple[Row, dict[str, Tensor]]:
+        def measured(function: Callable[[Tensor], Tensor]) -> tuple[Row, dict[str, Tensor]]:
             """Figures and ranks of the unit vectors that `function` makes of pooled features."""
             found: Row = {}
             ranks: dict[str, Tensor] = {}
@@ -172,11 +172,11 @@ class _Training:
 
         trained = continues_model(job)
         run.began_with = "the model that it continued" if trained else UNTRAINED
-        run.trunk, run.trunk_ranks = asked(embedded if trained else functional.normalize)
+        run.trunk, run.trunk_ranks = measured(embedded if trained else functional.normalize)
         start_from_trunk(run, self.split.to_learn())
         if run.average is not None:
             run.average = Average(run.net, run.average.decay)
-        run.start, _ = asked(embedded)
+        run.start, _ = measured(embedded)
         if run.compares_with_start:
             self.save(START)
         if job.start.projection != "random" or trained:

@@ -32,7 +32,9 @@ def checked_keys(keys: Iterable[str]) -> list[str]:
     listed = list(keys)
     for key in listed:
         if not isinstance(key, str):
-            raise InvalidParameterError(f"A key must be a text, not {key!r:.200}.")
+            raise InvalidParameterError(
+                f"A key must be a text, not {key!r:.200}. Give a list of texts."
+            )
     return listed
 
 

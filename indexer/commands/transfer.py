@@ -166,7 +166,7 @@ def publish(
             help="Folder, or fsspec address such as s3://shop/gallery.",
         ),
     ],
-    pictures: Annotated[
+    with_images: Annotated[
         bool, typer.Option("--pictures", help="Also upload the images of the items.")
     ] = False,
     image_root: ImageRootOption = None,
@@ -187,14 +187,14 @@ def publish(
     """
     with errors_shown():
         interval_s = None if every is None else _seconds(every)
-        report = _publish(gallery, address, pictures, image_root, take_over)
+        report = _publish(gallery, address, with_images, image_root, take_over)
         print_report(report, json, _text(report))
         checked_at = time.monotonic()
         with contextlib.suppress(KeyboardInterrupt):
             while interval_s is not None:
                 time.sleep(interval_s)
                 # Retry images that could not be read before.
-                is_due = pictures and time.monotonic() - checked_at > _IMAGE_RETRY_S
+                is_due = with_images and time.monotonic() - checked_at > _IMAGE_RETRY_S
                 checked_at = time.monotonic() if is_due else checked_at
                 _publish_again(gallery, address, is_due, image_root, json)
 
@@ -230,7 +230,7 @@ def _imported_into(address: str, dump: Dump, index: str, memory_mb: float | None
 
 
 def _publish(
-    gallery: Path, address: str, pictures: bool, image_root: Path | None, take_over: bool
+    gallery: Path, address: str, with_images: bool, image_root: Path | None, take_over: bool
 ) -> PublishReport:
     with contextlib.closing(Gallery.open(gallery, load_index=False)) as opened:
         size = opened.size
@@ -238,7 +238,7 @@ def _publish(
         return publish_snapshot(
             gallery,
             address,
-            pictures=pictures,
+            with_images=with_images,
             image_root=image_root,
             take_over=take_over,
             on_progress=advance,
@@ -246,14 +246,14 @@ def _publish(
 
 
 def _publish_again(
-    gallery: Path, address: str, pictures: bool, image_root: Path | None, json: bool
+    gallery: Path, address: str, with_images: bool, image_root: Path | None, json: bool
 ) -> None:
     """Publish the changes, with images if they were published before.
 
     Errors are printed only, so the next interval retries.
     """
     try:
-        report = publish_snapshot(gallery, address, pictures=pictures, image_root=image_root)
+        report = publish_snapshot(gallery, address, with_images=with_images, image_root=image_root)
     except GalleryError as error:
         err.print(str(error), soft_wrap=True)
         return

@@ -40,7 +40,7 @@ from kinlens.indexer.catalog.replay import NameRows, live_bits, name_rows, write
 from kinlens.indexer.catalog.schema import read_state
 from kinlens.indexer.catalog.vectors import NUMBERS, VectorFile
 from kinlens.indexer.exchange.objects import ObjectFolder
-from kinlens.indexer.folder.layout import PICTURES, PUBLISH, GalleryFolder, disk_errors_explained
+from kinlens.indexer.folder.layout import PUBLISH, UPLOADS, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import PRECISIONS, REPORT, GalleryManifest, read_manifest
 from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
@@ -168,7 +168,7 @@ def publish(
     gallery: Path | str,
     address: str,
     *,
-    pictures: bool = False,
+    with_images: bool = False,
     image_root: Path | None = None,
     take_over: bool = False,
     on_progress: Progress | None = None,
@@ -180,7 +180,7 @@ def publish(
     writers would mix their items in every copy.
 
     Args:
-        pictures: also upload the images of the items. Later publications continue to do so.
+        with_images: also upload the images of the items. Later publications continue to do so.
         image_root: folder of the images, if they were moved.
         take_over: replace another folder as the owner of the address.
 
@@ -212,7 +212,7 @@ def publish(
                 folder,
                 store,
                 before,
-                pictures,
+                with_images,
                 image_root,
                 on_progress or (lambda _: None),
             )
@@ -242,7 +242,7 @@ class _Publication:
         folder: GalleryFolder,
         store: ObjectFolder,
         before: Snapshot | None,
-        pictures: bool,
+        with_images: bool,
         image_root: Path | None,
         on_progress: Progress,
     ) -> None:
@@ -262,10 +262,10 @@ class _Publication:
         self._last = before if is_same else None  # the last snapshot of this generation
         self._before = before
         self._known = set() if before is None else before.objects()
-        self._is_requested = pictures
+        self._is_requested = with_images
         self._stored_images: set[str] = set()  # sha256 of images
         self._uploaded_images = self._missing = 0
-        self._with_images = pictures or (before is not None and before.pictures)
+        self._with_images = with_images or (before is not None and before.pictures)
         self._image_root = image_root or Path(self._manifest.source_root)
         self._uploaded = 0
 
@@ -410,7 +410,7 @@ class _Publication:
         if is_first:  # list the store once: requests for each of millions would take days
             for shard in range(256):
                 name = f"{shard:02x}"
-                self._stored_images |= self._store.names(f"{PICTURES}/{name}")
+                self._stored_images |= self._store.names(f"{UPLOADS}/{name}")
         for start in range(0, len(ids), _BATCH):
             with catalog_view(self._generation / CATALOG) as view:
                 items = view.get(ids[start : start + _BATCH])
@@ -419,7 +419,7 @@ class _Publication:
         return seq
 
     def _upload_image(self, item: Item) -> None:
-        name = f"{PICTURES}/{item.sha256[:2]}/{item.sha256}"
+        name = f"{UPLOADS}/{item.sha256[:2]}/{item.sha256}"
         if item.sha256 in self._stored_images or self._store.exists(name):
             return
         try:
@@ -434,7 +434,7 @@ class _Publication:
 
     def _image_of(self, item: Item) -> bytes:
         """The image of an item. Raises: OSError, SourceError, ImageTooManyBytesError."""
-        uploaded = self._folder.path / PICTURES / item.sha256[:2] / item.sha256
+        uploaded = self._folder.path / UPLOADS / item.sha256[:2] / item.sha256
         if not item.path or uploaded.is_file():
             return uploaded.read_bytes()
         return source_bytes(self._image_root, item)

@@ -57,7 +57,7 @@ _LOCK = "LOCK"
 _WRITE = "WRITE"
 _TURN = "TURN"
 _VERSIONS = "versions"
-PICTURES = "pictures"
+UPLOADS = "pictures"
 COPY_OF = "COPY_OF"
 DOWNLOADS = "downloads"
 PUBLISH = "PUBLISH"
@@ -65,7 +65,7 @@ PUBLISHER = "PUBLISHER"
 _DRAFT = ".draft-"
 _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _OWN_NAMES = {
-    *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, PICTURES),
+    *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, UPLOADS),
     *(COPY_OF, DOWNLOADS, PUBLISH, PUBLISHER),
     *(f"{GOLDEN}{suffix}" for suffix in ("", "-journal")),
 }

@@ -98,8 +98,8 @@ def build_router(runtime: Runtime) -> APIRouter:
         """The items of a gallery that are visually most similar to the query, best first.
 
         Send a form, JSON, or the raw bytes of an image with the other fields in the query string.
-        Several images, crops and items are combined into one query; for several queries use POST
-        /search/batch.
+        Several images, crops and items are combined into one query. For several queries use
+        POST /search/batch.
         """
         query = await read_search(request, runtime)
         await charge(request, [query])

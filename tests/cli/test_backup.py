@@ -44,19 +44,19 @@ def call(*arguments: object, code: int = 0) -> Result:
 
 @pytest.fixture(scope="module")
 def made(
-    tiny_bundle: Bundle, tiny_gallery: Path, pictures: list[bytes], tmp_path_factory: Any
+    tiny_bundle: Bundle, tiny_gallery: Path, photos: list[bytes], tmp_path_factory: Any
 ) -> Path:
     """HOST/state and HOST/shelf of a service that has ended, and its backup; not to be changed."""
     host = Path(tmp_path_factory.mktemp("host"))
     shutil.copytree(tiny_gallery, host / "shelf")
     shutil.copytree(tiny_bundle.path, host / "model")
     shop = start_shop(host / "state", feedback="pictures", jobs="elsewhere")
-    shop.put({f"{n}.png": pictures[n] for n in range(3)})
-    named = shop.search(pictures[5]).json()["answer_id"]
+    shop.put({f"{n}.png": photos[n] for n in range(3)})
+    named = shop.search(photos[5]).json()["answer_id"]
     sent = {"answer_id": named, "item": "1.png", "action": "clicked"}
-    files = {"image": pictures[5]}
+    files = {"image": photos[5]}
     shop.client.post("/feedback", data=sent, files=files).raise_for_status()
-    golden = {"image": ("q.png", pictures[6], "image/png")}
+    golden = {"image": ("q.png", photos[6], "image/png")}
     label = {"label": json.dumps({"keys": ["2.png"]})}
     shop.client.post("/galleries/shop/golden", files=golden, data=label).raise_for_status()
     shop.close()
@@ -91,7 +91,7 @@ def put_back(saved: Path, to: Path, *, replace: bool = False) -> backups.Backup:
 
 
 def content(host: Path) -> dict[str, Any]:
-    """What a service on this host answers from, each part by itself; None for one that is away."""
+    """What a service on this host answers from, each part separately; None for one that is down."""
     state = host / "state"
     found: dict[str, Any] = {"keys": None, "jobs": None, "feedback": None, "model": None}
     for name, path in {"shop": state / "galleries" / "shop", "shelf": host / "shelf"}.items():
@@ -350,11 +350,11 @@ def test_a_backup_that_is_killed_leaves_nothing_that_looks_like_one(host: Path) 
 
 
 def test_a_restore_that_is_killed_leaves_each_part_old_or_new_and_can_be_run_again(
-    host: Path, pictures: list[bytes]
+    host: Path, photos: list[bytes]
 ) -> None:
     new = content(host)
     shop = start_shop(host / "state", feedback="pictures", jobs="elsewhere")
-    shop.put({"other.png": pictures[9]})
+    shop.put({"other.png": photos[9]})
     shop.close()
     KeyStore(host / "state" / "keys.json").create("later", ["search"])
     JobStore(host / "state" / "service.sqlite").create("compact", "other", {}, "anonymous")

@@ -20,7 +20,7 @@ def call(*arguments: str) -> Result:
 
 
 def findings(*arguments: str, code: int) -> dict[str, dict[str, str]]:
-    """What `check --json` says, by part."""
+    """The findings of `check --json`, by part."""
     result = call("check", "--json", "--port", "0", *arguments)
     assert result.exit_code == code, result.output
     report = json.loads(result.stdout)

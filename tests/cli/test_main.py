@@ -16,7 +16,7 @@ from kinlens.embedder.bundle import Bundle
 from kinlens.service.__main__ import app
 from tests.support.own_process import OwnProcess, own_process
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 HANGING = """
 import sys, threading
@@ -181,7 +181,7 @@ def ended(
             for number in (1, 2)
         }
         for number in range(4):
-            files = {"image": encoded(picture(number))}
+            files = {"image": encoded(photo(number))}
             answers[f"search {number}"] = client.post("/search", files=files, data={"k": "2"})
         answers["ready"] = client.get("/ready")
     return service, answers
@@ -233,13 +233,13 @@ def test_ctrl_c_ends_it_although_a_read_hangs_and_an_upload_stalls(
     settings = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
     limits = {"request_timeout_ms": 300, "shutdown_timeout_s": 1}
     with own_process(tmp_path / "log", code=["-c", HANGING], **settings, **limits) as service:
-        picture_of = httpx.get(f"{service.url}/galleries/shop/items/1/image", timeout=20)
+        photo_of = httpx.get(f"{service.url}/galleries/shop/items/1/image", timeout=20)
         stalled = socket.create_connection(service.address)
         stalled.sendall(b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
         assert httpx.get(f"{service.url}/ready").status_code == 200
     stalled.close()
-    assert picture_of.status_code == 503
-    assert picture_of.json()["type"] == "urn:kinlens:problem:deadline-exceeded"
+    assert photo_of.status_code == 503
+    assert photo_of.json()["type"] == "urn:kinlens:problem:deadline-exceeded"
     assert "Traceback" not in service.errors()
 
 
@@ -268,7 +268,7 @@ def test_what_was_accepted_is_finished_nothing_new_is_taken_and_a_second_signal_
         held = clients.submit(httpx.get, f"{service.url}/galleries/shop/items/1/image", timeout=60)
         assert service.process.stdout is not None
         assert service.process.stdout.readline() == "reading\n"
-        with service.accepted_search(encoded(picture(1))) as finish:
+        with service.accepted_search(encoded(photo(1))) as finish:
             service.process.terminate()
             until(lambda: not connects(service.address))
             assert finish() == 200

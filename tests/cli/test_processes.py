@@ -29,7 +29,7 @@ from tests.support.own_process import (
 from tests.support.seams import KeyStore
 from tests.support.shops import start_shop
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 THREADS = 4
 THIRD_START_FAILS = """
@@ -107,7 +107,7 @@ def load(url: str) -> Iterator[list[int]]:
 
     def ask() -> None:
         while not ended.is_set():
-            files = {"image": encoded(picture(len(statuses) % 8))}
+            files = {"image": encoded(photo(len(statuses) % 8))}
             try:
                 statuses.append(httpx.post(f"{url}/search", files=files, timeout=30).status_code)
             except httpx.TransportError:
@@ -189,11 +189,11 @@ def test_processes_with_one_state_agree_on_items_keys_and_jobs(
 
         first, *others = connected(20)
         first.post("/galleries", json={"name": "live"}, headers=admin).raise_for_status()
-        parts = [("image", ("x", encoded(picture(50)))), ("key", (None, "new"))]
+        parts = [("image", ("x", encoded(photo(50)))), ("key", (None, "new"))]
         first.put("/galleries/live/items", files=parts, headers=admin).raise_for_status()
 
         def keys_of(client: httpx.Client) -> list[str]:
-            files = {"image": encoded(picture(50))}
+            files = {"image": encoded(photo(50))}
             answer = client.post("/search", files=files, data={"gallery": "live"})
             return [hit["key"] for hit in answer.raise_for_status().json()["hits"]]
 
@@ -209,9 +209,9 @@ def test_processes_with_one_state_agree_on_items_keys_and_jobs(
         assert statuses() == {200}
         store.revoke("till")
         until(lambda: statuses() <= {401, 429})  # after many wrong keys an address has to wait
-        with ThreadPoolExecutor(8) as crowd:
+        with ThreadPoolExecutor(8) as group:
             compact = partial(httpx.Client.post, url="/galleries/live/compact", headers=admin)
-            answers = list(crowd.map(compact, others[:8]))
+            answers = list(group.map(compact, others[:8]))
         assert {answer.status_code for answer in answers} <= {202, 409}
         made = [answer.json()["id"] for answer in answers if answer.status_code == 202]
 
@@ -246,7 +246,7 @@ def test_whatever_ends_a_process_the_others_answer_until_it_is_replaced_and_a_si
         until(lambda: len(started.serving() - {second}) == 2)
         until(lambda: httpx.get(f"{started.url}/ready", timeout=30).status_code == 200)
         children = started.serving()
-        with started.accepted_search(encoded(picture(1))) as finish:
+        with started.accepted_search(encoded(photo(1))) as finish:
             started.process.send_signal(signal.SIGINT)
             until(lambda: len(started.serving()) == 1)  # the other one had nothing to finish
             assert finish() == 200

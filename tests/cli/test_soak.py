@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from kinlens.embedder.bundle import Bundle
-from tests.support.job_shops import write_pictures
+from tests.support.job_shops import write_photos
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -133,7 +133,7 @@ def test_what_must_not_be_makes_the_exit_code_1(
 
 
 def test_some_seconds_of_everything_at_once_hold(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    write_pictures(tmp_path / "pictures")
+    write_photos(tmp_path / "pictures")
     command = [sys.executable, str(SCRIPTS / "soak.py"), "--hours", str(10 / HOUR_S)]
     command += ["--period-s", "2.5", "--images", str(tmp_path / "pictures")]
     command += ["--bundle", str(tiny_bundle.path)]

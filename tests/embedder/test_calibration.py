@@ -77,9 +77,9 @@ def test_extreme_scores_do_not_overflow() -> None:
 
 def test_a_likelier_absence_makes_every_hit_less_likely() -> None:
     scores = np.array([0.8, 0.6, 0.5])
-    said = [CURVE.shares(scores, np.arange(3), 3, prior).sum() for prior in (0.0, 0.1, 0.5, 0.99)]
-    assert said == sorted(said, reverse=True)
-    assert said[0] == pytest.approx(1.0)
+    sums = [CURVE.shares(scores, np.arange(3), 3, prior).sum() for prior in (0.0, 0.1, 0.5, 0.99)]
+    assert sums == sorted(sums, reverse=True)
+    assert sums[0] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("change", [{"slope": 0.0}, {"slope": np.inf}, {"below": np.nan}])
@@ -187,8 +187,8 @@ def test_a_photo_of_ones_own_shelf_counts_for_a_fresh_one() -> None:
         np.full(len(searches), np.log(2.0)),
     )
     plain, fresh = fit_curve(searches), fit_curve(handicapped)
-    said = [searches.probabilities(curve, 0.1)[:, 0].mean() for curve in (plain, fresh)]
-    assert said[1] > said[0]
+    reported = [searches.probabilities(curve, 0.1)[:, 0].mean() for curve in (plain, fresh)]
+    assert reported[1] > reported[0]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def measured_bundle(tiny: Bundle, folder: Path, vectors: Embeddings | None = Non
 
 
 class Gains:
-    """Says how fast modes are, and counts how often it was asked."""
+    """Returns how fast modes are, and counts its calls."""
 
     def __init__(self, **times: float) -> None:
         self.times = times

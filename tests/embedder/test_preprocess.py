@@ -23,7 +23,7 @@ from kinlens.embedder.preprocess import (
     render_jpeg,
     resize_box,
 )
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 SPEC = Preprocessing(resize_px=40, crop_px=32)
 
@@ -60,8 +60,8 @@ TURNED = ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "HEIF"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_allowed_format_gives_the_same_picture(kind: str) -> None:
-    image = picture(1)
+def test_every_allowed_format_gives_the_same_image(kind: str) -> None:
+    image = photo(1)
     name = "HEIC" if kind == "HEIF" else kind
     assert read_header(encoded(image, kind)).format == format_of(encoded(image, kind)) == name
     assert cosine(encoded(image), encoded(image, kind)) > 0.99
@@ -70,7 +70,7 @@ def test_every_allowed_format_gives_the_same_picture(kind: str) -> None:
 @pytest.mark.parametrize("kind", TURNED)
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_an_exif_turn_is_undone(kind: str, orientation: int) -> None:
-    image = picture(2)
+    image = photo(2)
     turned = stored_turned(image, kind, orientation)
     assert cosine(encoded(image), turned) > 0.99
     assert decode(turned).size == image.size
@@ -85,17 +85,17 @@ def test_a_refusal_names_the_formats_that_are_installed_and_no_inner_word_of_a_d
     with pytest.raises(errors.UnsupportedFormatError, match=r"Send one of JPEG.*, AVIF\. "):
         decode(b"no image")
     with pytest.raises(errors.CorruptImageError, match=r"JPEG image is truncated or damaged\. Exp"):
-        decode(encoded(picture(3), "JPEG")[:-60])
+        decode(encoded(photo(3), "JPEG")[:-60])
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow says what is damaged
-def test_a_damaged_exif_block_does_not_refuse_the_photograph() -> None:
-    data = encoded(picture(2), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff broken")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns about the damage
+def test_a_damaged_exif_block_does_not_refuse_the_photo() -> None:
+    data = encoded(photo(2), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff broken")
     assert decode(data).size == (64, 48)
 
 
 def test_cmyk_palette_grey_and_one_bit_become_rgb() -> None:
-    image = picture(3)
+    image = photo(3)
     for variant in (
         image.convert("CMYK"),
         image.convert("P"),
@@ -108,7 +108,7 @@ def test_cmyk_palette_grey_and_one_bit_become_rgb() -> None:
 
 
 def test_sixteen_bit_grey_keeps_its_tones() -> None:
-    grey = picture(4).convert("L")
+    grey = photo(4).convert("L")
     deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
     for kind in ("PNG", "TIFF"):
         assert cosine(encoded(grey), encoded(deep, kind)) > 0.99
@@ -116,7 +116,7 @@ def test_sixteen_bit_grey_keeps_its_tones() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_32_bits_a_pixel_are_refused(dtype: type) -> None:
-    values = Image.fromarray(np.asarray(picture(4).convert("L")).astype(dtype))
+    values = Image.fromarray(np.asarray(photo(4).convert("L")).astype(dtype))
     with pytest.raises(errors.UnsupportedFormatError, match="32 bits per pixel"):
         decode(encoded(values, "TIFF"))
 
@@ -137,7 +137,7 @@ def test_an_animation_gives_its_first_frame() -> None:
 
 
 def test_draft_decoding_keeps_the_embedding() -> None:
-    large = picture(5, (1600, 1200))
+    large = photo(5, (1600, 1200))
     data = encoded(large, "JPEG", quality=90)
     assert min(decode(data, min_side_px=40).size) < 200
     assert min(decode(data, min_side_px=40).size) >= 40
@@ -146,7 +146,7 @@ def test_draft_decoding_keeps_the_embedding() -> None:
     assert np.abs(preprocess(data, SPEC) - full).mean() < 3
 
 
-def test_the_result_is_the_centre_of_the_resized_picture() -> None:
+def test_the_result_is_the_centre_of_the_resized_image() -> None:
     image = Image.new("RGB", (100, 50), "white")
     image.paste("black", (30, 5, 70, 45))  # exactly the central crop of 40 px at scale 40/50
     pixels = preprocess(encoded(image), SPEC)
@@ -178,21 +178,21 @@ def test_no_bytes_too_many_and_text_are_refused_whatever_the_name() -> None:
 
 
 def test_heic_without_its_extra_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encoded(picture(1), "HEIF")
+    data = encoded(photo(1), "HEIF")
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     with pytest.raises(errors.UnsupportedFormatError, match=r"HEIC.*pip install 'kinlens\[heif\]'"):
         decode(data)
-    assert decode(encoded(picture(1))).mode == "RGB"
+    assert decode(encoded(photo(1))).mode == "RGB"
 
 
 def test_every_way_to_write_a_tiff_is_one() -> None:
-    assert format_of(encoded(picture(1), "TIFF", big_tiff=True)) == "TIFF"
+    assert format_of(encoded(photo(1), "TIFF", big_tiff=True)) == "TIFF"
 
 
 def test_a_decoder_of_a_rare_format_is_loaded_with_its_first_image(tmp_path: Path) -> None:
     names = []
     for kind in ("PNG", "AVIF", "HEIF"):
-        (tmp_path / kind).write_bytes(encoded(picture(1), kind))
+        (tmp_path / kind).write_bytes(encoded(photo(1), kind))
         names.append(str(tmp_path / kind))
     code = """
 import sys
@@ -212,7 +212,7 @@ for name in sys.argv[1:]:
 @pytest.mark.parametrize("kind", ["PPM", "ICO"])
 def test_a_format_that_is_not_allowed_is_refused(kind: str) -> None:
     with pytest.raises(errors.UnsupportedFormatError):
-        decode(encoded(picture(1), kind))
+        decode(encoded(photo(1), kind))
 
 
 def test_a_header_that_claims_too_much_is_refused_before_decoding() -> None:
@@ -236,11 +236,11 @@ def test_a_truncated_file_is_refused(kind: str, part: float) -> None:
         decode(data[: int(len(data) * part)])
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow says what is damaged
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns about the damage
 def test_random_damage_never_raises_anything_but_our_errors() -> None:
     rng = np.random.default_rng(1)
     for kind in KINDS:
-        original = bytearray(encoded(picture(6), kind))
+        original = bytearray(encoded(photo(6), kind))
         for _ in range(60):
             damaged = bytearray(original)
             for position in rng.integers(0, len(damaged), 6):
@@ -271,7 +271,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
     assert int(done.stdout) < 11 * side * side
 
 
-def test_a_multi_picture_jpeg_is_its_first_picture() -> None:
+def test_a_multi_image_jpeg_is_its_first_image() -> None:
     first, second = Image.new("RGB", (32, 32), "red"), Image.new("RGB", (32, 32), "blue")
     buffer = io.BytesIO()
     first.save(buffer, "MPO", save_all=True, append_images=[second])
@@ -284,7 +284,7 @@ def test_a_multi_picture_jpeg_is_its_first_picture() -> None:
 @pytest.mark.parametrize("kind", TURNED)
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_crop_box_is_cut_from_the_upright_image(kind: str, orientation: int) -> None:
-    image = picture(2, (400, 200))
+    image = photo(2, (400, 200))
     options = {"lossless": True} if kind == "WEBP" else {}
     turned = stored_turned(image, kind, orientation, **options)
     alone = preprocess(encoded(image.crop((40, 100, 140, 180))), SPEC)
@@ -294,7 +294,7 @@ def test_a_crop_box_is_cut_from_the_upright_image(kind: str, orientation: int) -
     )
 
 
-def test_a_crop_box_treats_its_part_as_a_whole_picture() -> None:
+def test_a_crop_box_treats_its_part_as_a_whole_image() -> None:
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (90, 120, 3), dtype=np.uint8)
     data = encoded(Image.fromarray(pixels))
@@ -313,7 +313,7 @@ def test_a_crop_box_treats_its_part_as_a_whole_picture() -> None:
 
 @pytest.mark.parametrize("orientation", [1, 6])
 def test_a_jpeg_is_decoded_at_the_scale_that_suits_its_crop_box(orientation: int) -> None:
-    image = picture(5, (1600, 1200))
+    image = photo(5, (1600, 1200))
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(image, "JPEG", quality=95, exif=exif.tobytes())
@@ -344,7 +344,7 @@ def test_a_jpeg_is_decoded_at_the_scale_that_suits_its_crop_box(orientation: int
 def test_a_crop_box_that_cannot_be_cut_is_refused(box: tuple[float, ...], fault: str) -> None:
     for kind in ("PNG", "JPEG"):
         with pytest.raises(errors.InvalidParameterError, match=fault):
-            preprocess(encoded(picture(1), kind), SPEC, box=box)
+            preprocess(encoded(photo(1), kind), SPEC, box=box)
 
 
 def test_what_rounding_adds_to_a_crop_box_is_cut_off() -> None:
@@ -354,15 +354,15 @@ def test_what_rounding_adds_to_a_crop_box_is_cut_off() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [(300, 200), (40, 900), (60, 50)])
-def test_a_small_picture_fits_its_side_and_keeps_its_shape(kind, size) -> None:
-    made = Image.open(io.BytesIO(render_jpeg(encoded(picture(1, size), kind), ImageLimits(), 160)))
+def test_a_small_image_fits_its_side_and_keeps_its_shape(kind, size) -> None:
+    made = Image.open(io.BytesIO(render_jpeg(encoded(photo(1, size), kind), ImageLimits(), 160)))
     scale = min(1.0, 160 / max(size))
     assert (made.format, max(made.size)) == ("JPEG", min(160, max(size)))
     assert [abs(a - b * scale) <= 1 for a, b in zip(made.size, size, strict=True)] == [True, True]
 
 
-def test_a_small_picture_shows_what_the_original_shows_upright_on_white() -> None:
-    whole = picture(1, (320, 200))
+def test_a_small_image_shows_what_the_original_shows_upright_on_white() -> None:
+    whole = photo(1, (320, 200))
     turned = stored_turned(whole, "JPEG", 6, quality=95)
     made = Image.open(io.BytesIO(render_jpeg(turned, ImageLimits(), 160)))
     difference = np.asarray(made, dtype=float) - np.asarray(whole.resize((160, 100)), dtype=float)

@@ -23,7 +23,7 @@ from kinlens.embedder.manifest import FP32, BundleManifest, Mode
 from kinlens.embedder.session import Embedder, OnnxEmbedder, speed_gains
 from kinlens.embedder.types import Embed, Images
 from tests.embedder.bundles import write_full_bundle
-from tests.tiny import TINY, TINY_DIM, encoded, picture, tiny_embed, write_tiny_onnx
+from tests.tiny import TINY, TINY_DIM, encoded, photo, tiny_embed, write_tiny_onnx
 
 
 def restamp(folder: Path) -> None:
@@ -99,9 +99,9 @@ def test_a_session_that_falls_back_in_silence_is_found(
     real = models_module.ort.InferenceSession
 
     def silent(model: Path, options: object, providers: list[tuple[str, dict[str, str]]]) -> object:
-        name, told = providers[0]
-        assert (name, told["cudnn_conv_algo_search"]) == ("CUDAExecutionProvider", "HEURISTIC")
-        assert told["gpu_mem_limit"] == str(500 * 2**20)
+        name, reported = providers[0]
+        assert (name, reported["cudnn_conv_algo_search"]) == ("CUDAExecutionProvider", "HEURISTIC")
+        assert reported["gpu_mem_limit"] == str(500 * 2**20)
         return real(model, options, providers=providers[1:])
 
     monkeypatch.setattr(models_module.ort, "get_available_providers", lambda: listed)
@@ -119,7 +119,7 @@ def test_another_model_under_right_hashes_fails_its_golden_vectors(copy: Path) -
 
 
 def test_another_preprocessing_fails_its_golden_inputs(copy: Path) -> None:
-    (copy / "golden" / "001.img").write_bytes(encoded(picture(99)))
+    (copy / "golden" / "001.img").write_bytes(encoded(photo(99)))
     restamp(copy)
     with pytest.raises(GoldenMismatchError, match="grey levels"):
         OnnxEmbedder.open(copy)

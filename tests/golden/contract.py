@@ -1,4 +1,4 @@
-"""The HTTP contract of the service: `python -m tests.golden.contract` writes it anew.
+"""The HTTP contract of the service: `python -m tests.golden.contract` records it again.
 
 It is the OpenAPI document without its prose and examples. A change of it is a change for every
 client: it belongs in the notes of a release.

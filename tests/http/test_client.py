@@ -17,7 +17,7 @@ import pytest
 from kinlens import errors
 from kinlens.client import AsyncClient, Client, NewItem, Query
 from tests.support.shops import Shop, start_shop
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 JOB = "4f2a90c1be77"
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -94,7 +94,7 @@ def client(shop: Shop) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def data() -> list[bytes]:
-    return [encoded(picture(seed)) for seed in range(4)]
+    return [encoded(photo(seed)) for seed in range(4)]
 
 
 def problem(status: int, **headers: str) -> httpx.Response:
@@ -196,7 +196,7 @@ def test_the_examples_in_the_help_of_both_clients_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("shoe.jpg").write_bytes(encoded(picture(1)))
+    Path("shoe.jpg").write_bytes(encoded(photo(1)))
     names = {"Client": Client, "AsyncClient": AsyncClient, "asyncio": asyncio}
     shop = start_shop(tmp_path / "state")
     try:
@@ -247,8 +247,8 @@ def test_a_type_checker_knows_arguments_and_answers_of_both_clients(tmp_path: Pa
     file = tmp_path / "user.py"
     file.write_text(USER)
     options = ["--strict", "--config-file=", f"--cache-dir={tmp_path}", "--follow-imports=silent"]
-    told, failures, status = mypy.api.run([*options, str(file)])
-    assert (status, failures) == (0, ""), told
+    reported, failures, status = mypy.api.run([*options, str(file)])
+    assert (status, failures) == (0, ""), reported
 
 
 def test_a_gallery_is_made_filled_searched_and_deleted(
@@ -457,11 +457,12 @@ def test_many_items_are_put_in_requests_that_the_service_takes(ask: Ask) -> None
     keys = [f"k{n}" for n in range(600)]
     items = (NewItem(key, b"x") for key in keys)
     answers = Answers(added)
-    told: list[int] = []
-    answer = ask(lambda c: c.put_many("g", items, lambda done, part: told.append(done)), answers)
+    reported: list[int] = []
+    note = lambda done, part: reported.append(done)
+    answer = ask(lambda c: c.put_many("g", items, note), answers)
     assert [len(keys_of(request)) for request in answers.requests] == [256, 256, 88]
     assert ([item.key for item in answer.items], answer.added) == (keys, 600)
-    assert (told, answer.version) == ([256, 512, 600], "after k599")
+    assert (reported, answer.version) == ([256, 512, 600], "after k599")
 
 
 def test_large_images_are_read_and_sent_a_few_at_a_time(ask: Ask) -> None:

@@ -30,10 +30,10 @@ Row = tuple[str, str, str, str]
 
 
 @pytest.fixture
-def shop(tmp_path: Path, pictures: list[bytes]) -> Iterator[Shop]:
-    """Six items, and feedback with pictures."""
+def shop(tmp_path: Path, photos: list[bytes]) -> Iterator[Shop]:
+    """Six items, and feedback with images."""
     shop = start_shop(tmp_path / "state", feedback="pictures")
-    shop.put({f"{n}.png": pictures[n] for n in range(6)})
+    shop.put({f"{n}.png": photos[n] for n in range(6)})
     yield shop
     shop.close()
 
@@ -70,31 +70,31 @@ def similar(shop: Shop, key: str) -> str:
 
 
 def test_what_is_sent_comes_out_of_the_service_and_of_the_export_once_and_in_order(
-    shop: Shop, pictures: list[bytes], tmp_path: Path
+    shop: Shop, photos: list[bytes], tmp_path: Path
 ) -> None:
-    """Against a list: a picture, an item, a batch; each sent twice."""
+    """Against a list: an image, an item, a batch; each sent twice."""
     asked = {"": "", "5.png": similar(shop, "5.png")}
-    asked |= {f"pictures/{sha256(d)}.jpg": answer_id(shop, d) for d in pictures[8:10]}
+    asked |= {f"pictures/{sha256(d)}.jpg": answer_id(shop, d) for d in photos[8:10]}
     body = {"queries": [{"positives": ["3.png", "4.png"], "gallery": "shop"}]}
     [outcome] = shop.client.post("/search/batch", json=body).json()["answers"]
     asked["3.png"] = outcome["answer"]["answer_id"]
-    by_name = {sha256(data): data for data in pictures}
+    by_name = {sha256(data): data for data in photos}
     expected: list[Row] = []
     for place, (asked_with, named) in enumerate(sorted(asked.items())[1:]):
-        is_picture = asked_with.startswith("pictures/")
-        image = by_name[Path(asked_with).stem] if is_picture else None
+        is_photo = asked_with.startswith("pictures/")
+        image = by_name[Path(asked_with).stem] if is_photo else None
         for action in ("clicked", "wrong", "bought"):
             for _ in range(2):
                 assert send(shop, named, f"{place}.png", action, image).status_code == 204
-            pair = (asked_with, "") if is_picture else ("", asked_with)
+            pair = (asked_with, "") if is_photo else ("", asked_with)
             expected.append((*pair, f"{place}.png", action))
     assert sent_to(shop) == expected
     counts = shop.client.get(f"{shop.url}/feedback", params={"format": "json"}).json()
     assert counts == {"clicked": 4, "bought": 4, "wrong": 4, "pairs": 12}
     assert shop.running.metric("kinlens_feedback_total", action="bought") == 4
     out = tmp_path / "out"
-    told = call("export", "--state", str(shop.state), "--out", str(out))
-    assert "12 pairs of 12" in told
+    reported = call("export", "--state", str(shop.state), "--out", str(out))
+    assert "12 pairs of 12" in reported
     assert rows_of((out / "pairs.csv").read_text("utf-8")) == expected
     assert {f"pictures/{file.name}" for file in (out / "pictures").iterdir()} == {
         row[0] for row in expected if row[0]
@@ -108,7 +108,7 @@ def call(*arguments: str) -> str:
 
 
 def test_many_senders_and_two_processes_keep_each_feedback_once(
-    tiny_bundle: Bundle, tiny_gallery: Path, pictures: list[bytes], tmp_path: Path
+    tiny_bundle: Bundle, tiny_gallery: Path, photos: list[bytes], tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
     settings |= {"state": tmp_path / "state", "feedback": "pairs", "decode_isolation": "false"}
@@ -125,22 +125,22 @@ def test_many_senders_and_two_processes_keep_each_feedback_once(
 
         def judge(number: int) -> int:
             item, action = wanted[number % len(wanted)]
-            said = {"answer_id": named[0], "item": item, "action": action}
-            return post("/feedback", json=said).status_code
+            shown = {"answer_id": named[0], "item": item, "action": action}
+            return post("/feedback", json=shown).status_code
 
         with ThreadPoolExecutor(8) as senders:
             assert set(senders.map(judge, range(4 * len(wanted)))) == {204}
     with contextlib.closing(FeedbackStore(settings["state"])) as store:
         pairs = store.pairs("shop")
-    assert sorted(pairs) == sorted(("", "0.png", *said) for said in wanted)
+    assert sorted(pairs) == sorted(("", "0.png", *shown) for shown in wanted)
 
 
 def test_while_it_is_off_answers_are_as_before_and_nothing_is_taken_or_written(
-    tmp_path: Path, pictures: list[bytes]
+    tmp_path: Path, photos: list[bytes]
 ) -> None:
     shop = start_shop(tmp_path / "state")
-    shop.put({"a": pictures[0]})
-    assert "answer_id" not in shop.search(pictures[0]).text
+    shop.put({"a": photos[0]})
+    assert "answer_id" not in shop.search(photos[0]).text
     assert shop.gallery()["feedback"] == "off"
     problem = assert_problem(send(shop, "x", "a", "clicked"), 404, "not-found")
     assert "KINLENS_FEEDBACK" in problem["detail"]
@@ -154,22 +154,22 @@ def test_without_a_folder_the_service_refuses_to_start_and_says_what_to_do() -> 
         Settings(feedback="pairs")
 
 
-def test_an_answer_about_no_single_whole_picture_or_item_has_no_id(
-    shop: Shop, pictures: list[bytes]
+def test_an_answer_about_no_single_whole_image_or_item_has_no_id(
+    shop: Shop, photos: list[bytes]
 ) -> None:
-    assert answer_id(shop, pictures[0], crop="0,0,0.5,0.5") is None
-    files = [("image", pictures[0]), ("image", pictures[1])]
+    assert answer_id(shop, photos[0], crop="0,0,0.5,0.5") is None
+    files = [("image", photos[0]), ("image", photos[1])]
     assert shop.client.post("/search", files=files).json()["answer_id"] is None
     apart = shop.client.post("/search/batch", files=files).json()
     assert all(one["answer"]["answer_id"] for one in apart["answers"])
-    assert answer_id(shop, pictures[0], negative="0.png") == answer_id(shop, pictures[0])
+    assert answer_id(shop, photos[0], negative="0.png") == answer_id(shop, photos[0])
 
 
 @pytest.mark.parametrize("change", ["forged", "foreign", "short", "empty", "odd"])
 def test_an_id_that_the_service_did_not_give_is_refused_with_what_to_do(
-    change: str, shop: Shop, tmp_path: Path, pictures: list[bytes]
+    change: str, shop: Shop, tmp_path: Path, photos: list[bytes]
 ) -> None:
-    own = answer_id(shop, pictures[7])
+    own = answer_id(shop, photos[7])
     with contextlib.closing(FeedbackStore(tmp_path / "other")) as store:
         foreign = store.sign(Question("shop", "1" * 64, item="1.png"))
     middle = len(own) // 2
@@ -180,23 +180,23 @@ def test_an_id_that_the_service_did_not_give_is_refused_with_what_to_do(
     assert sent_to(shop) == []
 
 
-def test_items_of_the_longest_keys_can_be_judged(shop: Shop, pictures: list[bytes]) -> None:
+def test_items_of_the_longest_keys_can_be_judged(shop: Shop, photos: list[bytes]) -> None:
     asked_with, item = "🛒" * 1_024, "ü" * 1_024
-    shop.put({asked_with: pictures[10], item: pictures[11]})
+    shop.put({asked_with: photos[10], item: photos[11]})
     assert send(shop, similar(shop, asked_with), item, "bought").status_code == 204
     assert sent_to(shop) == [("", asked_with, item, "bought")]
 
 
-def test_what_does_not_fit_is_refused_by_name(shop: Shop, pictures: list[bytes]) -> None:
-    named = answer_id(shop, pictures[7])
+def test_what_does_not_fit_is_refused_by_name(shop: Shop, photos: list[bytes]) -> None:
+    named = answer_id(shop, photos[7])
     problem = assert_problem(send(shop, named, "away.png", "wrong"), 404, "unknown-item")
     assert "'away.png'" in problem["detail"]
     problem = assert_problem(send(shop, named, "1.png", "seen"), 422, "invalid-parameter")
     assert "'clicked', 'bought' or 'wrong'" in problem["detail"]
     assert_problem(send(shop, named, "x" * 2_000, "wrong"), 422, "invalid-parameter")
-    other = send(shop, named, "1.png", "wrong", pictures[6])
+    other = send(shop, named, "1.png", "wrong", photos[6])
     assert "not the image" in assert_problem(other, 422, "invalid-parameter")["detail"]
-    by_item = send(shop, similar(shop, "1.png"), "2.png", "wrong", pictures[6])
+    by_item = send(shop, similar(shop, "1.png"), "2.png", "wrong", photos[6])
     assert_problem(by_item, 422, "invalid-parameter")
     huge = {"answer_id": named, "item": "1.png", "action": "x" * 20_000}
     assert_problem(shop.client.post("/feedback", json=huge), 413, "body-too-large")
@@ -204,16 +204,17 @@ def test_what_does_not_fit_is_refused_by_name(shop: Shop, pictures: list[bytes])
 
 
 def test_nothing_of_the_client_is_kept_nor_a_time_nor_what_the_camera_wrote(
-    shop: Shop, pictures: list[bytes], tmp_path: Path
+    shop: Shop, photos: list[bytes], tmp_path: Path
 ) -> None:
     exif = Image.Exif()
     exif[0x010F], exif[0x9286] = "Camera of Ada", "at home"
-    photo = encoded(render(30, 900), "JPEG", exif=exif)
+    query_photo = encoded(render(30, 900), "JPEG", exif=exif)
     keys = shop.running.runtime.keys
     assert keys is not None
     shop.client.headers["Authorization"] = f"Bearer {keys.create('till-of-ada', ['search'])}"
     shop.client.headers["X-Request-ID"] = "request-of-ada"
-    assert send(shop, answer_id(shop, photo), "1.png", "bought", photo).status_code == 204
+    sent = send(shop, answer_id(shop, query_photo), "1.png", "bought", query_photo)
+    assert sent.status_code == 204
     files = [file for file in shop.state.glob("feedback*") if file.is_file()]
     [kept] = (shop.state / "feedback" / "pictures").iterdir()
     for file in [*files, kept]:
@@ -221,7 +222,7 @@ def test_nothing_of_the_client_is_kept_nor_a_time_nor_what_the_camera_wrote(
         for secret in (b"Ada", b"-of-ada", b"127.0.0.1", b"kl_", b"home"):
             assert secret not in content, (file, secret)
         assert file.stat().st_mode & 0o077 == 0
-    assert kept.name == f"{sha256(photo)}.jpg"
+    assert kept.name == f"{sha256(query_photo)}.jpg"
     assert kept.stat().st_mtime % 86_400 == 0
     with Image.open(kept) as image:
         assert (image.format, max(image.size), len(image.getexif())) == ("JPEG", 640, 0)
@@ -232,15 +233,13 @@ def test_nothing_of_the_client_is_kept_nor_a_time_nor_what_the_camera_wrote(
     database.close()
 
 
-def test_pairs_alone_keep_no_picture_and_an_answer_to_one_is_counted_but_no_pair(
-    tmp_path: Path, pictures: list[bytes]
+def test_pairs_alone_keep_no_image_and_an_answer_to_one_is_counted_but_no_pair(
+    tmp_path: Path, photos: list[bytes]
 ) -> None:
     shop = start_shop(tmp_path / "state", feedback="pairs")
-    shop.put({"a": pictures[0], "b": pictures[1]})
-    named = answer_id(shop, pictures[5])
-    refused = assert_problem(
-        send(shop, named, "a", "clicked", pictures[5]), 422, "invalid-parameter"
-    )
+    shop.put({"a": photos[0], "b": photos[1]})
+    named = answer_id(shop, photos[5])
+    refused = assert_problem(send(shop, named, "a", "clicked", photos[5]), 422, "invalid-parameter")
     assert "without it" in refused["detail"]
     assert send(shop, named, "a", "clicked").status_code == 204
     assert send(shop, similar(shop, "a"), "b", "wrong").status_code == 204
@@ -254,7 +253,7 @@ def test_pairs_alone_keep_no_picture_and_an_answer_to_one_is_counted_but_no_pair
     ]
 
 
-def test_a_flood_is_refused_by_the_rates_of_searches(tmp_path: Path, pictures: list[bytes]) -> None:
+def test_a_flood_is_refused_by_the_rates_of_searches(tmp_path: Path, photos: list[bytes]) -> None:
     settings = {"feedback": "pairs", "rate_limit_per_address": "6/hour"}
     shop = start_shop(tmp_path / "state", create=False, **settings)
     statuses = [send(shop, "x", "a", "wrong").status_code for _ in range(8)]
@@ -262,13 +261,13 @@ def test_a_flood_is_refused_by_the_rates_of_searches(tmp_path: Path, pictures: l
     shop.close()
 
 
-def test_searches_go_on_while_feedback_cannot_be_written(shop: Shop, pictures: list[bytes]) -> None:
-    named = answer_id(shop, pictures[7])
+def test_searches_go_on_while_feedback_cannot_be_written(shop: Shop, photos: list[bytes]) -> None:
+    named = answer_id(shop, photos[7])
     holder = sqlite3.connect(shop.state / "feedback.sqlite", isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
     with ThreadPoolExecutor(4) as senders:
         waiting = [senders.submit(send, shop, named, f"{n}.png", "wrong") for n in range(4)]
-        for data in pictures:
+        for data in photos:
             assert shop.search(data).status_code == 200
         assert not any(one.done() for one in waiting)
         holder.execute("ROLLBACK")
@@ -294,9 +293,9 @@ def test_the_oldest_go_above_the_limit_and_repeating_oneself_moves_nobody_out(
     assert [pair.item for pair in store.pairs("shop")] == ["3", "4", "5", "6", "7"]
 
 
-def test_what_is_old_or_cleared_goes_with_its_picture(store: FeedbackStore, tmp_path: Path) -> None:
-    for gallery, picture in (("a", "1" * 64), ("b", "1" * 64), ("b", "2" * 64)):
-        store.add(Question(gallery, "v", image=picture), "item", "bought", b"jpeg")
+def test_what_is_old_or_cleared_goes_with_its_image(store: FeedbackStore, tmp_path: Path) -> None:
+    for gallery, photo in (("a", "1" * 64), ("b", "1" * 64), ("b", "2" * 64)):
+        store.add(Question(gallery, "v", image=photo), "item", "bought", b"jpeg")
     (tmp_path / "feedback" / "pictures" / ".stage-1").touch()  # of a write that was cut short
     database = sqlite3.connect(tmp_path / "feedback.sqlite")
     database.execute("UPDATE feedback SET day = '2020-02-02' WHERE gallery = 'a'")
@@ -311,10 +310,10 @@ def test_what_is_old_or_cleared_goes_with_its_picture(store: FeedbackStore, tmp_
 
 
 def test_a_gallery_that_is_deleted_takes_its_feedback_along(
-    shop: Shop, pictures: list[bytes]
+    shop: Shop, photos: list[bytes]
 ) -> None:
-    named = answer_id(shop, pictures[7])
-    assert send(shop, named, "1.png", "wrong", pictures[7]).status_code == 204
+    named = answer_id(shop, photos[7])
+    assert send(shop, named, "1.png", "wrong", photos[7]).status_code == 204
     assert shop.client.delete(shop.url).status_code == 204
     assert_problem(send(shop, named, "1.png", "wrong"), 404, "unknown-gallery")
     shop.create("shop")

@@ -69,7 +69,7 @@ def test_every_error_answer_of_every_route_has_real_problems_as_examples(documen
     assert all({"400", "500"} <= found for found in statuses.values())
 
 
-def test_a_search_and_a_picture_document_what_they_can_answer_with(document) -> None:
+def test_a_search_and_an_image_document_what_they_can_answer_with(document) -> None:
     found: dict[tuple[str, str], set[str]] = {}
     for (method, path, _), examples in shown_by(document).items():
         found.setdefault((method, path), set()).update(examples)
@@ -80,9 +80,9 @@ def test_a_search_and_a_picture_document_what_they_can_answer_with(document) -> 
     anywhere |= {"key-needed", "not-allowed", "scope-needed", "rate-limited"}
     looked_up = {"overloaded", "deadline-exceeded", "gallery-unavailable"}
     assert found["get", "/galleries"] == anywhere | looked_up
-    picture = anywhere | looked_up | {"unknown-gallery", "unknown-item", "invalid-parameter"}
-    assert found["get", "/galleries/{name}/items/{item_id}/image"] == picture
-    similar = picture | {"invalid-filter"}
+    photo = anywhere | looked_up | {"unknown-gallery", "unknown-item", "invalid-parameter"}
+    assert found["get", "/galleries/{name}/items/{item_id}/image"] == photo
+    similar = photo | {"invalid-filter"}
     assert found["get", "/galleries/{name}/items/{item_id}/similar"] == similar
     body = {"bad-request", "body-too-slow", "body-too-large", "unsupported-media-type"}
     assert found["post", "/search"] == similar | body | {

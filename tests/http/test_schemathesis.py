@@ -20,13 +20,13 @@ from kinlens.embedder.bundle import Bundle
 from tests.support.market import attributes_of, text_of
 from tests.support.own_process import ROOT, OwnProcess, own_process
 from tests.support.seams import KeyStore
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
 PHASES = "examples,coverage,fuzzing" + (",stateful" if LONG else "")
 EXAMPLES = 150 if LONG else 5
 SEEDS = (5, 6, 7) if LONG else (5,)
-PICTURE = encoded(picture(0))
+PHOTO = encoded(photo(0))
 # A schema cannot say which bytes are an image. Wrong keys are limited, and tested elsewhere.
 UNCHECKED = "positive_data_acceptance,ignored_auth"
 
@@ -53,7 +53,7 @@ def target(
     key = keys.create("fuzz", ["admin"])
     keys.create("spare", ["search"])
     items = [
-        {"key": f"{n}.png", "data": text_of(encoded(picture(n))), "attributes": attributes_of(n)}
+        {"key": f"{n}.png", "data": text_of(encoded(photo(n))), "attributes": attributes_of(n)}
         for n in range(6)
     ]
     with own_process(
@@ -97,7 +97,7 @@ def test_every_operation_keeps_to_the_document(target: Target, seed: int, tmp_pa
 
 def form(boundary: str = "b", tail: str = "--b--\r\n") -> bytes:
     head = f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="x"\r\n\r\n'
-    return head.encode() + PICTURE + b"\r\n" + tail.encode()
+    return head.encode() + PHOTO + b"\r\n" + tail.encode()
 
 
 def chunked(data: bytes, size: str | None = None) -> bytes:
@@ -127,7 +127,7 @@ ODD: dict[str, tuple[str, list[str], bytes, set[int]]] = {
     "no content type": (SEARCH, [], form(), BAD),
     "a content type of no sense": (SEARCH, ["Content-Type: ;;;=\xff"], form(), BAD),
     "two content types": (SEARCH, [FORM, JSON], form(), GOOD | BAD),
-    "a content type of 20 KB": (SEARCH, ["Content-Type: image/" + "x" * 20_000], PICTURE, GOOD),
+    "a content type of 20 KB": (SEARCH, ["Content-Type: image/" + "x" * 20_000], PHOTO, GOOD),
     "JSON of another encoding": (SEARCH, [JSON], '{"k": 1}'.encode("utf-16"), BAD),
     "JSON of a great depth": (SEARCH, [JSON], b"[" * 100_000, BAD),
     "JSON of a great number": (SEARCH, [JSON], b'{"k": ' + b"9" * 5_000 + b"}", BAD),
@@ -174,7 +174,7 @@ def test_an_odd_request_has_an_answer_that_fits_and_the_next_one_is_answered(
     line, headers, body, expected = ODD[what]
     status = answered(target, line, headers, body)
     assert status in expected, f"{what}: {status}"
-    found = target.send("POST", "/search", files={"image": PICTURE}, data={"k": "1"})
+    found = target.send("POST", "/search", files={"image": PHOTO}, data={"k": "1"})
     assert found.status_code == 200
     assert not target.process.faults()
 

@@ -1,4 +1,4 @@
-"""A small shop of pictures and a gallery of it."""
+"""A small shop of images and a gallery of it."""
 
 import errno
 import json
@@ -22,9 +22,9 @@ from kinlens.indexer.ingest.sources import Record, Source, folder_source
 from tests.indexer.oracle import BUNDLE, DIM
 from tests.support.milvus_server import milvus_server
 from tests.support.seams import options, set_fault_hook
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
-PICTURES = {
+PHOTOS = {
     "cup/a.png": ("PNG", 1),
     "cup/b.jpg": ("JPEG", 2),
     "hat/c.webp": ("WEBP", 3),
@@ -57,12 +57,12 @@ def listed(root: Path, *records: Record) -> Source:
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
-    """Six pictures of six formats in two sub-folders and the root."""
+    """Six images of six formats in two sub-folders and the root."""
     root = tmp_path / "shop"
-    for name, (kind, seed) in PICTURES.items():
+    for name, (kind, seed) in PHOTOS.items():
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(picture(seed), kind))
+        file.write_bytes(encoded(photo(seed), kind))
     return root
 
 
@@ -73,7 +73,7 @@ def embedder() -> CountingEmbedder:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Where the gallery of the shop goes."""
+    """The folder of the gallery of the shop."""
     return tmp_path / "gallery"
 
 

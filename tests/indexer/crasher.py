@@ -140,7 +140,7 @@ def obey(path: Path, orders: Connection) -> None:
 
 
 def compact(path: Path) -> None:
-    """Compact the gallery again and again, beside the process that changes it, until killed."""
+    """Compact the gallery again and again while another process changes it, until killed."""
     gallery = Gallery.open(path)
     while True:
         with contextlib.suppress(GalleryBusyError):
@@ -148,7 +148,7 @@ def compact(path: Path) -> None:
 
 
 def build(path: Path, keys: int) -> None:
-    """Publish a generation with so many items."""
+    """Publish a generation with that number of items."""
     entries = [entry(f"new-{n}", f"new content {n}", n) for n in range(keys)]
     facts = {"name": "g", "bundle_id": BUNDLE}
     import_gallery(Dump(facts, DIM, keys, lambda: iter(entries)), path)
@@ -217,7 +217,7 @@ def follow_shop(_: Path, address: str, copy: Path, point: str) -> None:
 
 
 class Dies:
-    """Kills its process where the point of this name comes after so many of that name."""
+    """Kills its process at this crash point, after a number of passes of that one."""
 
     def __init__(self, name: str, before: int) -> None:
         self._name, self._before = name, before

@@ -58,7 +58,7 @@ def fill(path: Path, count: int = 200) -> Path:
 
 
 def content(path: Path) -> dict[str, Any]:
-    """Everything that a gallery says of itself, but its generation."""
+    """All facts of a gallery except its generation."""
     with closing(Gallery.open(path, verify_hashes=True)) as gallery:
         items = [*gallery.items()]
         return {
@@ -212,7 +212,7 @@ def test_progress_counts_about_what_was_foretold(shop: Path, tmp_path: Path) -> 
     assert sum(copied) == pytest.approx(report.bytes, rel=0.1)
     with closing(Gallery.open(shop)) as gallery:
         gallery.add([entry(f"many {n}", text=f"{n}" * 100) for n in range(500)])
-        expected = copy_bytes(shop)  # most of it stands in the log alone
+        expected = copy_bytes(shop)  # most of it is in the log alone
         copied.clear()
         backup(shop, tmp_path / "again", copied.append)
     assert sum(copied) == expected

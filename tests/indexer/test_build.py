@@ -19,7 +19,7 @@ from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.build import BuildReport, BuildSettings, build_gallery, needed_mb
 from kinlens.indexer.ingest.sources import Record, csv_source, folder_source
 from tests.indexer.conftest import (
-    PICTURES,
+    PHOTOS,
     CountingEmbedder,
     fails_at,
     faults,
@@ -28,7 +28,7 @@ from tests.indexer.conftest import (
     small_files,
 )
 from tests.support.seams import EmbedSettings, plan_index
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 Build = Callable[[], BuildReport]
 
@@ -55,7 +55,7 @@ def test_every_readable_image_is_indexed_and_the_report_adds_up(
     assert [failure.key for failure in report.failures] == ["text.jpg"]
     written = json.loads((out / "versions" / report.generation / "report.json").read_text())
     assert written == json.loads(report.model_dump_json(exclude={"generation"}))
-    for name in PICTURES:
+    for name in PHOTOS:
         assert keys(out, embedder, shop / name)[0] in {name, "copy.gif"}
 
 
@@ -68,7 +68,7 @@ def test_item_numbers_do_not_depend_on_threads_or_batches(
         settings = BuildSettings(embed=EmbedSettings(batch_size, workers))
         build_gallery(folder_source(shop), embedder, out, settings)
         numbers.append([(number, key) for number, key, _ in items(out)])
-    assert numbers[0] == numbers[1] == list(enumerate(sorted(PICTURES), 1))
+    assert numbers[0] == numbers[1] == list(enumerate(sorted(PHOTOS), 1))
 
 
 def test_a_source_without_one_readable_image_is_refused_and_changes_nothing(
@@ -88,7 +88,7 @@ def test_a_new_build_replaces_the_generation_and_leaves_nothing_beside(
     built: Path, build: Build, shop: Path
 ) -> None:
     before = current_generation(built)
-    (shop / "new.png").write_bytes(encoded(picture(99)))
+    (shop / "new.png").write_bytes(encoded(photo(99)))
     report = build()
     assert current_generation(built) == report.generation != before
     assert len(items(built)) == 7
@@ -99,7 +99,7 @@ def test_a_full_disk_is_a_clear_message_and_the_old_gallery_stays(
     built: Path, build: Build, shop: Path
 ) -> None:
     before = current_generation(built)
-    (shop / "new.png").write_bytes(encoded(picture(99)))
+    (shop / "new.png").write_bytes(encoded(photo(99)))
     with (
         small_files(300),
         pytest.raises(GalleryError, match=r"Cannot write .*Check the free space"),
@@ -130,7 +130,7 @@ def test_the_space_asked_for_is_enough_for_what_is_written(
     shop, out = tmp_path / "many", tmp_path / "gallery"
     shop.mkdir()
     for number in range(200):
-        (shop / f"{number:03d}.png").write_bytes(encoded(picture(number), "PNG"))
+        (shop / f"{number:03d}.png").write_bytes(encoded(photo(number), "PNG"))
     build_gallery(folder_source(shop), embedder, out)
     written_mb = sum(f.stat().st_size for f in out.rglob("*") if f.is_file()) / 2**20
     estimate_mb = needed_mb(plan_index(200, embedder.dim, IndexSettings()))
@@ -143,7 +143,7 @@ def test_the_space_asked_for_is_enough_for_what_is_written(
 
 
 def test_a_name_with_control_characters_is_left_out_and_reported(shop: Path, build: Build) -> None:
-    (shop / "line\nbreak.png").write_bytes(encoded(picture(99)))
+    (shop / "line\nbreak.png").write_bytes(encoded(photo(99)))
     report = build()
     assert report.indexed == 6
     assert [failure.reason for failure in report.failures] == [
@@ -229,12 +229,12 @@ def test_what_a_stopped_build_had_of_another_source_is_not_published(
 def test_a_failure_in_any_step_leaves_the_old_or_the_new_gallery(
     shop: Path, tmp_path: Path, embedder: CountingEmbedder
 ) -> None:
-    for name in [*PICTURES][2:]:
+    for name in [*PHOTOS][2:]:
         (shop / name).unlink()
     old = tmp_path / "old"
     build_gallery(folder_source(shop), embedder, old)
     before = current_generation(old)
-    (shop / "new.png").write_bytes(encoded(picture(99)))
+    (shop / "new.png").write_bytes(encoded(photo(99)))
     finished: list[str] = []
     with faults(finished.append):
         build_gallery(folder_source(shop), embedder, shutil.copytree(old, tmp_path / "finished"))
@@ -284,7 +284,7 @@ def test_a_killed_build_leaves_the_gallery_intact_and_continues_where_it_stopped
 ) -> None:
     before = current_generation(built)
     for number in range(100):
-        (shop / f"{number:03d}.png").write_bytes(encoded(picture(100 + number)))
+        (shop / f"{number:03d}.png").write_bytes(encoded(photo(100 + number)))
     embedder.batches.clear()
     command = [sys.executable, "-c", CHILD, str(shop), str(built)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

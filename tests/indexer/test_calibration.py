@@ -74,12 +74,12 @@ def asked(
     gallery: Gallery, queries: Embeddings, products: list[str | None], prior: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the best hits say, and whether they are right."""
-    calibrated, said, true = usable(gallery), [], []
+    calibrated, reported, true = usable(gallery), [], []
     for query, product in zip(queries, products, strict=True):
         [hits] = gallery.search(query[None], 20)
-        said.append(Shares(calibrated, prior, hits, hits).of(hits[0]))
+        reported.append(Shares(calibrated, prior, hits, hits).of(hits[0]))
         true.append(hits[0].attributes["product"] == product)
-    return np.array(said), np.array(true)
+    return np.array(reported), np.array(true)
 
 
 @pytest.mark.parametrize("views", [3, 8])
@@ -97,9 +97,9 @@ def test_what_the_best_hit_says_is_true_for_fresh_photos(
     if prior:
         present += [fresh[n, v] for n in range(products, products + 80) for v in range(4)]
         names += [None] * 320
-    said, true = asked(gallery, np.array(present), names, prior)
-    assert said.mean() == pytest.approx(true.mean(), abs=0.07)
-    sure = said > 0.7
+    reported, true = asked(gallery, np.array(present), names, prior)
+    assert reported.mean() == pytest.approx(true.mean(), abs=0.07)
+    sure = reported > 0.7
     assert sure.sum() > 20
     assert true[sure].mean() > 0.7
 
@@ -178,10 +178,11 @@ def test_a_gallery_that_cannot_vouch_says_why_and_the_bundle_is_asked(
 ) -> None:
     gallery = make(photos(products, views))
     gallery.calibrate()
-    said = choose(gallery.calibration(), None, "The model was exported without held-out images.")
-    assert isinstance(said, str)
-    assert reason in said
-    assert "The model was exported without held-out images." in said
+    because = "The model was exported without held-out images."
+    reported = choose(gallery.calibration(), None, because)
+    assert isinstance(reported, str)
+    assert reason in reported
+    assert "The model was exported without held-out images." in reported
     unlike = choose(gallery.calibration(), BUNDLE, None)
     assert isinstance(unlike, str)
     assert f"The gallery has {views:.1f} images" in unlike or "products" in unlike
@@ -203,8 +204,8 @@ def test_without_an_attribute_that_names_products_there_is_none(
 ) -> None:
     gallery = make(photos(40, 4), attribute="shelf")
     gallery.calibrate()
-    said = choose(gallery.calibration(), BUNDLE, None)
-    assert "No attribute names the product of an item" in str(said)
+    reported = choose(gallery.calibration(), BUNDLE, None)
+    assert "No attribute names the product of an item" in str(reported)
     gallery.calibrate("shelf")
     assert usable(gallery).product == "shelf"
     gallery.calibrate()  # it is remembered
@@ -226,11 +227,11 @@ def test_copies_of_the_searching_photo_are_not_evidence(make: Callable[..., Gall
     single.calibrate()
     twice = usable(single)
     fresh = photos(60, 2, noise=0.3, seed=1)[:, 0]
-    said = []
+    reported = []
     for calibrated in (alone, twice):
         hits = [single.search(query[None], 20)[0] for query in fresh]
-        said.append(np.mean([Shares(calibrated, 0.1, h, h).of(h[0]) for h in hits]))
-    assert said[1] < said[0] + 0.15
+        reported.append(np.mean([Shares(calibrated, 0.1, h, h).of(h[0]) for h in hits]))
+    assert reported[1] < reported[0] + 0.15
 
 
 def test_golden_photos_come_first_and_products_that_are_absent_count(
@@ -251,9 +252,9 @@ def test_golden_photos_come_first_and_products_that_are_absent_count(
     assert found.fit.searches == 2 * 180 + 90
     asking = photos(90, 3, seed=2)
     names: list[str | None] = [f"p{n}" if n < 60 else None for n in range(90)]
-    said, true = asked(gallery, asking[:, 0], names, 1 / 3)
-    assert said.mean() == pytest.approx(true.mean(), abs=0.1)
-    gallery.compact()  # a new segment keeps what the golden set said
+    reported, true = asked(gallery, asking[:, 0], names, 1 / 3)
+    assert reported.mean() == pytest.approx(true.mean(), abs=0.1)
+    gallery.compact()  # a new segment keeps the figures of the golden set
     assert usable(gallery).source == "golden"
     for some, reason in (
         (queries[:45], "has 15 products; at least 16"),
@@ -295,10 +296,10 @@ def test_products_with_different_numbers_of_images_are_asked_for_equally_often(
     gallery.compact()
     fresh = photos(160, 4, seed=1)
     names: list[str | None] = [f"p{n}" for n in range(160) for _ in range(4)]
-    said, true = asked(gallery, fresh.reshape(-1, DIM), names, 0.0)
-    assert said.mean() == pytest.approx(true.mean(), abs=0.07)
-    rare = np.arange(len(said)) >= 40 * 4
-    assert said[rare].mean() == pytest.approx(true[rare].mean(), abs=0.12)
+    reported, true = asked(gallery, fresh.reshape(-1, DIM), names, 0.0)
+    assert reported.mean() == pytest.approx(true.mean(), abs=0.07)
+    rare = np.arange(len(reported)) >= 40 * 4
+    assert reported[rare].mean() == pytest.approx(true[rare].mean(), abs=0.12)
     bundle = gallery.calibration()
     assert bundle is not None
     alone = bundle.model_copy(update={"gallery": "none"})
@@ -313,9 +314,9 @@ def test_a_gallery_that_names_few_of_its_products_has_no_probabilities(
     assert usable(gallery).source == "gallery"
     gallery.update({f"{p}/{v}": {"product": None} for p in range(60) for v in range(0, 8, 4)})
     gallery.calibrate()
-    said = choose(gallery.calibration(), BUNDLE, None)
-    assert "360 of 480 items have the attribute `product`" in str(said)
-    assert "at least 95% are needed" in str(said)
+    reported = choose(gallery.calibration(), BUNDLE, None)
+    assert "360 of 480 items have the attribute `product`" in str(reported)
+    assert "at least 95% are needed" in str(reported)
     gallery.update({f"{p}/{v}": {"product": f"p{p}"} for p in range(60) for v in range(0, 8, 4)})
     gallery.calibrate_if_outdated()
     assert usable(gallery).source == "gallery"
@@ -344,9 +345,9 @@ def test_items_of_all_ages_search_for_each_other(make: Callable[..., Gallery]) -
 def test_searches_that_are_always_right_fit_nothing(make: Callable[..., Gallery]) -> None:
     gallery = make(photos(40, 16, noise=0.03))
     gallery.calibrate()
-    said = choose(gallery.calibration(), None, None)
-    assert "and 0 wrong hits among the ten best" in str(said)
-    assert "Add products that look alike" in str(said)
+    reported = choose(gallery.calibration(), None, None)
+    assert "and 0 wrong hits among the ten best" in str(reported)
+    assert "Add products that look alike" in str(reported)
 
 
 def test_the_attribute_of_a_product_replaces_that_of_its_folder(

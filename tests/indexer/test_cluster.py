@@ -28,7 +28,7 @@ from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards, reader_a
 from kinlens.indexer.ingest.sources import Record, Source, folder_source
 from kinlens.indexer.types import Entry
 from tests.indexer.conftest import Run, printed
-from tests.tiny import TINY_DIM, encoded, picture
+from tests.tiny import TINY_DIM, encoded, photo
 
 COMMAND = Path(sys.executable).with_name("kinlens-index")
 COUNT, SHARD = 260, 64
@@ -38,12 +38,12 @@ OPEN = {"RAY_AUTH_MODE": "disabled"}
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of pictures, some of them copies, one that is none, and a list of some."""
+    """A folder of images, some of them copies, one that is none, and a list of some."""
     folder = tmp_path_factory.mktemp("shop")
     for number in range(COUNT):
         file = folder / f"class-{number % 3}" / f"{number:04}.png"
         file.parent.mkdir(exist_ok=True)
-        file.write_bytes(encoded(picture(number % 250)))
+        file.write_bytes(encoded(photo(number % 250)))
     (folder / "class-0" / "none.png").write_bytes(b"no picture")
     rows = [f"sku-{n},class-{n % 3}/{n:04}.png,{n / 2},S|M" for n in range(100)]
     (folder / "list.csv").write_text("\n".join(["key,path,price:number,sizes:text[]", *rows]))
@@ -82,7 +82,7 @@ def cluster(vectors: object) -> Iterator[str]:
 
 
 def wait_for_parts(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    """Until so many shards are there; Ray starts slowly where tests run beside this one."""
+    """Until that many shards exist; Ray starts slowly while other tests run."""
     end = time.monotonic() + 200
     while len(list(out.glob("parts/*.parquet"))) < count:
         assert process.poll() is None, "it has ended"
@@ -102,7 +102,7 @@ def embedded(*words: object) -> Any:
 def vectors(
     shop: Path, tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Any]:
-    """The vectors of the shop, and what the command said."""
+    """The vectors of the shop, and the output of the command."""
     pytest.importorskip("ray", reason="Ray is not installed (pip install 'kinlens[ray]')")
     out = tmp_path_factory.mktemp("embedded") / "vectors"
     words = (shop, "--bundle", tiny_bundle.path, "--out", out, "--shard-size", SHARD)
@@ -166,7 +166,7 @@ def actors_of() -> list[int]:
 def test_a_worker_and_then_the_call_are_killed_and_the_same_call_makes_what_is_missing(
     shop: Path, tiny_bundle: Bundle, vectors: tuple[Path, Any], cluster: str, tmp_path: Path
 ) -> None:
-    """A worker that is killed costs the shard that it was making, and the call goes on."""
+    """A worker that is killed costs the shard that it was making, and the call continues."""
     words = (shop, "--bundle", tiny_bundle.path, "--out", tmp_path / "v", "--shard-size", 8)
     words = (*words, "--ray", cluster)
     process = command("embed", *words)
@@ -280,7 +280,7 @@ def test_a_root_that_a_worker_does_not_see_is_named(
 
 
 def test_a_link_that_leads_out_of_a_local_address_is_left_out(shop: Path, tmp_path: Path) -> None:
-    (tmp_path / "secret.png").write_bytes(encoded(picture(1)))
+    (tmp_path / "secret.png").write_bytes(encoded(photo(1)))
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "x.png").symlink_to(tmp_path / "secret.png")
     read = reader_at(f"file://{tmp_path}/in")
@@ -343,4 +343,4 @@ def test_wrong_usage_is_named(run: Run, tmp_path: Path) -> None:
     result = run("build", "--vectors", tmp_path, "--out", tmp_path / "g")
     assert "no manifest.json" in " ".join(result.stderr.split())
     result = run("embed", "xyz://nowhere/a", "--bundle", "b", "--out", tmp_path / "v")
-    assert "xyz://nowhere/a cannot be reached" in " ".join(result.stderr.split())
+    assert "xyz://nowhere/a cannot be opened" in " ".join(result.stderr.split())

@@ -196,7 +196,7 @@ def test_a_facet_of_values_that_items_do_not_share_is_refused_by_name(gallery: G
         for n, vector in enumerate(vectors)
     )
     gallery.compact()
-    with pytest.raises(InvalidParameterError, match=r"'sku'.*value of its own"):
+    with pytest.raises(InvalidParameterError, match=r"'sku'.*has a different value"):
         gallery.facets(["half", "sku"])
     facts = {one.name: one.values for one in gallery.attribute_facts()}
     assert facts["sku"] is None

@@ -10,7 +10,7 @@ from kinlens.indexer.gallery import Gallery, current_generation
 from kinlens.indexer.live import compaction
 from tests.indexer.conftest import CountingEmbedder, Run, failure, printed
 from tests.support.seams import GalleryFolder
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 def test_build_says_the_cost_before_and_the_result_after(run: Run, shop: Path, out: Path) -> None:
@@ -86,7 +86,7 @@ def test_what_cannot_be_built_is_one_line_and_no_gallery(
 def test_add_brings_a_gallery_up_to_date_and_says_what_it_did(
     run: Run, built: Path, shop: Path
 ) -> None:
-    (shop / "hat" / "new.png").write_bytes(encoded(picture(99)))
+    (shop / "hat" / "new.png").write_bytes(encoded(photo(99)))
     (shop / "hat" / "bad.png").write_text("not an image")
     result = run("add", built, shop / "hat", "--bundle", "b")
     assert result.exit_code == 0
@@ -116,7 +116,7 @@ def test_add_makes_a_new_index_when_it_is_due_unless_told_not_to(
 ) -> None:
     monkeypatch.setattr(compaction, "_SMALL_DELTA", 2)
     for number in range(4):
-        (shop / f"new{number}.png").write_bytes(encoded(picture(100 + number)))
+        (shop / f"new{number}.png").write_bytes(encoded(photo(100 + number)))
     left = run("add", built, shop, "--bundle", "b", "--no-compact")
     assert "A compaction is due: 4 items were added or changed after the segment" in left.stderr
     assert printed(run("stats", built, "--json"))["delta"] == 4
@@ -157,7 +157,7 @@ def test_images_are_added_from_another_root_that_is_named(
 def test_a_gallery_that_is_being_built_cannot_be_changed_meanwhile(
     run: Run, built: Path, shop: Path
 ) -> None:
-    (shop / "new.png").write_bytes(encoded(picture(99)))
+    (shop / "new.png").write_bytes(encoded(photo(99)))
     with GalleryFolder(built).locked():
         for arguments in (
             ("add", built, shop, "--bundle", "b"),

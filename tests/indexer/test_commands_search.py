@@ -11,7 +11,7 @@ from typer.testing import Result
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.calibration import GalleryCalibration
 from kinlens.indexer.gallery import Gallery
-from tests.indexer.conftest import PICTURES, Run, failure, printed, query
+from tests.indexer.conftest import PHOTOS, Run, failure, printed, query
 from tests.indexer.oracle import entry, units
 from tests.support.market import CALIBRATION
 
@@ -76,7 +76,7 @@ def test_the_options_of_a_search_are_handed_on(
     assert found(run(*ask, "--min-score", "0.999")) == ["f.gif"]
     assert found(run(*ask, "--exact")) == found(run(*ask, "--effort", "5"))
     everything = found(run(*ask, "-k", "1000"))
-    assert sorted(everything) == sorted(PICTURES)
+    assert sorted(everything) == sorted(PHOTOS)
     assert found(run(*ask, "-k", "2", "--offset", "2")) == everything[2:4]
     (shop / "copy.gif").write_bytes((shop / "f.gif").read_bytes())
     assert run("add", built, shop, "--bundle", "b").exit_code == 0
@@ -102,12 +102,12 @@ def test_another_order_is_handed_on(run: Run, built: Path, vectors: Path) -> Non
 
 def test_liked_items_are_not_in_their_own_answer(run: Run, built: Path) -> None:
     keys = found(run("search", built, "--like", "f.gif", "--json"))
-    assert sorted(keys) == sorted(set(PICTURES) - {"f.gif"})
+    assert sorted(keys) == sorted(set(PHOTOS) - {"f.gif"})
     mixed = ("search", built, "--like", "f.gif", "--unlike", keys[0], "--json")
-    assert sorted(found(run(*mixed))) == sorted(set(PICTURES) - {"f.gif", keys[0]})
+    assert sorted(found(run(*mixed))) == sorted(set(PHOTOS) - {"f.gif", keys[0]})
     [groups] = printed(run(*mixed, "--group-by", "class", "--group-size", "9"))["groups"]
     grouped = [hit["key"] for group in groups for hit in group["hits"]]
-    assert sorted(grouped) == sorted(set(PICTURES) - {"f.gif", keys[0]})
+    assert sorted(grouped) == sorted(set(PHOTOS) - {"f.gif", keys[0]})
 
 
 def test_groups_are_shown_with_their_items(run: Run, built: Path, shop: Path) -> None:

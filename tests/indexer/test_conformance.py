@@ -63,7 +63,7 @@ from tests.indexer.oracle import (
 from tests.indexer.test_rerank import ORDERS, check_order
 from tests.support.milvus_server import MilvusServer, started_server
 from tests.support.seams import MilvusStore
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[VectorStore]:
         yield shop
 
 
-# Laws that one engine alone keeps; why, says the table in docs/galleries.md, Milvus.
+# Laws that one engine alone keeps; the table in docs/galleries.md, Milvus, gives the reasons.
 faiss_alone = pytest.mark.parametrize("store", ["faiss"], indirect=True)
 milvus_alone = pytest.mark.parametrize(
     "store", [pytest.param("milvus", marks=pytest.mark.milvus)], indirect=True
@@ -116,7 +116,7 @@ OPTIONS = [
 
 
 def stock(store: VectorStore, count: int = 120) -> Oracle:
-    """Put a shop of so many items into the store."""
+    """Put a shop of that number of items into the store."""
     entries = shop(count)
     store.add(entries)
     return Oracle(store, entries)
@@ -161,7 +161,7 @@ def test_a_boost_needs_its_range_where_the_server_tells_none(store: MilvusStore)
 
 
 def full_of_ties(draw: random.Random, count: int) -> list[Entry]:
-    """Few different scores, contents and values of all kinds, some of them in a crowd."""
+    """Few different scores, contents and values of all kinds, some of them in a cluster."""
     corners = [*np.eye(DIM, dtype=np.float32)[:6], *-np.eye(DIM, dtype=np.float32)[:6]]
     values: dict[str, list[AttributeValue | None]] = {
         "text": ["a", "b", "c", None],
@@ -833,9 +833,9 @@ def test_galleries_are_told_apart_by_name_and_bundle(
         MilvusStore.open(uri, store.name, expected_bundle_id="c" * 64)
     with closing(client(milvus_server)) as there:
         there.create_collection("foreign", dimension=4)
-    with pytest.raises(GalleryCorruptError, match="something else"):
+    with pytest.raises(GalleryCorruptError, match="is not a gallery"):
         MilvusStore.open(uri, "foreign")
-    with pytest.raises(GalleryCorruptError, match="something else"):
+    with pytest.raises(GalleryCorruptError, match="is not a gallery"):
         published(milvus_server, "foreign")
 
 
@@ -851,9 +851,9 @@ def test_a_killed_server_is_an_error_and_what_it_had_acknowledged_is_there_after
         with closing(MilvusStore.open(server.uri, "shop", timeout_s=2)) as store:
             version = store.version
             server.kill()
-            with pytest.raises(EngineUnavailableError, match="does not answer"):
+            with pytest.raises(EngineUnavailableError, match="does not respond"):
                 store.search(units(1), 3)
-            with pytest.raises(EngineUnavailableError, match="does not answer"):
+            with pytest.raises(EngineUnavailableError, match="does not respond"):
                 store.add(entries)
             server.restart()
         with closing(MilvusStore.open(server.uri, "shop")) as store:
@@ -896,7 +896,7 @@ def test_a_gallery_moves_to_milvus_by_command_and_comes_back(
     ask = ("search", there, "--image", shop / "f.gif", "--bundle", "b", "-k", "1")
     assert run(*ask).stdout == "1.0000  f.gif  price=5\n"
     assert run("update", there, "cup/a.png", "--set", "price=7.5").stdout.startswith("1 of 1")
-    (shop / "new.png").write_bytes(encoded(picture(99)))
+    (shop / "new.png").write_bytes(encoded(photo(99)))
     assert "1 added, 0 replaced" in run("add", there, shop, "--bundle", "b").stdout
     counted = run("remove", there, "--where", "price > 6", "--dry-run")
     assert counted.stdout == "1 items would be removed; 7 items in the gallery.\n"

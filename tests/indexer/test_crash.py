@@ -38,7 +38,7 @@ def test_no_acknowledged_change_is_lost_in_200_kills_and_nothing_removed_returns
     folder: Path, tmp_path: Path
 ) -> None:
     """Odd processes die at a fault point, each in turn, the others at a random moment; every fourth
-    has a second process beside it that does nothing but compact, and is killed too."""
+    has a second process that does nothing but compact, and is killed too."""
     rng = np.random.default_rng(SEED)
     points = points_of(Path(shutil.copytree(folder, tmp_path / "other")))
     assert 2 * len(points) <= KILLS
@@ -50,19 +50,19 @@ def test_no_acknowledged_change_is_lost_in_200_kills_and_nothing_removed_returns
         dies_at = (points[point], time_of_point) if seed % 2 else None
         process = forks.Process(target=crasher.change, args=(folder, log, seed, dies_at))
         process.start()
-        beside = forks.Process(target=crasher.compact, args=(folder,))
+        other = forks.Process(target=crasher.compact, args=(folder,))
         if seed % 4 == 0:
-            beside.start()
+            other.start()
         if dies_at is None:
             until(log.exists)
             time.sleep(float(rng.uniform(0, 0.06)))
             process.kill()
         process.join(60)
-        assert process.exitcode == -9, f"seed {seed} ended by itself: {process.exitcode}"
+        assert process.exitcode == -9, f"seed {seed} ended too early: {process.exitcode}"
         if seed % 4 == 0:
             time.sleep(float(rng.uniform(0, 0.02)))
-            beside.kill()
-            beside.join()
+            other.kill()
+            other.join()
         models = crasher.possible(model, log, seed)
         gallery = Gallery.open(folder)
         model = crasher.check(gallery, models)
@@ -85,7 +85,7 @@ def points_of(path: Path) -> list[str]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Two galleries, a backup, and room for what a test makes of them."""
+    """Two galleries, a backup, and space for what a test makes of them."""
     place = tmp_path / "place"
     crasher.build(place / "target", 6)
     with contextlib.closing(Gallery.open(place / "target")) as target:

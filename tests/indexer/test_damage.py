@@ -1,4 +1,4 @@
-"""Damaged files, a disk that refuses: what a gallery loses is told, and it loses nothing else."""
+"""Damaged files, a disk that refuses: a gallery reports what it loses, and loses nothing else."""
 
 import shutil
 import tempfile

@@ -29,11 +29,11 @@ from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.types import Grouping, SearchOptions
 from tests.indexer.conftest import Run, failure, printed
 from tests.indexer.oracle import DIM, entry, units
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 def clustered(total: int = 400, seed: int = 0) -> np.ndarray:
-    """Unit vectors, half of them near one of the others, forty of them in one crowd."""
+    """Unit vectors, half of them near one of the others, forty of them in one cluster."""
     rng = np.random.default_rng(seed)
     alone = units(total // 2, seed)
     chosen = rng.integers(0, 60, total - len(alone))
@@ -71,7 +71,7 @@ def naive_groups(stored: dict[int, np.ndarray], least: float) -> list[tuple[int,
     return sorted(groups, key=lambda group: (-len(group[1]), group[0]))
 
 
-def told(groups: list[NearGroup]) -> list[tuple[int, set[int]]]:
+def reported(groups: list[NearGroup]) -> list[tuple[int, set[int]]]:
     return [(group[0][0], {number for number, _ in group[1:]}) for group in groups]
 
 
@@ -80,7 +80,7 @@ def test_groups_equal_those_of_a_naive_reference(gallery: Gallery, least: float)
     stored = filled(gallery, clustered())
     done: list[int] = []
     groups = near_groups(gallery, least, on_progress=done.append)
-    assert told(groups) == naive_groups(stored, least)
+    assert reported(groups) == naive_groups(stored, least)
     assert sum(done) == gallery.size
     for (first, one), *others in groups:
         assert one == 1.0
@@ -96,7 +96,7 @@ def test_an_approximate_index_is_asked_and_exact_compares_all(gallery: Gallery) 
     gallery.add([entry(f"k{n}", row) for n, row in enumerate(vectors)])
     gallery.compact(IndexSettings(kind="hnsw", target_recall=0.9))
     stored = {item.id: vectors[int(item.key[1:])] for item in gallery.items()}
-    assert told(near_groups(gallery, 0.9, exact=True)) == naive_groups(stored, 0.9)
+    assert reported(near_groups(gallery, 0.9, exact=True)) == naive_groups(stored, 0.9)
     found = {number for group in near_groups(gallery, 0.9) for number, _ in group}
     expected = {number for one, others in naive_groups(stored, 0.9) for number in (one, *others)}
     assert len(found & expected) > 0.9 * len(expected)
@@ -232,7 +232,7 @@ def test_a_placeholder_is_a_crowd_with_a_cure_and_no_group(
         entries.append(entry(f"k{n}", row, attributes, content))
     gallery.add(entries)
     found = find_duplicates(gallery)
-    assert found.min_score < 0.99  # copies of one picture say nothing about others
+    assert found.min_score < 0.99  # copies of one image say nothing about others
     [cluster] = clusters_of(gallery, found)
     assert cluster.items == 500
     assert {item.sha256 for item in cluster.examples} == {entries[-1].sha256}
@@ -400,9 +400,9 @@ def test_near_duplicates_are_not_left_out_of_groups_and_the_score_is_a_cosine(
 
 @pytest.fixture
 def twins(build: Callable[[], object], shop: Path, out: Path) -> Path:
-    """The gallery of the shop with a picture twice as a file, and once more compressed."""
+    """The gallery of the shop with an image twice as a file, and once more compressed."""
     (shop / "hat" / "twin.webp").write_bytes((shop / "hat" / "c.webp").read_bytes())
-    (shop / "hat" / "small <b>.jpg").write_bytes(encoded(picture(3), "JPEG", quality=60))
+    (shop / "hat" / "small <b>.jpg").write_bytes(encoded(photo(3), "JPEG", quality=60))
     build()
     return out
 

@@ -40,7 +40,7 @@ def stock(count: int, seed: int = 0) -> list[Entry]:
 
 
 def check(facet: Facet, entries: Sequence[Entry], name: str) -> None:
-    """It says what counting these items one by one says."""
+    """It equals a count of these items one by one."""
     given = [e.attributes[name] for e in entries if name in e.attributes]
     assert facet.missing == len(entries) - len(given)
     counts = Counter(given)
@@ -217,7 +217,7 @@ def test_what_cannot_be_counted_is_named(gallery: Gallery) -> None:
         gallery.facets(["sale", "color"])
     with pytest.raises(FilterError, match="'size'"):
         gallery.facets(["sale"], options=SearchOptions(where=Equals("size", 1)))
-    with pytest.raises(InvalidParameterError, match="No query"):
+    with pytest.raises(InvalidParameterError, match="need a query"):
         gallery.facets(["sale"], options=SearchOptions(min_score=0.5))
     with pytest.raises(InvalidParameterError, match=f"dimension {DIM}"):
         gallery.facets(["sale"], units(1, dim=DIM + 1))

@@ -100,7 +100,7 @@ def test_json_says_the_same_as_the_classes() -> None:
 
 
 def fitting(gallery: Gallery, where: Filter) -> bool:
-    """Whether a page of the gallery holds what this filter says of each item."""
+    """Whether a page of the gallery has exactly the items that pass this filter."""
     expected = [item for item in gallery.items() if where.matches(item.attributes)]
     return gallery.page(0, 5000, where).items == expected
 

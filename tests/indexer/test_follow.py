@@ -1,4 +1,4 @@
-"""A compaction brings the segment up to date, and what it leaves out is as if made anew."""
+"""A compaction brings the segment up to date, and its result equals a new build."""
 
 import shutil
 import threading

@@ -20,8 +20,8 @@ from kinlens.embedder.errors import (
 )
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import BuildReport
-from tests.indexer.conftest import PICTURES, CountingEmbedder, generation_of, query
-from tests.tiny import encoded, picture
+from tests.indexer.conftest import PHOTOS, CountingEmbedder, generation_of, query
+from tests.tiny import encoded, photo
 
 
 def number_of(gallery: Gallery, key: str) -> int:
@@ -42,8 +42,8 @@ def test_a_gallery_of_images_tells_what_it_is_and_each_finds_itself(
     assert (opened.name, opened.size, opened.dim) == ("gallery", 6, 32)
     assert (opened.bundle_id, opened.image_root) == (embedder.bundle_id, shop.resolve())
     assert opened.created_at.endswith("+00:00")
-    queries = np.concatenate([query(embedder, shop / key) for key in PICTURES])
-    for key, row, hits in zip(PICTURES, queries, opened.search(queries, 4), strict=True):
+    queries = np.concatenate([query(embedder, shop / key) for key in PHOTOS])
+    for key, row, hits in zip(PHOTOS, queries, opened.search(queries, 4), strict=True):
         assert hits[0].key == key
         assert hits[0].score == pytest.approx(1, abs=1e-5)
         [alone] = opened.search(row[None], 4)
@@ -56,7 +56,7 @@ def test_images_come_as_the_bytes_that_were_indexed_or_as_jpeg_for_browsers(
     """They may have moved."""
     moved = shop.rename(tmp_path / "moved")
     with closing(Gallery.open(built, image_root=moved)) as gallery:
-        for key, (kind, _) in PICTURES.items():
+        for key, (kind, _) in PHOTOS.items():
             image = gallery.image(number_of(gallery, key))
             if kind in ("BMP", "TIFF"):
                 assert image.media_type == "image/jpeg"
@@ -82,7 +82,7 @@ def test_a_file_that_is_gone_changed_or_something_else_is_not_served_and_others_
         file.unlink()
 
     def changed(file: Path) -> None:
-        file.write_bytes(encoded(picture(77)))
+        file.write_bytes(encoded(photo(77)))
 
     def pipe(file: Path) -> None:
         os.mkfifo(file)
@@ -176,7 +176,7 @@ def test_an_open_gallery_answers_while_newer_ones_are_published(
     gallery = Gallery.open(built)
     version = generation_of(built)
     for number in range(3):
-        (shop / f"new{number}.png").write_bytes(encoded(picture(90 + number)))
+        (shop / f"new{number}.png").write_bytes(encoded(photo(90 + number)))
         build()
     with ThreadPoolExecutor(1) as pool:  # a thread that has no connection yet
         hits = pool.submit(gallery.search, query(embedder, shop / "f.gif"), 100).result()[0]

@@ -30,7 +30,7 @@ from tests.embedder.bundles import CALIBRATION
 from tests.indexer.conftest import Run, failure, flipped, printed
 from tests.indexer.oracle import DIM, clumped, entry, units
 from tests.support.seams import adopt, backup
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 TIE = 1e-5
 
@@ -134,7 +134,7 @@ def test_a_tie_counts_against_the_gallery(gallery: Gallery) -> None:
     assert (report.recall_at_10, report.map_at_r, report.no_match_precision) == (0, 0, None)
 
 
-def test_a_query_whose_items_have_gone_or_whose_picture_is_refused_is_left_out_and_says_so(
+def test_a_query_whose_items_have_gone_or_whose_image_is_refused_is_left_out_and_says_so(
     gallery: Gallery,
 ) -> None:
     vectors, _ = stocked(gallery, 40)
@@ -160,7 +160,7 @@ def test_a_label_that_says_nothing_two_things_or_what_the_gallery_lacks_is_refus
 ) -> None:
     stocked(gallery, 40)
     golden = GoldenSet(gallery.path)
-    for label, says in [
+    for label, message in [
         (Label(), "exactly one of"),
         (Label(keys=("k0",), no_match=True), "exactly one of"),
         (Label(attribute="product"), "exactly one of"),
@@ -168,7 +168,7 @@ def test_a_label_that_says_nothing_two_things_or_what_the_gallery_lacks_is_refus
         (Label(keys=("k0", "nowhere")), "no item 'nowhere'"),
         (Label(attribute="product", value=10**6), "0 items"),
     ]:
-        with pytest.raises(InvalidParameterError, match=says):
+        with pytest.raises(InvalidParameterError, match=message):
             golden.add([NewQuery(b"good", Label(keys=("k0",))), NewQuery(b"bad", label)], gallery)
     for attribute, value in (("colour", "red"), ("product", "12"), ("odd", 1)):
         with pytest.raises(FilterError, match=attribute):
@@ -181,7 +181,7 @@ def test_a_label_that_says_nothing_two_things_or_what_the_gallery_lacks_is_refus
     assert golden.queries() == []
 
 
-def test_the_same_picture_again_gets_the_new_label_and_stays_in_its_place(gallery: Gallery) -> None:
+def test_the_same_image_again_gets_the_new_label_and_stays_in_its_place(gallery: Gallery) -> None:
     stocked(gallery, 40)
     golden = GoldenSet(gallery.path)
     labelled(golden, gallery, Label(keys=("k0",)), Label(no_match=True))
@@ -296,11 +296,11 @@ def test_the_threshold_is_that_of_one_wrong_match_in_a_hundred() -> None:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Photographs of customers, and a list of what is right for them."""
+    """Photos of customers, and a list of what is right for them."""
     folder = tmp_path / "photos"
     folder.mkdir()
     for seed, name in ((1, "a.png"), (2, "b.png"), (50, "c.png")):
-        (folder / name).write_bytes(encoded(picture(seed)))
+        (folder / name).write_bytes(encoded(photo(seed)))
     (folder / "list.csv").write_text(
         'image,keys,class\na.png,"cup/a.png, cup/b.jpg",\nb.png,,cup\nc.png,,\n'
     )
@@ -334,7 +334,7 @@ def test_the_commands_label_list_run_and_remove(run: Run, built: Path, photos: P
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ("--query PHOTOS/a.png --keys nowhere", "no item 'nowhere'"),
         ("--query PHOTOS/a.png --keys ,", "exactly one of"),
@@ -348,12 +348,12 @@ def test_the_commands_label_list_run_and_remove(run: Run, built: Path, photos: P
     ],
 )
 def test_a_wrong_label_is_one_line_of_what_to_do(
-    run: Run, built: Path, photos: Path, arguments: str, says: str
+    run: Run, built: Path, photos: Path, arguments: str, message: str
 ) -> None:
     (photos / "two.csv").write_text("image,keys,class\na.png,f.gif,cup\n")
     (photos / "none.csv").write_text("image,keys\n")
     words = [word.strip("'").replace("PHOTOS", str(photos)) for word in arguments.split()]
-    assert says in failure(run("golden", "add", built, *words))
+    assert message in failure(run("golden", "add", built, *words))
     assert printed(run("golden", "list", built, "--json")) == {"queries": []}
     assert "is empty" in failure(run("golden", "run", built, "--bundle", "b"))
     assert "0 queries have an id that starts with" in failure(run("golden", "remove", built, "0f"))

@@ -252,8 +252,8 @@ def test_each_device_has_an_effort_of_its_own(device: object, kind: str, tmp_pat
     assert min(manifest.recall, manifest.gpu.recall) >= TARGET
     assert manifest.tuned.on_gpu == manifest.gpu.effort
     assert manifest.tuned.value == manifest.effort
-    told = json.loads((segment_of(tmp_path / "shop") / "segment.json").read_text())
-    assert told["gpu"] == {"effort": manifest.gpu.effort, "recall": manifest.gpu.recall}
+    reported = json.loads((segment_of(tmp_path / "shop") / "segment.json").read_text())
+    assert reported["gpu"] == {"effort": manifest.gpu.effort, "recall": manifest.gpu.recall}
 
 
 def test_the_command_line_builds_for_a_gpu_and_says_where_model_and_index_are(
@@ -384,8 +384,8 @@ def test_a_gpu_that_fails_is_replaced_by_the_cpu_within_the_same_search(
         for answer in answers:
             assert recall_at(answer.result()[1], truth_of(index)[1]) >= TARGET
     assert not index.is_on_gpu
-    told = [one for one in caplog.messages if "searched on the CPU" in one]
-    assert told == ["The index is searched on the CPU: CUDA error 719 launch failed"]
+    reported = [one for one in caplog.messages if "searched on the CPU" in one]
+    assert reported == ["The index is searched on the CPU: CUDA error 719 launch failed"]
     fake.breaks = False
     until(lambda: index.search(QUERIES, 10, EFFORT) and index.is_on_gpu)
     index.close()
@@ -435,7 +435,7 @@ def test_the_plan_counts_the_memory_of_the_gpu_and_of_the_machine(
     assert planned(10_000_000, 20) == "ivf-pq"
     assert planned(10_000_000, 80, memory_mb=20_000) == "ivf-pq"
     assert planned(10_000_000, 80, target_recall=1.0) == "flat"
-    assert planned(10_000_000, 32) == "ivf-pq"  # the next cagra is made beside the first one
+    assert planned(10_000_000, 32) == "ivf-pq"  # the next one is built next to it
     assert planned(10_000_000, 32, kind="cagra") == "cagra"
     with pytest.raises(PlanError, match=r"1\d,\d{3} MB of the GPU, but there are only 8,192 MB"):
         planned(10_000_000, 10)
@@ -568,10 +568,10 @@ def test_the_benchmark_of_indexes_on_a_gpu_runs(
     words = ("--rows", "2000", "--dims", "16", "--seconds", "0.1")
     monkeypatch.setattr(sys, "argv", ["gallery_gpu.py", *words])
     runpy.run_path(str(folder / "gallery_gpu.py"), run_name="__main__")
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     for kind in ("flat", "ivf-pq", "cagra"):
-        assert f"| {kind} on the GPU |" in told
-        assert f"| {kind} on the CPU |" in told
+        assert f"| {kind} on the GPU |" in reported
+        assert f"| {kind} on the CPU |" in reported
 
 
 def test_the_fake_takes_what_the_classes_of_the_wheel_take() -> None:

@@ -476,7 +476,7 @@ def test_equal_vectors_may_stand_for_each_other() -> None:
     assert tune(index, units(20), 0.98).recall >= 0.98
 
 
-# Damage. That a gallery makes a damaged segment again, says test_damage.py.
+# Damage. test_damage.py tests that a gallery rebuilds a damaged segment.
 
 
 def test_a_catalogue_whose_vectors_do_not_follow_its_list_is_refused(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from kinlens.indexer.ingest.add import AddReport, add_source
 from kinlens.indexer.ingest.embed import Batch, Outcome, embedded_batches
 from kinlens.indexer.ingest.sources import Record, Source, csv_source, folder_source
 from kinlens.indexer.types import Entry, Written
-from tests.indexer.conftest import PICTURES, CountingEmbedder, listed, query
+from tests.indexer.conftest import PHOTOS, CountingEmbedder, listed, query
 from tests.support.seams import EmbedSettings
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 @pytest.fixture
@@ -52,11 +52,11 @@ def best(gallery: Gallery, embedder: CountingEmbedder, file: Path) -> str:
 def test_only_what_is_new_or_changed_is_embedded(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder
 ) -> None:
-    version, before = gallery.version, gallery.stored([*PICTURES])
+    version, before = gallery.version, gallery.stored([*PHOTOS])
     report = add(gallery, embedder)
     assert (report.unchanged, report.embedded, gallery.version) == (6, 0, version)
-    (shop / "hat" / "new.png").write_bytes(encoded(picture(99)))
-    (shop / "cup" / "a.png").write_bytes(encoded(picture(50)))
+    (shop / "hat" / "new.png").write_bytes(encoded(photo(99)))
+    (shop / "cup" / "a.png").write_bytes(encoded(photo(50)))
     (shop / "copy.gif").write_bytes((shop / "f.gif").read_bytes())
     report = add(gallery, embedder)
     assert (report.added, report.replaced, report.unchanged, report.embedded) == (2, 1, 5, 2)
@@ -65,7 +65,7 @@ def test_only_what_is_new_or_changed_is_embedded(
         assert best(gallery, embedder, shop / key) == key
     new = gallery.stored(["hat/new.png"])["hat/new.png"]
     assert (new.path, new.format, new.attributes) == ("hat/new.png", "PNG", {"class": "hat"})
-    now = gallery.stored([*PICTURES])
+    now = gallery.stored([*PHOTOS])
     assert {key for key in before if now[key].id != before[key].id} == {"cup/a.png"}
     copy, original = gallery.entries(["copy.gif", "f.gif"])
     np.testing.assert_array_equal(copy.vector, original.vector)
@@ -88,7 +88,7 @@ def test_attributes_stay_unless_the_source_decides_on_them(
     gallery: Gallery, shop: Path, tmp_path: Path, embedder: CountingEmbedder
 ) -> None:
     gallery.update({"f.gif": {"class": "toy", "price": 5}, "cup/a.png": {"price": 6}})
-    (shop / "cup" / "a.png").write_bytes(encoded(picture(50)))
+    (shop / "cup" / "a.png").write_bytes(encoded(photo(50)))
     report = add(gallery, embedder)
     assert (report.replaced, report.updated, report.unchanged) == (1, 1, 4)
     items = gallery.stored(["f.gif", "cup/a.png"])
@@ -109,7 +109,7 @@ def test_a_change_by_others_that_is_acknowledged_during_an_add_is_kept(
     batch_size: int,
 ) -> None:
     gallery.update({"f.gif": {"class": "toy", "price": 5}, "cup/a.png": {"price": 6, "size": 1}})
-    (shop / "cup" / "a.png").write_bytes(encoded(picture(50)))
+    (shop / "cup" / "a.png").write_bytes(encoded(photo(50)))
     other, store = Gallery.open(built), gallery.add
 
     def overtaken(entries: list[Entry], owned: frozenset[str] | None = None) -> Written:
@@ -130,7 +130,7 @@ def test_every_copy_in_every_batch_is_stored_with_the_same_vector(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder, batch_size: int, workers: int
 ) -> None:
     for number in range(9):
-        (shop / f"copy{number}.png").write_bytes(encoded(picture(99)))
+        (shop / f"copy{number}.png").write_bytes(encoded(photo(99)))
     report = add(gallery, embedder, batch_size=batch_size, workers=workers)
     assert (report.added, report.embedded) == (9, 1)
     assert 1 <= sum(embedder.batches) <= 1 + 2 * workers  # those in work at the same moment
@@ -193,7 +193,7 @@ def test_a_model_that_fails_ends_its_threads_and_keeps_what_was_finished(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder
 ) -> None:
     for number in range(10):
-        (shop / f"a{number}.png").write_bytes(encoded(picture(100 + number)))
+        (shop / f"a{number}.png").write_bytes(encoded(photo(100 + number)))
     with pytest.raises(BundleError, match="not finite"):
         add(gallery, Breaking(), batch_size=1, workers=1)
     assert not [t for t in threading.enumerate() if t.name.startswith("embed")]
@@ -262,7 +262,7 @@ def test_only_a_bounded_number_of_batches_is_ahead_of_the_reader(
     shop: Path, embedder: CountingEmbedder
 ) -> None:
     for number in range(34):
-        (shop / f"{number:03d}.png").write_bytes(encoded(picture(100 + number)))
+        (shop / f"{number:03d}.png").write_bytes(encoded(photo(100 + number)))
     ahead: list[int] = []
     source, settings = folder_source(shop), EmbedSettings(batch_size=1, workers=2)
     with embedded_batches(source, embedder, lambda _: (), settings) as batches:

@@ -105,7 +105,7 @@ def test_searches_by_threads_see_whole_changes_while_items_come_go_and_are_compa
 
 
 def test_filters_are_right_after_any_changes(gallery: Gallery) -> None:
-    """What the cache carries over from state to state equals what SQLite says."""
+    """What the cache carries over from state to state equals the rows of SQLite."""
     rng = np.random.default_rng(0)
     filters: list[Filter] = [
         Equals("colour", "red"),
@@ -321,7 +321,7 @@ def test_background_compaction_begins_at_a_fifth_removed_and_searches_go_on(
     assert background.last_error is None
 
 
-@pytest.mark.parametrize("failure", [RecallError("too low"), MemoryError("no room")])
+@pytest.mark.parametrize("failure", [RecallError("too low"), MemoryError("out of memory")])
 def test_a_failed_background_compaction_is_reported_and_the_gallery_answers(
     gallery: Gallery, failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,7 +413,7 @@ def test_a_compaction_lets_go_of_the_catalogue_before_its_long_work(
 def test_losing_every_race_is_no_damage(
     gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search whose transaction is always older than what others have seen goes on trying."""
+    """A search whose transaction is always older than what others have seen keeps trying."""
     gallery.add(entries(range(10)))
     other = Gallery.open(out)
     state = CatalogView.state

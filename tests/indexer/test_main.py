@@ -24,7 +24,7 @@ from kinlens.indexer.gallery import Gallery
 from tests.embedder.bundles import write_full_bundle
 from tests.indexer.conftest import CountingEmbedder, Run, failure, usage
 from tests.support.seams import options
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 COMMANDS = {
     "build": "IMAGES --bundle b --out o",
@@ -225,11 +225,11 @@ def test_a_gallery_names_the_precision_that_it_was_made_in_and_mixes_no_two_othe
         asked = ("search", out, "--image", first, "--bundle", bundle, "--precision", precision)
         assert invoke(*asked).exit_code == 0
     (shop / "new").mkdir()
-    (shop / "new" / "1.png").write_bytes(encoded(picture(77)))
+    (shop / "new" / "1.png").write_bytes(encoded(photo(77)))
     plain = tmp_path / "plain"
     assert invoke("build", shop, "--bundle", bundle, "--out", plain).exit_code == 0
     for number, precision in enumerate(("fp32", "int8", "int8"), 2):
-        (shop / "new" / f"{number}.png").write_bytes(encoded(picture(77 + number)))
+        (shop / "new" / f"{number}.png").write_bytes(encoded(photo(77 + number)))
         more = ("add", plain, shop, "--bundle", bundle, "--precision", precision)
         assert invoke(*more).exit_code == 0
         shown = json.loads(invoke("stats", plain, "--json").stdout)["precision"]

@@ -32,7 +32,7 @@ from tests.indexer.conftest import Run, failure, faults
 from tests.indexer.crasher import forks
 from tests.indexer.oracle import BUNDLE, entry, units
 from tests.support.seams import ObjectFolder, backup, publish
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 DIM = 16
 QUERIES = units(5, seed=99)
@@ -322,7 +322,7 @@ def test_wrong_addresses_and_folders_are_named(
         publish(other.path, address, take_over=True)
     with pytest.raises(GalleryNotFoundError, match=r"Follow it: .*file:///"):
         Gallery.open(address)
-    with pytest.raises(InvalidParameterError, match=r"sftp://\.\.\.@host has a password"):
+    with pytest.raises(InvalidParameterError, match=r"sftp://\.\.\.@host contains a password"):
         Follower("sftp://user:secret@host/shop", tmp_path / "copy")
     with pytest.raises(GalleryNotFoundError):
         publish(tmp_path / "nothing", address)
@@ -483,7 +483,7 @@ def test_images_are_published_once_each_with_those_that_were_uploaded(
     tmp_path: Path, address: str, run: Run, shop: Path
 ) -> None:
     run("build", shop, "--bundle", "b", "--out", tmp_path / "g")
-    uploaded = encoded(picture(77))
+    uploaded = encoded(photo(77))
     sha256 = hashlib.sha256(uploaded).hexdigest()
     place = tmp_path / "g" / "pictures" / sha256[:2] / sha256
     place.parent.mkdir(parents=True)

@@ -1,5 +1,5 @@
-"""Adopt and rebuild: one gallery becomes the next generation of another, and one is made again by
-another model while it is searched and changed. That a kill harms neither, says test_crash.py."""
+"""Adopt and rebuild: one gallery becomes the next generation of another, and one is rebuilt with
+another model while it is searched and changed. test_crash.py tests that a kill harms neither."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from kinlens.indexer.gallery import Gallery, current_generation
 from kinlens.indexer.ingest.rebuild import Follower, adopt, rebuild, swap_in
 from kinlens.indexer.types import Entry, Item
 from tests.support.seams import EmbedSettings, GalleryFolder
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 OLD = FakeEmbedder(bundle_id="a" * 64)
 NEW = FakeEmbedder(bundle_id="b" * 64, dim=OLD.dim * 2)
@@ -26,12 +26,12 @@ NEW = FakeEmbedder(bundle_id="b" * 64, dim=OLD.dim * 2)
 
 @functools.cache
 def drawn(seed: int) -> tuple[bytes, str, np.ndarray]:
-    """A picture, its sha256, its vector by OLD."""
-    data = encoded(picture(seed))
+    """An image, its sha256, its vector by OLD."""
+    data = encoded(photo(seed))
     return data, hashlib.sha256(data).hexdigest(), OLD.embed(OLD.preprocess(data)[None])[0]
 
 
-class Pictures:
+class Photos:
     """Contents by sha256, read as a service reads uploads; those in `gone` are missing."""
 
     def __init__(self) -> None:
@@ -45,23 +45,22 @@ class Pictures:
 
     def read(self, item: Item) -> bytes:
         if item.key in self.gone:
-            raise SourceError(f"The picture of {item.key} is gone.")
+            raise SourceError(f"The image of {item.key} was removed.")
         return self.data[item.sha256]
 
 
 @pytest.fixture
-def pictures() -> Pictures:
-    return Pictures()
+def photos() -> Photos:
+    return Photos()
 
 
 @pytest.fixture
-def shop(tmp_path: Path, pictures: Pictures) -> Iterator[Gallery]:
-    """A gallery of 40 pictures in classes of four, made with OLD, opened."""
+def shop(tmp_path: Path, photos: Photos) -> Iterator[Gallery]:
+    """A gallery of 40 images in classes of four, made with OLD, opened."""
     path = tmp_path / "shop"
     gallery = Gallery.create(path, name="shop", bundle_id=OLD.bundle_id, dim=OLD.dim)
     gallery.add(
-        pictures.entry(f"item {n}", n, **{"class": f"class {n // 4}", "stock": n})
-        for n in range(40)
+        photos.entry(f"item {n}", n, **{"class": f"class {n // 4}", "stock": n}) for n in range(40)
     )
     gallery.compact()
     yield gallery
@@ -81,20 +80,20 @@ def made(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def other(tmp_path: Path, pictures: Pictures) -> Path:
+def other(tmp_path: Path, photos: Photos) -> Path:
     """A gallery that has nothing in common with it."""
     path = tmp_path / "other"
     facts = {"name": "other", "bundle_id": "b" * 64, "source_root": "/elsewhere"}
     with closing(Gallery.create(path, dim=OLD.dim, **facts)) as gallery:
-        gallery.add([pictures.entry(f"new {n}", 100 + n) for n in range(12)])
+        gallery.add([photos.entry(f"new {n}", 100 + n) for n in range(12)])
         gallery.compact()
-        gallery.add([pictures.entry("later", 200)])
+        gallery.add([photos.entry("later", 200)])
     return path
 
 
 @pytest.fixture
-def follower(target: Path, pictures: Pictures) -> Iterator[Follower]:
-    with closing(Follower(target, NEW, pictures.read, EmbedSettings(4, 2))) as one:
+def follower(target: Path, photos: Photos) -> Iterator[Follower]:
+    with closing(Follower(target, NEW, photos.read, EmbedSettings(4, 2))) as one:
         yield one
 
 
@@ -114,7 +113,7 @@ def content(path: Path) -> dict[str, tuple[str, dict[str, object]]]:
 
 
 def test_the_target_takes_state_and_bundle_but_keeps_its_name_and_image_root(
-    target: Path, other: Path, pictures: Pictures
+    target: Path, other: Path, photos: Photos
 ) -> None:
     before = content(other)
     manifest = adopt(target, other)
@@ -122,7 +121,7 @@ def test_the_target_takes_state_and_bundle_but_keeps_its_name_and_image_root(
     with closing(Gallery.open(target, expected_bundle_id="b" * 64)) as opened:
         assert (opened.name, opened.manifest.source_root) == ("shop", "")
         assert opened.generation == manifest.generation != current_generation(other)
-        opened.add([pictures.entry("after", 300)])  # the source does not see it
+        opened.add([photos.entry("after", 300)])  # the source does not see it
     assert len(content(target)) == len(before) + 1
     assert content(other) == before
     assert adopt(target, other, image_root="/pictures").source_root == "/pictures"
@@ -165,22 +164,22 @@ def test_there_must_be_two_galleries_and_no_build(
 def test_every_item_gets_a_vector_of_the_new_model_and_keeps_the_rest(
     follower: Follower, target: Path, made: Path
 ) -> None:
-    told: list[int] = []
-    report = rebuild(follower, made, on_progress=told.append)
+    reported: list[int] = []
+    report = rebuild(follower, made, on_progress=reported.append)
     assert (report.found, report.items, report.embedded, report.missing) == (40, 40, 40, 0)
-    assert sum(told) == 40
+    assert sum(reported) == 40
     assert content(made) == content(target)
     with closing(Gallery.open(made, expected_bundle_id=NEW.bundle_id)) as gallery:
         assert gallery.dim == NEW.dim != OLD.dim
         assert gallery.facts().delta == 0
 
 
-def test_items_whose_picture_is_gone_are_listed_and_a_limit_decides(
-    follower: Follower, target: Path, made: Path, pictures: Pictures
+def test_items_whose_image_is_gone_are_listed_and_a_limit_decides(
+    follower: Follower, target: Path, made: Path, photos: Photos
 ) -> None:
-    pictures.gone = {"item 3", "item 7"}
+    photos.gone = {"item 3", "item 7"}
     with (
-        closing(Follower(target, NEW, pictures.read)) as refused,
+        closing(Follower(target, NEW, photos.read)) as refused,
         pytest.raises(SourceError, match=r"2 of 40 items.*4\.9%.*'item 3'.*max_missing"),
     ):
         rebuild(refused, made.with_name("none"), max_missing=0.049)
@@ -188,21 +187,21 @@ def test_items_whose_picture_is_gone_are_listed_and_a_limit_decides(
     assert (report.items, report.missing) == (38, 2)
     assert [f.key for f in report.failures] == ["item 3", "item 7"]
     assert "gone" in report.failures[0].reason
-    assert content(target).keys() - content(made).keys() == pictures.gone
+    assert content(target).keys() - content(made).keys() == photos.gone
 
 
-def test_a_picture_that_was_changed_is_not_taken_for_the_indexed_one(
-    follower: Follower, made: Path, pictures: Pictures
+def test_an_image_that_was_changed_is_not_taken_for_the_indexed_one(
+    follower: Follower, made: Path, photos: Photos
 ) -> None:
-    first, second, *_ = pictures.data
-    pictures.data[first] = pictures.data[second]
+    first, second, *_ = photos.data
+    photos.data[first] = photos.data[second]
     report = rebuild(follower, made, max_missing=1)
     assert report.missing == 1
     assert "changed" in report.failures[0].reason
 
 
 def test_a_rebuild_that_was_stopped_continues_where_it_was(
-    follower: Follower, shop: Gallery, target: Path, made: Path, pictures: Pictures
+    follower: Follower, shop: Gallery, target: Path, made: Path, photos: Photos
 ) -> None:
     done = 0
 
@@ -215,22 +214,22 @@ def test_a_rebuild_that_was_stopped_continues_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         rebuild(follower, made, on_progress=stop)
     shop.remove(["item 0"])
-    with closing(Follower(target, NEW, pictures.read)) as again:
+    with closing(Follower(target, NEW, photos.read)) as again:
         report = rebuild(again, made)
     assert (report.items, report.embedded) == (39, 20)
     assert content(made) == content(target)
 
 
 def test_changes_during_the_rebuild_are_in_the_new_generation(
-    shop: Gallery, follower: Follower, target: Path, made: Path, pictures: Pictures
+    shop: Gallery, follower: Follower, target: Path, made: Path, photos: Photos
 ) -> None:
     calls: list[Callable[[], object]] = [
-        lambda: shop.add([pictures.entry("added", 500, stock=1)]),
+        lambda: shop.add([photos.entry("added", 500, stock=1)]),
         lambda: shop.update({"item 0": {"stock": 777}, "item 39": {"stock": None, "new": True}}),
         lambda: shop.remove(["item 1", "item 38"]),
-        lambda: shop.add([pictures.entry("item 2", 501, stock=5)]),  # other content, old key
+        lambda: shop.add([photos.entry("item 2", 501, stock=5)]),  # other content, old key
         lambda: shop.compact(),
-        lambda: shop.add([pictures.entry("item 1", 502)]),  # a removed key comes back
+        lambda: shop.add([photos.entry("item 1", 502)]),  # a removed key comes back
     ]
 
     def change(_: int) -> None:
@@ -250,9 +249,9 @@ def test_changes_during_the_rebuild_are_in_the_new_generation(
 
 
 def test_no_acknowledged_change_is_lost_under_steady_writes(
-    shop: Gallery, follower: Follower, target: Path, made: Path, pictures: Pictures
+    shop: Gallery, follower: Follower, target: Path, made: Path, photos: Photos
 ) -> None:
-    entries = [pictures.entry(f"steady {n}", 1000 + n) for n in range(200)]
+    entries = [photos.entry(f"steady {n}", 1000 + n) for n in range(200)]
     acknowledged: set[str] = set()
     done = threading.Event()
 
@@ -260,7 +259,7 @@ def test_no_acknowledged_change_is_lost_under_steady_writes(
         for entry in entries:
             if done.is_set():
                 return
-            with contextlib.suppress(GalleryBusyError):  # the client is told, and asks again
+            with contextlib.suppress(GalleryBusyError):  # the client gets the error and retries
                 shop.add([entry])
                 acknowledged.add(entry.key)
 
@@ -279,25 +278,25 @@ def test_no_acknowledged_change_is_lost_under_steady_writes(
 
 
 def test_a_candidate_is_put_in_place_later_by_another_process_with_what_changed_since(
-    shop: Gallery, follower: Follower, target: Path, made: Path, pictures: Pictures
+    shop: Gallery, follower: Follower, target: Path, made: Path, photos: Photos
 ) -> None:
     rebuild(follower, made)
     shop.remove(["item 5"])
-    shop.add([pictures.entry("added", 500)])
-    with closing(Follower(target, NEW, pictures.read)) as later:
+    shop.add([photos.entry("added", 500)])
+    with closing(Follower(target, NEW, photos.read)) as later:
         swap_in(later, made)
     assert {"item 5", "added"} & content(target).keys() == {"added"}
     assert later.embedded == 1
 
 
 def test_a_gallery_that_a_build_replaced_meanwhile_is_left_alone(
-    follower: Follower, target: Path, made: Path, pictures: Pictures
+    follower: Follower, target: Path, made: Path, photos: Photos
 ) -> None:
     rebuild(follower, made)
     with closing(
         Gallery.create(target, name="shop", bundle_id=OLD.bundle_id, dim=OLD.dim)
     ) as other:
-        other.add([pictures.entry("the only one", 9)])
+        other.add([photos.entry("the only one", 9)])
     with pytest.raises(GalleryBusyError, match="replaced"):
         swap_in(follower, made)
     assert content(target).keys() == {"the only one"}

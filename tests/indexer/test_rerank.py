@@ -1,4 +1,4 @@
-"""Another order of the first hits, beside the same in plain Python.
+"""Another order of the first hits, compared with plain Python.
 
 The law that it equals its definition is run for every engine, in test_conformance.
 """

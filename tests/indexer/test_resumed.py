@@ -16,10 +16,10 @@ from kinlens.indexer.ingest.sources import csv_source, folder_source
 from kinlens.indexer.types import Dump, Entry
 from tests.indexer.conftest import CountingEmbedder, faults, query
 from tests.indexer.oracle import units
-from tests.indexer.test_rebuild import NEW, Pictures, content
-from tests.indexer.test_rebuild import pictures as pictures
+from tests.indexer.test_rebuild import NEW, Photos, content
+from tests.indexer.test_rebuild import photos as photos
 from tests.support.seams import import_gallery
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 class StoppedError(Exception):
@@ -67,7 +67,7 @@ def test_a_build_that_died_after_its_publication_takes_nothing_from_readers(
         build_gallery(folder_source(shop), CountingEmbedder("c" * 64), out)
         other = tmp_path / "other"
         other.mkdir()
-        (other / "new.png").write_bytes(encoded(picture(99)))
+        (other / "new.png").write_bytes(encoded(photo(99)))
         build_gallery(folder_source(other), embedder, out)
         [hits] = reader.search(query(embedder, shop / "f.gif"), 1)
         assert (hits[0].key, reader.size) == ("f.gif", 6)
@@ -96,14 +96,14 @@ def test_what_was_being_removed_goes_with_the_next_build(
 
 
 def test_a_swap_that_was_given_up_is_repeated_with_every_change(
-    tmp_path: Path, pictures: Pictures
+    tmp_path: Path, photos: Photos
 ) -> None:
     shop = Gallery.create(tmp_path / "shop", name="shop", bundle_id="a" * 64, dim=NEW.dim // 2)
-    shop.add([pictures.entry(f"item {n}", n, stock=n) for n in range(8)])
-    follower = Follower(tmp_path / "shop", NEW, pictures.read)
+    shop.add([photos.entry(f"item {n}", n, stock=n) for n in range(8)])
+    follower = Follower(tmp_path / "shop", NEW, photos.read)
     rebuild(follower, tmp_path / "candidate")
     shop.remove(["item 0"])
-    shop.add([pictures.entry("late", 500)])
+    shop.add([photos.entry("late", 500)])
     shop.update({"item 5": {"stock": 999}})
     wanted = {item.key: (item.sha256, dict(item.attributes)) for item in shop.items()}
 

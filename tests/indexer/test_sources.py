@@ -14,7 +14,7 @@ from kinlens.indexer.ingest.sources import (
     folder_source,
     split_source,
 )
-from tests.indexer.conftest import PICTURES
+from tests.indexer.conftest import PHOTOS
 
 
 def keys(source: Source) -> list[str]:
@@ -23,7 +23,7 @@ def keys(source: Source) -> list[str]:
 
 def test_a_folder_gives_every_image_sorted_by_its_relative_path(shop: Path) -> None:
     source = folder_source(shop)
-    assert keys(source) == sorted(PICTURES)
+    assert keys(source) == sorted(PHOTOS)
     assert source.root == shop.resolve()
     assert all(record.path == record.key for record in source.records())
 
@@ -59,7 +59,7 @@ def test_the_sub_folder_is_the_class_and_what_is_no_image_is_left_out(
     (tmp_path / "alias").symlink_to(shop)
     for root in (shop, tmp_path / "alias"):
         classes = {r.key: dict(r.attributes) for r in folder_source(root).records()}
-        assert sorted(classes) == sorted([*PICTURES, "hat/red/g.PNG"])
+        assert sorted(classes) == sorted([*PHOTOS, "hat/red/g.PNG"])
         assert classes["cup/a.png"] == {"class": "cup"}
         assert classes["hat/red/g.PNG"] == {"class": "hat/red"}
         assert classes["f.gif"] == {}
@@ -129,7 +129,7 @@ def test_a_sub_folder_keeps_the_keys_that_the_whole_folder_gives(shop: Path) -> 
     part = folder_source(shop / "hat", shop)
     whole = {record.key: record for record in folder_source(shop).records()}
     assert part.root == shop.resolve()
-    assert keys(part) == [key for key in sorted(PICTURES) if key.startswith("hat/")]
+    assert keys(part) == [key for key in sorted(PHOTOS) if key.startswith("hat/")]
     assert all(whole[record.key] == record for record in part.records())
 
 

@@ -1,4 +1,4 @@
-"""A gallery as a Parquet file: what goes in comes out, with every type, and damage is named.
+"""A gallery as a Parquet file: import restores what export wrote, with every type; damage is named.
 
 And the import of such entries: in one step, and resumed where it was stopped.
 """
@@ -91,7 +91,7 @@ def read(path: Path) -> list[Entry]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Where the export of a test goes."""
+    """The file of the export of a test."""
     return tmp_path / "shop.parquet"
 
 
@@ -383,9 +383,9 @@ def test_an_exported_gallery_answers_alike_when_it_is_imported(tmp_path: Path, f
         first.remove([f"shoe/{number}" for number in range(1, 900)])
         first.update({"shoe/1001": {"colour": None, "new": "x"}})
         assert export_gallery(first, file, FACTS) == first.size
-        told: list[int] = []
-        report = import_gallery(read_dump(file), tmp_path / "second", on_progress=told.append)
-        assert (report.items, sum(told)) == (first.size, 2 * first.size)
+        reported: list[int] = []
+        report = import_gallery(read_dump(file), tmp_path / "second", on_progress=reported.append)
+        assert (report.items, sum(reported)) == (first.size, 2 * first.size)
         with closing(Gallery.open(tmp_path / "second")) as second:
             assert (second.name, second.bundle_id, second.size) == ("shop", "b" * 64, first.size)
             assert by_key(second) == by_key(first)

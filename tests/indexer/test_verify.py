@@ -39,7 +39,7 @@ from tests.indexer.conftest import (
     truncated,
 )
 from tests.indexer.oracle import DIM, entry, units
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_good_gallery_has_no_problems_nor_have_copies_and_equal_pixels(
     with_images: bool,
 ) -> None:
     (shop / "a-copy.gif").write_bytes((shop / "f.gif").read_bytes())
-    (shop / "z.bmp").write_bytes(encoded(picture(1), "BMP"))
+    (shop / "z.bmp").write_bytes(encoded(photo(1), "BMP"))
     build()
     seen: list[int] = []
     report = verify_gallery(out, embedder if with_images else None, on_progress=seen.append)
@@ -124,7 +124,7 @@ def test_images_that_are_gone_changed_or_moved_are_named(
     settings = VerifySettings(image_root=moved)
     assert verify_gallery(built, embedder, settings).problems == ()
     (moved / "f.gif").unlink()
-    (moved / "cup" / "a.png").write_bytes(encoded(picture(77)))
+    (moved / "cup" / "a.png").write_bytes(encoded(photo(77)))
     report = verify_gallery(built, embedder, settings)
     assert {problem.key for problem in report.problems} == {"f.gif", "cup/a.png"}
     assert verify_gallery(built).problems == ()

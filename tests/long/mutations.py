@@ -106,7 +106,7 @@ def apply(mutation: Mutation, folder: Path) -> None:
     if text.count(mutation.old) != 1:
         raise ValueError(
             f"{mutation.file} has {text.count(mutation.old)} times, not once, the text "
-            f"{mutation.old!r}. It was moved or changed: mend the table in {__file__}."
+            f"{mutation.old!r}. It was moved or changed: fix the table in {__file__}."
         )
     file.write_text(text.replace(mutation.old, mutation.new), "utf-8")
 
@@ -131,9 +131,9 @@ def run(tests: tuple[str, ...], mutation: Mutation | None = None) -> tuple[str, 
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="All if left out.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None,
 ) -> None:
-    """Break the product in each of these ways; ends with 1 if a break is not noticed."""
+    """Break the product in each of these ways; exits with status 1 if a break is not noticed."""
     if unknown := set(names or ()) - MUTATIONS.keys():
         raise typer.BadParameter(f"{sorted(unknown)} is none of {list(MUTATIONS)}")
     chosen = {name: MUTATIONS[name] for name in names or MUTATIONS}

@@ -1,6 +1,6 @@
 """What people complain about in other services, as far as no other test proves it.
 
-docs/bar.md says which test proves which line.
+docs/bar.md names the test of each line.
 """
 
 import io
@@ -29,7 +29,7 @@ from tests.support.odd_images import claiming
 from tests.support.own_process import ROOT, OwnProcess, own_process
 from tests.support.servers import DEFAULTS, Running, run
 from tests.support.shops import Shop, base64_of, make_gallery, start_shop
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 TIMES = 7
 LARGE = (6000, 4000)  # 72 MB of pixels
@@ -81,15 +81,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shop(place: Path) -> Iterator[Shop]:
     found = start_shop(place / "state")
-    found.put({f"{n}.png": encoded(picture(n)) for n in range(4)}, colour="red")
+    found.put({f"{n}.png": encoded(photo(n)) for n in range(4)}, colour="red")
     yield found
     found.close()
 
 
 def fields_of_text(text: str) -> dict[str, tuple[str, str, dict[str, Any]]]:
     """Every place of the interface that takes a text, with `text` in it."""
-    good = base64_of(encoded(picture(0)))
-    image = {"image": encoded(picture(0))}
+    good = base64_of(encoded(photo(0)))
+    image = {"image": encoded(photo(0))}
     item = {"key": "k", "data": good, "attributes": {}}
     put, search = ("PUT", "/galleries/shop/items"), ("POST", "/search")
     return {
@@ -153,7 +153,7 @@ def test_an_item_that_is_named_like_a_file_or_an_address_is_only_named_so(
 ) -> None:
     secret = place / "secret.png"
     for key in (canary, secret.as_uri(), str(secret), f"../../{secret.name}"):
-        answer = shop.put_json([{"key": key, "data": base64_of(encoded(picture(9)))}])
+        answer = shop.put_json([{"key": key, "data": base64_of(encoded(photo(9)))}])
         if answer.status_code != 200:
             assert answer.status_code == 422
             continue
@@ -161,15 +161,15 @@ def test_an_item_that_is_named_like_a_file_or_an_address_is_only_named_so(
         shown = shop.client.get(found["image"])
         assert shown.status_code == 200
         assert SECRET.encode() not in shown.content
-        assert Image.open(io.BytesIO(shown.content)).size == picture(9).size
+        assert Image.open(io.BytesIO(shown.content)).size == photo(9).size
     assert asked == []
 
 
-def test_a_file_that_claims_65535_px_is_refused_as_fast_as_a_small_picture_is_found(
+def test_a_file_that_claims_65535_px_is_refused_as_fast_as_a_small_image_is_found(
     shop: Shop,
 ) -> None:
     bombs = [claiming(65_535, 65_535) + bytes([n]) for n in range(TIMES)]
-    small = [encoded(picture(100 + n)) for n in range(TIMES)]
+    small = [encoded(photo(100 + n)) for n in range(TIMES)]
     refused = [timed(lambda data=data: shop.running.search(data)) for data in bombs]
     found = [timed(lambda data=data: shop.running.search(data)) for data in small]
     assert {answer.status_code for _, answer in refused} == {413}
@@ -196,9 +196,9 @@ def test_a_service_that_was_restarted_answers_as_before(
         shop = Shop(run(create_app(Settings(**DEFAULTS | settings))), tmp_path)
         if not answers:
             shop.client.post("/galleries", json={"name": "shop"}).raise_for_status()
-            shop.put({f"{n}.png": encoded(picture(n)) for n in range(6)}, colour="red")
+            shop.put({f"{n}.png": encoded(photo(n)) for n in range(6)}, colour="red")
             shop.client.delete("/galleries/shop/items", params={"key": "5.png"})
-        found = shop.running.search(encoded(picture(3)), k=10).json()
+        found = shop.running.search(encoded(photo(3)), k=10).json()
         answers.append((found["gallery_version"], found["bundle_id"], found["hits"]))
         shop.close()
     assert answers[0] == answers[1]
@@ -234,16 +234,16 @@ def test_large_images_leave_no_memory_behind(process: OwnProcess) -> None:
 
 
 def test_a_second_crowd_starts_no_further_thread(process: OwnProcess) -> None:
-    def crowd(first: int) -> int:
-        files = [{"image": encoded(picture(first + n))} for n in range(48)]
+    def clients(first: int) -> int:
+        files = [{"image": encoded(photo(first + n))} for n in range(48)]
         with httpx.Client(timeout=60) as client, ThreadPoolExecutor(48) as threads:
             url = f"{process.url}/search"
             calls = [threads.submit(client.post, url, files=file) for file in files]
             assert {call.result().status_code for call in calls} == {200}
         return process.threads()
 
-    before = crowd(0)
-    assert crowd(1000) <= before + 2
+    before = clients(0)
+    assert clients(1000) <= before + 2
     assert before < 100
 
 
@@ -263,7 +263,7 @@ def test_a_hit_of_a_long_answer_costs_no_more_than_one_of_a_short_answer(
     calls: dict[int, list[tuple[float, httpx.Response]]] = {10: [], 4_000: []}
     for number in range(TIMES):
         for k, found in calls.items():
-            data = encoded(picture(number * 2 + (k > 10)))
+            data = encoded(photo(number * 2 + (k > 10)))
             found.append(timed(lambda data=data, k=k: long_shop.search(data, k=k)))
     for k, found in calls.items():
         assert {answer.json()["count"] for _, answer in found} == {k}

@@ -46,7 +46,7 @@ def environment(instructions: list[Instruction]) -> dict[str, str]:
 
 @dataclass
 class Scratch:
-    """A folder that stands for the root of an image; `python` is the one of its base image."""
+    """A folder that is used as the root of an image; `python` is the one of its base image."""
 
     folder: Path
     log: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Scratch:
                 shutil.copy(ROOT / source, into)
 
     def run(self, command: str, **variables: str) -> str:
-        """Run a shell line as RUN does; gives all that it said. Fails the test if it fails."""
+        """Run a shell line as RUN does; returns its output. Fails the test if it fails."""
         done = subprocess.run(
             ["sh", "-ec", command],
             cwd=self.folder / "src",

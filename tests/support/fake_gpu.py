@@ -130,8 +130,8 @@ def check(name: str, given: tuple[object, ...], prototypes: list[tuple[str, ...]
     for kinds in prototypes:
         if len(kinds) == len(given) and all(map(is_a, given, kinds)):
             return
-    told = [type(value).__name__ for value in given]
-    raise TypeError(f"Wrong number or type of arguments for overloaded function {name!r}: {told}")
+    types = [type(value).__name__ for value in given]
+    raise TypeError(f"Wrong number or type of arguments for overloaded function {name!r}: {types}")
 
 
 class Device:
@@ -338,7 +338,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, total: int = 80 * 2**30) -> Device
 
 
 def real_prototypes(name: str) -> Iterator[tuple[str, ...]]:
-    """What the installed wheel says that it takes, when it is given something else."""
+    """The signature in the error of the installed wheel when it is given other arguments."""
     try:
         getattr(faiss, name)("something else")
     except TypeError as error:
@@ -351,7 +351,7 @@ def real_prototypes(name: str) -> Iterator[tuple[str, ...]]:
 
 
 def real_argument(name: str) -> str:
-    """What the installed wheel says when the first argument of a method is something else."""
+    """The error of the installed wheel when the first argument of a method has another type."""
     owner, _, method = name.partition(".")
     try:
         getattr(getattr(faiss, owner), method)(None, *["x"] * len(METHODS[name]))

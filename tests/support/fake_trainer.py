@@ -1,4 +1,4 @@
-"""Stands in for kinlens-train: writes the files of a run at the pace it is told, then a bundle.
+"""A fake kinlens-train: writes the files of a run at a given pace, then a bundle.
 
 python fake_trainer.py BUNDLE SECONDS EPOCHS fit JOB --out RUN ... | export RUN --out BUNDLE
 """
@@ -20,7 +20,7 @@ def main() -> None:
         shutil.copytree(bundle, out)
         return
     if words[0] == "cub-nir":
-        sys.exit("The data set is broken. Mend it.")
+        sys.exit("The data set is broken. Fix it.")
     (out / "job.json").write_text(json.dumps({"optimizer": {"epochs": int(epochs)}}))
     (out / "words.json").write_text(json.dumps(words))
     note_feedback(out, words)

@@ -1,4 +1,4 @@
-"""What schemathesis is told about this service: values that exist, and pictures that are some.
+"""Hooks of schemathesis for this service: values that exist, and real images.
 
 Loaded by schemathesis itself, which is started by test_schemathesis.py.
 """
@@ -10,14 +10,14 @@ import schemathesis
 from hypothesis import strategies as st
 from schemathesis.core.failures import AcceptedNegativeData, ServerError
 
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
-_PNG = encoded(picture(0))
+_PNG = encoded(photo(0))
 _FILES = (
     _PNG,
-    encoded(picture(1), "JPEG"),
-    encoded(picture(2), "WEBP"),
-    encoded(picture(3), "GIF"),
+    encoded(photo(1), "JPEG"),
+    encoded(photo(2), "WEBP"),
+    encoded(photo(3), "GIF"),
     _PNG[: len(_PNG) // 2],
     _PNG[:-1] + b"\0",
     b"",

@@ -1,7 +1,7 @@
 """A decoding process that was taken over: it makes attempts in place of decoding.
 
 It is the real process with its real sandbox; only its decoder is another one. With the functions of
-this module a test starts it and tells it what to attempt.
+this module a test starts it with the name of an attempt.
 """
 
 import encodings.idna  # noqa: F401 (an address needs it, and later it cannot be loaded)

@@ -20,19 +20,19 @@ from kinlens.models import JobModel
 from kinlens.service.settings import Settings
 from tests.support.seams import Job, JobManager, params_of, store_bundle
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 TRAINER = Path(__file__).with_name("fake_trainer.py")
 Content = dict[str, tuple[str, dict[str, object]]]
 
 
-def write_pictures(root: Path, classes: int = 6, each: int = 4) -> None:
-    """Pictures of a class are one picture with a little noise."""
+def write_photos(root: Path, classes: int = 6, each: int = 4) -> None:
+    """Images of a class are one image with a little noise."""
     for number in range(classes):
         folder = root / f"class-{number}"
         folder.mkdir(parents=True)
         for copy in range(each):
-            pixels = np.asarray(picture(number)).astype(np.int16)
+            pixels = np.asarray(photo(number)).astype(np.int16)
             noise = np.random.default_rng(copy).integers(-6, 7, pixels.shape)
             noisy = Image.fromarray(np.clip(pixels + noise, 0, 255).astype(np.uint8))
             (folder / f"{copy}.png").write_bytes(encoded(noisy))
@@ -44,9 +44,9 @@ class JobShop:
     def __init__(self, folder: Path, old: Bundle, new: Bundle, **settings: Any) -> None:
         self.old, self.new = old, new
         self.state = folder / "state"
-        self.pictures = folder / "pictures"
+        self.photos = folder / "pictures"
         self.path = self.state / "galleries" / "shop"
-        write_pictures(self.pictures)
+        write_photos(self.photos)
         self.build("shop")
         store_bundle(new.path, self.state / "bundles")
         chosen = {"bundle": old.path, "state": self.state, "training_command": self.trainer()}
@@ -69,7 +69,7 @@ class JobShop:
     def build(self, name: str) -> Path:
         path = self.state / "galleries" / name
         embedder = OnnxEmbedder.open(self.old)
-        build_gallery(folder_source(self.pictures), embedder, path, BuildSettings(name=name))
+        build_gallery(folder_source(self.photos), embedder, path, BuildSettings(name=name))
         return path
 
     def trainer(self, seconds: float = 0.05, epochs: int = 2) -> str:

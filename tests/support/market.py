@@ -36,8 +36,8 @@ CALIBRATION = Calibration(
 )
 
 
-def picture(number: int) -> bytes:
-    """The picture of item `number`, the one of the fixture `pictures` with that number."""
+def photo(number: int) -> bytes:
+    """The image of item `number`, the one of the fixture `pictures` with that number."""
     return encoded(render(number))
 
 
@@ -59,7 +59,7 @@ def start_market(
     shop = start_shop(
         state, FakeEmbedder(calibration=calibration, no_calibration=no_calibration), **settings
     )
-    items = {f"{n:03d}.png": picture(n) for n in range(COUNT)}
+    items = {f"{n:03d}.png": photo(n) for n in range(COUNT)}
     texts = [json.dumps(attributes_of(n)) for n in range(COUNT)]
     shop.put_form(items, texts).raise_for_status()
     # The service looks at new items in the background.

@@ -1,7 +1,7 @@
 """Broken and odd images by name, each with the status that a search with it must have.
 
 Nothing here asks the decoder what it thinks: statuses are what a caller is promised.
-    200 it is a picture        400 no bytes              413 too many pixels
+    200 it is an image        400 no bytes              413 too many pixels
     415 not one of our formats 422 damaged or truncated
 """
 
@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageCms
 
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 HERE = Path(__file__).parent
-PHOTOGRAPH = 3
+STREET_PHOTO = 3
 SIZE = (96, 64)
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "AVIF", "HEIF")
 PROBLEMS = {
@@ -49,7 +49,7 @@ Table = dict[str, bytes]
 
 @dataclass(frozen=True)
 class OddImage:
-    """`same`: it shows the photograph, whatever its form; `filename` is what the client claims."""
+    """`same`: it shows the photo, whatever its form; `filename` is what the client claims."""
 
     name: str
     data: bytes
@@ -78,13 +78,13 @@ def odd_images() -> tuple[OddImage, ...]:
     return tuple(images)
 
 
-def photograph(number: int = PHOTOGRAPH) -> Image.Image:
-    """A smooth picture without symmetry."""
-    return picture(number, SIZE)
+def street_photo(number: int = STREET_PHOTO) -> Image.Image:
+    """A smooth image without symmetry."""
+    return photo(number, SIZE)
 
 
 def fine(image: Image.Image, kind: str, **options: object) -> bytes:
-    """A file that keeps the picture as well as its format can."""
+    """A file that keeps the image as well as its format can."""
     quality = {"quality": 95} if kind in ("JPEG", "WEBP", "AVIF", "HEIF") else {}
     return encoded(image, kind, **quality | options)
 
@@ -150,7 +150,7 @@ def webp(kind: bytes, data: bytes) -> bytes:
 
 
 def container(kind: str, size: tuple[int, int]) -> bytes:
-    """The photograph as an AVIF or a HEIC that claims to have this size."""
+    """The photo as an AVIF or a HEIC that claims to have this size."""
     data = encoded(_IMAGE, kind)
     at = data.index(b"ispe") + 8
     return data[:at] + struct.pack(">II", *size) + data[at + 8 :]
@@ -171,7 +171,7 @@ def jpeg_parts(data: bytes) -> list[tuple[int, bytes]]:
 
 
 def with_frame(change: Callable[[bytes], bytes]) -> bytes:
-    """The photograph as a JPEG whose frame header was changed."""
+    """The photo as a JPEG whose frame header was changed."""
     parts = jpeg_parts(_PLAIN)
     return _PLAIN[:2] + b"".join(change(part) if kind == 0xC0 else part for kind, part in parts)
 
@@ -182,7 +182,7 @@ def claiming(width: int, height: int) -> bytes:
     return with_frame(lambda frame: frame[:5] + sizes + frame[9:])
 
 
-_IMAGE = photograph()
+_IMAGE = street_photo()
 _PIXELS = np.asarray(_IMAGE)
 _PLAIN = encoded(_IMAGE, "JPEG")
 _GOOD = fine(_IMAGE, "JPEG")
@@ -192,13 +192,13 @@ _NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), 
 
 
 def _forms() -> Table:
-    """Every way to store the photograph."""
+    """Every way to store the photo."""
     deep = _PIXELS.astype(">u2") * 257
     solid = np.concatenate([deep, np.full((*deep.shape[:2], 1), 65535, ">u2")], axis=2)
     passes = b"".join(
         filtered(np.ascontiguousarray(_PIXELS[y::dy, x::dx])) for x, y, dx, dy in _ADAM7
     )
-    pair = fine(_IMAGE, "MPO", save_all=True, append_images=[photograph(1)], quality=95)
+    pair = fine(_IMAGE, "MPO", save_all=True, append_images=[street_photo(1)], quality=95)
     tiffs = ("tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg")
     opaque = _IMAGE.convert("RGBA")
     return {
@@ -223,7 +223,7 @@ def _forms() -> Table:
         "jpeg-arithmetic": (HERE / "arithmetic.jpg").read_bytes(),
         "avif-10-bit": (HERE / "ten-bit.avif").read_bytes(),
         "heic-10-bit": _heic_of_10_bits(),
-        "heic-of-tiles": fine(photograph().resize((960, 640)), "HEIF", tile_size=512),
+        "heic-of-tiles": fine(street_photo().resize((960, 640)), "HEIF", tile_size=512),
         "avif-of-any-brand": _rebranded("AVIF"),
         "heic-of-any-brand": _rebranded("HEIF"),
         "png-rgb-16-bit": png(SIZE, 16, 2, idat(filtered(deep))),
@@ -250,9 +250,9 @@ ANIMATED = ("GIF", "PNG", "TIFF", "WEBP", "AVIF", "HEIF")
 
 
 def animated(kind: str) -> bytes:
-    """The photograph, and five times another one."""
+    """The photo, and five times another one."""
     options = {"lossless": True} if kind == "WEBP" else {}
-    return encoded(_IMAGE, kind, save_all=True, append_images=[photograph(1)] * 5, **options)
+    return encoded(_IMAGE, kind, save_all=True, append_images=[street_photo(1)] * 5, **options)
 
 
 def cut_later(kind: str) -> bytes:
@@ -294,7 +294,7 @@ def _colours() -> Table:
 
 
 def _extras() -> Table:
-    """Much or strange data beside the pixels."""
+    """Large or strange data next to the pixels."""
     ends = {"zip": _zip(), "html": b"<script>alert(1)</script>"}
     segments = {
         "with-5-MB-of-segments": segment(0xE5, b"x" * 65_000) * 80,
@@ -337,7 +337,7 @@ def _zip() -> bytes:
 
 
 def _other_pixels() -> Table:
-    """Images that need not look like the photograph: fewer colours, none, or poor ones."""
+    """Images that need not look like the photo: fewer colours, none, or poor ones."""
     clear = _IMAGE.convert("RGBA")
     clear.putalpha(0)
     deep = Image.fromarray(np.asarray(_IMAGE.convert("L")).astype(np.uint16) * 257)
@@ -401,7 +401,7 @@ def _mended() -> Table:
 
 
 def without(marker: int) -> bytes:
-    """The photograph as a JPEG that lacks every segment of this kind."""
+    """The photo as a JPEG that lacks every segment of this kind."""
     parts = jpeg_parts(_PLAIN)
     return _PLAIN[:2] + b"".join(part for kind, part in parts if kind != marker)
 

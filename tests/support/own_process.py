@@ -45,7 +45,7 @@ class OwnProcess:
         return [entry for entry in entries if entry["event"] == name]
 
     def faults(self) -> list[str]:
-        """What its log says of failures inside."""
+        """The failures inside the service, from its log."""
         lines = self.errors().splitlines()
         return [line for line in lines if '"error"' in line or "Traceback" in line][:5]
 

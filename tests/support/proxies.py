@@ -83,7 +83,7 @@ def program(name: str) -> str:
 
 
 def write_certificate(folder: Path) -> None:
-    """A certificate of HOST, signed by itself."""
+    """A certificate of HOST, self-signed."""
     command = [program("openssl"), "req", "-x509", "-nodes", "-days", "2", "-subj", f"/CN={HOST}"]
     command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-addext", f"subjectAltName=DNS:{HOST}"]
@@ -164,7 +164,7 @@ OPTIONS: dict[str, Callable[[Path, Sequence[str], int], list[str]]] = {
 
 
 def _is_ready(client: httpx.Client, process: "subprocess.Popen[bytes]") -> bool:
-    assert process.poll() is None, "the proxy has ended; its log says why"
+    assert process.poll() is None, "the proxy has ended; see its log"
     try:
         return client.get("/ready").status_code == 200
     except httpx.TransportError:

@@ -1,7 +1,7 @@
-"""Inner names of the rooms that several test modules use, in one place.
+"""Inner names of the packages that several test modules use, in one place.
 
-A test that needs a name of this list knows more than a user does; when a room is rebuilt, this is
-where its tests are mended.
+A test that needs a name of this list knows more than a user does; when a package is rebuilt, its
+tests are fixed here.
 """
 # ruff: noqa: F401
 

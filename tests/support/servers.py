@@ -36,7 +36,7 @@ from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
 from tests.support import waiting
 from tests.support.seams import listen
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 WAIT_S = 20.0
 CREATED_AT = "2026-01-01T00:00:00+00:00"
@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 def render(seed: int, size_px: int = 96) -> Image.Image:
-    """A picture that has no symmetry and looks like no other."""
+    """An image that has no symmetry and looks like no other."""
     rng = np.random.default_rng(seed)
     image = Image.new("RGB", (size_px, size_px), tuple(rng.integers(0, 256, 3).tolist()))
     draw = ImageDraw.Draw(image)
@@ -63,10 +63,10 @@ def render(seed: int, size_px: int = 96) -> Image.Image:
 
 
 class FakeGallery:
-    """Exact search over what `embedder` makes of `pictures`; item i is picture i."""
+    """Exact search over what `embedder` makes of `pictures`; item i is image i."""
 
     def __init__(
-        self, embedder: Embedder, pictures: Sequence[bytes], name: str = "shop", version: str = "v1"
+        self, embedder: Embedder, photos: Sequence[bytes], name: str = "shop", version: str = "v1"
     ) -> None:
         self.name = name
         self.version = hashlib.sha256(version.encode()).hexdigest()
@@ -74,15 +74,15 @@ class FakeGallery:
         self.bundle_id = embedder.bundle_id
         self.precision = "fp32"
         self.dim = embedder.dim
-        self.size = len(pictures)
+        self.size = len(photos)
         self.created_at = CREATED_AT
         self.image_root = Path(tempfile.mkdtemp())
         weakref.finalize(self, shutil.rmtree, self.image_root, ignore_errors=True)
-        for number, data in enumerate(pictures):
+        for number, data in enumerate(photos):
             (self.image_root / f"{number:03d}.png").write_bytes(data)
         self.searches = 0
-        self._sha256s = [hashlib.sha256(data).hexdigest() for data in pictures]
-        inputs = np.stack([embedder.preprocess(data) for data in pictures])
+        self._sha256s = [hashlib.sha256(data).hexdigest() for data in photos]
+        inputs = np.stack([embedder.preprocess(data) for data in photos])
         self._vectors = np.concatenate([FakeEmbedder.embed(embedder, inputs)])
 
     def search(
@@ -233,8 +233,8 @@ def until() -> Callable[[Callable[[], bool]], None]:
 
 
 @pytest.fixture(scope="session")
-def pictures() -> list[bytes]:
-    """Twelve different pictures as PNG files."""
+def photos() -> list[bytes]:
+    """Twelve different images as PNG files."""
     return [encoded(render(seed)) for seed in range(12)]
 
 
@@ -250,8 +250,8 @@ def embedder() -> GatedEmbedder:
 
 
 @pytest.fixture
-def gallery(embedder: GatedEmbedder, pictures: list[bytes]) -> FakeGallery:
-    return FakeGallery(embedder, pictures)
+def gallery(embedder: GatedEmbedder, photos: list[bytes]) -> FakeGallery:
+    return FakeGallery(embedder, photos)
 
 
 StartService = Callable[..., Running]
@@ -279,10 +279,10 @@ def start_service(embedder: GatedEmbedder, gallery: FakeGallery) -> Iterator[Sta
 
 
 @pytest.fixture(scope="session")
-def running_service(pictures: list[bytes]) -> Iterator[Running]:
+def running_service(photos: list[bytes]) -> Iterator[Running]:
     """One service for many tests that only look."""
     embedder = FakeEmbedder()
-    app = create_app(Settings(**DEFAULTS), embedder, {"shop": FakeGallery(embedder, pictures)})
+    app = create_app(Settings(**DEFAULTS), embedder, {"shop": FakeGallery(embedder, photos)})
     service = run(app)
     yield service
     service.close()
@@ -290,12 +290,12 @@ def running_service(pictures: list[bytes]) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def tiny_gallery(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real gallery of pictures 0.png .. 7.png, made with the tiny bundle; do not change it."""
+    """A real gallery of images 0.png .. 7.png, made with the tiny bundle; do not change it."""
     folder = tmp_path_factory.mktemp("gallery")
     source = folder / "pictures"
     source.mkdir()
     for number in range(8):
-        (source / f"{number}.png").write_bytes(encoded(picture(number)))
+        (source / f"{number}.png").write_bytes(encoded(photo(number)))
     embedder = OnnxEmbedder.open(tiny_bundle)
     build_gallery(folder_source(source), embedder, folder / "shop")
     return folder / "shop"

@@ -35,11 +35,11 @@ class Shop:
         self.folder = state / "galleries" / name
 
     def compacted(self) -> set[str]:
-        """The uploaded pictures that are left after a compaction: no removal can be undone then."""
+        """The uploaded images that are left after a compaction: no removal can be undone then."""
         with contextlib.closing(Gallery.open(self.folder)) as gallery:
             gallery.compact(wait=True)
         UploadFolder(self.folder).sweep()
-        return self.pictures()
+        return self.photos()
 
     def create(self, name: str) -> "Shop":
         """A new gallery of the same service."""
@@ -78,7 +78,7 @@ class Shop:
         return response.json()
 
     def link(self, key: str) -> str:
-        """The address of the picture of an item."""
+        """The address of the image of an item."""
         [link] = [item["image"] for item in self.items()["items"] if item["key"] == key]
         return str(link)
 
@@ -87,8 +87,8 @@ class Shop:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def pictures(self, gallery: str = "") -> set[str]:
-        """The contents of the uploaded pictures that lie in a managed gallery."""
+    def photos(self, gallery: str = "") -> set[str]:
+        """The contents of the uploaded images that lie in a managed gallery."""
         files = (self.folder.with_name(gallery or self.name) / "pictures").glob("*/*")
         return {file.name for file in files if len(file.name) == 64}
 
@@ -116,7 +116,7 @@ def make_gallery(
     path: Path, tag: str, *, count: int = 5, bundle_id: str = "fake", dim: int = 32
 ) -> str:
     """A new generation of the gallery in `path`, of random unit vectors with keys `tag-0` .. ; its
-    name is given back.
+    name is returned.
     """
     seed = int(sha256(tag.encode())[:8], 16)
     vectors = np.random.default_rng(seed).standard_normal((count, dim)).astype(np.float32)

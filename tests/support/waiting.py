@@ -16,7 +16,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 async def until_async(condition: Callable[[], object]) -> None:
-    """The same in an event loop, which goes on meanwhile."""
+    """The same in an event loop, which keeps running."""
     async with asyncio.timeout(WAIT_S):
         while not condition():
             await asyncio.sleep(0.005)

@@ -65,7 +65,7 @@ def calibrated_weights(path: Path) -> Path:
 
 
 class Silent:
-    """A listener that remembers what it was told."""
+    """A listener that remembers its messages."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import scipy.io
 
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 SIZE = (24, 20)
 
@@ -28,7 +28,7 @@ def write_layout(kind: str, root: Path, classes: int = 2, images: int = 4) -> Pa
 def write_image(path: Path, seed: int) -> None:
     """A tiny JPEG, another for each seed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encoded(picture(seed, SIZE), "JPEG"))
+    path.write_bytes(encoded(photo(seed, SIZE), "JPEG"))
 
 
 def _write(path: Path, rows: Iterable[str]) -> None:

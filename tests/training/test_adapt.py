@@ -94,10 +94,10 @@ def test_features_are_those_of_the_content_and_of_the_trunk_whatever_the_name(
     net, store = new_network(job), FeatureStore(tmp_path / "features.sqlite")
 
     def features(net: EmbeddingNet, spec: Input = job.input) -> tuple[torch.Tensor, int]:
-        told: list[int] = []
+        reported: list[int] = []
         runtime = Runtime(workers=0, device="cpu")
-        found = pooled_views(net, images, spec, runtime, 2, store, lambda n, _: told.append(n))
-        return found, len(told)
+        found = pooled_views(net, images, spec, runtime, 2, store, lambda n, _: reported.append(n))
+        return found, len(reported)
 
     first, made = features(net)
     assert made > 0
@@ -265,7 +265,7 @@ def test_the_whitening_makes_what_differs_within_classes_small() -> None:
 
     assert separation(seen) > 2 * separation(raw)
     torch.testing.assert_close(layer(pooled).mean(0), torch.zeros(12), atol=1e-4, rtol=0)
-    # A covariance by hand: the maps of two points differ as (S / s + 3)^(-1/2) says, up to a turn.
+    # A covariance by hand: the maps of two points differ by (S / s + 3)^(-1/2), up to a rotation.
     x = pooled.double()
     residuals = x - torch.stack([x[labels == c].mean(0) for c in range(20)])[labels]
     within = residuals.T @ residuals / len(x)
@@ -344,5 +344,5 @@ def test_the_report_compares_a_head_with_a_training_of_the_whole_network(
 def test_folds_that_do_not_fit_each_other_are_refused(tmp_path: Path, weights: Path) -> None:
     with pytest.raises(JobError, match="needs folds = 2 or more"):
         head_job(tmp_path, weights, protocol={"folds": None})
-    with pytest.raises(JobError, match="are of a projection; set dim"):
+    with pytest.raises(JobError, match="need a projection; set dim"):
         head_job(tmp_path, weights, model={"dim": None})

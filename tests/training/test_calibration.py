@@ -103,7 +103,7 @@ def test_many_images_are_sampled_by_the_seed(monkeypatch: pytest.MonkeyPatch) ->
         (np.zeros(6, np.int64), clouds(2, 3)[0], "1 of 1 classes have two"),
         (np.arange(40), clouds(4, 10)[0], "0 of 40 classes have two images or more"),
         (clouds(15)[1], clouds(15)[0], f"15 of 15 .* at least {MIN_CLASSES} are needed"),
-        (np.repeat(np.arange(20), 3), np.ones((60, 1), np.float32), "even its lower end"),
+        (np.repeat(np.arange(20), 3), np.ones((60, 1), np.float32), "its lower end must"),
         (clouds(20)[1], clouds(240, 1, seed=3)[0], "all pairs the area under the ROC curve is 0"),
     ],
 )
@@ -115,7 +115,7 @@ def test_what_cannot_be_calibrated_says_why(
 
 
 def test_scores_that_separate_all_pairs_but_not_the_best_hits_are_not_calibrated() -> None:
-    # Five worlds of eight classes each: a score tells the world, and nothing within it.
+    # Five worlds of eight classes each: a score identifies the world, but no class within it.
     worlds, labels = clouds(classes=5, images=96, noise=0.05)
     order = np.argsort(labels, kind="stable")
     inside = np.tile(np.random.default_rng(1).permutation(np.repeat(np.arange(8), 12)), 5)

@@ -104,9 +104,7 @@ def test_new_writes_a_commented_job_that_trains_the_users_folder(tmp_path: Path)
         runner.invoke(app, words, catch_exceptions=False)
     assert "model.weights" not in done.output
     named = ["new", "--data", str(shop), "--out", str(tmp_path / "other.toml")]
-    assert (
-        "Without internet access, add --set model.weights=FILE" in runner.invoke(app, named).output
-    )
+    assert "Without internet access, add --set model.weights" in runner.invoke(app, named).output
 
 
 def test_new_leaves_no_job_for_a_folder_that_cannot_be_trained_on(tmp_path: Path) -> None:
@@ -204,4 +202,4 @@ def test_a_part_of_an_official_data_set_needs_the_flag(tmp_path: Path) -> None:
         runner.invoke(app, arguments, catch_exceptions=False)
     done = runner.invoke(app, [*arguments, "--allow-partial"])
     assert done.exit_code == 0, done.output
-    assert "the official counts are not asserted" in done.output
+    assert "the official counts are not checked" in done.output

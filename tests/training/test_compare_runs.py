@@ -68,7 +68,7 @@ def test_runs_on_other_images_are_not_subtracted(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_finished_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(KinlensError, match="holds no finished run"):
+    with pytest.raises(KinlensError, match="has no finished run"):
         runner.invoke(app, ["compare", str(tmp_path)], catch_exceptions=False)
 
 

@@ -127,8 +127,8 @@ def test_regularizers_add_up_and_a_table_of_another_kind_is_another(tmp_path: Pa
     [
         ("base = 3", "base = 3 must be the name of a job"),
         ('base = "nothing"', "base = 'nothing': No job 'nothing'.*one of: .*shop.*METHOD of .*nir"),
-        ('base = "job.toml"', "leads back to itself"),
-        ('base = "other.toml"', "base = 'other.toml': .*leads back to itself"),
+        ('base = "job.toml"', "forms a cycle"),
+        ('base = "other.toml"', "base = 'other.toml': .*forms a cycle"),
     ],
 )
 def test_a_base_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:

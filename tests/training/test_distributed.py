@@ -76,7 +76,7 @@ def test_batch_norm_that_trains_is_refused_on_several_cpu_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kinlens.training.state.world", lambda: 2)
-    with pytest.raises(TrainingError, match="statistics of all of them"):
+    with pytest.raises(TrainingError, match="synchronised batch statistics"):
         create_run(small_job(tmp_path), 3)
 
 
@@ -88,7 +88,7 @@ def test_commands_that_do_not_share_their_work_refuse_torchrun(
         distributed.require_single_process()
     for command in ("studies", "evaluate", "export"):
         page = (ROOT / "training" / "commands" / f"{command}.py").read_text()
-        assert "    require_alone()" in page, command
+        assert "    require_single_process()" in page, command
 
 
 def test_alone_nothing_is_gathered() -> None:

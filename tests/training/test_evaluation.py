@@ -383,7 +383,7 @@ def test_the_interval_of_a_gain_is_that_of_paired_changes_with_classes_as_units(
     found = gain(ranks_of(before), ranks_of(after), labels)
     mean, half = paired_difference(100.0 * after, 100.0 * before)
     assert [found[name] for name in GAIN] == pytest.approx([mean - half, mean + half])
-    # More photographs of the same products, answered alike, make nobody surer.
+    # More photos of the same products, answered alike, make nobody surer.
     twice = gain(*(ranks_of(np.repeat(x, 2)) for x in (before, after)), np.repeat(labels, 2))
     assert twice == pytest.approx(found)
 

@@ -52,13 +52,13 @@ ALL = ("fp32", "int8", "fp16")
 
 @dataclass
 class Trained:
-    """A run, its data, its bundle, and how often the export read each image and told of them."""
+    """A run, its data, its bundle, and how often the export read each image and reported them."""
 
     checkpoint: Checkpoint
     split: Split
     bundle: Bundle
     reads: Counter[Path]
-    told: list[int]
+    reported: list[int]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,7 +87,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     content, split = split_of(folder)
     fit(parse_job(content), split, folder, Silent())
     checkpoint = load_checkpoint(folder)
-    told: list[int] = []
+    reported: list[int] = []
     reads: Counter[Path] = Counter()
     read = Path.read_bytes
 
@@ -100,9 +100,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         patch.setattr(precisions_module, "MAX_RECALL_LOSS", 100.0)
         patch.setattr(Path, "read_bytes", counted)
         bundle = export_checkpoint(
-            checkpoint, split, folder / "bundle", told.append, ALL, with_map=True
+            checkpoint, split, folder / "bundle", reported.append, ALL, with_map=True
         )
-    return Trained(checkpoint, split, bundle, reads, told)
+    return Trained(checkpoint, split, bundle, reads, reported)
 
 
 @pytest.fixture
@@ -212,7 +212,8 @@ def test_every_image_is_decoded_once_for_torch_onnx_and_all_precisions(trained: 
     assert split.validation is not None
     for images in (split.test, split.validation):
         assert {trained.reads[images.root / path] for path in images.paths} == {1}
-    assert sum(trained.told) == images_to_embed(split) == len(split.test) + len(split.validation)
+    held_out = len(split.test) + len(split.validation)
+    assert sum(trained.reported) == images_to_embed(split) == held_out
 
 
 def test_processes_that_decode_change_nothing_and_name_a_broken_file(
@@ -252,9 +253,9 @@ def test_torch_and_onnx_may_differ_by_a_ten_thousandth_and_no_more() -> None:
     inputs, by_torch, by_onnx = moved(-0.99e-4)
     found = check_parity(by_torch, by_onnx, inputs)
     assert found.max_abs_difference == pytest.approx(0.99e-4)
-    for by, told in ((1.01e-4, "1.01e-04"), (np.nan, "inf")):
+    for by, shown in ((1.01e-4, "1.01e-04"), (np.nan, "inf")):
         inputs, by_torch, by_onnx = moved(by)
-        with pytest.raises(ExportError, match=f"differs from torch by {told} .* limit is 1e-04"):
+        with pytest.raises(ExportError, match=f"differs from torch by {shown} .* limit is 1e-04"):
             check_parity(by_torch, by_onnx, inputs)
 
 
@@ -350,16 +351,16 @@ def test_a_precision_that_does_not_hold_here_is_left_out_if_it_may_be(
     again: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(MIN_FP32_COSINE, "int8", 1.1)  # as if this processor saturated
-    told: list[str] = []
+    reported: list[str] = []
     arguments = (again.checkpoint, again.split, tmp_path / "bundle", None, ("fp32", "int8"))
     with pytest.raises(
         ExportError, match=r"mean cosine to fp32 0\.\d+, .*VNNI.*No bundle was .*--skip-refused"
     ):
         export_checkpoint(*arguments)
     assert not (tmp_path / "bundle").exists()
-    assert export_checkpoint(*arguments, told.append).precisions == ("fp32",)
-    assert told[0].startswith("int8 is skipped: ")
-    assert "mean cosine to fp32" in told[0]
+    assert export_checkpoint(*arguments, reported.append).precisions == ("fp32",)
+    assert reported[0].startswith("int8 is skipped: ")
+    assert "mean cosine to fp32" in reported[0]
 
 
 def test_a_precision_that_loses_recall_or_breaks_is_left_out_if_it_may_be(
@@ -370,7 +371,7 @@ def test_a_precision_that_loses_recall_or_breaks_is_left_out_if_it_may_be(
     with pytest.raises(ExportError, match=r"R@1 falls by 3.00 .* to fp16.* No bundle was written"):
         export_checkpoint(*arguments, tmp_path / "b", None, ("fp32", "fp16"))
     assert not (tmp_path / "b").exists()
-    told: list[str] = []
+    reported: list[str] = []
 
     def broken(self: OnnxEmbedder, images: Images) -> Embeddings:
         if self.mode.precision == "fp16" and len(images) != 8:  # the golden images work
@@ -379,11 +380,11 @@ def test_a_precision_that_loses_recall_or_breaks_is_left_out_if_it_may_be(
 
     embed = OnnxEmbedder.embed
     monkeypatch.setattr(OnnxEmbedder, "embed", broken)
-    bundle = export_checkpoint(*arguments, tmp_path / "c", None, ALL[::2], told.append)
+    bundle = export_checkpoint(*arguments, tmp_path / "c", None, ALL[::2], reported.append)
     assert bundle.precisions == ("fp32",)
     assert (
         "does not work in fp16 with onnxruntime: The model gave vectors that are not finite"
-        in told[0]
+        in reported[0]
     )
 
 

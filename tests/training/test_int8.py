@@ -67,7 +67,7 @@ class Export:
 
 
 def smooth_images(count: int, seed: int = 0) -> Images:
-    """Noise of 3 x 3 blocks, since neighbours are alike in photographs: uint8 (n, 3, S, S)."""
+    """Noise of 3 x 3 blocks, since neighbours are alike in photos: uint8 (n, 3, S, S)."""
     coarse = np.random.default_rng(seed).integers(0, 256, (count, 3, SIDE // 3, SIDE // 3))
     return coarse.repeat(3, axis=2).repeat(3, axis=3).astype(np.uint8)
 
@@ -267,7 +267,7 @@ def correlated(groups: int, columns: int, seed: int = 0) -> NDArray[np.float64]:
 def by_the_definition(
     weights: NDArray[np.float64], scales: NDArray[np.float64], covariance: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Equation 2 of the paper for one group: the inverse is taken anew for the columns left."""
+    """Equation 2 of the paper for one group: the inverse of each step is computed afresh."""
     order = list(np.argsort(-np.diag(covariance), kind="stable"))
     damped = covariance + 0.01 * np.diag(covariance).mean() * np.eye(len(order))
     left, codes = weights.copy(), np.zeros_like(weights)

@@ -1,4 +1,4 @@
-"""What the console says of a run, also where it is a file and shows no bar."""
+"""The console output of a run, also in a file, where it shows no bar."""
 
 import io
 

@@ -82,11 +82,11 @@ def test_a_drawn_map_covers_what_the_model_saw_and_nothing_else() -> None:
     assert rows.min() >= 20 + 60
     assert columns.min() >= 70 + 60
     assert side_by_side((image, shown), side_px=100).size == (200, 100)
-    large = np.asarray(side_by_side((image, shown), side_px=600))  # a small picture is enlarged
+    large = np.asarray(side_by_side((image, shown), side_px=600))  # a small image is enlarged
     assert (large[300] < 255).all(axis=1).mean() > 0.9
 
 
-def test_the_map_of_a_photograph_that_is_half_noise_lies_on_the_other_half(
+def test_the_map_of_a_photo_that_is_half_noise_lies_on_the_other_half(
     shared_data: Path,
 ) -> None:
     spec = Preprocessing(resize_px=192, crop_px=176)

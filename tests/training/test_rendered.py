@@ -34,8 +34,8 @@ def test_the_same_seed_product_and_view_give_the_same_pixels_in_any_order() -> N
 
 
 def test_views_products_and_seeds_all_give_other_pixels() -> None:
-    pictures = [_pixels(p, v, s) for p in range(4) for v in range(4) for s in range(2)]
-    assert len(set(pictures)) == len(pictures)
+    photos = [_pixels(p, v, s) for p in range(4) for v in range(4) for s in range(2)]
+    assert len(set(photos)) == len(photos)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,7 +48,7 @@ def test_every_shape_is_drawn_at_every_size(shape: str, size_px: int) -> None:
         assert np.asarray(image).std() > 8
 
 
-def test_the_same_picture_is_drawn_at_another_size() -> None:
+def test_the_same_image_is_drawn_at_another_size() -> None:
     for product in range(10):
         small = np.asarray(render_view(product, 0, size_px=96).resize((12, 12)), float)
         large = np.asarray(render_view(product, 0, size_px=192).resize((12, 12)), float)

@@ -73,7 +73,7 @@ def test_runs_and_peers_are_kept_in_a_file_that_makes_the_table_again(tmp_path: 
     assert CliRunner().invoke(app, ["report", str(kept), "--page", str(page)]).exit_code == 0
     assert page.read_text() == written
     assert record_of(folder, by="loss.name").method == job.loss.name
-    with pytest.raises(JobError, match="Write it as"):
+    with pytest.raises(JobError, match="Use a name like"):
         record_of(folder, by="loss")
     with pytest.raises(JobError, match=r"and so is another of the runs.*--by"):
         records_of([folder, shutil.copytree(folder, tmp_path / "determinant")])
@@ -114,5 +114,5 @@ def test_figures_on_other_images_are_not_compared() -> None:
         Record("recipe", 0, {"R@1": 50.0}, split_sha256="a"),
         Record("more", 0, {"R@1": 51.0}, split_sha256="b"),
     ]
-    with pytest.raises(JobError, match="were tested on other images"):
+    with pytest.raises(JobError, match="were tested on different images"):
         methods(Study(tuple(records), {"": "recipe"}))

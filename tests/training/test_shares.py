@@ -169,7 +169,7 @@ def test_a_bound_and_a_gradient_that_stays_in_its_flow_are_both_said(tmp_path: P
     ]
     assert after_epoch(job, rows[:1]) == []
     aloof, bound = after_epoch(job, rows[:2])
-    assert "moves flow 1" in aloof
+    assert "changes flow 1" in aloof
     assert "bound of its calibration" in bound
     assert after_epoch(job, rows) == []
 

@@ -93,7 +93,7 @@ def test_a_network_of_one_size_names_it() -> None:
 def test_a_network_that_pools_by_itself_is_refused() -> None:
     with pytest.raises(JobError, match="cannot be built without its own pooling"):
         build_trunk("timm:crossvit_tiny_240", "none")
-    with pytest.raises(JobError, match="gives a vector for an image"):
+    with pytest.raises(JobError, match="returns one vector per image"):
         build_trunk("timm:deit_tiny_distilled_patch16_224", "none")(torch.zeros(1, 3, 32, 32))
 
 

@@ -1,4 +1,4 @@
-"""docs/trunks.md: every trunk that it names exports, and is what its row says."""
+"""docs/trunks.md: every trunk that it names exports and matches its row."""
 
 import os
 import re

@@ -59,9 +59,9 @@ def results(shop_page: Page, fake_shop: Shop) -> Page:
 
 
 @pytest.fixture(scope="package")
-def shop(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Iterator[AdminShop]:
+def shop(tmp_path_factory: pytest.TempPathFactory, photos: list[bytes]) -> Iterator[AdminShop]:
     """A real service, the same for all tests, which refill its galleries."""
-    made = AdminShop(tmp_path_factory.mktemp("state"), pictures)
+    made = AdminShop(tmp_path_factory.mktemp("state"), photos)
     yield made
     made.shop.close()
 

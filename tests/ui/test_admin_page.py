@@ -46,7 +46,7 @@ def test_without_a_key_the_page_asks_for_one_and_shows_what_a_wrong_one_lacks(
             "This needs an API key with the scope admin."
         )
         assert page.evaluate(FOCUSED) == "key"
-        for text, message in [("kl_no", "not known"), (writer, "feed has the scopes write")]:
+        for text, message in [("kl_no", "is unknown"), (writer, "feed has the scopes write")]:
             page.get_by_test_id("key").fill(text)
             page.get_by_test_id("key-save").click()
             expect(page.get_by_test_id("error-detail")).to_contain_text(message)

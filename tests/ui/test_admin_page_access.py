@@ -35,7 +35,7 @@ def job(number: int, state: str, **more: object) -> dict[str, object]:
         "kind": "rebuild",
         "gallery": "shop",
         "state": state,
-        "step": "embed pictures: 400 of 1,000",
+        "step": "embed images: 400 of 1,000",
         "done": 400,
         "total": 1000,
         "by": "office",
@@ -138,7 +138,7 @@ def test_the_key_form_and_the_empty_gallery_have_no_violation(
         page = open_it("/admin")
         page.get_by_test_id("key").fill("kl_no")
         page.keyboard.press("Enter")
-        expect(page.get_by_test_id("error-detail")).to_contain_text("not known")
+        expect(page.get_by_test_id("error-detail")).to_contain_text("is unknown")
         assert violations(page) == []
     name = "a-gallery-with-a-very-long-name-of-words"
     shop.stock(name, count=0)

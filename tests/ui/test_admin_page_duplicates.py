@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, expect
 from tests.support.admin_page import AdminShop, opening
 from tests.support.page_browser import PHONE, OpenPage, too_wide, violations
 from tests.support.shops import start_shop
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 pytestmark = pytest.mark.browser
 
@@ -20,8 +20,8 @@ def test_groups_are_shown_and_one_of_each_is_deleted_after_a_question(
     allowed.append("404")  # the image of an item that was deleted while it was being fetched
     allowed.append("ERR_FAILED")
     shop.stock(count=0)
-    products = {f"p{n}": encoded(picture(n)) for n in range(4)}
-    again = encoded(picture(1), "JPEG", quality=70)
+    products = {f"p{n}": encoded(photo(n)) for n in range(4)}
+    again = encoded(photo(1), "JPEG", quality=70)
     shop.shop.put(products | {"p1 again": again, "p2 again": products["p2"]}, "shop", price=3)
     page = open_admin("/admin?gallery=shop#duplicates", reduced_motion="reduce")
     groups, text = page.get_by_test_id("near-group"), page.get_by_test_id("duplicates-text")
@@ -90,9 +90,9 @@ def test_all_but_one_of_a_group_are_deleted_and_never_the_last_one(
 ) -> None:
     allowed += ["404", "409", "ERR_FAILED"]
     shop.stock(count=0)
-    copies = {f"c{n}": encoded(picture(1), "JPEG", quality=95 - n) for n in range(4)}
+    copies = {f"c{n}": encoded(photo(1), "JPEG", quality=95 - n) for n in range(4)}
     shop.shop.put(copies, "shop", product="c")
-    shop.shop.put({"d0": encoded(picture(5)), "d1": encoded(picture(5))}, "shop", product="d")
+    shop.shop.put({"d0": encoded(photo(5)), "d1": encoded(photo(5))}, "shop", product="d")
     page = open_admin("/admin?gallery=shop#duplicates", reduced_motion="reduce")
     page.get_by_test_id("near-find").click()
     groups = page.get_by_test_id("near-group")
@@ -122,7 +122,7 @@ def test_items_that_name_different_products_are_deleted_one_at_a_time(
     allowed.append("ERR_FAILED")
     shop.stock(count=0)
     for product in "abc":
-        shop.shop.put({f"shoe {product}": encoded(picture(1))}, "shop", product=product)
+        shop.shop.put({f"shoe {product}": encoded(photo(1))}, "shop", product=product)
     page = open_admin("/admin?gallery=shop#duplicates", reduced_motion="reduce")
     page.get_by_test_id("near-find").click()
     group = page.get_by_test_id("near-group")
@@ -138,8 +138,8 @@ def test_a_gallery_without_a_calibration_is_searched_for_duplicates_and_a_cluste
     market = start_shop(tmp_path)
     try:
         for start in range(0, 32, 8):
-            market.put({f"none-{n:02d}": encoded(picture(9)) for n in range(start, start + 8)})
-        products = {f"p{n}": encoded(picture(n)) for n in range(4)}
+            market.put({f"none-{n:02d}": encoded(photo(9)) for n in range(start, start + 8)})
+        products = {f"p{n}": encoded(photo(n)) for n in range(4)}
         market.put(products | {"p1 again": products["p1"]})
         sizes: tuple[dict[str, Any], ...] = ({}, PHONE)
         with opening(browser, str(market.client.base_url), None, allowed) as open_it:

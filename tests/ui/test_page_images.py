@@ -1,4 +1,4 @@
-"""Pictures of the page: with a key the right one, however late; none is kept for nothing."""
+"""Images of the page: with a key the right one, however late; none is kept for nothing."""
 
 import json
 
@@ -14,7 +14,7 @@ from tests.support.page_browser import (
     until,
 )
 from tests.support.page_shop import Shop, draw
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 pytestmark = pytest.mark.browser
 
@@ -100,10 +100,10 @@ def test_the_history_waits_for_the_image_of_its_query_and_drops_it(keyed: Page) 
 
 
 def test_an_avif_is_shown_and_a_heic_is_searched_with_unseen(results: Page) -> None:
-    send_image(results, encoded(picture(1), "AVIF"), "photo.avif")
+    send_image(results, encoded(photo(1), "AVIF"), "photo.avif")
     expect(results.get_by_test_id("query-name")).to_have_text("photo.avif")
     until(results, "document.querySelector('[data-testid=query-image]').naturalWidth > 0")
-    send_image(results, encoded(picture(2), "HEIF"), "photo.heic")
+    send_image(results, encoded(photo(2), "HEIF"), "photo.heic")
     expect(results.get_by_test_id("query-name")).to_have_text("photo.heic")
     settled(results)
     expect(results.get_by_test_id("error")).to_be_hidden()

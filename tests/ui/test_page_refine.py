@@ -267,7 +267,8 @@ def test_long_lists_of_values_show_how_many_more_there_are(
         replace(item, attributes={"brand": f"brand {item.id % 12:02d}"})
         for item in fake_shop.galleries["shop"]
     ]
-    page = open_shop("/#filter=" + json.dumps({"brand": {"in": ["brand 11"]}}))
+    chosen = json.dumps({"brand": {"in": ["brand 11"]}})
+    page = open_shop(f"/#filter={chosen}", reduced_motion="reduce")
     drop_item(page, fake_shop, 0)
     options = page.locator(".option").filter(visible=True)
     expect(options).to_have_count(9)  # eight and the chosen one

@@ -105,7 +105,7 @@ def test_a_service_reads_the_file_once_a_second_and_looks_again_for_a_key_that_i
         async with asyncio.timeout(WAIT_S):
             while await shorter.known(text) is not None:
                 await asyncio.sleep(0.01)
-        assert await fresh.known(text) is not None, "it reads no more often than it was told"
+        assert await fresh.known(text) is not None, "it reads no more often than its interval"
 
     asyncio.run(use())
 
@@ -135,7 +135,7 @@ def test_a_disk_that_hangs_refuses_keys_and_holds_up_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("name", "scopes", "says"),
+    ("name", "scopes", "message"),
     [
         *((name, ["search"], "name = ") for name in ("", " a", "a b", "a\n", "ä", "-a", "a" * 65)),
         ("../a", ["search"], "name = "),
@@ -144,10 +144,10 @@ def test_a_disk_that_hangs_refuses_keys_and_holds_up_nothing_else(
     ],
 )
 def test_a_name_that_does_not_fit_or_is_taken_and_no_scope_are_refused(
-    store: KeyStore, name: str, scopes: list[Any], says: str
+    store: KeyStore, name: str, scopes: list[Any], message: str
 ) -> None:
     store.create("till", ["search"])
-    with pytest.raises(InvalidParameterError, match=says):
+    with pytest.raises(InvalidParameterError, match=message):
         store.create(name, scopes)
     with pytest.raises(KeyNotFoundError, match="Existing keys: till"):
         store.revoke("nobody")
@@ -229,7 +229,7 @@ def test_a_damaged_file_is_an_error_that_names_it_and_lets_nobody_in(
     for call in (*calls, lambda: open_keys(store.path.parent)):
         with pytest.raises(StateError, match=r"keys\.json"):
             call()
-    assert store.path.read_bytes() == content  # nothing is written over what may be mended
+    assert store.path.read_bytes() == content  # a file that can be repaired is not overwritten
     store.path.write_bytes(kept)
     assert find(store, text) is not None
 

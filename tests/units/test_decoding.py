@@ -21,14 +21,14 @@ from tests.support.odd_images import FORMATS
 from tests.support.own_process import children
 from tests.support.seams import InlineDecoder, ProcessDecoder
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 ROOT = Path(__file__).parents[2]
 LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
 SPEC = Preprocessing(resize_px=40, crop_px=32)
 LIMITS = ImageLimits()
 FDS = Path("/proc/self/fd")
-GOOD = encoded(picture(1))
+GOOD = encoded(photo(1))
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def test_pixels_and_errors_are_those_of_a_direct_call(make: Callable[[], Any]) -
     decoder = make()
     decoder.start()
     for kind in FORMATS:
-        data = encoded(picture(1, (320, 200)), kind)
+        data = encoded(photo(1, (320, 200)), kind)
         for box in (None, (0.25, 0.1, 0.5, 0.6)):
             pixels = decoder.decode(data, SPEC, LIMITS, box)
             assert np.array_equal(pixels, preprocess(data, SPEC, LIMITS, box))

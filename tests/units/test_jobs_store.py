@@ -119,8 +119,8 @@ def test_many_processes_write_at_once_and_one_gets_the_gallery(tmp_path: Path) -
         subprocess.Popen([*command, str(n)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for n in range(4)
     ]
-    said = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert sorted(said) == ["mine", "taken", "taken", "taken"]
+    reported = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert sorted(reported) == ["mine", "taken", "taken", "taken"]
     assert len(JobStore(path).newest()) == 41
 
 
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("begun", ["checkpoint.pt", "fold-00/log.jsonl", None])
-def test_the_pictures_of_a_training_stay_while_it_can_go_on(
+def test_the_images_of_a_training_stay_while_it_can_go_on(
     tmp_path: Path, begun: str | None
 ) -> None:
     folders = JobFolders(tmp_path, "j1")

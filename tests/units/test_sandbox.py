@@ -24,7 +24,7 @@ from kinlens.embedder.preprocess import ImageLimits, preprocess
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS
 from tests.support.seams import ProcessDecoder, decoders, sandbox
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 SPEC = Preprocessing(resize_px=40, crop_px=32)
 ALL = ("landlock", "seccomp")
@@ -86,7 +86,7 @@ def hostile(
 
 def assert_decodes(decoder: Any, kinds: Sequence[str] = ("JPEG",)) -> None:
     for kind in kinds:
-        data = encoded(picture(1, (320, 200)), kind)
+        data = encoded(photo(1, (320, 200)), kind)
         expected = preprocess(data, SPEC, ImageLimits())
         assert np.array_equal(decoder.decode(data, SPEC, ImageLimits()), expected), kind
 
@@ -94,8 +94,8 @@ def assert_decodes(decoder: Any, kinds: Sequence[str] = ("JPEG",)) -> None:
 def test_without_a_layer_every_attempt_succeeds(monkeypatch, target: Target) -> None:
     with hostile(monkeypatch, ()) as decoder:
         assert not decoder.layers
-        said = [attempt(decoder, *one) for one in target.attempts()]
-    assert said == ["done"] * len(said)
+        reported = [attempt(decoder, *one) for one in target.attempts()]
+    assert reported == ["done"] * len(reported)
     assert not target.keys.exists()
 
 
@@ -107,9 +107,10 @@ def test_a_layer_refuses_what_a_taken_over_decoder_attempts(
         [layer] = decoder.layers
         if not layer.holds:
             pytest.skip(f"{name} is absent here: {layer.absence}")
-        said = {one: attempt(decoder, *one) for one in target.attempts() if refuses(name, one[0])}
-    assert set(said.values()) == {"PermissionError"}, said
-    assert len(said) >= (8 if name == "landlock" else 12)
+        refused = [one for one in target.attempts() if refuses(name, one[0])]
+        reported = {one: attempt(decoder, *one) for one in refused}
+    assert set(reported.values()) == {"PermissionError"}, reported
+    assert len(reported) >= (8 if name == "landlock" else 12)
     assert target.keys.exists()
     assert not target.keys.with_name("new").exists()
 

@@ -50,7 +50,7 @@ def images(*values: int) -> Any:
     return np.stack([np.full((3, 2, 2), value, dtype=np.uint8) for value in values])
 
 
-def crowd(model: Model, batcher: Batcher, values: list[int], until: Any) -> list[Any]:
+def clients(model: Model, batcher: Batcher, values: list[int], until: Any) -> list[Any]:
     """What each of many threads gets, all of which wait while the first call is held."""
     with ThreadPoolExecutor(len(values) + 1) as threads:
         first = threads.submit(batcher.embed, images(0))
@@ -66,14 +66,14 @@ def test_what_waits_is_embedded_in_one_call_and_each_gets_its_own_vector(until) 
     model = Model()
     batcher = Batcher(model.embed, batch_size=8, at_once=1)
     values = list(range(20, 30))
-    assert crowd(model, batcher, values, until) == values
+    assert clients(model, batcher, values, until) == values
     assert [len(batch) for batch in model.batches] == [1, 8, 2]
 
 
 def test_only_the_bad_image_of_a_call_fails(until) -> None:
     model = Model()
     batcher = Batcher(model.embed, batch_size=8, at_once=1)
-    *good, bad = crowd(model, batcher, [20, 21, 22, BAD], until)
+    *good, bad = clients(model, batcher, [20, 21, 22, BAD], until)
     assert good == [20, 21, 22]
     assert isinstance(bad, ValueError)
 

@@ -1,4 +1,4 @@
-"""Uploaded pictures of a gallery on Milvus, in a folder or behind fsspec, shared without a lock."""
+"""Uploaded images of a gallery on Milvus, in a folder or behind fsspec, shared without a lock."""
 
 import hashlib
 import threading
@@ -23,7 +23,7 @@ SHA256 = hashlib.sha256(DATA).hexdigest()
 
 
 @pytest.fixture(params=["folder", "file", "memory"])
-def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> SharedUploads:
+def photos(request: pytest.FixtureRequest, tmp_path: Path) -> SharedUploads:
     addresses = {
         "folder": str(tmp_path / "pictures"),
         "file": f"file://{tmp_path}/pictures",
@@ -36,29 +36,29 @@ def nobody(_: Collection[str]) -> set[str]:
     return set()
 
 
-def test_a_picture_is_there_as_long_as_some_item_shows_it(pictures: SharedUploads) -> None:
+def test_an_image_is_there_as_long_as_some_item_shows_it(photos: SharedUploads) -> None:
     with pytest.raises(ItemNotFoundError, match="Put the item again"):
-        pictures.read(SHA256)
-    with pictures.storing({SHA256: DATA, "0" * 64: b"damaged"}):
-        assert pictures.read(SHA256) == DATA
-    pictures.discard([SHA256, "1" * 64], lambda asked: {SHA256} & set(asked))
-    assert pictures.read(SHA256) == DATA
-    pictures.discard([SHA256, "1" * 64], nobody)
+        photos.read(SHA256)
+    with photos.storing({SHA256: DATA, "0" * 64: b"damaged"}):
+        assert photos.read(SHA256) == DATA
+    photos.discard([SHA256, "1" * 64], lambda asked: {SHA256} & set(asked))
+    assert photos.read(SHA256) == DATA
+    photos.discard([SHA256, "1" * 64], nobody)
     with pytest.raises(ItemNotFoundError):
-        pictures.read(SHA256)
+        photos.read(SHA256)
     with pytest.raises(GalleryCorruptError, match="damaged"):
-        pictures.read("0" * 64)
+        photos.read("0" * 64)
 
 
-def test_a_picture_put_while_another_service_removes_it_is_there_in_the_end(
-    pictures: SharedUploads,
+def test_an_image_put_while_another_service_removes_it_is_there_in_the_end(
+    photos: SharedUploads,
 ) -> None:
-    with pictures.storing({SHA256: DATA}):
-        pictures.discard([SHA256], nobody)  # the item is not there yet
-    assert pictures.read(SHA256) == DATA
+    with photos.storing({SHA256: DATA}):
+        photos.discard([SHA256], nobody)  # the item is not there yet
+    assert photos.read(SHA256) == DATA
     answers = iter([set(), {SHA256}])  # an item came between the question and the removal
-    pictures.discard([SHA256], lambda _: next(answers))
-    assert pictures.read(SHA256) == DATA
+    photos.discard([SHA256], lambda _: next(answers))
+    assert photos.read(SHA256) == DATA
 
 
 def test_a_store_that_hangs_or_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

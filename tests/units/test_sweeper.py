@@ -1,4 +1,4 @@
-"""The sweep of each hour goes on past a step that fails, and says so."""
+"""The hourly sweep continues after a step that fails, and logs it."""
 
 import threading
 from pathlib import Path

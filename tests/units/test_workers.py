@@ -27,7 +27,7 @@ from tests.support.odd_images import FORMATS
 from tests.support.own_process import children
 from tests.support.seams import NoProcessError, Workers, fork_server, workers_module
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 pytestmark = pytest.mark.skipif(not Workers.can_run(), reason="fork servers need Linux")
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ ALL = ("landlock", "seccomp")
 
 @contextlib.contextmanager
 def running(bundle: Bundle, mode: Mode = FP32, **limits: Any) -> Iterator[Any]:
-    """Workers that are ready, or that said why not."""
+    """Workers that are ready, or reported why not."""
     settings = SessionSettings(precision=mode.precision, engine=mode.engine, alone_threads=2)
     embedder = OnnxEmbedder.open(bundle, settings)
     workers = Workers(embedder, **{"memory_mb": 1024, "timeout_s": 30.0, "count": 4} | limits)
@@ -83,7 +83,7 @@ def test_vectors_are_those_of_the_service_bit_for_bit(tiny_bundle: Bundle) -> No
     with running(tiny_bundle) as workers:
         until(lambda: workers.is_ready)
         for kind in FORMATS:
-            data = encoded(picture(1, (320, 200)), kind)
+            data = encoded(photo(1, (320, 200)), kind)
             for box in (None, (0.25, 0.1, 0.5, 0.6)):
                 vector, decode_ms = workers.embed(data, box)
                 assert np.array_equal(vector, vector_of(tiny_bundle, data, box)), kind
@@ -96,13 +96,13 @@ def test_openvino_answers_in_a_forked_process(tiny_bundle: Bundle) -> None:
     mode = Mode("openvino", "fp32")
     with running(tiny_bundle, mode) as workers:
         until(lambda: workers.is_ready)
-        data = encoded(picture(3))
+        data = encoded(photo(3))
         vector, _ = workers.embed(data)
         assert float(vector @ vector_of(tiny_bundle, data, mode=mode)) > 0.9999
 
 
 def test_threads_have_a_worker_each_and_share_one_server(tiny_bundle: Bundle) -> None:
-    images = [encoded(picture(number)) for number in range(24)]
+    images = [encoded(photo(number)) for number in range(24)]
     expected = [vector_of(tiny_bundle, data) for data in images]
     with running(tiny_bundle) as workers, ThreadPoolExecutor(4) as threads:
         until(lambda: workers.is_ready)
@@ -117,7 +117,7 @@ def test_a_worker_of_another_model_embeds_nothing_for_this_one(
     tiny_bundle: Bundle, make_tiny_bundle
 ) -> None:
     """A search thread may hold a worker of any model, where a service has several."""
-    other, data = make_tiny_bundle(seed=7), encoded(picture(1))
+    other, data = make_tiny_bundle(seed=7), encoded(photo(1))
     with running(tiny_bundle) as workers, running(other) as others:
         until(lambda: workers.is_ready and others.is_ready)
         with workers.pool.one() as decoder:
@@ -130,7 +130,7 @@ def test_a_worker_of_another_model_embeds_nothing_for_this_one(
 def test_an_image_that_is_damaged_or_too_large_fails_alone(
     tiny_bundle: Bundle, heavy: bytes
 ) -> None:
-    good = encoded(picture(1))
+    good = encoded(photo(1))
     with running(tiny_bundle, memory_mb=256) as workers:
         until(lambda: workers.is_ready)
         with pytest.raises(CorruptImageError):
@@ -145,7 +145,7 @@ def test_an_image_that_takes_too_long_ends_by_the_alarm_of_its_worker(
     tiny_bundle: Bundle, heavy: bytes
 ) -> None:
     """The service itself waits longer than that, since the model needs time as well."""
-    good = encoded(picture(1))
+    good = encoded(photo(1))
     with running(tiny_bundle, timeout_s=0.2) as workers:
         until(lambda: workers.is_ready)
         with pytest.raises(ImageCostError, match=r"longer than 0\.2 s"):
@@ -157,7 +157,7 @@ def test_an_image_that_takes_too_long_ends_by_the_alarm_of_its_worker(
 def test_a_killed_worker_costs_no_answer_and_a_killed_server_is_replaced(
     tiny_bundle: Bundle,
 ) -> None:
-    good = encoded(picture(1))
+    good = encoded(photo(1))
     expected = vector_of(tiny_bundle, good)
     with running(tiny_bundle) as workers:
         until(lambda: workers.is_ready)
@@ -195,7 +195,7 @@ def test_after_some_crashes_the_server_is_a_new_one_with_other_addresses(
             for worker in workers.pool.decoders:
                 if worker.pid is not None:
                     os.kill(worker.pid, signal.SIGSEGV)
-            answers(workers, encoded(picture(1)), None)
+            answers(workers, encoded(photo(1)), None)
             return workers.is_ready and fork_servers() != {server}
 
         until(is_new_after_a_crash)
@@ -235,7 +235,7 @@ def test_another_bundle_in_the_same_folder_is_refused(
         shutil.rmtree(path)
         shutil.copytree(make_tiny_bundle(seed=5).path, path)
         os.kill(server, signal.SIGKILL)
-        until(lambda: not answers(workers, encoded(picture(1)), None) and not workers.is_ready)
+        until(lambda: not answers(workers, encoded(photo(1)), None) and not workers.is_ready)
         until(lambda: any(event["event"] == "workers do not embed" for event in events))
     assert "has become the bundle" in str(events)
 
@@ -259,7 +259,7 @@ OnnxEmbedder.embed = fail
     with running(tiny_bundle) as workers:
         until(lambda: workers.is_ready)
         with pytest.raises(NoProcessError, match="cannot run in a decoding process"):
-            workers.embed(encoded(picture(1)))
+            workers.embed(encoded(photo(1)))
 
 
 def test_a_worker_cannot_write_nonsense_into_the_metrics(tiny_bundle: Bundle, monkeypatch) -> None:
@@ -268,7 +268,7 @@ def test_a_worker_cannot_write_nonsense_into_the_metrics(tiny_bundle: Bundle, mo
     monkeypatch.setattr(fork_server, "CODE", code + fork_server.CODE)
     with running(tiny_bundle) as workers:
         until(lambda: workers.is_ready)
-        assert workers.embed(encoded(picture(1)))[1] == 0.0
+        assert workers.embed(encoded(photo(1)))[1] == 0.0
 
 
 def test_workers_that_are_let_go_of_end(tiny_bundle: Bundle) -> None:
@@ -345,5 +345,5 @@ def test_a_worker_that_was_taken_over_reaches_nothing(
         for what in ("read", "remove"):
             assert attempt(worker, what, str(tmp_path / "keys.json")) == "PermissionError"
         os.kill(worker.pid, signal.SIGKILL)
-        workers.embed(encoded(picture(1)))
+        workers.embed(encoded(photo(1)))
         assert attempt(worker, "read", "/etc/passwd") == "PermissionError"

@@ -31,7 +31,9 @@ def adapt(
     overrides: Overrides = None,
     precision: Annotated[
         list[str] | None,
-        typer.Option(help="Also in this precision, if it holds: int8, bf16 or fp16. Repeatable."),
+        typer.Option(
+            help="Also in this precision, if it passes its gate: int8, bf16 or fp16. Repeatable."
+        ),
     ] = None,
     with_map: Annotated[
         bool, typer.Option("--map", help="Also a map that shows where images match.")

@@ -281,13 +281,13 @@ Rate = Annotated[float, Field(ge=0)] | Annotated[str, Field(pattern=r"^x\d+(\.\d
 
 
 class Sampling(Section):
-    """How batches are drawn: at random, m images of each class, or two draws of each class.
+    """Batch composition: random images, m images per class, or two draws of the same classes.
 
-    `per_class` is m; under "paired", which graph consistency needs, each draw has m of each class,
+    `per_class` is m. Under "paired", which graph consistency needs, each draw has m of each class,
     and the two draws are "disjoint" or "independent", as in the paper (`pairs`). With `draws` = 2
-    the loss is the mean over the two halves of a batch, with 1 that of the whole batch; unset it is
-    2 under "paired", whatever the regularizers, else 1. Classes that the feedback says are confused
-    are brought together in the part `confused` of the batches; the others give what these take.
+    the loss is the mean over the two halves of a batch, with 1 it is that of the whole batch; unset
+    it is 2 under "paired" and otherwise 1. In the fraction `confused` of the batches, classes that
+    feedback marks as confused are put together, by exchange with the other batches.
     """
 
     kind: Literal["random", "balanced", "paired"] = "random"
@@ -435,5 +435,5 @@ class Protocol(Section):
             raise JobError(
                 'protocol.choose_by = "test" picks the epoch by its own test classes, '
                 'so the reported recall is too high. Use "validation" with validation_fraction = '
-                f"0.1, or pass {CHOOSE_BY_TEST}; the report will say so."
+                f"0.1, or pass {CHOOSE_BY_TEST}; the report will show it."
             )

@@ -125,7 +125,7 @@ def read_official(official: Official, root: Path, allow_partial: bool = False) -
     }
     for part, images in parts.items():
         if not len(images):
-            raise DatasetError(f"{root} holds no {part} image of {official.name}.")
+            raise DatasetError(f"{root} has no {part} image of {official.name}.")
     return Split(parts["train"], parts["test"], gallery=parts.get("gallery"))
 
 

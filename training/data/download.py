@@ -78,7 +78,7 @@ SOURCES: Mapping[str, Source] = {
 
 BY_HAND: Mapping[str, str] = {
     "cars196": """\
-Cars196 has no address since the link of its authors died in 2023, and nobody publishes a checksum.
+Cars196 has no address since its authors' link died in 2023, and there is no published checksum.
 Ask the authors (https://ai.stanford.edu/~jkrause/cars/car_dataset.html) or a colleague for the
 release with all images in one folder, and lay it out like this:
 

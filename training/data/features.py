@@ -37,7 +37,7 @@ _FORMAT = "1"  # increase it when features of the same image and trunk change
 class CachedFeatures(Dataset[Item]):
     """The views of a training as rows of `pooled` (N, V, C), indexed by (epoch, image, view).
 
-    Index and seed alone choose one of the V views. Items are (C,) and the label.
+    Only index and seed choose one of the V views. Items are (C,) and the label.
     """
 
     def __init__(self, pooled: Tensor, labels: NDArray[np.int64], seed: int) -> None:

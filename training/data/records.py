@@ -94,8 +94,7 @@ class Confused(NamedTuple):
 class Feedback:
     """What customers reported about the images of a data set, see training.data.feedback.
 
-    `images` and `confused` are sorted. `unused` counts by reason those of the `rows` that are of
-    no use.
+    `images` and `confused` are sorted. `unused` counts, by reason, the `rows` that are of no use.
     """
 
     rows: int

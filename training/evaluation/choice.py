@@ -145,7 +145,7 @@ def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
         line = _read(run_folder / _LINE, identity)
         if line is None:
             train(one, part, run_folder)
-            line = identity | _asked(one, part, run_folder)
+            line = identity | _evaluate_fold(one, part, run_folder)
             wait_for_all()
             if is_main():
                 replace_json(run_folder / _LINE, line)
@@ -190,7 +190,7 @@ def between(start: Checkpoint, last: Checkpoint, alpha: float) -> dict[str, Tens
     }
 
 
-def _asked(job: Job, split: Split, run_folder: Path) -> dict[str, Any]:
+def _evaluate_fold(job: Job, split: Split, run_folder: Path) -> dict[str, Any]:
     """The results of each candidate of a finished fold, by held-out image.
 
     Held-out images are searched among all images of the train classes: among a few held-out classes

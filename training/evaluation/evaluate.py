@@ -64,9 +64,9 @@ def evaluate(
     vectors = [embed(net, part, job) for part in parts]
     figures: dict[str, float] = {}
     if is_main():
-        asked = _asked(vectors, parts, job)
+        arguments = _retrieval_arguments(vectors, parts, job)
         figures = evaluate_embeddings(
-            *asked, ks=job.recall_at, full=full, seed=job.seed, before=before
+            *arguments, ks=job.recall_at, full=full, seed=job.seed, before=before
         )
     if full:
         figures |= _flow_lipschitz(net, images, job)
@@ -112,10 +112,10 @@ def retrieved(
     vectors: list[NDArray[np.float32]], parts: list[LabelledImages], job: Job
 ) -> Retrieval:
     """Search test images among each other or, with two parts, queries in their gallery."""
-    return retrieval(*_asked(vectors, parts, job), ks=job.recall_at)
+    return retrieval(*_retrieval_arguments(vectors, parts, job), ks=job.recall_at)
 
 
-def _asked(
+def _retrieval_arguments(
     vectors: list[NDArray[np.float32]], parts: list[LabelledImages], job: Job
 ) -> tuple[Tensor, Labels, Tensor | None, Labels | None]:
     """The first arguments of `retrieval`, on the device of the job."""

@@ -290,7 +290,7 @@ def _write_map(net: EmbeddingMap, path: Path, inputs: Images, golden: Embeddings
 
 
 def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> _Candidates:
-    """The modes that can be made and whose golden vectors hold here.
+    """The modes that work on this machine, with correct golden vectors.
 
     bf16 needs no file, so it is measured wherever it runs, requested or not. A file that fails in
     onnxruntime is skipped, even if it works in OpenVINO.

@@ -58,8 +58,8 @@ def fit_calibration(
     and without it. A number of views is skipped if fewer than `MIN_CLASSES` classes have one image
     more, or if `fit_curve` fails.
 
-    **Reading**: "false matches" has two meanings and both are stored. `pair_score` is that of
-    biometrics, the share of all pairs of different classes that score as much. `search_score` is
+    **Reading**: "false matches" has two meanings and both are stored. `pair_score` follows
+    biometrics: the share of all pairs of different classes that score as much. `search_score` is
     the share of searches without a right answer whose best hit scores as much: each image is
     searched for among the images of all other classes.
 
@@ -148,7 +148,7 @@ def _curves(
         asked = [
             searches
             for part in _PARTS
-            for searches in _asked(
+            for searches in _held_out_searches(
                 embeddings, labels, rng.permutation(usable)[: len(usable) // part], views, rng
             )
         ]
@@ -166,7 +166,7 @@ def _curves(
     return tuple(fitted)
 
 
-def _asked(
+def _held_out_searches(
     embeddings: Embeddings, labels: Labels, names: Labels, views: int, rng: np.random.Generator
 ) -> tuple[Searches, Searches]:
     """Searches in a gallery of `views` images of each of these classes, by other images of them:

@@ -47,7 +47,7 @@ MIN_COSINE = 0.98
 
 @dataclass
 class Candidate:
-    """A mode whose golden vectors hold on this machine, not yet measured on images.
+    """A mode with correct golden vectors on this machine, not yet measured on images.
 
     `model` is its ONNX file, None for the fp32 file. `fault` is the error on an image; after it all
     vectors are NaN.

@@ -195,7 +195,7 @@ def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
 def side_by_side(folders: Sequence[Path]) -> list[str]:
     """Markdown: a table of the runs' figures, remarks, and the settings in which they differ.
 
-    Recalls come with Wilson's 95 % interval over the queries, which are taken as independent.
+    Recalls come with Wilson's 95 % interval over the queries, which count as independent.
 
     Raises: JobError for a folder without a finished run; CheckpointError.
     """

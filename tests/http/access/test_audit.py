@@ -15,7 +15,7 @@ import structlog
 
 from tests.support.seams import AuditLog, Change, KeyStore
 from tests.support.shops import Shop, assert_problem, start_shop
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 KEY = "audit-item-key"
 SECRET = "audit-attribute-value"
@@ -38,7 +38,7 @@ def test_each_change_is_one_line_that_says_who_changed_what(shop: Shop) -> None:
     store = KeyStore(shop.state / "keys.json")
     feed = {"authorization": f"Bearer {store.create('feed', ['write'])}"}
     client, items = shop.client, f"{shop.url}/items"
-    files = [("image", ("x.png", encoded(picture(n)), "image/png")) for n in range(3)]
+    files = [("image", ("x.png", encoded(photo(n)), "image/png")) for n in range(3)]
     files += [("key", (None, f"{KEY}/{n}")) for n in range(3)]
     files += [("attributes", (None, json.dumps({"note": SECRET})))] * 3
     sent = {"x-request-id": "from-the-feed", **feed}
@@ -98,7 +98,7 @@ def test_what_was_refused_with_403_is_a_line_and_other_refusals_and_reads_are_no
     for method, path in (("DELETE", "/keys/till"), ("POST", f"{shop.url}/compact")):
         assert_problem(shop.client.request(method, path, headers=till), 403, "scope-needed")
     shop.client.get("/keys", headers=till)
-    shop.search(encoded(picture(1)))
+    shop.search(encoded(photo(1)))
     assert shop.client.delete(f"{shop.url}/items/77").status_code == 404
     assert shop.client.delete("/keys/till", headers={"x-api-key": "wrong"}).status_code == 401
     assert shop.client.patch(f"{shop.url}/items", json={}).status_code == 422
@@ -136,14 +136,14 @@ def test_a_full_disk_loses_no_change_and_its_line_is_in_the_log_of_the_service(
     before = entries(shop)
     with structlog.testing.capture_logs() as logs:
         monkeypatch.setattr(os, "write", full)
-        assert shop.put({"a": encoded(picture(1))})["added"] == 1
+        assert shop.put({"a": encoded(photo(1))})["added"] == 1
         monkeypatch.undo()
     [line] = [log for log in logs if log["event"] == "audit log not written"]
     assert line["reason"] == "No space left on device"
     assert line["change_action"] == "PUT /galleries/{name}/items"
     assert line["change_affected"] == 1
     assert entries(shop) == before
-    shop.put({"b": encoded(picture(2))})
+    shop.put({"b": encoded(photo(2))})
     assert len(entries(shop)) == len(before) + 1
 
 

@@ -1,4 +1,4 @@
-"""Which hosts and origins are answered, and what browsers are told."""
+"""Which hosts and origins are answered, and with which headers for browsers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -131,7 +131,7 @@ def test_other_origins_are_told_nothing_unless_they_are_configured(running_servi
 
 
 def test_a_configured_origin_may_call_with_a_key_and_another_may_not(
-    start_service: Callable[..., Any], pictures: list[bytes]
+    start_service: Callable[..., Any], photos: list[bytes]
 ) -> None:
     service = start_service(cors_origins=(SHOP,), anonymous_scopes=())
     preflight = service.client.options("/search", headers=PREFLIGHT)

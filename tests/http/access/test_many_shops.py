@@ -16,7 +16,7 @@ import pytest
 from tests.support.seams import KeyStore, Limits, RouteTable
 from tests.support.shops import Shop, assert_problem, base64_of, sha256, start_shop
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 MINE, THEIRS, NOWHERE = "shop-7", "zz-rival", "zz-nought"
 OWN, HIDDEN, NO_KEY = "own/0", "rival/hidden", "rival/nought"
@@ -44,7 +44,7 @@ class Aim:
 
 
 Body = Callable[[Aim], dict[str, Any]]
-IMAGE = encoded(picture(90))
+IMAGE = encoded(photo(90))
 
 
 def form(**fields: str) -> dict[str, Any]:
@@ -198,17 +198,17 @@ class Market:
         secret = {"rivalattribute": "rivalvalue", "price": 777}
         for name in (MINE, THEIRS):
             shop.create(name)
-        shop.put({OWN: encoded(picture(1)), "own/1": encoded(picture(2))}, MINE, tenant=7, price=5)
-        shop.put({"own/2": encoded(picture(3))}, MINE, tenant=7, colour="red")
-        hidden = {HIDDEN: encoded(picture(4)), "rivalkey/1": encoded(picture(5))}
+        shop.put({OWN: encoded(photo(1)), "own/1": encoded(photo(2))}, MINE, tenant=7, price=5)
+        shop.put({"own/2": encoded(photo(3))}, MINE, tenant=7, colour="red")
+        hidden = {HIDDEN: encoded(photo(4)), "rivalkey/1": encoded(photo(5))}
         shop.put(hidden, MINE, tenant=8, **secret)
-        theirs = {HIDDEN: encoded(picture(6)), "rivalkey/2": encoded(picture(7))}
+        theirs = {HIDDEN: encoded(photo(6)), "rivalkey/2": encoded(photo(7))}
         shop.put(theirs, THEIRS, tenant=8, **secret)
-        shop.put({"rival/gone": encoded(picture(8))}, MINE, tenant=8, **secret)
+        shop.put({"rival/gone": encoded(photo(8))}, MINE, tenant=8, **secret)
         self.client.delete(f"/galleries/{MINE}/items", params={"key": "rival/gone"})
         for name in (MINE, THEIRS):
             label = {"label": (None, '{"no_match": true}'), "name": (None, "rivallabel")}
-            image = {"image": ("x.png", encoded(picture(9)), "image/png")}
+            image = {"image": ("x.png", encoded(photo(9)), "image/png")}
             answer = self.client.post(f"/galleries/{name}/golden", files=label | image)
             answer.raise_for_status()
         job = self.client.post(f"/galleries/{THEIRS}/compact").json()["id"]
@@ -217,9 +217,9 @@ class Market:
             name: shop.running.search(IMAGE, gallery=name).json()["answer_id"]
             for name in (MINE, THEIRS)
         }
-        said = {"answer_id": answer["answer_id"], "item": "rivalkey/2", "action": "bought"}
-        self.client.post("/feedback", json=said).raise_for_status()
-        sha = sha256(encoded(picture(9)))
+        reported = {"answer_id": answer["answer_id"], "item": "rivalkey/2", "action": "bought"}
+        self.client.post("/feedback", json=reported).raise_for_status()
+        sha = sha256(encoded(photo(9)))
         self.foreign = Aim(THEIRS, self.number(THEIRS), HIDDEN, sha, job, self.answers[THEIRS])
         self.hidden = replace(
             self.foreign, gallery=MINE, item=self.number(MINE), answer_id=self.answers[MINE]
@@ -415,7 +415,7 @@ def test_changes_of_a_key_with_a_filter_stay_within_it(tmp_path: Path) -> None:
         seven = {"authorization": f"Bearer {text}"}
 
         def put(key: str, number: int, attributes: Any) -> httpx.Response:
-            item = {"key": key, "data": base64_of(encoded(picture(number)))}
+            item = {"key": key, "data": base64_of(encoded(photo(number)))}
             items = {"items": [item | {"attributes": attributes}]}
             return client.put(f"{shop.url}/items", json=items, headers=seven)
 
@@ -429,10 +429,10 @@ def test_changes_of_a_key_with_a_filter_stay_within_it(tmp_path: Path) -> None:
             problem = assert_problem(put("a", 1, attributes), 422, "invalid-parameter")
             assert "does not match the filter" in problem["detail"]
         assert put("a", 1, {"tenant": 7}).json()["added"] == 1
-        shop.put({"theirs": encoded(picture(2))}, tenant=8, price=1)
+        shop.put({"theirs": encoded(photo(2))}, tenant=8, price=1)
         before = shop.items(filter="tenant = 8")["items"]
 
-        # The key of another tenant is taken, and says nothing of what has it.
+        # The key of another tenant is taken; the answer does not show its item.
         problem = assert_problem(put("theirs", 3, {"tenant": 7}), 422, "invalid-parameter")
         assert "Choose another one" in problem["detail"]
         assert put("b", 3, {"tenant": 7, "price": 5}).json()["added"] == 1
@@ -490,7 +490,7 @@ def test_an_admin_of_one_shop_makes_deletes_and_compacts_its_galleries_alone(
     assert len(market.client.get("/jobs").json()["jobs"]) == 2
     assert market.client.get(f"/jobs/{job}", headers=admin).json()["gallery"] == MINE
     ended = market.client.post(f"/jobs/{job}/cancel", headers=admin)
-    assert ended.status_code in (202, 409)  # it may have ended by itself
+    assert ended.status_code in (202, 409)  # it may have finished already
 
 
 def test_a_rate_and_the_units_of_a_day_are_of_the_key(market: Market) -> None:
@@ -578,7 +578,7 @@ def test_keys_are_made_listed_rotated_and_revoked_over_http(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
         ({"name": "a b"}, "a b"),
         ({"scopes": []}, "scopes"),
@@ -595,9 +595,9 @@ def test_keys_are_made_listed_rotated_and_revoked_over_http(tmp_path: Path) -> N
     ],
 )
 def test_a_key_that_cannot_be_made_is_refused_with_the_reason(
-    market: Market, wrong: dict[str, Any], says: str
+    market: Market, wrong: dict[str, Any], message: str
 ) -> None:
     answer = market.client.post("/keys", json={"name": "wrong", "scopes": ["search"]} | wrong)
     assert_problem(answer, 422, "invalid-parameter")
-    assert says in json.dumps(answer.json())
+    assert message in json.dumps(answer.json())
     assert "wrong" not in {key.name for key in market.store.list()}

@@ -92,11 +92,11 @@ def test_requests_that_were_let_in_together_cannot_all_owe_more_than_the_period(
     limits = RateLimits({"key": "10/hour"}, local=LocalCounts(lambda: 10**15))
 
     async def main() -> None:
-        crowd = [Account(limits, "key", "till") for _ in range(5)]
-        for account in crowd:
+        group = [Account(limits, "key", "till") for _ in range(5)]
+        for account in group:
             await account.open()
-        await crowd[0].owe(64)
-        for account in crowd[1:]:
+        await group[0].owe(64)
+        for account in group[1:]:
             with pytest.raises(RateLimitedError, match="counts as 64"):
                 await account.owe(64)
 
@@ -121,15 +121,15 @@ def test_a_text_that_is_no_rate_is_refused_with_an_example(text: str) -> None:
 
 
 def test_a_service_refuses_an_address_above_its_rate_and_says_when_to_come_back(
-    start_service, pictures
+    start_service, photos
 ) -> None:
     service = start_service(rate_limit_per_address="3/minute")
-    found = [service.search(pictures[0]) for _ in range(5)]
+    found = [service.search(photos[0]) for _ in range(5)]
     assert [answer.status_code for answer in found] == [200, 200, 200, 429, 429]
     assert found[0].headers["ratelimit-limit"] == "3"
     assert [answer.headers["ratelimit-remaining"] for answer in found] == list("21000")
     assert 1 <= int(found[3].headers["retry-after"]) <= 60
-    assert "this address" in assert_problem(found[3], 429, "rate-limited")["detail"]
+    assert "This address" in assert_problem(found[3], 429, "rate-limited")["detail"]
     for path in ("/live", "/ready", "/metrics", "/", "/ui/shared/icon.svg"):
         answer = service.client.get(path)
         assert answer.status_code == 200
@@ -137,9 +137,9 @@ def test_a_service_refuses_an_address_above_its_rate_and_says_when_to_come_back(
     assert service.client.get("/nowhere").status_code == 429
 
 
-def test_a_batch_counts_as_each_of_its_queries(start_service, pictures) -> None:
+def test_a_batch_counts_as_each_of_its_queries(start_service, photos) -> None:
     service = start_service(rate_limit_per_address="100/day")
-    query = {"images": [{"data": base64_of(pictures[0])}]}
+    query = {"images": [{"data": base64_of(photos[0])}]}
 
     def batch() -> Any:
         return service.client.post("/search/batch", json={"queries": [query] * 64})
@@ -153,9 +153,9 @@ def test_a_batch_counts_as_each_of_its_queries(start_service, pictures) -> None:
     assert_problem(third, 429, "rate-limited")
 
 
-def test_images_crops_items_and_thousands_of_hits_count(start_service, pictures, tmp_path) -> None:
+def test_images_crops_items_and_thousands_of_hits_count(start_service, photos, tmp_path) -> None:
     service = start_service(rate_limit_per_address="1000/day")
-    search, image = service.client.post, {"data": base64_of(pictures[0])}
+    search, image = service.client.post, {"data": base64_of(photos[0])}
     crops = {"data": image["data"], "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}
 
     def counted(answer: Any) -> int:
@@ -165,10 +165,10 @@ def test_images_crops_items_and_thousands_of_hits_count(start_service, pictures,
         return before - left
 
     left = 1_000
-    assert counted(service.search(pictures[0])) == 1
-    assert counted(service.search(pictures[0], k=1000)) == 1
-    assert counted(service.search(pictures[0], k=900, offset=101)) == 2
-    assert counted(service.search(pictures[0], k=10_000)) == 10
+    assert counted(service.search(photos[0])) == 1
+    assert counted(service.search(photos[0], k=1000)) == 1
+    assert counted(service.search(photos[0], k=900, offset=101)) == 2
+    assert counted(service.search(photos[0], k=10_000)) == 10
     assert counted(search("/search", json={"images": [image, crops]})) == 3
     best = {"images": [image, crops], "combine": "best", "k": 2_000}
     assert counted(search("/search", json=best)) == 6
@@ -177,16 +177,16 @@ def test_images_crops_items_and_thousands_of_hits_count(start_service, pictures,
     assert counted(search("/search/batch", json=bad)) == 3
 
     shop, left = start_shop(tmp_path, rate_limit_per_address="1000/day"), 998
-    assert counted(shop.put_form({f"{n}.png": data for n, data in enumerate(pictures)})) == 12
+    assert counted(shop.put_form({f"{n}.png": data for n, data in enumerate(photos)})) == 12
     shop.close()
 
 
-def test_a_request_that_counts_as_more_than_its_rate_goes_alone(start_service, pictures) -> None:
+def test_a_request_that_counts_as_more_than_its_rate_goes_alone(start_service, photos) -> None:
     service = start_service(rate_limit_per_address="2/hour;10/day")
-    query = {"images": [{"data": base64_of(pictures[0])}]}
+    query = {"images": [{"data": base64_of(photos[0])}]}
     answer = service.client.post("/search/batch", json={"queries": [query] * 64})
     assert answer.status_code == 200
-    refused = service.search(pictures[0])
+    refused = service.search(photos[0])
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) > 5 * 86_400
 
@@ -243,7 +243,7 @@ def test_services_that_share_redis_share_the_rate_and_without_it_each_counts_for
     redis_server.kill()
     assert allowed([services[0]] * 8) == 6
     assert allowed([services[1]] * 8) == 6
-    redis_server.start()  # empty, so that it counts anew
+    redis_server.start()  # empty, so it counts from 0
     until(lambda: allowed([services[0]]))
     assert allowed(services * 8) == 5
 
@@ -252,7 +252,7 @@ def test_services_that_share_redis_share_the_rate_and_without_it_each_counts_for
 def test_counting_in_redis_says_what_counting_here_says(redis_server) -> None:
     rates = {"key": "3/hour;5/hour"}
 
-    async def said(shared: SharedCounts | None) -> list[tuple[bool, int | None, int]]:
+    async def reported(shared: SharedCounts | None) -> list[tuple[bool, int | None, int]]:
         limits = RateLimits(rates, shared)
         verdicts = [await limits.hit("key", "till") for _ in range(5)]
         charges = (FIRST, Charge(1, 0), Charge(7, 0), Charge(1, 0), FIRST)
@@ -262,4 +262,4 @@ def test_counting_in_redis_says_what_counting_here_says(redis_server) -> None:
         return [(verdict.allowed, verdict.amount, verdict.remaining) for verdict in verdicts]
 
     shared = SharedCounts(redis_server.url, timeout_s=10.0, retry_s=0.1, connections=4)
-    assert asyncio.run(said(shared)) == asyncio.run(said(None))
+    assert asyncio.run(reported(shared)) == asyncio.run(reported(None))

@@ -1,4 +1,4 @@
-"""Every address against every kind of caller, by a table; and keys are told to nobody."""
+"""Every address against every kind of caller, by a table; and keys are shown to nobody."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from kinlens.embedder.bundle import Bundle
 from tests.support.own_process import own_process
 from tests.support.seams import KeyStore, RouteTable
 from tests.support.servers import Running, StartService
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 FREE, SEARCH, WRITE, ADMIN = None, "search", "write", "admin"
 SCOPES: dict[str | None, str] = {
@@ -311,7 +311,7 @@ def test_a_day_of_keys_and_mistakes_leaves_no_secret_anywhere(
 def used(url: str, text: str) -> list[str]:
     """Right, wrong and odd requests; everything that was answered."""
     seen = []
-    files = {"image": encoded(picture(0))}
+    files = {"image": encoded(photo(0))}
     with httpx.Client(base_url=url, timeout=60) as client:
         for key in [text] * 4 + [WRONG, f"{text}x", f"{text} {text}"]:
             for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):

@@ -8,15 +8,15 @@ import pytest
 from tests.embedder.bundles import CALIBRATION
 from tests.support.servers import GatedEmbedder
 from tests.support.shops import Shop, start_shop
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 _NUMBERS = count()
 
 
 @pytest.fixture(scope="session")
 def data() -> list[bytes]:
-    """Eight pictures."""
-    return [encoded(picture(seed)) for seed in range(8)]
+    """Eight images."""
+    return [encoded(photo(seed)) for seed in range(8)]
 
 
 @pytest.fixture(scope="module")

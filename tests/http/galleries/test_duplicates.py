@@ -14,7 +14,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Progress
 from kinlens.service.api import duplicates
 from tests.support.shops import Shop, assert_problem, start_shop
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 Until = Callable[[Callable[[], bool]], None]
 
@@ -23,7 +23,7 @@ Until = Callable[[Callable[[], bool]], None]
 def twins(shop: Shop, data: list[bytes]) -> Shop:
     """Four products, one listed twice with its file, one photographed twice."""
     shop.put({f"k{n}": data[n] for n in range(4)}, colour="red")
-    shop.put({"k0 again": data[0], "k1 again": encoded(picture(1), "JPEG", quality=70)})
+    shop.put({"k0 again": data[0], "k1 again": encoded(photo(1), "JPEG", quality=70)})
     return shop
 
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_compared_is_refused_with_a_cure(
     detail = assert_problem(twins.search(data[0], distinct="nearly"), 422, "invalid-parameter")
     assert "send true, false or near" in detail["detail"]
     grouped = twins.search(data[0], distinct="near", group_by="colour")
-    assert "leaves out" in assert_problem(grouped, 422, "invalid-parameter")["detail"]
+    assert "removes equal content" in assert_problem(grouped, 422, "invalid-parameter")["detail"]
     monkeypatch.setattr(duplicates, "MAX_ITEMS", 5)
     assert "Run kinlens-index duplicates" in refused()
 
@@ -124,7 +124,7 @@ def test_one_gallery_is_looked_through_at_a_time_and_the_search_ends_at_the_time
         seen.set()
         go_on.wait(30)
         on_progress(1)
-        raise AssertionError("nobody waits")
+        raise AssertionError("the client has disconnected")
 
     monkeypatch.setattr(duplicates, "find_duplicates", slow)
     ask = f"{shop.url}/duplicates?min_score=0.9"
@@ -165,11 +165,11 @@ def test_a_placeholder_is_a_crowd_of_which_examples_are_shown(
         shop.put({f"none-{n}": data[5] for n in range(start, start + 8)})
     shop.put({"k0": data[0], "k1": data[1], "k1 again": data[1]})
     answer = found(shop)
-    [crowd] = answer["crowds"]
-    assert crowd["items"] == 24
-    assert 1 < len(crowd["examples"]) < 10
-    assert crowd["examples"][0]["key"] == "none-0"
-    assert shop.client.get(crowd["examples"][0]["image"]).content == data[5]
-    assert "placeholder" in crowd["detail"]
+    [cluster] = answer["crowds"]
+    assert cluster["items"] == 24
+    assert 1 < len(cluster["examples"]) < 10
+    assert cluster["examples"][0]["key"] == "none-0"
+    assert shop.client.get(cluster["examples"][0]["image"]).content == data[5]
+    assert "placeholder" in cluster["detail"]
     assert (answer["total"], answer["items"]) == (1, 2)
     assert [[item["key"] for item in group] for group in answer["groups"]] == [["k1", "k1 again"]]

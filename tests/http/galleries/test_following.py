@@ -29,7 +29,7 @@ from tests.support.own_process import ROOT, own_process
 from tests.support.seams import publish
 from tests.support.servers import DEFAULTS, Running, run
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 FOLLOWERS = 3
 ITEMS = 8
@@ -37,11 +37,11 @@ ITEMS = 8
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
-    """A gallery of eight pictures for the fake model."""
+    """A gallery of eight images for the fake model."""
     source = tmp_path / "pictures"
     source.mkdir()
     for number in range(ITEMS):
-        (source / f"{number}.png").write_bytes(encoded(picture(number)))
+        (source / f"{number}.png").write_bytes(encoded(photo(number)))
     build_gallery(folder_source(source), FakeEmbedder(), tmp_path / "shop")
     return tmp_path / "shop"
 
@@ -97,7 +97,7 @@ def test_three_followers_move_on_while_they_answer_and_no_answer_mixes_two_snaps
 
         def ask(number: int) -> None:
             while not over.is_set():
-                answer = services[number].search(encoded(picture(1)), k=50)
+                answer = services[number].search(encoded(photo(1)), k=50)
                 if answer.status_code != 200:
                     return faults.append(answer.text)
                 rounds = {hit["attributes"]["round"] for hit in answer.json()["hits"]}
@@ -122,10 +122,10 @@ def test_three_followers_move_on_while_they_answer_and_no_answer_mixes_two_snaps
     assert all(len(rounds) > 2 and 4 in rounds for rounds in seen)
 
 
-def test_links_and_pictures_of_one_host_hold_on_every_other(
+def test_links_and_images_of_one_host_hold_on_every_other(
     shop: Path, address: str, follow: Follow, tmp_path: Path
 ) -> None:
-    uploaded = encoded(picture(50))
+    uploaded = encoded(photo(50))
     writer = run(
         create_app(
             Settings(
@@ -139,15 +139,15 @@ def test_links_and_pictures_of_one_host_hold_on_every_other(
     )
     with closing(writer):
         put(writer, "new", uploaded).raise_for_status()
-        publish(shop, address, pictures=True)
+        publish(shop, address, with_images=True)
         (tmp_path / "pictures").rename(tmp_path / "elsewhere")
         follower = follow()
         [hit] = writer.search(uploaded, k=1).json()["hits"]
         assert hit["key"] == "new"
         assert follower.search(uploaded, k=1).json()["hits"] == [hit]
         assert follower.client.get(hit["image"]).content == uploaded
-        found = follower.search(encoded(picture(3)), k=1).json()["hits"][0]
-        assert follower.client.get(found["image"]).content == encoded(picture(3))
+        found = follower.search(encoded(photo(3)), k=1).json()["hits"][0]
+        assert follower.client.get(found["image"]).content == encoded(photo(3))
         assert follower.client.get(f"{found['image']}&size=160").status_code == 200
 
 
@@ -161,7 +161,7 @@ def test_changes_of_a_copy_are_refused_with_the_place_to_make_them(
     service = follow(state=tmp_path / "state", anonymous_scopes=("admin",))
     items = "/galleries/shop/items"
     ask: dict[str, Callable[[], httpx.Response]] = {
-        "put": lambda: put(service, "a", encoded(picture(60))),
+        "put": lambda: put(service, "a", encoded(photo(60))),
         "patch": lambda: service.client.patch(items, json={"changes": {"1.png": {"a": 1}}}),
         "delete": lambda: service.client.post(f"{items}/delete", json={"keys": ["1.png"]}),
         "delete_item": lambda: service.client.delete(f"{items}/1"),
@@ -186,7 +186,7 @@ def test_a_store_that_is_away_leaves_the_copy_and_its_age_is_a_metric(
     published = tmp_path / "published"
     published.rename(tmp_path / "away")
     again = follow()  # with the copy of the first start
-    assert again.search(encoded(picture(2)), k=1).json()["hits"][0]["key"] == "2.png"
+    assert again.search(encoded(photo(2)), k=1).json()["hits"][0]["key"] == "2.png"
     text = again.client.get("/metrics").text
     [line] = [x for x in text.splitlines() if x.startswith("kinlens_replica_checked_seconds{")]
     assert 0 < float(line.split()[-1]) < 100
@@ -203,7 +203,7 @@ def test_a_follower_that_is_killed_goes_on_at_its_next_start(
     source = tmp_path / "pictures"
     source.mkdir()
     for number in range(ITEMS):
-        (source / f"{number}.png").write_bytes(encoded(picture(number)))
+        (source / f"{number}.png").write_bytes(encoded(photo(number)))
     build_gallery(folder_source(source), OnnxEmbedder.open(tiny_bundle), tmp_path / "shop")
     publish(tmp_path / "shop", f"file://{tmp_path}/published")
     settings: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The life of galleries: made, described, filled, deleted with every picture; what is refused."""
+"""The life of galleries: made, described, filled, deleted with every image; what is refused."""
 
 import os
 import threading
@@ -109,7 +109,7 @@ def test_a_description_holds_what_filters_index_and_page_need(shop, data) -> Non
 
 
 def test_galleries_of_the_settings_come_first_and_others_after_them_by_name(tmp_path) -> None:
-    """Also after a restart, and beside what cannot be opened."""
+    """Also after a restart, and next to one that cannot be opened."""
     managed = tmp_path / "state" / "galleries"
     for folder in (tmp_path / "zebra", tmp_path / "apple"):
         make_gallery(folder, folder.name)
@@ -128,17 +128,17 @@ def test_galleries_of_the_settings_come_first_and_others_after_them_by_name(tmp_
         assert shop.items("apple")["items"][0]["key"] == "apple-0"
         checks = shop.client.get("/ready").json()["checks"]
         assert "GalleryCorruptError" in checks["reload bad"]
-        make_gallery(managed / "bad", "mended")
-        assert shop.items("bad")["items"][0]["key"] == "mended-0"
+        make_gallery(managed / "bad", "fixed")
+        assert shop.items("bad")["items"][0]["key"] == "fixed-0"
         assert "reload bad" not in shop.running.runtime.registry.failures.verdicts()
 
 
 def test_a_gallery_of_the_settings_can_be_written_but_not_deleted(tmp_path, data) -> None:
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    (pictures / "0.png").write_bytes(data[0])
+    photos = tmp_path / "pictures"
+    photos.mkdir()
+    (photos / "0.png").write_bytes(data[0])
     embedder = FakeEmbedder()
-    build_gallery(folder_source(pictures), embedder, tmp_path / "given")
+    build_gallery(folder_source(photos), embedder, tmp_path / "given")
     given = (f"given={tmp_path / 'given'}",)
     with closing(start_shop(tmp_path / "state", embedder, create=False, galleries=given)) as shop:
         described = shop.gallery("given")
@@ -152,7 +152,7 @@ def test_a_gallery_of_the_settings_can_be_written_but_not_deleted(tmp_path, data
         assert "--gallery" in refused["detail"]
         gone = shop.client.delete("/galleries/given/items", params={"key": ["0.png", "new"]})
         assert gone.json()["removed"] == 2
-    assert (pictures / "0.png").read_bytes() == data[0]
+    assert (photos / "0.png").read_bytes() == data[0]
 
 
 def test_a_managed_gallery_compacts_itself_and_one_of_the_settings_does_not(

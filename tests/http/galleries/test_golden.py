@@ -16,7 +16,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.golden import GoldenSet, NewQuery
 from tests.support.servers import WAIT_S, GatedEmbedder
 from tests.support.shops import Shop, assert_problem, sha256, start_shop
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 def label(shop: Shop, data: bytes, text: str, **more: Any) -> httpx.Response:
@@ -26,28 +26,28 @@ def label(shop: Shop, data: bytes, text: str, **more: Any) -> httpx.Response:
 
 @pytest.fixture
 def stocked(shop: Shop, data: list[bytes]) -> Shop:
-    """Four pictures of products 0 and 1."""
+    """Four images of products 0 and 1."""
     for number in range(4):
         shop.put({f"k{number}": data[number]}, product=number % 2)
     return shop
 
 
-def photo(seed: int) -> bytes:
-    """A photograph of an item, other bytes than its own picture."""
-    return encoded(picture(seed), "JPEG", quality=90)
+def query_photo(seed: int) -> bytes:
+    """A photo of an item, other bytes than its own image."""
+    return encoded(photo(seed), "JPEG", quality=90)
 
 
 def test_queries_are_labelled_run_kept_and_removed(stocked: Shop, data: list[bytes]) -> None:
     with Client(stocked.running.url) as client:
-        made = client.add_golden(stocked.name, photo(0), keys=["k0", "k2"], name="shelf.jpg")
+        made = client.add_golden(stocked.name, query_photo(0), keys=["k0", "k2"], name="shelf.jpg")
         assert (made.sha256, made.keys, made.name) == (
-            sha256(photo(0)),
+            sha256(query_photo(0)),
             ("k0", "k2"),
             "shelf.jpg",
         )
-        client.add_golden(stocked.name, photo(1), attribute="product", value=1)
-        client.add_golden(stocked.name, photo(30))
-        client.add_golden(stocked.name, photo(3), keys=["k1"])
+        client.add_golden(stocked.name, query_photo(1), attribute="product", value=1)
+        client.add_golden(stocked.name, query_photo(30))
+        client.add_golden(stocked.name, query_photo(3), keys=["k1"])
         listed = client.golden(stocked.name).queries
         assert [query.wanted for query in listed] == ["k0, k2", "product = 1", "no match", "k1"]
         assert client.golden_image(stocked.name, made.sha256, 160).startswith(b"\xff\xd8\xff")
@@ -74,7 +74,7 @@ def test_queries_are_labelled_run_kept_and_removed(stocked: Shop, data: list[byt
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{}", "exactly one of"),
         ('{"keys": [], "no_match": false}', "exactly one of"),
@@ -88,23 +88,23 @@ def test_queries_are_labelled_run_kept_and_removed(stocked: Shop, data: list[byt
     ],
 )
 def test_a_label_that_cannot_be_read_is_422_and_says_why(
-    stocked: Shop, text: str, says: str
+    stocked: Shop, text: str, message: str
 ) -> None:
-    problem = assert_problem(label(stocked, photo(0), text), 422, "invalid-parameter")
-    assert says in problem["detail"]
+    problem = assert_problem(label(stocked, query_photo(0), text), 422, "invalid-parameter")
+    assert message in problem["detail"]
 
 
 def test_what_is_no_query_is_refused_with_its_status(stocked: Shop) -> None:
     keys = json.dumps({"keys": ["k0"]})
     assert_problem(label(stocked, b"no picture", keys), 415, "unsupported-format")
-    assert_problem(label(stocked, photo(0)[:300], keys), 422, "corrupt-image")
+    assert_problem(label(stocked, query_photo(0)[:300], keys), 422, "corrupt-image")
     unknown = json.dumps({"attribute": "colour", "value": "red"})
-    assert_problem(label(stocked, photo(0), unknown), 422, "invalid-filter")
-    assert_problem(label(stocked, photo(0), keys, extra="x"), 422, "invalid-parameter")
+    assert_problem(label(stocked, query_photo(0), unknown), 422, "invalid-filter")
+    assert_problem(label(stocked, query_photo(0), keys, extra="x"), 422, "invalid-parameter")
     address = f"{stocked.url}/golden"
     sent: list[tuple[dict[str, Any], int, str]] = [
         ({"json": {"keys": ["k0"]}}, 415, "unsupported-media-type"),
-        ({"files": {"image": ("x.png", photo(0))}}, 422, "invalid-parameter"),
+        ({"files": {"image": ("x.png", query_photo(0))}}, 422, "invalid-parameter"),
         ({"files": {"image": (None, "text"), "label": (None, keys)}}, 422, "invalid-parameter"),
     ]
     for content, status, slug in sent:
@@ -130,7 +130,7 @@ def test_while_a_run_waits_for_the_model_searches_are_answered(
 ) -> None:
     """It has one image in the model at a time, so a search thread is left for others."""
     golden = GoldenSet(stocked.folder)
-    new = [NewQuery(encoded(picture(100 + n)), Label(no_match=True)) for n in range(6)]
+    new = [NewQuery(encoded(photo(100 + n)), Label(no_match=True)) for n in range(6)]
     with closing(Gallery.open(stocked.folder)) as gallery:
         golden.add(new, gallery)
     while model.entered.acquire(blocking=False):

@@ -34,7 +34,7 @@ def state(tmp_path: Path) -> Path:
 
 
 def ready(shop: Shop) -> Any:
-    """What /ready says."""
+    """The answer of /ready."""
     return shop.client.get("/ready").json()
 
 
@@ -50,18 +50,18 @@ def test_the_service_searches_on_the_gpu_and_ready_tells_memory_and_place(
         found = shop.search(data[0], k=5).json()["hits"]
         assert len(found) == 5
         assert device.searches
-        told = ready(shop)
-        assert told["indexes"]["shop"]["device"] == "cuda"
-        assert told["indexes"]["shop"]["gpu_memory_mb"] > 0
-        assert told["free_gpu_memory_mb"] == round(device.free / 2**20)
-        assert told["free_memory_mb"] > 0
+        reported = ready(shop)
+        assert reported["indexes"]["shop"]["device"] == "cuda"
+        assert reported["indexes"]["shop"]["gpu_memory_mb"] > 0
+        assert reported["free_gpu_memory_mb"] == round(device.free / 2**20)
+        assert reported["free_memory_mb"] > 0
         device.breaks = True
         again = shop.search(data[0], k=4).json()["hits"]
         assert [hit["id"] for hit in again] == [hit["id"] for hit in found[:4]]
         until(lambda: ready(shop)["indexes"]["shop"]["device"] == "cpu")  # asked once a second
-        told = ready(shop)
-        assert told["status"] == "ready"
-        assert told["indexes"]["shop"]["reason"] == "CUDA error 719 launch failed"
+        reported = ready(shop)
+        assert reported["status"] == "ready"
+        assert reported["indexes"]["shop"]["reason"] == "CUDA error 719 launch failed"
     finally:
         shop.close()
 
@@ -73,11 +73,11 @@ def test_without_a_gpu_the_service_starts_and_says_why_it_searches_on_the_cpu(
     shop = start_shop(state, create=False, device="cuda")
     try:
         assert len(shop.search(data[0], k=5).json()["hits"]) == 5
-        told = ready(shop)
-        assert told["status"] == "ready"
-        assert told["indexes"]["shop"]["device"] == "cpu"
-        assert "the driver is too old" in told["indexes"]["shop"]["reason"]
-        assert told["free_gpu_memory_mb"] is None
+        reported = ready(shop)
+        assert reported["status"] == "ready"
+        assert reported["indexes"]["shop"]["device"] == "cpu"
+        assert "the driver is too old" in reported["indexes"]["shop"]["reason"]
+        assert reported["free_gpu_memory_mb"] is None
     finally:
         shop.close()
 
@@ -106,6 +106,6 @@ def test_the_check_says_what_the_gpu_has_free_and_takes_nothing_of_it(
         gallery.compact(wait=True)
     words = ["check", "--bundle", str(tiny_bundle.path), "--gallery", f"shop={tmp_path / 'g'}"]
     found = CliRunner().invoke(app, [*words, "--index-device", "cuda", "--port", "0", "--json"])
-    told = {one["subject"]: one["text"] for one in json.loads(found.stdout)["findings"]}
-    assert "; index flat, 0 MB of memory" in told["gallery shop"]
-    assert told["gpu"] == "81,920 of 81,920 MB free for galleries and model"
+    reported = {one["subject"]: one["text"] for one in json.loads(found.stdout)["findings"]}
+    assert "; index flat, 0 MB of memory" in reported["gallery shop"]
+    assert reported["gpu"] == "81,920 of 81,920 MB free for galleries and model"

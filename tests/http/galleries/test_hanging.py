@@ -23,10 +23,10 @@ from kinlens.service.settings import Settings
 from tests.support.seams import GalleryManifest, publish_generation
 from tests.support.servers import DEFAULTS, WAIT_S, FakeGallery, GatedEmbedder, Running, run
 from tests.support.shops import assert_problem, sha256
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 Until = Callable[[Callable[[], bool]], None]
-PICTURES = [encoded(picture(300 + number)) for number in range(3)]
+PHOTOS = [encoded(photo(300 + number)) for number in range(3)]
 
 
 class HangingFile:
@@ -68,7 +68,7 @@ class Mall:
         return publish(self.folder / name, self.embedder, round_)
 
     def served(self, name: str) -> str:
-        found = self.service.search(PICTURES[0], k=1, gallery=name).json()["hits"]
+        found = self.service.search(PHOTOS[0], k=1, gallery=name).json()["hits"]
         return str(found[0]["image"].split("version=")[1])
 
     def checks(self) -> dict[str, str]:
@@ -86,7 +86,7 @@ def publish(folder: Path, embedder: OnnxEmbedder, round_: int) -> str:
             sha256(data),
             {"round": round_},
         )
-        for number, data in enumerate(PICTURES)
+        for number, data in enumerate(PHOTOS)
     ]
     manifest = GalleryManifest(name=folder.name, bundle_id=embedder.bundle_id, dim=embedder.dim)
     return publish_generation(folder, manifest, entries)
@@ -119,10 +119,10 @@ def test_while_one_gallery_hangs_others_are_made_filled_reloaded_and_listed(
         made = mall.client.post("/galleries", json={"name": "new"})
         assert made.status_code == 201, made.text
         put = mall.client.put(
-            "/galleries/new/items", files={"image": ("a", PICTURES[0])}, data={"key": "a"}
+            "/galleries/new/items", files={"image": ("a", PHOTOS[0])}, data={"key": "a"}
         )
         assert put.is_success, put.text
-        [hit] = mall.service.search(PICTURES[0], gallery="new").json()["hits"]
+        [hit] = mall.service.search(PHOTOS[0], gallery="new").json()["hits"]
         assert hit["key"] == "a"
         generation = mall.publish("shop", 1)
         until(lambda: mall.served("shop") == generation)
@@ -131,7 +131,7 @@ def test_while_one_gallery_hangs_others_are_made_filled_reloaded_and_listed(
         assert {one["name"] for one in listed["galleries"]} == {"hung", "shop"}
         mall.client.get("/metrics").raise_for_status()
         for name in ("hung", "shop"):  # what was opened before is still searched
-            assert mall.service.metric("kinlens_gallery_items", gallery=name) == len(PICTURES)
+            assert mall.service.metric("kinlens_gallery_items", gallery=name) == len(PHOTOS)
     finally:
         hanging.release()
 
@@ -188,7 +188,7 @@ def test_a_gallery_that_is_deleted_while_it_is_opened_is_closed_and_never_served
 
 
 def test_the_list_names_a_gallery_that_hangs_and_asks_it_once(
-    start_service, embedder, gallery, pictures, monkeypatch
+    start_service, embedder, gallery, photos, monkeypatch
 ) -> None:
     held, asked = threading.Event(), []
 
@@ -202,7 +202,7 @@ def test_the_list_names_a_gallery_that_hangs_and_asks_it_once(
         @size.setter
         def size(self, _: int) -> None: ...
 
-    galleries = {"hung": type(gallery)(embedder, pictures[:2], name="hung"), "shop": gallery}
+    galleries = {"hung": type(gallery)(embedder, photos[:2], name="hung"), "shop": gallery}
     service = start_service(galleries=galleries)
     monkeypatch.setattr(galleries["hung"], "__class__", Hanging)
     monkeypatch.setattr("kinlens.service.galleries.registry._LOCATION_S", 0.5)
@@ -238,7 +238,7 @@ class HangingGallery(FakeGallery):
 
 @pytest.fixture
 def hanging(embedder: GatedEmbedder) -> Iterator[HangingGallery]:
-    gallery = HangingGallery(embedder, PICTURES, name="hung")
+    gallery = HangingGallery(embedder, PHOTOS, name="hung")
     gallery.gate, gallery.started = threading.Event(), threading.Semaphore(0)
     yield gallery
     gallery.gate.set()
@@ -252,7 +252,7 @@ def test_searches_and_reads_that_hang_leave_their_threads_to_other_galleries(
     until: Until,
     path: str,
 ) -> None:
-    galleries = {"hung": hanging, "shop": FakeGallery(embedder, PICTURES)}
+    galleries = {"hung": hanging, "shop": FakeGallery(embedder, PHOTOS)}
     service = start_service(
         galleries=galleries, search_threads=2, request_timeout_ms=2_000, ready_timeout_ms=500
     )
@@ -261,7 +261,7 @@ def test_searches_and_reads_that_hang_leave_their_threads_to_other_galleries(
     def ask() -> httpx.Response:
         if "search" not in path:
             return client.get(path)
-        return client.post(path, content=PICTURES[1], headers={"content-type": "image/png"})
+        return client.post(path, content=PHOTOS[1], headers={"content-type": "image/png"})
 
     with ThreadPoolExecutor(2) as clients:
         late = [clients.submit(ask) for _ in range(2)]
@@ -272,13 +272,13 @@ def test_searches_and_reads_that_hang_leave_their_threads_to_other_galleries(
     until(lambda: "does not answer" in ask().text)
     refused = assert_problem(ask(), 503, "overloaded")
     assert "Gallery hung does not answer: reads have been running for" in refused["detail"]
-    assert service.search(PICTURES[2], gallery="shop").status_code == 200
-    assert client.get("/galleries/shop/items/1/image").content == PICTURES[1]
+    assert service.search(PHOTOS[2], gallery="shop").status_code == 200
+    assert client.get("/galleries/shop/items/1/image").content == PHOTOS[1]
     until(lambda: client.get("/ready").json()["checks"]["model"] == "ok")
     hanging.gate.set()
     until(lambda: ask().status_code == 200)
     for number in range(3):  # as many search threads as before
-        assert service.search(PICTURES[number], gallery="shop").status_code == 200
+        assert service.search(PHOTOS[number], gallery="shop").status_code == 200
     assert service.runtime.search_threads.is_uncontended
 
 
@@ -286,7 +286,7 @@ def test_only_the_first_check_of_readiness_waits_for_a_gallery_that_hangs(
     start_service: Callable[..., Running], hanging: HangingGallery, embedder: GatedEmbedder
 ) -> None:
     hanging.gate.set()
-    galleries = {"hung": hanging, "shop": FakeGallery(embedder, PICTURES)}
+    galleries = {"hung": hanging, "shop": FakeGallery(embedder, PHOTOS)}
     service = start_service(galleries=galleries, ready_timeout_ms=1500)
     hanging.gate.clear()
     took = []
@@ -306,13 +306,13 @@ def test_a_question_that_takes_long_to_embed_is_no_gallery_that_hangs(
 ) -> None:
     """Else whoever sends many images would close the gallery to everybody else."""
     service = start_service(
-        galleries={"shop": FakeGallery(embedder, PICTURES)},
+        galleries={"shop": FakeGallery(embedder, PHOTOS)},
         search_threads=1,
         request_timeout_ms=300,
     )
     embedder.gate.clear()
     for number in range(2):
-        late = service.search(PICTURES[number])
+        late = service.search(PHOTOS[number])
         assert_problem(late, 503, "deadline-exceeded")
     embedder.gate.set()
-    until(lambda: service.search(PICTURES[2]).status_code == 200)
+    until(lambda: service.search(PHOTOS[2]).status_code == 200)

@@ -34,7 +34,7 @@ def entry(path):
     digest = hashlib.sha256(data).hexdigest()
     return Entry(path.name, vector, digest, {ATTRIBUTES!r}, path.name, "PNG")
 
-root = Path(sys.argv[1]) / "pictures"
+root = Path(sys.argv[1]) / "images"
 gallery = Gallery.open(sys.argv[1] + "/shop")
 for line in sys.stdin:
     verb, name = line.rstrip().split("|")
@@ -55,12 +55,12 @@ gallery.close()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Path:
-    """A gallery of pictures 0 .. 7 of the twelve that lie in its folder of images."""
+def folder(tmp_path_factory: pytest.TempPathFactory, photos: list[bytes]) -> Path:
+    """A gallery of images 0 .. 7 of the twelve that lie in its folder of images."""
     folder = tmp_path_factory.mktemp("live")
     root = folder / "pictures"
     root.mkdir()
-    for number, data in enumerate(pictures):
+    for number, data in enumerate(photos):
         if number == 8:
             build_gallery(folder_source(root), FakeEmbedder(), folder / "shop")
         (root / f"{number}.png").write_bytes(data)
@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> P
 
 @pytest.fixture(scope="module")
 def writer(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that changes the gallery as it is told."""
+    """Another process that changes the gallery on command."""
     command = [sys.executable, "-c", WRITER, str(folder)]
     with subprocess.Popen(
         command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -117,12 +117,12 @@ def listed(service: Running) -> dict[str, Any]:
     return dict(entry)
 
 
-def test_an_item_that_another_process_adds_is_in_the_next_answer(live, write, pictures) -> None:
-    before = live.search(pictures[9], k=1).json()
+def test_an_item_that_another_process_adds_is_in_the_next_answer(live, write, photos) -> None:
+    before = live.search(photos[9], k=1).json()
     assert before["hits"][0]["key"] != "9.png"
-    assert live.search(pictures[9], k=1).json()["cached"]
+    assert live.search(photos[9], k=1).json()["cached"]
     write("add", "9.png")
-    after = live.search(pictures[9], k=1).json()
+    after = live.search(photos[9], k=1).json()
     assert after["hits"][0]["key"] == "9.png"
     assert not after["cached"]
     assert after["gallery_version"] != before["gallery_version"]
@@ -130,22 +130,22 @@ def test_an_item_that_another_process_adds_is_in_the_next_answer(live, write, pi
     assert {name: (type(value), value) for name, value in values.items()} == {
         name: (type(value), value) for name, value in ATTRIBUTES.items()
     }
-    again = live.search(pictures[9], k=1).json()
+    again = live.search(photos[9], k=1).json()
     assert again["cached"]
     assert again["hits"] == after["hits"]
     assert [type(value) for value in again["hits"][0]["attributes"].values()] == [
         type(value) for value in values.values()
     ]
-    assert live.client.get(after["hits"][0]["image"]).content == pictures[9]
+    assert live.client.get(after["hits"][0]["image"]).content == photos[9]
 
 
-def test_an_item_that_another_process_removes_is_in_no_later_answer(live, write, pictures) -> None:
-    hit = best(live, pictures[3])
+def test_an_item_that_another_process_removes_is_in_no_later_answer(live, write, photos) -> None:
+    hit = best(live, photos[3])
     assert hit["key"] == "3.png"
     etag = live.client.get(hit["image"]).headers["etag"]
     write("remove", "3.png")
-    assert "3.png" not in keys(live, pictures[3])
-    assert best(live, pictures[3])["key"] != "3.png"
+    assert "3.png" not in keys(live, photos[3])
+    assert best(live, photos[3])["key"] != "3.png"
     for headers in ({}, {"if-none-match": etag}):
         gone = live.client.get(hit["image"], headers=headers)
         assert gone.status_code == 404
@@ -167,26 +167,24 @@ def test_the_list_the_readiness_and_the_metrics_follow(live, write) -> None:
     assert 'kinlens_gallery_items{gallery="shop"} 7.0' in text
 
 
-def test_a_link_stays_good_while_other_items_come_and_go(live, write, pictures) -> None:
-    link = best(live, pictures[5])["image"]
+def test_a_link_stays_good_while_other_items_come_and_go(live, write, photos) -> None:
+    link = best(live, photos[5])["image"]
     for verb, name in [("add", "8.png"), ("remove", "0.png"), ("remove", "8.png"), ("compact", "")]:
         write(verb, name)
-        assert live.client.get(link).content == pictures[5]
+        assert live.client.get(link).content == photos[5]
 
 
-def test_a_gallery_may_become_empty_and_full_again(live, write, pictures) -> None:
+def test_a_gallery_may_become_empty_and_full_again(live, write, photos) -> None:
     for number in range(8):
         write("remove", f"{number}.png")
-    assert keys(live, pictures[0]) == []
+    assert keys(live, photos[0]) == []
     assert live.client.get("/ready").status_code == 200
     write("add", "11.png")
-    assert keys(live, pictures[0]) == ["11.png"]
+    assert keys(live, photos[0]) == ["11.png"]
 
 
-def test_no_answer_of_a_crowd_lags_behind_what_was_acknowledged(
-    live, write, pictures, until
-) -> None:
-    steps = 0  # odd while a change is under way; 0, 4, 8: without the item, 2, 6, 10: with it
+def test_no_answer_of_a_crowd_lags_behind_what_was_acknowledged(live, write, photos, until) -> None:
+    steps = 0  # odd while a change is running; 0, 4, 8: without the item, 2, 6, 10: with it
     stop = threading.Event()
     looks: dict[int, bool] = {}
     wrong: list[str] = []
@@ -194,7 +192,7 @@ def test_no_answer_of_a_crowd_lags_behind_what_was_acknowledged(
     def look() -> None:
         while not stop.is_set():
             before = steps
-            is_found = "9.png" in keys(live, pictures[9])
+            is_found = "9.png" in keys(live, photos[9])
             if before == steps and before % 2 == 0:
                 looks[before] = is_found
                 if is_found != (before % 4 == 2):

@@ -13,7 +13,7 @@ import numpy as np
 from tests.support.own_process import own_process
 from tests.support.servers import WAIT_S
 from tests.support.shops import start_shop
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 CHANGES = 120
 WRITERS = 3
@@ -24,9 +24,9 @@ KILLS = 20 if os.environ.get("KINLENS_LONG_TESTS") else 2
 
 def test_adds_and_deletes_under_searches_are_seen_at_once_and_cause_no_error(tmp_path) -> None:
     shop = start_shop(tmp_path)
-    kept = {f"kept/{n}": encoded(picture(10_000 + n)) for n in range(20)}
+    kept = {f"kept/{n}": encoded(photo(10_000 + n)) for n in range(20)}
     shop.put(kept)
-    pictures = [encoded(picture(n, (24, 20))) for n in range(CHANGES)]
+    photos = [encoded(photo(n, (24, 20))) for n in range(CHANGES)]
     deleted: set[int] = set()
     over = threading.Event()
 
@@ -39,15 +39,15 @@ def test_adds_and_deletes_under_searches_are_seen_at_once_and_cause_no_error(tmp
         return hits
 
     def change(number: int) -> None:
-        [item] = shop.put({f"live/{number}": pictures[number]})["items"]
-        assert item["id"] in found(pictures[number]), "acknowledged and not found"
+        [item] = shop.put({f"live/{number}": photos[number]})["items"]
+        assert item["id"] in found(photos[number]), "acknowledged and not found"
         assert shop.remove(f"live/{number}") == 1
         deleted.add(item["id"])
 
     def search(seed: int) -> int:
         rng, searches = np.random.default_rng(seed), 0
         while not over.wait(SEARCHERS / SEARCHES_PER_S):
-            found(pictures[int(rng.integers(CHANGES))])
+            found(photos[int(rng.integers(CHANGES))])
             searches += 1
         return searches
 
@@ -81,7 +81,7 @@ class Writer:
             is_alive = True
             while is_alive:
                 key, old = f"k/{self._turn}", f"k/{self._turn - 2}"
-                parts = [("image", ("x", _picture(key))), ("key", (None, key))]
+                parts = [("image", ("x", _photo(key))), ("key", (None, key))]
                 stock = {"changes": {key: {"stock": self._turn}}}
                 is_alive = (
                     self._change(client, "PUT", key, 0, files=parts)
@@ -140,8 +140,8 @@ def _check(client: httpx.Client, writer: Writer) -> None:
         key: writer.items[key] for key in sure
     }
     for key, item in items.items():
-        assert client.get(item["image"]).content == _picture(key), key
+        assert client.get(item["image"]).content == _photo(key), key
 
 
-def _picture(key: str) -> bytes:
-    return encoded(picture(int(key.partition("/")[2]), (24, 20)))
+def _photo(key: str) -> bytes:
+    return encoded(photo(int(key.partition("/")[2]), (24, 20)))

@@ -54,7 +54,7 @@ def start(server: MilvusServer, tmp_path: Path) -> Iterator[Callable[..., Shop]]
     def start(name: str, **settings: Any) -> Shop:
         given = DEFAULTS | {
             "galleries": (f"shop={address(server, name)}",),
-            "pictures": (f"shop={tmp_path / 'pictures'}",),
+            "pictures": (f"shop={tmp_path / 'photos'}",),
             "anonymous_scopes": ("admin",),
         }
         embedder = settings.pop("embedder", FakeEmbedder())
@@ -72,16 +72,16 @@ def keys(answer: httpx.Response) -> list[str]:
 
 
 def test_a_key_with_a_filter_sees_its_items_on_milvus_and_changes_none(
-    server: MilvusServer, start: Callable[..., Shop], pictures: list[bytes], tmp_path: Path
+    server: MilvusServer, start: Callable[..., Shop], photos: list[bytes], tmp_path: Path
 ) -> None:
     publish(server, "tenants", FakeEmbedder())
     shop = start("tenants", state=tmp_path / "state")
-    shop.put({"own": pictures[0], "own/2": pictures[1]}, tenant=7)
-    shop.put({"rival": pictures[2]}, tenant=8, secret="yes")
+    shop.put({"own": photos[0], "own/2": photos[1]}, tenant=7)
+    shop.put({"rival": photos[2]}, tenant=8, secret="yes")
     limits = Limits(galleries=("shop",), filter="tenant = 7")
     text = KeyStore(tmp_path / "state" / "keys.json").create("seven", ["write"], limits=limits)
     headers, client = {"authorization": f"Bearer {text}"}, shop.client
-    image = [("image", ("x.png", pictures[2], "image/png"))]
+    image = [("image", ("x.png", photos[2], "image/png"))]
     found = client.post("/search", files=image, headers=headers)
     assert sorted(keys(found)) == ["own", "own/2"]
     detail = client.get(shop.url, headers=headers).json()
@@ -98,29 +98,29 @@ def test_a_key_with_a_filter_sees_its_items_on_milvus_and_changes_none(
 
 
 def test_items_are_put_found_changed_and_removed_by_every_replica(
-    server: MilvusServer, start: Callable[..., Shop], pictures: list[bytes]
+    server: MilvusServer, start: Callable[..., Shop], photos: list[bytes]
 ) -> None:
     publish(server, "items", FakeEmbedder())
     one, other = start("items"), start("items")
-    put = one.put({f"{n:03d}": data for n, data in enumerate(pictures)}, colour="red")
-    assert put["added"] == len(pictures)
+    put = one.put({f"{n:03d}": data for n, data in enumerate(photos)}, colour="red")
+    assert put["added"] == len(photos)
 
-    assert keys(other.running.search(pictures[3], k=2))[0] == "003"
-    found = other.running.search(pictures[3], k=2, filter='colour = "red"').json()
+    assert keys(other.running.search(photos[3], k=2))[0] == "003"
+    found = other.running.search(photos[3], k=2, filter='colour = "red"').json()
     assert found["hits"][0]["score"] == pytest.approx(1, abs=1e-3)
-    picture = other.client.get(found["hits"][0]["image"])
-    assert picture.content == pictures[3]
+    photo = other.client.get(found["hits"][0]["image"])
+    assert photo.content == photos[3]
     small = other.client.get(found["hits"][0]["image"] + "&size=160")
     assert small.headers["content-type"] == "image/jpeg"
 
     changes = {"003": {"colour": "blue", "price": 5}, "004": {"colour": "blue"}}
     other.client.patch("/galleries/shop/items", json={"changes": changes}).raise_for_status()
-    blue = one.running.search(pictures[3], k=9, filter='colour = "blue"')
+    blue = one.running.search(photos[3], k=9, filter='colour = "blue"')
     assert sorted(keys(blue)) == ["003", "004"]
-    groups = one.running.search(pictures[3], k=5, group_by="colour").json()["groups"]
+    groups = one.running.search(photos[3], k=5, group_by="colour").json()["groups"]
     assert sorted(group["value"] for group in groups) == ["blue", "red"]
     assert [item["key"] for item in other.items(key_prefix="00", limit=200)["items"]]
-    assert other.gallery()["size"] == len(pictures)
+    assert other.gallery()["size"] == len(photos)
     assert {one["name"] for one in other.gallery()["attributes"]} == {"colour", "price"}
 
     similar = one.client.get(
@@ -134,19 +134,19 @@ def test_items_are_put_found_changed_and_removed_by_every_replica(
 
     removed = one.client.delete("/galleries/shop/items", params={"key": "003"})
     assert removed.json()["removed"] == 1
-    assert "003" not in keys(other.running.search(pictures[3], k=12))
+    assert "003" not in keys(other.running.search(photos[3], k=12))
     assert other.client.get(found["hits"][0]["image"]).status_code == 404
-    assert len(list((one.state / "pictures").glob("*/*"))) == len(pictures) - 1
+    assert len(list((one.state / "pictures").glob("*/*"))) == len(photos) - 1
     many = {"filter": 'colour = "blue"'}
     assert one.client.post("/galleries/shop/items/delete", json=many).json()["removed"] == 1
-    [hit] = other.running.search(pictures[5], k=1).json()["hits"]
+    [hit] = other.running.search(photos[5], k=1).json()["hits"]
     assert other.client.delete(f"/galleries/shop/items/{hit['id']}").json()["removed"] == 1
-    assert sorted(keys(one.running.search(pictures[5], k=12))) == [
-        f"{n:03d}" for n in range(len(pictures)) if n not in (3, 4, 5)
+    assert sorted(keys(one.running.search(photos[5], k=12))) == [
+        f"{n:03d}" for n in range(len(photos)) if n not in (3, 4, 5)
     ]
     one.client.get("/metrics")
     assert one.running.metric("kinlens_milvus_seconds_count", call="upsert") >= 1
-    assert one.running.metric("kinlens_gallery_items", gallery="shop") == len(pictures) - 3
+    assert one.running.metric("kinlens_gallery_items", gallery="shop") == len(photos) - 3
 
 
 def test_another_bundle_behind_the_alias_brings_its_model_and_an_outage_ends_by_itself(
@@ -154,7 +154,7 @@ def test_another_bundle_behind_the_alias_brings_its_model_and_an_outage_ends_by_
     start: Callable[..., Shop],
     tmp_path: Path,
     make_tiny_bundle: Callable[..., Bundle],
-    pictures: list[bytes],
+    photos: list[bytes],
     until: Callable[[Callable[[], bool]], None],
 ) -> None:
     old, new = (OnnxEmbedder.open(make_tiny_bundle(seed)) for seed in (0, 1))
@@ -164,26 +164,26 @@ def test_another_bundle_behind_the_alias_brings_its_model_and_an_outage_ends_by_
         folder.symlink_to(embedder.bundle.path)
     publish(server, "swapped", old)
     shop = start("swapped", embedder=old, state=tmp_path / "state", reload_interval_ms=100)
-    shop.put({"old": pictures[1]})
+    shop.put({"old": photos[1]})
     publish(server, "swapped", new)
-    answer = shop.running.search(pictures[0], k=1)
+    answer = shop.running.search(photos[0], k=1)
     assert answer.status_code == 200
     assert answer.json()["bundle_id"] == new.bundle_id
     assert answer.json()["hits"] == []
-    shop.put({"a": pictures[0]})
-    assert keys(shop.running.search(pictures[0], k=2)) == ["a"]
+    shop.put({"a": photos[0]})
+    assert keys(shop.running.search(photos[0], k=2)) == ["a"]
 
     assert shop.client.get("/ready").status_code == 200
     server.kill()
-    refused = shop.running.search(pictures[0])
+    refused = shop.running.search(photos[0])
     assert_problem(refused, 503, "gallery-unavailable")
     assert int(refused.headers["retry-after"]) >= 1
-    assert_problem(shop.put_form({"b": pictures[1]}), 503, "gallery-unavailable")
+    assert_problem(shop.put_form({"b": photos[1]}), 503, "gallery-unavailable")
     until(lambda: shop.client.get("/ready").status_code == 503)
     assert shop.running.metric("kinlens_milvus_failures_total", call="describe_collection") > 0
     server.restart()
-    until(lambda: shop.running.search(pictures[0]).status_code == 200)
-    assert keys(shop.running.search(pictures[0], k=2)) == ["a"]
+    until(lambda: shop.running.search(photos[0]).status_code == 200)
+    assert keys(shop.running.search(photos[0], k=2)) == ["a"]
     until(lambda: shop.client.get("/ready").status_code == 200)
 
 
@@ -192,11 +192,11 @@ def test_what_cannot_be_done_on_milvus_says_what_to_do_instead(
     start: Callable[..., Shop],
     tiny_bundle: Bundle,
     tmp_path: Path,
-    pictures: list[bytes],
+    photos: list[bytes],
 ) -> None:
     embedder = OnnxEmbedder.open(tiny_bundle)
     shop = start("empty", embedder=embedder, pictures=(), state=tmp_path / "state")
-    refused = assert_problem(shop.put_form({"a": pictures[0]}), 409, "state-missing")
+    refused = assert_problem(shop.put_form({"a": photos[0]}), 409, "state-missing")
     assert "--pictures shop=ADDRESS" in refused["detail"]
     assert not shop.gallery()["writable"]
     for job, body in {"compact": {}, "swap": {"other": "x"}}.items():
@@ -211,19 +211,19 @@ def test_check_tells_of_a_gallery_on_milvus_and_of_a_client_that_is_missing(
 ) -> None:
     monkeypatch.setenv("KINLENS_BUNDLE", str(tiny_bundle.path))
     monkeypatch.setenv("KINLENS_GALLERIES", f"shop={empty}")
-    said = CliRunner().invoke(command, ["check", "--port", "0"])
-    assert "0 items of bundle" in " ".join(said.output.split())
+    reported = CliRunner().invoke(command, ["check", "--port", "0"])
+    assert "0 items of bundle" in " ".join(reported.output.split())
     monkeypatch.setitem(sys.modules, "pymilvus", None)
-    said = CliRunner().invoke(command, ["check", "--port", "0"])
-    assert said.exit_code == 1
-    assert "kinlens[milvus]" in said.output
+    reported = CliRunner().invoke(command, ["check", "--port", "0"])
+    assert reported.exit_code == 1
+    assert "kinlens[milvus]" in reported.output
 
 
 WRONG = {
     "no name": ({"galleries": "shop=milvus://127.0.0.1:1"}, "milvus://HOST:PORT/NAME"),
     "a password": ({"galleries": "shop=milvus://a:b@host:1/shop"}, "KINLENS_MILVUS_TOKEN"),
-    "nobody there": ({"galleries": "shop=milvus://127.0.0.1:1/shop"}, "does not answer"),
-    "unknown collection": ({"galleries": "shop=milvus://SERVER/none"}, "does not have it"),
+    "nobody there": ({"galleries": "shop=milvus://127.0.0.1:1/shop"}, "does not respond"),
+    "unknown collection": ({"galleries": "shop=milvus://SERVER/none"}, "did not find it"),
     "another bundle": ({"galleries": "shop=milvus://SERVER/empty"}, "Serve the bundle"),
     "pictures of nobody": ({"pictures": "hats=/tmp"}, "not a gallery on Milvus"),
     "pictures nowhere": ({"pictures": "shop=nope://x"}, "cannot be reached"),

@@ -1,4 +1,4 @@
-"""The pictures of items: found by number or refused; small ones made in the decoding processes."""
+"""The images of items: found by number or refused; small ones made in the decoding processes."""
 
 import asyncio
 import errno
@@ -24,7 +24,7 @@ from kinlens.indexer.ingest.sources import folder_source
 from tests.support.seams import Renditions
 from tests.support.servers import Running
 from tests.support.shops import PROBLEM, assert_problem, make_gallery, start_shop
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 SECRET = b"secret-outside-of-the-catalogue"
 WAIT_S = 20.0
@@ -32,11 +32,11 @@ SIDES_PX = (160, 320, 640)
 
 
 @pytest.fixture(scope="module")
-def catalogue(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Path:
-    """A folder of four pictures, beside a file that must never be shown; and their gallery."""
+def catalogue(tmp_path_factory: pytest.TempPathFactory, photos: list[bytes]) -> Path:
+    """A folder of four images, next to a file that must never be shown; and their gallery."""
     catalogue = tmp_path_factory.mktemp("real") / "catalogue"
     catalogue.mkdir()
-    for number, data in enumerate(pictures[:4]):
+    for number, data in enumerate(photos[:4]):
         (catalogue / f"{number}.png").write_bytes(data)
     (catalogue.parent / "secret.txt").write_bytes(SECRET)
     build_gallery(folder_source(catalogue), FakeEmbedder(), catalogue.parent / "shop")
@@ -72,8 +72,8 @@ def opened(data: bytes) -> Image.Image:
     return image
 
 
-def test_the_link_of_a_hit_shows_the_indexed_file(service, pictures) -> None:
-    for data in pictures[:4]:
+def test_the_link_of_a_hit_shows_the_indexed_file(service, photos) -> None:
+    for data in photos[:4]:
         response = service.client.get(first_link(service, data))
         assert response.content == data
         assert response.headers["content-type"] == "image/png"
@@ -126,7 +126,7 @@ FILES_OF_THE_PAGE = (
 )
 
 
-def test_nothing_in_an_address_reaches_another_file(service, catalogue, pictures) -> None:
+def test_nothing_in_an_address_reaches_another_file(service, catalogue, photos) -> None:
     secret = str(catalogue.parent / "secret.txt")
     names = {"secret": secret, "encoded": quote(secret, safe="")}
     targets = [f"/galleries/shop/items/{item}" for item in ITEMS]
@@ -138,87 +138,87 @@ def test_nothing_in_an_address_reaches_another_file(service, catalogue, pictures
         assert media_type == PROBLEM
         assert SECRET not in body
         assert json.loads(body)["request_id"]
-    assert service.client.get("/galleries/shop/items/1/image").content == pictures[0]
+    assert service.client.get("/galleries/shop/items/1/image").content == photos[0]
 
 
 @pytest.mark.parametrize("change", ["removed", "changed", "a link"])
 def test_a_file_that_is_not_what_was_indexed_is_404_and_says_what_to_do(
-    service, catalogue, pictures, change: str
+    service, catalogue, photos, change: str
 ) -> None:
     file = catalogue / "1.png"
     file.unlink()
     if change == "changed":
-        file.write_bytes(pictures[0])
+        file.write_bytes(photos[0])
     elif change == "a link":
         file.symlink_to(catalogue.parent / "secret.txt")
-    link = first_link(service, pictures[1])
+    link = first_link(service, photos[1])
     response = service.client.get(link)
     assert "Put it back" in assert_problem(response, 404, "unknown-item")["detail"]
     assert SECRET not in response.content
-    assert service.client.get(first_link(service, pictures[2])).content == pictures[2]
+    assert service.client.get(first_link(service, photos[2])).content == photos[2]
     file.unlink(missing_ok=True)
-    file.write_bytes(pictures[1])
-    assert service.client.get(link).content == pictures[1]
+    file.write_bytes(photos[1])
+    assert service.client.get(link).content == photos[1]
 
 
 def test_a_disk_that_fails_while_serving_is_503_without_a_word_of_its_paths(
-    service, catalogue, pictures, monkeypatch
+    service, catalogue, photos, monkeypatch
 ) -> None:
     def fail(*_: Any) -> bytes:
         raise OSError(errno.EIO, "Input/output error", "/mnt/secret/1.png")
 
-    link = first_link(service, pictures[1])
+    link = first_link(service, photos[1])
     with monkeypatch.context() as patch:
         patch.setattr("kinlens.indexer.images.source_bytes", fail)
         response = service.client.get(link)
     problem = assert_problem(response, 503, "gallery-unavailable")
     assert int(response.headers["retry-after"]) >= 1
     assert "secret" not in json.dumps(problem)
-    assert service.client.get(link).content == pictures[1]
+    assert service.client.get(link).content == photos[1]
     away = catalogue.rename(catalogue.with_name("away"))
     catalogue.symlink_to(catalogue)  # whoever opens it gets an error that is not "missing"
     problem = assert_problem(service.client.get(link), 503, "gallery-unavailable")
     assert str(catalogue) not in problem["detail"]
-    assert service.search(pictures[1]).status_code == 200
+    assert service.search(photos[1]).status_code == 200
     catalogue.unlink()
     away.rename(catalogue)
-    assert service.client.get(link).content == pictures[1]
+    assert service.client.get(link).content == photos[1]
 
 
-def test_a_picture_that_the_browser_has_is_304_without_reading_the_file(
-    service, catalogue, pictures
+def test_an_image_that_the_browser_has_is_304_without_reading_the_file(
+    service, catalogue, photos
 ) -> None:
-    link = first_link(service, pictures[3])
+    link = first_link(service, photos[3])
     etag = service.client.get(link).headers["etag"]
     (catalogue / "3.png").unlink()
     again = service.client.get(link, headers={"if-none-match": f'"other", {etag}'})
     assert (again.status_code, again.content) == (304, b"")
     assert again.headers["etag"] == etag
     assert service.client.get(link, headers={"if-none-match": '"other"'}).status_code == 404
-    (catalogue / "3.png").write_bytes(pictures[3])
+    (catalogue / "3.png").write_bytes(photos[3])
 
 
 def test_a_link_from_before_a_rebuild_is_404_and_names_both_generations(
-    service, catalogue, pictures, until
+    service, catalogue, photos, until
 ) -> None:
-    old_link = first_link(service, pictures[2])
+    old_link = first_link(service, photos[2])
     old = old_link.rpartition("=")[2]
-    (catalogue / "0.png").unlink()  # numbers start anew
+    (catalogue / "0.png").unlink()  # ids start again
     build_gallery(folder_source(catalogue), FakeEmbedder(), catalogue.parent / "shop")
-    until(lambda: not first_link(service, pictures[2]).endswith(old))
-    new_link = first_link(service, pictures[2])
+    until(lambda: not first_link(service, photos[2]).endswith(old))
+    new_link = first_link(service, photos[2])
     new = new_link.rpartition("=")[2]
     for headers in ({}, {"if-none-match": f'"{new}-2"'}):
         response = service.client.get(old_link, headers=headers)
         problem = assert_problem(response, 404, "unknown-item")
         for text in (old, new, "Search again"):
             assert text in problem["detail"]
-    assert service.client.get(new_link).content == pictures[2]
+    assert service.client.get(new_link).content == photos[2]
     unversioned = old_link.partition("?")[0]
-    assert service.client.get(unversioned).content == pictures[3]
-    (catalogue / "0.png").write_bytes(pictures[0])
+    assert service.client.get(unversioned).content == photos[3]
+    (catalogue / "0.png").write_bytes(photos[0])
     build_gallery(folder_source(catalogue), FakeEmbedder(), catalogue.parent / "shop")
-    until(lambda: service.client.get(unversioned).content == pictures[2])
+    until(lambda: service.client.get(unversioned).content == photos[2])
 
 
 def test_a_catalogue_that_is_damaged_while_serving_is_503_and_readiness_turns_red(
@@ -242,8 +242,8 @@ def test_a_catalogue_that_is_damaged_while_serving_is_503_and_readiness_turns_re
     shop.close()
 
 
-def test_a_picture_that_takes_too_long_is_503_and_so_are_those_behind_it(
-    start_service, gallery, pictures, until, monkeypatch
+def test_an_image_that_takes_too_long_is_503_and_so_are_those_behind_it(
+    start_service, gallery, photos, until, monkeypatch
 ) -> None:
     held = threading.Event()
     service = start_service(request_timeout_ms=300, search_threads=1)
@@ -257,11 +257,11 @@ def test_a_picture_that_takes_too_long_is_503_and_so_are_those_behind_it(
     assert service.runtime.pools["file"].waiting == 0
     monkeypatch.undo()
     held.set()
-    until(lambda: service.client.get("/galleries/shop/items/2/image").content == pictures[2])
+    until(lambda: service.client.get("/galleries/shop/items/2/image").content == photos[2])
 
 
-def test_a_small_picture_can_be_asked_for_and_has_an_etag_of_its_own(shop) -> None:
-    shop.put({"k": encoded(picture(3, (900, 600)))})
+def test_a_small_image_can_be_asked_for_and_has_an_etag_of_its_own(shop) -> None:
+    shop.put({"k": encoded(photo(3, (900, 600)))})
     link = shop.link("k")
     whole = shop.client.get(link)
     etags = {"whole": whole.headers["etag"]}
@@ -274,7 +274,7 @@ def test_a_small_picture_can_be_asked_for_and_has_an_etag_of_its_own(shop) -> No
     for size in ("0", "161", "-1", "x", "99999999999"):
         response = shop.client.get(f"{link}&size={size}")
         assert_problem(response, 422, "invalid-parameter")
-    for gone in (False, True):  # also a picture that the browser has goes with its item
+    for gone in (False, True):  # also an image that the browser has goes with its item
         if gone:
             assert shop.remove("k") == 1
         for side in SIDES_PX:
@@ -283,11 +283,11 @@ def test_a_small_picture_can_be_asked_for_and_has_an_etag_of_its_own(shop) -> No
             assert answer.status_code == (404 if gone else 304)
 
 
-def test_an_uploaded_picture_is_shown_as_a_browser_can_show_it(shop) -> None:
+def test_an_uploaded_image_is_shown_as_a_browser_can_show_it(shop) -> None:
     kinds = ("PNG", "JPEG", "AVIF", "BMP", "TIFF", "HEIF")
     for kind in kinds:
         media_type = kind.lower() if kind in kinds[:3] else "jpeg"
-        data = encoded(picture(3), kind)
+        data = encoded(photo(3), kind)
         shop.put({kind: data})
         response = shop.client.get(shop.link(kind))
         assert response.headers["content-type"] == f"image/{media_type}"
@@ -298,7 +298,7 @@ def test_an_uploaded_picture_is_shown_as_a_browser_can_show_it(shop) -> None:
 def test_an_upload_that_is_gone_is_404_and_comes_back_when_it_is_put_again(shop, data) -> None:
     shop.put({"k": data[3]})
     link = shop.link("k")
-    [name] = shop.pictures()
+    [name] = shop.photos()
     file = shop.folder / "pictures" / name[:2] / name
     file.write_bytes(b"damaged")
     assert_problem(shop.client.get(link), 503, "gallery-unavailable")
@@ -324,7 +324,7 @@ def test_a_tiff_is_never_decoded_in_the_service_and_made_once(tmp_path, monkeypa
     monkeypatch.setattr(search_threads, "render", counted)
     for module in ("kinlens.embedder.preprocess", "kinlens.indexer.images"):
         monkeypatch.setattr(f"{module}.decode", forbidden)
-    shop.put({"k": encoded(picture(3, (3000, 400)), "TIFF")})
+    shop.put({"k": encoded(photo(3, (3000, 400)), "TIFF")})
     link = shop.link("k")
     answers = [shop.client.get(link) for _ in range(3)]
     assert [opened(answer.content).size for answer in answers] == [(MAX_SIDE_PX, 273)] * 3
@@ -339,7 +339,7 @@ def test_a_tiff_is_never_decoded_in_the_service_and_made_once(tmp_path, monkeypa
 
 
 class Slow:
-    """A decoder that counts how many pictures it makes at the same time."""
+    """A decoder that counts how many images it makes at the same time."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Semaphore(0)
@@ -380,7 +380,7 @@ def test_few_are_made_at_once_what_waits_is_bounded_and_the_same_is_made_once() 
     asyncio.run(use())
 
 
-def test_a_picture_that_costs_too_much_is_503_and_not_tried_again_at_once(
+def test_an_image_that_costs_too_much_is_503_and_not_tried_again_at_once(
     mall, shop, monkeypatch
 ) -> None:
     tried = 0
@@ -390,7 +390,7 @@ def test_a_picture_that_costs_too_much_is_503_and_not_tried_again_at_once(
         tried += 1
         raise ImageCostError("killed")
 
-    shop.put({"k": encoded(picture(5), "TIFF")})
+    shop.put({"k": encoded(photo(5), "TIFF")})
     monkeypatch.setattr(mall.running.runtime.search_threads, "render", costly)
     for _ in range(3):
         assert_problem(shop.client.get(shop.link("k")), 503, "deadline-exceeded")

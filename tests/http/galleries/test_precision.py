@@ -16,7 +16,7 @@ from kinlens.service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
 from tests.support.servers import DEFAULTS, run
 from tests.support.shops import Shop
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 @pytest.fixture
@@ -80,6 +80,6 @@ def test_a_gallery_notes_what_a_service_adds_in_another_precision(
         found = []
         for gallery in (shop, own):
             found.append(running.client.get(gallery.url).json()["precision"])
-            gallery.put({"a": encoded(picture(1))})
+            gallery.put({"a": encoded(photo(1))})
             found.append(running.client.get(gallery.url).json()["precision"])
     assert found == ["fp32", "fp32+int8", "int8", "int8"]

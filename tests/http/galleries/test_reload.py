@@ -25,9 +25,9 @@ from tests.embedder.bundles import write_full_bundle
 from tests.support.seams import Failures, GalleryLocation, GalleryManifest, publish_generation
 from tests.support.servers import DEFAULTS, Running, run
 from tests.support.shops import sha256
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
-PICTURES = 8
+PHOTOS = 8
 CLIENTS = 4
 WAIT_S = 20.0
 Until = Callable[[Callable[[], bool]], None]
@@ -43,7 +43,7 @@ class Shop:
     service: Running = field(init=False)
 
     def publish(self, round_: int, bundle_id: str, folder: Path | None = None) -> str:
-        """The next generation: the same pictures, made with that bundle."""
+        """The next generation: the same images, made with that bundle."""
         folder, embedder = folder or self.folder, self.embedders[bundle_id]
         attributes = {"bundle": bundle_id, "round": round_}
         entries = [
@@ -73,12 +73,12 @@ def embedders(bundles: list[Bundle]) -> dict[str, OnnxEmbedder]:
 def shop(
     tmp_path: Path, bundles: list[Bundle], embedders: dict[str, OnnxEmbedder]
 ) -> Iterator[Shop]:
-    """Served with the first bundle; the second one lies in the state folder, under any name."""
+    """Served with the first bundle; the second one is in the state folder, under any name."""
     first, second = bundles
     stored = tmp_path / "state" / "bundles" / "spring"
     stored.parent.mkdir(parents=True)
     stored.symlink_to(second.path)
-    uploads = [encoded(picture(100 + n)) for n in range(PICTURES)]
+    uploads = [encoded(photo(100 + n)) for n in range(PHOTOS)]
     shop = Shop(tmp_path / "shop", uploads, dict(embedders))
     shop.publish(0, first.bundle_id)
     settings = Settings(
@@ -94,7 +94,7 @@ def shop(
 
 
 @contextlib.contextmanager
-def crowd(shop: Shop) -> Iterator[list[dict[str, Any]]]:
+def group(shop: Shop) -> Iterator[list[dict[str, Any]]]:
     """Clients that search all the time; their answers, each checked to be of one generation."""
     answers: list[dict[str, Any]] = []
     rounds: dict[str, int] = {}
@@ -104,10 +104,10 @@ def crowd(shop: Shop) -> Iterator[list[dict[str, Any]]]:
         for count in itertools.count():
             if over.is_set():
                 return
-            number = (client + count) % PICTURES
+            number = (client + count) % PHOTOS
             # Every other upload is new to all caches, the others are known to them.
             tail = f"{client}-{count}".encode() if count % 2 else b""
-            response = shop.service.search(shop.uploads[number] + tail, k=PICTURES)
+            response = shop.service.search(shop.uploads[number] + tail, k=PHOTOS)
             assert response.status_code == 200, response.text
             check(response.json(), number)
 
@@ -118,7 +118,7 @@ def crowd(shop: Shop) -> Iterator[list[dict[str, Any]]]:
         [round_] = {hit["attributes"]["round"] for hit in hits}
         assert rounds.setdefault(answer["gallery_version"], round_) == round_
         best = hits[0]
-        assert (best["key"], len(hits)) == (f"{number}.png", PICTURES)
+        assert (best["key"], len(hits)) == (f"{number}.png", PHOTOS)
         assert best["score"] > 0.999
         answers.append(answer)
 
@@ -153,7 +153,7 @@ def test_gallery_and_model_are_swapped_under_load_without_an_error_or_a_mixed_an
     shop: Shop, bundles: list[Bundle], until: Until
 ) -> None:
     first_model = weakref.ref(shop.service.runtime.embedder)
-    with crowd(shop) as answers:
+    with group(shop) as answers:
         for round_ in range(1, 7):
             seen = len(answers)
             bundle = bundles[(round_ // 2) % 2]  # now the gallery alone, now the model with it
@@ -169,7 +169,7 @@ def test_gallery_and_model_are_swapped_under_load_without_an_error_or_a_mixed_an
     labels = {"provider": "CPUExecutionProvider", "bundle_id": new.bundle_id, "precision": "fp32"}
     assert shop.service.metric("kinlens_provider_info", **labels) == 1
     assert old.bundle_id not in text
-    assert shop.service.metric("kinlens_gallery_items", gallery="shop") == PICTURES
+    assert shop.service.metric("kinlens_gallery_items", gallery="shop") == PHOTOS
     # What was replaced leaves nothing behind: no open file, and no memory of a model.
     until(lambda: open_generations(shop.folder) == {generation})
     assert first_model() is None
@@ -211,7 +211,7 @@ def test_a_search_keeps_its_gallery_through_swaps_also_if_nobody_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
     timeout_s: float,
 ) -> None:
-    """One whose client has gone goes on in its thread until it notices."""
+    """A search whose client disconnected runs in its thread until it notices."""
     entered, gate, search = threading.Event(), threading.Event(), Gallery.search
 
     def held(gallery: Gallery, *arguments: Any) -> Any:

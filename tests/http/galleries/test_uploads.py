@@ -1,4 +1,4 @@
-"""Uploaded pictures lie in the folder of their gallery and go with the last item that has them."""
+"""Uploaded images lie in the folder of their gallery and go with the last item that has them."""
 
 import shutil
 import threading
@@ -16,7 +16,7 @@ from tests.support.shops import assert_problem, sha256, start_shop
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> UploadFolder:
+def photos(tmp_path: Path) -> UploadFolder:
     """Of a gallery without items."""
     create(tmp_path / "given")
     return UploadFolder(tmp_path / "given")
@@ -28,8 +28,8 @@ def create(path: Path) -> None:
     Gallery.create(path, name=path.name, bundle_id=bundle_id, dim=dim).close()
 
 
-def save(pictures: UploadFolder, data: bytes) -> str:
-    with pictures.storing({sha256(data): data}):
+def save(photos: UploadFolder, data: bytes) -> str:
+    with photos.storing({sha256(data): data}):
         return sha256(data)
 
 
@@ -44,8 +44,8 @@ def full_disk() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("step", range(1, 6))
-def test_a_picture_that_is_cut_short_is_not_there_or_whole(pictures, step: int) -> None:
-    before = save(pictures, b"before")
+def test_an_image_that_is_cut_short_is_not_there_or_whole(photos, step: int) -> None:
+    before = save(photos, b"before")
     steps: list[str] = []
 
     def fail(point: str) -> None:
@@ -56,13 +56,13 @@ def test_a_picture_that_is_cut_short_is_not_there_or_whole(pictures, step: int) 
     set_fault_hook(fail)
     try:
         with pytest.raises(GalleryWriteError, match="No space"):
-            save(pictures, b"one")
+            save(photos, b"one")
     finally:
         set_fault_hook(None)
-    if pictures.has(sha256(b"one")):
-        assert pictures.read(sha256(b"one")) == b"one"
-    assert pictures.read(save(pictures, b"one")) == b"one"
-    assert pictures.read(before) == b"before"
+    if photos.has(sha256(b"one")):
+        assert photos.read(sha256(b"one")) == b"one"
+    assert photos.read(save(photos, b"one")) == b"one"
+    assert photos.read(before) == b"before"
 
 
 def test_a_full_disk_is_503_and_the_search_goes_on(mall, shop, data, request) -> None:
@@ -83,27 +83,27 @@ def test_a_full_disk_is_503_and_the_search_goes_on(mall, shop, data, request) ->
 
 
 @pytest.mark.parametrize("kept", ["adding", "target", "source"])
-def test_a_picture_that_is_about_to_be_named_or_copied_stays(pictures, tmp_path, kept: str) -> None:
-    """Without the lock, a delete that looked before the write would take the picture away."""
-    orphan = save(pictures, b"one")
+def test_an_image_that_is_about_to_be_named_or_copied_stays(photos, tmp_path, kept: str) -> None:
+    """Without the lock, a delete that looked before the write would take the image away."""
+    orphan = save(photos, b"one")
     create(tmp_path / "other")
     other = UploadFolder(tmp_path / "other")
     with {
-        "adding": pictures.storing({}),
-        "target": pictures.copying_from(other),
-        "source": other.copying_from(pictures),
+        "adding": photos.storing({}),
+        "target": photos.copying_from(other),
+        "source": other.copying_from(photos),
     }[kept]:
-        thread = threading.Thread(target=pictures.discard, args=([orphan],))
+        thread = threading.Thread(target=photos.discard, args=([orphan],))
         thread.start()
         thread.join(0.2 if kept == "adding" else WAIT_S)
         assert thread.is_alive() is (kept == "adding"), "only one that is about to be named waits"
-        assert pictures.has(orphan)
+        assert photos.has(orphan)
     thread.join(WAIT_S)
-    pictures.sweep()
-    assert not pictures.has(orphan)
+    photos.sweep()
+    assert not photos.has(orphan)
 
 
-def test_equal_pictures_of_two_galleries_are_two(shop, data) -> None:
+def test_equal_images_of_two_galleries_are_two(shop, data) -> None:
     other = shop.create(f"{shop.name}-other")
     shop.put({"a": data[0], "b": data[0], "c": data[1]})
     other.put({"a": data[0], "d": data[2]})
@@ -111,10 +111,10 @@ def test_equal_pictures_of_two_galleries_are_two(shop, data) -> None:
     assert shop.compacted() == {sha256(data[0]), sha256(data[1])}
     shop.remove("b")
     assert shop.compacted() == {sha256(data[1])}
-    assert other.pictures() == {sha256(data[0]), sha256(data[2])}
+    assert other.photos() == {sha256(data[0]), sha256(data[2])}
     assert shop.client.get(other.link("a")).content == data[0]
     shop.put({"c": data[3]})
-    assert shop.pictures() == {sha256(data[3])}
+    assert shop.photos() == {sha256(data[3])}
     shop.client.delete(other.url).raise_for_status()
     assert not other.folder.exists()
 
@@ -130,22 +130,22 @@ def test_orphans_go_at_the_next_start_of_one_process(tmp_path, data, until) -> N
     assert other.items()["total"] == 1
     assert orphan.exists(), "the process that sweeps has done so at its start"
     shop.close()
-    until(lambda: not orphan.exists())  # the other one goes on with it
+    until(lambda: not orphan.exists())  # the other one continues with it
     assert not (orphan.parent / ".stage-x").exists()
-    assert other.pictures() == {sha256(data[0])}
+    assert other.photos() == {sha256(data[0])}
     other.close()
-    # None goes while its gallery cannot be read.
+    # None is deleted while its gallery cannot be read.
     [catalog] = shop.folder.glob("versions/*/catalog.sqlite")
     catalog.write_bytes(bytes(catalog.stat().st_size))
     UploadFolder(shop.folder).discard([sha256(data[0])])
     UploadFolder(shop.folder).sweep()
-    assert shop.pictures() == {sha256(data[0])}
+    assert shop.photos() == {sha256(data[0])}
 
 
-def test_pictures_move_with_the_folder_of_their_gallery_and_a_copy_has_its_own(
+def test_images_move_with_the_folder_of_their_gallery_and_a_copy_has_its_own(
     tmp_path, data
 ) -> None:
-    """Copies share generation and numbers, and yet no picture that was made for the screen."""
+    """Copies share generation and numbers, and yet no image that was made for the screen."""
     create(tmp_path / "disk" / "given")
     galleries = (f"given={tmp_path / 'disk' / 'given'}",)
     shop = start_shop(tmp_path / "state", create=False, galleries=galleries)
@@ -180,13 +180,13 @@ def test_a_gallery_that_a_job_works_with_cannot_be_deleted(tmp_path) -> None:
     shop.close()
 
 
-def test_a_swap_brings_the_pictures_along(shop, data, until) -> None:
+def test_a_swap_brings_the_images_along(shop, data, until) -> None:
     new = shop.create(f"{shop.name}-new")
     shop.put({"old": data[0], "both": data[1]})
     new.put({"both": data[1], "new": data[2]})
     started = shop.client.post(f"{shop.url}/swap", json={"with": new.name}).json()
     until(lambda: shop.client.get(f"/jobs/{started['id']}").json()["state"] == "succeeded")
-    assert shop.pictures() == {sha256(data[1]), sha256(data[2])}
+    assert shop.photos() == {sha256(data[1]), sha256(data[2])}
     shop.client.delete(new.url).raise_for_status()
     shop.put({"other": data[3]})  # the new generation is served now
     shown = {item["key"]: shop.client.get(item["image"]).content for item in shop.items()["items"]}

@@ -27,12 +27,12 @@ FIELDS = {
 
 
 class Load:
-    """Searches every so many seconds until it is stopped; `answers` are those of status 200."""
+    """Searches at an interval until it is stopped; `answers` are those of status 200."""
 
-    def __init__(self, url: str, gallery: str, picture: bytes, every_s: float = 0.1) -> None:
+    def __init__(self, url: str, gallery: str, photo: bytes, every_s: float = 0.1) -> None:
         self.answers: list[dict[str, Any]] = []
         self.faults: list[str] = []
-        self._url, self._picture, self._every_s = url, picture, every_s
+        self._url, self._photo, self._every_s = url, photo, every_s
         self._fields = {"k": "3", "gallery": gallery}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -48,7 +48,7 @@ class Load:
     def _run(self) -> None:
         with httpx.Client(base_url=self._url, timeout=60) as client:
             while not self._stopped.wait(self._every_s):
-                files = {"image": self._picture}
+                files = {"image": self._photo}
                 answer = client.post("/search", files=files, data=self._fields)
                 if answer.status_code == 200:
                     self.answers.append(answer.json())
@@ -96,7 +96,7 @@ def ended(service: Running, job_id: str) -> dict[str, Any]:
 
 
 def query(shop: JobShop) -> bytes:
-    return (shop.pictures / "class-2/1.png").read_bytes()
+    return (shop.photos / "class-2/1.png").read_bytes()
 
 
 def test_a_model_is_swapped_under_load_without_an_error_or_a_mixed_answer(
@@ -116,7 +116,7 @@ def test_a_model_is_swapped_under_load_without_an_error_or_a_mixed_answer(
     ids = [found["bundle_id"] for found in load.answers]
     assert set(ids) == {shop.old.bundle_id, shop.new.bundle_id}
     assert ids == sorted(ids, key=lambda one: one == shop.new.bundle_id)  # never back
-    for found in load.answers:  # the vectors of one model find the picture itself
+    for found in load.answers:  # the vectors of one model find the image itself
         assert found["hits"][0]["key"] == "class-2/1.png"
         assert found["hits"][0]["score"] > 0.999
 
@@ -163,11 +163,11 @@ def test_what_cannot_train_says_so_before_a_job_is_started(
     monkeypatch.setattr(params, "find_spec", lambda name: None if name == "torch" else find(name))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # another installation may have the command too
     service = run(create_app(shop.settings.model_copy(update={"training_command": command})))
-    said = service.client.get("/jobs/options").json()["no_training"]
+    reported = service.client.get("/jobs/options").json()["no_training"]
     answer = service.client.post("/jobs/train", json=training())
     service.close()
-    assert reason in said
-    assert (answer.status_code, answer.json()["detail"]) == (409, said)
+    assert reason in reported
+    assert (answer.status_code, answer.json()["detail"]) == (409, reported)
 
 
 def training(**given: object) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def training(**given: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "body", "status", "says"),
+    ("method", "path", "body", "status", "message"),
     [
         ("GET", "/jobs/000000000000", None, 404, "GET /jobs"),
         ("GET", "/jobs/..%2f..%2fetc/log", None, 404, ""),
@@ -211,12 +211,12 @@ def training(**given: object) -> dict[str, Any]:
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_cure(
-    served: Running, method: str, path: str, body: object, status: int, says: str
+    served: Running, method: str, path: str, body: object, status: int, message: str
 ) -> None:
     answer = served.client.request(method, path, json=body)
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
-    assert says in answer.text
+    assert message in answer.text
     assert "Value error" not in answer.text
 
 

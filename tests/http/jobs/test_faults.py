@@ -1,4 +1,4 @@
-"""Jobs in a world that has changed since: whoever looks goes on, and what is old goes."""
+"""Jobs after changes outside: watching continues, and old jobs are deleted."""
 
 import os
 import threading
@@ -54,7 +54,7 @@ def test_closing_does_not_wait_for_a_disk_that_does_not_answer(
     closing.join(30)
     has_ended = not closing.is_alive()
     store.cancel(job.id)
-    with pipe.open("w") as file:  # the look goes on
+    with pipe.open("w") as file:  # watching continues
         pipe.unlink()  # first: another look that opened it would wait for ever
         file.write("{}")
     assert has_ended

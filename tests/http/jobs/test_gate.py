@@ -18,12 +18,12 @@ CLASSES, EACH = 12, 12
 TRAINED = frozenset(range(0, CLASSES, 2))
 
 
-def picture(number: int) -> bytes:
+def photo(number: int) -> bytes:
     return f"picture {number}".encode()
 
 
 def gallery(path: Path, trained_noise: float, other_noise: float) -> Gallery:
-    """A model that mixes up trained and other classes as much as it is told."""
+    """A model that mixes up trained and other classes as much as it is asked to."""
     made = Gallery.create(path, name="shop", bundle_id=path.name, dim=DIM)
     rng = np.random.default_rng(0)
     centres = rng.standard_normal((CLASSES, DIM))
@@ -33,7 +33,7 @@ def gallery(path: Path, trained_noise: float, other_noise: float) -> Gallery:
         noise = trained_noise if of in TRAINED else other_noise
         vector = centres[of] + noise * rng.standard_normal(DIM)
         vector = (vector / np.linalg.norm(vector)).astype(np.float32)
-        content = hashlib.sha256(picture(number)).hexdigest()
+        content = hashlib.sha256(photo(number)).hexdigest()
         entries.append(Entry(f"{number}", vector, content, {"class": f"kind {of}"}))
     made.add(entries)
     return made
@@ -51,12 +51,12 @@ def memorised(tmp_path: Path) -> Gallery:
 
 
 def run_folder(folder: Path, numbers: list[int]) -> Seen | None:
-    """What a run says that trained on pictures with these numbers, in folders of its own names."""
+    """The record of a run that trained on images with these numbers, in other folders."""
     rows = ["key,path,class"]
     for number in numbers:
         path = f"{number % CLASSES:05d}-x/{number}.jpg"
         (folder / "data" / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "data" / path).write_bytes(picture(number))
+        (folder / "data" / path).write_bytes(photo(number))
         rows.append(f"{path},{path},{number % CLASSES:05d}-x")
     (folder / "train.csv").write_text("\n".join(rows) + "\n")
     return seen_by(folder, folder / "data", folder / "feedback")
@@ -82,7 +82,7 @@ def test_a_model_that_memorised_its_classes_and_is_worse_elsewhere_is_refused(
     assert "on 72 images of 6 classes, classes that the new model was not" in found.reason
 
 
-def test_what_the_gate_allows_is_counted_and_too_few_photographs_decide_nothing(
+def test_what_the_gate_allows_is_counted_and_too_few_photos_decide_nothing(
     before: Gallery, memorised: Gallery, tmp_path: Path
 ) -> None:
     seen = run_folder(tmp_path, of_trained_classes())
@@ -95,7 +95,7 @@ def test_what_the_gate_allows_is_counted_and_too_few_photographs_decide_nothing(
     assert "the gate requires 73" in few.reason
 
 
-def test_where_every_class_was_trained_on_other_photographs_of_them_are_asked_with(
+def test_where_every_class_was_trained_on_other_photos_of_them_are_asked_with(
     before: Gallery, memorised: Gallery, tmp_path: Path
 ) -> None:
     half = list(range(CLASSES * EACH // 2))
@@ -105,7 +105,7 @@ def test_where_every_class_was_trained_on_other_photographs_of_them_are_asked_wi
     assert "on others of their class" in verdict(before, memorised, seen, Gate()).reason
 
 
-def test_the_pictures_of_an_official_data_set_are_found_in_the_folder_that_has_them(
+def test_the_images_of_an_official_data_set_are_found_in_the_folder_that_has_them(
     tmp_path: Path,
 ) -> None:
     direct = run_folder(tmp_path, of_trained_classes())
@@ -123,14 +123,14 @@ def test_a_class_of_a_name_that_was_trained_on_is_not_asked_with(before: Gallery
     }
 
 
-def test_the_golden_set_is_not_asked_with_pictures_that_were_trained_on(
+def test_the_golden_set_is_not_asked_with_images_that_were_trained_on(
     before: Gallery, tmp_path: Path
 ) -> None:
     half = of_trained_classes()
-    trained = {hashlib.sha256(picture(number)).hexdigest() for number in half}
+    trained = {hashlib.sha256(photo(number)).hexdigest() for number in half}
     assert unseen_in(before, "class", run_folder(tmp_path, half)).seen == trained
     (tmp_path / "feedback/pictures").mkdir(parents=True)
-    (tmp_path / "feedback/pictures" / f"{'f' * 64}.jpg").write_bytes(b"made anew, smaller")
+    (tmp_path / "feedback/pictures" / f"{'f' * 64}.jpg").write_bytes(b"rendered, smaller")
     assert unseen_in(before, "class", run_folder(tmp_path, half)).seen == {*trained, "f" * 64}
     assert unseen_in(before, "class", run_folder(tmp_path, [*range(144)])).seen is not None
     assert unseen_in(before, "class", None).seen is None, "everything counts as trained on"

@@ -27,7 +27,7 @@ from tests.support.seams import (
     UploadFolder,
 )
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 def in_command(job: Job) -> Job:
@@ -67,18 +67,18 @@ def test_a_rebuild_compares_swaps_and_says_so(shop: JobShop) -> None:
     assert bundle.stat().st_mtime > 0, "it is marked as used, and stays for a month from now"
 
 
-@pytest.mark.parametrize(("photographs", "attribute"), [(4, "class"), (2, "class"), (4, "brand")])
+@pytest.mark.parametrize(("photo_count", "attribute"), [(4, "class"), (2, "class"), (4, "brand")])
 def test_a_golden_set_of_twenty_queries_or_more_decides_and_outlives_the_swap(
-    shop: JobShop, photographs: int, attribute: str
+    shop: JobShop, photo_count: int, attribute: str
 ) -> None:
     golden = GoldenSet(shop.path)
     new = [
         NewQuery(
-            encoded(picture(number), "JPEG", quality=80 + copy),
+            encoded(photo(number), "JPEG", quality=80 + copy),
             Label(attribute="class", value=f"class-{number}"),
         )
         for number in range(6)
-        for copy in range(photographs)
+        for copy in range(photo_count)
     ]
     gallery = shop.gallery()
     golden.add(new, gallery)
@@ -91,7 +91,7 @@ def test_a_golden_set_of_twenty_queries_or_more_decides_and_outlives_the_swap(
     assert found["labels"] == 6
     assert found["old"]["bundle_id"] == shop.old.bundle_id
     assert found["new"]["bundle_id"] == shop.new.bundle_id
-    if photographs == 4:
+    if photo_count == 4:
         assert reason.startswith(f"On the golden set: recall@1 {found['new_recall_at_1']:.4f}")
         assert "paired" in reason
         assert ("The items would refuse it" in report["gate"]["note"]) is (attribute == "brand")
@@ -106,7 +106,7 @@ def test_a_golden_set_of_twenty_queries_or_more_decides_and_outlives_the_swap(
 
 def test_a_golden_set_that_cannot_be_asked_says_why_and_decides_nothing(shop: JobShop) -> None:
     gallery = shop.gallery()
-    GoldenSet(shop.path).add([NewQuery(encoded(picture(0)), Label(no_match=True))], gallery)
+    GoldenSet(shop.path).add([NewQuery(encoded(photo(0)), Label(no_match=True))], gallery)
     gallery.close()
     shop.reopen(bundle=None)
     report = shop.succeeded(shop.start("rebuild", bundle_id=shop.new.bundle_id))
@@ -136,23 +136,23 @@ def test_a_gate_that_is_not_passed_leaves_a_candidate_which_is_swapped_in_with_w
         shop.manager.swap(job.id, "test")
 
 
-def test_pictures_come_from_the_image_root_and_from_the_uploads(shop: JobShop) -> None:
+def test_images_come_from_the_image_root_and_from_the_uploads(shop: JobShop) -> None:
     gallery = shop.gallery()
     [entry] = gallery.entries(["class-0/0.png"])
-    data = (shop.pictures / entry.path).read_bytes()
+    data = (shop.photos / entry.path).read_bytes()
     with UploadFolder(gallery.path).storing({entry.sha256: data}):
         gallery.add([replace(entry, path=""), replace(entry, key="other", path="")])
     gallery.close()
-    (shop.pictures / entry.path).unlink()
+    (shop.photos / entry.path).unlink()
     before = shop.content()
     shop.succeeded(shop.start("rebuild", bundle_id=shop.new.bundle_id, max_missing=0))
     assert shop.content() == before
 
 
-def test_missing_pictures_are_listed_and_the_limit_decides_at_the_rebuild_and_at_the_swap(
+def test_missing_images_are_listed_and_the_limit_decides_at_the_rebuild_and_at_the_swap(
     shop: JobShop,
 ) -> None:
-    (shop.pictures / "class-0/0.png").unlink()
+    (shop.photos / "class-0/0.png").unlink()
     rebuild = {"bundle_id": shop.new.bundle_id, "swap": "never"}
     error = shop.failed(shop.start("rebuild", **rebuild, max_missing=0))
     assert "1 of 24" in error
@@ -179,11 +179,11 @@ def test_missing_pictures_are_listed_and_the_limit_decides_at_the_rebuild_and_at
 
 
 def _as_other(entry: Entry, number: int) -> Entry:
-    """An item with a content of its own, whose picture is nowhere."""
+    """An item with a content of its own, whose image is nowhere."""
     return replace(entry, key=f"other-{number}", sha256=f"{number + 1:064x}", path=f"no-{number}")
 
 
-def test_a_training_goes_from_pictures_to_a_new_bundle_and_its_progress_forward_only(
+def test_a_training_goes_from_images_to_a_new_bundle_and_its_progress_forward_only(
     shop: JobShop,
 ) -> None:
     overrides = {"optimizer.epochs": 2, "model.dim": 8}
@@ -198,13 +198,13 @@ def test_a_training_goes_from_pictures_to_a_new_bundle_and_its_progress_forward_
 
     until(has_ended)
     report = shop.succeeded(job)
-    assert seen == sorted(seen), "progress goes forward only"
+    assert seen == sorted(seen), "progress only increases"
     assert seen[-1] == 1000
     assert "train" in steps
     assert report["training"]["figures"] == {"R@1": 50.0}
     assert report["training"]["epochs"] == [2, 2]
     assert report["swapped"]
-    # Of 6 classes with 4 pictures each, the trainer takes half.
+    # Of 6 classes with 4 images each, the trainer takes half.
     assert (report["judged"], report["classes"]) == (12, 3)
     assert "classes that the new model was not trained on" in report["gate"]["reason"]
     assert shop.bundle_id() == shop.new.bundle_id
@@ -214,12 +214,12 @@ def test_a_training_goes_from_pictures_to_a_new_bundle_and_its_progress_forward_
     assert not (shop.state / "runs" / job.id / "data").exists()
 
 
-def test_a_training_learns_from_the_feedback_under_the_names_that_it_gives_the_pictures(
+def test_a_training_learns_from_the_feedback_under_the_names_that_it_gives_the_images(
     shop: JobShop,
 ) -> None:
     with contextlib.closing(FeedbackStore(shop.state)) as store:
-        photo = Question("shop", "v", image="a" * 64)
-        store.add(photo, "class-1/0.png", "bought", b"jpeg")
+        query_photo = Question("shop", "v", image="a" * 64)
+        store.add(query_photo, "class-1/0.png", "bought", b"jpeg")
         store.add(Question("shop", "v", item="class-1/0.png"), "class-2/3.png", "wrong")
         store.add(Question("shop", "v", item="class-1/0.png"), "gone.png", "wrong")
         store.add(Question("other", "v", item="class-1/0.png"), "class-2/3.png", "wrong")
@@ -240,7 +240,7 @@ def test_a_training_learns_from_the_feedback_under_the_names_that_it_gives_the_p
 
 def test_a_training_that_fails_says_why(shop: JobShop) -> None:
     error = shop.failed(shop.start("train", job="cub-nir"))
-    assert "The data set is broken. Mend it." in error
+    assert "The data set is broken. Fix it." in error
     error = shop.failed(shop.start("train", class_attribute="brand"))
     assert "'brand'" in error
     assert shop.bundle_id() == shop.old.bundle_id
@@ -305,7 +305,7 @@ def test_a_training_that_is_killed_has_failed_with_a_cure_and_goes_on_from_its_c
     (run / "checkpoint.pt").write_text("state")
     os.killpg(first_process(job), signal.SIGKILL)
     slow.failed(job)
-    pictures = sorted(str(path.relative_to(run / "data")) for path in run.glob("data/*/*"))
+    photos = sorted(str(path.relative_to(run / "data")) for path in run.glob("data/*/*"))
     slow.reopen(training_command=slow.trainer())
     with contextlib.closing(slow.gallery()) as gallery:
         gallery.remove([next(gallery.items()).key])
@@ -313,7 +313,7 @@ def test_a_training_that_is_killed_has_failed_with_a_cure_and_goes_on_from_its_c
     slow.succeeded(job)
     assert "--resume" in (run / "words.json").read_text()
     _, *rows = (run / "train.csv").read_text().splitlines()
-    assert [row.split(",")[1] for row in rows] == pictures[: len(rows)], "as if nothing had changed"
+    assert [row.split(",")[1] for row in rows] == photos[: len(rows)], "as if nothing had changed"
     assert not (run / "data").exists()
     with pytest.raises(JobConflictError, match="succeeded"):
         slow.manager.resume(job.id)
@@ -346,10 +346,10 @@ def test_cancel_ends_all_processes_and_they_saw_no_setting_and_no_secret(
 def test_a_rebuild_that_was_killed_goes_on_without_embedding_again_what_it_has(
     shop: JobShop,
 ) -> None:
-    """The picture of the last item keeps the job waiting, in the second batch of 32."""
+    """The image of the last item keeps the job waiting, in the second batch of 32."""
     gallery = shop.gallery()
     [entry] = gallery.entries(["class-0/0.png"])
-    contents = [encoded(picture(100 + number)) for number in range(16)]
+    contents = [encoded(photo(100 + number)) for number in range(16)]
     digests = [hashlib.sha256(data).hexdigest() for data in contents]
     gallery.add(replace(entry, key=digest, sha256=digest, path="") for digest in digests)
     gallery.close()

@@ -27,12 +27,12 @@ REPLICAS = 3
 
 
 @pytest.fixture
-def replicas(pictures: list[bytes]) -> Iterator[list[tuple[Running, FakeGallery]]]:
+def replicas(photos: list[bytes]) -> Iterator[list[tuple[Running, FakeGallery]]]:
     with ExitStack() as stack:
         running = []
         for _ in range(REPLICAS):
             embedder = GatedEmbedder()
-            gallery = FakeGallery(embedder, pictures)
+            gallery = FakeGallery(embedder, photos)
             settings = Settings(**DEFAULTS, trusted_proxies=("127.0.0.1",))
             replica = run(create_app(settings, embedder, {"shop": gallery}))
             stack.callback(replica.close)
@@ -51,17 +51,17 @@ def search(url: str, data: bytes) -> httpx.Response:
 
 
 def test_searches_go_to_every_replica_and_past_those_that_are_gone(
-    balancer: str, replicas: list[tuple[Running, FakeGallery]], pictures: list[bytes]
+    balancer: str, replicas: list[tuple[Running, FakeGallery]], photos: list[bytes]
 ) -> None:
-    assert {search(balancer, data).status_code for data in pictures} == {200}
+    assert {search(balancer, data).status_code for data in photos} == {200}
     assert all(gallery.searches for _, gallery in replicas)
     first = replicas[0][0]
     first.close()
-    assert {search(balancer, data).status_code for data in pictures} == {200}
+    assert {search(balancer, data).status_code for data in photos} == {200}
     for replica, _ in replicas[1:]:
         replica.close()
-    until(lambda: search(balancer, pictures[0]).status_code == 503)
-    refused = search(balancer, pictures[0])
+    until(lambda: search(balancer, photos[0]).status_code == 503)
+    refused = search(balancer, photos[0])
     assert refused.headers["content-type"] == "application/problem+json"
     assert refused.headers["retry-after"] == "1"
     assert refused.json()["type"] == "urn:kinlens:problem:overloaded"

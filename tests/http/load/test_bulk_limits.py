@@ -9,7 +9,7 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.types import Embeddings, Images
 from tests.support.shops import base64_of, start_shop
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 CLIENTS, QUERIES = 12, 32
 EMBED_S = 0.04
@@ -28,14 +28,14 @@ class SlowEmbedder(FakeEmbedder):
 
 def test_a_put_waits_for_a_few_queries_of_batches_and_not_for_all(tmp_path: Path) -> None:
     embedder = SlowEmbedder()
-    image = encoded(picture(1))
+    image = encoded(photo(1))
     with closing(start_shop(tmp_path, embedder, request_timeout_ms=60_000)) as shop:
         shop.put({"first": image})
         for client in range(CLIENTS):
             shop.running.connect(batch(image, client * QUERIES))
         until(lambda: shop.running.metric("kinlens_searches_in_flight") == CLIENTS)
         before = embedder.count
-        shop.put({"second": encoded(picture(2))})
+        shop.put({"second": encoded(photo(2))})
         embedded = embedder.count - before
         assert shop.running.metric("kinlens_searches_in_flight") == CLIENTS, "the batches had ended"
     assert embedded < CLIENTS * QUERIES / 4

@@ -1,4 +1,4 @@
-"""Crowds: clients that do harm or leave among many that do not, full queues, one photograph."""
+"""Crowds: clients that do harm or leave among many that do not, full queues, one photo."""
 
 import contextlib
 import itertools
@@ -21,9 +21,9 @@ from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, FakeGallery, GatedEmbedder, Running, run
 from tests.support.shops import assert_problem
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
-PATIENT: dict[str, Any] = {
+SLOW_LIMITS: dict[str, Any] = {
     "decode_isolation": True,
     "decode_timeout_ms": 60_000,
     "request_timeout_ms": 60_000,
@@ -32,7 +32,7 @@ NUMBERS = itertools.count()
 
 
 def new(data: bytes) -> bytes:
-    """The same PNG picture as other bytes, so that no cache and no flight knows it."""
+    """The same PNG image as other bytes, so that no cache and no flight knows it."""
     return data + next(NUMBERS).to_bytes(4, "big")
 
 
@@ -53,7 +53,7 @@ def send_raw(service: Running, data: bytes, part: float = 1.0) -> socket.socket:
 
 
 def decoding(service: Running) -> set[int]:
-    """The processes that have made room for the 48 megapixels of `heavy`."""
+    """The processes that have allocated the 48 megapixels of `heavy`."""
 
     def resident_bytes(pid: int) -> int:
         with contextlib.suppress(OSError):
@@ -81,23 +81,23 @@ def gated() -> GatedEmbedder:
 
 
 @pytest.fixture(scope="module")
-def patient(gated: GatedEmbedder, pictures: list[bytes]) -> Iterator[Running]:
+def slow(gated: GatedEmbedder, photos: list[bytes]) -> Iterator[Running]:
     """A service for all tests of this file that decodes in processes."""
-    galleries = {"shop": FakeGallery(gated, pictures)}
-    service = run(create_app(Settings(**DEFAULTS | PATIENT), gated, galleries))
+    galleries = {"shop": FakeGallery(gated, photos)}
+    service = run(create_app(Settings(**DEFAULTS | SLOW_LIMITS), gated, galleries))
     yield service
     service.close()
 
 
 @pytest.fixture
-def isolated(patient: Running) -> Iterator[Running]:
+def isolated(slow: Running) -> Iterator[Running]:
     """The same; checks that nothing is left of what was sent."""
-    yield patient
+    yield slow
     for gauge in ("kinlens_searches_in_flight", "kinlens_queue_depth"):
-        until(lambda gauge=gauge: patient.metric(gauge) == 0)
-    until(lambda: not decoding(patient))
-    assert patient.client.get("/ready").status_code == 200
-    assert patient.metric("kinlens_decoder_restarts") == patient.runtime.search_threads.restarts
+        until(lambda gauge=gauge: slow.metric(gauge) == 0)
+    until(lambda: not decoding(slow))
+    assert slow.client.get("/ready").status_code == 200
+    assert slow.metric("kinlens_decoder_restarts") == slow.runtime.search_threads.restarts
 
 
 @pytest.fixture
@@ -109,12 +109,12 @@ def undisturbed(isolated: Running) -> Iterator[Running]:
 
 
 def test_24_clients_get_their_answers_while_8_leave_in_the_middle_of_a_batch(
-    undisturbed, gated, pictures
+    undisturbed, gated, photos
 ) -> None:
     gated.gate.clear()
-    leaving = [send_raw(undisturbed, new(pictures[n])) for n in range(8)]
+    leaving = [send_raw(undisturbed, new(photos[n])) for n in range(8)]
     with ThreadPoolExecutor(24) as clients:
-        staying = [clients.submit(undisturbed.search, new(pictures[n % 12])) for n in range(24)]
+        staying = [clients.submit(undisturbed.search, new(photos[n % 12])) for n in range(24)]
         until(lambda: in_flight(undisturbed) == 32)
         for connection in leaving:
             connection.close()
@@ -126,7 +126,7 @@ def test_24_clients_get_their_answers_while_8_leave_in_the_middle_of_a_batch(
 
 
 def test_clients_that_leave_while_their_image_is_decoded_or_sent_disturb_nobody(
-    undisturbed, pictures, heavy
+    undisturbed, photos, heavy
 ) -> None:
     leaving, stopped = [], set[int]()
     for _ in (
@@ -134,11 +134,11 @@ def test_clients_that_leave_while_their_image_is_decoded_or_sent_disturb_nobody(
     ):  # each is stopped, or it may end before the others do
         leaving.append(send_raw(undisturbed, new(heavy)))
         stopped.add(stop_one(undisturbed, stopped))
-    leaving += [send_raw(undisturbed, new(pictures[n])) for n in range(4)]
-    leaving += [send_raw(undisturbed, new(pictures[n]), part=0.5) for n in range(3)]
+    leaving += [send_raw(undisturbed, new(photos[n])) for n in range(4)]
+    leaving += [send_raw(undisturbed, new(photos[n]), part=0.5) for n in range(3)]
     until(lambda: in_flight(undisturbed) == 6)
     with ThreadPoolExecutor(12) as clients:
-        staying = [clients.submit(undisturbed.search, new(data)) for data in pictures]
+        staying = [clients.submit(undisturbed.search, new(data)) for data in photos]
         for connection in leaving:
             connection.close()
         for pid in stopped:
@@ -146,9 +146,9 @@ def test_clients_that_leave_while_their_image_is_decoded_or_sent_disturb_nobody(
         assert first_hits(client.result() for client in staying) == list(range(12))
 
 
-def test_one_truncated_jpeg_among_31_good_ones_fails_alone(undisturbed, pictures) -> None:
-    uploads = [new(pictures[n % 12]) for n in range(31)]
-    uploads.insert(16, encoded(picture(1), "JPEG")[:-100])
+def test_one_truncated_jpeg_among_31_good_ones_fails_alone(undisturbed, photos) -> None:
+    uploads = [new(photos[n % 12]) for n in range(31)]
+    uploads.insert(16, encoded(photo(1), "JPEG")[:-100])
     with ThreadPoolExecutor(32) as clients:
         responses = list(clients.map(undisturbed.search, uploads))
     assert_problem(responses.pop(16), 422, "corrupt-image")
@@ -157,7 +157,7 @@ def test_one_truncated_jpeg_among_31_good_ones_fails_alone(undisturbed, pictures
 
 @pytest.mark.parametrize("deaths", [1, 2])
 def test_a_process_killed_once_in_the_middle_of_an_image_costs_no_answer_and_twice_its_own(
-    isolated, pictures, heavy, deaths: int
+    isolated, photos, heavy, deaths: int
 ) -> None:
     before, killed = isolated.runtime.search_threads.restarts, set()
     with ThreadPoolExecutor(13) as clients:
@@ -165,8 +165,8 @@ def test_a_process_killed_once_in_the_middle_of_an_image_costs_no_answer_and_twi
         for _ in range(deaths):
             killed.add(victim := stop_one(isolated, killed))
             for blow in [signal.SIGKILL] if deaths == 1 else [signal.SIGSEGV, signal.SIGCONT]:
-                os.kill(victim, blow)  # one that is stopped takes the other once it goes on
-        others = [clients.submit(isolated.search, new(data)) for data in pictures]
+                os.kill(victim, blow)  # one that is stopped takes the other once it continues
+        others = [clients.submit(isolated.search, new(data)) for data in photos]
         assert first_hits(other.result() for other in others) == list(range(12))
         if deaths == 1:
             assert doomed.result().status_code == 200
@@ -176,33 +176,33 @@ def test_a_process_killed_once_in_the_middle_of_an_image_costs_no_answer_and_twi
 
 
 def test_every_process_killed_at_once_is_replaced_and_the_service_ready_again(
-    isolated, pictures
+    isolated, photos
 ) -> None:
     for pid in isolated.runtime.search_threads.pids:
         os.kill(pid, signal.SIGKILL)
-    assert first_hits([isolated.search(new(pictures[4]))]) == [4]
+    assert first_hits([isolated.search(new(photos[4]))]) == [4]
 
 
 @pytest.mark.parametrize(
-    ("limit", "says"),
+    ("limit", "message"),
     [({"decode_memory_mb": 300}, "300 MB"), ({"decode_timeout_ms": 200}, "0.2 s")],
 )
 def test_an_image_above_a_limit_of_decoding_is_422_and_the_others_are_answered(
-    start_service, pictures, heavy, limit: dict[str, int], says: str
+    start_service, photos, heavy, limit: dict[str, int], message: str
 ) -> None:
-    service = start_service(**PATIENT | limit)
+    service = start_service(**SLOW_LIMITS | limit)
     with ThreadPoolExecutor(13) as clients:
         large = clients.submit(service.search, heavy)
-        others = [clients.submit(service.search, data) for data in pictures]
-        assert says in assert_problem(large.result(), 422, "image-too-costly")["detail"]
+        others = [clients.submit(service.search, data) for data in photos]
+        assert message in assert_problem(large.result(), 422, "image-too-costly")["detail"]
         assert first_hits(other.result() for other in others) == list(range(12))
     assert service.runtime.search_threads.kills == service.runtime.search_threads.restarts >= 1
 
 
 def test_a_model_that_fails_on_one_image_of_a_batch_fails_that_request_alone(
-    start_service, embedder, pictures, monkeypatch
+    start_service, embedder, photos, monkeypatch
 ) -> None:
-    poison = embedder.preprocess(pictures[3])
+    poison = embedder.preprocess(photos[3])
     embed = embedder.embed
 
     def embed_or_fail(images: Any) -> Any:
@@ -213,20 +213,20 @@ def test_a_model_that_fails_on_one_image_of_a_batch_fails_that_request_alone(
     monkeypatch.setattr(embedder, "embed", embed_or_fail)
     service = start_service()
     with ThreadPoolExecutor(12) as clients:
-        statuses = [r.status_code for r in clients.map(service.search, pictures)]
+        statuses = [r.status_code for r in clients.map(service.search, photos)]
     assert statuses == [500 if n == 3 else 200 for n in range(12)]
 
 
 def test_a_client_that_leaves_while_it_waits_costs_no_inference(
-    start_service, embedder, pictures
+    start_service, embedder, photos
 ) -> None:
     service = start_service(search_threads=1)
     embedder.gate.clear()
     before = len(embedder.batches)
     with ThreadPoolExecutor(1) as clients:
-        first = clients.submit(service.search, pictures[0])
+        first = clients.submit(service.search, photos[0])
         until(lambda: len(embedder.batches) == before + 1)
-        connection = send_raw(service, pictures[1])
+        connection = send_raw(service, photos[1])
         until(lambda: service.runtime.search_threads.waiting == 1)
         connection.close()
         until(lambda: service.runtime.search_threads.waiting == 0)
@@ -236,27 +236,27 @@ def test_a_client_that_leaves_while_it_waits_costs_no_inference(
 
 
 def test_a_full_queue_answers_503_with_retry_after_and_recovers(
-    start_service, embedder, pictures
+    start_service, embedder, photos
 ) -> None:
     service = start_service(queue_size=2, search_threads=1)
     embedder.gate.clear()
     before = len(embedder.batches)
     with ThreadPoolExecutor(3) as clients:
-        held = [clients.submit(service.search, pictures[0])]
+        held = [clients.submit(service.search, photos[0])]
         until(lambda: len(embedder.batches) == before + 1)
         for number in (1, 2):
-            held.append(clients.submit(service.search, pictures[number]))
+            held.append(clients.submit(service.search, photos[number]))
             until(lambda depth=number: service.runtime.search_threads.waiting == depth)
-        refused = service.search(pictures[3])
+        refused = service.search(photos[3])
         embedder.gate.set()
         assert [call.result().status_code for call in held] == [200, 200, 200]
     assert_problem(refused, 503, "overloaded")
     assert int(refused.headers["retry-after"]) >= 1
-    assert service.search(pictures[3]).status_code == 200
+    assert service.search(photos[3]).status_code == 200
 
 
 def test_batches_have_places_of_their_own_so_not_all_bodies_wait_here(
-    start_service, embedder, pictures
+    start_service, embedder, photos
 ) -> None:
     service = start_service(queue_size=1, search_threads=1)
 
@@ -265,22 +265,22 @@ def test_batches_have_places_of_their_own_so_not_all_bodies_wait_here(
 
     embedder.gate.clear()
     with ThreadPoolExecutor(2) as clients:
-        held = clients.submit(batch, pictures[0])
+        held = clients.submit(batch, photos[0])
         until(lambda: in_flight(service) == 1)
-        refused = batch(pictures[2])
-        single = clients.submit(service.search, pictures[1])  # has a place all the same
+        refused = batch(photos[2])
+        single = clients.submit(service.search, photos[1])  # has a place all the same
         until(lambda: in_flight(service) == 2)
         embedder.gate.set()
         assert [held.result().status_code, single.result().status_code] == [200, 200]
     assert_problem(refused, 503, "overloaded")
-    assert batch(pictures[2]).status_code == 200
+    assert batch(photos[2]).status_code == 200
 
 
 def test_cached_answers_that_are_out_of_date_do_not_fill_the_queue_without_end(
-    start_service, gallery, pictures, monkeypatch
+    start_service, gallery, photos, monkeypatch
 ) -> None:
     service = start_service(queue_size=1, search_threads=1)
-    service.search(pictures[0])
+    service.search(photos[0])
     monkeypatch.setattr(gallery, "version", gallery.version[::-1])
     searching, gate, search = threading.Semaphore(0), threading.Event(), gallery.search
 
@@ -291,11 +291,11 @@ def test_cached_answers_that_are_out_of_date_do_not_fill_the_queue_without_end(
 
     monkeypatch.setattr(gallery, "search", search_at_the_gate)
     with ThreadPoolExecutor(5) as clients:
-        held = [clients.submit(service.search, pictures[1])]
+        held = [clients.submit(service.search, photos[1])]
         searching.acquire()
-        held.append(clients.submit(service.search, pictures[2]))
+        held.append(clients.submit(service.search, photos[2]))
         until(lambda: service.runtime.search_threads.waiting == 1)
-        outdated = [clients.submit(service.search, pictures[0]) for _ in range(3)]
+        outdated = [clients.submit(service.search, photos[0]) for _ in range(3)]
         refused = next(as_completed(outdated))
         gate.set()
     assert_problem(refused.result(), 503, "overloaded")
@@ -304,37 +304,37 @@ def test_cached_answers_that_are_out_of_date_do_not_fill_the_queue_without_end(
 
 
 def test_a_request_above_its_time_limit_is_503_and_leaves_the_queue(
-    start_service, embedder, pictures
+    start_service, embedder, photos
 ) -> None:
     service = start_service(request_timeout_ms=200)
     embedder.gate.clear()
-    response = service.search(pictures[0])
+    response = service.search(photos[0])
     embedder.gate.set()
     assert "0.2 s" in assert_problem(response, 503, "deadline-exceeded")["detail"]
     assert service.metric("kinlens_queue_depth") == 0
-    until(lambda: service.search(pictures[0]).status_code == 200)
+    until(lambda: service.search(photos[0]).status_code == 200)
 
 
-def test_an_answer_is_cached_by_content_and_parameters(start_service, gallery, pictures) -> None:
+def test_an_answer_is_cached_by_content_and_parameters(start_service, gallery, photos) -> None:
     service = start_service()
     searches = gallery.searches
-    first = service.search(pictures[0], k=3).json()
-    again = service.search(pictures[0], k=3).json()
+    first = service.search(photos[0], k=3).json()
+    again = service.search(photos[0], k=3).json()
     assert (first["cached"], again["cached"]) == (False, True)
     assert again["hits"] == first["hits"]
     assert again["timings_ms"]["embed"] == again["timings_ms"]["search"] == 0
     assert gallery.searches == searches + 1
-    other_k = service.search(pictures[0], k=4).json()
+    other_k = service.search(photos[0], k=4).json()
     assert not other_k["cached"]
     assert other_k["timings_ms"]["embed"] == 0
     assert other_k["timings_ms"]["search"] > 0
-    assert not service.search(pictures[0], k=3, min_score=0.1).json()["cached"]
+    assert not service.search(photos[0], k=3, min_score=0.1).json()["cached"]
     assert service.metric("kinlens_cache_lookups_total", kind="answer", level="local") == 1
     assert service.metric("kinlens_cache_lookups_total", kind="embedding", level="local") == 2
 
 
 def test_an_answer_is_of_one_version_and_not_remembered_if_that_changed_during_its_search(
-    start_service, gallery, pictures, monkeypatch
+    start_service, gallery, photos, monkeypatch
 ) -> None:
     """The hits may be of the later state, under the key of the earlier one."""
     service = start_service()
@@ -348,13 +348,13 @@ def test_an_answer_is_of_one_version_and_not_remembered_if_that_changed_during_i
 
     with monkeypatch.context() as patch:
         patch.setattr(gallery, "search", search_while_changing)
-        answer = service.search(pictures[0], k=2).json()
+        answer = service.search(photos[0], k=2).json()
     assert (answer["gallery_version"], answer["cached"]) == (first, False)
     gallery.version = first
-    assert not service.search(pictures[0], k=2).json()["cached"]
-    assert service.search(pictures[0], k=2).json()["cached"]
+    assert not service.search(photos[0], k=2).json()["cached"]
+    assert service.search(photos[0], k=2).json()["cached"]
     gallery.version = second
-    assert not service.search(pictures[0], k=2).json()["cached"]
+    assert not service.search(photos[0], k=2).json()["cached"]
 
 
 def test_a_gallery_that_hangs_is_named_in_the_list_and_holds_it_up_no_longer_than_its_limit(
@@ -379,10 +379,10 @@ def test_a_gallery_that_hangs_is_named_in_the_list_and_holds_it_up_no_longer_tha
 
 
 def test_a_search_that_nobody_waits_for_any_more_gives_its_thread_back(
-    start_service, embedder, gallery, pictures
+    start_service, embedder, gallery, photos
 ) -> None:
     """It asks at its own pace whether it should go on, for a minute if it has to."""
-    told = []
+    reported = []
 
     class Endless(type(gallery)):
         def search(self, queries: Any, k: int, options: SearchOptions | None = None) -> Any:
@@ -392,13 +392,13 @@ def test_a_search_that_nobody_waits_for_any_more_gives_its_thread_back(
                     options.checkpoint()
                     threading.Event().wait(0.1)
             except DeadlineExceededError:
-                told.append(True)
+                reported.append(True)
                 raise
 
-    galleries = {"shop": gallery, "endless": Endless(embedder, pictures, "endless")}
+    galleries = {"shop": gallery, "endless": Endless(embedder, photos, "endless")}
     service = start_service(galleries=galleries, request_timeout_ms=500, search_threads=2)
     with ThreadPoolExecutor(4) as clients:
         ask = partial(service.search, gallery="endless")
-        assert {answer.status_code for answer in clients.map(ask, pictures[:4])} == {503}
-    until(lambda: service.search(pictures[5]).status_code == 200)
-    until(lambda: len(told) >= 2)
+        assert {answer.status_code for answer in clients.map(ask, photos[:4])} == {503}
+    until(lambda: service.search(photos[5]).status_code == 200)
+    until(lambda: len(reported) >= 2)

@@ -47,10 +47,10 @@ def test_a_connection_that_pipelines_thousands_of_requests_ends(running_service)
 
 
 def test_answers_that_nobody_reads_hold_a_bounded_number_of_bytes(
-    start_service, embedder, pictures
+    start_service, embedder, photos
 ) -> None:
     size, budget = 16 * 2**20, 40 * 2**20
-    gallery = FakeGallery(embedder, [pictures[0] + bytes(size)])
+    gallery = FakeGallery(embedder, [photos[0] + bytes(size)])
     service = start_service(galleries={"shop": gallery}, limits={"max_unread_bytes": budget})
     path = "/galleries/shop/items/0/image"
     sent = GET.replace(b"/live", path.encode())
@@ -128,11 +128,11 @@ def test_few_bodies_wait_to_be_read(start_service) -> None:
 
 
 def test_a_request_behind_an_unread_answer_is_answered_once_that_was_read(
-    start_service, embedder, pictures, monkeypatch
+    start_service, embedder, photos, monkeypatch
 ) -> None:
     """Else its answer would wait in memory next to the first one, and nobody would count it."""
-    large = pictures[0] + bytes(16 * 2**20)
-    gallery = FakeGallery(embedder, [large, pictures[1]])
+    large = photos[0] + bytes(16 * 2**20)
+    gallery = FakeGallery(embedder, [large, photos[1]])
     service = start_service(galleries={"shop": gallery})
     asked, item = [], gallery.item
 
@@ -145,18 +145,18 @@ def test_a_request_behind_an_unread_answer_is_answered_once_that_was_read(
     answers = client.makefile("rb")
     assert answers.read(12) == b"HTTP/1.1 200"
     client.sendall(LAST.replace(b"/live", b"/galleries/shop/items/1/image"))
-    assert service.client.get("/galleries/shop/items/1/image").content == pictures[1]
+    assert service.client.get("/galleries/shop/items/1/image").content == photos[1]
     assert asked == [0, 1], "the one behind the answer waits"
     rest = answers.read()
     assert len(rest) > len(large)
-    assert rest.endswith(pictures[1])
+    assert rest.endswith(photos[1])
 
 
 @pytest.mark.parametrize("kind", ["bodies", "answers", "pipelined bodies", "late bodies"])
 def test_connections_that_wait_for_slow_clients_keep_nobody_out(
-    start_service, embedder, pictures, kind: str
+    start_service, embedder, photos, kind: str
 ) -> None:
-    gallery = FakeGallery(embedder, [pictures[0] + bytes(8 * 2**20)])
+    gallery = FakeGallery(embedder, [photos[0] + bytes(8 * 2**20)])
     service = start_service(galleries={"shop": gallery}, limits={"max_connections": 20})
     sent = GET.replace(b"/live", b"/galleries/shop/items/0/image")
     if kind != "answers":

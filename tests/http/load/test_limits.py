@@ -21,16 +21,16 @@ LEFT = (
 ASKING = STALLED.replace(b"Content-Type", b"Expect: 100-continue\r\nContent-Type")
 
 
-def test_a_60_mb_body_is_413_naming_size_and_limit(running_service, pictures) -> None:
+def test_a_60_mb_body_is_413_naming_size_and_limit(running_service, photos) -> None:
     response = running_service.search(bytes(60 * 2**20))
     detail = assert_problem(response, 413, "body-too-large")["detail"]
     assert f"{int(response.request.headers['content-length']):,}" in detail
     assert f"{20 * 2**20 + 64 * 2**10:,}" in detail
     assert "nosniff" in response.headers["x-content-type-options"]
-    assert running_service.search(pictures[0]).status_code == 200
+    assert running_service.search(photos[0]).status_code == 200
 
 
-def test_a_body_that_does_not_say_its_size_is_cut_off_at_the_limit(start_service, pictures) -> None:
+def test_a_body_that_does_not_say_its_size_is_cut_off_at_the_limit(start_service, photos) -> None:
     def chunks() -> Iterator[bytes]:
         yield b"--b\r\nContent-Disposition: form-data; name=image; filename=a\r\n\r\n"
         for _ in range(30):
@@ -42,7 +42,7 @@ def test_a_body_that_does_not_say_its_size_is_cut_off_at_the_limit(start_service
     response = service.client.post("/search", content=chunks(), headers=headers)
     detail = assert_problem(response, 413, "body-too-large")["detail"]
     assert f"more than {100_000 + 64 * 2**10:,} bytes" in detail
-    assert service.search(pictures[0]).status_code == 200
+    assert service.search(photos[0]).status_code == 200
 
 
 def test_a_large_body_is_refused_on_every_route(start_service) -> None:
@@ -59,17 +59,17 @@ def test_a_client_that_asks_before_it_sends_is_refused_without_sending(running_s
     assert b"100 Continue" not in answer
 
 
-def test_a_body_that_takes_too_long_is_408_and_the_connection_ends(start_service, pictures) -> None:
+def test_a_body_that_takes_too_long_is_408_and_the_connection_ends(start_service, photos) -> None:
     service = start_service(body_timeout_ms=500)
     answer = service.connect(STALLED).makefile("rb").read()
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"body-too-slow" in answer
     assert b"0.5 s" in answer
-    assert service.search(pictures[0]).status_code == 200
+    assert service.search(photos[0]).status_code == 200
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind(
-    pictures, tmp_path, until
+    photos, tmp_path, until
 ) -> None:
     shop = start_shop(tmp_path / "state")
     service = shop.running
@@ -78,7 +78,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind(
             service.connect(STALLED.replace(b"POST /search", start)).close()
         until(lambda: sum(event["event"] == "request" for event in events) == len(LEFT))
     assert [event.get("status") for event in events] == [499] * len(LEFT), events
-    assert service.search(pictures[0]).status_code == 200
+    assert service.search(photos[0]).status_code == 200
     assert service.metric("kinlens_searches_in_flight") == 0
     shop.close()
 
@@ -91,14 +91,14 @@ def padded(data: bytes) -> bytes:
 
 
 def test_bodies_are_counted_in_bytes_until_they_are_answered(
-    start_service, embedder, pictures, until
+    start_service, embedder, photos, until
 ) -> None:
     service = start_service(**SMALL, search_threads=1)
     embedder.gate.clear()
     with ThreadPoolExecutor(4) as clients:
-        held = [clients.submit(service.search, padded(data)) for data in pictures[:4]]
+        held = [clients.submit(service.search, padded(data)) for data in photos[:4]]
         until(lambda: service.metric("kinlens_searches_in_flight") == 4)
-        refused = service.search(padded(pictures[4]))
+        refused = service.search(padded(photos[4]))
         small = service.client.post("/search/batch", json={})
         embedder.gate.set()
         assert [call.result().status_code for call in held] == [200] * 4
@@ -107,24 +107,22 @@ def test_bodies_are_counted_in_bytes_until_they_are_answered(
     assert "KINLENS_MAX_HELD_BYTES" in detail
     assert int(refused.headers["retry-after"]) >= 1
     assert small.status_code == 422, "a small body still fits"
-    assert service.search(padded(pictures[4])).status_code == 200
+    assert service.search(padded(photos[4])).status_code == 200
 
 
-def test_bodies_that_are_announced_and_do_not_arrive_keep_nobody_out(
-    start_service, pictures
-) -> None:
+def test_bodies_that_are_announced_and_do_not_arrive_keep_nobody_out(start_service, photos) -> None:
     service = start_service(**SMALL)
     for _ in range(100):
         announced = service.connect(ASKING.replace(b"Length: 5000", b"Length: 99999"))
         assert b" 100 Continue" in announced.recv(100)
-    assert service.search(padded(pictures[0])).status_code == 200
+    assert service.search(padded(photos[0])).status_code == 200
 
 
-def test_bodies_that_are_held_back_at_their_end_give_way_to_others(start_service, pictures) -> None:
+def test_bodies_that_are_held_back_at_their_end_give_way_to_others(start_service, photos) -> None:
     service = start_service(**SMALL)
     unfinished = STALLED.replace(b"Length: 5000", b"Length: 99999") + bytes(95_000)
     held = [service.connect(unfinished) for _ in range(4)]
-    assert [service.search(padded(data)).status_code for data in pictures] == [200] * 12
+    assert [service.search(padded(data)).status_code for data in photos] == [200] * 12
     assert held[0].recv(1000).startswith(b"HTTP/1.1 503")
 
 

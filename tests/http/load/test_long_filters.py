@@ -15,9 +15,9 @@ TREE = {"price": {"in": [1] * 800}}
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Iterator[Shop]:
+def shop(tmp_path_factory: pytest.TempPathFactory, photos: list[bytes]) -> Iterator[Shop]:
     shop = start_shop(tmp_path_factory.mktemp("state"))
-    shop.put({"a": pictures[0], "b": pictures[1]}, price=1)
+    shop.put({"a": photos[0], "b": photos[1]}, price=1)
     yield shop
     shop.close()
 
@@ -90,24 +90,24 @@ ASKED: dict[str, Callable[[Shop, bytes], Any]] = {
 
 @pytest.mark.parametrize("name", ASKED)
 def test_no_route_parses_a_long_filter_on_the_event_loop(
-    name: str, shop: Shop, parsed: list[bool], pictures: list[bytes]
+    name: str, shop: Shop, parsed: list[bool], photos: list[bytes]
 ) -> None:
-    answer = ASKED[name](shop, pictures[2])
+    answer = ASKED[name](shop, photos[2])
     assert answer.status_code == 200, answer.text
     assert parsed
     assert not any(parsed)
 
 
 def test_a_form_that_spells_a_field_in_another_way_gets_nothing_parsed_on_the_event_loop(
-    shop: Shop, parsed: list[bool], pictures: list[bytes]
+    shop: Shop, parsed: list[bool], photos: list[bytes]
 ) -> None:
-    answer = shop.client.post("/search", **hidden_in_a_form(pictures[2]))
+    answer = shop.client.post("/search", **hidden_in_a_form(photos[2]))
     assert answer.status_code in (200, 400, 422), answer.text
     assert not any(parsed)
 
 
 def test_a_short_filter_costs_no_thread(
-    shop: Shop, parsed: list[bool], pictures: list[bytes]
+    shop: Shop, parsed: list[bool], photos: list[bytes]
 ) -> None:
-    assert shop.search(pictures[2], filter="price < 2").json()["hits"]
+    assert shop.search(photos[2], filter="price < 2").json()["hits"]
     assert parsed == [True]

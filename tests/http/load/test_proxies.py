@@ -32,24 +32,24 @@ class Setup:
 @pytest.fixture(scope="module", params=["nginx", "caddy"])
 def setup(
     request: pytest.FixtureRequest,
-    pictures: list[bytes],
+    photos: list[bytes],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Setup]:
     embedder = GatedEmbedder()
     settings = Settings(**DEFAULTS, trusted_proxies=(OPERATOR,), allowed_hosts=(HOST,))
     with ExitStack() as stack:
-        service = run(create_app(settings, embedder, {"shop": FakeGallery(embedder, pictures)}))
+        service = run(create_app(settings, embedder, {"shop": FakeGallery(embedder, photos)}))
         stack.callback(service.close)
         folder = tmp_path_factory.mktemp(request.param)
         yield Setup(stack.enter_context(started(request.param, [service.url], folder)), service)
 
 
 def test_customers_search_over_tls_and_cannot_choose_their_address(
-    setup: Setup, pictures: list[bytes]
+    setup: Setup, photos: list[bytes]
 ) -> None:
     with setup.proxy.client(CUSTOMER) as client, structlog.testing.capture_logs() as events:
         for header in ({}, {"X-Forwarded-For": "6.6.6.6"}):
-            files = {"image": ("q.png", pictures[0])}
+            files = {"image": ("q.png", photos[0])}
             answer = client.post("/search", files=files, headers=header)
             assert answer.status_code == 200, answer.text
             assert answer.headers["strict-transport-security"] == "max-age=31536000"

@@ -44,39 +44,39 @@ def hits_by_level(service: Any, level: str) -> float:
 
 
 def test_answers_and_vectors_survive_a_restart_of_the_service(
-    start_shared, embedder, pictures
+    start_shared, embedder, photos
 ) -> None:
     before = start_shared()
-    first = before.search(pictures[0], k=3).json()
+    first = before.search(photos[0], k=3).json()
     before.close()
     after = start_shared()
     inferences = len(embedder.batches)
-    again = after.search(pictures[0], k=3).json()
+    again = after.search(photos[0], k=3).json()
     assert (first["cached"], again["cached"]) == (False, True)
     assert again["hits"] == first["hits"]
     assert hits_by_level(after, "redis") == 2  # the answer, and in the same call the vector
-    other = after.search(pictures[0], k=5).json()
+    other = after.search(photos[0], k=5).json()
     assert (other["cached"], other["timings_ms"]["embed"]) == (False, 0)
     assert other["hits"][:3] == first["hits"]
     assert len(embedder.batches) == inferences
     assert after.client.get("/ready").json()["redis"] == "up"
 
 
-def test_another_bundle_never_gets_a_hit(start_shared, gallery, pictures, search_and_store) -> None:
-    search_and_store(start_shared(), pictures[0])
+def test_another_bundle_never_gets_a_hit(start_shared, gallery, photos, search_and_store) -> None:
+    search_and_store(start_shared(), photos[0])
     other = FakeEmbedder(bundle_id="other")
-    twin = type(gallery)(other, pictures)  # same name, same version
+    twin = type(gallery)(other, photos)  # same name, same version
     service = start_shared(embedder=other, galleries={"shop": twin})
-    answer = service.search(pictures[0]).json()
+    answer = service.search(photos[0]).json()
     assert not answer["cached"]
     assert answer["bundle_id"] == "other"
     assert hits_by_level(service, "redis") == 0
 
 
 def test_values_expire_and_are_no_pickles(
-    start_shared, redis_server, pictures, search_and_store
+    start_shared, redis_server, photos, search_and_store
 ) -> None:
-    search_and_store(start_shared(redis_ttl_s=77), pictures[0])
+    search_and_store(start_shared(redis_ttl_s=77), photos[0])
     with connected(redis_server) as client:
         keys = client.keys("kinlens:*")
         assert len(keys) == 2
@@ -86,14 +86,14 @@ def test_values_expire_and_are_no_pickles(
 
 @pytest.mark.parametrize("garbage", [b"", b"garbage", bytes(144), b"\x80\x04\x95pickle"])
 def test_garbage_in_redis_is_ignored_and_replaced(
-    start_shared, redis_server, pictures, search_and_store, garbage: bytes
+    start_shared, redis_server, photos, search_and_store, garbage: bytes
 ) -> None:
-    search_and_store(start_shared(), pictures[0])
+    search_and_store(start_shared(), photos[0])
     with connected(redis_server) as client:
         for key in client.keys("kinlens:*"):
             client.set(key, garbage)
         service = start_shared()
-        answer = search_and_store(service, pictures[0]).json()
+        answer = search_and_store(service, photos[0]).json()
         assert not answer["cached"]
         assert answer["hits"][0]["id"] == 0
         assert hits_by_level(service, "invalid") == 2
@@ -101,23 +101,23 @@ def test_garbage_in_redis_is_ignored_and_replaced(
 
 
 def test_values_that_were_swapped_between_keys_are_ignored(
-    start_shared, redis_server, pictures, search_and_store
+    start_shared, redis_server, photos, search_and_store
 ) -> None:
     first = start_shared()
-    search_and_store(first, pictures[0])
-    search_and_store(first, pictures[1])
+    search_and_store(first, photos[0])
+    search_and_store(first, photos[1])
     with connected(redis_server) as client:
         for kind in ("a", "e"):
             one, other = client.keys(f"kinlens:3:{kind}:*")
             values = client.mget(one, other)
             client.mset({one: values[1], other: values[0]})
     service = start_shared()
-    assert service.search(pictures[0]).json()["hits"][0]["id"] == 0
+    assert service.search(photos[0]).json()["hits"][0]["id"] == 0
     assert hits_by_level(service, "invalid") == 2
 
 
 def test_the_units_of_a_day_are_counted_for_all_processes_together(
-    start_shared, redis_server, pictures, tmp_path
+    start_shared, redis_server, photos, tmp_path
 ) -> None:
     """Its units outlive a restart, and an outage of Redis refuses no caller."""
     store = KeyStore(tmp_path / "keys.json")
@@ -125,7 +125,7 @@ def test_the_units_of_a_day_are_counted_for_all_processes_together(
     services = [start_shared(state=tmp_path), start_shared(state=tmp_path)]
 
     def ask(service: Any) -> int:
-        files = {"image": pictures[0]}
+        files = {"image": photos[0]}
         return int(service.client.post("/search", headers=sent, files=files).status_code)
 
     assert [ask(services[n % 2]) for n in range(5)] == [200, 200, 200, 200, 429]

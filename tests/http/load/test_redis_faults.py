@@ -20,7 +20,7 @@ from tests.support.waiting import until
 from tests.tiny import encoded
 
 pytestmark = pytest.mark.redis
-CROWD = 8
+CLIENTS = 8
 NUMBERS = itertools.count(1_000)
 
 
@@ -77,12 +77,12 @@ def proxy(redis_server) -> Iterator[SlowProxy]:
     slow.close()
 
 
-def new_picture() -> bytes:
+def new_photo() -> bytes:
     return encoded(render(next(NUMBERS)))
 
 
 def is_up(service: Any) -> bool:
-    """What readiness says, which is no reason not to be ready."""
+    """The note of readiness, which does not make the service unready."""
     ready = service.client.get("/ready")
     assert ready.status_code == 200
     return bool(ready.json()["redis"] == "up")
@@ -93,9 +93,9 @@ def is_down(service: Any) -> bool:
 
 
 @contextmanager
-def load(service: Any, pictures: list[bytes]) -> Iterator[Any]:
-    """Searches of a crowd for pictures old and new in this block, all of which must be right;
-    gives a function that waits until so many more have been answered.
+def load(service: Any, photos: list[bytes]) -> Iterator[Any]:
+    """Concurrent searches for images old and new in this block, all of which must be right;
+    gives a function that waits until that number more have been answered.
     """
     wrong: list[str] = []
     answered: list[int] = []
@@ -103,8 +103,8 @@ def load(service: Any, pictures: list[bytes]) -> Iterator[Any]:
 
     def search() -> None:
         while not done.is_set():
-            number = next(NUMBERS) % len(pictures)
-            for data, first in ((pictures[number], number), (new_picture(), None)):
+            number = next(NUMBERS) % len(photos)
+            for data, first in ((photos[number], number), (new_photo(), None)):
                 response = service.search(data, k=3)
                 hits = response.json().get("hits")
                 if response.status_code != 200 or (first is not None and hits[0]["id"] != first):
@@ -115,8 +115,8 @@ def load(service: Any, pictures: list[bytes]) -> Iterator[Any]:
         goal = len(answered) + count
         until(lambda: len(answered) >= goal)
 
-    with ThreadPoolExecutor(CROWD) as crowd:
-        futures = [crowd.submit(search) for _ in range(CROWD)]
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        futures = [clients.submit(search) for _ in range(CLIENTS)]
         try:
             yield wait_for
         finally:
@@ -134,11 +134,11 @@ def waits_above(service: Any, bound: str) -> float:
 
 
 def test_pausing_and_killing_redis_under_load_costs_no_answer_and_it_recovers(
-    start_service, redis_server, pictures
+    start_service, redis_server, photos
 ) -> None:
     settings = {"redis_url": redis_server.url, "redis_retry_ms": 100, "redis_timeout_ms": 50}
     service = start_service(**settings)
-    with load(service, pictures) as searched:
+    with load(service, photos) as searched:
         searched(20)
         redis_server.send(signal.SIGSTOP)
         until(lambda: is_down(service))
@@ -156,17 +156,17 @@ def test_pausing_and_killing_redis_under_load_costs_no_answer_and_it_recovers(
     other = start_service(**settings | {"redis_timeout_ms": 5_000})
 
     def is_shared() -> bool:
-        service.search(data := new_picture())
+        service.search(data := new_photo())
         until(lambda: service.runtime.cache.pending_writes == 0)
         return other.search(data).json()["cached"]
 
     until(is_shared)  # on a busy machine an answer may take Redis 50 ms, and is not kept then
 
 
-def test_a_paused_redis_costs_one_call_in_all(start_service, redis_server, pictures) -> None:
+def test_a_paused_redis_costs_one_call_in_all(start_service, redis_server, photos) -> None:
     service = start_service(redis_url=redis_server.url, redis_timeout_ms=200, redis_retry_ms=100)
     redis_server.send(signal.SIGSTOP)
-    for number, data in enumerate(pictures[:8]):
+    for number, data in enumerate(photos[:8]):
         assert service.search(data).json()["hits"][0]["id"] == number
     assert is_down(service)
     assert service.metric("kinlens_redis_up") == 0
@@ -177,11 +177,11 @@ def test_a_paused_redis_costs_one_call_in_all(start_service, redis_server, pictu
 
 
 def test_a_slow_redis_is_waited_for_no_longer_than_its_timeout(
-    start_service, proxy, pictures
+    start_service, proxy, photos
 ) -> None:
     service = start_service(redis_url=proxy.url, redis_retry_ms=100, redis_timeout_ms=50)
     proxy.delay_s = 0.03
-    with load(service, pictures) as searched:
+    with load(service, photos) as searched:
         searched(30)
         proxy.delay_s = 6.0
         until(lambda: is_down(service))
@@ -199,33 +199,33 @@ def test_by_default_nobody_waits_for_an_answer_that_takes_four_times_the_limit(
     service = start_service(redis_url=proxy.url)
     until(lambda: is_up(service))
     proxy.delay_s = 0.2
-    until(lambda: service.search(new_picture()).status_code == 200 and is_down(service))
+    until(lambda: service.search(new_photo()).status_code == 200 and is_down(service))
 
 
 def test_a_server_that_accepts_and_says_nothing_is_away_from_the_start(
-    start_service, pictures
+    start_service, photos
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
         service = start_service(redis_url=url, redis_timeout_ms=50)
         assert is_down(service)
-        answers = [service.search(pictures[0]).json() for _ in range(2)]
+        answers = [service.search(photos[0]).json() for _ in range(2)]
         assert [answer["cached"] for answer in answers] == [False, True]
 
 
 def test_a_full_redis_refuses_to_store_and_is_no_outage(
-    start_service, redis_server, pictures
+    start_service, redis_server, photos
 ) -> None:
     with closing(redis.Redis.from_url(redis_server.url, protocol=2)) as client:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", 1)
         service = start_service(redis_url=redis_server.url, redis_timeout_ms=5_000)
-        with load(service, pictures) as searched:
+        with load(service, photos) as searched:
             searched(30)
         assert client.dbsize() == 0
         assert is_up(service)
         client.config_set("maxmemory", 0)
-        service.search(new_picture())
+        service.search(new_photo())
         until(lambda: client.dbsize() > 0)
 
 
@@ -240,8 +240,8 @@ def test_all_that_one_request_asks_of_redis_takes_no_longer_than_one_limit(
     service = start_service(
         redis_url=proxy.url, redis_timeout_ms=2_000, rate_limit_per_address="999/hour"
     )
-    service.search(new_picture()).raise_for_status()
-    queries = [{"images": [{"data": text_of(new_picture())}]} for _ in range(12)]
+    service.search(new_photo()).raise_for_status()
+    queries = [{"images": [{"data": text_of(new_photo())}]} for _ in range(12)]
     proxy.delay_s = share * limit_s
     started = time.monotonic()
     answers = post(service, {"queries": queries}, "/search/batch").json()["answers"]
@@ -254,8 +254,8 @@ def test_a_flapping_redis_is_told_once_a_while_and_so_is_its_return(start_servic
     with structlog.testing.capture_logs() as events:
         for _ in range(6):
             proxy.delay_s = 0.5
-            until(lambda: service.search(new_picture()).is_success and is_down(service))
+            until(lambda: service.search(new_photo()).is_success and is_down(service))
             proxy.delay_s = 0.0
             until(lambda: is_up(service))
-    told = [event["event"] for event in events if "redis" in event["event"]]
-    assert told == ["redis is away", "redis is back"]
+    reported = [event["event"] for event in events if "redis" in event["event"]]
+    assert reported == ["redis is away", "redis is back"]

@@ -19,14 +19,14 @@ from tests.support.own_process import OwnProcess, own_process
 from tests.support.proxies import CHECK_MS, HOST, OPTIONS, Proxy, started
 from tests.support.servers import WAIT_S, free_port
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 CLIENTS = 2  # of each proxy
 DRAIN_S = 10 * CHECK_MS / 1e3  # HAProxy sends nothing more after two checks
 
 
 class Searchers:
-    """Threads that search without a pause over kept-alive connections, and what they were told."""
+    """Threads that search without a pause over kept-alive connections, and their answers."""
 
     def __init__(self, proxy: Proxy) -> None:
         self.statuses: list[int | str] = []
@@ -35,7 +35,7 @@ class Searchers:
         self._threads = [threading.Thread(target=self._search, args=(n,)) for n in range(CLIENTS)]
 
     def _search(self, number: int) -> None:
-        files = {"image": encoded(picture(number))}
+        files = {"image": encoded(photo(number))}
         with self._proxy.client() as client:
             while not self._is_over.is_set():
                 try:

@@ -144,7 +144,7 @@ def test_replicas_share_the_vectors_of_queries(
 def test_a_replica_that_is_killed_costs_only_the_requests_in_it(
     fleet: Fleet, tmp_path: Path, until: Callable[[Callable[[], bool]], None]
 ) -> None:
-    """Each client goes round the replicas, past those that take no connection."""
+    """Each client cycles through the replicas and skips those that refuse connections."""
     outcomes: Counter[str] = Counter()
     ended = threading.Event()
     with own_process(tmp_path / "log", may_be_killed=True, **fleet.settings) as fourth:

@@ -92,7 +92,7 @@ def test_a_body_of_many_small_chunks_is_no_long_head(running_service) -> None:
 
 
 def test_a_client_that_offers_another_protocol_is_answered_in_this_one(running_service) -> None:
-    """Java's own client offers h2c with its first request and then goes on."""
+    """Java's own client offers h2c with its first request and then continues."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEA\r\n"
     connection = running_service.connect()
     for head in (HEAD + offer, HEAD):
@@ -101,18 +101,18 @@ def test_a_client_that_offers_another_protocol_is_answered_in_this_one(running_s
 
 
 def test_an_answer_that_takes_longer_than_the_head_may_is_not_cut_off(
-    start_service, embedder, pictures
+    start_service, embedder, photos
 ) -> None:
     service = start_service(body_timeout_ms=500)
     embedder.gate.clear()
     threading.Timer(1.0, embedder.gate.set).start()
-    assert search(service, pictures[0]) == 200
+    assert search(service, photos[0]) == 200
 
 
 def test_a_client_that_does_not_read_its_answer_is_cut_off(
-    start_service, embedder, pictures, until
+    start_service, embedder, photos, until
 ) -> None:
-    gallery = FakeGallery(embedder, [pictures[0] + bytes(16 * 2**20)])
+    gallery = FakeGallery(embedder, [photos[0] + bytes(16 * 2**20)])
     service = start_service(galleries={"shop": gallery}, body_timeout_ms=300)
     before = service.connections
     connection = service.connect(HEAD.replace(b"/live", b"/galleries/shop/items/0/image") + b"\r\n")
@@ -122,14 +122,12 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(
 
 
 def test_a_client_that_reads_slowly_but_on_gets_the_whole_of_its_answer(
-    start_service, embedder, pictures
+    start_service, embedder, photos
 ) -> None:
-    data = pictures[0] + bytes(16 * 2**20)
+    data = photos[0] + bytes(16 * 2**20)
     service = start_service(galleries={"shop": FakeGallery(embedder, [data])}, body_timeout_ms=500)
-    picture = (
-        HEAD.replace(b"/live", b"/galleries/shop/items/0/image") + b"Connection: close\r\n\r\n"
-    )
-    connection, size, began = service.connect(picture), 0, time.monotonic()
+    photo = HEAD.replace(b"/live", b"/galleries/shop/items/0/image") + b"Connection: close\r\n\r\n"
+    connection, size, began = service.connect(photo), 0, time.monotonic()
     while part := connection.recv(2**20, socket.MSG_WAITALL):
         size += len(part)
         time.sleep(0.1)
@@ -137,12 +135,12 @@ def test_a_client_that_reads_slowly_but_on_gets_the_whole_of_its_answer(
     assert time.monotonic() - began > 3 * 0.5
 
 
-def test_500_open_connections_keep_nobody_out(start_service, pictures, until) -> None:
+def test_500_open_connections_keep_nobody_out(start_service, photos, until) -> None:
     service = start_service(body_timeout_ms=30_000)
     for number in range(500):
         service.connect((b"", HEAD, HEAD + b"\r\n")[number % 3])
     until(lambda: service.connections >= 500)
-    assert [search(service, data) for data in pictures[:4]] == [200] * 4
+    assert [search(service, data) for data in photos[:4]] == [200] * 4
     assert service.client.get("/ready").status_code == 200
 
 
@@ -156,12 +154,12 @@ def test_idle_connections_above_the_limit_make_room_for_others(start_service, un
 
 
 def test_a_connection_that_is_being_answered_is_not_closed_to_make_room(
-    start_service, embedder, pictures, until
+    start_service, embedder, photos, until
 ) -> None:
     service = start_service(limits={"max_connections": 3})
     embedder.gate.clear()
     with ThreadPoolExecutor(1) as clients:
-        waiting = clients.submit(search, service, pictures[0])
+        waiting = clients.submit(search, service, photos[0])
         assert embedder.entered.acquire(timeout=WAIT_S)  # the warm-up
         assert embedder.entered.acquire(timeout=WAIT_S)
         for _ in range(10):
@@ -172,11 +170,11 @@ def test_a_connection_that_is_being_answered_is_not_closed_to_make_room(
 
 
 def test_many_slow_uploads_are_ended_by_their_time_and_leave_no_trace(
-    start_service, pictures, until
+    start_service, photos, until
 ) -> None:
     service = start_service(body_timeout_ms=400)
     before = service.connections
     for connection in [service.connect(UPLOAD) for _ in range(16)]:
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
-    until(lambda: search(service, pictures[0]) == 200)
+    until(lambda: search(service, photos[0]) == 200)
     until(lambda: service.connections <= before)

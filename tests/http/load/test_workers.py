@@ -19,10 +19,10 @@ from kinlens.service.settings import Settings
 from tests.support.seams import Workers
 from tests.support.servers import Running, run
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 pytestmark = pytest.mark.skipif(not Workers.can_run(), reason="fork servers need Linux")
-PICTURES = [encoded(picture(number)) for number in range(8)]
+PHOTOS = [encoded(photo(number)) for number in range(8)]
 NUMBERS = itertools.count()
 
 
@@ -54,10 +54,10 @@ def parent(pid: int) -> int:
 
 
 def search(service: Running, numbers: Sequence[int]) -> list[Any]:
-    """What is found for these pictures at the same time, each in a file that no cache knows."""
+    """What is found for these images at the same time, each in a file that no cache knows."""
 
     def found(number: int) -> Any:
-        answer = service.search(PICTURES[number] + next(NUMBERS).to_bytes(4, "big"), k=3)
+        answer = service.search(PHOTOS[number] + next(NUMBERS).to_bytes(4, "big"), k=3)
         answer.raise_for_status()
         return answer.json()["hits"]
 

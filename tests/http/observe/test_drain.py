@@ -12,7 +12,7 @@ import pytest
 from kinlens.embedder.bundle import Bundle
 from tests.support.own_process import own_process
 from tests.support.waiting import until
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -21,7 +21,7 @@ def test_after_sigterm_it_is_not_ready_and_answers_until_the_drain_is_over(
 ) -> None:
     served = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
     with own_process(tmp_path / "log", workers=workers, drain_s=4, **served) as started:
-        url, files = started.url, {"image": encoded(picture(1))}
+        url, files = started.url, {"image": encoded(photo(1))}
         assert httpx.get(f"{url}/startup").status_code == 200
         assert httpx.get(f"{url}/ready").status_code == 200
         began = time.monotonic()
@@ -34,8 +34,8 @@ def test_after_sigterm_it_is_not_ready_and_answers_until_the_drain_is_over(
         assert time.monotonic() - began >= 4
 
 
-def test_readiness_of_one_gallery(start_service, gallery, embedder, pictures, monkeypatch) -> None:
-    other = type(gallery)(embedder, pictures[:2], name="other", version="v2")
+def test_readiness_of_one_gallery(start_service, gallery, embedder, photos, monkeypatch) -> None:
+    other = type(gallery)(embedder, photos[:2], name="other", version="v2")
     service = start_service(galleries={"shop": gallery, "other": other}, ready_timeout_ms=200)
     assert service.client.get("/ready", params={"gallery": "other"}).status_code == 200
     assert service.client.get("/ready", params={"gallery": "none"}).status_code == 404

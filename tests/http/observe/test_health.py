@@ -36,9 +36,9 @@ def test_readiness_reports_what_is_served(running_service) -> None:
 
 
 def test_readiness_really_embeds_and_searches_every_gallery_at_most_once_a_second(
-    start_service, embedder, gallery, pictures, monkeypatch
+    start_service, embedder, gallery, photos, monkeypatch
 ) -> None:
-    other = type(gallery)(embedder, pictures[:2], name="other", version="v2")
+    other = type(gallery)(embedder, photos[:2], name="other", version="v2")
     service = start_service(galleries={"shop": gallery, "other": other})
     embedded = len(embedder.batches)
     clock = time.monotonic
@@ -51,7 +51,7 @@ def test_readiness_really_embeds_and_searches_every_gallery_at_most_once_a_secon
 
 
 def test_a_model_that_wants_to_exit_costs_its_search_alone(
-    start_service, embedder, pictures, monkeypatch
+    start_service, embedder, photos, monkeypatch
 ) -> None:
     def die(_: Any) -> Any:
         raise SystemExit(1)
@@ -59,12 +59,12 @@ def test_a_model_that_wants_to_exit_costs_its_search_alone(
     service = start_service()
     with monkeypatch.context() as patch:
         patch.setattr(embedder, "embed", die)
-        response = service.search(pictures[0])
+        response = service.search(photos[0])
     assert response.status_code == 503
     assert response.json()["type"] == "urn:kinlens:problem:search-unavailable"
     assert int(response.headers["retry-after"]) >= 1
     assert service.client.get("/ready").status_code == 200
-    assert service.search(pictures[0]).status_code == 200
+    assert service.search(photos[0]).status_code == 200
 
 
 def test_a_model_that_hangs_turns_readiness_red_and_green_again(
@@ -82,12 +82,12 @@ def test_a_model_that_hangs_turns_readiness_red_and_green_again(
 
 
 def test_a_gallery_that_fails_is_named_and_the_others_are_still_checked(
-    start_service, embedder, gallery, pictures, monkeypatch
+    start_service, embedder, gallery, photos, monkeypatch
 ) -> None:
     def fail(*_: Any) -> Any:
         raise OSError("/secret/path is gone")
 
-    other = type(gallery)(embedder, pictures[:2], name="other", version="v2")
+    other = type(gallery)(embedder, photos[:2], name="other", version="v2")
     service = start_service(galleries={"shop": gallery, "other": other})
     monkeypatch.setattr(gallery, "search", fail)
     response = service.client.get("/ready")
@@ -110,7 +110,7 @@ def test_a_service_whose_every_gallery_fails_is_not_ready(
 
 
 def test_a_gallery_that_hangs_costs_one_thread_and_no_verdict_or_metric_of_the_others(
-    start_service, embedder, gallery, pictures, monkeypatch
+    start_service, embedder, gallery, photos, monkeypatch
 ) -> None:
     held, probes = threading.Event(), []
 
@@ -124,7 +124,7 @@ def test_a_gallery_that_hangs_costs_one_thread_and_no_verdict_or_metric_of_the_o
         @size.setter
         def size(self, _: int) -> None: ...
 
-    galleries = {"hung": type(gallery)(embedder, pictures[:2], name="hung"), "shop": gallery}
+    galleries = {"hung": type(gallery)(embedder, photos[:2], name="hung"), "shop": gallery}
     service = start_service(galleries=galleries, ready_timeout_ms=300)
     monkeypatch.setattr(galleries["hung"], "__class__", Hanging)
     clock, later = time.monotonic, 0.0
@@ -162,12 +162,12 @@ def test_a_model_that_gives_other_vectors_than_at_the_start_turns_readiness_red(
 
 
 def test_readiness_does_not_wait_behind_a_long_queue_of_a_slow_model(
-    start_service, embedder, pictures, until
+    start_service, embedder, photos, until
 ) -> None:
     slow = type(embedder)(delay_s=0.05)
     limits = {"ready_timeout_ms": 3_000, "request_timeout_ms": 60_000}
     service = start_service(embedder=slow, queue_size=40, search_threads=1, **limits)
-    uploads = [pictures[0] + number.to_bytes(4, "big") for number in range(40)]
+    uploads = [photos[0] + number.to_bytes(4, "big") for number in range(40)]
     slow.gate.clear()
     with ThreadPoolExecutor(40) as clients:
         answers = [clients.submit(service.search, upload) for upload in uploads]
@@ -185,13 +185,13 @@ def test_a_gallery_with_vectors_of_another_length_is_refused_at_start(gallery) -
         create_app(Settings(), FakeEmbedder(), {"shop": gallery})
 
 
-def test_a_service_with_a_state_folder_is_ready_without_a_gallery(tmp_path, pictures) -> None:
+def test_a_service_with_a_state_folder_is_ready_without_a_gallery(tmp_path, photos) -> None:
     settings = Settings(state=tmp_path, **DEFAULTS)
     service = run(create_app(settings, FakeEmbedder(), {}))
     ready = service.client.get("/ready")
     assert (ready.status_code, ready.json()["galleries"]) == (200, {})
     assert ready.json()["checks"] == {"model": "ok"}
-    refused = service.search(pictures[0])
+    refused = service.search(photos[0])
     assert refused.status_code == 404
     assert "POST /galleries" in refused.json()["detail"]
     service.close()

@@ -34,7 +34,7 @@ except ValueError:
 """
 
 
-def said(level: str) -> list[dict[str, object]]:
+def shown(level: str) -> list[dict[str, object]]:
     done = subprocess.run(
         [sys.executable, "-c", SAY, level],
         cwd=ROOT,
@@ -50,7 +50,7 @@ def said(level: str) -> list[dict[str, object]]:
 
 
 def test_every_line_is_json_whoever_logs_it() -> None:
-    events = said("debug")
+    events = shown("debug")
     levels = ["info", "debug", "info", "warning", "warning", "error"]
     assert [event["level"] for event in events] == levels
     ours, _, uvicorn, key, warning, failed = events
@@ -63,7 +63,7 @@ def test_every_line_is_json_whoever_logs_it() -> None:
 
 
 def test_the_level_leaves_out_what_is_less_important() -> None:
-    assert [event["level"] for event in said("warning")] == ["warning", "warning", "error"]
+    assert [event["level"] for event in shown("warning")] == ["warning", "warning", "error"]
 
 
 MANY = """
@@ -94,18 +94,18 @@ def test_a_reader_of_the_log_that_hangs_holds_up_nobody_and_learns_what_it_misse
         assert process.stderr is not None
         ready, _, _ = select.select([process.stdout], [], [], 60)
         assert ready, "logging waits for its reader"
-        told: list[int] = []
+        reported: list[int] = []
         dropped = 0
-        while len(told) + dropped < 30_000:
+        while len(reported) + dropped < 30_000:
             event = json.loads(process.stderr.readline())
             if event["event"] == "log lines dropped":
                 dropped += event["times"]
             else:
-                told.append(event["number"])
+                reported.append(event["number"])
         process.stdin.close()
         assert process.wait(60) == 0
     assert dropped > 0
-    assert told == sorted(told)
+    assert reported == sorted(reported)
 
 
 COUNTED = """
@@ -233,7 +233,7 @@ def test_processes_that_share_a_pipe_do_not_mix_their_lines() -> None:
             for name in "ab"
         ]
         os.close(writing)
-        time.sleep(2)  # both wait for room in the pipe, where a longer write would be cut
+        time.sleep(2)  # both wait for space in the pipe, where a longer write would be cut
         events = [json.loads(reader.readline()) for _ in range(6_000)]
         for process in processes:
             process.communicate()
@@ -277,9 +277,9 @@ def test_what_repeats_is_told_at_once_then_rarely_and_counted() -> None:
     now = [0.0]
     repeats = Repeats(30.0, lambda: now[0])
     assert repeats.due() == 0
-    told = []
+    reported = []
     for second in range(61):
         now[0] = float(second)
         repeats.add()
-        told.append(repeats.due())
-    assert [count for count in told if count] == [1, 30, 30]
+        reported.append(repeats.due())
+    assert [count for count in reported if count] == [1, 30, 30]

@@ -15,9 +15,9 @@ DOCS = Path(__file__).parents[3] / "docs"
 PAGES = (DOCS / "operations.md", DOCS / "metrics.md")
 
 
-def test_requests_are_counted_by_route_and_status_never_by_address(start_service, pictures) -> None:
+def test_requests_are_counted_by_route_and_status_never_by_address(start_service, photos) -> None:
     service = start_service()
-    service.search(pictures[0])
+    service.search(photos[0])
     service.search(b"")
     service.client.get("/galleries/shop/items/3/image")
     service.client.get("/secret-address")
@@ -40,9 +40,9 @@ def test_requests_are_counted_by_route_and_status_never_by_address(start_service
     assert requests("/live", "other", "405") == 3
 
 
-def test_stages_batches_and_what_is_served_are_published(start_service, pictures) -> None:
+def test_stages_batches_and_what_is_served_are_published(start_service, photos) -> None:
     service = start_service()
-    service.search(pictures[0])
+    service.search(photos[0])
     for stage in ("cache", "queue", "decode", "embed", "search", "total"):
         assert service.metric("kinlens_stage_seconds_count", stage=stage) == 1
     assert service.metric("kinlens_batch_size_count") == 2  # the warm-up and the search
@@ -99,14 +99,14 @@ def test_the_start_says_which_layers_of_the_decoder_sandbox_hold(
 
 
 def test_a_log_line_has_route_and_request_id_and_nothing_of_the_upload(
-    start_service, pictures
+    start_service, photos
 ) -> None:
     service = start_service()
     merge = structlog.contextvars.merge_contextvars
     with structlog.testing.capture_logs(processors=[merge]) as events:
         files = {"image": ("holiday-secret.png", b"content-secret", "image/png")}
         refused = service.client.post("/search?token=query-secret", files=files)
-        service.search(pictures[0])
+        service.search(photos[0])
     line = next(event for event in events if event["event"] == "request")
     assert line["route"] == "/search"
     assert line["status"] == 422  # there is no parameter token
@@ -114,7 +114,7 @@ def test_a_log_line_has_route_and_request_id_and_nothing_of_the_upload(
     assert (line["principal"], line["client"]) == ("anonymous", "127.0.0.1")
     assert line["bytes"] == len(refused.content)
     assert "secret" not in str(events)
-    assert str(pictures[0][:40]) not in str(events)
+    assert str(photos[0][:40]) not in str(events)
 
 
 def test_jobs_are_counted_by_state(start_service, tmp_path: Path) -> None:

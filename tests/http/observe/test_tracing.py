@@ -80,14 +80,14 @@ def collector() -> Iterator[Collector]:
 
 
 def test_a_search_is_one_trace_with_a_span_for_each_stage_and_nothing_of_what_the_client_sent(
-    start_service: StartService, pictures: list[bytes], collector: Collector
+    start_service: StartService, photos: list[bytes], collector: Collector
 ) -> None:
     """The provider of spans is one of the whole process, so this is the only test here."""
     service = start_service(otlp_endpoint=collector.url)
     parent = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
-    files = {"image": ("query.jpg", pictures[0], "image/png")}
+    files = {"image": ("query.jpg", photos[0], "image/png")}
     service.client.post("/search?k=3", files=files, headers=parent).raise_for_status()
-    assert service.search(b"hunter2 is no image").status_code == 415
+    assert service.search(b"hunter2 is not an image").status_code == 415
     service.client.get("/live")
     service.client.get("/ready")
     service.close()
@@ -135,8 +135,8 @@ from kinlens.service.app import create_app
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, FakeGallery, run
-from tests.tiny import encoded, picture
-embedder, image = FakeEmbedder(), encoded(picture(0))
+from tests.tiny import encoded, image
+embedder, image = FakeEmbedder(), encoded(image(0))
 galleries = {"shop": FakeGallery(embedder, [image])}
 create_app(Settings(), embedder, galleries)
 loaded = ("opentelemetry.sdk.trace", "opentelemetry.exporter")

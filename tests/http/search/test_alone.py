@@ -1,4 +1,4 @@
-"""A search with nothing beside it may use all cores; several have one each."""
+"""A search on its own may use all cores; several have one each."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,18 +24,18 @@ class Watched(GatedEmbedder):
 
 
 def test_only_a_search_that_is_alone_has_all_cores(
-    start_service: Any, pictures: list[bytes], until: Any
+    start_service: Any, photos: list[bytes], until: Any
 ) -> None:
     embedder = Watched()
     service = start_service(embedder=embedder, search_threads=2)
     embedder.alone.clear()
     embedder.gate.clear()
     with ThreadPoolExecutor(2) as clients:
-        searches = [clients.submit(service.search, pictures[0])]
+        searches = [clients.submit(service.search, photos[0])]
         until(lambda: len(embedder.alone) == 1)
-        searches.append(clients.submit(service.search, pictures[1]))
+        searches.append(clients.submit(service.search, photos[1]))
         until(lambda: len(embedder.alone) == 2)
         embedder.gate.set()
         assert [search.result().status_code for search in searches] == [200, 200]
-    assert service.search(pictures[2]).status_code == 200
+    assert service.search(photos[2]).status_code == 200
     assert embedder.alone == [True, False, True]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.market import keys, picture, post, text_of
+from tests.support.market import keys, photo, post, text_of
 from tests.support.servers import FakeGallery, render
 from tests.support.shops import assert_problem
 from tests.tiny import encoded
@@ -29,7 +29,7 @@ def statuses(response: Any) -> list[int]:
     return [each["status"] for each in answers]
 
 
-def test_a_truncated_image_among_31_good_ones_fails_alone(start_service, pictures) -> None:
+def test_a_truncated_image_among_31_good_ones_fails_alone(start_service, photos) -> None:
     service = start_service()
     images = [encoded(render(seed)) for seed in range(100, 131)]
     images.insert(13, images[0][: len(images[0]) // 2])
@@ -41,9 +41,9 @@ def test_a_truncated_image_among_31_good_ones_fails_alone(start_service, picture
 
 def test_every_query_is_answered_as_it_would_be_alone(market) -> None:
     queries = [
-        query(picture(1), k=3),
-        query(picture(2), k=2, filter="price > 5", min_probability=0.0),
-        query(picture(3), k=2, group_by="colour"),
+        query(photo(1), k=3),
+        query(photo(2), k=2, filter="price > 5", min_probability=0.0),
+        query(photo(3), k=2, group_by="colour"),
         {"positives": ["004.png"], "k": 4, "offset": 2},
     ]
     together = post(market, {"queries": queries}, BATCH).json()["answers"]
@@ -58,17 +58,17 @@ def test_each_kind_of_bad_query_has_its_own_problem_and_the_rest_is_answered(mar
     bad: list[tuple[Any, int, str]] = [
         (query(b""), 400, "empty-image"),
         (query(b"no picture"), 415, "unsupported-format"),
-        (query(picture(1), k=0), 422, "invalid-parameter"),
-        (query(picture(1), gallery="x"), 404, "unknown-gallery"),
-        (query(picture(1), filter="size = 3"), 422, "invalid-filter"),
-        (query(picture(1), filter="size ="), 422, "invalid-filter"),
+        (query(photo(1), k=0), 422, "invalid-parameter"),
+        (query(photo(1), gallery="x"), 404, "unknown-gallery"),
+        (query(photo(1), filter="size = 3"), 422, "invalid-filter"),
+        (query(photo(1), filter="size ="), 422, "invalid-filter"),
         ({"positives": ["x"]}, 404, "unknown-item"),
         ({"images": [{"data": "http://x/y"}]}, 422, "invalid-parameter"),
-        (query(picture(1), combine="separate"), 422, "invalid-parameter"),
+        (query(photo(1), combine="separate"), 422, "invalid-parameter"),
         ({}, 422, "invalid-parameter"),
         (7, 422, "invalid-parameter"),
     ]
-    good = query(picture(5), k=1)
+    good = query(photo(5), k=1)
     response = post(
         market, {"queries": [each for bad_one, _, _ in bad for each in (bad_one, good)]}, BATCH
     )
@@ -82,24 +82,24 @@ def test_each_kind_of_bad_query_has_its_own_problem_and_the_rest_is_answered(mar
 
 
 def test_an_error_that_nobody_foresaw_fails_its_query_alone_and_shows_nothing(
-    start_service, embedder, gallery, pictures, monkeypatch
+    start_service, embedder, gallery, photos, monkeypatch
 ) -> None:
-    bad = FakeGallery(embedder, pictures, name="bad")
+    bad = FakeGallery(embedder, photos, name="bad")
     monkeypatch.setattr(bad, "search", lambda *_: {}["secret /var/lib"])
     service = start_service(galleries={"shop": gallery, "bad": bad})
-    queries = [query(pictures[0], k=1), query(pictures[1], k=1, gallery="bad")]
+    queries = [query(photos[0], k=1), query(photos[1], k=1, gallery="bad")]
     response = post(service, {"queries": queries}, BATCH)
     assert statuses(response) == [200, 500]
     assert "secret" not in response.text
 
 
 def test_what_is_not_done_at_the_deadline_fails_and_what_is_done_counts(
-    start_service, embedder, pictures
+    start_service, embedder, photos
 ) -> None:
     service = start_service(request_timeout_ms=1_000)
-    service.search(pictures[0], k=1)
+    service.search(photos[0], k=1)
     embedder.gate.clear()
-    queries = [query(pictures[0], k=1), query(pictures[1], k=1)]
+    queries = [query(photos[0], k=1), query(photos[1], k=1)]
     response = post(service, {"queries": queries}, BATCH)
     embedder.gate.set()
     assert statuses(response) == [200, 503]
@@ -108,7 +108,7 @@ def test_what_is_not_done_at_the_deadline_fails_and_what_is_done_counts(
 
 
 def test_a_form_asks_for_each_image_with_the_same_fields(market) -> None:
-    files = [("image", ("a.png", data)) for data in (picture(1), b"no picture", picture(3))]
+    files = [("image", ("a.png", data)) for data in (photo(1), b"no picture", photo(3))]
     response = market.client.post(BATCH, files=files, data={"k": "2", "filter": "price >= 3"})
     assert statuses(response) == [200, 415, 200]
     answers = [outcome["answer"] for outcome in response.json()["answers"]]
@@ -120,34 +120,34 @@ def test_a_form_asks_for_each_image_with_the_same_fields(market) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ({}, "queries must be a list"),
         ({"queries": []}, "queries must be a list"),
         ({"queries": {}}, "queries must be a list"),
         ({"queries": [{}], "k": 3}, "queries must be a list"),
-        ({"queries": [{}] * 65}, "65 queries in all"),
+        ({"queries": [{}] * 65}, "65 queries in total"),
         ({"queries": [{"positives": ["a"], "k": 10_000}] * 11}, "110,000 hits"),
     ],
 )
 def test_a_batch_that_is_none_or_too_large_is_refused_as_a_whole(
-    market, body: Any, says: str
+    market, body: Any, message: str
 ) -> None:
-    assert says in assert_problem(post(market, body, BATCH), 422, "invalid-parameter")["detail"]
+    assert message in assert_problem(post(market, body, BATCH), 422, "invalid-parameter")["detail"]
 
 
 def test_a_form_without_or_with_too_many_images_is_refused_as_a_whole(market) -> None:
-    image = ("image", ("a.png", picture(1)))
+    image = ("image", ("a.png", photo(1)))
     missing = "image and positives are missing"
-    for files, says in (([("k", (None, "3"))], missing), ([image] * 65, "65 queries")):
+    for files, message in (([("k", (None, "3"))], missing), ([image] * 65, "65 queries")):
         response = market.client.post(BATCH, files=files)
-        assert says in assert_problem(response, 422, "invalid-parameter")["detail"]
-    raw = market.client.post(BATCH, content=picture(1), headers={"content-type": "image/png"})
+        assert message in assert_problem(response, 422, "invalid-parameter")["detail"]
+    raw = market.client.post(BATCH, content=photo(1), headers={"content-type": "image/png"})
     assert "multipart" in assert_problem(raw, 415, "unsupported-media-type")["detail"]
 
 
 def test_a_full_batch_leaves_room_for_a_single_search(
-    start_service, embedder, pictures, until
+    start_service, embedder, photos, until
 ) -> None:
     service = start_service(queue_size=1)
     embedder.gate.clear()
@@ -155,7 +155,7 @@ def test_a_full_batch_leaves_room_for_a_single_search(
     with ThreadPoolExecutor(2) as clients:
         batch = clients.submit(post, service, {"queries": queries}, BATCH)
         until(lambda: len(embedder.batches) >= 2)
-        alone = clients.submit(service.search, pictures[0], k=1)
+        alone = clients.submit(service.search, photos[0], k=1)
         until(lambda: service.runtime.search_threads.waiting == 1)
         embedder.gate.set()
         assert alone.result().status_code == 200

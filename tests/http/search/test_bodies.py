@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.market import keys, picture, post, start_market, text_of
+from tests.support.market import keys, photo, post, start_market, text_of
 from tests.support.shops import assert_problem
 
-GOOD = text_of(picture(4))
+GOOD = text_of(photo(4))
 IMAGES = {"images": [{"data": GOOD}]}
-FILES = {"image": ("a.png", picture(4))}
+FILES = {"image": ("a.png", photo(4))}
 FIELDS: dict[str, Any] = {
     "k": 3,
     "offset": 1,
@@ -46,7 +46,7 @@ def test_a_form_a_raw_body_and_json_mean_the_same(market) -> None:
     as_text["crop"] = "0.1,0.1,0.8,0.8"
     form = market.client.post("/search", files=FILES, data=as_text)
     png = {"content-type": "image/png"}
-    raw = market.client.post("/search", content=picture(4), headers=png, params=as_text)
+    raw = market.client.post("/search", content=photo(4), headers=png, params=as_text)
     images = [{"data": GOOD, "crops": [[0.1, 0.1, 0.8, 0.8]]}]
     as_json = post(market, {"images": images, **FIELDS})
     assert comparable(form) == comparable(raw) == comparable(as_json)
@@ -61,7 +61,7 @@ def test_a_query_string_adds_to_a_form_but_says_nothing_twice(market) -> None:
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "video/x"])
 def test_another_content_type_is_415_and_names_the_three(market, kind: str) -> None:
-    response = market.client.post("/search", content=picture(4), headers={"content-type": kind})
+    response = market.client.post("/search", content=photo(4), headers={"content-type": kind})
     detail = assert_problem(response, 415, "unsupported-media-type")["detail"]
     for name in ("multipart/form-data", "image/*", "application/octet-stream", "application/json"):
         assert name in detail
@@ -71,7 +71,7 @@ def test_another_content_type_is_415_and_names_the_three(market, kind: str) -> N
     "kind", ["application/octet-stream", "image/PNG; name=x", "IMAGE/webp", "application/json"]
 )
 def test_a_content_type_with_parameters_and_a_data_url_are_read(market, kind: str) -> None:
-    body = picture(4)
+    body = photo(4)
     if kind == "application/json":
         body = json.dumps({"images": [{"data": f"data:image/png;base64,{GOOD}"}]}).encode()
     response = market.client.post("/search?k=1", content=body, headers={"content-type": kind})
@@ -79,7 +79,7 @@ def test_a_content_type_with_parameters_and_a_data_url_are_read(market, kind: st
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         ("http://169.254.169.254/latest", "URLs are not loaded"),
         ("  FTP://x/a.png", "URLs are not loaded"),
@@ -94,10 +94,10 @@ def test_a_content_type_with_parameters_and_a_data_url_are_read(market, kind: st
     ],
 )
 def test_what_is_not_base64_is_refused_and_no_address_is_followed(
-    market, data: Any, says: str
+    market, data: Any, message: str
 ) -> None:
     problem = assert_problem(post(market, {"images": [{"data": data}]}), 422, "invalid-parameter")
-    assert says in problem["detail"]
+    assert message in problem["detail"]
     assert problem["errors"][0]["name"] == "images[0].data"
 
 
@@ -152,9 +152,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_each_bad_field_is_named_with_its_value_and_what_to_send(market, name: str) -> None:
-    body, says = BAD[name]
+    body, message = BAD[name]
     problem = assert_problem(post(market, body), 422, "invalid-parameter")
-    assert says in problem["detail"]
+    assert message in problem["detail"]
     assert problem["errors"]
     assert GOOD[:50] not in json.dumps(problem)
 
@@ -190,7 +190,7 @@ def test_a_broken_form_is_400(market, body: bytes) -> None:
 
 
 def test_a_form_may_hold_what_looks_like_its_boundary(market) -> None:
-    files = {"image": ("a.png", picture(4) + b"\r\n--boundar\r\n--" * 10)}
+    files = {"image": ("a.png", photo(4) + b"\r\n--boundar\r\n--" * 10)}
     assert keys(market.client.post("/search", files=files, data={"k": "1"}).json()) == ["004.png"]
 
 
@@ -229,7 +229,7 @@ def images(count: int, crops: int = 0) -> list[dict[str, Any]]:
 
 
 def form_of(count: int, crops: int) -> list[Any]:
-    parts: list[Any] = [("image", ("a.png", picture(1)))] * count
+    parts: list[Any] = [("image", ("a.png", photo(1)))] * count
     return parts + [("crop", (None, ",".join(map(str, crop)))) for crop in CROPS[:crops]]
 
 
@@ -238,7 +238,7 @@ def test_all_views_of_a_request_count_together(market) -> None:
     assert "272 images and crops in total; the limit is 256" in refusal(post(market, many))
     queries = [{"images": images(8, 16), "k": 1}] * 3
     batch = post(market, {"queries": queries}, "/search/batch")
-    assert "384 images and crops in all" in refusal(batch)
+    assert "384 images and crops in total" in refusal(batch)
     some = post(market, {"queries": [many, IMAGES | {"k": 1}]}, "/search/batch")
     assert [answer["status"] for answer in some.json()["answers"]] == [422, 200]
     for path in ("/search", "/search/batch"):
@@ -328,7 +328,7 @@ def test_a_request_may_patch_and_remove_ten_thousand_items_and_no_more(market) -
         assert "10,000 or fewer" in refusal(send(market, operation, json.dumps(body)))
 
 
-HALF = "\\ud800"  # of a surrogate pair, which is no text
+HALF = "\\ud800"  # of a surrogate pair, which is not valid text
 FILTERS = (f'{{"{HALF}":"x"}}', f'{{"colour":"{HALF}"}}', f'{{"colour":{{"in":["{HALF}"]}}}}')
 HALVES: dict[str, tuple[str, ...]] = {
     SEARCH: (
@@ -388,7 +388,7 @@ def test_half_a_character_elsewhere_is_the_fault_of_the_caller(market, where: st
     sent = [
         market.client.get(ITEMS, params=filtered),
         market.client.get(f"{ITEMS}/1/similar", params=filtered),
-        market.client.post("/search", params=filtered, content=picture(1), headers=png),
+        market.client.post("/search", params=filtered, content=photo(1), headers=png),
         market.client.post("/search", files=FILES, data=filtered),
         market.client.put(ITEMS, files=item),
     ]
@@ -397,9 +397,7 @@ def test_half_a_character_elsewhere_is_the_fault_of_the_caller(market, where: st
     assert batch.status_code in (200, 422)
 
 
-def test_a_file_in_another_field_is_told_that_files_go_into_image(
-    running_service, pictures
-) -> None:
-    answer = running_service.client.post("/search", files={"img": ("x.png", pictures[0])})
+def test_a_file_in_another_field_is_told_that_files_go_into_image(running_service, photos) -> None:
+    answer = running_service.client.post("/search", files={"img": ("x.png", photos[0])})
     assert answer.status_code == 422
     assert "img was sent as a file; only the field image may be a file." in answer.json()["detail"]

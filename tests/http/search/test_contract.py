@@ -11,21 +11,21 @@ from tests.support.servers import render
 from tests.support.shops import PROBLEM, assert_problem
 from tests.tiny import encoded
 
-GOOD = encoded(render(4))  # the fourth picture of the gallery
+GOOD = encoded(render(4))  # the fourth image of the gallery
 
 
-def test_an_image_of_the_gallery_is_found_at_rank_one(running_service, pictures) -> None:
-    for number, data in enumerate(pictures):
+def test_an_image_of_the_gallery_is_found_at_rank_one(running_service, photos) -> None:
+    for number, data in enumerate(photos):
         hits = running_service.search(data, k=10_000).json()["hits"]
         assert hits[0]["id"] == number
         assert hits[0]["score"] == pytest.approx(1, abs=1e-4)
         scores = [hit["score"] for hit in hits]
-        assert len(hits) == len(pictures)
+        assert len(hits) == len(photos)
         assert scores == sorted(scores, reverse=True)
 
 
-def test_an_answer_has_every_field_of_the_contract(running_service, pictures) -> None:
-    response = running_service.search(pictures[0], k=2, gallery="shop", min_score=-1)
+def test_an_answer_has_every_field_of_the_contract(running_service, photos) -> None:
+    response = running_service.search(photos[0], k=2, gallery="shop", min_score=-1)
     answer = response.json()
     assert set(answer) == {
         "bundle_id", "gallery", "gallery_version", "k", "offset", "count", "cached", "match",
@@ -58,11 +58,11 @@ def test_the_server_timing_header_says_what_timings_ms_says(running_service) -> 
 
 
 def test_an_image_above_the_byte_limit_but_within_the_form_limit_is_413(
-    start_service, embedder, pictures
+    start_service, embedder, photos
 ) -> None:
     limited = type(embedder)(limits=ImageLimits(max_bytes=1000))
     service = start_service(embedder=limited, max_upload_bytes=1000)
-    data = pictures[0] + bytes(2000)
+    data = photos[0] + bytes(2000)
     problem = assert_problem(service.search(data), 413, "image-too-many-bytes")
     assert f"{len(data):,}" in problem["detail"]
     assert "1,000" in problem["detail"]
@@ -96,7 +96,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "image as text": (
         {"files": {"image": (None, "/etc/passwd")}},
         *PARAMETER,
-        "URLs are not loaded",
+        "URLs and paths are not loaded",
     ),
     "no boundary": (
         {"content": b"abc", "headers": {"content-type": "multipart/form-data"}},
@@ -112,9 +112,9 @@ BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
 def test_each_bad_request_is_a_documented_problem_and_the_next_one_is_answered(
     running_service, name: str
 ) -> None:
-    request, status, slug, says = BAD[name]
+    request, status, slug, message = BAD[name]
     problem = assert_problem(running_service.client.post("/search", **request), status, slug)
-    assert says in problem["detail"]
+    assert message in problem["detail"]
     if (status, slug) == PARAMETER:
         assert problem["errors"][0]["name"] in (*name.split(), "image", "crop")
     document = running_service.client.get("/openapi.json").json()
@@ -126,12 +126,12 @@ def test_each_bad_request_is_a_documented_problem_and_the_next_one_is_answered(
 
 
 def test_without_a_name_the_first_gallery_is_searched(
-    start_service, embedder, gallery, pictures
+    start_service, embedder, gallery, photos
 ) -> None:
-    other = type(gallery)(embedder, pictures[:2], name="other", version="v2")
+    other = type(gallery)(embedder, photos[:2], name="other", version="v2")
     service = start_service(galleries={"shop": gallery, "other": other})
-    assert service.search(pictures[0]).json()["gallery"] == "shop"
-    answer = service.search(pictures[0], gallery="other").json()
+    assert service.search(photos[0]).json()["gallery"] == "shop"
+    answer = service.search(photos[0], gallery="other").json()
     assert answer["gallery"] == "other"
     assert answer["count"] == 2
     listed = service.client.get("/galleries").json()
@@ -139,16 +139,16 @@ def test_without_a_name_the_first_gallery_is_searched(
 
 
 def test_an_unexpected_error_is_a_500_that_shows_nothing_of_its_inside(
-    start_service, gallery, pictures, monkeypatch
+    start_service, gallery, photos, monkeypatch
 ) -> None:
     service = start_service()
     with monkeypatch.context() as patch:
         patch.setattr(gallery, "search", lambda *_: {}["secret /var/lib/path"])
-        response = service.search(pictures[0])
+        response = service.search(photos[0])
     assert_problem(response, 500, "internal")
     assert "secret" not in response.text
     assert "nosniff" in response.headers["x-content-type-options"]
-    assert service.search(pictures[0]).status_code == 200
+    assert service.search(photos[0]).status_code == 200
 
 
 def test_every_answer_has_the_security_headers_and_a_request_id(running_service) -> None:

@@ -1,4 +1,4 @@
-"""Where a hit matches: shares of the score, whose place is where the pictures are alike."""
+"""Where a hit matches: shares of the score, whose place is where the images are alike."""
 
 import io
 import threading
@@ -15,7 +15,7 @@ from kinlens.client import Client
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.types import Images, Maps
 from tests.support.shops import PROBLEM, Shop, make_gallery, start_shop
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 SIDE = 32
 
@@ -37,7 +37,7 @@ class Slow(FakeEmbedder):
 
 
 def noisy_half(data: bytes, seed: int, half: slice) -> bytes:
-    """The same picture with noise in these columns."""
+    """The same image with noise in these columns."""
     pixels = np.asarray(Image.open(io.BytesIO(data))).copy()
     noise = np.random.default_rng(seed).integers(0, 256, pixels[:, half].shape, dtype=np.uint8)
     pixels[:, half] = noise
@@ -58,8 +58,8 @@ def client(shop: Shop) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def pictures(shop: Shop) -> dict[str, bytes]:
-    data = {f"{n}.png": encoded(picture(n, (SIDE, SIDE))) for n in range(4)}
+def photos(shop: Shop) -> dict[str, bytes]:
+    data = {f"{n}.png": encoded(photo(n, (SIDE, SIDE))) for n in range(4)}
     shop.put(data)
     return data
 
@@ -68,10 +68,10 @@ def numbers(client: Client) -> dict[str, int]:
     return {item.key: item.id for item in client.each_item("shop")}
 
 
-def test_the_shares_of_either_picture_sum_to_the_score_of_the_search(
-    client: Client, pictures: dict[str, bytes]
+def test_the_shares_of_either_image_sum_to_the_score_of_the_search(
+    client: Client, photos: dict[str, bytes]
 ) -> None:
-    query = pictures["1.png"]
+    query = photos["1.png"]
     for hit in client.search(query, gallery="shop").hits:
         found = client.explain("shop", hit.id, query)
         assert found.key == hit.key
@@ -83,16 +83,16 @@ def test_the_shares_of_either_picture_sum_to_the_score_of_the_search(
 
 
 def test_crops_likes_and_dislikes_each_have_their_part_of_the_score(
-    client: Client, pictures: dict[str, bytes]
+    client: Client, photos: dict[str, bytes]
 ) -> None:
     asked: dict[str, Any] = {
         "crops": [(0.0, 0.0, 0.5, 1.0), (0.5, 0.25, 0.5, 0.5)],
         "positives": ["2.png"],
         "negatives": ["3.png"],
     }
-    hits = client.search(pictures["1.png"], gallery="shop", **asked).hits
+    hits = client.search(photos["1.png"], gallery="shop", **asked).hits
     for hit in hits:
-        found = client.explain("shop", hit.id, pictures["1.png"], **asked)
+        found = client.explain("shop", hit.id, photos["1.png"], **asked)
         assert found.score == pytest.approx(hit.score, abs=1e-3)
         assert [one.crop for one in found.query] == asked["crops"]
         of_crops = sum(np.sum(one.shares) for one in found.query)
@@ -106,10 +106,10 @@ def part(shares: list[list[float]], half: slice) -> float:
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_of_a_picture_that_is_half_noise_the_other_half_matches(
-    shop: Shop, client: Client, pictures: dict[str, bytes], left: bool
+def test_of_an_image_that_is_half_noise_the_other_half_matches(
+    shop: Shop, client: Client, photos: dict[str, bytes], left: bool
 ) -> None:
-    query = pictures["0.png"]
+    query = photos["0.png"]
     noise = slice(0, SIDE // 2) if left else slice(SIDE // 2, SIDE)
     other = slice(2, 4) if left else slice(0, 2)  # of four columns
     for seed in range(3):
@@ -122,12 +122,12 @@ def test_of_a_picture_that_is_half_noise_the_other_half_matches(
 
 
 def test_what_cannot_be_explained_is_told_with_its_cure(
-    shop: Shop, client: Client, pictures: dict[str, bytes], tmp_path: Path
+    shop: Shop, client: Client, photos: dict[str, bytes], tmp_path: Path
 ) -> None:
     url = f"{shop.url}/items/{numbers(client)['0.png']}/explain"
-    send = {"image": ("x.png", pictures["0.png"], "image/png")}
+    send = {"image": ("x.png", photos["0.png"], "image/png")}
     refused = [
-        (shop.client.post(url, json={"positives": ["0.png"]}), 422, "send only the image"),
+        (shop.client.post(url, json={"positives": ["0.png"]}), 422, "Send the query image"),
         (shop.client.post(url, files=send, data={"combine": "best"}), 422, "combine"),
         (shop.client.post(url, files={"image": ("x", b"GIF89a")}), 422, "damaged"),
         (shop.client.post(f"{shop.url}/items/999/explain", files=send), 404, "999"),
@@ -139,12 +139,12 @@ def test_what_cannot_be_explained_is_told_with_its_cure(
         assert words in answer.json()["detail"]
 
 
-def test_an_item_without_a_picture_and_a_bundle_without_a_map_say_so(
-    tmp_path: Path, pictures: dict[str, bytes]
+def test_an_item_without_an_image_and_a_bundle_without_a_map_say_so(
+    tmp_path: Path, photos: dict[str, bytes]
 ) -> None:
     state = tmp_path / "state"
     make_gallery(state / "galleries" / "vectors", "v")
-    send = {"image": ("x.png", pictures["0.png"], "image/png")}
+    send = {"image": ("x.png", photos["0.png"], "image/png")}
     shop = start_shop(state)
     item = shop.items("vectors")["items"][0]["id"]
     answer = shop.client.post(f"/galleries/vectors/items/{item}/explain", files=send)
@@ -153,7 +153,7 @@ def test_an_item_without_a_picture_and_a_bundle_without_a_map_say_so(
     assert "added as a vector" in answer.json()["detail"]
 
     shop = start_shop(tmp_path / "other", NoMap())
-    shop.put({"0.png": pictures["0.png"]})
+    shop.put({"0.png": photos["0.png"]})
     item = shop.items()["items"][0]["id"]
     answer = shop.client.post(f"{shop.url}/items/{item}/explain", files=send)
     assert shop.gallery()["has_map"] is False
@@ -163,15 +163,15 @@ def test_an_item_without_a_picture_and_a_bundle_without_a_map_say_so(
 
 
 def test_one_that_takes_too_long_is_503_and_holds_up_no_search(
-    tmp_path: Path, pictures: dict[str, bytes]
+    tmp_path: Path, photos: dict[str, bytes]
 ) -> None:
     slow = Slow()
     shop = start_shop(tmp_path, slow, request_timeout_ms=2_000, search_threads=2)
-    shop.put({"0.png": pictures["0.png"]})
+    shop.put({"0.png": photos["0.png"]})
     url = f"{shop.url}/items/{shop.items()['items'][0]['id']}/explain"
-    answer = shop.client.post(url, files={"image": ("x.png", pictures["0.png"], "image/png")})
+    answer = shop.client.post(url, files={"image": ("x.png", photos["0.png"], "image/png")})
     assert answer.status_code == 503
     assert "2 s, which is the limit" in answer.json()["detail"]
-    assert shop.search(pictures["1.png"]).status_code == 200
+    assert shop.search(photos["1.png"]).status_code == 200
     slow.may_go.set()
     shop.close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kinlens.client import Client
-from tests.support.market import COUNT, attributes_of, found, picture, post, text_of
+from tests.support.market import COUNT, attributes_of, found, photo, post, text_of
 from tests.support.servers import Running
 from tests.support.shops import assert_problem
 
@@ -28,7 +28,7 @@ def naive(numbers: Sequence[int]) -> dict[str, Any]:
 
 
 def test_without_facets_answers_are_as_they_were(market: Running) -> None:
-    assert "facets" not in found(market, picture(1))
+    assert "facets" not in found(market, photo(1))
     page = market.client.get("/galleries/shop/items", params={"limit": 1}).json()
     assert page.keys() == {"total", "offset", "items", "last", "generation"}
     assert page["items"][0].keys() == {"id", "key", "attributes", "sha256", "image"}
@@ -48,7 +48,7 @@ def test_without_facets_answers_are_as_they_were(market: Running) -> None:
 def test_values_are_counted_over_all_that_fits(
     market: Running, asked: dict[str, Any], fitting: Sequence[int]
 ) -> None:
-    answer = found(market, picture(3), **{"k": 1, "facets": NAMES, **asked})
+    answer = found(market, photo(3), **{"k": 1, "facets": NAMES, **asked})
     expected = naive(fitting)
     if not fitting:
         expected["price"] |= {"values": []}
@@ -56,10 +56,10 @@ def test_values_are_counted_over_all_that_fits(
 
 
 def test_a_threshold_counts_what_reaches_it(market: Running) -> None:
-    ranked = found(market, picture(3), k=COUNT)["hits"]
+    ranked = found(market, photo(3), k=COUNT)["hits"]
     least = (ranked[4]["score"] + ranked[5]["score"]) / 2
     above = [hit["attributes"]["price"] for hit in ranked[:5]]
-    answer = found(market, picture(3), k=1, min_score=least, facets=NAMES)
+    answer = found(market, photo(3), k=1, min_score=least, facets=NAMES)
     assert answer["facets"] == naive(above)
 
 
@@ -67,17 +67,17 @@ def test_every_way_to_ask_counts_the_same(market: Running) -> None:
     where = json.dumps({"colour": {"in": ["red", "blue"]}})
     expected = naive([n for n in EVERYTHING if n % 3 != 1])
     fields = {"facets": "colour,price", "filter": where, "k": "1"}
-    image = {"image": ("a.png", picture(2))}
+    image = {"image": ("a.png", photo(2))}
     form = market.client.post("/search", data=fields, files=image)
     assert form.json()["facets"] == expected
     raw = market.client.post(
         "/search",
         params=fields | {"facets": json.dumps(NAMES)},
-        content=picture(2),
+        content=photo(2),
         headers={"content-type": "image/png"},
     )
     assert raw.json()["facets"] == expected
-    one = {"images": [{"data": text_of(picture(2))}], "filter": where, "facets": NAMES}
+    one = {"images": [{"data": text_of(photo(2))}], "filter": where, "facets": NAMES}
     [first, second] = post(
         market, {"queries": [one, one | {"facets": []}]}, "/search/batch"
     ).json()["answers"]
@@ -94,7 +94,7 @@ def test_every_way_to_ask_counts_the_same(market: Running) -> None:
     assert similar["facets"] == naive([n for n in EVERYTHING if n % 3 != 1 and n])
     assert item["attributes"]["price"] == 0
     with Client(market.url) as client:
-        answer = client.search(picture(2), filter=json.loads(where), facets=NAMES)
+        answer = client.search(photo(2), filter=json.loads(where), facets=NAMES)
         assert answer.facets is not None
         shown = {name: one.model_dump(exclude={"bins"}) for name, one in answer.facets.items()}
         assert shown == expected
@@ -104,7 +104,7 @@ def test_every_way_to_ask_counts_the_same(market: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facets", "told", "slug"),
+    ("facets", "reported", "slug"),
     [
         (["color"], "'color' to count", "invalid-filter"),
         ("color", "'color' to count", "invalid-filter"),
@@ -120,10 +120,10 @@ def test_every_way_to_ask_counts_the_same(market: Running) -> None:
     ],
 )
 def test_what_cannot_be_counted_is_named(
-    market: Running, facets: Any, told: str, slug: str
+    market: Running, facets: Any, reported: str, slug: str
 ) -> None:
-    body = {"images": [{"data": text_of(picture(1))}], "facets": facets}
-    assert told in assert_problem(post(market, body), 422, slug)["detail"]
+    body = {"images": [{"data": text_of(photo(1))}], "facets": facets}
+    assert reported in assert_problem(post(market, body), 422, slug)["detail"]
     if isinstance(facets, str):
         response = market.client.get("/galleries/shop/items", params={"facets": facets})
-        assert told in assert_problem(response, 422, slug)["detail"]
+        assert reported in assert_problem(response, 422, slug)["detail"]

@@ -10,19 +10,26 @@ import httpx
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
-from tests.support.odd_images import PHOTOGRAPH, PROBLEMS, OddImage, fine, odd_images, photograph
+from tests.support.odd_images import (
+    PROBLEMS,
+    STREET_PHOTO,
+    OddImage,
+    fine,
+    odd_images,
+    street_photo,
+)
 from tests.support.servers import DEFAULTS, FakeGallery, Running, run
 from tests.tiny import encoded
 
 PATIENT_MS = 120_000
-GOOD = OddImage("good", encoded(photograph()), same=True)
+GOOD = OddImage("good", encoded(street_photo()), same=True)
 
 
 @contextmanager
 def started(**more: object) -> Iterator[Running]:
-    """A service that decodes in processes, perhaps with more settings; item n is photograph n."""
+    """A service that decodes in processes, perhaps with more settings; item n is photo n."""
     embedder = FakeEmbedder()
-    gallery = FakeGallery(embedder, [encoded(photograph(n)) for n in range(12)])
+    gallery = FakeGallery(embedder, [encoded(street_photo(n)) for n in range(12)])
     times = dict.fromkeys(("decode_timeout_ms", "request_timeout_ms"), PATIENT_MS)
     settings = Settings(**DEFAULTS | times | {"decode_isolation": True} | more)
     service = run(create_app(settings, embedder, {"shop": gallery}))
@@ -45,7 +52,7 @@ def fault_of(image: OddImage, response: httpx.Response) -> str | None:
         expected = f"urn:kinlens:problem:{PROBLEMS[image.status]}"
         return None if body["type"] == expected else f"{body['type']} instead of {expected}"
     best = body["hits"][0]
-    if image.same and (best["id"] != PHOTOGRAPH or best["score"] < 0.99):
+    if image.same and (best["id"] != STREET_PHOTO or best["score"] < 0.99):
         return f"item {best['id']} with {best['score']:.4f}"
     return None
 
@@ -77,7 +84,7 @@ def test_an_image_that_claims_65535_px_costs_no_memory() -> None:
     assert all(len(image.data) < 2000 for image in claims)
     with started(search_threads=1) as service:
         for kind in ("JPEG", "AVIF", "HEIF"):
-            good = replace(GOOD, data=fine(photograph(), kind))
+            good = replace(GOOD, data=fine(street_photo(), kind))
             assert fault_of(good, send(service, good)) is None
         before = peak_bytes(service)
         for number in range(20):

@@ -1,21 +1,21 @@
-"""Products, not pictures: items with several views, ranked by the best of them, page by page."""
+"""Products, not images: items with several views, ranked by the best of them, page by page."""
 
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from tests.support.market import COUNT, found, picture, post, text_of
+from tests.support.market import COUNT, found, photo, post, text_of
 from tests.support.shops import assert_problem, sha256, start_shop
 
 CROPS = ((0.0, 0.0, 0.5, 1.0), (0.5, 0.0, 0.5, 1.0))
 PARTS = [(1, None), (2, CROPS[0]), (2, CROPS[1])]
-"""What is looked for: a picture, and two crops of another."""
+"""What is looked for: an image, and two crops of another."""
 
 
 def asked(**fields: Any) -> dict[str, Any]:
     crops = [list(crop) for crop in CROPS]
-    images = [{"data": text_of(picture(3))}, {"data": text_of(picture(8)), "crops": crops}]
+    images = [{"data": text_of(photo(3))}, {"data": text_of(photo(8)), "crops": crops}]
     return {"images": images, "k": COUNT, **fields}
 
 
@@ -48,7 +48,7 @@ def test_an_item_counts_with_the_view_that_it_is_most_like(market, alone) -> Non
     assert "view" not in post(market, asked()).json()["hits"][0]
 
 
-def test_products_are_ranked_by_their_best_picture_and_every_page_goes_on(market, alone) -> None:
+def test_products_are_ranked_by_their_best_image_and_every_page_goes_on(market, alone) -> None:
     products: dict[str, float] = {}
     for key, hit in alone[0].items():
         product, (score, _) = hit["attributes"]["product"], best_part(alone, key)
@@ -93,38 +93,38 @@ def test_what_knows_one_vector_is_not_for_several_views(market, more: dict[str, 
     assert "combine = best searches with each image and crop" in str(problem)
 
 
-def test_a_product_is_put_with_several_pictures_and_found_once(tmp_path) -> None:
+def test_a_product_is_put_with_several_images_and_found_once(tmp_path) -> None:
     shop = start_shop(tmp_path / "state")
     for product in ("boot", "hat"):
         first = 0 if product == "boot" else 3
-        parts: list[Any] = [("image", (f"{n}.png", picture(first + n))) for n in range(3)]
+        parts: list[Any] = [("image", (f"{n}.png", photo(first + n))) for n in range(3)]
         parts.append(("product", (None, product)))
         answer = shop.client.put(f"{shop.url}/items", files=parts).json()
         assert answer["added"] == 3
         assert shop.client.put(f"{shop.url}/items", files=parts).json()["unchanged"] == 3
-    sent = {"product": "hat", "items": [{"data": text_of(picture(6))}]}
+    sent = {"product": "hat", "items": [{"data": text_of(photo(6))}]}
     added = shop.client.put(f"{shop.url}/items", json=sent).json()
-    assert [item["key"] for item in added["items"]] == [f"hat/{sha256(picture(6))[:16]}"]
-    groups = found(shop.running, picture(4), group_by="product", group_size=9)["groups"]
+    assert [item["key"] for item in added["items"]] == [f"hat/{sha256(photo(6))[:16]}"]
+    groups = found(shop.running, photo(4), group_by="product", group_size=9)["groups"]
     assert [group["value"] for group in groups] == ["hat", "boot"]
     assert [len(group["hits"]) for group in groups] == [4, 3]
-    assert groups[0]["hits"][0]["key"] == f"hat/{sha256(picture(4))[:16]}"
+    assert groups[0]["hits"][0]["key"] == f"hat/{sha256(photo(4))[:16]}"
     shop.running.close()
 
 
 def test_what_names_no_product_or_two_is_refused(tmp_path) -> None:
     shop = start_shop(tmp_path / "state")
-    image: list[Any] = [("image", ("x.png", picture(0)))]
-    for more, says in (
+    image: list[Any] = [("image", ("x.png", photo(0)))]
+    for more, message in (
         ([], "send one key for each image, or a product"),
         ([("product", (None, ""))], "an empty one"),
-        ([("product", (None, "a")), ("product", (None, "b"))], "names 2 products"),
+        ([("product", (None, "a")), ("product", (None, "b"))], "has 2 products"),
         ([("product", (None, "a")), ("attributes", (None, '{"product": "b"}'))], "Send one of"),
     ):
         response = shop.client.put(f"{shop.url}/items", files=image + more)
-        assert says in assert_problem(response, 422, "invalid-parameter")["detail"]
-    assert shop.put_json([{"key": "", "data": text_of(picture(0))}]).status_code == 422
-    response = shop.put_json([{"data": text_of(picture(0))}])
+        assert message in assert_problem(response, 422, "invalid-parameter")["detail"]
+    assert shop.put_json([{"key": "", "data": text_of(photo(0))}]).status_code == 422
+    response = shop.put_json([{"data": text_of(photo(0))}])
     assert "has no key" in assert_problem(response, 422, "invalid-parameter")["detail"]
     shop.running.close()
 
@@ -133,6 +133,6 @@ def test_facets_count_what_any_view_finds(market, alone) -> None:
     least = sorted((best_part(alone, key)[0] for key in alone[0]), reverse=True)[5]
     answer = post(market, asked(combine="best", min_score=least, facets=["product"])).json()
     counts = Counter(hit["attributes"]["product"] for hit in answer["hits"])
-    told = {each["value"]: each["count"] for each in answer["facets"]["product"]["values"]}
-    assert told == counts
-    assert sum(told.values()) == 6
+    reported = {each["value"]: each["count"] for each in answer["facets"]["product"]["values"]}
+    assert reported == counts
+    assert sum(reported.values()) == 6

@@ -1,4 +1,4 @@
-"""Online recall: one in so many searches is run again exactly, and nobody waits for it."""
+"""Online recall: a sample of searches is repeated exactly, in the background."""
 
 import itertools
 import threading
@@ -38,8 +38,8 @@ class Approximate(FakeGallery):
 
 
 @pytest.fixture
-def gallery(embedder, pictures) -> Iterator[Approximate]:
-    found = Approximate(embedder, pictures)
+def gallery(embedder, photos) -> Iterator[Approximate]:
+    found = Approximate(embedder, photos)
     yield found
     found.gate.set()
 
@@ -48,10 +48,10 @@ def sampled(service: Any) -> float:
     return service.metric("kinlens_online_recall_count", gallery="shop")
 
 
-def test_one_in_n_searches_is_measured(start_service, gallery, pictures, until) -> None:
+def test_one_in_n_searches_is_measured(start_service, gallery, photos, until) -> None:
     service = start_service(recall_sample=3)
     for number in range(9):
-        service.search(pictures[number], k=4)
+        service.search(photos[number], k=4)
         until(lambda number=number: sampled(service) == (number + 1) // 3)
     assert gallery.exact == 3
     total = service.metric("kinlens_online_recall_sum", gallery="shop")
@@ -69,11 +69,11 @@ def test_one_in_n_searches_is_measured(start_service, gallery, pictures, until) 
     ],
 )
 def test_what_looks_at_every_item_anyway_is_not_measured_nor_anything_at_zero(
-    start_service, gallery, pictures, until, kind: str | None, sample: int, fields: dict[str, str]
+    start_service, gallery, photos, until, kind: str | None, sample: int, fields: dict[str, str]
 ) -> None:
     service = start_service(recall_sample=sample)
     gallery.kind = kind
-    for data in (*pictures[:4], pictures[0]):  # the last from the cache
+    for data in (*photos[:4], photos[0]):  # the last from the cache
         service.search(data, **fields)
     until(lambda: not service.runtime.sampler.is_running)
     assert gallery.exact == (4 if "exact" in fields else 0)
@@ -81,11 +81,11 @@ def test_what_looks_at_every_item_anyway_is_not_measured_nor_anything_at_zero(
 
 
 def test_searches_go_on_while_one_is_measured_and_only_one_is(
-    start_service, gallery, pictures, until
+    start_service, gallery, photos, until
 ) -> None:
     service = start_service(recall_sample=1, search_threads=1)
     gallery.gate.clear()
-    for data in pictures:
+    for data in photos:
         assert service.search(data).status_code == 200
     assert gallery.exact == 1
     gallery.gate.set()
@@ -93,16 +93,16 @@ def test_searches_go_on_while_one_is_measured_and_only_one_is(
 
 
 def test_what_fails_or_is_overtaken_by_a_change_is_not_measured(
-    start_service, gallery, pictures, until, monkeypatch
+    start_service, gallery, photos, until, monkeypatch
 ) -> None:
     service = start_service(recall_sample=1)
     gallery.gate.clear()
-    service.search(pictures[0])
+    service.search(photos[0])
     until(lambda: gallery.exact == 1)
     gallery.version = "changed"
     gallery.gate.set()
     new = itertools.count(1)  # another k each time, since a cached answer is not measured
-    until(lambda: gallery.exact > 1 or service.search(pictures[1], k=next(new)).status_code != 200)
+    until(lambda: gallery.exact > 1 or service.search(photos[1], k=next(new)).status_code != 200)
     until(lambda: 1 <= sampled(service) == gallery.exact - 1)
 
 

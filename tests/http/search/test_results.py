@@ -16,7 +16,7 @@ from tests.support.market import (
     found,
     keys,
     numbers,
-    picture,
+    photo,
     post,
     start_market,
     text_of,
@@ -30,11 +30,11 @@ from tests.tiny import encoded
 @pytest.fixture(scope="module")
 def vectors() -> Any:
     embedder = FakeEmbedder()
-    return embedder.embed(np.stack([embedder.preprocess(picture(n)) for n in range(COUNT)]))
+    return embedder.embed(np.stack([embedder.preprocess(photo(n)) for n in range(COUNT)]))
 
 
-def beside(left: int, right: int) -> bytes:
-    """Two pictures beside each other."""
+def side_by_side(left: int, right: int) -> bytes:
+    """Two images side by side."""
     whole = Image.new("RGB", (192, 96))
     whole.paste(render(left), (0, 0))
     whole.paste(render(right), (96, 0))
@@ -42,9 +42,9 @@ def beside(left: int, right: int) -> bytes:
 
 
 def test_pages_of_any_size_put_together_are_the_whole_answer(market) -> None:
-    whole = keys(found(market, picture(3), k=COUNT))
+    whole = keys(found(market, photo(3), k=COUNT))
     for size in (1, 5, 7):
-        pages = [found(market, picture(3), k=size, offset=o) for o in range(0, COUNT, size)]
+        pages = [found(market, photo(3), k=size, offset=o) for o in range(0, COUNT, size)]
         assert [key for page in pages for key in keys(page)] == whole
         assert {page["offset"] for page in pages} == set(range(0, COUNT, size))
         assert all(page["match"] for page in pages)
@@ -54,25 +54,25 @@ def test_pages_of_any_size_put_together_are_the_whole_answer(market) -> None:
 def test_another_order_shows_the_same_hits_with_their_scores_on_any_pages(
     market, order: dict[str, Any]
 ) -> None:
-    plain = found(market, picture(3), k=COUNT)["hits"]
-    whole = found(market, picture(3), k=COUNT, **order)["hits"]
+    plain = found(market, photo(3), k=COUNT)["hits"]
+    whole = found(market, photo(3), k=COUNT, **order)["hits"]
     scores = [{hit["key"]: hit["score"] for hit in hits} for hits in (plain, whole)]
     assert scores[0] == scores[1]
     assert [*scores[0]] != [*scores[1]]
-    pages = [found(market, picture(3), k=5, offset=o, **order) for o in range(0, COUNT, 5)]
+    pages = [found(market, photo(3), k=5, offset=o, **order) for o in range(0, COUNT, 5)]
     assert [key for page in pages for key in keys(page)] == [*scores[1]]
-    assert found(market, picture(3), k=COUNT, **order)["cached"]
+    assert found(market, photo(3), k=COUNT, **order)["cached"]
 
 
 def test_a_boost_adds_its_weight_times_the_place_in_the_range(market) -> None:
-    hits = found(market, picture(3), k=COUNT)["hits"]
+    hits = found(market, photo(3), k=COUNT)["hits"]
     hits.sort(key=lambda hit: -hit["score"] - 0.2 * hit["attributes"]["price"] / (COUNT - 1))
     expected = [hit["key"] for hit in hits]
-    for said in ("price:0.2", f"price:0.2:0:{COUNT - 1}"):
-        assert keys(found(market, picture(3), k=COUNT, boost=said)) == expected
-    sent = {"files": {"image": picture(3)}, "data": {"k": COUNT, "boost": "price:0.2"}}
+    for reported in ("price:0.2", f"price:0.2:0:{COUNT - 1}"):
+        assert keys(found(market, photo(3), k=COUNT, boost=reported)) == expected
+    sent = {"files": {"image": photo(3)}, "data": {"k": COUNT, "boost": "price:0.2"}}
     assert keys(market.client.post("/search", **sent).json()) == expected
-    one = found(market, picture(3), k=1)["hits"][0]["id"]
+    one = found(market, photo(3), k=1)["hits"][0]["id"]
     similar = f"/galleries/shop/items/{one}/similar?k={COUNT}&boost="
     dear, cheap = (market.client.get(f"{similar}price:{w}").json() for w in (0.2, -0.2))
     assert keys(dear) != keys(cheap)
@@ -86,7 +86,7 @@ def test_a_boost_adds_its_weight_times_the_place_in_the_range(market) -> None:
 def test_a_page_past_the_end_is_empty_but_there_is_a_match(
     market, grouping: dict[str, str]
 ) -> None:
-    past = found(market, picture(3), k=5, offset=COUNT, **grouping)
+    past = found(market, photo(3), k=5, offset=COUNT, **grouping)
     assert (past["count"], past["match"], past["hits"]) == (0, True, [])
     assert past["groups"] == ([] if grouping else None)
 
@@ -99,18 +99,18 @@ def test_nothing_that_reaches_min_score_is_an_explicit_no_match(market) -> None:
 
 
 def test_min_score_and_min_probability_both_count(market) -> None:
-    likely = found(market, picture(3), k=COUNT, min_score=0.1, min_probability=0.5)
+    likely = found(market, photo(3), k=COUNT, min_score=0.1, min_probability=0.5)
     assert likely["min_score"] == 0.1
     assert [hit["probability"] >= 0.5 for hit in likely["hits"]] == [True] * likely["count"]
-    near = found(market, picture(3), k=COUNT, min_score=0.99, min_probability=0.001)
+    near = found(market, photo(3), k=COUNT, min_score=0.99, min_probability=0.001)
     assert near["min_score"] == 0.99
     assert all(hit["score"] >= 0.99 for hit in near["hits"])
 
 
 def test_a_probability_that_nothing_has_is_an_explicit_no_match(market) -> None:
-    answer = found(market, picture(3), min_probability=1)
+    answer = found(market, photo(3), min_probability=1)
     assert (answer["match"], answer["hits"]) == (False, [])
-    grouped = found(market, picture(3), min_probability=1, group_by="product")
+    grouped = found(market, photo(3), min_probability=1, group_by="product")
     assert (grouped["match"], grouped["groups"]) == (False, [])
 
 
@@ -119,11 +119,11 @@ def test_without_a_calibration_min_probability_is_refused_and_probability_is_nul
 ) -> None:
     shop = start_market(tmp_path, calibration=None, no_calibration="Only 2 classes.")
     try:
-        answer = found(shop.running, picture(3))
+        answer = found(shop.running, photo(3))
         assert answer["hits"][0]["probability"] is None
         assert answer["no_match_probability"] is None
         until(lambda: "at least 16" in shop.gallery()["no_calibration"])
-        body = {"images": [{"data": text_of(picture(3))}], "min_probability": 0.5}
+        body = {"images": [{"data": text_of(photo(3))}], "min_probability": 0.5}
         problem = assert_problem(post(shop.running, body), 422, "invalid-parameter")
         assert "min_probability = 0.5 needs probabilities" in problem["detail"]
         assert "Only 2 classes). Send min_score" in problem["detail"]
@@ -135,7 +135,7 @@ def test_without_a_calibration_min_probability_is_refused_and_probability_is_nul
 
 
 def test_the_products_shown_and_none_of_them_are_one_whole(market) -> None:
-    answer = found(market, picture(3), k=COUNT)
+    answer = found(market, photo(3), k=COUNT)
     products = {hit["attributes"]["product"]: hit["probability"] for hit in answer["hits"]}
     for hit in answer["hits"]:  # all photos of a product are right or wrong together
         assert hit["probability"] == products[hit["attributes"]["product"]]
@@ -147,33 +147,33 @@ def test_the_products_shown_and_none_of_them_are_one_whole(market) -> None:
 @pytest.mark.parametrize("by", ["product", "colour"])
 @pytest.mark.parametrize("k", [1, 3, COUNT])
 def test_disjoint_groups_and_none_of_them_never_pass_one(market, by: str, k: int) -> None:
-    answer = found(market, picture(3), group_by=by, group_size=2, k=k)
+    answer = found(market, photo(3), group_by=by, group_size=2, k=k)
     total = sum(group["probability"] for group in answer["groups"])
     assert total + answer["no_match_probability"] == pytest.approx(1, abs=1e-3)
     assert all(0 <= group["probability"] <= 1 for group in answer["groups"])
 
 
 def test_a_probability_does_not_depend_on_the_page_the_filter_or_k(market) -> None:
-    hits = found(market, picture(3), k=COUNT)["hits"]
+    hits = found(market, photo(3), k=COUNT)["hits"]
     for fields in ({"k": 1}, {"k": 4, "offset": 5}, {"filter": 'colour = "red"', "k": COUNT}):
-        for hit in found(market, picture(3), **fields)["hits"]:
+        for hit in found(market, photo(3), **fields)["hits"]:
             assert hit["probability"] == next(
                 one["probability"] for one in hits if one["id"] == hit["id"]
             )
 
 
 def test_more_absent_products_make_every_answer_less_sure(tmp_path) -> None:
-    said = []
+    reported = []
     for prior in (0.0, 0.1, 0.9):
         shop = start_market(tmp_path / f"{prior}", no_match_prior=prior)
         try:
             answer = found(shop.running, encoded(render(99)))
-            said.append(answer["no_match_probability"])
+            reported.append(answer["no_match_probability"])
             assert shop.gallery()["calibration"]["no_match_prior"] == prior
         finally:
             shop.close()
-    assert said == sorted(said)
-    assert said[0] < said[2]
+    assert reported == sorted(reported)
+    assert reported[0] < reported[2]
 
 
 def test_a_gallery_says_where_its_probabilities_come_from(market) -> None:
@@ -191,7 +191,7 @@ def test_a_gallery_that_was_given_is_calibrated_again_after_changes(tmp_path) ->
     shop = start_shop(tmp_path / "state", embedder, galleries=(f"given={folder}",))
 
     def put(*numbers: int) -> None:
-        items = {f"{n:03d}.png": picture(n) for n in numbers}
+        items = {f"{n:03d}.png": photo(n) for n in numbers}
         shop.put_form(items, [json.dumps(attributes_of(n)) for n in numbers], "given")
 
     def products() -> int | None:
@@ -208,16 +208,16 @@ def test_a_gallery_that_was_given_is_calibrated_again_after_changes(tmp_path) ->
 
 
 def test_min_probability_keeps_exactly_the_likely_hits_at_their_ranks(market) -> None:
-    hits = found(market, picture(3), k=COUNT)["hits"]
-    groups = found(market, picture(3), k=COUNT, group_by="product")["groups"]
+    hits = found(market, photo(3), k=COUNT)["hits"]
+    groups = found(market, photo(3), k=COUNT, group_by="product")["groups"]
     for least in sorted({hit["probability"] for hit in hits}):
         likely = [hit for hit in hits if hit["probability"] >= least - 5e-5]
         asked = {"min_probability": max(least - 5e-5, 0)}  # as precise as what is printed
-        assert found(market, picture(3), k=COUNT, **asked)["hits"] == likely
-        assert found(market, picture(3), k=3, **asked)["hits"] == [
+        assert found(market, photo(3), k=COUNT, **asked)["hits"] == likely
+        assert found(market, photo(3), k=3, **asked)["hits"] == [
             hit for hit in hits[:3] if hit in likely
         ]
-        some = found(market, picture(3), k=COUNT, group_by="product", **asked)
+        some = found(market, photo(3), k=COUNT, group_by="product", **asked)
         assert [g["value"] for g in some["groups"]] == [
             group["value"] for group in groups if group["probability"] >= least - 5e-5
         ]
@@ -257,12 +257,12 @@ def test_items_whose_products_have_no_other_item_are_like_nothing(market) -> Non
     ],
 )
 def test_a_filter_as_text_and_as_json_leave_the_same_items(market, where: Any) -> None:
-    answer = found(market, picture(0), k=COUNT, filter=where)
+    answer = found(market, photo(0), k=COUNT, filter=where)
     assert sorted(numbers(answer["hits"])) == [3, 6, 9]
 
 
 @pytest.mark.parametrize(
-    ("where", "says"),
+    ("where", "message"),
     [
         ("colour =", "ends at position"),
         ("size = 3", "no attribute 'size'"),
@@ -272,14 +272,14 @@ def test_a_filter_as_text_and_as_json_leave_the_same_items(market, where: Any) -
         ("[" * 50_000, "cannot be read"),
     ],
 )
-def test_a_filter_that_does_not_fit_says_where_and_why(market, where: Any, says: str) -> None:
-    body = {"images": [{"data": text_of(picture(0))}], "filter": where}
-    assert says in assert_problem(post(market, body), 422, "invalid-filter")["detail"]
+def test_a_filter_that_does_not_fit_says_where_and_why(market, where: Any, message: str) -> None:
+    body = {"images": [{"data": text_of(photo(0))}], "filter": where}
+    assert message in assert_problem(post(market, body), 422, "invalid-filter")["detail"]
 
 
 def test_groups_are_ranked_by_their_best_and_each_shows_its_best_items(market) -> None:
-    hits = found(market, picture(3), k=COUNT)["hits"]
-    answer = found(market, picture(3), k=3, group_by="product", group_size=2)
+    hits = found(market, photo(3), k=COUNT)["hits"]
+    answer = found(market, photo(3), k=3, group_by="product", group_size=2)
     assert answer["hits"] == []
     assert answer["count"] == 3
     products = list(dict.fromkeys(hit["attributes"]["product"] for hit in hits))
@@ -292,12 +292,12 @@ def test_groups_are_ranked_by_their_best_and_each_shows_its_best_items(market) -
 
 
 def test_an_unknown_attribute_to_group_by_is_named(market) -> None:
-    body = {"images": [{"data": text_of(picture(0))}], "group_by": "size"}
+    body = {"images": [{"data": text_of(photo(0))}], "group_by": "size"}
     assert "'size'" in assert_problem(post(market, body), 422, "invalid-filter")["detail"]
 
 
-def test_a_crop_is_searched_as_if_it_were_the_whole_picture(market) -> None:
-    both = {"data": text_of(beside(2, 7))}
+def test_a_crop_is_searched_as_if_it_were_the_whole_image(market) -> None:
+    both = {"data": text_of(side_by_side(2, 7))}
     for number, left in ((2, 0.0), (7, 0.5)):
         body = {"images": [{**both, "crops": [[left, 0, 0.5, 1]]}], "k": 1}
         [hit] = post(market, body).json()["hits"]
@@ -313,7 +313,7 @@ def test_images_likes_and_dislikes_are_the_query_that_rocchio_gives(
 ) -> None:
     named = {"positives": liked, "negatives": disliked}
     fields = {name: [f"{n:03d}.png" for n in items] for name, items in named.items()}
-    answer = found(market, *map(picture, images), k=COUNT, **fields)
+    answer = found(market, *map(photo, images), k=COUNT, **fields)
     target = vectors[[*images, *liked]].mean(axis=0)
     if disliked:
         target = 2 * target - vectors[[*disliked]].mean(axis=0)
@@ -335,13 +335,13 @@ def test_unknown_keys_and_likes_that_cancel_are_refused_with_the_reason(market) 
 
 
 def test_the_image_at_fault_among_several_is_named(market) -> None:
-    images = [{"data": text_of(data)} for data in (picture(1), b"no picture", picture(2))]
+    images = [{"data": text_of(data)} for data in (photo(1), b"no picture", photo(2))]
     problem = assert_problem(post(market, {"images": images}), 415, "unsupported-format")
     assert problem["detail"].startswith("Image 2: ")
 
 
 def test_similar_items_are_those_that_a_search_with_the_item_finds_without_it(market) -> None:
-    hits = found(market, picture(3), k=COUNT)["hits"]
+    hits = found(market, photo(3), k=COUNT)["hits"]
     path = f"/galleries/shop/items/{hits[0]['id']}/similar"
     answer = market.client.get(path, params={"k": COUNT}).json()
     assert keys(answer) == [hit["key"] for hit in hits[1:]]
@@ -353,7 +353,7 @@ def test_similar_items_are_those_that_a_search_with_the_item_finds_without_it(ma
 
 def test_a_similar_search_knows_its_item_its_gallery_and_its_version(market) -> None:
     listed = market.client.get("/galleries/shop").json()
-    [hit] = found(market, picture(3), k=1)["hits"]
+    [hit] = found(market, photo(3), k=1)["hits"]
     path = f"/galleries/shop/items/{hit['id']}/similar"
     known = market.client.get(path, params={"version": listed["generation"]})
     assert known.status_code == 200
@@ -377,10 +377,10 @@ def test_what_is_no_version_is_an_error_of_that_parameter(market, what: str, ver
 def test_equal_contents_count_once_if_only_distinct_ones_do(tmp_path) -> None:
     shop = start_market(tmp_path)
     try:
-        shop.put({"twin.png": picture(3)}, colour="red", price=3, product="p1")
-        assert keys(found(shop.running, picture(3), k=2)) == ["003.png", "twin.png"]
-        assert keys(found(shop.running, picture(3), k=2, distinct=True))[0] == "003.png"
-        assert "twin.png" not in keys(found(shop.running, picture(3), k=COUNT + 1, distinct=True))
+        shop.put({"twin.png": photo(3)}, colour="red", price=3, product="p1")
+        assert keys(found(shop.running, photo(3), k=2)) == ["003.png", "twin.png"]
+        assert keys(found(shop.running, photo(3), k=2, distinct=True))[0] == "003.png"
+        assert "twin.png" not in keys(found(shop.running, photo(3), k=COUNT + 1, distinct=True))
     finally:
         shop.close()
 
@@ -389,7 +389,7 @@ def test_every_part_of_a_question_gets_an_answer_of_its_own_from_the_cache(marke
     image = {"data": text_of(encoded(render(77)))}
     variants: list[dict[str, Any]] = [
         {},
-        {"images": [image, {"data": text_of(picture(1))}]},
+        {"images": [image, {"data": text_of(photo(1))}]},
         {"images": [image | {"crops": [[0, 0, 0.5, 1]]}]},
         {"images": [image | {"crops": [[0, 0, 1, 0.5]]}]},
         {"k": 3},
@@ -439,11 +439,11 @@ def test_every_part_of_a_question_gets_an_answer_of_its_own_from_the_cache(marke
 def test_the_same_question_written_otherwise_is_answered_from_the_cache(
     market, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    pictures = {"a": encoded(render(78)), "b": encoded(render(79))}
+    photos = {"a": encoded(render(78)), "b": encoded(render(79))}
 
     def is_cached(question: dict[str, Any]) -> bool:
         rest = dict(question)
-        sent = [pictures[name] for name in rest.pop("images", ["a"])]
+        sent = [photos[name] for name in rest.pop("images", ["a"])]
         return bool(found(market, *sent, **rest)["cached"])
 
     assert [is_cached(one), is_cached(other)] == [False, True]

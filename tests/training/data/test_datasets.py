@@ -62,7 +62,7 @@ def test_the_published_counts_are_asserted(tmp_path: Path, kind: str) -> None:
         load_split(data_of(kind, tmp_path))
     message = str(caught.value)
     assert "has 8 train images of 2 classes" in message
-    assert f"expected are {PUBLISHED[kind]} classes" in message
+    assert f"expected: {PUBLISHED[kind]} classes" in message
     assert "data.allow_partial = true (--allow-partial)" in message
     sizes = {part: Count(8, 2) for part in ("train", "test")}
     if kind == "in_shop":
@@ -207,7 +207,7 @@ def test_an_empty_part_is_refused(tmp_path: Path) -> None:
     write_layout("cub", tmp_path)
     for path in (tmp_path / "images").glob("0*/*"):
         path.unlink()
-    with pytest.raises(DatasetError, match="holds no train image of CUB"):
+    with pytest.raises(DatasetError, match="has no train image of CUB"):
         partial("cub", tmp_path)
 
 

@@ -13,19 +13,19 @@ from kinlens.embedder.errors import DatasetError
 from kinlens.training.commands.data import app
 from kinlens.training.data.datasets import OFFICIAL, Count
 from kinlens.training.data.doctor import Report, examine
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 from tests.training.official_layouts import KINDS, write_layout
 
 SIZE = (48, 40)
-TRUNCATED = encoded(picture(9, (400, 300)), "JPEG")[:-900]
+TRUNCATED = encoded(photo(9, (400, 300)), "JPEG")[:-900]
 
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
-    """Four products with two good pictures each."""
+    """Four products with two good images each."""
     names = [f"{product}/{view}" for product in ("mug", "hat", "pen", "cup") for view in "12"]
     for number, name in enumerate(names):
-        put(tmp_path, f"{name}.jpg", encoded(picture(number, SIZE), "JPEG"))
+        put(tmp_path, f"{name}.jpg", encoded(photo(number, SIZE), "JPEG"))
     return tmp_path
 
 
@@ -87,7 +87,7 @@ def test_a_quick_look_misses_damage_behind_the_header(shop: Path) -> None:
 def test_all_faults_are_told_at_once(shop: Path) -> None:
     put(shop, "mug/3.jpg", b"")
     shutil.copy(shop / "pen" / "1.jpg", shop / "hat" / "4.jpg")
-    put(shop, "lone/1.jpg", encoded(picture(20, SIZE), "JPEG"))
+    put(shop, "lone/1.jpg", encoded(photo(20, SIZE), "JPEG"))
     put(shop, "flat.jpg", b"flat")
     put(shop, "mug/.hidden.jpg", b"hidden")
     assert found(examine(shop)) == {

@@ -185,7 +185,7 @@ def test_every_official_data_set_can_be_fetched_or_is_explained() -> None:
     for source in SOURCES.values():
         assert source.urls
         assert len(source.md5) == 32
-    with pytest.raises(DatasetError, match=r"'cubs' is known. Give one of cub, .*in_shop"):
+    with pytest.raises(DatasetError, match=r"data set 'cubs'. Give one of cub, .*in_shop"):
         find_source("cubs")
 
 
@@ -200,7 +200,7 @@ def test_the_command_fetches_and_says_what_to_do_next(
         again = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == again.exit_code == 0
     assert f"kinlens-train data doctor {tmp_path / 'birds'}" in done.stdout
-    assert "is there already" in again.stdout
+    assert "exists already" in again.stdout
     assert site.asked == 1
 
 

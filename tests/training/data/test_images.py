@@ -21,7 +21,7 @@ from kinlens.training.data.images import (
 )
 from kinlens.training.data.records import LabelledImages, labelled
 from kinlens.training.data.samplers import BatchSampler
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 from tests.training.studies.runs import some_job
 
 SPEC = Input(size_px=16, resize_px=20)
@@ -30,7 +30,7 @@ SPEC = Input(size_px=16, resize_px=20)
 @pytest.fixture
 def images(tmp_path: Path) -> LabelledImages:
     for number in range(4):
-        (tmp_path / f"{number}.png").write_bytes(encoded(picture(number)))
+        (tmp_path / f"{number}.png").write_bytes(encoded(photo(number)))
     return labelled(tmp_path, [(f"{number}.png", "ab"[number % 2]) for number in range(4)])
 
 
@@ -91,7 +91,7 @@ SIDEWAYS[0x0112] = 6
 def test_a_crop_of_a_jpeg_has_the_pixels_of_its_view_or_all_that_there_are(
     stored: tuple[int, int], exif: Image.Exif | None
 ) -> None:
-    data = encoded(picture(3, stored), "JPEG", exif=exif or Image.Exif())
+    data = encoded(photo(3, stored), "JPEG", exif=exif or Image.Exif())
     spec = Input(size_px=64, min_crop_area=0.01)
     size, whole = decode(data).size, 0
     for seed in range(60):
@@ -102,12 +102,12 @@ def test_a_crop_of_a_jpeg_has_the_pixels_of_its_view_or_all_that_there_are(
         expected = [at * image.size[n % 2] / size[n % 2] for n, at in enumerate(box)]
         np.testing.assert_allclose((left, top, right, bottom), expected, rtol=1e-12)
         whole += image.size == size
-    # A photograph of many pixels is decoded in full for its small crops alone.
+    # A photo of many pixels is decoded in full for its small crops alone.
     assert whole == 60 if min(size) < 4 * spec.size_px else 0 < whole < 45
 
 
 def test_a_view_of_a_jpeg_that_needs_no_reduced_scale_is_cut_from_all_its_pixels() -> None:
-    data = encoded(picture(4, (90, 60)), "JPEG")
+    data = encoded(photo(4, (90, 60)), "JPEG")
     spec = Input(size_px=32, flip=False)
     for seed in range(20):
         box = random_box((90, 60), spec.min_crop_area, np.random.default_rng(seed))
@@ -136,13 +136,13 @@ def deep() -> Image.Image:
     return Image.fromarray((np.arange(48 * 40).reshape(40, 48) * 30).astype(np.uint16))
 
 
-PICTURES = {
-    "grey.jpg": encoded(picture(0).convert("L"), "JPEG"),
-    "grey-alpha.png": encoded(picture(1).convert("LA")),
-    "cmyk.jpg": encoded(picture(2).convert("CMYK"), "JPEG"),
-    "bilevel.png": encoded(picture(3).convert("1")),
-    "palette.gif": encoded(picture(4).convert("P"), "GIF"),
-    "alpha.png": encoded(picture(5).convert("RGBA")),
+PHOTOS = {
+    "grey.jpg": encoded(photo(0).convert("L"), "JPEG"),
+    "grey-alpha.png": encoded(photo(1).convert("LA")),
+    "cmyk.jpg": encoded(photo(2).convert("CMYK"), "JPEG"),
+    "bilevel.png": encoded(photo(3).convert("1")),
+    "palette.gif": encoded(photo(4).convert("P"), "GIF"),
+    "alpha.png": encoded(photo(5).convert("RGBA")),
     "deep.png": encoded(deep()),
     "dot.png": encoded(Image.new("RGB", (1, 1), "red")),
     "grey-dot.jpg": encoded(Image.new("L", (1, 1), 90), "JPEG"),
@@ -151,9 +151,9 @@ PICTURES = {
 }
 
 
-@pytest.fixture(params=PICTURES)
+@pytest.fixture(params=PHOTOS)
 def uncommon(request: pytest.FixtureRequest, tmp_path: Path) -> LabelledImages:
-    (tmp_path / request.param).write_bytes(PICTURES[request.param])
+    (tmp_path / request.param).write_bytes(PHOTOS[request.param])
     return labelled(tmp_path, [(request.param, "a")])
 
 

@@ -9,13 +9,13 @@ from kinlens.embedder.errors import DatasetError
 from kinlens.training.config.settings import CsvData, FolderData, RenderedData
 from kinlens.training.data.load import load_split, read_folder, read_table, remarks, split_by_class
 from kinlens.training.data.records import Record, labelled, write_table
-from tests.tiny import encoded, picture
+from tests.tiny import encoded, photo
 
 
 def fill(root: Path, *names: str) -> Path:
     for number, name in enumerate(names):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(encoded(picture(number)))
+        (root / name).write_bytes(encoded(photo(number)))
     return root
 
 

@@ -227,17 +227,17 @@ def meetings(sampler: BatchSampler, labels: np.ndarray, epochs: int = 30) -> flo
 def test_confused_classes_meet_in_more_batches_in_which_all_else_is_as_it_was(
     kind: dict[str, Any],
 ) -> None:
-    plain, told = (sampler(MANY, 24, confused=pairs, **kind) for pairs in (None, CONFUSED))
+    plain, reported = (sampler(MANY, 24, confused=pairs, **kind) for pairs in (None, CONFUSED))
     never = sampler(MANY, 24, confused=CONFUSED, **(kind | {"share": 0.0}))
     often = sampler(MANY, 24, confused=CONFUSED, **(kind | {"share": 0.5}))
-    found = [meetings(each, MANY) for each in (plain, told, often)]
+    found = [meetings(each, MANY) for each in (plain, reported, often)]
     assert meetings(never, MANY) == pytest.approx(found[0], rel=0.2)
     assert found[2] > found[1] > 1.4 * found[0]
     for epoch in range(5):
-        before, now = MANY[images_of(plain, epoch)], MANY[images_of(told, epoch)]
+        before, now = MANY[images_of(plain, epoch)], MANY[images_of(reported, epoch)]
         assert sorted(now.ravel()) == sorted(before.ravel())  # the same visits to every class
         if kind["kind"] == "random":
-            assert sorted(images_of(told, epoch).ravel()) == list(range(480))
+            assert sorted(images_of(reported, epoch).ravel()) == list(range(480))
         else:
             assert {len(set(batch)) for batch in now.tolist()} == {len(set(before[0]))}
 

@@ -45,7 +45,7 @@ def some_job(**changes: Any) -> Job:
 
 
 class FakeRunner:
-    """Stands for `run_job`: writes a result with the scores that `score` gives; remembers calls."""
+    """A fake `run_job`: writes a result with the scores that `score` gives; remembers calls."""
 
     def __init__(self, score: Score) -> None:
         self._score = score
@@ -71,7 +71,7 @@ def tournament_run(
     regularizer: str = "none",
     **changes: object,
 ) -> Run:
-    """A run whose job says no more than its names."""
+    """A run whose job has only names."""
     name = f"{loss}-{regularizer}-{backbone}-{dim}-s{seed}"
     job = some_job(name=name, seed=seed, **{"recall_at": [1, 2, 4, 8], **changes})
     return Run(loss, regularizer, backbone, dim, seed, job)
@@ -89,7 +89,7 @@ def played(
 ) -> tuple[list[Run], list[str], list[str]]:
     """Play with a launcher that writes the result which `recall` gives; a text is a failure.
 
-    Returns the runs, what was said, and the names of the jobs that were launched.
+    Returns the runs, the messages, and the names of the jobs that were launched.
     """
     messages: list[str] = []
     launched: list[str] = []

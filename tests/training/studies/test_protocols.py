@@ -163,7 +163,7 @@ def test_finished_folds_are_not_trained_again(tmp_path: Path) -> None:
     listener = Silent()
     found = cross_validate(job, split, tmp_path / "a", listener, 5, runner=second)
     states = [sentence.split(": ")[1] for sentence in listener.sentences]
-    assert states == ["finished before"] * 3 + ["trains"] * 2
+    assert states == ["already finished"] * 3 + ["training"] * 2
     assert [folder.name for _, _, folder in second.calls] == ["fold-03", "fold-04"]
     assert found == cross_validate(job, split, tmp_path / "b", Silent(), 5, runner=whole)
 

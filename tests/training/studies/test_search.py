@@ -221,7 +221,7 @@ def test_a_space_may_stand_in_a_table_of_its_own(tmp_path: Path) -> None:
     table.write_text("[space]\n" + bare.read_text())
     assert load_space(bare) == load_space(table)
     bare.write_text("")
-    with pytest.raises(JobError, match="names no setting"):
+    with pytest.raises(JobError, match="has no setting"):
         load_space(bare)
     bare.write_text("a = = b")
     with pytest.raises(JobError, match="not valid TOML"):

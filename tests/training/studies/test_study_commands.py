@@ -49,10 +49,10 @@ def test_cross_validation_prints_mean_and_deviation_and_goes_on(tmp_path: Path) 
     assert "R@1 " in first
     assert " ± " in first
     again = call(*words)
-    assert again.count("finished before") == 2
+    assert again.count("already finished") == 2
     for fold in ("fold-00", "fold-01"):
         assert "R@1 " in call("evaluate", tmp_path / "out" / fold)
-    with pytest.raises(JobError, match="holds a run with other settings"):
+    with pytest.raises(JobError, match="has a run with other settings"):
         call(*words, "--seed", 1)
 
 

@@ -111,11 +111,11 @@ def test_only_keeps_what_one_of_its_tables_covers(write: Write) -> None:
     [
         ("seed = [1]\n", "seed: unknown key; a grid has job, losses"),
         ("seeds = []\n", "seeds: .* at least 1 item"),
-        ("dims = [64, 64]\n", "dims: .* there twice"),
+        ("dims = [64, 64]\n", "dims: .* used twice"),
         ("dims = [true]\n", "dims.0: .* valid integer"),
         ("losses = [1]\n", r"losses.0: .* \(given: 1\)"),
         ('losses = ["a/b"]\n', r"losses.0.name: .* \(given: 'a/b'\)"),
-        ('losses = ["proxy_anchor", "proxy_anchor"]\n', "there twice"),
+        ('losses = ["proxy_anchor", "proxy_anchor"]\n', "used twice"),
         ('losses = ["proxy_ancor"]\n', "proxy_ancor-none-.* is not a valid job"),
         ('losses = [{name = "proxy_anchor", optimizer = {lr = 1}}]\n', "optimizer.lr: unknown key"),
         ('losses = [{name = "proxy_anchor", loss = "triplet"}]\n', "is not a valid job"),
@@ -123,7 +123,7 @@ def test_only_keeps_what_one_of_its_tables_covers(write: Write) -> None:
         ('exclude = [{los = "x"}]\n', "unknown axis 'los'; there are"),
         ('exclude = [{loss = "x"}]\n', "no loss 'x' in this grid; there are proxy_anchor"),
         ('only = {loss = "proxy_anchor"}\n', "only: .* valid list"),
-        ('exclude = [{loss = "proxy_anchor"}]\n', "leave no combination"),
+        ('exclude = [{loss = "proxy_anchor"}]\n', "exclude every combination"),
         ("a = = b\n", "not valid TOML"),
     ],
 )
@@ -177,7 +177,7 @@ def test_runs_on_other_images_are_not_ranked_together(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_is_kept_and_tried_again_on_the_next_call(tmp_path: Path) -> None:
     ill = ALL[1].job.name
-    for outcome, reason in (("died", "died"), (None, "left no result")):
+    for outcome, reason in (("died", "died"), (None, "wrote no result")):
         outcomes = {ill: outcome}
         runs, messages, _ = played(ALL, tmp_path, lambda job, o=outcomes: o.get(job.name, 60.0))
         (failed,) = [run for run in runs if run.result is None]
@@ -207,7 +207,7 @@ def test_an_interruption_keeps_what_is_finished(tmp_path: Path) -> None:
 
 def test_results_of_another_job_are_refused(tmp_path: Path) -> None:
     played([tournament_run("a")], tmp_path, fine)
-    with pytest.raises(JobError, match=r"optimizer.epochs = 30, now 3\. Go on with"):
+    with pytest.raises(JobError, match=r"optimizer.epochs = 30, now 3\. Continue with"):
         played([tournament_run("a", optimizer={"epochs": 3})], tmp_path, fine)
     assert not played([tournament_run("a", runtime={"workers": 0})], tmp_path, fine)[2]
 

@@ -1,0 +1,88 @@
+"""The words of the field: no text of the project uses the house words that they replaced."""
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+NAME = r"(?<![`\"'/=.-]){}(?![`\"'/=:])"
+"""A word as prose. In quotes or next to a slash it is a name of HTTP, a setting or a folder, such
+as the folder `pictures/` of a gallery or the field `crowds`; these stay."""
+
+WORDS = {
+    "worker, search thread": r"\blanes?\b",
+    "next to, compared with": r"\bbeside\b",
+    "again, rebuilt": r"\banew\b|\bmade again\b",
+    "fix": r"\bmend(s|ed|ing)?\b",
+    "cancelled": r"\babandoned\b|\bnobody waits\b",
+    "bulk limit, semaphore, cluster": NAME.format(r"\bcrowds?\b"),
+    "priority": r"\bpatient(ly)?\b",
+    "reports, returns, is called with": r"\b(told|tells)\b",
+    "reports, states, means": r"\bsa(ys|id)\b",
+    "is stored in": r"\blies\b",
+    "is in, represents": r"\bstands (in|for|beside|there|at|on)\b",
+    "number of, up to": r"\bso many\b",
+    "lowercase": r"\bsmall letters\b",
+    "omit": r"\b(leave|leaves|left|leaving) (out|away)\b",
+    "depends on": r"\bhangs on\b",
+    "is deleted": r"\bgoes\b(?! (through|to|from|into|via|with|up|down|beyond|back|past|over)\b)",
+    "must not, is not a": r"(?<!there )\bis no (text|image|number|name|key|list|file|object)\b",
+    "load balancer": r"\bway in\b",
+    "running": r"\bunder way\b",
+    "exits with": r"\bends with [012]\b",
+    "package": r"\brooms?\b",
+    "automatically": r"\bby itself\b",
+    "image, photo": NAME.format(r"\b(pictures?|photographs?)\b"),
+    "lease: acquire, release": r"\b(gives?|given|gave) back\b",
+}
+"""What to write, and the pattern of what it replaces."""
+
+SKIPPED = (
+    "tests/test_words.py",
+    "docs/decisions/",  # of their time
+    "service/galleries/feedback.py",  # `picture` is a column of stored feedback
+)
+KINDS = {".py", ".js", ".html", ".css", ".md", ".toml", ".yml", ".yaml", ".cff", ".service"}
+
+
+@cache
+def texts() -> dict[str, str]:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip(f"needs the git checkout: {listed.stderr.strip()}")
+    return {
+        name: (ROOT / name).read_text(encoding="utf-8")
+        for name in listed.stdout.splitlines()
+        if Path(name).suffix in KINDS and (ROOT / name).is_file() and not name.startswith(SKIPPED)
+    }
+
+
+def found(pattern: str) -> Iterator[str]:
+    for name, text in texts().items():
+        for match in re.finditer(pattern, text, re.IGNORECASE):
+            line = text.count("\n", 0, match.start()) + 1
+            yield f"{name}:{line}: {match[0]}"
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_no_text_uses_a_house_word(word: str) -> None:
+    places = list(found(WORDS[word]))
+    by_file = Counter(place.split(":")[0] for place in places)
+    assert not places, f"Write {word}; {len(places)} in {len(by_file)} files:\n" + "\n".join(
+        places[:20]
+    )
+
+
+def test_the_patterns_find_their_words() -> None:
+    assert re.search(WORDS["next to, compared with"], "a file beside it")
+    assert not re.search(WORDS["is deleted"], "a request goes through the cache")
+    assert re.search(WORDS["must not, is not a"], "`data` is no text")
+    assert not re.search(WORDS["must not, is not a"], "There is no text")

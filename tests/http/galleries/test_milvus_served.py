@@ -54,7 +54,7 @@ def start(server: MilvusServer, tmp_path: Path) -> Iterator[Callable[..., Shop]]
     def start(name: str, **settings: Any) -> Shop:
         given = DEFAULTS | {
             "galleries": (f"shop={address(server, name)}",),
-            "pictures": (f"shop={tmp_path / 'photos'}",),
+            "pictures": (f"shop={tmp_path / 'pictures'}",),
             "anonymous_scopes": ("admin",),
         }
         embedder = settings.pop("embedder", FakeEmbedder())

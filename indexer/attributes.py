@@ -48,7 +48,7 @@ def type_of(value: object) -> AttributeKind:
     for known, type_ in _TYPES.items():
         if isinstance(value, known):
             return type_
-    raise ValueError(f"{value!r:.80} is not a text, a number or true/false")
+    raise ValueError(f"{value!r:.80} must be a string, a number or true/false")
 
 
 def checked_type(value: AttributeValue) -> AttributeKind:

@@ -275,7 +275,7 @@ def _sort_by(value: Any) -> SortBy | None:
     if value is None or value == "":
         return None
     if not isinstance(value, str):
-        raise custom_error(f"sort_by = {shown(value)} is not a text. Send price, or price:desc.")
+        raise custom_error(f"sort_by = {shown(value)} must be a string. Send price, or price:desc.")
     return sort_by_of(value)
 
 

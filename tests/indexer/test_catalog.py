@@ -106,7 +106,7 @@ def test_what_cannot_be_a_key_or_a_number_is_unknown(gallery: Gallery) -> None:
         (entry("bad", UNIT, {"b": 1, "c": float("nan")}), "'c' of 'bad': nan is not a finite"),
         (entry("bad", UNIT, {"c": float("-inf")}), "not a finite number"),
         (entry("bad", UNIT, {"c": 2**63}), "does not fit in 64 bits"),
-        (entry("bad", UNIT, {"c": None}), "None is not a text"),
+        (entry("bad", UNIT, {"c": None}), "None must be a string"),
         (entry("bad", UNIT, {"c": [[1]]}), "a list in a list"),
         (entry("bad", UNIT, {"c": [1, "x"]}), "a list with 1, a number, and 'x', a text"),
         (entry("bad", UNIT, {"c": [1] * 1001}), "a list of 1,001 values; give at most 1,000"),

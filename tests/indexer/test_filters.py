@@ -286,7 +286,7 @@ def test_lists_nested_without_end_do_not_recurse_without_end() -> None:
         (lambda: Range("a"), "0 limits"),
         (lambda: Range("a", at_least=1, above=2), "2 limits"),
         (lambda: Range("a", at_least=False), "only with ="),
-        (lambda: Equals("a", None), "None is not a text"),
+        (lambda: Equals("a", None), "None must be a string"),
         (lambda: Equals("a" * 129, 1), "1 to 128 printable"),
         (lambda: Equals("a", float("inf")), "not a finite number"),
     ],

@@ -31,11 +31,12 @@ $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv
 
-install-gpu: .venv-gpu/.uv  ## As install, with FAISS and ONNX Runtime for CUDA 13, into .venv-gpu
-	.venv-gpu/bin/uv pip install --python .venv-gpu/bin/python --constraint constraints.txt --editable '.[gpu,training]'
+install-gpu:  ## As install, with FAISS and ONNX Runtime for CUDA 13, into .venv-gpu
+	@$(MAKE) --no-print-directory VENV=.venv-gpu .venv-gpu/.gpu
 
-.venv-gpu/.uv:
-	@$(MAKE) --no-print-directory VENV=.venv-gpu .venv-gpu/.uv
+$(VENV)/.gpu: $(VENV)/.uv pyproject.toml constraints.txt
+	$(PIP) --quiet --editable '.[gpu,training]'
+	@touch $@
 
 demo: $(VENV)/.training  ## Train, index and serve a small catalogue; IMAGES=/my/shop [BUNDLE=/my/bundle, WEIGHTS=/my/mobilenet_v2.pth, PORT=8001] for yours
 	$(BIN)/python scripts/demo.py $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(PORT),--port $(PORT))
@@ -98,5 +99,5 @@ $(VENV)/.bench: $(VENV)/.dev
 bench: $(VENV)/.bench  ## Every benchmark once at its smallest: NAMES="gallery.py"; reports what it skips
 	$(BIN)/python benchmarks $(NAMES)
 
-clean:  ## Remove the environment, the site and what the demo made
-	rm -rf $(VENV) .kinlens build/site .pytest_cache .mypy_cache .ruff_cache
+clean:  ## Remove the environments, the site and what the demo made
+	rm -rf $(VENV) .venv-gpu .kinlens build/site .pytest_cache .mypy_cache .ruff_cache

@@ -7,7 +7,7 @@ FROM python:${PYTHON}-slim AS build
 WORKDIR /src
 COPY constraints.txt ./
 RUN python -m pip install --no-cache-dir --constraint constraints.txt uv
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 RUN python -m venv --without-pip /opt/kinlens \
     && uv pip install --python /opt/kinlens/bin/python --no-cache --link-mode copy --compile-bytecode \
     --constraint constraints.txt \

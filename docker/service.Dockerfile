@@ -8,7 +8,7 @@ COPY constraints.txt ./
 RUN python -m pip install --no-cache-dir --constraint constraints.txt uv
 # For example --build-arg EXTRAS='--extra otel --extra openvino' for bf16 (200 MB more), or --extra milvus.
 ARG EXTRAS
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 RUN python -m venv --without-pip /opt/kinlens \
     && uv pip install --python /opt/kinlens/bin/python --no-cache --link-mode copy --compile-bytecode \
     --constraint constraints.txt --requirements pyproject.toml --extra cpu ${EXTRAS:---extra otel}

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kinlens import __version__
@@ -120,16 +121,30 @@ def require_faiss(command: str) -> None:
     """Exit with a one-line message if FAISS is missing or cannot be loaded. The GPU package, for
     example, fails to load without its CUDA libraries.
     """
+    for cpu, gpu in (("faiss-cpu", "faiss-gpu-cuvs"), ("onnxruntime", "onnxruntime-gpu")):
+        if _is_installed(cpu) and _is_installed(gpu):
+            raise SystemExit(
+                f"Error: {cpu} and {gpu} are both installed and overwrite each other's files. "
+                "Create a new environment, and install either kinlens[cpu] or kinlens[gpu] in it."
+            )
     try:
         importlib.import_module("faiss")
     except ModuleNotFoundError as missing:
         raise SystemExit(missing_package(command, missing, "cpu", "gpu")) from None
     except Exception as error:
         raise SystemExit(
-            f"Error: FAISS cannot be loaded: {' '.join(str(error).split())} Install it again with "
-            "its dependencies: pip install 'kinlens[gpu]' on a machine with an NVIDIA GPU, "
+            f"Error: FAISS cannot be loaded: {' '.join(str(error).split())} In a new environment, "
+            "run pip install 'kinlens[gpu]' on a machine with an NVIDIA GPU, and "
             "pip install 'kinlens[cpu]' on others."
         ) from None
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def print_version(asked: bool) -> None:

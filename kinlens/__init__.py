@@ -31,9 +31,12 @@ _MODULES = {
     "load_bundle": "kinlens.local",
     "open_gallery": "kinlens.local",
 }
+_SUBMODULES = ("client", "errors", "models")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"kinlens.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -258,7 +258,7 @@ class AsyncClient(_BaseClient):
         return await self._send(api.Startup, "GET", "startup", accepted=[503])
 
     async def ready(self, gallery: str | None = None) -> api.Ready:
-        """Return the status, the galleries and the result of each check, even if it is not ready.
+        """Return the status, the galleries and the result of each check, even when not ready.
 
         With `gallery`, the status depends only on this gallery.
         """
@@ -280,8 +280,8 @@ class AsyncClient(_BaseClient):
                 `positives` (liked) and `negatives` (disliked). docs/api.md describes each.
 
         All images, crops and liked items are combined into one query vector: their mean, moved away
-        from the disliked items. With `combine="best"` an item counts with the image or crop that it
-        is most similar to.
+        from the disliked items. With `combine="best"` an item has the score of its most similar
+        image or crop.
         """
         parts = await self._read_files(calls.search_form, images, options)
         return await self._send(api.SearchAnswer, "POST", "search", parts=parts)
@@ -307,7 +307,7 @@ class AsyncClient(_BaseClient):
             answer_id: the `answer_id` of the search's answer.
             item: the key of the item.
             action: "clicked", "bought" or "wrong".
-            image: the image of the search, if the gallery stores images with its feedback.
+            image: the image of the search, if the service stores query images.
         """
         parts = await self._read_files(calls.feedback_form, answer_id, item, action, image)
         await self._send(bytes, "POST", "feedback", parts=parts)
@@ -326,7 +326,7 @@ class AsyncClient(_BaseClient):
         positives: Sequence[str] = (),
         negatives: Sequence[str] = (),
     ) -> api.ExplainAnswer:
-        """Return which regions of a hit match the query; send the query as it was searched."""
+        """Return which regions of a hit match the query; send the query of the search."""
         options: calls.ImageSearchOptions = {"crops": crops}
         options |= {"positives": positives, "negatives": negatives}
         parts = await self._read_files(calls.search_form, images, options)
@@ -342,7 +342,7 @@ class AsyncClient(_BaseClient):
         return await self._send(api.GalleryDetail, "GET", "galleries", name)
 
     async def create_gallery(self, name: str, bundle_id: str | None = None) -> api.GalleryModel:
-        """Create an empty gallery, for the bundle `bundle_id` or the bundle of the service."""
+        """Create an empty gallery for a bundle, by default that of the first gallery."""
         body = {"name": name, "bundle_id": bundle_id}
         return await self._send(api.GalleryModel, "POST", "galleries", json=body, once=True)
 
@@ -598,13 +598,13 @@ class AsyncClient(_BaseClient):
         return await self._start("galleries", gallery, "compact")
 
     async def swap(self, gallery: str, other: str) -> api.JobModel:
-        """Start a job that replaces the state of this gallery by that of `other`."""
+        """Start a job that replaces the contents of this gallery with those of `other`."""
         return await self._start("galleries", gallery, "swap", json={"with": other})
 
     async def rebuild(
         self, gallery: str, bundle_id: str, **options: Unpack[calls.RebuildOptions]
     ) -> api.JobModel:
-        """Start a job that rebuilds a gallery with another bundle, next to the old gallery."""
+        """Start a job that rebuilds a gallery with another bundle, and swaps if good enough."""
         return await self._start(
             "galleries", gallery, "rebuild", json={"bundle_id": bundle_id, **options}
         )
@@ -612,7 +612,7 @@ class AsyncClient(_BaseClient):
     async def train(
         self, job: str, gallery: str, **options: Unpack[calls.TrainOptions]
     ) -> api.JobModel:
-        """Start a job that trains a model, and rebuilds the gallery with it if it passes."""
+        """Start a job that trains a model, rebuilds the gallery, and swaps if it is good enough."""
         body = {"job": job, "gallery": gallery, **options}
         return await self._start("jobs", "train", json=body)
 
@@ -636,8 +636,8 @@ class AsyncClient(_BaseClient):
         Args:
             name: a name for the key.
             scopes: what the key may do.
-            galleries: the only galleries that it can see; None for all.
-            filter: it only sees items that match this filter.
+            galleries: the galleries that it can see; None for all.
+            filter: the key can see only items that match.
             rate: its rate limit, in place of KINLENS_RATE_LIMIT_PER_KEY.
             daily_units: its maximum units of work in a day.
             expires_days: the number of days that it is valid; None for no expiry.
@@ -683,7 +683,7 @@ class AsyncClient(_BaseClient):
         return await self._send(api.JobLog, "GET", *path, query={"offset": offset})
 
     async def cancel_job(self, job_id: str) -> api.JobModel:
-        """Request that a job stops."""
+        """Ask a job to stop."""
         return await self._start("jobs", job_id, "cancel")
 
     async def swap_job(self, job_id: str) -> api.JobModel:
@@ -710,7 +710,7 @@ class AsyncClient(_BaseClient):
             timeout_s: the maximum time to wait; None for no limit.
             poll_s: the pause between two requests.
 
-        Raises: JobFailedError if it failed or was cancelled, JobTimeoutError.
+        Raises: JobFailedError if it failed or was cancelled; JobTimeoutError.
         """
         job_id = job if isinstance(job, str) else job.id
         ends = None if timeout_s is None else monotonic() + timeout_s

@@ -5,10 +5,10 @@ ClientError
 │   └── ImageReadError        an image file cannot be read; the cause is an OSError
 ├── GalleryReplacedError      the gallery was rebuilt while its items were read
 ├── ConnectionFailedError     the service cannot be reached, or did not respond in time
-├── AnswerError               the response is not one that this client understands
-├── JobError                  `wait` did not see the job succeed
-│   ├── JobFailedError        it failed or was cancelled
-│   └── JobTimeoutError       it still runs after `timeout_s`
+├── AnswerError               this client cannot parse the response
+├── JobError                  `wait` ended before the job succeeded
+│   ├── JobFailedError        the job failed or was cancelled
+│   └── JobTimeoutError       it was still running after `timeout_s`
 └── ProblemError              the service reported a problem (RFC 9457)
     ├── BadRequestError       400, 408: malformed, empty, too slow, or for another host
     ├── KeyNeededError        401: no API key, or an unknown one
@@ -17,10 +17,10 @@ ClientError
     ├── ConflictError         409: the current state does not allow this
     ├── TooLargeError         413: more bytes or pixels than the limit
     ├── UnsupportedError      415: not an image in a supported format
-    ├── InvalidError          422: a parameter outside its range, or a damaged image
+    ├── InvalidError          422: an invalid parameter, or a damaged image
     ├── RateLimitedError      429: more requests than the rate allows
     └── ServiceError          5xx: something failed inside the service
-        └── UnavailableError  503: it is too busy, or cannot respond now
+        └── UnavailableError  503: the service is busy, or cannot respond now
 """
 
 from collections.abc import Sequence
@@ -68,8 +68,8 @@ class ProblemError(ClientError):
         type: a URN that names the cause.
         detail: what was wrong, the limit, and what to do.
         faults: the invalid parameters.
-        request_id: the id of the request in the log of the service.
-        retry_after_s: when to retry, if the service sent it.
+        request_id: the id of the request in the service log.
+        retry_after_s: how long to wait, if the service sent it.
     """
 
     def __init__(self, problem: Problem, retry_after_s: float | None = None) -> None:

@@ -1,23 +1,18 @@
 """Bundles and galleries in the caller's process, without a service."""
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kinlens.installs import missing_package
 
-try:
-    from kinlens.embedder.engines.models import SessionSettings
-    from kinlens.embedder.errors import InvalidParameterError
-    from kinlens.embedder.session import OnnxEmbedder, check_precision
+if TYPE_CHECKING:
+    from kinlens.embedder.session import OnnxEmbedder
     from kinlens.indexer.gallery import Gallery
-except ModuleNotFoundError as missing:
-    needs = missing_package("A bundle or gallery", missing, "cpu", "gpu")
-    raise ModuleNotFoundError(needs, name=missing.name) from None
 
 Device = Literal["cpu", "cuda"]
 
 
-def load_bundle(path: Path | str, *, device: Device = "cpu") -> OnnxEmbedder:
+def load_bundle(path: Path | str, *, device: Device = "cpu") -> "OnnxEmbedder":
     """Load the model of a bundle and check it against the golden vectors in the bundle.
 
     Args:
@@ -29,19 +24,24 @@ def load_bundle(path: Path | str, *, device: Device = "cpu") -> OnnxEmbedder:
         norm as float32; `bundle_id` names the model.
 
     Raises:
-        BundleError: the bundle is missing, damaged, or computes other vectors here.
+        BundleError: the bundle is missing, damaged, or fails its golden vectors.
 
     Examples:
         >>> bundle = kinlens.load_bundle("bundles/shop")
         >>> bundle.embed_files(["photo.jpg"]).shape == (1, bundle.dim)
         True
     """
+    try:
+        from kinlens.embedder.engines.models import SessionSettings
+        from kinlens.embedder.session import OnnxEmbedder
+    except ModuleNotFoundError as missing:
+        raise _needs("kinlens.load_bundle", missing) from None
     return OnnxEmbedder.open(path, SessionSettings(device=device))
 
 
 def open_gallery(
-    path: Path | str, bundle: OnnxEmbedder | None = None, *, device: Device = "cpu"
-) -> Gallery:
+    path: Path | str, bundle: "OnnxEmbedder | None" = None, *, device: Device = "cpu"
+) -> "Gallery":
     """Open a gallery for searches and changes; close it with `close()`.
 
     Args:
@@ -63,6 +63,12 @@ def open_gallery(
         >>> [hit.key for hit in hits]
         ['photo.jpg', 'second.jpg', 'third.jpg']
     """
+    try:
+        from kinlens.embedder.errors import InvalidParameterError
+        from kinlens.embedder.session import check_precision
+        from kinlens.indexer.gallery import Gallery
+    except ModuleNotFoundError as missing:
+        raise _needs("kinlens.open_gallery", missing) from None
     if str(path).startswith("milvus://"):
         raise InvalidParameterError(
             f"path = {path} is a gallery in Milvus; open it with kinlens.indexer.gallery."
@@ -73,3 +79,7 @@ def open_gallery(
     if bundle is not None:
         check_precision(gallery, bundle)
     return gallery
+
+
+def _needs(function: str, missing: ModuleNotFoundError) -> ModuleNotFoundError:
+    return ModuleNotFoundError(missing_package(function, missing, "cpu", "gpu"), name=missing.name)

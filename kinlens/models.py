@@ -1,4 +1,4 @@
-"""The JSON responses of the service. The client uses them too, so this imports no other module."""
+"""The JSON responses of the service. The client uses them too, so this imports no service code."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -66,7 +66,7 @@ class HitModel(BaseModel):
 
 
 class GroupModel(BaseModel):
-    """Items with the same value of an attribute, best first; null for items without it."""
+    """Items with one `value` of an attribute, best first; null for items without a value."""
 
     value: Scalar | None
     score: float
@@ -103,11 +103,10 @@ class BinModel(BaseModel):
 
 
 class FacetModel(BaseModel):
-    """Counts of the values of an attribute over the matching items; `missing` items have none.
+    """Counts of an attribute's values over the matching items; `missing` items have no value.
 
     `values` are the 50 most frequent values; `other` counts the items with any other value. Up to
-    20 different numbers are all listed, in ascending order. More numbers are counted in `bins` of
-    equal width.
+    20 different numbers are listed, in ascending order; more are counted in `bins` of equal width.
     """
 
     values: list[AttributeCount] | None = None
@@ -186,7 +185,7 @@ class GalleryModel(BaseModel):
     version: Annotated[str, Field(description="Changes with every change of an item.")]
     generation: Annotated[
         str,
-        Field(description="Changes when the gallery is rebuilt; item ids are valid within one."),
+        Field(description="Changes with a rebuild; item ids are valid within a generation."),
     ]
     bundle_id: str
     precision: Annotated[
@@ -233,7 +232,7 @@ class IndexModel(BaseModel):
     """The index of a gallery: a segment, a delta of later inserts, and tombstones.
 
     `delta` counts the items added after the segment was built, `tombstones` its removed items.
-    `kind` is null while there is no segment. `recall` at 10 was measured when it was built.
+    `kind` is null without a segment. `recall` at 10 was measured when the segment was built.
     """
 
     kind: str | None
@@ -248,7 +247,7 @@ class IndexModel(BaseModel):
 
 
 class ThresholdModel(BaseModel):
-    """At `search_score` or above, a fraction `false_matches` of the best hits is wrong."""
+    """A fraction `false_matches` of searches for absent products reaches `search_score`."""
 
     false_matches: float
     search_score: float
@@ -322,9 +321,9 @@ class QueryShares(BaseModel):
 class ExplainAnswer(BaseModel):
     """Which regions of a hit match the query: their shares of `score`, in rows from the top.
 
-    The shares of `hit` sum to the score. The shares of all `query` images also sum to it, together
-    with `rest`, the part of the liked and disliked items. Each grid covers the central square of an
-    image or crop; its side is the fraction `square` of the shorter side.
+    The shares of `hit` sum to the score. The shares of all `query` images plus `rest`, the part of
+    liked and disliked items, sum to it too. Each grid covers the central square of an image or
+    crop; its side is the fraction `square` of the shorter side.
     """
 
     bundle_id: str
@@ -349,7 +348,7 @@ class ItemModel(BaseModel):
 
 
 class ItemPage(BaseModel):
-    """Items from `offset` on, of `total` matching ones, ordered by id unless `sort_by` was sent."""
+    """The matching items from `offset` on, `total` in all; by id unless `sort_by` was sent."""
 
     total: int
     offset: int
@@ -376,7 +375,7 @@ class NearItem(ItemModel):
 class NearFloor(BaseModel):
     """The default minimum score of near-duplicates in this gallery.
 
-    It is 0.95, or the score that 1 in 1,000 of `pairs` unrelated pairs reaches, if that is higher.
+    It is 0.95 or, if higher, the score that 1 in 1,000 of `pairs` unrelated pairs reaches.
     """
 
     score: float
@@ -541,7 +540,7 @@ class Startup(BaseModel):
 
 
 class IndexPlace(BaseModel):
-    """The device that an index is searched on, and its memory in MiB on the machine and the GPU.
+    """The device that searches an index, and the MiB of the index in main and GPU memory.
 
     `reason` shows why the index is not on the requested GPU.
     """
@@ -577,8 +576,8 @@ class Ready(BaseModel):
 
 
 class KeyModel(BaseModel):
-    """An API key without its secret. `id` is the public part of its text. `old_until` is the expiry
-    of the secret before the last rotation, if it is still valid.
+    """An API key without its secret. `id` is the public part of its text. `old_until` is when
+    the secret before the last rotation expires, if it is still valid.
     """
 
     id: str

@@ -1,9 +1,9 @@
 """Check and time everything that Kinlens does on a GPU.
 
-    make install-gpu
-    .venv/bin/python scripts/gpu_check.py                      # on a machine with an NVIDIA GPU
-    .venv/bin/python scripts/gpu_check.py --out gpu.json       # and write the figures
-    .venv/bin/python scripts/gpu_check.py --device cpu --quick # the script itself; needs timm
+    make install-gpu                               # on a machine with an NVIDIA GPU
+    .venv-gpu/bin/uv pip install --python .venv-gpu/bin/python pytest pytest-timeout timm
+    .venv-gpu/bin/python scripts/gpu_check.py      # --out gpu.json writes the figures
+    .venv/bin/python scripts/gpu_check.py --device cpu --quick    # checks the script itself
 
 Checks:
 
@@ -11,7 +11,7 @@ Checks:
 - a run on rendered products trains, resumes and can be exported;
 - evaluation matches the CPU;
 - the exported bundle on CUDA matches the CPU's vectors, also for odd batch sizes;
-- galleries on the GPU pass tests/indexer/test_gpu.py, which needs the extra `dev`.
+- galleries on the GPU pass tests/indexer/test_gpu.py, which needs pytest.
 
 Timings: steps, embedding by batch size, retrieval, and POST /search with the gallery on the same
 device, relative to the model alone (target: 0.75 of its images per second in batches of 32). With

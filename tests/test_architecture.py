@@ -180,6 +180,16 @@ def test_a_part_loads_nothing_heavy_that_it_does_not_need(part: str, heavy: tupl
     assert done.stdout.strip() == "[]"
 
 
+def test_no_code_imports_a_folder_at_the_top_instead_of_the_package() -> None:
+    """`import service` works from the root of a clone, and would load each module twice."""
+    listed = [
+        path for name in ("tests", "scripts", "benchmarks") for path in (ROOT / name).rglob("*.py")
+    ]
+    for path in [*modules().values(), *listed]:
+        wrong = {name.split(".")[0] for name in imports(path)} & set(PACKAGES)
+        assert not wrong, f"{path} imports {wrong}; import kinlens.{wrong.pop()}"
+
+
 def test_packages_have_empty_init_files() -> None:
     for folder in PACKAGES:
         for path in (ROOT / folder).rglob("__init__.py"):

@@ -301,7 +301,7 @@ def test_the_profile_scale_is_three_replicas_over_milvus_behind_a_balancer() -> 
     }
     [place] = Locations(Settings(**given)).list_galleries()
     assert place.address == "milvus://milvus:19530/shop"
-    assert place.pictures is not None
+    assert place.uploads is not None
     config = (DEPLOY / "haproxy/haproxy.cfg").read_text()
     assert "server-template replica 3 replica:8000" in config
 

@@ -176,9 +176,20 @@ def test_every_action_of_a_workflow_names_its_version_and_no_registry_is_named()
     for path in WORKFLOWS:
         text = path.read_text()
         for action in re.findall(r"uses: (\S+)", text):
-            assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v1)", action), action
+            known = re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v1)|\./\.github/.*", action)
+            assert known, action
         assert not re.search(r"ghcr\.io|docker\.io|pypi\.org", text)
 
 
 def test_pre_commit_runs_make_check() -> None:
     assert re.search(r"^ +entry: make check$", (ROOT / ".pre-commit-config.yaml").read_text(), re.M)
+
+
+@pytest.mark.parametrize(
+    "target", re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+)
+def test_every_make_target_ends_in_commands_without_a_circle(target: str) -> None:
+    command = ["make", "--dry-run", "ROOT=/data", target]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "overriding" not in done.stderr

@@ -11,7 +11,7 @@ def _needs(missing: ModuleNotFoundError) -> SystemExit:
     """The exit message of a command whose package is not installed."""
     if missing.name == "onnxruntime":
         return SystemExit(missing_package("This command", missing, "cpu", "gpu"))
-    return SystemExit(missing_package("kinlens-train", missing, "training"))
+    return SystemExit(missing_package("kinlens-train", missing, "cpu,training", "gpu,training"))
 
 
 try:

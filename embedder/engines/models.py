@@ -274,7 +274,7 @@ def create_session(
     if active != wanted and not settings.allow_cpu_fallback:
         raise ProviderError(
             f"{wanted} was requested, but the model would run on {active}. Install the GPU "
-            "packages (pip install 'kinlens[gpu]') and check the driver, or allow the CPU with "
-            "--allow-cpu-fallback."
+            "packages in a new environment (pip install 'kinlens[gpu]') and check the driver, or "
+            "allow the CPU with --allow-cpu-fallback."
         )
     return session

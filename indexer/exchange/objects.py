@@ -126,8 +126,8 @@ def files_at(address: str) -> tuple[Any, str]:
         files, root = fsspec.url_to_fs(address)
     except (ImportError, ValueError) as error:
         raise EngineUnavailableError(
-            f"{address} cannot be opened: {error}. Check the address, and install fsspec with the "
-            "package for its protocol, such as s3fs for s3://."
+            f"{address} cannot be opened: {error}. Check the address, and install the "
+            "package for its protocol: pip install 'kinlens[s3]' for s3://."
         ) from error
     return files, str(root).rstrip("/")
 

@@ -74,11 +74,14 @@ def why_no_gpu() -> str | None:
     """Why FAISS cannot use a GPU here, with a remedy; None if it can."""
     if not hasattr(faiss, "StandardGpuResources"):
         return (
-            "The installed faiss has no GPU support. Run pip install 'kinlens[gpu]' on a machine "
-            "with an NVIDIA GPU."
+            "The installed faiss has no GPU support. On a machine with an NVIDIA GPU, run "
+            "pip install 'kinlens[gpu]' in a new environment."
         )
     if "CUVS" not in faiss.get_compile_options():
-        return "The installed faiss was built without cuVS. Install faiss-gpu-cuvs instead."
+        return (
+            "The installed faiss was built without cuVS. Run pip install 'kinlens[gpu]' in a new "
+            "environment."
+        )
     if fault := failed_trial():
         return f"The GPU cannot be used: {fault}. Check the GPU and its driver with nvidia-smi."
     return None

@@ -3,11 +3,11 @@
 segments/<name>/
   index.faiss    the compressed index of the rows of live items; not for flat
   gone.bin       bitmap of the vector rows without a live item
-  columns.bin    the attributes by row, see indexer.columns
+  columns.bin    the attributes by row, see kinlens.indexer.columns
   segment.json   SegmentManifest
 
-A position is a row of the file of vectors (indexer.catalog.vectors). A segment of an earlier
-version has its own vectors.npy, and ids.npy with the item id of each position.
+A position is a row of the file of vectors (kinlens.indexer.catalog.vectors). A segment of an
+earlier version has its own vectors.npy, and ids.npy with the item id of each position.
 """
 
 import hashlib

@@ -439,7 +439,7 @@ def _files_at(address: str) -> _Store:
         files, root = fsspec.url_to_fs(address, use_listings_cache=False)
     except (ImportError, ValueError) as error:
         raise EngineUnavailableError(
-            f"Images at {address} cannot be reached: {error}. Check the address, and install what "
-            "it needs: pip install 'kinlens[milvus]', and a package such as s3fs for s3://."
+            f"Images at {address} cannot be reached: {error}. Check the address, and install "
+            "the package for its protocol: pip install 'kinlens[milvus,s3]' for s3://."
         ) from error
     return _Store(files, str(root))

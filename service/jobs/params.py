@@ -360,7 +360,9 @@ def _training_command(settings: Settings) -> tuple[str, ...]:
         ) from error
     ours = Path(sys.executable).with_name("kinlens-train")
     found = shutil.which(program) or shutil.which(program, path=str(ours.parent))
-    lacks_torch = found is not None and Path(found) == ours and find_spec("torch") is None
+    lacks_torch = (
+        found is not None and Path(found).resolve() == ours.resolve() and find_spec("torch") is None
+    )
     if found is None or lacks_torch:
         raise JobConflictError(
             f"Nothing can be trained here: {'torch' if lacks_torch else program} is not "

@@ -35,7 +35,7 @@ def job(number: int, state: str, **more: object) -> dict[str, object]:
         "kind": "rebuild",
         "gallery": "shop",
         "state": state,
-        "step": "embed pictures: 400 of 1,000",
+        "step": "embed images: 400 of 1,000",
         "done": 400,
         "total": 1000,
         "by": "office",

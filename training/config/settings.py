@@ -1,6 +1,6 @@
 """The tables of a job file, with the default and the bounds of every setting.
 
-The options of a loss are those of its constructor, see training.losses.table.
+The options of a loss are those of its constructor, see kinlens.training.losses.table.
 """
 
 import math
@@ -88,7 +88,8 @@ class Model(Section):
 
     `frozen_trunk`: trunk and pooling keep their weights, and a head is trained on cached features
     of `views` views of each image: view 0 is the image as served, the others are random crops.
-    `hidden` adds a second layer of that width to the projection (training.models.embedding.Head).
+    `hidden` adds a second layer of that width to the projection, see
+    kinlens.training.models.embedding.Head.
     """
 
     backbone: str = Field("mobilenet_v2", pattern=rf"^({'|'.join(BACKBONE_NAMES)}|{TIMM}.+)$")

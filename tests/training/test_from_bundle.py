@@ -68,9 +68,9 @@ def test_a_trunk_alone_lends_its_trunk_and_leaves_the_head(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"dim": 32}, r"model.dim is 16 there and 32 in the job"),
-        ({"pooling": "gem"}, r"model.pooling is 'gap\+gmp' there and 'gem' in the job"),
-        ({"backbone": "resnet50"}, r"model.backbone is 'timm:test_resnet' there and 'resnet50'"),
+        ({"dim": 32}, r"model.dim is 16 in the bundle and 32 in the job"),
+        ({"pooling": "gem"}, r"model.pooling is 'gap\+gmp' in the bundle and 'gem' in the job"),
+        ({"backbone": "resnet50"}, r"model.backbone is 'timm:test_resnet' in the bundle"),
         ({"batch_norm": "train"}, r'Set model.batch_norm to "frozen"'),
     ],
 )

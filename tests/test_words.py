@@ -81,6 +81,31 @@ def test_no_text_uses_a_house_word(word: str) -> None:
     )
 
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MOST_WORDS = 30
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a page: without code, formulas and addresses; cells and items end them."""
+    text = re.sub(r"```.*?```|\$\$.*?\$\$|\]\([^)]*\)", "", text, flags=re.DOTALL)
+    lines = [
+        "" if line.startswith("    ") and not line.lstrip().startswith(("-", "*")) else line
+        for line in text.splitlines()
+    ]
+    for part in re.split(r"\n\s*\n|\n(?=\s*[-*] )|\n#|\|", "\n".join(lines)):
+        yield from re.split(r"(?<=[.!?:;])\s+", " ".join(part.split()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_sentence_of_a_page_is_too_long(page: Path) -> None:
+    long = [
+        sentence
+        for sentence in sentences(page.read_text(encoding="utf-8"))
+        if len([word for word in sentence.split() if re.search(r"\w", word)]) > MOST_WORDS
+    ]
+    assert not long, f"More than {MOST_WORDS} words:\n" + "\n".join(long)
+
+
 def test_the_patterns_find_their_words() -> None:
     assert re.search(WORDS["next to, compared with"], "a file beside it")
     assert not re.search(WORDS["is deleted"], "a request goes through the cache")

@@ -29,7 +29,6 @@ SMALLEST = {
     "milvus_publish.py": "--items 500 --dim 16 --rounds 1",
     "scaling.py": "predict",
     "milvus_search.py": "--items 500 --dim 16 --searches 5",
-    "request_cpu.py": "--rounds 1 --seconds 0.5",
     "golden.py": "--rounds 1 --queries 20",
     "search.py": "--backbone mobilenet_v2 --items 500 --start-items 500 --seconds 0.5 --rounds 1 "
     "--connections 1",
@@ -46,7 +45,7 @@ SMALLEST = {
     "--set optimizer.steps_per_epoch=1",
     "peers/plain_loop.py": "--steps 1 --batch-size 4 --size-px 64 --dim 16 --test-images 64",
 }
-BY_HAND = {"load.py": "sends requests to a service; search.py, replicas.py, request_cpu.py use it"}
+BY_HAND = {"load.py": "sends requests to a service; search.py and replicas.py use it"}
 
 
 def main() -> None:

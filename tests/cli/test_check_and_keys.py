@@ -170,7 +170,7 @@ def test_check_warns_where_callers_without_a_key_see_more_than_a_bound_key(
         (["create", "k", "--scope", "search", "--gallery", "a/b"], "a/b"),
         (
             ["create", "k", "--scope", "search", "--gallery", "a", "--filter", "a ="],
-            "cannot be read",
+            "cannot be parsed",
         ),
         (["create", "k", "--scope", "search", "--rate", "often"], "600/minute"),
         (["rotate", "nobody"], "There is no key 'nobody'"),

@@ -295,7 +295,7 @@ def test_without_gpu_support_every_way_to_a_gpu_is_refused_by_name(
 @pytest.mark.parametrize(
     ("options", "fault", "message"),
     [
-        ("OPTIMIZE GPU", None, "without cuVS.*faiss-gpu-cuvs"),
+        ("OPTIMIZE GPU", None, r"without cuVS.*kinlens\[gpu\]"),
         ("OPTIMIZE GPU CUVS", "no driver", "cannot be used: no driver.*nvidia-smi"),
         ("OPTIMIZE GPU CUVS", None, None),
     ],

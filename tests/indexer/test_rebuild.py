@@ -186,7 +186,7 @@ def test_items_whose_image_is_gone_are_listed_and_a_limit_decides(
     report = rebuild(follower, made, max_missing=0.05)
     assert (report.items, report.missing) == (38, 2)
     assert [f.key for f in report.failures] == ["item 3", "item 7"]
-    assert "gone" in report.failures[0].reason
+    assert "was removed" in report.failures[0].reason
     assert content(target).keys() - content(made).keys() == photos.gone
 
 

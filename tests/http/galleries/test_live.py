@@ -58,7 +58,7 @@ gallery.close()
 def folder(tmp_path_factory: pytest.TempPathFactory, photos: list[bytes]) -> Path:
     """A gallery of images 0 .. 7 of the twelve that lie in its folder of images."""
     folder = tmp_path_factory.mktemp("live")
-    root = folder / "pictures"
+    root = folder / "images"
     root.mkdir()
     for number, data in enumerate(photos):
         if number == 8:

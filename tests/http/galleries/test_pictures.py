@@ -153,7 +153,7 @@ def test_a_file_that_is_not_what_was_indexed_is_404_and_says_what_to_do(
         file.symlink_to(catalogue.parent / "secret.txt")
     link = first_link(service, photos[1])
     response = service.client.get(link)
-    assert "Put it back" in assert_problem(response, 404, "unknown-item")["detail"]
+    assert "Restore the file" in assert_problem(response, 404, "unknown-item")["detail"]
     assert SECRET not in response.content
     assert service.client.get(first_link(service, photos[2])).content == photos[2]
     file.unlink(missing_ok=True)

@@ -269,7 +269,7 @@ def test_a_filter_as_text_and_as_json_leave_the_same_items(market, where: Any) -
         ("price = 'x'", "is a number"),
         ({"price": {"~": 2}}, "$.price"),
         ("{", "not valid JSON"),
-        ("[" * 50_000, "cannot be read"),
+        ("[" * 50_000, "cannot be parsed"),
     ],
 )
 def test_a_filter_that_does_not_fit_says_where_and_why(market, where: Any, message: str) -> None:

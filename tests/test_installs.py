@@ -87,7 +87,7 @@ def test_the_base_install_is_a_client_that_names_what_else_needs(
     for name in ("load_bundle", "open_gallery"):
         output = install.python(f"import kinlens; kinlens.{name}('x')", ok=False)
         assert "pip install 'kinlens[cpu]' or pip install 'kinlens[gpu]'" in output
-    for command, extra in (("index", "cpu"), ("serve", "cpu"), ("train", "training")):
+    for command, extra in (("index", "cpu"), ("serve", "cpu"), ("train", "cpu,training")):
         output = install.run(f"kinlens-{command}", "--help", ok=False)
         assert f"pip install 'kinlens[{extra}]'" in output
         assert "Traceback" not in output
@@ -113,7 +113,7 @@ def test_the_extra_cpu_indexes_and_serves(wheel: Path, tiny_bundle: Bundle, tmp_
     jobs = "from kinlens.service.jobs.params import training_jobs as jobs; print('shop' in jobs())"
     assert install.python(jobs).strip() == "True"
     output = install.run("kinlens-train", "fit", "demo", ok=False)
-    assert "pip install 'kinlens[training]'" in output
+    assert "pip install 'kinlens[cpu,training]'" in output
 
 
 def test_the_extra_training_trains_and_names_what_an_export_needs(

@@ -158,7 +158,7 @@ def test_a_model_that_gives_other_vectors_than_at_the_start_turns_readiness_red(
     monkeypatch.setattr(embedder, "embed", lambda images: -embed(images))
     response = service.client.get("/ready")
     assert response.status_code == 503
-    assert "another vector: -1.0000" in response.json()["checks"]["model"]
+    assert "another vector: cosine -1.0000" in response.json()["checks"]["model"]
 
 
 def test_readiness_does_not_wait_behind_a_long_queue_of_a_slow_model(
@@ -181,7 +181,7 @@ def test_readiness_does_not_wait_behind_a_long_queue_of_a_slow_model(
 
 def test_a_gallery_with_vectors_of_another_length_is_refused_at_start(gallery) -> None:
     gallery.dim = 5
-    with pytest.raises(BundleMismatchError, match=r"length 5.* 32"):
+    with pytest.raises(BundleMismatchError, match=r"dimension 5.* 32"):
         create_app(Settings(), FakeEmbedder(), {"shop": gallery})
 
 

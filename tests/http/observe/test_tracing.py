@@ -135,8 +135,8 @@ from kinlens.service.app import create_app
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, FakeGallery, run
-from tests.tiny import encoded, image
-embedder, image = FakeEmbedder(), encoded(image(0))
+from tests.tiny import encoded, photo
+embedder, image = FakeEmbedder(), encoded(photo(0))
 galleries = {"shop": FakeGallery(embedder, [image])}
 create_app(Settings(), embedder, galleries)
 loaded = ("opentelemetry.sdk.trace", "opentelemetry.exporter")

@@ -90,5 +90,5 @@ def test_an_address_that_nothing_here_reaches_is_refused(
 
     if address.startswith("s3"):
         monkeypatch.setattr(fsspec, "url_to_fs", missing)
-    with pytest.raises(EngineUnavailableError, match="install what it needs"):
+    with pytest.raises(EngineUnavailableError, match="install the package for its protocol"):
         SharedUploads(address, LIMIT_S)

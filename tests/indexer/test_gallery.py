@@ -95,7 +95,10 @@ def test_a_file_that_is_gone_changed_or_something_else_is_not_served_and_others_
         if happens is pipe:
             (shop / "f.gif").unlink()
         happens(shop / "f.gif")
-        with ThreadPoolExecutor(1) as pool, pytest.raises(ItemNotFoundError, match="was removed or changed"):
+        with (
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(ItemNotFoundError, match="was removed or changed"),
+        ):
             pool.submit(opened.image, number).result(timeout=10)
         (shop / "f.gif").unlink(missing_ok=True)
         (shop / "f.gif").write_bytes(content)

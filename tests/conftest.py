@@ -31,6 +31,8 @@ LONGEST_FIRST = (
     "training/test_jobs.py",
     "training/test_trainer.py",
     "studies/test_study_commands.py",
+    "tests/test_installs.py",
+    "tests/test_site.py",
     "training/test_gpu_ready.py",
     "training/test_cli.py",
     "galleries/test_milvus_served.py",

@@ -113,7 +113,7 @@ def processor() -> str:
 
 
 def cache_folder() -> Path:
-    """The folder for cached measurements; it need not exist."""
+    """The folder for measurements and features that can be computed again; it need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kinlens"
 
 

@@ -366,7 +366,7 @@ def _training_command(settings: Settings) -> tuple[str, ...]:
     if found is None or lacks_torch:
         raise JobConflictError(
             f"Nothing can be trained here: {'torch' if lacks_torch else program} is not "
-            "installed. Install the extra `training`, set the command in "
+            "installed. Run pip install 'kinlens[training]', set the command in "
             "KINLENS_TRAINING_COMMAND, or let another container do the jobs (KINLENS_JOBS="
             "elsewhere and kinlens-serve work)."
         )

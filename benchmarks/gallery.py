@@ -65,7 +65,7 @@ from kinlens.indexer.catalog.vectors import ROWS, VECTORS
 from kinlens.indexer.filters.tree import Range
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.index.kinds import INDEX_TYPES
+from kinlens.indexer.index.index_types import INDEX_TYPES
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.index.segment import INDEX, read_manifest
 from kinlens.indexer.ingest.build import build_gallery

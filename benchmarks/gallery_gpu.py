@@ -20,7 +20,7 @@ from kinlens.embedder.errors import PlanError
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.gpu import gpu_memory, why_no_gpu
-from kinlens.indexer.index.kinds import Effort
+from kinlens.indexer.index.index_types import Effort
 from kinlens.indexer.index.plan import IndexSettings, Plan, plan_index
 from kinlens.indexer.index.tune import recall_at, tune
 

@@ -59,7 +59,7 @@ def compared(n: int, dim: int, rounds: int) -> None:
             size = sum(f.stat().st_size for f in Path(name, type_).rglob("*") if f.is_file())
             found = gallery.nearest(queries, K)[1] - 1
             exact = gallery.nearest(queries, K, SearchOptions(exact=True))[1] - 1
-            location = gallery.index_place()
+            location = gallery.index_location()
             row(
                 type_,
                 location.kind if location else "",

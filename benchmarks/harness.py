@@ -30,7 +30,7 @@ from PIL import Image
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.build import import_gallery
-from kinlens.indexer.types import AttributeValue, Dump, Entry, VectorType
+from kinlens.indexer.types import AttributeValue, Entry, GalleryExport, VectorType
 
 BIN = Path(sys.executable).parent
 SKIPPED = 77
@@ -285,7 +285,7 @@ def made_gallery(
             yield Entry(f"{number:09d}", vector, f"{number:064x}", attributes(number))
 
     facts = {"name": "g", "bundle_id": bundle_id}
-    dump = Dump(facts, dim, count, entries)
+    dump = GalleryExport(facts, dim, count, entries)
     import_gallery(dump, path, settings=settings, vector_type=vector_type)
     return path
 

@@ -154,7 +154,7 @@ def run(cell: tuple[int, str, int, float, str]) -> dict[str, float]:
     loader = build_loader(data, order, runtime, state.device, seed)
     while state.epoch < epochs:
         order.epoch = state.epoch
-        model = state.warm_up(False)
+        model = state.begin_epoch(trunk_frozen=False)
         for pixels, labels in loader:
             train_step(state, model, pixels, labels, len(order))
         state.epoch += 1

@@ -392,7 +392,7 @@ def _train(cell: Cell) -> tuple[EmbeddingNet, NDArray[np.int64] | None]:
     with tuned(run.device):
         while run.epoch < cell.epochs:
             order.epoch = run.epoch
-            model = run.warm_up(False)
+            model = run.begin_epoch(trunk_frozen=False)
             for batch in order:
                 chosen = np.array([image for _, image, _ in batch])
                 there = torch.from_numpy(rows[chosen]).to(run.device, non_blocking=True)

@@ -97,7 +97,7 @@ def ours(settings: Job, classes: int) -> Step:
     """One step of Kinlens's training loop."""
     run = create_run(settings, classes)
     run.net.train()
-    model = run.warm_up(False)
+    model = run.begin_epoch(trunk_frozen=False)
     return lambda images, labels: train_step(run, model, images, labels, 1000) and None
 
 

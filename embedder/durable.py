@@ -120,7 +120,7 @@ def holder(path: Path) -> str:
     return "unknown"
 
 
-def hold(folder: Path) -> int:
+def lock_folder(folder: Path) -> int:
     """Mark a folder as being read, until the returned descriptor is closed. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # file system without locks: pruning then does not wait
@@ -159,7 +159,7 @@ def staged(parent: Path, prefix: str = _STAGE) -> Iterator[Path]:
     """
     sweep(parent, prefix)
     stage = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    descriptor = hold(stage)
+    descriptor = lock_folder(stage)
     try:
         stage.chmod(0o755)
         yield stage

@@ -58,7 +58,7 @@ class FakeEmbedder:
         unit: Embeddings = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
 
-    def embed_alone(self, images: Images) -> Embeddings:
+    def embed_single(self, images: Images) -> Embeddings:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm; identical to `embed`."""
         return self.embed(images)
 

@@ -134,7 +134,7 @@ class Embedder(Protocol):
     def embed(self, images: Images) -> Embeddings:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm; N >= 1."""
 
-    def embed_alone(self, images: Images) -> Embeddings:
+    def embed_single(self, images: Images) -> Embeddings:
         """As `embed`, but with more threads: lower latency if no other call runs."""
 
     def maps(self, images: Images) -> Maps:
@@ -195,11 +195,11 @@ class OnnxEmbedder:
         if not isinstance(bundle, Bundle):
             bundle = Bundle.open(bundle)
         embedder = _Choice(bundle, settings, limits, gains).open()
-        if 0 < settings.threads < settings.alone_threads:
-            more = replace(settings, threads=settings.alone_threads)
+        if 0 < settings.threads < settings.single_threads:
+            more = replace(settings, threads=settings.single_threads)
             path = bundle.model_file(embedder.mode.precision)
             embedder._alone = load(path, more, embedder.mode)
-            embedder._check_vectors(embedder.embed_alone)
+            embedder._check_vectors(embedder.embed_single)
         return embedder
 
     @classmethod
@@ -229,17 +229,17 @@ class OnnxEmbedder:
         """Image files to float32 (N, D), unit norm. Raises: ImageError, OSError."""
         return self.embed_images(Path(path).read_bytes() for path in paths)
 
-    def embed_alone(self, images: Images) -> Embeddings:
-        """uint8 (N, 3, S, S) to float32 (N, D), unit norm, with `alone_threads` threads."""
+    def embed_single(self, images: Images) -> Embeddings:
+        """uint8 (N, 3, S, S) to float32 (N, D), unit norm, with `single_threads` threads."""
         return self._run(self._alone, images)
 
     @property
-    def gains_alone(self) -> bool:
-        """Whether `embed_alone` has more threads than `embed`."""
+    def gains_from_single(self) -> bool:
+        """Whether `embed_single` has more threads than `embed`."""
         return self._alone is not self._model
 
     def drop_single_session(self) -> None:
-        """Free the session of `embed`, which then uses the one of `embed_alone`.
+        """Free the session of `embed`, which then uses the one of `embed_single`.
 
         For a process whose workers do the embedding.
         """

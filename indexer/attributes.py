@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
-from kinlens.values import AttributeKind, AttributeValue, Scalar, date_text
+from kinlens.values import AttributeType, AttributeValue, Scalar, date_text
 
-Schema = Mapping[str, AttributeKind]
+Schema = Mapping[str, AttributeType]
 """The attributes of a gallery: name -> type."""
 
 MAX_NAME = 128
 MAX_TEXT = 4096
 MAX_LIST = 1000
-_TYPES: Mapping[type, AttributeKind] = {
+_TYPES: Mapping[type, AttributeType] = {
     bool: "boolean",
     str: "text",
     int: "number",
@@ -40,7 +40,7 @@ def _plain(value: Any) -> Any:
     return date_text(value) if isinstance(value, date) else value
 
 
-def type_of(value: object) -> AttributeKind:
+def type_of(value: object) -> AttributeType:
     """The attribute type of one value. Raises: ValueError for None, a list and other objects."""
     found = _TYPES.get(type(value))
     if found is not None:
@@ -51,7 +51,7 @@ def type_of(value: object) -> AttributeKind:
     raise ValueError(f"{value!r:.80} must be a string, a number or true/false")
 
 
-def checked_type(value: AttributeValue) -> AttributeKind:
+def checked_type(value: AttributeValue) -> AttributeType:
     """The attribute type of a value or a tuple of values, after checking that it can be stored.
 
     Raises: ValueError for no value, NaN, infinity, integers beyond 64 bits, invalid Unicode, values
@@ -75,7 +75,7 @@ def checked_type(value: AttributeValue) -> AttributeKind:
     return type_
 
 
-def _type_of_all(values: tuple[Scalar, ...]) -> AttributeKind:
+def _type_of_all(values: tuple[Scalar, ...]) -> AttributeType:
     if len(values) > MAX_LIST:
         raise ValueError(f"a list of {len(values):,} values; give at most {MAX_LIST:,}")
     if any(isinstance(value, list | tuple) for value in values):

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.embedder.durable import crash_point, discard, hold, write_whole
+from kinlens.embedder.durable import crash_point, discard, lock_folder, write_whole
 from kinlens.embedder.errors import (
     BundleMismatchError,
     GalleryBusyError,
@@ -92,7 +92,7 @@ from kinlens.indexer.types import (
     Consistency,
     Entry,
     Ids,
-    IndexPlace,
+    IndexLocation,
     Item,
     OnCall,
     Page,
@@ -104,7 +104,7 @@ from kinlens.indexer.types import (
     no_item,
     unobserved,
 )
-from kinlens.values import AttributeKind, AttributeValue, Scalar
+from kinlens.values import AttributeType, AttributeValue, Scalar
 
 _PAGE = 1000
 _BATCH = 10_000  # items that a change by filter handles in one transaction
@@ -136,7 +136,7 @@ class Gallery(Searcher):
         self._folder = folder
         self._generation = generation
         with contextlib.ExitStack() as cleanup:
-            cleanup.callback(os.close, hold(generation))
+            cleanup.callback(os.close, lock_folder(generation))
             self.manifest = read_manifest(generation)
             self.generation = self.manifest.generation
             _check_bundle(folder.path, self.manifest, expected_bundle_id)
@@ -322,10 +322,10 @@ class Gallery(Searcher):
                 segment=segment,
             )
 
-    def index_place(self) -> IndexPlace | None:
+    def index_location(self) -> IndexLocation | None:
         """The device of the index; None without an index. Raises: GalleryCorruptError."""
         segment = self._snapshots.newest().segment
-        return None if segment is None else segment.place
+        return None if segment is None else segment.location
 
     def schema(self) -> Schema:
         """The attributes that items have had so far, and their types."""
@@ -1053,7 +1053,7 @@ def current_manifest(folder: Path | str) -> GalleryManifest:
     return read_manifest(GalleryFolder(folder).current())
 
 
-def pictures_folder(folder: Path | str) -> Path:
+def uploads_folder(folder: Path | str) -> Path:
     """The folder of the images uploaded for the gallery in `folder`.
 
     It belongs to the service; generations, builds and backups do not contain it.
@@ -1103,7 +1103,7 @@ def copy_bytes(folder: Path | str) -> int:
 
 
 def check_item(
-    key: str, attributes: Mapping[str, AttributeValue], types: dict[str, AttributeKind]
+    key: str, attributes: Mapping[str, AttributeValue], types: dict[str, AttributeType]
 ) -> None:
     """Check key and attributes of an item before its image is embedded.
 

@@ -13,7 +13,7 @@ from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit, ItemId
 from kinlens.indexer.attributes import Schema, as_stored
 from kinlens.indexer.filters.tree import Filter
-from kinlens.values import AttributeKind, AttributeValue, Scalar, values_in
+from kinlens.values import AttributeType, AttributeValue, Scalar, values_in
 
 Ids = NDArray[np.int64]
 """Item ids, shape (N,)."""
@@ -27,7 +27,7 @@ another device. Which of two equal items is found does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
-class IndexPlace:
+class IndexLocation:
     """The device that searches an index, and the host and GPU memory that it uses, in MiB.
 
     reason: why the requested GPU is not used.
@@ -134,7 +134,7 @@ class AttributeFacts:
     """
 
     name: str
-    kind: AttributeKind
+    kind: AttributeType
     values: tuple[tuple[Scalar, int], ...] | None
     minimum: float | None = None
     maximum: float | None = None
@@ -301,7 +301,7 @@ class Page(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Dump:
+class GalleryExport:
     """An export of a gallery: `count` entries with vectors of length `dim`.
 
     facts: at least `name` and `bundle_id`; also `source`, `source_root` and `created_at` if known.

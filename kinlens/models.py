@@ -539,7 +539,7 @@ class Startup(BaseModel):
     status: Literal["started", "starting"]
 
 
-class IndexPlace(BaseModel):
+class IndexLocation(BaseModel):
     """The device that searches an index, and the MiB of the index in main and GPU memory.
 
     `reason` shows why the index is not on the requested GPU.
@@ -562,7 +562,7 @@ class Ready(BaseModel):
     precision_reason: str | None = None
     bundle_id: str
     galleries: dict[str, str]
-    indexes: dict[str, IndexPlace] = Field(
+    indexes: dict[str, IndexLocation] = Field(
         default={}, description="The index of each compacted gallery in a local folder."
     )
     free_memory_mb: float | None = Field(default=None, description="Free memory in MiB.")

@@ -14,7 +14,7 @@ AttributeInput = AttributeValue | date | Sequence[Scalar | date]
 """An attribute value in a request. A list is stored as a tuple, an empty list is not stored, and a
 date or time is stored as the text that `date_text` returns."""
 
-AttributeKind = Literal["text", "number", "boolean"]
+AttributeType = Literal["text", "number", "boolean"]
 """The type of the values of an attribute; integers and decimals are one kind."""
 
 

@@ -201,7 +201,7 @@ def _fresh(job: Job) -> Run:
 
 
 def _step(run: Run, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    return train_step(run, run.warm_up(False), images, labels, 1000)
+    return train_step(run, run.begin_epoch(trunk_frozen=False), images, labels, 1000)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from kinlens.embedder.errors import GalleryNotFoundError, KinlensError
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import gpu_memory
-from kinlens.indexer.types import IndexPlace
+from kinlens.indexer.types import IndexLocation
 from kinlens.service.access.binding import Binding
 from kinlens.service.concurrency import KeyedThreads, Recent
 from kinlens.service.encoding.model import Model, Models
@@ -44,7 +44,7 @@ class Readiness:
     ready: bool
     checks: dict[str, str]
     versions: dict[str, str]
-    indexes: dict[str, IndexPlace]
+    indexes: dict[str, IndexLocation]
     free_gpu_memory_mb: float | None
     last_error: str | None
 
@@ -119,7 +119,7 @@ class Health:
     async def _check(self) -> Readiness:
         checks: dict[str, str] = {}
         versions: dict[str, str] = {}
-        indexes: dict[str, IndexPlace] = {}
+        indexes: dict[str, IndexLocation] = {}
         models = self._models.running()
         fit = set()
         for model in models:
@@ -167,7 +167,7 @@ class Health:
 
     async def _check_gallery(
         self, name: str, fit: Collection[str]
-    ) -> tuple[str, str, IndexPlace | None]:
+    ) -> tuple[str, str, IndexLocation | None]:
         """The verdict, the searched version, and the device of its index."""
         try:
             with self._registry.lease(name) as served:
@@ -191,9 +191,9 @@ class Health:
         return f"failed with {type(error).__name__}"
 
 
-def _probe(served: Served) -> tuple[str, bool, IndexPlace | None]:
+def _probe(served: Served) -> tuple[str, bool, IndexLocation | None]:
     with served.reading():  # its end shows that the gallery responds again
         version, is_searchable = probe(served.opened, served.model)
         gallery = served.opened
-        index = gallery.index_place() if isinstance(gallery, IndexedGallery) else None
+        index = gallery.index_location() if isinstance(gallery, IndexedGallery) else None
         return version, is_searchable, index

@@ -341,7 +341,7 @@ class Settings(BaseSettings):
         """The device for searches; by default the device of the model."""
         return self.index_device or self.device
 
-    def alone_threads(self) -> int:
+    def single_threads(self) -> int:
         """Number of model threads for a search while no other runs; 0: no extra threads.
 
         With several processes it is 0, since a process cannot see the load of the others.

@@ -98,24 +98,24 @@ class Run:
             **{name: getattr(self, name) for name in _PROGRESS},
         )
 
-    def warm_up(self, warm: bool) -> nn.Module:
-        """Freeze the trunk during warm-up, unfreeze it after; returns the module to minimise.
+    def begin_epoch(self, *, trunk_frozen: bool) -> nn.Module:
+        """Freeze or unfreeze the trunk; returns the module whose forward pass gives the loss.
 
         Under several ranks the module is wrapped to average gradients. The wrapper is rebuilt only
         when the trunk is frozen or unfrozen.
         """
         self.objective.begin_epoch(self.epoch)
-        if self._model is not None and self._model[0] == warm:
+        if self._model is not None and self._model[0] == trunk_frozen:
             return self._model[1]
         for group in self.optimizer.param_groups:
             if group["name"] == "trunk":
                 for parameter in group["params"]:
-                    parameter.requires_grad_(not warm)
+                    parameter.requires_grad_(not trunk_frozen)
         model: nn.Module = TrainingStep(self.net, self.objective)
         if world() > 1:
             ids = [self.device] if self.device.type == "cuda" else None
             model = DistributedDataParallel(model, device_ids=ids)
-        self._model = (warm, model)
+        self._model = (trunk_frozen, model)
         return model
 
 

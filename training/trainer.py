@@ -198,7 +198,7 @@ class _Training:
         started, run = time.perf_counter(), self.run
         run.net.train()
         run.objective.train()
-        model = run.warm_up(run.epoch < run.job.optimizer.warmup_epochs)
+        model = run.begin_epoch(trunk_frozen=run.epoch < run.job.optimizer.warmup_epochs)
         losses, watched = [], defaultdict[str, list[float]](list)
         for step, parts in _steps(run, model, loader):
             losses.append(parts["total"])

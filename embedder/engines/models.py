@@ -57,7 +57,7 @@ class SessionSettings:
             that the export compared with fp32, that reproduces its golden vectors on this machine
             and that is fast enough; otherwise fp32 in onnxruntime.
         gpu_memory_mb: limit for the arena of the model in MiB; 0 for no limit.
-        alone_threads: per call of `embed_alone`. If more than `threads`, a second session is
+        single_threads: per call of `embed_single`. If more than `threads`, a second session is
             opened, which doubles the memory.
         engine: "auto" chooses it together with the precision.
         callers: number of threads that call at the same time.
@@ -70,7 +70,7 @@ class SessionSettings:
     allow_cpu_fallback: bool = False
     precision: AskedPrecision = "fp32"
     gpu_memory_mb: int = 0
-    alone_threads: int = 0
+    single_threads: int = 0
     engine: AskedEngine = "onnxruntime"
     callers: int = 1
     galleries: frozenset[str] = frozenset()

@@ -11,7 +11,7 @@ from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.attributes import as_stored, check_name, checked_type, is_printable
 from kinlens.indexer.types import Entry, Item
-from kinlens.values import AttributeKind, AttributeValue
+from kinlens.values import AttributeType, AttributeValue
 
 MAX_KEY = 1024
 NORM_TOLERANCE = 1e-3
@@ -114,7 +114,7 @@ def with_stored(
 
 
 def learn_types(
-    types: dict[str, AttributeKind], key: str, attributes: Mapping[str, AttributeValue]
+    types: dict[str, AttributeType], key: str, attributes: Mapping[str, AttributeValue]
 ) -> None:
     """Check attributes against the known types `types`, and add the types of new names to it.
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
-from kinlens.embedder.durable import hold, sync
+from kinlens.embedder.durable import lock_folder, sync
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.types import Ids, Progress, StoredRows, VectorType, find_sorted
@@ -84,7 +84,7 @@ class VectorFile:
     def __init__(self, folder: Path, dim: int) -> None:
         """Use `open`, which shares open files."""
         with contextlib.ExitStack() as cleanup:
-            cleanup.callback(os.close, hold(folder))
+            cleanup.callback(os.close, lock_folder(folder))
             self.folder = folder
             self.dim = dim
             self.row_ids, self.last = _read_ids(folder / NUMBERS)

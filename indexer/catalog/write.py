@@ -25,7 +25,7 @@ from kinlens.indexer.catalog.schema import (
 from kinlens.indexer.catalog.vectors import VectorFile
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import Entry, Ids, Item, Written
-from kinlens.values import AttributeKind, AttributeValue
+from kinlens.values import AttributeType, AttributeValue
 
 Attributes = Mapping[str, AttributeValue]
 Changes = Mapping[str, Mapping[str, AttributeValue | None]]
@@ -63,7 +63,7 @@ class CatalogWriter(CatalogView):
         super().__init__(connection, file)
         self.has_written = False  # into the file of vectors
         self._seq: int | None = None
-        self._types: dict[str, AttributeKind] = {**self.schema()}
+        self._types: dict[str, AttributeType] = {**self.schema()}
 
     def add(
         self,
@@ -276,7 +276,7 @@ class CatalogWriter(CatalogView):
         row = (path, format_, text, self._next_seq(), crc, item.id)
         self.connection.execute(_UPDATE_ITEM, row)
 
-    def _learn(self, types: Mapping[str, AttributeKind]) -> None:
+    def _learn(self, types: Mapping[str, AttributeType]) -> None:
         """Store new attribute names."""
         for name in types.keys() - self._types.keys():
             self.connection.execute(

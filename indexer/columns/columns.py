@@ -25,7 +25,7 @@ from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.indexer.bits import Bits, count_of, empty_bits, packed_bits, positions_in
 from kinlens.indexer.columns.values import Values, from_arrays, joined, packed, spliced, to_arrays
 from kinlens.indexer.types import Ids
-from kinlens.values import AttributeKind, AttributeValue, Scalar
+from kinlens.values import AttributeType, AttributeValue, Scalar
 
 COLUMN_BYTES = 40
 """Bytes per item with five attributes."""
@@ -79,7 +79,7 @@ class Column:
         several values occurs once for each.
     """
 
-    type: AttributeKind
+    type: AttributeType
     values: Values
     counts: NDArray[np.integer[Any]]
     present: int
@@ -296,7 +296,7 @@ class ColumnsBuilder:
     item with five attributes, and 30 more for each unique text.
     """
 
-    def __init__(self, size: int, types: Mapping[str, AttributeKind]) -> None:
+    def __init__(self, size: int, types: Mapping[str, AttributeType]) -> None:
         self._size = size
         self._types = types
         self._batches: dict[str, list[_Batch]] = {}
@@ -351,7 +351,7 @@ class _Batch:
     values: Values
 
     @classmethod
-    def of(cls, rows: Sequence[int], values: Sequence[Any], type_: AttributeKind) -> "_Batch":
+    def of(cls, rows: Sequence[int], values: Sequence[Any], type_: AttributeType) -> "_Batch":
         different = sorted(set(values))
         positions = dict(zip(different, range(len(different)), strict=True))
         codes = np.fromiter(map(positions.__getitem__, values), np.uint32, len(values))
@@ -359,12 +359,12 @@ class _Batch:
         return cls(np.array(rows, np.uint32), codes, packed(different, type_))
 
 
-def _column(batches: Sequence[_Batch], type_: AttributeKind, size: int) -> Column:
+def _column(batches: Sequence[_Batch], type_: AttributeType, size: int) -> Column:
     return _from_entries(type_, *_entries(batches, type_), size)
 
 
 def _entries(
-    batches: Sequence[_Batch], type_: AttributeKind
+    batches: Sequence[_Batch], type_: AttributeType
 ) -> tuple[Values, NDArray[np.uint32], Codes]:
     """The distinct values of all batches, and the row and code of each entry (E,)."""
     values, positions = _merged([batch.values for batch in batches], type_)
@@ -426,7 +426,7 @@ def _updated(old: Column, moved: Ids, batches: Sequence[_Batch], size: int) -> C
 
 
 def _from_entries(
-    type_: AttributeKind, values: Values, rows: NDArray[np.uint32], codes: Codes, size: int
+    type_: AttributeType, values: Values, rows: NDArray[np.uint32], codes: Codes, size: int
 ) -> Column:
     """Build a column from entries (E,) with a row and a code each."""
     counts = np.bincount(codes, minlength=len(values) + 1)[1:]
@@ -443,7 +443,7 @@ def _from_entries(
 
 
 def _merged(
-    parts: Sequence[Values], type_: AttributeKind
+    parts: Sequence[Values], type_: AttributeType
 ) -> tuple[Values, list[NDArray[np.uint32]]]:
     """The distinct values of all parts, ascending, and the new index of each value of each part.
 

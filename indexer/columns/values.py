@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.values import AttributeKind, Scalar
+from kinlens.values import AttributeType, Scalar
 
 Arrays = Mapping[str, NDArray[Any]]
 """The arrays that represent values on disk, by name."""
@@ -78,7 +78,7 @@ class Numbers(Sequence[Any]):
         return [_plain(one) for one in found] if isinstance(found, list) else _plain(found)
 
 
-def packed(values: Sequence[Any], type_: AttributeKind) -> Values:
+def packed(values: Sequence[Any], type_: AttributeType) -> Values:
     """Store ascending values of one type compactly.
 
     A mix of floats and integers that a float64 cannot represent stays a list.
@@ -94,7 +94,7 @@ def packed(values: Sequence[Any], type_: AttributeKind) -> Values:
     return list(values)
 
 
-def joined(parts: Sequence[Values], type_: AttributeKind) -> Values:
+def joined(parts: Sequence[Values], type_: AttributeType) -> Values:
     """Concatenate parts whose values are in ascending order."""
     if type_ == "text":
         return Texts.joined([part for part in parts if isinstance(part, Texts)])
@@ -109,7 +109,7 @@ def spliced(
     kept: NDArray[np.bool_],
     positions: NDArray[np.int64],
     new: Values,
-    type_: AttributeKind,
+    type_: AttributeType,
 ) -> Values:
     """Drop and insert values.
 

@@ -15,7 +15,7 @@ from kinlens.embedder.manifest import AskedEngine, AskedPrecision
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.images import ANY_SIZE, read_image
-from kinlens.indexer.index.kinds import Device, IndexKind
+from kinlens.indexer.index.index_types import Device, IndexKind
 from kinlens.indexer.types import VectorType
 
 Index = Literal["auto", IndexKind]

@@ -15,7 +15,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.shards import MANIFEST as SHARDS
 from kinlens.indexer.ingest.shards import VectorShards
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
-from kinlens.indexer.types import MILVUS, Dump, Entry, Progress, milvus_address
+from kinlens.indexer.types import MILVUS, Entry, GalleryExport, Progress, milvus_address
 
 Store = Gallery | MilvusStore
 
@@ -66,7 +66,7 @@ def facts_of(store: Store) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def content_of(text: str) -> Iterator[Dump]:
+def content_of(text: str) -> Iterator[GalleryExport]:
     """The input of `import`: a file of `export`, vectors of `embed`, or a gallery of any engine.
 
     Raises: SourceError, GalleryError; EngineUnavailableError without pyarrow.
@@ -81,13 +81,13 @@ def content_of(text: str) -> Iterator[Dump]:
             return
     with opened(text) as store:
         entries = itertools.chain.from_iterable
-        yield Dump(facts_of(store), store.dim, store.size, lambda: entries(store.scan()))
+        yield GalleryExport(facts_of(store), store.dim, store.size, lambda: entries(store.scan()))
 
 
 class _Entries:
     """A re-iterable view of the entries of a dump."""
 
-    def __init__(self, dump: Dump) -> None:
+    def __init__(self, dump: GalleryExport) -> None:
         self._dump = dump
 
     def __iter__(self) -> Iterator[Entry]:
@@ -98,7 +98,7 @@ class _Entries:
 
 
 def publish_on_milvus(
-    text: str, dump: Dump, index: str, memory_mb: float | None, on_progress: Progress
+    text: str, dump: GalleryExport, index: str, memory_mb: float | None, on_progress: Progress
 ) -> MilvusStore:
     """Publish a dump as the gallery at milvus://HOST:PORT/NAME, and open it.
 

@@ -27,12 +27,12 @@ from kinlens.indexer.exchange.parquet import export_gallery
 from kinlens.indexer.exchange.publish import PublishReport
 from kinlens.indexer.exchange.publish import publish as publish_snapshot
 from kinlens.indexer.gallery import Gallery, copy_bytes
-from kinlens.indexer.index.kinds import Device, IndexKind
+from kinlens.indexer.index.index_types import Device, IndexKind
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.build import ImportReport, import_gallery
 from kinlens.indexer.live.backup import backup as write_backup
 from kinlens.indexer.live.backup import restore as restore_backup
-from kinlens.indexer.types import MILVUS, Dump, seconds_of
+from kinlens.indexer.types import MILVUS, GalleryExport, seconds_of
 
 app = typer.Typer()
 
@@ -211,7 +211,9 @@ def _of_a_folder(
     return given_settings(kind, memory_mb, target_recall, device)
 
 
-def _imported_into(address: str, dump: Dump, index: str, memory_mb: float | None) -> ImportReport:
+def _imported_into(
+    address: str, dump: GalleryExport, index: str, memory_mb: float | None
+) -> ImportReport:
     with (
         progress(dump.count, "Importing") as advance,
         contextlib.closing(

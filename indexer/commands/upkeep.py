@@ -24,7 +24,7 @@ from kinlens.indexer.commands.options import (
     given_settings,
 )
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.index.kinds import IndexKind
+from kinlens.indexer.index.index_types import IndexKind
 from kinlens.indexer.index.plan import IndexSettings, Plan, plan_index
 from kinlens.indexer.live.compaction import CompactReport
 from kinlens.indexer.types import MILVUS, VectorType

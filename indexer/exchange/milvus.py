@@ -97,7 +97,7 @@ from kinlens.indexer.types import (
     no_item,
     unobserved,
 )
-from kinlens.values import AttributeKind, AttributeValue, Scalar
+from kinlens.values import AttributeType, AttributeValue, Scalar
 
 _NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
 _SAMPLE = 10_000
@@ -665,7 +665,7 @@ def _unfinished(connection: Connection, facts: MilvusFacts) -> Collection | None
     return None
 
 
-def _attribute_facts(name: str, kind: AttributeKind, values: Sequence[Scalar]) -> AttributeFacts:
+def _attribute_facts(name: str, kind: AttributeType, values: Sequence[Scalar]) -> AttributeFacts:
     common = tuple(Counter(values).most_common(MAX_COUNTED_VALUES + 1))
     if kind != "number":
         return AttributeFacts(name, kind, common[:MAX_COUNTED_VALUES])

@@ -26,7 +26,7 @@ from kinlens.indexer.catalog.entries import checked_vectors, learn_types
 from kinlens.indexer.exchange.milvus_collection import Collection, Connection, batches, row_of
 from kinlens.indexer.exchange.milvus_index import HeldOut
 from kinlens.indexer.types import Entry, Progress
-from kinlens.values import AttributeKind, AttributeValue
+from kinlens.values import AttributeType, AttributeValue
 
 PART = 8_192
 _PARALLEL_FROM = 4 * PART  # below this number of items, processes take longer to start than to load
@@ -57,7 +57,7 @@ def load(
     processes: int,
     is_resumed: bool,
     on_progress: Progress,
-) -> tuple[int, dict[str, AttributeKind]]:
+) -> tuple[int, dict[str, AttributeType]]:
     """Insert all entries except the held-out ones into the collection `made`.
 
     Returns the number of entries and the types of attributes. `is_resumed` means that some rows may
@@ -95,7 +95,7 @@ class _Load:
     ) -> None:
         # Two inserts with one key would create two rows.
         self._method = "upsert" if is_resumed else "insert"
-        self.kinds: dict[str, AttributeKind] = {}
+        self.kinds: dict[str, AttributeType] = {}
         self._made, self._held_out, self._send = made, held_out, send
         self._in_flight, self._on_progress = in_flight, on_progress
         self._hashes: list[np.ndarray] = []

@@ -22,7 +22,7 @@ from kinlens.embedder.errors import (
     GalleryWriteError,
     SourceError,
 )
-from kinlens.indexer.types import Dump, Entry, Progress, VectorStore
+from kinlens.indexer.types import Entry, GalleryExport, Progress, VectorStore
 from kinlens.values import AttributeValue
 
 VECTOR = "vector"
@@ -91,7 +91,7 @@ def write_entries(out: Path, entries: Sequence[Entry], dim: int, facts: Mapping[
             writer.write_table(_table(entries, writer.schema))
 
 
-def read_dump(path: Path | str) -> Dump:
+def read_dump(path: Path | str) -> GalleryExport:
     """Open a file of `export_gallery`. Columns and facts are checked now, rows when they are read.
 
     Raises: SourceError; EngineUnavailableError without pyarrow.
@@ -101,7 +101,7 @@ def read_dump(path: Path | str) -> Dump:
         schema, count = file.schema_arrow, file.metadata.num_rows
         dim = _checked_dim(path, schema)
         facts = _facts(path, schema, dim)
-    return Dump(facts, dim, count, lambda: _entries(path))
+    return GalleryExport(facts, dim, count, lambda: _entries(path))
 
 
 def _pyarrow() -> Any:

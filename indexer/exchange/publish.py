@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from kinlens.embedder.bundle import sha256_of
-from kinlens.embedder.durable import FileFacts, crash_point, exclusive, hold, holder
+from kinlens.embedder.durable import FileFacts, crash_point, exclusive, holder, lock_folder
 from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryConflictError,
@@ -277,7 +277,7 @@ class _Publication:
                 state = view.state()
                 if state.segment is not None:
                     try:
-                        descriptor = hold(self._generation / SEGMENTS / state.segment)
+                        descriptor = lock_folder(self._generation / SEGMENTS / state.segment)
                     except FileNotFoundError:
                         continue  # a compaction has replaced it
                     stack.callback(os.close, descriptor)

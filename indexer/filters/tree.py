@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from kinlens.embedder.errors import FilterError
 from kinlens.indexer.attributes import Schema, check_name, checked_type, type_of
-from kinlens.values import AttributeKind, AttributeValue, Scalar
+from kinlens.values import AttributeType, AttributeValue, Scalar
 
 MAX_DEPTH = 64
 MAX_CONDITIONS = 1000
@@ -42,7 +42,7 @@ class _Condition:
 
     __slots__ = ()
     name: str
-    value_type: AttributeKind
+    value_type: AttributeType
 
     def check(self, schema: Schema) -> None:
         """Check name and type. Raises: FilterError if the attribute is unknown or differs."""
@@ -91,7 +91,7 @@ class Equals(_Condition):
     name: str
     value: Scalar
     # Part of equality, so that true and 1 are different filters.
-    value_type: AttributeKind = field(init=False, repr=False)
+    value_type: AttributeType = field(init=False, repr=False)
     size: ClassVar = _Size(1, 1, 1)
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class In(_Condition):
 
     name: str
     values: tuple[Scalar, ...]
-    value_type: AttributeKind = field(init=False, repr=False)
+    value_type: AttributeType = field(init=False, repr=False)
     size: _Size = field(init=False, repr=False, compare=False)
     _set: frozenset[Scalar] = field(init=False, repr=False, compare=False)
 
@@ -140,7 +140,7 @@ class Range(_Condition):
     above: Scalar | None = None
     at_most: Scalar | None = None
     below: Scalar | None = None
-    value_type: AttributeKind = field(init=False, repr=False)
+    value_type: AttributeType = field(init=False, repr=False)
     size: ClassVar = _Size(1, 1, 2)
 
     def __post_init__(self) -> None:
@@ -180,7 +180,7 @@ class StartsWith(_Condition):
 
     name: str
     start: str
-    value_type: AttributeKind = field(init=False, repr=False)
+    value_type: AttributeType = field(init=False, repr=False)
     size: ClassVar = _Size(1, 1, 1)
 
     def __post_init__(self) -> None:

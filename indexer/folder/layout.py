@@ -27,10 +27,10 @@ from pathlib import Path
 from kinlens.embedder.durable import (
     discard,
     exclusive,
-    hold,
     holder,
     in_use,
     is_stage,
+    lock_folder,
     make_folder,
     rename,
     shared,
@@ -228,7 +228,7 @@ class GalleryFolder:
         self._prune_others()
         sweep(self._versions)
         make_folder(draft.path, "draft")
-        descriptor = hold(draft.path)
+        descriptor = lock_folder(draft.path)
         try:
             yield draft
         finally:

@@ -14,7 +14,7 @@ from kinlens.embedder.machine import core_count
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, count_of, has_bits, packed_bits, positions_in
 from kinlens.indexer.index.gpu import LEAST_BYTES, MAX_K, GpuCopy, reason_of
-from kinlens.indexer.index.kinds import (
+from kinlens.indexer.index.index_types import (
     INDEX_TYPES,
     TUNED_AT,
     Effort,

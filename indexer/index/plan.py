@@ -1,7 +1,7 @@
 """Chooses the index of a gallery by number of vectors, dimension, memory and device.
 
 Nothing is built here. `auto` starts with the preferred index type and takes the first one that fits
-into memory, from larger to smaller ones (`kinlens.indexer.index.kinds`).
+into memory, from larger to smaller ones (`kinlens.indexer.index.index_types`).
 """
 
 import contextlib
@@ -14,7 +14,13 @@ from kinlens.embedder.errors import PlanError, ProviderError
 from kinlens.embedder.machine import core_count, free_memory_mb
 from kinlens.embedder.machine import memory_mb as machine_memory_mb
 from kinlens.indexer.index.gpu import RESERVE_MB, gpu_memory, why_no_gpu
-from kinlens.indexer.index.kinds import INDEX_TYPES, Device, IndexKind, IndexType, index_types_on
+from kinlens.indexer.index.index_types import (
+    INDEX_TYPES,
+    Device,
+    IndexKind,
+    IndexType,
+    index_types_on,
+)
 from kinlens.indexer.types import NUMBER_BYTES, VectorType
 
 _log = logging.getLogger(__name__)

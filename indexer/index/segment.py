@@ -32,10 +32,10 @@ from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, positi
 from kinlens.indexer.catalog.vectors import VECTORS, RowIds, VectorFile
 from kinlens.indexer.columns.columns import Column, Columns, write_columns
 from kinlens.indexer.index.faiss import SegmentIndex
-from kinlens.indexer.index.kinds import INDEX_TYPES, Effort, IndexKind, full
+from kinlens.indexer.index.index_types import INDEX_TYPES, Effort, IndexKind, full
 from kinlens.indexer.index.plan import IndexSettings, Plan
 from kinlens.indexer.index.tune import Measure, Tuned, least_effort, tune
-from kinlens.indexer.types import Ids, IndexPlace, Progress, StoredRows, find_sorted
+from kinlens.indexer.types import Ids, IndexLocation, Progress, StoredRows, find_sorted
 
 _log = logging.getLogger(__name__)
 
@@ -327,7 +327,7 @@ class Segment:
         return 0 if self.index.kind == "flat" else self.manifest.gone
 
     @property
-    def place(self) -> IndexPlace:
+    def location(self) -> IndexLocation:
         """The device that searches it, and its memory."""
         manifest, gpu = self.manifest, self.index.gpu
         index_type = INDEX_TYPES[manifest.kind]
@@ -335,8 +335,10 @@ class Segment:
         if gpu is None or not self.index.is_on_gpu:
             reason = None if gpu is None else gpu.reason
             memory_mb = index_type.memory_bytes(*size) / _MIB
-            return IndexPlace(index_type.name, "cpu", memory_mb, reason=reason)
-        return IndexPlace(index_type.name, "cuda", index_type.host_bytes(*size) / _MIB, gpu.gpu_mb)
+            return IndexLocation(index_type.name, "cpu", memory_mb, reason=reason)
+        return IndexLocation(
+            index_type.name, "cuda", index_type.host_bytes(*size) / _MIB, gpu.gpu_mb
+        )
 
     def positions_of(self, ids: Ids) -> Ids:
         """The position of each item (N,); -1 for items that are not in the segment."""

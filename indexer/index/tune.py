@@ -11,7 +11,7 @@ from kinlens.embedder.errors import RecallError
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits
 from kinlens.indexer.index.faiss import SegmentIndex
-from kinlens.indexer.index.kinds import INDEX_TYPES, TUNED_AT, Effort
+from kinlens.indexer.index.index_types import INDEX_TYPES, TUNED_AT, Effort
 from kinlens.indexer.types import SAME_SCORE, Ids, Scores
 
 _SCAN_QUERIES = 100

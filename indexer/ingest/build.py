@@ -36,7 +36,7 @@ from kinlens.indexer.index.plan import ITEM_DISK_BYTES, IndexSettings, Plan, pla
 from kinlens.indexer.ingest.add import Ingest, UnlistedItems
 from kinlens.indexer.ingest.embed import EmbedSettings, Failure, refuse_unreadable
 from kinlens.indexer.ingest.sources import Source, check_attributes
-from kinlens.indexer.types import Dump, Progress, VectorType, checked_name
+from kinlens.indexer.types import GalleryExport, Progress, VectorType, checked_name
 
 _CHUNK = 4096
 _SAME_VECTOR = {"fp32": 1e-6, "fp16": 2.0**-11}
@@ -136,7 +136,7 @@ class ImportReport(BaseModel, frozen=True):
 
 
 def import_gallery(
-    dump: Dump,
+    dump: GalleryExport,
     out: Path | str,
     name: str | None = None,
     settings: IndexSettings | None = None,
@@ -186,7 +186,7 @@ def import_gallery(
     return report.model_copy(update={"generation": generation})
 
 
-def _filled(gallery: Gallery, dump: Dump, on_progress: Progress | None) -> UnlistedItems:
+def _filled(gallery: Gallery, dump: GalleryExport, on_progress: Progress | None) -> UnlistedItems:
     unlisted, entries = UnlistedItems(gallery), dump.entries()
     same = _SAME_VECTOR[gallery.vector_type]
     while part := list(islice(entries, _CHUNK)):

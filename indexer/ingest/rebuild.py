@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Set
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -28,8 +29,8 @@ from kinlens.indexer.live.backup import backup
 from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.types import Ids, Item, Progress
 
-CatchUp = Callable[[Path], None]
-"""Applies the latest changes of a gallery to the copy in this folder, which will replace it."""
+OnCopy = Callable[[Path], None]
+"""Changes or checks the copy of a gallery, in this folder, before it replaces another gallery."""
 
 ReadImage = Callable[[Item | Record], bytes]
 """Reads the image of an item as it was indexed. Raises: GalleryError, ImageError, OSError."""
@@ -46,19 +47,19 @@ def adopt(
     source: Path | str,
     *,
     image_root: Path | str | None = None,
-    catch_up: CatchUp | None = None,
+    before_lock: OnCopy | None = None,
+    under_lock: OnCopy | None = None,
     on_progress: Progress | None = None,
 ) -> GalleryManifest:
     """Copy gallery `source` and publish the copy as the current generation of gallery `target`.
 
     The target keeps its name and, unless `image_root` is given, its image root. The source is not
-    changed. Both stay in use during the copy. `catch_up` can then apply the latest changes of the
-    target to the copy. It is called once while the target is in use, and once more while the target
-    is locked against changes. If the process is killed, either the old or the new generation is
-    current. Progress counts bytes.
+    changed. Both stay in use during the copy. `before_lock` then gets the copy while the target may
+    still change; `under_lock` gets it while the target is locked against changes. If the process is
+    killed, either the old or the new generation is current. Progress counts bytes.
 
     Raises: GalleryNotFoundError, GalleryCorruptError; GalleryBusyError if a build runs or has
-        replaced the target during the copy; GalleryWriteError; the errors of `catch_up`.
+        replaced the target during the copy; GalleryWriteError; the errors of the two calls.
     """
     folder = GalleryFolder(target)
     with contextlib.ExitStack() as stack:
@@ -75,13 +76,13 @@ def adopt(
             update={"name": current.name, "source_root": root}
         )
         write_manifest(made, manifest)
-        if catch_up is not None:
-            catch_up(copy)
+        if before_lock is not None:
+            before_lock(copy)
         sync_tree(made, "adopt")
         with folder.locked():
             _refuse_other(folder, current)
-            if catch_up is not None:
-                catch_up(copy)
+            if under_lock is not None:
+                under_lock(copy)
             folder.publish(made, manifest.generation)
     return manifest
 
@@ -308,19 +309,25 @@ def swap_in(
     Raises: SourceError if too many images are missing; GalleryBusyError if changes arrive faster
         than they are replicated, or a build runs; the errors of `adopt`.
     """
-    calls = 0
 
-    def catch_up(copy: Path) -> None:
-        nonlocal calls
-        calls += 1
+    def replicate(copy: Path, rounds: int) -> None:
         with contextlib.closing(Gallery.open(copy, load_index=False)) as made:
-            _catch_up(follower, made, rounds=_ROUNDS if calls == 1 else 1)
+            _catch_up(follower, made, rounds)
             check_missing(missing_since(follower, known_missing), follower.found, max_missing)
-        if calls > 1 and before_publish is not None:
+
+    def finish(copy: Path) -> None:
+        replicate(copy, 1)
+        if before_publish is not None:
             before_publish()
 
     try:
-        return adopt(follower.path, candidate, catch_up=catch_up, on_progress=on_progress)
+        return adopt(
+            follower.path,
+            candidate,
+            before_lock=partial(replicate, rounds=_ROUNDS),
+            under_lock=finish,
+            on_progress=on_progress,
+        )
     finally:
         follower.restart()  # its changes went to the copy, not to the candidate
 

@@ -26,7 +26,7 @@ from kinlens.indexer.exchange.parquet import read_dump, write_entries
 from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.embed import Failure
 from kinlens.indexer.ingest.sources import Record, walk
-from kinlens.indexer.types import Dump, Entry
+from kinlens.indexer.types import Entry, GalleryExport
 
 MANIFEST = "manifest.json"
 _LIST, _PARTS = "list", "parts"
@@ -138,7 +138,7 @@ class VectorShards:
             data = self._files.read(f"{_PARTS}/{shard:06}.json")
             yield from map(Failure.model_validate, json.loads(data))
 
-    def dump(self, name: str) -> Dump:
+    def dump(self, name: str) -> GalleryExport:
         """The vectors of all shards, for a gallery named `name`.
 
         Raises: SourceError if shards are missing or no image could be used.
@@ -158,7 +158,7 @@ class VectorShards:
             "source": manifest.source,
             "source_root": manifest.source_root,
         }
-        return Dump(facts, manifest.dim, manifest.images - omitted, self._entries)
+        return GalleryExport(facts, manifest.dim, manifest.images - omitted, self._entries)
 
     def _entries(self) -> Iterator[Entry]:
         with tempfile.TemporaryDirectory() as folder:

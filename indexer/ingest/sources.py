@@ -19,9 +19,9 @@ from kinlens.embedder.formats import SUFFIXES
 from kinlens.indexer.attributes import Schema, is_printable
 from kinlens.indexer.catalog.entries import MAX_KEY, is_key, learn_types
 from kinlens.indexer.images import printable, read_image
-from kinlens.values import AttributeKind, AttributeValue, Scalar, date_text
+from kinlens.values import AttributeType, AttributeValue, Scalar, date_text
 
-KINDS: tuple[AttributeKind, ...] = get_args(AttributeKind)
+KINDS: tuple[AttributeType, ...] = get_args(AttributeType)
 """The attribute types, as written after the colon of a typed name."""
 
 DATE = "date"
@@ -78,7 +78,7 @@ def parse_values(text: str, kind: str) -> AttributeValue:
 class Typed(NamedTuple):
     """The type of a column (None if it is not given), and whether a cell has several values."""
 
-    kind: AttributeKind | None
+    kind: AttributeType | None
     is_list: bool = False
     is_date: bool = False
 

@@ -25,7 +25,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from kinlens.embedder.durable import hold, make_folder, rename, staged, sync_tree
+from kinlens.embedder.durable import lock_folder, make_folder, rename, staged, sync_tree
 from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
@@ -177,7 +177,7 @@ def _copy(
 ) -> State:
     """Copy one state of the generation `source` into the folder `target`, under this manifest."""
     with contextlib.ExitStack() as cleanup:
-        cleanup.callback(os.close, hold(source))
+        cleanup.callback(os.close, lock_folder(source))
         write_manifest(target, manifest)
         read_report(source)
         shutil.copyfile(source / BUILD_REPORT, target / BUILD_REPORT)
@@ -209,7 +209,7 @@ def _copy_state(source: Path, target: Path, on_progress: Progress) -> State:
             state = view.state()
             if state.segment is not None:
                 try:  # lock the segment first: a compaction may run while the rest is copied
-                    cleanup.callback(os.close, hold(source / SEGMENTS / state.segment))
+                    cleanup.callback(os.close, lock_folder(source / SEGMENTS / state.segment))
                 except FileNotFoundError:
                     continue
             _copy_catalog(view, target, on_progress)
@@ -246,7 +246,7 @@ def _copy_catalog(view: CatalogView, target: Path, on_progress: Progress) -> Non
 def _is_copied(source: Path, target: Path, on_progress: Progress) -> bool:
     """Copy a segment. False if a compaction removed it in the meantime."""
     try:
-        descriptor = hold(source)
+        descriptor = lock_folder(source)
     except FileNotFoundError:
         return False
     try:

@@ -38,7 +38,7 @@ from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
 from kinlens.indexer.columns.columns import COLUMN_BYTES, Columns, ColumnsBuilder
 from kinlens.indexer.folder.layout import disk_errors_explained
-from kinlens.indexer.index.kinds import INDEX_TYPES
+from kinlens.indexer.index.index_types import INDEX_TYPES
 from kinlens.indexer.index.plan import IndexSettings, Plan, plans_for
 from kinlens.indexer.index.segment import (
     COLUMNS,

@@ -13,7 +13,7 @@ import numpy as np
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.indexer.live.attributes import Selected, Spread, StateAttributes
 from kinlens.indexer.types import MAX_COUNTED_VALUES, MAX_FACETS, AttributeFacts, Facet
-from kinlens.values import AttributeKind
+from kinlens.values import AttributeType
 
 MAX_BINS = 20
 """Maximum bins of a histogram. Up to this number of distinct values each value is counted."""
@@ -32,7 +32,7 @@ def checked_names(names: Sequence[str]) -> list[str]:
     return different
 
 
-def facet_of(spread: Spread, type_: AttributeKind) -> Facet:
+def facet_of(spread: Spread, type_: AttributeType) -> Facet:
     """The facet of an attribute of this type."""
     if type_ == "number" and spread.different > MAX_BINS:
         return Facet(None, _histogram(spread), missing=spread.missing)
@@ -44,7 +44,7 @@ def facet_of(spread: Spread, type_: AttributeKind) -> Facet:
 
 
 def facts_of(
-    name: str, type_: AttributeKind, attributes: StateAttributes, selected: Selected
+    name: str, type_: AttributeType, attributes: StateAttributes, selected: Selected
 ) -> AttributeFacts:
     """The value statistics of an attribute of this type over the selected items."""
     if attributes.is_nearly_unique(name):

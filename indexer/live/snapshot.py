@@ -20,7 +20,7 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.embedder.durable import hold
+from kinlens.embedder.durable import lock_folder
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.types import Embeddings
@@ -28,7 +28,7 @@ from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, put_bi
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.read import Attributes, Base, CatalogView, State
 from kinlens.indexer.index.faiss import range_search
-from kinlens.indexer.index.kinds import Effort
+from kinlens.indexer.index.index_types import Effort
 from kinlens.indexer.index.segment import COPY_S, Segment
 from kinlens.indexer.live.compaction import SEGMENTS, collect
 from kinlens.indexer.types import Ids, Scores, find_sorted
@@ -691,7 +691,7 @@ def open_segment(
 
     Raises: FileNotFoundError if the segment has been removed; GalleryCorruptError.
     """
-    descriptor = hold(folder)
+    descriptor = lock_folder(folder)
     try:
         segment = Segment.open(folder, verify_hashes=verify_hashes, device=device)
     except BaseException as error:

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 
 from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError
 from kinlens.embedder.machine import free_memory_mb
-from kinlens.models import IndexPlace, Live, Ready, Startup
+from kinlens.models import IndexLocation, Live, Ready, Startup
 from kinlens.service.access.binding import of_caller
 from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
@@ -50,7 +50,7 @@ async def ready(
         precision_reason=runtime.embedder.precision_reason,
         bundle_id=runtime.registry.model.bundle_id,
         galleries=readiness.versions,
-        indexes={name: IndexPlace(**asdict(index)) for name, index in readiness.indexes.items()},
+        indexes={name: IndexLocation(**asdict(index)) for name, index in readiness.indexes.items()},
         free_memory_mb=round(free_memory_mb()),
         free_gpu_memory_mb=readiness.free_gpu_memory_mb,
         queue_depth=runtime.search_threads.waiting,

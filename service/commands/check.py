@@ -146,7 +146,7 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
 
 
 def _index_text(gallery: Gallery) -> str:
-    index = gallery.index_place() if isinstance(gallery, IndexedGallery) else None
+    index = gallery.index_location() if isinstance(gallery, IndexedGallery) else None
     return "" if index is None else f"; index {index.kind}, {index.memory_mb:,.0f} MB of memory"
 
 

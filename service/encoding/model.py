@@ -172,7 +172,7 @@ class Encoder:
             """Embed with all cores if no other call needs one."""
             # Not a method of this class: the reference cycle would keep the session alive.
             use_all_cores = search_threads.is_uncontended
-            return (embedder.embed_alone if use_all_cores else embedder.embed)(images)
+            return (embedder.embed_single if use_all_cores else embedder.embed)(images)
 
         self._batcher = Batcher(embed, batch_size, at_once, on_batch)
 
@@ -217,7 +217,7 @@ class Encoder:
         workers = self._workers
         if workers is None or not workers.is_ready:
             return None
-        if workers.gains_alone and self._search_threads.is_uncontended:
+        if workers.gains_from_single and self._search_threads.is_uncontended:
             return None
         vectors, decode_ms, started = [], 0.0, time.perf_counter()
         with span("embed"):

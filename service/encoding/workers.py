@@ -33,7 +33,7 @@ _LONGEST_PAUSE_S = 600.0
 class Workers:
     """The workers of one CPU model. Thread safe.
 
-    `gains_alone`: on an idle service, embedding one image in the service is faster.
+    `gains_from_single`: on an idle service, embedding one image in the service is faster.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Workers:
         """A worker may allocate `memory_mb`, and decode an image for `timeout_s`. Up to `count`
         idle workers are kept.
         """
-        self.gains_alone = embedder.gains_alone
+        self.gains_from_single = embedder.gains_from_single
         self._embedder = embedder
         self._server = ForkServer(embedder.bundle, embedder.mode, memory_mb, timeout_s)
         self._make = partial(ProcessDecoder, memory_mb, timeout_s, self._server.fork)

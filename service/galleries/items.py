@@ -35,7 +35,7 @@ from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import Registry, Served
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.galleries.view import GalleryView
-from kinlens.values import AttributeKind, AttributeValue
+from kinlens.values import AttributeType, AttributeValue
 
 T = TypeVar("T")
 Status = Literal["added", "replaced", "updated", "unchanged", "failed"]
@@ -272,7 +272,7 @@ def _drafts(gallery: Gallery, items: Sequence[NewItem]) -> list[_Draft]:
     return drafts
 
 
-def _check_item(item: NewItem, seen: Collection[str], kinds: dict[str, AttributeKind]) -> None:
+def _check_item(item: NewItem, seen: Collection[str], kinds: dict[str, AttributeType]) -> None:
     """Check key and attributes against `kinds`, and add new attributes to `kinds`.
 
     Raises: InvalidParameterError naming the key, or the attribute, and the limit.

@@ -256,7 +256,7 @@ class Bundles:
             settings.allow_cpu_fallback,
             settings.precision,
             settings.gpu_memory_mb,
-            settings.alone_threads(),
+            settings.single_threads(),
             settings.engine,
             settings.search_threads,
         )

@@ -27,7 +27,7 @@ from kinlens.embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from kinlens.indexer.gallery import current_generation, pictures_folder, stored_contents
+from kinlens.indexer.gallery import current_generation, stored_contents, uploads_folder
 from kinlens.service.concurrency import DaemonThreads
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class UploadFolder:
 
     def __init__(self, gallery: Path) -> None:
         self._gallery = gallery
-        self.root = pictures_folder(gallery)
+        self.root = uploads_folder(gallery)
 
     def has(self, sha256: str) -> bool:
         """Whether a file with this content is stored."""

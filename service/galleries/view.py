@@ -47,9 +47,9 @@ from kinlens.indexer.types import (
     no_item,
     no_key,
 )
-from kinlens.values import AttributeKind, AttributeValue
+from kinlens.values import AttributeType, AttributeValue
 
-Schema = Mapping[str, AttributeKind]
+Schema = Mapping[str, AttributeType]
 
 
 class GalleryView:

@@ -194,23 +194,13 @@ def _swap_gallery(context: Context, other: Path) -> None:
             swapped=False,
         )
     own, others = UploadFolder(plan.gallery), UploadFolder(other)
-    is_imported = False
-
-    def catch_up(_: Path) -> None:
-        """Called by `adopt` after the copy, and once more under the lock before it publishes."""
-        nonlocal is_imported
-        if is_imported:
-            context.commit()
-        else:
-            own.import_from(others.root)
-            is_imported = True
-
     with own.copying_from(others):
         manifest = adopt(
             plan.gallery,
             other,
             image_root="" if root == Path() else root,
-            catch_up=catch_up,
+            before_lock=lambda _: own.import_from(others.root),
+            under_lock=lambda _: context.commit(),
             on_progress=context.progress("publish", 0.0, 0.99, copy_bytes(other)),
         )
     own.sweep()

@@ -113,10 +113,10 @@ def test_openvino_gives_the_vectors_of_the_model_to_several_threads_at_once(
 def test_more_threads_for_a_single_caller_give_the_same_vectors_with_openvino(
     tiny_bundle: Bundle,
 ) -> None:
-    settings = SessionSettings(engine="openvino", alone_threads=2)
+    settings = SessionSettings(engine="openvino", single_threads=2)
     embedder = OnnxEmbedder.open(tiny_bundle, settings)
     images = images_of(3)
-    np.testing.assert_allclose(embedder.embed_alone(images), embedder.embed(images), atol=1e-6)
+    np.testing.assert_allclose(embedder.embed_single(images), embedder.embed(images), atol=1e-6)
 
 
 @needs_openvino

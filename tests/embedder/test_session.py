@@ -68,9 +68,9 @@ def test_a_batch_of_more_than_one_run_takes_equals_singles(embedder: OnnxEmbedde
 
 
 def test_more_threads_for_a_single_caller_give_the_same_vectors(tiny_bundle: Bundle) -> None:
-    embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings(alone_threads=2))
+    embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings(single_threads=2))
     images = tiny_bundle.golden_inputs()
-    assert np.abs(embedder.embed_alone(images) - embedder.embed(images)).max() <= 1e-6
+    assert np.abs(embedder.embed_single(images) - embedder.embed(images)).max() <= 1e-6
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 9])

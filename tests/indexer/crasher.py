@@ -28,7 +28,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.ingest.rebuild import adopt
 from kinlens.indexer.live.backup import backup, restore
-from kinlens.indexer.types import Dump, Entry, SearchOptions
+from kinlens.indexer.types import Entry, GalleryExport, SearchOptions
 from kinlens.values import AttributeValue
 
 DIM = 8
@@ -151,7 +151,7 @@ def build(path: Path, keys: int) -> None:
     """Publish a generation with that number of items."""
     entries = [entry(f"new-{n}", f"new content {n}", n) for n in range(keys)]
     facts = {"name": "g", "bundle_id": BUNDLE}
-    import_gallery(Dump(facts, DIM, keys, lambda: iter(entries)), path)
+    import_gallery(GalleryExport(facts, DIM, keys, lambda: iter(entries)), path)
 
 
 def rebuild(place: Path) -> None:

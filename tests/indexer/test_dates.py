@@ -12,7 +12,7 @@ from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.ingest.sources import parse_value, parse_values, split_kind
-from kinlens.indexer.types import Dump, Entry, SortBy
+from kinlens.indexer.types import Entry, GalleryExport, SortBy
 from kinlens.values import date_text
 from tests.indexer.oracle import units
 
@@ -62,7 +62,7 @@ def test_dates_are_filtered_and_sorted_from_python_and_parquet(tmp_path: Path) -
     ]
     facts = {"name": "shop", "bundle_id": "b" * 64}
     path = tmp_path / "shop"
-    import_gallery(Dump(facts, entries[0].vector.shape[0], 5, lambda: iter(entries)), path)
+    import_gallery(GalleryExport(facts, entries[0].vector.shape[0], 5, lambda: iter(entries)), path)
     with closing(Gallery.open(path)) as gallery:
         page = gallery.page(0, 9, parse_filter('"2026-11-24T12" <= added < "2026-11-25T10:30:00Z"'))
         assert [item.key for item in page.items] == ["k1", "k2"]

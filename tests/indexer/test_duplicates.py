@@ -24,7 +24,7 @@ from kinlens.indexer.checks.duplicates import (
 )
 from kinlens.indexer.filters.tree import Not, Range
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.index.kinds import IndexKind
+from kinlens.indexer.index.index_types import IndexKind
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.types import Grouping, SearchOptions
 from tests.indexer.conftest import Run, failure, printed

@@ -192,7 +192,7 @@ def recall_of(gallery: Gallery) -> float:
 
 def test_a_gallery_of_a_gpu_is_changed_compacted_and_served_there(gallery: Gallery) -> None:
     with closing(gallery):
-        place = gallery.index_place()
+        place = gallery.index_location()
         assert place is not None
         assert (place.device, place.reason) == ("cuda", None)
         assert place.gpu_memory_mb > 0
@@ -204,7 +204,7 @@ def test_a_gallery_of_a_gpu_is_changed_compacted_and_served_there(gallery: Galle
         assert report.manifest is not None
         assert (report.manifest.kind, report.manifest.settings.device) == (place.kind, "cuda")
         until(lambda: seq_of(gallery) == report.manifest.seq)
-        now = gallery.index_place()
+        now = gallery.index_location()
         assert now is not None
         assert now.device == "cuda"
         assert recall_of(gallery) >= TARGET
@@ -215,13 +215,13 @@ def test_a_gallery_of_a_gpu_is_changed_compacted_and_served_there(gallery: Galle
 def test_the_same_gallery_is_served_and_compacted_without_a_gpu_and_goes_back_to_one(
     gallery: Gallery, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kind, path = gallery.index_place(), gallery.path
+    kind, path = gallery.index_location(), gallery.path
     gallery.close()
     assert kind is not None
     with monkeypatch.context() as without:
         without.setattr(gpu, "failed_trial", lambda: "the driver is missing")
         with closing(Gallery.open(path, device="cuda")) as served:
-            place = served.index_place()
+            place = served.index_location()
             assert place is not None
             assert place.device == "cpu"
             assert "the driver is missing" in str(place.reason)

@@ -23,7 +23,7 @@ from kinlens.indexer.index import faiss as engine
 from kinlens.indexer.index import segment as segments
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.index.segment import SegmentManifest
-from kinlens.indexer.types import Dump, Entry, Ids, Scores
+from kinlens.indexer.types import Entry, GalleryExport, Ids, Scores
 from tests.indexer.oracle import bitmap, clumped, units
 from tests.support.seams import (
     Effort,
@@ -323,7 +323,7 @@ def test_lists_that_are_found_through_a_graph_answer_as_well(
     vectors: Embeddings,
     queries: Embeddings,
 ) -> None:
-    monkeypatch.setattr("kinlens.indexer.index.kinds.COARSE_HNSW_FROM", 16)
+    monkeypatch.setattr("kinlens.indexer.index.index_types.COARSE_HNSW_FROM", 16)
     built("ivf-pq", vectors).save(tmp_path / "index")
     opened = SegmentIndex.open("ivf-pq", vectors, tmp_path / "index")
     codes = faiss.read_index(str(tmp_path / "index"))
@@ -338,7 +338,7 @@ TORCH_HAS_CHANGED_FAISS = """
 import faiss.contrib.torch_utils
 import numpy as np
 from kinlens.indexer.index.faiss import SegmentIndex
-from kinlens.indexer.index.kinds import Effort
+from kinlens.indexer.index.index_types import Effort
 from kinlens.indexer.index.plan import IndexSettings, plan_index
 vectors = np.random.default_rng(0).standard_normal((2000, 16)).astype(np.float32)
 vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -462,7 +462,7 @@ def test_a_missed_target_is_refused_with_what_was_reached(
     ):
         tune(index, units(20), 0.95)  # type: ignore[arg-type]
     assert max(effort.value for effort in index.asked) == 4096
-    monkeypatch.setattr("kinlens.indexer.index.kinds.IvfPq.k_factors", (1,))
+    monkeypatch.setattr("kinlens.indexer.index.index_types.IvfPq.k_factors", (1,))
     with pytest.raises(RecallError, match=r"ivf-pq has a recall of 0\.\d{4}.*--index"):
         written(
             tmp_path / "segments" / "s",
@@ -550,9 +550,9 @@ def test_an_index_below_its_target_takes_the_place_of_no_gallery(
     """Neither a new one in its folder nor its own compaction: recall is measured before."""
     path, facts = tmp_path / "shop", {"name": "shop", "bundle_id": "b" * 64}
     entries = [Entry(f"k{n}", row, f"{n:064x}") for n, row in enumerate(units(N, dim=DIM))]
-    dump = Dump(facts, DIM, N, lambda: iter(entries))
+    dump = GalleryExport(facts, DIM, N, lambda: iter(entries))
     coarse = IndexSettings(kind="ivf-pq", target_recall=0.98)
-    monkeypatch.setattr("kinlens.indexer.index.kinds.IvfPq.k_factors", (1,))
+    monkeypatch.setattr("kinlens.indexer.index.index_types.IvfPq.k_factors", (1,))
     with pytest.raises(RecallError):
         import_gallery(dump, path, settings=coarse)
     assert not (path / "CURRENT").exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kinlens.embedder.durable import hold, in_use
+from kinlens.embedder.durable import in_use, lock_folder
 from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
@@ -228,7 +228,7 @@ def test_who_holds_a_folder_holds_it_while_others_ask_for_it(tmp_path: Path) -> 
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask)
         for _ in range(1000):
-            descriptor = hold(tmp_path)
+            descriptor = lock_folder(tmp_path)
             assert in_use(tmp_path)
             os.close(descriptor)
         done.set()

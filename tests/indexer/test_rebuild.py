@@ -139,7 +139,7 @@ def test_nobody_changes_the_target_while_the_last_changes_are_repeated(
         except GalleryBusyError:
             refused.append(True)
 
-    adopt(target, other, catch_up=change)
+    adopt(target, other, before_lock=change, under_lock=change)
     assert refused == [False, True]
     assert content(target) == content(other)
     with pytest.raises(GalleryBusyError, match="replaced"):

@@ -13,7 +13,7 @@ from kinlens.indexer.gallery import Gallery, current_generation
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.rebuild import Follower, rebuild, swap_in
 from kinlens.indexer.ingest.sources import csv_source, folder_source
-from kinlens.indexer.types import Dump, Entry
+from kinlens.indexer.types import Entry, GalleryExport
 from tests.indexer.conftest import CountingEmbedder, faults, query
 from tests.indexer.oracle import units
 from tests.indexer.test_rebuild import NEW, Photos, content
@@ -38,9 +38,9 @@ def stops_at(point: str, time: int) -> Callable[[str], None]:
     return hook
 
 
-def dump(entries: Sequence[Entry]) -> Dump:
+def dump(entries: Sequence[Entry]) -> GalleryExport:
     facts = {"name": "shop", "bundle_id": "b" * 64}
-    return Dump(facts, 8, len(entries), lambda: iter(entries))
+    return GalleryExport(facts, 8, len(entries), lambda: iter(entries))
 
 
 def test_an_import_takes_no_vector_of_another_that_was_stopped(tmp_path: Path) -> None:

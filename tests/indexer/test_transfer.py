@@ -27,7 +27,7 @@ from kinlens.indexer.exchange import parquet as transfer
 from kinlens.indexer.exchange.parquet import export_gallery, read_dump
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Dump, Entry, Item, SearchOptions, VectorStore
+from kinlens.indexer.types import Entry, GalleryExport, Item, SearchOptions, VectorStore
 from tests.indexer import oracle
 from tests.indexer.conftest import small_files, truncated
 from tests.indexer.crasher import forks
@@ -354,8 +354,10 @@ def varied(count: int) -> list[Entry]:
     return entries
 
 
-def dump(entries: Sequence[Entry]) -> Dump:
-    return Dump({"name": "shop", "bundle_id": "b" * 64}, DIM, len(entries), lambda: iter(entries))
+def dump(entries: Sequence[Entry]) -> GalleryExport:
+    return GalleryExport(
+        {"name": "shop", "bundle_id": "b" * 64}, DIM, len(entries), lambda: iter(entries)
+    )
 
 
 def by_key(store: VectorStore) -> dict[str, tuple[Any, ...]]:

@@ -19,7 +19,7 @@ from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import GalleryManifest
 from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.gpu import GpuThread
-from kinlens.indexer.index.kinds import Effort
+from kinlens.indexer.index.index_types import Effort
 from kinlens.indexer.index.plan import plan_index, plans_for
 from kinlens.indexer.index.segment import Rows, Segment, write_segment
 from kinlens.indexer.index.tune import recall_at, tune
@@ -27,7 +27,7 @@ from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.rebuild import adopt
 from kinlens.indexer.live.backup import backup
-from kinlens.indexer.types import Dump, Entry
+from kinlens.indexer.types import Entry, GalleryExport
 from kinlens.service.access.audit import AuditLog, Change
 from kinlens.service.access.keys import FreshKeys, KeyStore, Limits, open_keys
 from kinlens.service.access.rates import (
@@ -74,5 +74,5 @@ from kinlens.service.search.query import (
 def publish_generation(path: Path, manifest: GalleryManifest, entries: Sequence[Entry]) -> str:
     """A new generation of these entries in the folder of a gallery; its name."""
     facts = manifest.model_dump(include={"name", "bundle_id", "source", "source_root"})
-    dump = Dump(facts, manifest.dim, len(entries), lambda: iter(entries))
+    dump = GalleryExport(facts, manifest.dim, len(entries), lambda: iter(entries))
     return import_gallery(dump, path).generation

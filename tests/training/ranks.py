@@ -75,7 +75,7 @@ def gradients(job: Job) -> dict[str, Tensor]:
     run.net.double()
     run.objective.double()
     run.net.train()
-    model = run.warm_up(False)
+    model = run.begin_epoch(trunk_frozen=False)
     images = torch.randint(0, 256, (BATCH, 3, SIZE, SIZE), dtype=torch.uint8)
     labels = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])
     mine = slice(rank() * BATCH // world(), (rank() + 1) * BATCH // world())

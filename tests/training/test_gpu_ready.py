@@ -78,7 +78,7 @@ def job(loss: dict[str, Any], regularizers: dict[str, Any], **optimizer: Any) ->
 def reads_of_a_step(settings: Job) -> list[str]:
     run = create_run(settings, CLASSES)
     run.net.train()
-    model = run.warm_up(False)
+    model = run.begin_epoch(trunk_frozen=False)
     images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
     labels = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])
     train_step(run, model, images, labels, 10)

@@ -122,7 +122,7 @@ def test_measuring_changes_nothing_in_a_step(tmp_path: Path) -> None:
         run = create_run(job, 3)
         run.objective.shares.is_due = lambda every=every: every == 1  # type: ignore[method-assign]
         images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
-        terms = run.warm_up(False).train()(images, torch.arange(6) % 3)
+        terms = run.begin_epoch(trunk_frozen=False).train()(images, torch.arange(6) % 3)
         terms.total.backward()
         states.append([p.grad for p in run.net.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))

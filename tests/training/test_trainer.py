@@ -267,7 +267,7 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_moves_nothing(
     else:
         run.net.projection.weight.register_hook(lambda gradient: gradient * torch.nan)
     images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
-    parts = train_step(run, run.warm_up(False), images, torch.arange(6) % 3, 10)
+    parts = train_step(run, run.begin_epoch(trunk_frozen=False), images, torch.arange(6) % 3, 10)
     assert not parts[part].isfinite()
     assert parts["total"].isfinite() == (part != "total")
     assert all(torch.equal(before[n], p) for n, p in run.net.named_parameters())

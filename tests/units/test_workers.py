@@ -37,7 +37,7 @@ ALL = ("landlock", "seccomp")
 @contextlib.contextmanager
 def running(bundle: Bundle, mode: Mode = FP32, **limits: Any) -> Iterator[Any]:
     """Workers that are ready, or reported why not."""
-    settings = SessionSettings(precision=mode.precision, engine=mode.engine, alone_threads=2)
+    settings = SessionSettings(precision=mode.precision, engine=mode.engine, single_threads=2)
     embedder = OnnxEmbedder.open(bundle, settings)
     workers = Workers(embedder, **{"memory_mb": 1024, "timeout_s": 30.0, "count": 4} | limits)
     image = embedder.known_images()[0]

@@ -312,7 +312,7 @@ def test_two_models_are_served_side_by_side_and_checked_by_name(
             assert answer["hits"][0]["score"] > 0.999
     served = shop.service.runtime.registry.model.embedder  # that of the first gallery
     embed = served.embed
-    for call in ("embed", "embed_alone"):
+    for call in ("embed", "embed_single"):
         monkeypatch.setattr(served, call, lambda images: -embed(images))
     until(lambda: client.get("/ready").status_code == 503)
     checks = client.get("/ready").json()["checks"]

@@ -18,7 +18,7 @@ class Watched(GatedEmbedder):
         self.alone.append(False)
         return super().embed(images)
 
-    def embed_alone(self, images: Images) -> Embeddings:
+    def embed_single(self, images: Images) -> Embeddings:
         self.alone.append(True)
         return super().embed(images)
 

@@ -38,7 +38,7 @@ import torch
 from harness import heading, options, row, shared_folder, skip
 from numpy.typing import NDArray
 from PIL import Image
-from regularizers import begin, cars_job
+from regularizers import LOSSES, begin, cars_job
 from scipy import stats
 from torch import Tensor
 from torch.nn import functional as F
@@ -57,24 +57,6 @@ from kinlens.training.trainer import train_step
 HEIGHT, WIDTH = 176, 288
 """Size of a decoded image, whatever its shape: boxes of views are relative."""
 
-PAIRS: dict[str, Any] = {"sampling": {"per_class": 5}, "start": {"proxies": "random"}}
-LOSSES: dict[str, dict[str, Any]] = {
-    "triplet": {"loss": {"name": "triplet", "margin": 0.05}, **PAIRS},
-    "proxy_anchor": {"loss": {"name": "proxy_anchor"}},
-    "softmax": {
-        "loss": {"name": "arcface", "margin_degrees": 0.0, "scale": 20.0},
-        "optimizer": {"lr_proxies": 1e-3},
-    },
-    "n_pair": {
-        "loss": {"name": "n_pair"},
-        "sampling": {"per_class": 2},
-        "start": {"proxies": "random"},
-        "optimizer": {"batch_size": 88},
-    },
-    "binomial_deviance": {"loss": {"name": "binomial_deviance"}, **PAIRS},
-    "margin": {"loss": {"name": "margin"}, **PAIRS, "optimizer": {"lr_proxies": 5e-5}},
-    "multi_similarity": {"loss": {"name": "multi_similarity"}, **PAIRS},
-}
 REGULARIZERS: dict[str, dict[str, Any]] = {
     "determinant": {"activation": "none"},
     "skewed_mean": {"hinge": True, "delta": 0.45, "gamma": 10.0},

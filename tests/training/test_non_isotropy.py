@@ -143,3 +143,25 @@ def test_an_empty_batch_gives_zero(exponentiate: bool) -> None:
     value = regularizer(exponentiate)(torch.zeros(0, DIM), torch.zeros(0, DIM))
     value.backward()
     assert float(value.detach()) == 0.0
+
+
+def test_noise_gives_the_likelihood_an_upper_bound() -> None:
+    """Without noise the flow makes the embeddings of one class as likely as it wants."""
+    dim, noise, found = 4, 0.1, {}
+    embeddings, centres = batch(256, dim)
+    for sigma in (0.0, noise):
+        torch.manual_seed(0)
+        settings = NonIsotropy(exponentiate=False, noise=sigma, blocks=2, hidden=16, layers=3)
+        nir = NonIsotropyRegularizer(settings, dim)
+        optimizer = torch.optim.Adam(nir.parameters(), lr=1e-2)
+        values = []
+        for _ in range(300):
+            optimizer.zero_grad()
+            value = nir(embeddings[:1].expand(256, -1), centres[:1].expand(256, -1))
+            value.backward()
+            optimizer.step()
+            values.append(value.detach())
+        found[sigma] = float(torch.stack(values[-20:]).mean())
+    bound = dim * (0.5 + math.log(noise))
+    assert found[0.0] < bound - 1, "the flow passes the bound when there is no noise"
+    assert bound - 0.3 <= found[noise] <= bound + 1

@@ -246,6 +246,7 @@ class NonIsotropy(Section):
     weight: float = Field(1.0, gt=0)
     loss_weight: float = Field(1.0, gt=0)
     exponentiate: bool = True
+    noise: float = Field(0.0, ge=0, le=1)
     fit_epochs: int = Field(0, ge=0)
     blocks: int = Field(5, ge=1)
     hidden: int = Field(128, ge=1)

@@ -25,6 +25,11 @@ class NonIsotropyRegularizer(nn.Module):
     exp(NLL_i): the least likely samples dominate, and the gradient vanishes once the flow fits. The
     gradient reaches flow, embeddings and proxies; the flow is not needed after training.
 
+    Unit embeddings lie on a sphere, which has no volume, so the likelihood has no upper bound: a
+    flow that stretches space along the radius raises it without end. With `noise` = s > 0, Gaussian
+    noise of that standard deviation is added to the embeddings in training (dequantization). The
+    expected NLL is then at least D (1/2 + log s). The paper has no noise (s = 0).
+
     While `fitting` is set, embeddings and centres enter detached. The gradient of an unfitted flow
     is hundreds of times that of the loss. The authors detach nothing. The paper prints the plain
     NLL (`exponentiate = False`), their code uses the exponential.
@@ -48,6 +53,8 @@ class NonIsotropyRegularizer(nn.Module):
         """
         if self.fitting:
             embeddings, centres_of_samples = embeddings.detach(), centres_of_samples.detach()
+        if self.training and self.settings.noise:
+            embeddings = embeddings + self.settings.noise * torch.randn_like(embeddings)
         nll = self.negative_log_likelihood(embeddings, centres_of_samples)  # (B,)
         if self.settings.exponentiate:
             nll = bounded_exp(nll)

@@ -68,6 +68,9 @@ class Install:
 def test_the_wheel_holds_one_package_without_links(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        [about] = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+    assert "](https://github.com/kinlens/kinlens/blob/main/docs/tutorial.md" in about
+    assert "](docs/" not in about, "registries show the README without the other files"
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"kinlens"}
     for part in ("", "embedder/", "indexer/", "service/", "training/"):
         assert {f"kinlens/{part}py.typed", f"kinlens/{part}__init__.py"} <= names

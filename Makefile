@@ -26,7 +26,7 @@ $(VENV)/.training: $(VENV)/.uv pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
-	$(PIP) --quiet --editable '.[cpu,training,dev,otel,milvus,openvino,parquet,heif,ray,milvus-server]'
+	$(PIP) --quiet --group dev --group milvus-server --editable '.[cpu,training,otel,milvus,openvino,parquet,heif,ray]'
 	@touch $(VENV)/.training $@
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv
@@ -82,7 +82,7 @@ check: $(VENV)/.dev  ## Format, lint, types, architecture
 	$(BIN)/pytest -q tests/test_architecture.py
 
 $(VENV)/.docs: $(VENV)/.training
-	$(PIP) --quiet --editable '.[cpu,training,docs]'
+	$(PIP) --quiet --group docs --editable '.[cpu,training]'
 	@touch $@
 
 docs: $(VENV)/.docs  ## The documentation site, into build/site; a broken link fails
@@ -93,7 +93,7 @@ format: $(VENV)/.dev  ## Fix what ruff can fix
 	$(BIN)/ruff check --fix .
 
 $(VENV)/.bench: $(VENV)/.dev
-	$(PIP) --quiet --editable '.[cpu,training,dev,otel,milvus,parquet,heif,milvus-server,bench]'
+	$(PIP) --quiet --group dev --group milvus-server --group bench --editable '.[cpu,training,otel,milvus,parquet,heif]'
 	@touch $@
 
 bench: $(VENV)/.bench  ## Every benchmark once at its smallest: NAMES="gallery.py"; reports what it skips

@@ -37,7 +37,7 @@ from kinlens.indexer.types import Entry
 def main() -> None:
     args = options(__doc__, items=100_000, dim=512, rounds=2)
     if importlib.util.find_spec("milvus") is None:
-        skip("needs the extra `milvus-server`, which is for Linux on x86-64")
+        skip("needs the group `milvus-server`, which is for Linux on x86-64")
     vectors = chain.from_iterable(random_units(args.items, args.dim))
     entries = [entry(number, vector) for number, vector in enumerate(vectors)]
     cores = core_count()

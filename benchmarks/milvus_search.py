@@ -29,7 +29,7 @@ LEVELS: tuple[Consistency, ...] = ("Strong", "Bounded")
 def main() -> None:
     args = options(__doc__, items=[10_000, 100_000], dim=512, searches=50, uri="")
     if not args.uri and importlib.util.find_spec("milvus") is None:
-        skip("needs --uri, or the extra `milvus-server`, which is for Linux on x86-64")
+        skip("needs --uri, or the group `milvus-server`, which is for Linux on x86-64")
     with contextlib.nullcontext(args.uri) if args.uri else own_server() as uri:
         heading(
             "items",

@@ -14,7 +14,7 @@ from tests.support.own_process import ROOT
 NEEDS = ("latex2mathml", "material", "mkdocs", "mkdocstrings")
 MISSING = [name for name in NEEDS if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"needs {', '.join(MISSING)}: pip install 'kinlens[docs]'"
+    bool(MISSING), reason=f"needs {', '.join(MISSING)}: `make docs` installs them"
 )
 
 

@@ -145,9 +145,9 @@ def _etcd_config(client: int, peer: int) -> str:
 
 def started_server(request: pytest.FixtureRequest, folder: Path) -> Iterator[MilvusServer]:
     """A server with its data in `folder`; the test is skipped where there can be none."""
-    for package, extra in (("pymilvus", "milvus"), ("milvus", "milvus-server")):
+    for package in ("pymilvus", "milvus"):
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed; install kinlens[{extra}] to test with Milvus")
+            pytest.skip(f"{package} is not installed; `make test` installs it")
     assert request.config.cache is not None
     server = MilvusServer(folder, request.config.cache.mkdir("milvus-2.3.5"))
     try:

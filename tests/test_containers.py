@@ -304,6 +304,21 @@ def test_the_profile_scale_is_three_replicas_over_milvus_behind_a_balancer() -> 
     assert place.uploads is not None
     config = (DEPLOY / "haproxy/haproxy.cfg").read_text()
     assert "server-template replica 3 replica:8000" in config
+    checks = re.findall(r"^  server-template .* inter (\d+)s fall (\d+)", config, re.MULTILINE)
+    [(every_s, times)] = checks
+    assert drain_s(replica) > int(every_s) * int(times)
+
+
+def test_the_image_of_replicas_can_store_uploads_in_milvus_and_s3() -> None:
+    extras = SERVICES["replica"]["build"]["args"]["EXTRAS"].split()
+    assert {"milvus", "s3", "otel"} <= set(extras)
+
+
+def drain_s(service: dict[str, Any]) -> int:
+    """The drain of a container; by default there is none."""
+    given = service["environment"]["KINLENS_DRAIN_S"] or "${KINLENS_DRAIN_S:-0}"
+    [seconds] = re.findall(r"^\$\{KINLENS_DRAIN_S:-(\d+)\}$", given)
+    return int(seconds)
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -356,7 +371,8 @@ def test_the_engine_waits_for_the_end_of_requests_that_the_service_waits_for(nam
     default = re.fullmatch(r"\$\{KINLENS_SHUTDOWN_TIMEOUT_S:-(\d+)\}", given)
     assert default
     assert int(default[1]) == 30, "as in docs/containers.md"
-    assert int(service["stop_grace_period"].removesuffix("s")) > int(default[1]) + GRACE_S
+    limit_s = drain_s(service) + int(default[1]) + GRACE_S
+    assert int(service["stop_grace_period"].removesuffix("s")) > limit_s
 
 
 def test_what_training_downloads_goes_where_the_container_may_write() -> None:

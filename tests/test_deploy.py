@@ -439,7 +439,7 @@ def test_a_pod_has_time_to_end_no_rights_and_probes_that_exist(built: dict[str, 
             inside = each["spec"]["template"]["spec"]
             assert inside["securityContext"]["runAsNonRoot"] is True
             assert inside["automountServiceAccountToken"] is False
-            for one in inside["containers"]:
+            for one in inside["containers"] + inside.get("initContainers", []):
                 assert one["securityContext"] == {
                     "allowPrivilegeEscalation": False,
                     "readOnlyRootFilesystem": True,
@@ -451,6 +451,40 @@ def test_a_pod_has_time_to_end_no_rights_and_probes_that_exist(built: dict[str, 
         assert f"USER {user['runAsUser']}:{user['runAsGroup']}\n" in image
         [written] = re.findall(r'^VOLUME \["(.*)"\]$', image, re.MULTILINE)
         assert written in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+@pytest.mark.parametrize("name", ["follow", "milvus"])
+def test_replicas_see_a_key_that_was_revoked_in_the_secret(
+    built: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    pod = pod_of(built[name])
+    [volume] = [v["name"] for v in pod["volumes"] if "secret" in v]
+    [mount] = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == volume]
+    assert "subPath" not in mount, "Kubernetes does not update such a file"
+    assert mount["readOnly"], "a change of keys through one replica must be refused"
+    elsewhere = KeyStore(tmp_path / "elsewhere/keys.json")
+    elsewhere.create("shop", ["search"])
+    mounted = tmp_path / "mounted"
+
+    def update(version: str) -> None:
+        """As Kubernetes does: a new folder, to which a link is moved atomically."""
+        shutil.copytree(elsewhere.path.parent, mounted / version)
+        (mounted / "next").symlink_to(version)
+        (mounted / "next").rename(mounted / "..data")
+
+    update("..1")
+    (mounted / "keys.json").symlink_to("..data/keys.json")
+    (tmp_path / "state").mkdir()
+    [init] = pod["initContainers"]
+    places = {"/state/keys.json": tmp_path / "state/keys.json"}
+    places[f"{mount['mountPath']}/keys.json"] = mounted / "keys.json"
+    for _ in range(2):  # it runs again after a restart of the node
+        run(*(places.get(word, word) for word in init["command"]))
+    keys = KeyStore(tmp_path / "state/keys.json")
+    assert [key.revoked_at for key in keys.list()] == [None]
+    elsewhere.revoke("shop")
+    update("..2")
+    assert keys.active() == 0
 
 
 def test_the_ingress_takes_the_largest_body_and_leaves_out_what_is_for_operators(

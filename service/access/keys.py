@@ -317,7 +317,8 @@ class KeyStore:
             indent=2, exclude_none=True, by_alias=True
         )
         try:
-            write_whole(self.path, content.encode(), _STEP)
+            # Through a link: Kubernetes mounts a Secret in a folder of its own, read-only.
+            write_whole(self.path.resolve(), content.encode(), _STEP)
         except OSError as error:
             raise _unwritable(self.path, error) from error
 

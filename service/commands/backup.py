@@ -1,7 +1,9 @@
 """`kinlens-serve backup` and `restore`: copy all data of a service to one folder, and back."""
 
 import contextlib
-from collections.abc import Iterator
+import os
+import shlex
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,6 +88,20 @@ def restore(
             on_progress=advance,
         )
     _show(report, as_json, f"Restored {source}")
+    bundles = [] if settings.bundle is None else [settings.bundle]
+    _warn_of_owner(settings.state, [*galleries.values(), *bundles])
+
+
+def _warn_of_owner(state: Path, others: Iterable[Path]) -> None:
+    """A restore as root leaves files that a service of another user cannot read."""
+    owner = state.stat()
+    if owner.st_uid != os.geteuid():
+        paths = shlex.join(map(str, [state, *others]))
+        typer.echo(
+            f"Warning: {state} belongs to another user than the restored files, so the service "
+            f"may not read them. Run: chown -R {owner.st_uid}:{owner.st_gid} {paths}",
+            err=True,
+        )
 
 
 @contextlib.contextmanager

@@ -280,6 +280,19 @@ def test_what_is_there_is_replaced_only_when_that_is_said(host: Path, tmp_path: 
     assert (tmp_path / "mine" / "letter.txt").is_file()
 
 
+def test_a_restore_by_another_user_than_that_of_the_service_says_what_to_run(
+    host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, shelf, model = tmp_path / "state", tmp_path / "shelf of shoes", tmp_path / "model"
+    arguments = ["--state", state, "--bundle", model, "--gallery", f"shelf={shelf}"]
+    assert "Warning" not in call("restore", host / "saved", *arguments).stderr
+    owner = state.stat()
+    monkeypatch.setattr(os, "geteuid", lambda: owner.st_uid + 1)
+    warned = call("restore", host / "saved", *arguments, "--replace").stderr
+    ids = f"{owner.st_uid}:{owner.st_gid}"
+    assert f"chown -R {ids} {state} '{shelf}' {model}" in warned
+
+
 def test_a_full_disk_is_refused_before_anything_is_written(
     host: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -240,6 +240,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         KeyStore(tmp_path / "state" / "keys.json").create("till", ["search"])
 
 
+def test_a_change_through_a_link_changes_the_file_that_it_names(
+    store: KeyStore, tmp_path: Path
+) -> None:
+    store.create("till", ["search"])
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link/keys.json").symlink_to(store.path)
+    linked = KeyStore(tmp_path / "link/keys.json")
+    linked.revoke("till")
+    assert linked.path.is_symlink()
+    assert store.active() == 0
+
+
 def test_keys_made_at_the_same_time_are_all_kept(store: KeyStore) -> None:
     names = {f"key-{number}" for number in range(8)}
     with ThreadPoolExecutor(8) as threads:

@@ -1,6 +1,6 @@
-"""Backups of a whole service: all that was acknowledged comes back, or nothing is changed."""
+"""Backups of a whole service: every acknowledged write is restored, or nothing is changed."""
 
-import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -8,8 +8,7 @@ import shutil
 import signal
 import stat
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +29,7 @@ from tests.support.own_process import own_process
 from tests.support.seams import FeedbackStore, JobStore, KeyStore
 from tests.support.servers import render
 from tests.support.shops import sha256, start_shop
+from tests.support.waiting import repeating
 from tests.tiny import encoded
 
 forks = multiprocessing.get_context("forkserver")
@@ -93,9 +93,9 @@ def put_back(saved: Path, to: Path, *, replace: bool = False) -> backups.Backup:
 def content(host: Path) -> dict[str, Any]:
     """What a service on this host answers from, each part separately; None for one that is down."""
     state = host / "state"
-    found: dict[str, Any] = {"keys": None, "jobs": None, "feedback": None, "model": None}
+    parts = ("keys", "jobs", "feedback", "model", "shop", "shelf")
+    found: dict[str, Any] = dict.fromkeys(parts)
     for name, path in {"shop": state / "galleries" / "shop", "shelf": host / "shelf"}.items():
-        found[name] = None
         if current_generation(path) is not None:
             with closing(Gallery.open(path)) as gallery:
                 found[name] = [(item.key, item.sha256) for item in gallery.items()]
@@ -121,25 +121,6 @@ def put(client: httpx.Client, number: int, acknowledged: dict[str, bytes]) -> No
     acknowledged[f"{number}"] = data
 
 
-@contextlib.contextmanager
-def putting(url: str, headers: dict[str, str], acknowledged: dict[str, bytes]) -> Iterator[None]:
-    """Items are put one after the other until the block ends."""
-    stopped = threading.Event()
-
-    def go_on() -> None:
-        with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
-            while not stopped.is_set():
-                put(client, len(acknowledged), acknowledged)
-
-    writer = threading.Thread(target=go_on)
-    writer.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        writer.join()
-
-
 def answers(client: httpx.Client) -> dict[str, Any]:
     run = client.post("/galleries/shop/golden/run").raise_for_status().json()
     return {
@@ -149,9 +130,7 @@ def answers(client: httpx.Client) -> dict[str, Any]:
     }
 
 
-def test_a_service_comes_back_on_an_empty_host_with_all_that_was_acknowledged(
-    tiny_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_restore_on_an_empty_host_has_every_acknowledged_write(tiny_bundle, tmp_path) -> None:
     """The drill: puts go on during the backup; then the whole host is wiped."""
     old, new, saved = tmp_path / "old", tmp_path / "new", tmp_path / "saved"
     shutil.copytree(tiny_bundle.path, old / "model")
@@ -176,7 +155,7 @@ def test_a_service_comes_back_on_an_empty_host_with_all_that_was_acknowledged(
         before = answers(client)
 
         options = ("--bundle", old / "model", "--state", old / "state")
-        with putting(one.url, headers, acknowledged):
+        with repeating(lambda _: put(client, len(acknowledged), acknowledged)):
             known = dict(acknowledged)
             call("backup", "--out", saved, *options)
         refusal = call("restore", saved, *options, "--replace", code=1).stderr
@@ -200,23 +179,20 @@ def test_a_service_comes_back_on_an_empty_host_with_all_that_was_acknowledged(
             assert client.post("/search", files=files).json()["hits"][0]["key"] == key
 
 
-def test_all_parts_come_back_and_jobs_that_were_under_way_have_failed(
-    made: Path, tmp_path: Path
-) -> None:
+def test_all_parts_are_restored_and_unfinished_jobs_have_failed(made, tmp_path) -> None:
     report = put_back(made / "saved", tmp_path)
     assert content(tmp_path) == content(made)
     assert None not in content(tmp_path).values()
     [job] = JobStore(tmp_path / "state" / "service.sqlite").newest()
     assert (job.state, "Start it again" in str(job.error)) == ("failed", True)
-    assert (tmp_path / "state" / "audit.jsonl").read_text() == (
-        made / "state" / "audit.jsonl"
-    ).read_text()
+    logs = [(host / "state" / "audit.jsonl").read_text() for host in (made, tmp_path)]
+    assert logs[0] == logs[1]
     assert {gallery.name: gallery.items for gallery in report.galleries} == {"shop": 3, "shelf": 8}
     assert stat.S_IMODE((made / "saved").stat().st_mode) == 0o700
     assert any("images of gallery shelf" in text for text in report.not_contained)
 
 
-def test_what_lies_elsewhere_is_named_with_the_way_to_save_it(host: Path) -> None:
+def test_parts_stored_elsewhere_are_named_with_the_way_to_save_them(host) -> None:
     settings = Settings(
         state=host / "state",
         galleries=("far=milvus://127.0.0.1:1/far", "copy=file:///elsewhere/shop"),
@@ -239,7 +215,7 @@ def test_what_lies_elsewhere_is_named_with_the_way_to_save_it(host: Path) -> Non
         *("state/service.sqlite", "state/audit.jsonl"),
     ],
 )
-def test_a_damaged_byte_is_named_and_nothing_is_changed(host: Path, pattern: str) -> None:
+def test_a_damaged_byte_is_named_and_nothing_is_changed(host, pattern: str) -> None:
     file = sorted((host / "saved").glob(pattern))[0]
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -254,12 +230,12 @@ def test_a_damaged_byte_is_named_and_nothing_is_changed(host: Path, pattern: str
 
 
 @pytest.mark.parametrize("change", [Path.unlink, lambda file: file.rename(f"{file}.other")])
-def test_a_file_too_few_or_too_many_is_named(host: Path, change: Callable[[Path], Any]) -> None:
+def test_a_missing_or_extra_file_is_named(host, change: Callable[[Path], Any]) -> None:
     change(host / "saved" / "state" / "keys.json")
     assert "keys.json" in call("restore", host / "saved", "--check", code=1).stderr
 
 
-def test_what_is_there_is_replaced_only_when_that_is_said(host: Path, tmp_path: Path) -> None:
+def test_existing_parts_are_replaced_only_with_replace(host, tmp_path) -> None:
     KeyStore(host / "state" / "keys.json").create("later", ["search"])
     before = content(host)
     with pytest.raises(KinlensError, match="--replace"):
@@ -293,9 +269,7 @@ def test_a_restore_by_another_user_than_that_of_the_service_says_what_to_run(
     assert f"chown -R {ids} {state} '{shelf}' {model}" in warned
 
 
-def test_a_full_disk_is_refused_before_anything_is_written(
-    host: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_refused_before_the_first_write(host, monkeypatch, tmp_path) -> None:
     usage = SimpleNamespace(free=1_000_000)
     monkeypatch.setattr(backups.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(KinlensError, match=r"need \d+ MB.* has 1 MB free"):
@@ -306,18 +280,9 @@ def test_a_full_disk_is_refused_before_anything_is_written(
     assert not (tmp_path / "new" / "shelf").exists()
 
 
-class DiesAt:
-    def __init__(self, number: int) -> None:
-        self._left = number
-
-    def __call__(self, _: str) -> None:
-        self._left -= 1
-        if self._left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def dying(number: int, work: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    set_fault_hook(DiesAt(number))
+    left = itertools.count(number, -1)
+    set_fault_hook(lambda _: next(left) or os.kill(os.getpid(), signal.SIGKILL))
     work(*arguments, **options)
 
 
@@ -349,7 +314,7 @@ def states(folder: Path, work: Callable[[], Any]) -> list[Path]:
     return [seen[place * (len(seen) - 1) // 8] for place in range(9)]
 
 
-def test_a_backup_that_is_killed_leaves_nothing_that_looks_like_one(host: Path) -> None:
+def test_a_killed_backup_leaves_nothing_that_looks_like_a_backup(host) -> None:
     assert killed(60, save, host, "half")
     assert not (host / "half").exists()
     assert list(host.glob(".kinlens-backup-*"))
@@ -362,9 +327,7 @@ def test_a_backup_that_is_killed_leaves_nothing_that_looks_like_one(host: Path) 
             backups.check(left / "half", lambda _: None)
 
 
-def test_a_restore_that_is_killed_leaves_each_part_old_or_new_and_can_be_run_again(
-    host: Path, photos: list[bytes]
-) -> None:
+def test_a_killed_restore_leaves_each_part_old_or_new_and_can_be_repeated(host, photos) -> None:
     new = content(host)
     shop = start_shop(host / "state", feedback="pictures", jobs="elsewhere")
     shop.put({"other.png": photos[9]})

@@ -1,10 +1,9 @@
-"""kinlens-serve check and keys: what they find, print and exit with."""
+"""kinlens-serve check and keys: their findings, output and exit status."""
 
 import asyncio
 import json
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -13,6 +12,8 @@ from kinlens.embedder.bundle import Bundle
 from kinlens.service.__main__ import app
 from kinlens.service.access.keys import FreshKeys
 from tests.support.seams import KeyStore
+
+CREATE = ("create", "k", "--scope", "search")
 
 
 def call(*arguments: str) -> Result:
@@ -33,9 +34,7 @@ def paths(tiny_bundle: Bundle, tiny_gallery: Path) -> list[str]:
     return ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
 
 
-def test_a_set_up_that_would_start_exits_with_0_and_serves_nothing(
-    paths: list[str], tmp_path: Path
-) -> None:
+def test_a_set_up_that_would_start_exits_with_0_and_serves_nothing(paths, tmp_path) -> None:
     found = findings(*paths, "--state", str(tmp_path / "new"), code=0)
     parts = ["settings", "bundle", "gallery shop", "state", "keys", "decoder", "redis", "port"]
     assert list(found) == parts
@@ -47,16 +46,14 @@ def test_a_set_up_that_would_start_exits_with_0_and_serves_nothing(
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_a_decoder_without_isolation_is_a_warning_with_its_cure(
-    paths: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoder_without_isolation_is_a_warning_with_its_cure(paths, monkeypatch) -> None:
     monkeypatch.setenv("KINLENS_DECODE_ISOLATION", "false")
     found = findings(*paths, code=0)["decoder"]
     assert found["verdict"] == "warning"
     assert found["text"].endswith(" Set KINLENS_DECODE_ISOLATION to true.")
 
 
-def test_one_fault_does_not_hide_the_next(tmp_path: Path) -> None:
+def test_one_fault_does_not_hide_the_next(tmp_path) -> None:
     (tmp_path / "keys.json").write_text("{")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -73,7 +70,7 @@ def test_one_fault_does_not_hide_the_next(tmp_path: Path) -> None:
     assert faults["gallery a"]["text"].endswith("`kinlens-index build ... --out` wrote.")
 
 
-def test_wrong_settings_and_a_missing_gallery_are_a_fault(tiny_bundle: Bundle) -> None:
+def test_wrong_settings_and_a_missing_gallery_are_a_fault(tiny_bundle) -> None:
     found = findings("--redis-url", "http://user:hunter2@cache", code=1)
     assert list(found) == ["settings"]
     assert "redis_url" in found["settings"]["text"]
@@ -82,9 +79,7 @@ def test_wrong_settings_and_a_missing_gallery_are_a_fault(tiny_bundle: Bundle) -
     assert "--gallery" in found["galleries"]["text"]
 
 
-def test_a_redis_that_is_away_is_a_warning_that_hides_its_password(
-    paths: list[str], redis_server: Any
-) -> None:
+def test_a_redis_that_is_away_is_a_warning_that_hides_its_password(paths, redis_server) -> None:
     assert findings(*paths, "--redis-url", redis_server.url, code=0)["redis"]["text"] == "answers"
     redis_server.kill()
     url = redis_server.url.replace("redis://", "redis://user:hunter2@")
@@ -93,37 +88,19 @@ def test_a_redis_that_is_away_is_a_warning_that_hides_its_password(
     assert "hunter2" not in str(found)
 
 
-def test_a_key_is_printed_once_alone_on_standard_output_and_listed_until_it_is_revoked(
-    tmp_path: Path,
-) -> None:
+def test_keys_are_created_listed_rotated_revoked_and_audited(tmp_path) -> None:
     state = ["--state", str(tmp_path)]
-    made = call("keys", "create", "till", "--scope", "search", "--scope", "write", *state)
+    bound = ["--gallery", "shop-7", "--gallery", "shop-8", "--filter", "tenant in (7, 8)"]
+    limits = ["--rate", "600/minute", "--daily-units", "100000"]
+    scopes = ["--scope", "search", "--scope", "write"]
+    made = call("keys", "create", "shop7", *scopes, *bound, *limits, *state)
     assert made.exit_code == 0, made.output
     assert "not shown again" in made.stderr
     week = call("keys", "create", "office", "--scope", "admin", "--expires-days", "7", *state)
     assert week.exit_code == 0
     store = KeyStore(tmp_path / "keys.json")
     key = asyncio.run(FreshKeys(store).known(made.stdout.strip()))
-    assert key is not None
     assert key.scopes == ("search", "write")
-    assert "revoked" in call("keys", "revoke", "till", *state).stdout
-    listed = call("keys", "list", *state).stdout
-    till, office = (line.split() for line in listed.splitlines()[1:])
-    assert till[:3] == ["till", "search,write", "revoked"]
-    assert office[:3] == ["office", "admin", "active"]
-    assert made.stdout.strip() not in listed
-    assert key.digest not in listed
-
-
-def test_keys_are_bound_listed_and_rotated_and_the_audit_log_says_so(tmp_path: Path) -> None:
-    state = ["--state", str(tmp_path)]
-    bound = ["--gallery", "shop-7", "--gallery", "shop-8", "--filter", "tenant in (7, 8)"]
-    limits = ["--rate", "600/minute", "--daily-units", "100000"]
-    made = call("keys", "create", "shop7", "--scope", "search", *bound, *limits, *state)
-    assert made.exit_code == 0, made.output
-    store = KeyStore(tmp_path / "keys.json")
-    key = asyncio.run(FreshKeys(store).known(made.stdout.strip()))
-    assert key is not None
     assert key.limits.galleries == ("shop-7", "shop-8")
     assert key.binding().where is not None
     rotated = call("keys", "rotate", "shop7", "--overlap-hours", "2", *state)
@@ -135,13 +112,15 @@ def test_keys_are_bound_listed_and_rotated_and_the_audit_log_says_so(tmp_path: P
     for shown in ("shop-7,shop-8", "tenant in (7, 8)", "600/minute; 100,000 units/day"):
         assert shown in listed
     assert "active, two secrets" in listed
-    call("keys", "revoke", "shop7", *state)
+    assert "revoked" in call("keys", "revoke", "shop7", *state).stdout
+    shop7, office = (line.split() for line in call("keys", "list", *state).stdout.splitlines()[1:])
+    assert shop7[:3] == ["shop7", "search,write", "revoked"]
+    assert office[:3] == ["office", "admin", "active"]
     audit = call("audit", "--json", *state).stdout
     entries = [json.loads(line) for line in audit.splitlines()]
+    changes = [("revoke", "shop7"), ("rotate", "shop7"), ("create", "office"), ("create", "shop7")]
     assert [(one["action"], one["target"]) for one in entries] == [
-        ("keys revoke", "shop7"),
-        ("keys rotate", "shop7"),
-        ("keys create", "shop7"),
+        (f"keys {action}", name) for action, name in changes
     ]
     assert {one["by"] for one in entries} == {"command line"}
     table = call("audit", "--limit", "1", *state).stdout
@@ -149,11 +128,10 @@ def test_keys_are_bound_listed_and_rotated_and_the_audit_log_says_so(tmp_path: P
     assert "keys rotate" not in table
     for secret in (made.stdout, rotated.stdout):
         assert secret.strip().split("_")[2] not in audit + listed
+    assert key.digest not in audit + listed
 
 
-def test_check_warns_where_callers_without_a_key_see_more_than_a_bound_key(
-    paths: list[str], tmp_path: Path
-) -> None:
+def test_check_warns_where_callers_without_a_key_see_more_than_a_bound_key(paths, tmp_path) -> None:
     state = ["--state", str(tmp_path)]
     call("keys", "create", "shop7", "--scope", "search", "--gallery", "shop-7", *state)
     found = findings(*paths, *state, code=0)
@@ -166,22 +144,17 @@ def test_check_warns_where_callers_without_a_key_see_more_than_a_bound_key(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["create", "k", "--scope", "search", "--filter", "a = 1"], "filter needs galleries"),
-        (["create", "k", "--scope", "search", "--gallery", "a/b"], "a/b"),
-        (
-            ["create", "k", "--scope", "search", "--gallery", "a", "--filter", "a ="],
-            "cannot be parsed",
-        ),
-        (["create", "k", "--scope", "search", "--rate", "often"], "600/minute"),
+        ([*CREATE, "--filter", "a = 1"], "filter needs galleries"),
+        ([*CREATE, "--gallery", "a/b"], "a/b"),
+        ([*CREATE, "--gallery", "a", "--filter", "a ="], "cannot be parsed"),
+        ([*CREATE, "--rate", "often"], "600/minute"),
         (["rotate", "nobody"], "There is no key 'nobody'"),
         (["create", "till", "--scope", "owner"], "'owner' is unknown; use search"),
         (["create", "no name", "--scope", "search"], "name = 'no name'"),
         (["revoke", "nobody"], "There is no key 'nobody'"),
     ],
 )
-def test_a_wrong_call_ends_with_one_line(
-    tmp_path: Path, arguments: list[str], expected: str
-) -> None:
+def test_a_wrong_call_ends_with_one_line(tmp_path, arguments: list[str], expected: str) -> None:
     result = call("keys", *arguments, "--state", str(tmp_path))
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""kinlens-serve: its help, a clear line for each reason not to start, a start and an end."""
+"""kinlens-serve: its help, one clear line per reason not to start, its start and its exit."""
 
 import re
 import shutil
@@ -66,11 +66,11 @@ def test_help_shows_every_option_and_an_example() -> None:
     assert "Example: kinlens-serve --bundle" in text
 
 
-def test_settings_that_do_not_go_together_are_told_in_our_words(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_settings_that_exclude_each_other_are_named(monkeypatch) -> None:
     monkeypatch.setenv("KINLENS_FEEDBACK", "pairs")
-    assert "settings: feedback = pairs needs a state folder" in refused("--bundle", "x")
+    line = refused("--bundle", "x")
+    assert "settings: feedback = pairs needs a state folder" in line
+    assert "--state DIR or KINLENS_STATE" in line
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +138,7 @@ def places(
         ("--image-root /data", ["image_roots"]),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_its_name(
-    words: str, expected: list[str], places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_served_is_named(words, expected, places, monkeypatch) -> None:
     # The loggers of this process stay; the starts below test the real ones.
     monkeypatch.setattr("kinlens.service.commands.serve.configure_logs", lambda *given: None)
 
@@ -187,10 +185,7 @@ def ended(
     return service, answers
 
 
-Ended = tuple[OwnProcess, dict[str, httpx.Response]]
-
-
-def test_it_answers_and_ctrl_c_ends_it_well(ended: Ended) -> None:
+def test_it_answers_logs_each_request_and_ends_with_ctrl_c(ended) -> None:
     service, answers = ended
     for number in range(4):
         hit = answers[f"search {number}"].json()["hits"][0]
@@ -198,41 +193,28 @@ def test_it_answers_and_ctrl_c_ends_it_well(ended: Ended) -> None:
         assert hit["score"] == pytest.approx(1, abs=1e-4)
     assert answers["ready"].json()["provider"] == "CPUExecutionProvider"
     assert service.process.returncode == 0
-
-
-def test_its_log_is_json_with_a_line_for_each_request(ended: Ended) -> None:
-    service, answers = ended
     requests = service.events("request")
     assert len(requests) == len(answers)
     assert all(event["request_id"] and event["level"] == "info" for event in requests)
 
 
-def test_images_that_moved_are_shown_from_their_new_root_and_missing_ones_are_named(
-    ended: Ended,
-) -> None:
+def test_missing_images_and_what_the_network_can_reach_are_warnings(ended) -> None:
     service, answers = ended
     statuses = {name: answer.status_code for name, answer in answers.items() if "/" in name}
     assert statuses == {"shop/1": 404, "shop/2": 200, "other/1": 404, "other/2": 404}
     (event,) = service.events("image root is missing")
     assert event["level"] == "warning"
     assert "missing is not a folder" in event["detail"]
-    assert f"Warning: {event['detail']}" in service.output.splitlines()
-    assert "--image-root other=DIR" in service.output
+    lines = service.output.splitlines()
+    assert all(line.startswith("Warning: ") for line in lines)
+    assert f"Warning: {event['detail']}" in lines
+    hints = ("--image-root other=DIR", "KINLENS_RATE_LIMIT_PER_ADDRESS", "KINLENS_ALLOWED_HOSTS")
+    assert all(hint in service.output for hint in hints)
 
 
-def test_what_is_open_to_the_network_is_said_at_the_start(ended: Ended) -> None:
-    service, _ = ended
-    assert all(line.startswith("Warning: ") for line in service.output.splitlines())
-    assert "KINLENS_RATE_LIMIT_PER_ADDRESS" in service.output
-    assert "KINLENS_ALLOWED_HOSTS" in service.output
-
-
-def test_ctrl_c_ends_it_although_a_read_hangs_and_an_upload_stalls(
-    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
-) -> None:
-    settings = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
-    limits = {"request_timeout_ms": 300, "shutdown_timeout_s": 1}
-    with own_process(tmp_path / "log", code=["-c", HANGING], **settings, **limits) as service:
+def test_ctrl_c_ends_it_despite_a_hung_read_and_upload(tiny_settings, tmp_path) -> None:
+    settings = tiny_settings | {"request_timeout_ms": 300, "shutdown_timeout_s": 1}
+    with own_process(tmp_path / "log", code=["-c", HANGING], **settings) as service:
         photo_of = httpx.get(f"{service.url}/galleries/shop/items/1/image", timeout=20)
         stalled = socket.create_connection(service.address)
         stalled.sendall(b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
@@ -243,30 +225,20 @@ def test_ctrl_c_ends_it_although_a_read_hangs_and_an_upload_stalls(
     assert "Traceback" not in service.errors()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_ctrl_c_ends_it_well_as_soon_as_it_says_where_it_is(
-    processes: int, tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
-) -> None:
-    settings = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
-    settings["workers"] = processes
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_right_after_the_start_exits_with_0(workers: int, tiny_settings, tmp_path) -> None:
+    settings = tiny_settings | {"workers": workers}
     with own_process(tmp_path / "log", code=["-c", IMPATIENT], **settings) as service:
         assert service.process.wait(timeout=60) == 0
     assert service.errors() == ""
 
 
-def test_what_was_accepted_is_finished_nothing_new_is_taken_and_a_second_signal_ends_it_at_once(
-    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
-) -> None:
-    settings = {
-        "bundle": tiny_bundle.path,
-        "galleries": f"shop={tiny_gallery}",
-        "search_threads": 2,
-    }
-    limits = {"request_timeout_ms": 600_000, "shutdown_timeout_s": 600, "may_be_killed": True}
-    process = own_process(tmp_path / "log", code=["-c", HANGING], **settings, **limits)
+def test_accepted_requests_are_finished_until_a_second_signal(tiny_settings, tmp_path) -> None:
+    limits = {"request_timeout_ms": 600_000, "shutdown_timeout_s": 600, "search_threads": 2}
+    settings = tiny_settings | limits | {"may_be_killed": True}
+    process = own_process(tmp_path / "log", code=["-c", HANGING], **settings)
     with process as service, ThreadPoolExecutor(1) as clients:
         held = clients.submit(httpx.get, f"{service.url}/galleries/shop/items/1/image", timeout=60)
-        assert service.process.stdout is not None
         assert service.process.stdout.readline() == "reading\n"
         with service.accepted_search(encoded(photo(1))) as finish:
             service.process.terminate()

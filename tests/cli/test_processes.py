@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +15,6 @@ from typing import Any
 import httpx
 import pytest
 
-from kinlens.embedder.bundle import Bundle
 from kinlens.service.commands.processes import pause_after
 from tests.support.own_process import (
     ROOT,
@@ -28,7 +26,7 @@ from tests.support.own_process import (
 )
 from tests.support.seams import KeyStore
 from tests.support.shops import start_shop
-from tests.support.waiting import until
+from tests.support.waiting import repeating, until
 from tests.tiny import encoded, photo
 
 THREADS = 4
@@ -69,11 +67,10 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_bundle: Bundle, tiny_gallery: Path, state: Path) -> Iterator[OwnProcess]:
+def two(tiny_settings: dict[str, Any], state: Path) -> Iterator[OwnProcess]:
     """Two processes that serve; the last test kills their parent."""
-    settings = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}", "state": state}
-    log = state.parent / f"{state.name}.log"
-    with own_process(log, workers=2, may_be_killed=True, **settings) as started:
+    settings = tiny_settings | {"state": state, "workers": 2, "may_be_killed": True}
+    with own_process(state.parent / f"{state.name}.log", **settings) as started:
         yield started
 
 
@@ -82,7 +79,7 @@ def gone(process_ids: set[int]) -> bool:
 
 
 def newest(started: OwnProcess) -> int:
-    """By the time of its start, for numbers of processes begin again at their limit."""
+    """By its start time, since process ids wrap around."""
 
     def start(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -103,27 +100,19 @@ def load(url: str) -> Iterator[list[int]]:
     0 for one that broke.
     """
     statuses: list[int] = []
-    ended = threading.Event()
 
-    def ask() -> None:
-        while not ended.is_set():
-            files = {"image": encoded(photo(len(statuses) % 8))}
-            try:
-                statuses.append(httpx.post(f"{url}/search", files=files, timeout=30).status_code)
-            except httpx.TransportError:
-                statuses.append(0)
-
-    with ThreadPoolExecutor(THREADS) as clients:
-        asked = [clients.submit(ask) for _ in range(THREADS)]
+    def ask(_: int) -> None:
+        files = {"image": encoded(photo(len(statuses) % 8))}
         try:
-            yield statuses
-        finally:
-            ended.set()
-    for client in asked:
-        client.result()
+            statuses.append(httpx.post(f"{url}/search", files=files, timeout=30).status_code)
+        except httpx.TransportError:
+            statuses.append(0)
+
+    with repeating(ask, THREADS):
+        yield statuses
 
 
-def test_both_processes_accept_and_any_of_them_is_ready(two: OwnProcess) -> None:
+def test_both_processes_accept_and_any_of_them_is_ready(two) -> None:
     assert len(two.serving()) == 2
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(httpx.Client(base_url=two.url)) for _ in range(24)]
@@ -133,7 +122,7 @@ def test_both_processes_accept_and_any_of_them_is_ready(two: OwnProcess) -> None
     assert max(held.values()) - min(held.values()) < 24, f"one process took all: {held}"
 
 
-def test_the_metrics_of_any_process_are_those_of_all(two: OwnProcess) -> None:
+def test_the_metrics_of_any_process_are_those_of_all(two) -> None:
     def value(text: str, sample: str) -> float:
         found = re.search(rf"^{re.escape(sample)} (\S+)$", text, re.MULTILINE)
         assert found, f"{sample} is not in\n{text}"
@@ -165,7 +154,7 @@ def shares_of_files(process_id: int, folder: Path) -> tuple[int, int]:
     return resident, share
 
 
-def test_processes_share_the_pages_of_a_gallery(two: OwnProcess, tiny_gallery: Path) -> None:
+def test_processes_share_the_pages_of_a_gallery(two, tiny_gallery) -> None:
     for _ in range(8):
         httpx.get(f"{two.url}/ready").raise_for_status()
     for process_id in two.serving():
@@ -174,9 +163,7 @@ def test_processes_share_the_pages_of_a_gallery(two: OwnProcess, tiny_gallery: P
         assert share <= 0.6 * resident
 
 
-def test_processes_with_one_state_agree_on_items_keys_and_jobs(
-    two: OwnProcess, state: Path
-) -> None:
+def test_processes_with_one_state_agree_on_items_keys_and_jobs(two, state) -> None:
     store = KeyStore(state / "keys.json")
     admin = {"x-api-key": store.create("admin", ["admin"])}
     till = {"x-api-key": store.create("till", ["search"])}
@@ -223,12 +210,10 @@ def test_processes_with_one_state_agree_on_items_keys_and_jobs(
         assert sorted(jobs()) == sorted(made), "a job is run once, by one of the processes"
 
 
-def test_whatever_ends_a_process_the_others_answer_until_it_is_replaced_and_a_signal_ends_all(
-    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
-) -> None:
+def test_a_dead_process_is_replaced_while_one_answers(tiny_settings, tmp_path) -> None:
     bundle = tmp_path / "bundle"
-    bundle.symlink_to(tiny_bundle.path)
-    settings: dict[str, Any] = {"bundle": bundle, "galleries": f"shop={tiny_gallery}", "workers": 2}
+    bundle.symlink_to(tiny_settings["bundle"])
+    settings = tiny_settings | {"bundle": bundle, "workers": 2}
     log = tmp_path / "log"
     with own_process(log, code=["-c", THIRD_START_FAILS], **settings) as started:
         with load(started.url) as statuses:
@@ -242,7 +227,7 @@ def test_whatever_ends_a_process_the_others_answer_until_it_is_replaced_and_a_si
         bundle.unlink()  # before its replacements look for it
         until(lambda: len(started.events("process ended")) == 5)
         assert httpx.get(f"{started.url}/ready", timeout=30).status_code == 200
-        bundle.symlink_to(tiny_bundle.path)
+        bundle.symlink_to(tiny_settings["bundle"])
         until(lambda: len(started.serving() - {second}) == 2)
         until(lambda: httpx.get(f"{started.url}/ready", timeout=30).status_code == 200)
         children = started.serving()
@@ -266,13 +251,13 @@ def test_whatever_ends_a_process_the_others_answer_until_it_is_replaced_and_a_si
     assert "Traceback" not in started.errors()
 
 
-def test_the_pause_has_a_longest_length_however_often_a_process_ended() -> None:
+def test_the_pause_before_a_restart_is_bounded() -> None:
     pauses = [pause_after(failures) for failures in (0, 1, 5, 20, 1024, 10**6)]
     assert pauses == sorted(pauses)
     assert pauses[0] < 1 < pauses[-1] < 31
 
 
-def test_work_runs_the_jobs_of_a_service_that_leaves_them_to_others(tmp_path: Path) -> None:
+def test_work_runs_the_jobs_of_a_service_without_workers(tmp_path) -> None:
     shop = start_shop(tmp_path, jobs="elsewhere")
     job = shop.client.post("/galleries/shop/compact").raise_for_status().json()
 
@@ -289,9 +274,7 @@ def test_work_runs_the_jobs_of_a_service_that_leaves_them_to_others(tmp_path: Pa
     assert "Traceback" not in errors
 
 
-def test_a_child_that_cannot_start_ends_the_service_with_its_reason(
-    tiny_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_child_that_cannot_start_ends_the_service_with_its_reason(tiny_bundle, tmp_path) -> None:
     nowhere = tmp_path / "nowhere"
     done = subprocess.run(
         [sys.executable, *SERVE, "--port", "0", "--workers", "2"],
@@ -308,12 +291,9 @@ def test_a_child_that_cannot_start_ends_the_service_with_its_reason(
     assert done.stdout == ""
 
 
-def test_a_process_that_hangs_is_killed_and_replaced(
-    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
+def test_a_process_that_hangs_is_killed_and_replaced(tiny_settings, tmp_path) -> None:
     log = tmp_path / "log"
-    with own_process(log, code=["-c", HUNG_SOON], workers=2, **settings) as started:
+    with own_process(log, code=["-c", HUNG_SOON], workers=2, **tiny_settings) as started:
         victim = newest(started)
         os.kill(victim, signal.SIGSTOP)
         until(lambda: len(started.serving() - {victim}) == 2)
@@ -324,7 +304,7 @@ def test_a_process_that_hangs_is_killed_and_replaced(
     assert "did not respond for 3 s" in str(ended["reason"])
 
 
-def test_children_end_when_the_parent_is_killed(two: OwnProcess) -> None:
+def test_children_end_when_the_parent_is_killed(two) -> None:
     children = two.serving()
     folders = {
         entry.split("=", 1)[1]

@@ -1,4 +1,4 @@
-"""The load of many hours, for some seconds; and whether it could find a leak at all."""
+"""The soak test for some seconds, and whether its arithmetic finds a leak."""
 
 import os
 import random
@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kinlens.embedder.bundle import Bundle
 from tests.support.job_shops import write_photos
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +25,7 @@ Noise = Callable[[random.Random], float]
 
 @pytest.fixture
 def soak(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The modules of the script, which find each other as they do when it is called."""
+    """The modules of the script, imported as when it runs."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     names = ("demo_steps", "soak", "soak_load", "soak_memory", "soak_shop")
     for name in names:
@@ -56,7 +55,7 @@ def peaks(rng: random.Random) -> float:
 
 
 class Wandering:
-    """What allocators do: memory a little later is about what it was."""
+    """Autocorrelated, as allocators are."""
 
     state = 0.0
 
@@ -70,7 +69,7 @@ NOISES = {"jitter": lambda: jitter, "peaks": lambda: peaks, "wandering": Wanderi
 
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("leak", [20.0, 60.0])
-def test_a_leak_is_found_with_its_size(soak: SimpleNamespace, leak: float, noise: str) -> None:
+def test_a_leak_is_found_with_its_size(soak, leak: float, noise: str) -> None:
     points = memory(leak, NOISES[noise]())
     low, high = soak.soak_memory.slope_range(points)
     assert low < soak.soak_memory.slope(points) < high
@@ -80,24 +79,23 @@ def test_a_leak_is_found_with_its_size(soak: SimpleNamespace, leak: float, noise
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("noise", NOISES)
-def test_noise_is_not_taken_for_a_leak(soak: SimpleNamespace, noise: str, seed: int) -> None:
+def test_noise_is_not_taken_for_a_leak(soak, noise: str, seed: int) -> None:
     low, _ = soak.soak_memory.slope_range(memory(0.0, NOISES[noise](), seed=seed))
     assert low < LIMIT
 
 
-def test_a_step_that_stays_is_no_slope(soak: SimpleNamespace) -> None:
+def test_a_single_step_is_no_slope(soak) -> None:
     """A cache that is filled once."""
     points = [(5.0 * n, 200.0 if n < 60 else 260.0) for n in range(720)]
     assert soak.soak_memory.slope(points) == 0
 
 
-def test_memory_of_a_tree_counts_its_children(soak: SimpleNamespace) -> None:
+def test_memory_of_a_tree_counts_its_children(soak) -> None:
     code = "x = bytearray(64 * 2**20); print('there', flush=True); input()"
     before = soak.soak_memory.tree_mb(os.getpid())
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
-        assert child.stdout is not None
         child.stdout.readline()
         assert child.pid in soak.soak_memory.tree(os.getpid())
         assert 60 < soak.soak_memory.tree_mb(os.getpid()) - before < 120
@@ -122,9 +120,7 @@ def full_tally(soak: SimpleNamespace) -> SimpleNamespace:
         ("a leak", lambda tally: tally.memory.extend(memory(40.0, jitter))),
     ],
 )
-def test_what_must_not_be_makes_the_exit_code_1(
-    soak: SimpleNamespace, what: str, spoil: Callable[[SimpleNamespace], None]
-) -> None:
+def test_each_kind_of_failure_makes_the_exit_code_1(soak, what, spoil) -> None:
     tally = full_tally(soak)
     tally.memory.extend(memory(0.0, jitter, 0.1))
     assert soak.soak.report(tally, LIMIT) == 0
@@ -132,7 +128,7 @@ def test_what_must_not_be_makes_the_exit_code_1(
     assert soak.soak.report(tally, LIMIT) == 1, what
 
 
-def test_some_seconds_of_everything_at_once_hold(tiny_bundle: Bundle, tmp_path: Path) -> None:
+def test_ten_seconds_of_mixed_load_pass(tiny_bundle, tmp_path) -> None:
     write_photos(tmp_path / "pictures")
     command = [sys.executable, str(SCRIPTS / "soak.py"), "--hours", str(10 / HOUR_S)]
     command += ["--period-s", "2.5", "--images", str(tmp_path / "pictures")]

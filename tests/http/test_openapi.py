@@ -69,7 +69,7 @@ def test_every_error_answer_of_every_route_has_real_problems_as_examples(documen
     assert all({"400", "500"} <= found for found in statuses.values())
 
 
-def test_a_search_and_an_image_document_what_they_can_answer_with(document) -> None:
+def test_routes_document_the_problems_they_can_return(document) -> None:
     found: dict[tuple[str, str], set[str]] = {}
     for (method, path, _), examples in shown_by(document).items():
         found.setdefault((method, path), set()).update(examples)
@@ -166,7 +166,7 @@ def field_names(schema: Any, document: dict[str, Any]) -> Iterator[str]:
         yield from field_names(schema.get(part), document)
 
 
-def test_every_parameter_field_and_status_of_the_document_is_on_its_page(tmp_path: Path) -> None:
+def test_every_parameter_field_and_status_of_the_document_is_on_its_page(tmp_path) -> None:
     settings = Settings(state=tmp_path, feedback="pairs", **DEFAULTS)
     service = run(create_app(settings, FakeEmbedder(), {}))
     document = service.client.get("/openapi.json").json()
@@ -185,7 +185,7 @@ def test_every_parameter_field_and_status_of_the_document_is_on_its_page(tmp_pat
     assert total > 100
 
 
-def test_the_page_of_the_document_names_no_other_host_and_runs_no_script(running_service) -> None:
+def test_the_docs_page_names_no_other_host_and_runs_no_script(running_service) -> None:
     page = DocsPage(running_service.client.get("/docs").text)
     assert not {"script", "style"} & page.tags
     for address in page.addresses:

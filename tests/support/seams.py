@@ -5,9 +5,6 @@ tests are fixed here.
 """
 # ruff: noqa: F401
 
-from collections.abc import Sequence
-from pathlib import Path
-
 from kinlens.embedder.durable import set_fault_hook
 from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.checks.compare import compare
@@ -16,7 +13,6 @@ from kinlens.indexer.exchange.milvus import MilvusStore
 from kinlens.indexer.exchange.objects import ObjectFolder
 from kinlens.indexer.exchange.publish import publish
 from kinlens.indexer.folder.layout import GalleryFolder
-from kinlens.indexer.folder.manifest import GalleryManifest
 from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.gpu import GpuThread
 from kinlens.indexer.index.index_types import Effort
@@ -27,7 +23,7 @@ from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.rebuild import adopt
 from kinlens.indexer.live.backup import backup
-from kinlens.indexer.types import Entry, GalleryExport
+from kinlens.indexer.types import GalleryExport
 from kinlens.service.access.audit import AuditLog, Change
 from kinlens.service.access.keys import FreshKeys, KeyStore, Limits, open_keys
 from kinlens.service.access.rates import (
@@ -69,10 +65,3 @@ from kinlens.service.search.query import (
     HitRenderer,
     encode_results,
 )
-
-
-def publish_generation(path: Path, manifest: GalleryManifest, entries: Sequence[Entry]) -> str:
-    """A new generation of these entries in the folder of a gallery; its name."""
-    facts = manifest.model_dump(include={"name", "bundle_id", "source", "source_root"})
-    dump = GalleryExport(facts, manifest.dim, len(entries), lambda: iter(entries))
-    return import_gallery(dump, path).generation

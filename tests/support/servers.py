@@ -41,6 +41,11 @@ from tests.tiny import encoded, photo
 WAIT_S = 20.0
 CREATED_AT = "2026-01-01T00:00:00+00:00"
 DEFAULTS: dict[str, Any] = {"search_threads": 2, "decode_isolation": False}
+STALLED = (
+    b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
+    b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+)
+"""A request whose body does not continue."""
 
 
 def free_port() -> int:
@@ -131,6 +136,32 @@ class FakeGallery:
 
     def close(self) -> None:
         """Given open, so never called."""
+
+
+class HangingGallery(FakeGallery):
+    """While `gate` is closed it answers nothing, and counts in `held` who waits."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.held = 0
+        super().__init__(*arguments, **options)
+
+    def search(self, *arguments: Any) -> list[list[Hit]]:
+        self._wait()
+        return super().search(*arguments)
+
+    @property
+    def size(self) -> int:
+        self._wait()
+        return len(self._sha256s)
+
+    @size.setter
+    def size(self, _: int) -> None: ...
+
+    def _wait(self) -> None:
+        self.held += not self.gate.is_set()
+        assert self.gate.wait(WAIT_S)
 
 
 class GatedEmbedder(FakeEmbedder):
@@ -254,6 +285,13 @@ def gallery(embedder: GatedEmbedder, photos: list[bytes]) -> FakeGallery:
     return FakeGallery(embedder, photos)
 
 
+@pytest.fixture
+def hung(embedder: GatedEmbedder, photos: list[bytes]) -> Iterator[HangingGallery]:
+    gallery = HangingGallery(embedder, photos[:3], name="hung")
+    yield gallery
+    gallery.gate.set()
+
+
 StartService = Callable[..., Running]
 
 
@@ -299,6 +337,12 @@ def tiny_gallery(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) 
     embedder = OnnxEmbedder.open(tiny_bundle)
     build_gallery(folder_source(source), embedder, folder / "shop")
     return folder / "shop"
+
+
+@pytest.fixture(scope="session")
+def tiny_settings(tiny_bundle: Bundle, tiny_gallery: Path) -> dict[str, Any]:
+    """Settings of a service of the tiny bundle and gallery."""
+    return {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
 
 
 class RedisServer:

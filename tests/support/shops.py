@@ -18,6 +18,7 @@ from kinlens.indexer.types import Entry
 from kinlens.service.app import create_app
 from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.settings import Settings
+from tests.support.seams import GalleryExport, import_gallery
 from tests.support.servers import DEFAULTS, Running, run
 
 PROBLEM = "application/problem+json"
@@ -127,6 +128,22 @@ def make_gallery(
     )
     gallery.close()
     return gallery.generation
+
+
+def publish_photos(
+    folder: Path, embedder: Embedder, photos: Sequence[bytes], **attributes: Any
+) -> str:
+    """A new generation of the gallery in `folder`, of images 0.png .. with these attributes; its
+    name is returned.
+    """
+    vectors = embedder.embed(np.stack([embedder.preprocess(data) for data in photos]))
+    entries = [
+        Entry(f"{n}.png", vector, sha256(data), attributes)
+        for n, (vector, data) in enumerate(zip(vectors, photos, strict=True))
+    ]
+    facts = {"name": folder.name, "bundle_id": embedder.bundle_id, "source": "", "source_root": ""}
+    dump = GalleryExport(facts, embedder.dim, len(entries), lambda: iter(entries))
+    return import_gallery(dump, folder).generation
 
 
 def base64_of(data: bytes) -> str:

@@ -1,8 +1,11 @@
 """Waiting for what another thread or process makes true."""
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 WAIT_S = 60.0  # a hang, not a slow machine
 
@@ -13,6 +16,27 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "never happened"
         time.sleep(0.005)
+
+
+@contextmanager
+def repeating(work: Callable[[int], object], threads: int = 1) -> Iterator[None]:
+    """Threads that call `work` with their number, again and again until the block ends; a failure
+    ends its thread, and is raised then.
+    """
+    ended = threading.Event()
+
+    def repeat(number: int) -> None:
+        while not ended.is_set():
+            work(number)
+
+    with ThreadPoolExecutor(threads) as pool:
+        calls = [pool.submit(repeat, number) for number in range(threads)]
+        try:
+            yield
+        finally:
+            ended.set()
+            for call in calls:
+                call.result()
 
 
 async def until_async(condition: Callable[[], object]) -> None:

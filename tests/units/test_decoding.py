@@ -1,4 +1,4 @@
-"""Decoding in a process: right pixels, exact errors, limits that hold, nothing left behind."""
+"""Decoding in a process: right pixels, exact errors, enforced limits, no leftovers."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def no_leftovers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("make", [lambda: ProcessDecoder(1024, 30), InlineDecoder])
-def test_pixels_and_errors_are_those_of_a_direct_call(make: Callable[[], Any]) -> None:
+def test_pixels_and_errors_equal_a_direct_call(make: Callable[[], Any]) -> None:
     decoder = make()
     decoder.start()
     for kind in FORMATS:
@@ -99,7 +99,7 @@ def test_an_upload_larger_than_every_socket_buffer_arrives() -> None:
         assert decoder.restarts == 0
 
 
-def test_ctrl_c_and_a_stop_of_the_whole_group_leave_the_process_to_the_service() -> None:
+def test_signals_to_the_group_do_not_stop_the_process() -> None:
     with running() as decoder:
         assert decodes(decoder)
         pid = decoder.pid
@@ -111,9 +111,7 @@ def test_ctrl_c_and_a_stop_of_the_whole_group_leave_the_process_to_the_service()
 
 
 @pytest.mark.parametrize("python", ["/nonexistent/python", "/bin/false"])
-def test_a_process_that_cannot_start_fails_every_call_and_is_tried_again(
-    monkeypatch, python: str
-) -> None:
+def test_a_process_that_cannot_start_is_tried_again(monkeypatch, python: str) -> None:
     monkeypatch.setattr(sys, "executable", python)
     with running() as decoder:
         for _ in range(2):
@@ -162,19 +160,16 @@ while True:
 """
 
 
-def test_the_process_ends_when_the_service_dies(heavy: bytes, tmp_path: Path) -> None:
+def test_the_process_ends_when_the_service_dies(heavy, tmp_path) -> None:
     (tmp_path / "held.png").write_bytes(heavy)
     command = [sys.executable, "-c", PARENT, str(tmp_path / "held.png")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
     until(lambda: state(pid) in ("", "Z"))
 
 
-def test_a_process_has_no_secrets_no_listening_socket_and_no_file_of_the_service(
-    monkeypatch, tmp_path: Path
-) -> None:
+def test_a_process_inherits_no_secret_socket_or_file(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("KINLENS_REDIS_URL", "redis://:secret@localhost/0")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with (tmp_path / "open").open("wb") as file, socket.create_server(("127.0.0.1", 0)) as own:

@@ -1,4 +1,4 @@
-"""Forms: what RFC 7578 and the clients in use write, and what only an attacker does."""
+"""Forms as RFC 7578 and real clients write them, and hostile ones."""
 
 import contextlib
 import time
@@ -43,7 +43,7 @@ K = Part("k", False, b"3")
         form().replace(b"Content", b"Content-Type: text/plain\r\nContent", 1),
     ],
 )
-def test_one_field_however_it_is_written(body: bytes) -> None:
+def test_a_field_is_read_in_every_spelling(body: bytes) -> None:
     assert parse_form(body, FORM) == [K]
 
 
@@ -63,7 +63,7 @@ def test_one_field_however_it_is_written(body: bytes) -> None:
         ('name="größe"; filename="größe.png"'.encode(), "größe"),
     ],
 )
-def test_a_file_whatever_its_name_holds(parameters: bytes, name: str) -> None:
+def test_a_file_is_read_under_every_name(parameters: bytes, name: str) -> None:
     content = b"\x89PNG\r\n\r\n--\r\n--A\r\n\x00"
     assert parse_form(form(parameters, content), FORM) == [Part(name, True, content)]
 
@@ -77,7 +77,7 @@ def test_a_file_whatever_its_name_holds(parameters: bytes, name: str) -> None:
         ("multipart/form-data; boundary=" + "x" * 71, b"x" * 71),
     ],
 )
-def test_a_boundary_however_it_is_written(content_type: str, boundary: bytes) -> None:
+def test_a_boundary_is_read_in_every_spelling(content_type: str, boundary: bytes) -> None:
     assert parse_form(form().replace(b"--B", b"--" + boundary), content_type) == [K]
 
 
@@ -106,11 +106,11 @@ def test_parts_keep_their_order_and_may_be_empty() -> None:
         (form(end=b"\r\n") * 1_001 + b"--B--", "more than 1,000 parts"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_reason(body: bytes, reason: str) -> None:
+def test_an_unreadable_form_is_refused_with_the_reason(body: bytes, reason: str) -> None:
     assert reason in why_not(body)
 
 
-def test_a_text_that_is_not_utf8_is_refused_where_it_is_read() -> None:
+def test_text_that_is_not_utf8_is_refused() -> None:
     [part] = parse_form(form(content=b"\xff"), FORM)
     with pytest.raises(HTTPException, match="'k' is not UTF-8 text"):
         _ = part.text
@@ -130,7 +130,7 @@ def test_a_form_without_a_boundary_is_refused() -> None:
     ],
     ids=["near-boundaries", "other boundaries", "parameters"],
 )
-def test_a_hostile_form_costs_no_more_than_a_few_honest_ones(body: bytes) -> None:
+def test_a_hostile_form_costs_no_more_than_an_honest_one(body: bytes) -> None:
     """A parser that looks at each candidate in Python takes a hundred times as long."""
 
     def cost_s(sent: bytes) -> float:

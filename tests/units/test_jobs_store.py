@@ -41,7 +41,7 @@ def running(store: JobStore, kind: JobKind = "compact", gallery: str = "shop") -
     return store.get(job.id)
 
 
-def test_a_job_begins_once_and_ends_once(store: JobStore) -> None:
+def test_a_job_begins_once_and_ends_once(store) -> None:
     job = store.create("compact", "shop", {}, "test")
     assert [store.begin(job.id) for _ in range(3)] == [True, False, False]
     assert store.fail(job.id, "why")
@@ -67,9 +67,7 @@ def test_a_job_begins_once_and_ends_once(store: JobStore) -> None:
         (("swap", "x", {"with": "y"}), ("compact", "z", {}), False),
     ],
 )
-def test_no_job_writes_a_gallery_that_another_one_reads_or_writes_whichever_came_first(
-    store: JobStore, one: Start, other: Start, meet: bool, is_turned: bool
-) -> None:
+def test_jobs_on_one_gallery_exclude_each_other(store, one, other, meet, is_turned) -> None:
     first, second = (other, one) if is_turned else (one, other)
     job = store.create(*first, "test")
     if meet:
@@ -79,9 +77,7 @@ def test_no_job_writes_a_gallery_that_another_one_reads_or_writes_whichever_came
         store.create(*second, "test")
 
 
-def test_a_cancel_before_the_commit_keeps_the_gallery_and_one_after_it_is_refused(
-    store: JobStore,
-) -> None:
+def test_only_a_cancel_before_the_commit_is_accepted(store) -> None:
     early = running(store, gallery="early")
     assert store.cancel(early.id)
     assert not store.commit(early.id)
@@ -93,9 +89,7 @@ def test_a_cancel_before_the_commit_keeps_the_gallery_and_one_after_it_is_refuse
     assert not store.get(late.id).cancel_requested
 
 
-def test_only_what_did_not_succeed_is_renewed_and_only_while_the_gallery_is_free(
-    store: JobStore,
-) -> None:
+def test_only_a_failed_job_of_a_free_gallery_is_renewed(store) -> None:
     job = running(store, "train")
     with pytest.raises(JobConflictError, match="running"):
         store.renew(job.id)
@@ -112,7 +106,7 @@ def test_only_what_did_not_succeed_is_renewed_and_only_while_the_gallery_is_free
         store.renew(other.id)
 
 
-def test_many_processes_write_at_once_and_one_gets_the_gallery(tmp_path: Path) -> None:
+def test_of_concurrent_processes_one_gets_the_gallery(tmp_path) -> None:
     path = tmp_path / "service.sqlite"
     command = [sys.executable, "-c", CREATE, str(path)]
     processes = [
@@ -124,7 +118,7 @@ def test_many_processes_write_at_once_and_one_gets_the_gallery(tmp_path: Path) -
     assert len(JobStore(path).newest()) == 41
 
 
-def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path) -> None:
     path = tmp_path / "service.sqlite"
     path.write_bytes(b"no database" * 1000)
     with pytest.raises(StateError, match=r"service\.sqlite"):
@@ -132,9 +126,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("begun", ["checkpoint.pt", "fold-00/log.jsonl", None])
-def test_the_images_of_a_training_stay_while_it_can_go_on(
-    tmp_path: Path, begun: str | None
-) -> None:
+def test_the_images_of_a_training_stay_while_it_can_resume(tmp_path, begun: str | None) -> None:
     folders = JobFolders(tmp_path, "j1")
     folders.data.mkdir(parents=True)
     if begun is not None:

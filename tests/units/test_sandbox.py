@@ -1,7 +1,7 @@
-"""The sandbox of a decoding process: a decoder that was taken over reaches nothing.
+"""The sandbox of a decoding process: a hostile decoder reaches nothing.
 
-Each layer is tested alone, so that one is no excuse for the other, and without any layer, so that
-each attempt is one that would succeed.
+Each layer is tested alone, so none hides a fault of the other; and no layer at all, to show that
+each attempt would succeed.
 """
 
 import os
@@ -36,7 +36,7 @@ SINCE = {"connect": 4, "signal parent": 6}
 
 @dataclass(frozen=True)
 class Target:
-    """What a taken over process is after: of this test, not of the machine."""
+    """What a hostile process tries to reach."""
 
     port: int
     keys: Path
@@ -71,7 +71,7 @@ def target(tmp_path: Path) -> Iterator[Target]:
 def hostile(
     monkeypatch: Any, layers: Sequence[str] = ALL, fault: str = "", restarts: int = 0
 ) -> Iterator[Any]:
-    """A worker that enters these layers and was then taken over."""
+    """A hostile worker in these layers."""
     monkeypatch.setattr(decoders, "_CODE", START.format(layers=tuple(layers), fault=fault))
     decoder = ProcessDecoder(1024, 30.0)
     decoder.start()
@@ -91,7 +91,7 @@ def assert_decodes(decoder: Any, kinds: Sequence[str] = ("JPEG",)) -> None:
         assert np.array_equal(decoder.decode(data, SPEC, ImageLimits()), expected), kind
 
 
-def test_without_a_layer_every_attempt_succeeds(monkeypatch, target: Target) -> None:
+def test_without_a_layer_every_attempt_succeeds(monkeypatch, target) -> None:
     with hostile(monkeypatch, ()) as decoder:
         assert not decoder.layers
         reported = [attempt(decoder, *one) for one in target.attempts()]
@@ -100,9 +100,7 @@ def test_without_a_layer_every_attempt_succeeds(monkeypatch, target: Target) -> 
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_layer_refuses_what_a_taken_over_decoder_attempts(
-    monkeypatch, target: Target, name: str
-) -> None:
+def test_each_layer_refuses_every_attempt(monkeypatch, target, name: str) -> None:
     with hostile(monkeypatch, [name]) as decoder:
         [layer] = decoder.layers
         if not layer.holds:
@@ -116,23 +114,20 @@ def test_a_layer_refuses_what_a_taken_over_decoder_attempts(
 
 
 def refuses(layer: str, what: str) -> bool:
-    """Whether this layer, as this kernel has it, is against it."""
+    """Whether this layer of this kernel refuses the attempt."""
     if layer == "seccomp":
         return True
     return what not in SECCOMP_ONLY and sandbox.landlock_version() >= SINCE.get(what, 1)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_process_that_replaces_another_enters_the_same_layers_without_a_rehearsal(
-    monkeypatch, target: Target, name: str
-) -> None:
+def test_a_replacement_enters_the_same_layers(monkeypatch, target, name: str) -> None:
     with hostile(monkeypatch, [name], restarts=1) as decoder:
         [layer] = decoder.layers
         if not layer.holds:
             pytest.skip(f"{name} is absent here: {layer.absence}")
-        monkeypatch.setattr(
-            decoders, "_CODE", START.format(layers=(), fault="")
-        )  # if rehearsed: none
+        code = START.format(layers=(), fault="")  # none if it were rehearsed
+        monkeypatch.setattr(decoders, "_CODE", code)
         os.kill(decoder.pid, signal.SIGKILL)
         assert_decodes(decoder)
         assert attempt(decoder, "read", str(target.keys)) == "PermissionError"
@@ -143,10 +138,8 @@ def test_a_process_that_replaces_another_enters_the_same_layers_without_a_rehear
     ("rehearse", "ended_by"),
     [("time.sleep(60)", "SIGALRM"), ("os.kill(os.getpid(), 9)", "SIGKILL")],
 )
-def test_a_machine_too_busy_or_full_to_tell_says_nothing_about_a_layer(
-    rehearse: str, ended_by: str
-) -> None:
-    """The process ends, and the service starts another one: none decodes with a layer less."""
+def test_a_timeout_in_a_layer_ends_the_process(rehearse: str, ended_by: str) -> None:
+    """The service then starts another process, so none decodes without the layer."""
     code = (
         "import os, time; from kinlens.service.encoding import sandbox; sandbox._REHEARSAL_S = 1; "
         f"sandbox._LAYERS['slow'] = lambda: None; sandbox.enter(lambda: {rehearse}, ['slow'])"
@@ -161,7 +154,7 @@ def test_every_format_is_decoded_in_all_layers(monkeypatch) -> None:
         assert_decodes(decoder, FORMATS)
 
 
-def test_a_kernel_without_the_layers_decodes_and_says_what_to_do(monkeypatch) -> None:
+def test_a_kernel_without_the_layers_decodes_and_names_the_cure(monkeypatch) -> None:
     with hostile(monkeypatch, fault="lacking") as decoder:
         assert [layer.holds for layer in decoder.layers] == [False, False]
         assert "Use Linux 5.13" in decoder.layers[0].absence
@@ -169,14 +162,14 @@ def test_a_kernel_without_the_layers_decodes_and_says_what_to_do(monkeypatch) ->
         assert_decodes(decoder, FORMATS)
 
 
-def test_a_layer_in_which_nothing_can_be_decoded_is_not_entered(monkeypatch) -> None:
+def test_a_layer_that_prevents_decoding_is_not_entered(monkeypatch) -> None:
     with hostile(monkeypatch, fault="foreign") as decoder:
         by_name = {layer.name: layer for layer in decoder.layers}
         assert not by_name["seccomp"].holds
         assert "No image can be decoded in it" in by_name["seccomp"].absence
 
 
-def test_another_system_has_no_layer_and_starts_no_child_to_find_out(monkeypatch) -> None:
+def test_another_system_has_no_layer_and_starts_no_child(monkeypatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr("os.fork")
     layers = sandbox.enter(lambda: None)

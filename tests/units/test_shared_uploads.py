@@ -36,7 +36,7 @@ def nobody(_: Collection[str]) -> set[str]:
     return set()
 
 
-def test_an_image_is_there_as_long_as_some_item_shows_it(photos: SharedUploads) -> None:
+def test_an_image_exists_while_an_item_shows_it(photos) -> None:
     with pytest.raises(ItemNotFoundError, match="Put the item again"):
         photos.read(SHA256)
     with photos.storing({SHA256: DATA, "0" * 64: b"damaged"}):
@@ -50,9 +50,7 @@ def test_an_image_is_there_as_long_as_some_item_shows_it(photos: SharedUploads) 
         photos.read("0" * 64)
 
 
-def test_an_image_put_while_another_service_removes_it_is_there_in_the_end(
-    photos: SharedUploads,
-) -> None:
+def test_an_image_put_during_its_removal_exists(photos) -> None:
     with photos.storing({SHA256: DATA}):
         photos.discard([SHA256], nobody)  # the item is not there yet
     assert photos.read(SHA256) == DATA
@@ -61,7 +59,7 @@ def test_an_image_put_while_another_service_removes_it_is_there_in_the_end(
     assert photos.read(SHA256) == DATA
 
 
-def test_a_store_that_hangs_or_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_hangs_or_fails_is_an_error(monkeypatch) -> None:
     gate = threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "cat_file", lambda *_: gate.wait())
@@ -82,9 +80,7 @@ def test_a_store_that_hangs_or_fails_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("address", ["nowhere://bucket/shop", "s3://bucket/shop"])
-def test_an_address_that_nothing_here_reaches_is_refused(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_without_its_package_is_refused(address: str, monkeypatch) -> None:
     def missing(*_: object, **__: object) -> None:
         raise ImportError("Install s3fs to access S3")
 

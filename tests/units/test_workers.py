@@ -1,4 +1,4 @@
-"""Workers that embed: the same vectors, limits that hold, a model loaded once, nothing left."""
+"""Workers that embed: the same vectors, enforced limits, no leftovers."""
 
 import contextlib
 import gc
@@ -79,7 +79,7 @@ def no_leftovers() -> Iterator[None]:
     assert not children() - OTHERS
 
 
-def test_vectors_are_those_of_the_service_bit_for_bit(tiny_bundle: Bundle) -> None:
+def test_vectors_are_those_of_the_service_bit_for_bit(tiny_bundle) -> None:
     with running(tiny_bundle) as workers:
         until(lambda: workers.is_ready)
         for kind in FORMATS:
@@ -91,7 +91,7 @@ def test_vectors_are_those_of_the_service_bit_for_bit(tiny_bundle: Bundle) -> No
         assert [worker.restarts for worker in workers.pool.decoders] == [0]
 
 
-def test_openvino_answers_in_a_forked_process(tiny_bundle: Bundle) -> None:
+def test_openvino_answers_in_a_forked_process(tiny_bundle) -> None:
     pytest.importorskip("openvino", reason="OpenVINO is not installed")
     mode = Mode("openvino", "fp32")
     with running(tiny_bundle, mode) as workers:
@@ -101,7 +101,7 @@ def test_openvino_answers_in_a_forked_process(tiny_bundle: Bundle) -> None:
         assert float(vector @ vector_of(tiny_bundle, data, mode=mode)) > 0.9999
 
 
-def test_threads_have_a_worker_each_and_share_one_server(tiny_bundle: Bundle) -> None:
+def test_threads_have_their_own_workers_and_share_one_server(tiny_bundle) -> None:
     images = [encoded(photo(number)) for number in range(24)]
     expected = [vector_of(tiny_bundle, data) for data in images]
     with running(tiny_bundle) as workers, ThreadPoolExecutor(4) as threads:
@@ -113,9 +113,7 @@ def test_threads_have_a_worker_each_and_share_one_server(tiny_bundle: Bundle) ->
         assert len(fork_servers()) == 1
 
 
-def test_a_worker_of_another_model_embeds_nothing_for_this_one(
-    tiny_bundle: Bundle, make_tiny_bundle
-) -> None:
+def test_a_worker_of_another_model_is_not_used(tiny_bundle, make_tiny_bundle) -> None:
     """A search thread may hold a worker of any model, where a service has several."""
     other, data = make_tiny_bundle(seed=7), encoded(photo(1))
     with running(tiny_bundle) as workers, running(other) as others:
@@ -127,53 +125,21 @@ def test_a_worker_of_another_model_embeds_nothing_for_this_one(
             assert not np.array_equal(expected, vector_of(other, data))
 
 
-def test_an_image_that_is_damaged_or_too_large_fails_alone(
-    tiny_bundle: Bundle, heavy: bytes
-) -> None:
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [({"memory_mb": 256}, "256 MB"), ({"timeout_s": 0.2}, r"longer than 0\.2 s")],
+    ids=["memory", "the alarm of the worker"],  # the service waits longer, for the model
+)
+def test_a_damaged_or_costly_image_fails_alone(tiny_bundle, heavy, limit, message: str) -> None:
     good = encoded(photo(1))
-    with running(tiny_bundle, memory_mb=256) as workers:
+    with running(tiny_bundle, **limit) as workers:
         until(lambda: workers.is_ready)
         with pytest.raises(CorruptImageError):
             workers.embed(good[:-40])
-        with pytest.raises(ImageCostError, match="256 MB"):
+        with pytest.raises(ImageCostError, match=message):
             workers.embed(heavy)
         assert np.array_equal(workers.embed(good)[0], vector_of(tiny_bundle, good))
         assert [(each.restarts, each.kills) for each in workers.pool.decoders] == [(1, 1)]
-
-
-def test_an_image_that_takes_too_long_ends_by_the_alarm_of_its_worker(
-    tiny_bundle: Bundle, heavy: bytes
-) -> None:
-    """The service itself waits longer than that, since the model needs time as well."""
-    good = encoded(photo(1))
-    with running(tiny_bundle, timeout_s=0.2) as workers:
-        until(lambda: workers.is_ready)
-        with pytest.raises(ImageCostError, match=r"longer than 0\.2 s"):
-            workers.embed(heavy)
-        assert np.array_equal(workers.embed(good)[0], vector_of(tiny_bundle, good))
-        assert [(each.restarts, each.kills) for each in workers.pool.decoders] == [(1, 1)]
-
-
-def test_a_killed_worker_costs_no_answer_and_a_killed_server_is_replaced(
-    tiny_bundle: Bundle,
-) -> None:
-    good = encoded(photo(1))
-    expected = vector_of(tiny_bundle, good)
-    with running(tiny_bundle) as workers:
-        until(lambda: workers.is_ready)
-        [server] = fork_servers()
-        [worker] = workers.pool.decoders
-        os.kill(worker.pid, signal.SIGKILL)
-        assert np.array_equal(workers.embed(good)[0], expected)
-        assert worker.restarts == 1
-        last = worker.pid
-        os.kill(server, signal.SIGKILL)
-        until(lambda: is_gone(last))  # with its server
-        with pytest.raises(NoProcessError):
-            workers.embed(good)
-        until(lambda: workers.is_ready)
-        assert fork_servers() != {server}
-        until(lambda: answers(workers, good, expected))
 
 
 def answers(workers: Any, image: bytes, expected: Any) -> bool:
@@ -184,9 +150,7 @@ def answers(workers: Any, image: bytes, expected: Any) -> bool:
         return False
 
 
-def test_after_some_crashes_the_server_is_a_new_one_with_other_addresses(
-    tiny_bundle: Bundle,
-) -> None:
+def test_after_some_crashes_the_server_is_a_new_one_with_other_addresses(tiny_bundle) -> None:
     with running(tiny_bundle) as workers:
         until(lambda: workers.is_ready)
         [server] = fork_servers()
@@ -202,9 +166,7 @@ def test_after_some_crashes_the_server_is_a_new_one_with_other_addresses(
         assert sum(worker.restarts for worker in workers.pool.decoders) >= 8
 
 
-def test_a_server_that_does_not_start_leaves_the_service_to_embed_and_is_tried_again(
-    tiny_bundle: Bundle, monkeypatch
-) -> None:
+def test_a_server_that_does_not_start_is_tried_again(tiny_bundle, monkeypatch) -> None:
     monkeypatch.setattr(workers_module, "_FIRST_PAUSE_S", 0.2)
     good = fork_server.CODE
     monkeypatch.setattr(fork_server, "CODE", "raise SystemExit('no memory')")
@@ -215,18 +177,14 @@ def test_a_server_that_does_not_start_leaves_the_service_to_embed_and_is_tried_a
         until(lambda: workers.is_ready)
 
 
-def test_a_bundle_in_a_relative_folder_has_workers(
-    tiny_bundle: Bundle, monkeypatch, tmp_path: Path
-) -> None:
+def test_a_bundle_in_a_relative_folder_has_workers(tiny_bundle, monkeypatch, tmp_path) -> None:
     shutil.copytree(tiny_bundle.path, tmp_path / "bundle")
     monkeypatch.chdir(tmp_path)
     with running(Bundle.open("bundle")) as workers:
         until(lambda: workers.is_ready)
 
 
-def test_another_bundle_in_the_same_folder_is_refused(
-    make_tiny_bundle, tiny_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_replaced_bundle_is_refused(make_tiny_bundle, tiny_bundle, tmp_path) -> None:
     """Its vectors would be stored, and cached, under the id of the first."""
     path = Path(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
     with structlog.testing.capture_logs() as events, running(Bundle.open(path)) as workers:
@@ -240,9 +198,7 @@ def test_another_bundle_in_the_same_folder_is_refused(
     assert "has become the bundle" in str(events)
 
 
-def test_a_model_that_fails_in_a_worker_is_left_to_the_service(
-    tiny_bundle: Bundle, monkeypatch
-) -> None:
+def test_a_model_that_fails_in_a_worker_is_reported(tiny_bundle, monkeypatch) -> None:
     last = (len(tiny_bundle.golden_inputs()) + 1) // 2 + 1  # the calls of the start
     code = f"""
 from kinlens.embedder.session import OnnxEmbedder
@@ -262,7 +218,7 @@ OnnxEmbedder.embed = fail
             workers.embed(encoded(photo(1)))
 
 
-def test_a_worker_cannot_write_nonsense_into_the_metrics(tiny_bundle: Bundle, monkeypatch) -> None:
+def test_a_worker_cannot_write_nonsense_into_the_metrics(tiny_bundle, monkeypatch) -> None:
     code = "from kinlens.service.encoding import decode_worker; "
     code += "decode_worker.perf_counter = lambda: float('nan'); "
     monkeypatch.setattr(fork_server, "CODE", code + fork_server.CODE)
@@ -271,7 +227,7 @@ def test_a_worker_cannot_write_nonsense_into_the_metrics(tiny_bundle: Bundle, mo
         assert workers.embed(encoded(photo(1)))[1] == 0.0
 
 
-def test_workers_that_are_let_go_of_end(tiny_bundle: Bundle) -> None:
+def test_unreferenced_workers_end(tiny_bundle) -> None:
     embedder = OnnxEmbedder.open(tiny_bundle)
     image = embedder.known_images()[0]
     workers = Workers(embedder, 1024, 30.0, 2)
@@ -300,11 +256,10 @@ sys.stdin.read()
 """
 
 
-def test_server_and_workers_end_when_the_service_dies(tiny_bundle: Bundle) -> None:
+def test_server_and_workers_end_when_the_service_dies(tiny_bundle) -> None:
     command = [sys.executable, "-c", PARENT, str(tiny_bundle.path)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as parent:
-        assert parent.stdout is not None
         line = next(line for line in parent.stdout if line.startswith("pids"))
         pids = [int(word) for word in line.split()[1:]]
         servers = children(parent.pid)
@@ -314,7 +269,7 @@ def test_server_and_workers_end_when_the_service_dies(tiny_bundle: Bundle) -> No
     until(lambda: all(is_gone(pid) for pid in [*pids, *servers]))
 
 
-def test_a_worker_is_confined_as_a_decoding_process_is(tiny_bundle: Bundle, monkeypatch) -> None:
+def test_a_worker_is_confined_as_a_decoding_process_is(tiny_bundle, monkeypatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with running(tiny_bundle) as workers:
         until(lambda: workers.is_ready)
@@ -330,9 +285,7 @@ def test_a_worker_is_confined_as_a_decoding_process_is(tiny_bundle: Bundle, monk
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_worker_that_was_taken_over_reaches_nothing(
-    tiny_bundle: Bundle, monkeypatch, tmp_path: Path, name: str
-) -> None:
+def test_a_hostile_worker_reaches_nothing(tiny_bundle, monkeypatch, tmp_path, name: str) -> None:
     code = START.format(layers=(name,), fault="").replace("decode_worker", "fork_server")
     monkeypatch.setattr(fork_server, "CODE", code)
     (tmp_path / "keys.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""The audit log: each change is one line, whoever made it, and nothing secret is in it."""
+"""The audit log: each change is one line with its author, and without secrets."""
 
 import contextlib
 import errno
@@ -34,7 +34,7 @@ def entries(shop: Shop, **query: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_each_change_is_one_line_that_says_who_changed_what(shop: Shop) -> None:
+def test_each_change_is_one_line_with_its_author(shop) -> None:
     store = KeyStore(shop.state / "keys.json")
     feed = {"authorization": f"Bearer {store.create('feed', ['write'])}"}
     client, items = shop.client, f"{shop.url}/items"
@@ -89,9 +89,7 @@ def test_each_change_is_one_line_that_says_who_changed_what(shop: Shop) -> None:
         assert secret not in file.read_text()
 
 
-def test_what_was_refused_with_403_is_a_line_and_other_refusals_and_reads_are_none(
-    shop: Shop,
-) -> None:
+def test_refusals_with_403_are_logged_and_other_refusals_and_reads_are_not(shop) -> None:
     store = KeyStore(shop.state / "keys.json")
     till = {"authorization": f"Bearer {store.create('till', ['search'])}"}
     before = len(entries(shop))
@@ -109,8 +107,8 @@ def test_what_was_refused_with_403_is_a_line_and_other_refusals_and_reads_are_no
     ]
 
 
-def test_refused_attempts_cannot_push_the_changes_out_of_the_log(shop: Shop) -> None:
-    """By foreign pages, and with a key that everybody knows: 120 an hour of all of them."""
+def test_refused_requests_cannot_flood_the_log(shop) -> None:
+    """By foreign pages and with a public key: 120 lines an hour in total."""
     store = KeyStore(shop.state / "keys.json")
     public = {"authorization": f"Bearer {store.create('front', ['search'])}"}
     before = len(entries(shop))
@@ -122,9 +120,7 @@ def test_refused_attempts_cannot_push_the_changes_out_of_the_log(shop: Shop) -> 
     assert {one["by"] for one in found} == {"anonymous", "front"}
 
 
-def test_a_full_disk_loses_no_change_and_its_line_is_in_the_log_of_the_service(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_no_change_and_logs_its_line_elsewhere(shop, monkeypatch) -> None:
     write = os.write
 
     def full(descriptor: int, data: bytes) -> int:
@@ -147,7 +143,7 @@ def test_a_full_disk_loses_no_change_and_its_line_is_in_the_log_of_the_service(
     assert len(entries(shop)) == len(before) + 1
 
 
-def test_pages_of_the_log_are_read_from_the_newest_on_across_its_files(tmp_path: Path) -> None:
+def test_pages_are_read_newest_first_across_rotated_files(tmp_path) -> None:
     log = AuditLog(tmp_path, file_bytes=2_000, kept_files=4)
     for number in range(1, 201):
         log.add(Change(f"action {number}", "feed", 200))
@@ -161,7 +157,7 @@ def test_pages_of_the_log_are_read_from_the_newest_on_across_its_files(tmp_path:
     assert len(read) > 60
 
 
-def test_a_line_that_was_cut_short_costs_itself_alone(tmp_path: Path) -> None:
+def test_a_truncated_line_costs_no_other_line(tmp_path) -> None:
     log = AuditLog(tmp_path)
     log.add(Change("first", "feed", 200))
     with log.path.open("ab") as file:
@@ -170,7 +166,7 @@ def test_a_line_that_was_cut_short_costs_itself_alone(tmp_path: Path) -> None:
     assert [entry.action for entry in log.newest(10)] == ["second", "first"]
 
 
-def test_processes_that_write_at_once_give_each_line_its_own_number(tmp_path: Path) -> None:
+def test_concurrent_writers_number_every_line_once(tmp_path) -> None:
     logs = [AuditLog(tmp_path, file_bytes=3_000) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda n: logs[n % 4].add(Change(f"{n}", "feed", 200)), range(80)))

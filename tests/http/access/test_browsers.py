@@ -1,6 +1,5 @@
 """Which hosts and origins are answered, and with which headers for browsers."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ OTHER_HOSTS = (
 @pytest.mark.parametrize(
     "path", ["/galleries", "/", "/ui/search/app.js", "/openapi.json", "/nowhere"]
 )
-def test_any_other_host_is_a_400_that_shows_nothing_else(running_service, path: str) -> None:
+def test_any_other_host_is_a_400(running_service, path: str) -> None:
     for host in OTHER_HOSTS:
         response = get(running_service, host, path)
         problem = assert_problem(response, 400, "unknown-host")
@@ -51,7 +50,7 @@ def test_a_long_host_is_cut_in_the_answer(running_service) -> None:
     assert "a" * 65 not in detail
 
 
-def test_the_hosts_of_the_settings_take_the_place_of_the_defaults(start_service) -> None:
+def test_configured_hosts_replace_the_defaults(start_service) -> None:
     service = start_service(allowed_hosts=("Shop.example", "127.0.0.1"))
     assert get(service, "shop.EXAMPLE:443").status_code == 200
     assert get(service, "localhost").status_code == 400
@@ -68,17 +67,13 @@ def test_the_hosts_of_the_settings_take_the_place_of_the_defaults(start_service)
         ("::", {"*"}),
     ],
 )
-def test_the_default_hosts_follow_from_the_address_that_is_bound(
-    bound: str, expected: set[str]
-) -> None:
+def test_the_default_hosts_follow_from_the_bound_address(bound: str, expected: set[str]) -> None:
     assert Settings(host=bound).hosts() == expected
     assert Settings(host=bound, allowed_hosts=("shop.example",)).hosts() == {"shop.example"}
 
 
 @pytest.mark.parametrize("host", ["10.0.3.17:8000", "[fd00::7]:8000", "shop.example"])
-def test_probes_and_metrics_are_answered_under_any_host_and_nothing_else_is(
-    running_service, host: str
-) -> None:
+def test_only_probes_and_metrics_are_answered_under_any_host(running_service, host: str) -> None:
     for path in ("/live", "/ready", "/metrics"):
         assert get(running_service, host, path).status_code == 200
         answer = running_service.client.head(path, headers={"host": host})
@@ -99,14 +94,10 @@ PREFLIGHT = {
 }
 
 
-def policy(service: Any) -> dict[str, set[str]]:
-    text = service.client.get("/").headers["content-security-policy"]
-    parts = [part.split() for part in text.split(";")]
-    return {name: set(sources) for name, *sources in parts}
-
-
 def test_the_policy_allows_this_service_alone_and_nothing_inline(running_service) -> None:
-    found = policy(running_service)
+    headers = running_service.client.get("/").headers
+    parts = [part.split() for part in headers["content-security-policy"].split(";")]
+    found = {name: set(sources) for name, *sources in parts}
     assert found.pop("img-src") == {"'self'", "blob:", "data:"}
     assert found.pop("media-src") == {"'self'", "blob:"}
     assert all(sources <= {"'self'", "'none'"} for sources in found.values())
@@ -114,14 +105,10 @@ def test_the_policy_allows_this_service_alone_and_nothing_inline(running_service
         assert found[name] == {"'self'"}
     for name in ("object-src", "base-uri", "frame-ancestors", "frame-src", "worker-src"):
         assert found[name] == {"'none'"}
+    assert headers["permissions-policy"] == "camera=(self), geolocation=(), microphone=()"
 
 
-def test_the_camera_is_for_the_page_alone(running_service) -> None:
-    allowed = running_service.client.get("/").headers["permissions-policy"]
-    assert allowed == "camera=(self), geolocation=(), microphone=()"
-
-
-def test_other_origins_are_told_nothing_unless_they_are_configured(running_service) -> None:
+def test_other_origins_get_no_cors_headers_by_default(running_service) -> None:
     answer = running_service.client.get("/galleries", headers={"origin": SHOP})
     assert not any(name.startswith("access-control-") for name in answer.headers)
     assert answer.headers["cross-origin-resource-policy"] == "same-origin"
@@ -130,9 +117,7 @@ def test_other_origins_are_told_nothing_unless_they_are_configured(running_servi
     assert not any(name.startswith("access-control-") for name in preflight.headers)
 
 
-def test_a_configured_origin_may_call_with_a_key_and_another_may_not(
-    start_service: Callable[..., Any], photos: list[bytes]
-) -> None:
+def test_only_a_configured_origin_may_call_with_a_key(start_service, photos) -> None:
     service = start_service(cors_origins=(SHOP,), anonymous_scopes=())
     preflight = service.client.options("/search", headers=PREFLIGHT)
     assert preflight.status_code == 200
@@ -149,26 +134,13 @@ def test_a_configured_origin_may_call_with_a_key_and_another_may_not(
 
 
 def test_a_vote_from_a_foreign_page_is_refused(start_service, tmp_path) -> None:
-    service = start_service(
-        state=tmp_path, feedback="pairs", cors_origins=("https://shop.example",)
-    )
+    service = start_service(state=tmp_path, feedback="pairs", cors_origins=(SHOP,))
 
-    def vote(**headers: str) -> int:
-        fields = {"answer_id": "x", "item": "000.png", "action": "wrong"}
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        form = {name: (None, value) for name, value in fields.items()}
-        return int(service.client.post("/feedback", files=form, headers=sent).status_code)
+    def vote(headers: dict[str, str]) -> int:
+        form = {"answer_id": (None, "x"), "item": (None, "a"), "action": (None, "wrong")}
+        return int(service.client.post("/feedback", files=form, headers=headers).status_code)
 
-    foreign = (
-        {"origin": "https://evil.example"},
-        {"origin": "null"},
-        {"sec_fetch_site": "cross-site"},
-    )
-    assert [vote(**headers) for headers in foreign] == [403] * 3
-    own = (
-        {},
-        {"origin": service.url},
-        {"origin": "https://shop.example"},
-        {"sec_fetch_site": "same-origin"},
-    )
-    assert [vote(**headers) for headers in own] == [422] * 4, "the id of the answer is looked at"
+    foreign = ({"origin": "https://evil.example"}, {"origin": "null"})
+    assert {vote(headers) for headers in (*foreign, {"sec-fetch-site": "cross-site"})} == {403}
+    own = ({}, {"origin": service.url}, {"origin": SHOP}, {"sec-fetch-site": "same-origin"})
+    assert {vote(headers) for headers in own} == {422}, "the id of the answer is checked"

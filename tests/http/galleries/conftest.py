@@ -1,4 +1,4 @@
-"""One service for the tests of a module that leave it as it is; for each a gallery of its own."""
+"""One service for the tests of a module, and a new gallery for each test."""
 
 from collections.abc import Iterator
 from itertools import count

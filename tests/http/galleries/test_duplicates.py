@@ -1,9 +1,7 @@
-"""Near-duplicates over HTTP: groups, what is refused, and searches that leave them out."""
+"""Near-duplicates over HTTP: groups, refusals, and searches that omit them."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +12,8 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Progress
 from kinlens.service.api import duplicates
 from tests.support.shops import Shop, assert_problem, start_shop
+from tests.support.waiting import until
 from tests.tiny import encoded, photo
-
-Until = Callable[[Callable[[], bool]], None]
 
 
 @pytest.fixture
@@ -33,7 +30,7 @@ def found(shop: Shop, **query: Any) -> Any:
     return response.json()
 
 
-def test_groups_are_found_by_the_gallery_or_by_a_score(twins: Shop) -> None:
+def test_groups_are_found_by_the_floor_or_by_a_score(twins) -> None:
     answer = found(twins)
     assert (answer["total"], answer["items"], answer["offset"]) == (2, 4, 0)
     assert answer["gallery_version"] == twins.gallery()["version"]
@@ -58,9 +55,7 @@ def test_groups_are_found_by_the_gallery_or_by_a_score(twins: Shop) -> None:
     assert found(twins)["total"] == 0
 
 
-def test_the_client_asks_for_them_and_for_searches_without_them(
-    twins: Shop, data: list[bytes]
-) -> None:
+def test_the_client_lists_duplicates_and_searches_without_them(twins, data) -> None:
     with Client(twins.running.url) as client:
         answer = client.duplicates(twins.name, min_score=0.95, limit=1)
         assert [item.key for item in answer.groups[0]] == ["k0", "k0 again"]
@@ -71,9 +66,7 @@ def test_the_client_asks_for_them_and_for_searches_without_them(
 
 
 @pytest.mark.parametrize("sent", ["form", "json", "similar"])
-def test_pages_without_near_duplicates_put_together_are_the_whole_answer(
-    twins: Shop, data: list[bytes], sent: str
-) -> None:
+def test_pages_without_near_duplicates_join_to_the_whole_answer(twins, data, sent: str) -> None:
     number = twins.items(key_prefix="k3")["items"][0]["id"]
 
     def keys(**fields: Any) -> list[str]:
@@ -95,9 +88,7 @@ def test_pages_without_near_duplicates_put_together_are_the_whole_answer(
     assert [key for offset in range(5) for key in keys(k=1, offset=offset)] == whole
 
 
-def test_what_cannot_be_compared_is_refused_with_a_cure(
-    twins: Shop, data: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_questions_are_refused_with_a_cure(twins, data, monkeypatch) -> None:
     def refused(**query: Any) -> str:
         response = twins.client.get(f"{twins.url}/duplicates", params=query)
         return str(assert_problem(response, 422, "invalid-parameter")["detail"])
@@ -114,9 +105,7 @@ def test_what_cannot_be_compared_is_refused_with_a_cure(
     assert "Run kinlens-index duplicates" in refused()
 
 
-def test_one_gallery_is_looked_through_at_a_time_and_the_search_ends_at_the_time_limit(
-    tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch, until: Until
-) -> None:
+def test_one_scan_runs_at_a_time_until_the_limit(tmp_path, data, monkeypatch) -> None:
     shop = start_shop(tmp_path, request_timeout_ms=300)
     seen, go_on = threading.Event(), threading.Event()
 
@@ -142,25 +131,7 @@ def test_one_gallery_is_looked_through_at_a_time_and_the_search_ends_at_the_time
         shop.close()
 
 
-def test_without_a_calibration_the_gallery_says_what_is_near(
-    tmp_path: Path, data: list[bytes]
-) -> None:
-    shop = start_shop(tmp_path)
-    try:
-        shop.put({"a": data[0], "b": data[0], "c": data[1]})
-        answer = found(shop)
-        assert answer["floor"] == {"score": 0.95, "pairs": 0, "attribute": None}
-        [group] = answer["groups"]
-        assert [item["key"] for item in group] == ["a", "b"]
-        near = shop.search(data[0], distinct="near").json()["hits"]
-        assert [hit["key"] for hit in near] == ["a", "c"]
-    finally:
-        shop.close()
-
-
-def test_a_placeholder_is_a_crowd_of_which_examples_are_shown(
-    shop: Shop, data: list[bytes]
-) -> None:
+def test_a_placeholder_image_is_shown_by_examples(shop, data) -> None:
     for start in range(0, 24, 8):
         shop.put({f"none-{n}": data[5] for n in range(start, start + 8)})
     shop.put({"k0": data[0], "k1": data[1], "k1 again": data[1]})

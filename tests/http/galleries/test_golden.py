@@ -1,9 +1,8 @@
-"""Golden sets over HTTP: labelled, run, kept over time, and no burden to searches."""
+"""Golden sets over HTTP: labelled, run, stored, and no burden to searches."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -37,7 +36,7 @@ def query_photo(seed: int) -> bytes:
     return encoded(photo(seed), "JPEG", quality=90)
 
 
-def test_queries_are_labelled_run_kept_and_removed(stocked: Shop, data: list[bytes]) -> None:
+def test_queries_are_labelled_run_kept_and_removed(stocked, data) -> None:
     with Client(stocked.running.url) as client:
         made = client.add_golden(stocked.name, query_photo(0), keys=["k0", "k2"], name="shelf.jpg")
         assert (made.sha256, made.keys, made.name) == (
@@ -87,14 +86,12 @@ def test_queries_are_labelled_run_kept_and_removed(stocked: Shop, data: list[byt
         ("[]", "label"),
     ],
 )
-def test_a_label_that_cannot_be_read_is_422_and_says_why(
-    stocked: Shop, text: str, message: str
-) -> None:
+def test_a_label_that_cannot_be_read_is_422_and_says_why(stocked, text: str, message: str) -> None:
     problem = assert_problem(label(stocked, query_photo(0), text), 422, "invalid-parameter")
     assert message in problem["detail"]
 
 
-def test_what_is_no_query_is_refused_with_its_status(stocked: Shop) -> None:
+def test_an_invalid_query_is_refused_with_its_status(stocked) -> None:
     keys = json.dumps({"keys": ["k0"]})
     assert_problem(label(stocked, b"no picture", keys), 415, "unsupported-format")
     assert_problem(label(stocked, query_photo(0)[:300], keys), 422, "corrupt-image")
@@ -115,20 +112,17 @@ def test_what_is_no_query_is_refused_with_its_status(stocked: Shop) -> None:
         assert_problem(stocked.client.get(path), 404, "unknown-gallery")
 
 
-def test_labelling_ends_at_the_time_limit(tmp_path: Path, data: list[bytes]) -> None:
+def test_labelling_is_503_at_the_time_limit(tmp_path, data, closes) -> None:
     model = GatedEmbedder()
-    shop = start_shop(tmp_path / "state", model, request_timeout_ms=200)
+    shop = closes(start_shop(tmp_path / "state", model, request_timeout_ms=200))
     model.gate.clear()
     problem = assert_problem(label(shop, data[0], '{"no_match": true}'), 503, "deadline-exceeded")
     assert "0.2 s" in problem["detail"]
     model.gate.set()
-    shop.close()
 
 
-def test_while_a_run_waits_for_the_model_searches_are_answered(
-    stocked: Shop, model: GatedEmbedder
-) -> None:
-    """It has one image in the model at a time, so a search thread is left for others."""
+def test_searches_are_answered_during_a_run(stocked, model) -> None:
+    """A run embeds one image at a time, so a search thread stays free."""
     golden = GoldenSet(stocked.folder)
     new = [NewQuery(encoded(photo(100 + n)), Label(no_match=True)) for n in range(6)]
     with closing(Gallery.open(stocked.folder)) as gallery:

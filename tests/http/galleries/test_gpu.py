@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kinlens.embedder.bundle import Bundle
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index import gpu
 from kinlens.service.__main__ import app
@@ -39,68 +38,52 @@ def ready(shop: Shop) -> Any:
 
 
 @pytest.mark.parametrize("settings", [{"device": "cuda"}, {"index_device": "cuda"}])
-def test_the_service_searches_on_the_gpu_and_ready_tells_memory_and_place(
-    device: Device,
-    state: Path,
-    data: list[bytes],
-    settings: dict[str, str],
+def test_searches_use_the_gpu_until_it_fails(
+    device, state, data, settings: dict[str, str], closes
 ) -> None:
-    shop = start_shop(state, create=False, **settings)
-    try:
-        found = shop.search(data[0], k=5).json()["hits"]
-        assert len(found) == 5
-        assert device.searches
-        reported = ready(shop)
-        assert reported["indexes"]["shop"]["device"] == "cuda"
-        assert reported["indexes"]["shop"]["gpu_memory_mb"] > 0
-        assert reported["free_gpu_memory_mb"] == round(device.free / 2**20)
-        assert reported["free_memory_mb"] > 0
-        device.breaks = True
-        again = shop.search(data[0], k=4).json()["hits"]
-        assert [hit["id"] for hit in again] == [hit["id"] for hit in found[:4]]
-        until(lambda: ready(shop)["indexes"]["shop"]["device"] == "cpu")  # asked once a second
-        reported = ready(shop)
-        assert reported["status"] == "ready"
-        assert reported["indexes"]["shop"]["reason"] == "CUDA error 719 launch failed"
-    finally:
-        shop.close()
+    shop = closes(start_shop(state, create=False, **settings))
+    found = shop.search(data[0], k=5).json()["hits"]
+    assert len(found) == 5
+    assert device.searches
+    reported = ready(shop)
+    assert reported["indexes"]["shop"]["device"] == "cuda"
+    assert reported["indexes"]["shop"]["gpu_memory_mb"] > 0
+    assert reported["free_gpu_memory_mb"] == round(device.free / 2**20)
+    assert reported["free_memory_mb"] > 0
+    device.breaks = True
+    again = shop.search(data[0], k=4).json()["hits"]
+    assert [hit["id"] for hit in again] == [hit["id"] for hit in found[:4]]
+    until(lambda: ready(shop)["indexes"]["shop"]["device"] == "cpu")  # asked once a second
+    reported = ready(shop)
+    assert reported["status"] == "ready"
+    assert reported["indexes"]["shop"]["reason"] == "CUDA error 719 launch failed"
 
 
-def test_without_a_gpu_the_service_starts_and_says_why_it_searches_on_the_cpu(
-    device: Device, state: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
+def test_without_a_gpu_the_cpu_is_used_with_the_reason(
+    device, state, data, monkeypatch, closes
 ) -> None:
     monkeypatch.setattr(gpu, "failed_trial", lambda: "the driver is too old")
-    shop = start_shop(state, create=False, device="cuda")
-    try:
-        assert len(shop.search(data[0], k=5).json()["hits"]) == 5
-        reported = ready(shop)
-        assert reported["status"] == "ready"
-        assert reported["indexes"]["shop"]["device"] == "cpu"
-        assert "the driver is too old" in reported["indexes"]["shop"]["reason"]
-        assert reported["free_gpu_memory_mb"] is None
-    finally:
-        shop.close()
+    shop = closes(start_shop(state, create=False, device="cuda"))
+    assert len(shop.search(data[0], k=5).json()["hits"]) == 5
+    reported = ready(shop)
+    assert reported["status"] == "ready"
+    assert reported["indexes"]["shop"]["device"] == "cpu"
+    assert "the driver is too old" in reported["indexes"]["shop"]["reason"]
+    assert reported["free_gpu_memory_mb"] is None
 
 
-def test_a_compaction_frees_the_memory_of_the_index_that_it_replaces(
-    device: Device, state: Path, data: list[bytes]
-) -> None:
-    shop = start_shop(state, create=False, device="cuda")
-    try:
-        shop.search(data[0], k=5)
-        before = device.free
-        shop.put({"new": data[1]})
-        with closing(Gallery.open(shop.folder)) as gallery:
-            gallery.compact(wait=True)
-        until(lambda: shop.search(data[2], k=5) and device.free < before)  # for one more item
-        until(lambda: device.free > before - 2**20)
-    finally:
-        shop.close()
+def test_a_compaction_frees_the_replaced_index(device, state, data, closes) -> None:
+    shop = closes(start_shop(state, create=False, device="cuda"))
+    shop.search(data[0], k=5)
+    before = device.free
+    shop.put({"new": data[1]})
+    with closing(Gallery.open(shop.folder)) as gallery:
+        gallery.compact(wait=True)
+    until(lambda: shop.search(data[2], k=5) and device.free < before)  # for one more item
+    until(lambda: device.free > before - 2**20)
 
 
-def test_the_check_says_what_the_gpu_has_free_and_takes_nothing_of_it(
-    device: Device, tmp_path: Path, tiny_bundle: Bundle
-) -> None:
+def test_check_reports_free_gpu_memory_and_uses_none(device, tmp_path, tiny_bundle) -> None:
     make_gallery(tmp_path / "g", "a", bundle_id=tiny_bundle.bundle_id, dim=TINY_DIM)
     with closing(Gallery.open(tmp_path / "g")) as gallery:
         gallery.compact(wait=True)

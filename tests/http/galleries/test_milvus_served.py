@@ -1,4 +1,4 @@
-"""A gallery on a real Milvus server, served: what a client sees, and what an outage costs."""
+"""A service with a gallery on a real Milvus server, and an outage of that server."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +19,7 @@ from tests.support.milvus_server import MilvusServer, started_server
 from tests.support.seams import KeyStore, Limits, MilvusStore
 from tests.support.servers import DEFAULTS, Running, run
 from tests.support.shops import Shop, assert_problem
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.milvus
 
@@ -71,9 +72,7 @@ def keys(answer: httpx.Response) -> list[str]:
     return [hit["key"] for hit in answer.json()["hits"]]
 
 
-def test_a_key_with_a_filter_sees_its_items_on_milvus_and_changes_none(
-    server: MilvusServer, start: Callable[..., Shop], photos: list[bytes], tmp_path: Path
-) -> None:
+def test_a_key_with_a_filter_is_read_only_on_milvus(server, start, photos, tmp_path) -> None:
     publish(server, "tenants", FakeEmbedder())
     shop = start("tenants", state=tmp_path / "state")
     shop.put({"own": photos[0], "own/2": photos[1]}, tenant=7)
@@ -97,9 +96,7 @@ def test_a_key_with_a_filter_sees_its_items_on_milvus_and_changes_none(
     assert_problem(refused, 403, "not-allowed")
 
 
-def test_items_are_put_found_changed_and_removed_by_every_replica(
-    server: MilvusServer, start: Callable[..., Shop], photos: list[bytes]
-) -> None:
+def test_every_replica_reads_and_writes_items(server, start, photos) -> None:
     publish(server, "items", FakeEmbedder())
     one, other = start("items"), start("items")
     put = one.put({f"{n:03d}": data for n, data in enumerate(photos)}, colour="red")
@@ -149,14 +146,7 @@ def test_items_are_put_found_changed_and_removed_by_every_replica(
     assert one.running.metric("kinlens_gallery_items", gallery="shop") == len(photos) - 3
 
 
-def test_another_bundle_behind_the_alias_brings_its_model_and_an_outage_ends_by_itself(
-    server: MilvusServer,
-    start: Callable[..., Shop],
-    tmp_path: Path,
-    make_tiny_bundle: Callable[..., Bundle],
-    photos: list[bytes],
-    until: Callable[[Callable[[], bool]], None],
-) -> None:
+def test_a_new_alias_is_served(server, start, tmp_path, make_tiny_bundle, photos) -> None:
     old, new = (OnnxEmbedder.open(make_tiny_bundle(seed)) for seed in (0, 1))
     (tmp_path / "state" / "bundles").mkdir(parents=True)
     for embedder in (old, new):
@@ -187,13 +177,7 @@ def test_another_bundle_behind_the_alias_brings_its_model_and_an_outage_ends_by_
     until(lambda: shop.client.get("/ready").status_code == 200)
 
 
-def test_what_cannot_be_done_on_milvus_says_what_to_do_instead(
-    empty: str,
-    start: Callable[..., Shop],
-    tiny_bundle: Bundle,
-    tmp_path: Path,
-    photos: list[bytes],
-) -> None:
+def test_unsupported_operations_are_refused(empty, start, tiny_bundle, tmp_path, photos) -> None:
     embedder = OnnxEmbedder.open(tiny_bundle)
     shop = start("empty", embedder=embedder, pictures=(), state=tmp_path / "state")
     refused = assert_problem(shop.put_form({"a": photos[0]}), 409, "state-missing")
@@ -206,9 +190,7 @@ def test_what_cannot_be_done_on_milvus_says_what_to_do_instead(
     assert_problem(deleted, 409, "gallery-conflict")
 
 
-def test_check_tells_of_a_gallery_on_milvus_and_of_a_client_that_is_missing(
-    empty: str, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_reads_milvus_or_names_the_missing_client(empty, tiny_bundle, monkeypatch) -> None:
     monkeypatch.setenv("KINLENS_BUNDLE", str(tiny_bundle.path))
     monkeypatch.setenv("KINLENS_GALLERIES", f"shop={empty}")
     reported = CliRunner().invoke(command, ["check", "--port", "0"])
@@ -231,9 +213,7 @@ WRONG = {
 }
 
 
-def test_wrong_settings_are_refused_at_the_start(
-    empty: str, make_tiny_bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_settings_are_refused_at_the_start(empty, make_tiny_bundle, monkeypatch) -> None:
     usual = {"galleries": "shop=milvus://SERVER/none", "bundle": str(make_tiny_bundle(9).path)}
     server = empty.removeprefix("milvus://").partition("/")[0]
     for case, (wrong, text) in WRONG.items():

@@ -1,4 +1,4 @@
-"""Galleries of one bundle that were made in different precisions, served together."""
+"""Galleries of one bundle in different precisions, served together."""
 
 import contextlib
 from pathlib import Path
@@ -15,7 +15,7 @@ from kinlens.service.runtime import build_runtime
 from kinlens.service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
 from tests.support.servers import DEFAULTS, run
-from tests.support.shops import Shop
+from tests.support.shops import Shop, make_gallery
 from tests.tiny import encoded, photo
 
 
@@ -26,21 +26,16 @@ def bundle(tiny_bundle: Bundle, tmp_path: Path) -> Bundle:
 
 def made(folder: Path, bundle: Bundle, precision: str) -> str:
     """An empty gallery, as `NAME=PATH`."""
-    path = folder / precision
-    dim = bundle.manifest.dim
-    Gallery.create(
-        path, name=precision, bundle_id=bundle.bundle_id, dim=dim, precision=precision
-    ).close()
-    return f"{precision}={path}"
+    facts = {"bundle_id": bundle.bundle_id, "dim": bundle.manifest.dim, "precision": precision}
+    Gallery.create(folder / precision, name=precision, **facts).close()
+    return f"{precision}={folder / precision}"
 
 
 def settings(bundle: Bundle, *galleries: str, **more: object) -> Settings:
     return Settings(**DEFAULTS | {"bundle": bundle.path, "galleries": galleries} | more)
 
 
-def test_what_auto_may_take_follows_from_all_galleries_of_the_bundle(
-    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_considers_the_precisions_of_all_galleries(bundle, tmp_path, monkeypatch) -> None:
     asked: list[SessionSettings] = []
     real = OnnxEmbedder.open
 
@@ -55,9 +50,7 @@ def test_what_auto_may_take_follows_from_all_galleries_of_the_bundle(
     assert asked[0].galleries == {"fp32", "int8"}
 
 
-def test_a_gallery_in_a_precision_that_was_never_compared_is_refused_at_the_start(
-    bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_precision_that_was_never_compared_is_refused(bundle, tmp_path) -> None:
     other = made(tmp_path, bundle, "bf16")
     build_runtime(settings(bundle, made(tmp_path, bundle, "int8"), precision="int8"))
     with pytest.raises(BundleMismatchError, match=r"'bf16' was built in bf16, .* in int8.*fp32"):
@@ -65,14 +58,10 @@ def test_a_gallery_in_a_precision_that_was_never_compared_is_refused_at_the_star
     build_runtime(settings(bundle, other, precision="fp32"))
 
 
-def test_a_gallery_notes_what_a_service_adds_in_another_precision(
-    bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_gallery_records_each_precision_added_to_it(bundle, tmp_path) -> None:
     state = tmp_path / "state"
-    dim = bundle.manifest.dim
-    Gallery.create(
-        state / "galleries" / "shop", name="shop", bundle_id=bundle.bundle_id, dim=dim
-    ).close()
+    facts = {"bundle_id": bundle.bundle_id, "dim": bundle.manifest.dim}
+    make_gallery(state / "galleries" / "shop", "", count=0, **facts)
     given = settings(bundle, state=state, precision="int8", anonymous_scopes=("admin",))
     with contextlib.closing(run(create_app(given))) as running:
         shop = Shop(running, state)

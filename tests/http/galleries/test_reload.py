@@ -1,4 +1,4 @@
-"""Galleries and models that are replaced while customers search: no error, no mixed answer."""
+"""Galleries and models replaced during searches: no error, no mixed answer."""
 
 import asyncio
 import contextlib
@@ -17,20 +17,19 @@ import pytest
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry
 from kinlens.service.app import create_app
 from kinlens.service.runtime import build_runtime
 from kinlens.service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
-from tests.support.seams import Failures, GalleryLocation, GalleryManifest, publish_generation
+from tests.support.seams import Failures, GalleryLocation
 from tests.support.servers import DEFAULTS, Running, run
-from tests.support.shops import sha256
+from tests.support.shops import publish_photos
+from tests.support.waiting import repeating, until
 from tests.tiny import encoded, photo
 
 PHOTOS = 8
 CLIENTS = 4
 WAIT_S = 20.0
-Until = Callable[[Callable[[], bool]], None]
 
 
 @dataclass
@@ -44,19 +43,9 @@ class Shop:
 
     def publish(self, round_: int, bundle_id: str, folder: Path | None = None) -> str:
         """The next generation: the same images, made with that bundle."""
-        folder, embedder = folder or self.folder, self.embedders[bundle_id]
         attributes = {"bundle": bundle_id, "round": round_}
-        entries = [
-            Entry(
-                f"{n}.png",
-                embedder.embed(embedder.preprocess(data)[None])[0],
-                sha256(data),
-                attributes,
-            )
-            for n, data in enumerate(self.uploads)
-        ]
-        manifest = GalleryManifest(name=folder.name, bundle_id=bundle_id, dim=embedder.dim)
-        return publish_generation(folder, manifest, entries)
+        embedder = self.embedders[bundle_id]
+        return publish_photos(folder or self.folder, embedder, self.uploads, **attributes)
 
 
 @pytest.fixture(scope="module")
@@ -98,20 +87,16 @@ def group(shop: Shop) -> Iterator[list[dict[str, Any]]]:
     """Clients that search all the time; their answers, each checked to be of one generation."""
     answers: list[dict[str, Any]] = []
     rounds: dict[str, int] = {}
-    over = threading.Event()
+    counts = itertools.count()
 
-    def search(client: int) -> None:
-        for count in itertools.count():
-            if over.is_set():
-                return
-            number = (client + count) % PHOTOS
-            # Every other upload is new to all caches, the others are known to them.
-            tail = f"{client}-{count}".encode() if count % 2 else b""
-            response = shop.service.search(shop.uploads[number] + tail, k=PHOTOS)
-            assert response.status_code == 200, response.text
-            check(response.json(), number)
-
-    def check(answer: dict[str, Any], number: int) -> None:
+    def search(_: int) -> None:
+        count = next(counts)
+        number = count // 2 % PHOTOS
+        # Every other upload is new to all caches, the others are known to them.
+        tail = f"{count}".encode() if count % 2 else b""
+        response = shop.service.search(shop.uploads[number] + tail, k=PHOTOS)
+        assert response.status_code == 200, response.text
+        answer = response.json()
         hits = answer["hits"]
         assert {hit["attributes"]["bundle"] for hit in hits} == {answer["bundle_id"]}
         assert len({hit["image"].split("version=")[1] for hit in hits}) == 1
@@ -122,14 +107,8 @@ def group(shop: Shop) -> Iterator[list[dict[str, Any]]]:
         assert best["score"] > 0.999
         answers.append(answer)
 
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        clients = [pool.submit(search, client) for client in range(CLIENTS)]
-        try:
-            yield answers
-        finally:
-            over.set()
-            for one in clients:
-                one.result()
+    with repeating(search, CLIENTS):
+        yield answers
     assert set(rounds.values()) == set(range(7))
 
 
@@ -149,9 +128,7 @@ def served(shop: Shop) -> str:
     return str(answer["hits"][0]["image"].split("version=")[1])
 
 
-def test_gallery_and_model_are_swapped_under_load_without_an_error_or_a_mixed_answer(
-    shop: Shop, bundles: list[Bundle], until: Until
-) -> None:
+def test_swaps_under_load_cause_no_error_or_mixed_answer(shop, bundles) -> None:
     first_model = weakref.ref(shop.service.runtime.embedder)
     with group(shop) as answers:
         for round_ in range(1, 7):
@@ -176,9 +153,7 @@ def test_gallery_and_model_are_swapped_under_load_without_an_error_or_a_mixed_an
 
 
 @pytest.mark.parametrize("fault", ["unknown bundle", "no generation", "away"])
-def test_a_generation_that_cannot_be_served_is_told_and_the_old_one_answers(
-    shop: Shop, make_tiny_bundle: Callable[..., Bundle], until: Until, fault: str
-) -> None:
+def test_after_a_failed_reload_the_old_one_answers(shop, make_tiny_bundle, fault: str) -> None:
     before, current, errors = served(shop), shop.folder / "CURRENT", "GalleryCorruptError"
     if fault == "unknown bundle":
         unknown = OnnxEmbedder.open(make_tiny_bundle(seed=13))
@@ -204,13 +179,7 @@ def test_a_generation_that_cannot_be_served_is_told_and_the_old_one_answers(
 
 
 @pytest.mark.parametrize("timeout_s", [WAIT_S, 0.5])
-def test_a_search_keeps_its_gallery_through_swaps_also_if_nobody_waits_for_it(
-    shop: Shop,
-    bundles: list[Bundle],
-    until: Until,
-    monkeypatch: pytest.MonkeyPatch,
-    timeout_s: float,
-) -> None:
+def test_a_search_keeps_its_gallery_open(shop, bundles, monkeypatch, timeout_s: float) -> None:
     """A search whose client disconnected runs in its thread until it notices."""
     entered, gate, search = threading.Event(), threading.Event(), Gallery.search
 
@@ -242,9 +211,7 @@ def test_a_search_keeps_its_gallery_through_swaps_also_if_nobody_waits_for_it(
     until(lambda: open_generations(shop.folder) == {new})
 
 
-def test_a_model_is_warm_before_its_gallery_is_served(
-    shop: Shop, bundles: list[Bundle], until: Until, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_warm_before_its_gallery_is_served(shop, bundles, monkeypatch) -> None:
     entered, gate, embed = threading.Event(), threading.Event(), OnnxEmbedder.embed
 
     def held(embedder: OnnxEmbedder, images: Any) -> Any:
@@ -263,9 +230,7 @@ def test_a_model_is_warm_before_its_gallery_is_served(
     until(lambda: served(shop) == new)
 
 
-def test_a_start_opens_each_bundle_and_each_gallery_once(
-    shop: Shop, bundles: list[Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_opens_each_bundle_and_each_gallery_once(shop, bundles, monkeypatch) -> None:
     opened: list[str] = []
 
     def counting(cls: Any) -> None:
@@ -286,12 +251,7 @@ def test_a_start_opens_each_bundle_and_each_gallery_once(
     assert sorted(opened) == sorted([bundles[0].path.name, "shop"])
 
 
-def test_two_models_are_served_side_by_side_and_checked_by_name(
-    shop: Shop,
-    bundles: list[Bundle],
-    until: Until,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_models_are_served_and_checked_by_name(shop, bundles, monkeypatch) -> None:
     first, second = (bundle.bundle_id for bundle in bundles)
     managed = shop.folder.parent / "state" / "galleries" / "hats"
     shop.publish(1, second, managed)
@@ -299,11 +259,8 @@ def test_two_models_are_served_side_by_side_and_checked_by_name(
     until(lambda: "hats" in client.get("/ready").json()["galleries"])
     ready = client.get("/ready")
     assert ready.status_code == 200
-    assert set(ready.json()["checks"]) == {
-        *(f"model {bundle_id[:12]}" for bundle_id in (first, second)),
-        "gallery shop",
-        "gallery hats",
-    }
+    models = {f"model {bundle_id[:12]}" for bundle_id in (first, second)}
+    assert {*ready.json()["checks"]} == {*models, "gallery shop", "gallery hats"}
     for name, bundle_id in (("shop", first), ("hats", second)):
         for number, data in enumerate(shop.uploads):
             answer = shop.service.search(data, k=1, gallery=name).json()
@@ -321,9 +278,7 @@ def test_two_models_are_served_side_by_side_and_checked_by_name(
     assert checks[f"model {second[:12]}"] == checks["gallery hats"] == "ok"
 
 
-def test_the_precision_of_the_settings_runs(
-    tmp_path: Path, make_tiny_bundle: Callable[..., Bundle]
-) -> None:
+def test_the_precision_of_the_settings_runs(tmp_path, make_tiny_bundle) -> None:
     bundle = write_full_bundle(make_tiny_bundle(seed=3), tmp_path, seed=3.05)
     settings = Settings(bundle=bundle.path, precision="int8", state=tmp_path / "state", **DEFAULTS)
     service = run(create_app(settings))
@@ -331,9 +286,7 @@ def test_the_precision_of_the_settings_runs(
     service.close()
 
 
-def test_what_fails_again_is_tried_after_a_pause_that_doubles_up_to_a_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_pause_after_a_failed_reload_doubles_up_to_a_minute(monkeypatch) -> None:
     now = [0.0]
     monkeypatch.setattr("kinlens.service.galleries.registry.time.monotonic", lambda: now[0])
     failures = Failures(lambda _: None)
@@ -349,22 +302,15 @@ def test_what_fails_again_is_tried_after_a_pause_that_doubles_up_to_a_minute(
     assert not failures.is_waiting(replace(location, generation="b" * 12))
 
 
-def test_a_part_that_cannot_be_stopped_leaves_no_other_running(
-    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = {
-        "galleries": f"gallery={tiny_gallery}",
-        "bundle": tiny_bundle.path,
-        "state": tmp_path / "state",
-    }
-    runtime = build_runtime(Settings(**DEFAULTS | given))
+def test_a_failure_to_stop_leaves_no_thread_running(tiny_settings, tmp_path, monkeypatch) -> None:
+    settings = Settings(**DEFAULTS | tiny_settings | {"state": tmp_path / "state"})
+    runtime = build_runtime(settings)
 
     def breaks() -> None:
         raise OSError("the disk is gone")
 
     async def serve_and_stop() -> None:
         await runtime.start()
-        assert runtime.jobs is not None
         monkeypatch.setattr(runtime.jobs, "close", breaks)  # the first that is stopped
         with pytest.raises(OSError, match="the disk is gone"):
             await runtime.stop()

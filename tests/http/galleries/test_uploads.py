@@ -1,4 +1,4 @@
-"""Uploaded images lie in the folder of their gallery and go with the last item that has them."""
+"""Uploaded images are stored with their gallery and deleted with the last item that has them."""
 
 import shutil
 import threading
@@ -8,24 +8,17 @@ from pathlib import Path
 import pytest
 
 from kinlens.embedder.errors import GalleryWriteError
-from kinlens.embedder.fake import FakeEmbedder
-from kinlens.indexer.gallery import Gallery
 from tests.support.seams import JobStore, UploadFolder, set_fault_hook
 from tests.support.servers import WAIT_S
-from tests.support.shops import assert_problem, sha256, start_shop
+from tests.support.shops import assert_problem, make_gallery, sha256, start_shop
+from tests.support.waiting import until
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> UploadFolder:
     """Of a gallery without items."""
-    create(tmp_path / "given")
+    make_gallery(tmp_path / "given", "", count=0)
     return UploadFolder(tmp_path / "given")
-
-
-def create(path: Path) -> None:
-    embedder = FakeEmbedder()
-    dim, bundle_id = embedder.dim, embedder.bundle_id
-    Gallery.create(path, name=path.name, bundle_id=bundle_id, dim=dim).close()
 
 
 def save(photos: UploadFolder, data: bytes) -> str:
@@ -44,7 +37,7 @@ def full_disk() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("step", range(1, 6))
-def test_an_image_that_is_cut_short_is_not_there_or_whole(photos, step: int) -> None:
+def test_an_interrupted_write_leaves_no_partial_image(photos, step: int) -> None:
     before = save(photos, b"before")
     steps: list[str] = []
 
@@ -65,7 +58,7 @@ def test_an_image_that_is_cut_short_is_not_there_or_whole(photos, step: int) -> 
     assert photos.read(before) == b"before"
 
 
-def test_a_full_disk_is_503_and_the_search_goes_on(mall, shop, data, request) -> None:
+def test_a_full_disk_is_503_and_searches_continue(mall, shop, data, request) -> None:
     shop.put({"old": data[0]})
     before = shop.items()
     request.getfixturevalue("full_disk")
@@ -83,10 +76,10 @@ def test_a_full_disk_is_503_and_the_search_goes_on(mall, shop, data, request) ->
 
 
 @pytest.mark.parametrize("kept", ["adding", "target", "source"])
-def test_an_image_that_is_about_to_be_named_or_copied_stays(photos, tmp_path, kept: str) -> None:
-    """Without the lock, a delete that looked before the write would take the image away."""
+def test_an_image_in_use_is_not_discarded(photos, tmp_path, kept: str) -> None:
+    """Without the lock, a delete that started before the write would remove the image."""
     orphan = save(photos, b"one")
-    create(tmp_path / "other")
+    make_gallery(tmp_path / "other", "", count=0)
     other = UploadFolder(tmp_path / "other")
     with {
         "adding": photos.storing({}),
@@ -103,7 +96,7 @@ def test_an_image_that_is_about_to_be_named_or_copied_stays(photos, tmp_path, ke
     assert not photos.has(orphan)
 
 
-def test_equal_images_of_two_galleries_are_two(shop, data) -> None:
+def test_equal_images_of_two_galleries_are_independent(shop, data) -> None:
     other = shop.create(f"{shop.name}-other")
     shop.put({"a": data[0], "b": data[0], "c": data[1]})
     other.put({"a": data[0], "d": data[2]})
@@ -119,7 +112,7 @@ def test_equal_images_of_two_galleries_are_two(shop, data) -> None:
     assert not other.folder.exists()
 
 
-def test_orphans_go_at_the_next_start_of_one_process(tmp_path, data, until) -> None:
+def test_orphans_are_deleted_at_the_next_start(tmp_path, data) -> None:
     shop = start_shop(tmp_path)
     shop.put({"a": data[0]})
     orphan = shop.folder / "pictures" / "ab" / f"ab{'0' * 62}"
@@ -142,11 +135,9 @@ def test_orphans_go_at_the_next_start_of_one_process(tmp_path, data, until) -> N
     assert shop.photos() == {sha256(data[0])}
 
 
-def test_images_move_with_the_folder_of_their_gallery_and_a_copy_has_its_own(
-    tmp_path, data
-) -> None:
-    """Copies share generation and numbers, and yet no image that was made for the screen."""
-    create(tmp_path / "disk" / "given")
+def test_images_move_with_the_folder_of_their_gallery(tmp_path, data, closes) -> None:
+    """Copies have the same generation and ids, but must not share cached small images."""
+    make_gallery(tmp_path / "disk" / "given", "", count=0)
     galleries = (f"given={tmp_path / 'disk' / 'given'}",)
     shop = start_shop(tmp_path / "state", create=False, galleries=galleries)
     shop.put({"k": data[0]}, gallery="given")
@@ -157,17 +148,16 @@ def test_images_move_with_the_folder_of_their_gallery_and_a_copy_has_its_own(
     shutil.copytree(tmp_path / "given", tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy" / "pictures")
     galleries = tuple(f"{name}={tmp_path / name}" for name in ("given", "copy"))
-    shop = start_shop(tmp_path / "state", create=False, galleries=galleries)
+    shop = closes(start_shop(tmp_path / "state", create=False, galleries=galleries))
     assert shop.client.get(item["image"]).content == data[0]
     for name, status in (("given", 200), ("copy", 404)):
         [item] = shop.items(name)["items"]
         for size in ("", "&size=160"):
             assert shop.client.get(item["image"] + size).status_code == status, (name, size)
-    shop.close()
 
 
-def test_a_gallery_that_a_job_works_with_cannot_be_deleted(tmp_path) -> None:
-    shop = start_shop(tmp_path / "state", create=False, jobs="elsewhere")
+def test_a_gallery_of_an_active_job_cannot_be_deleted(tmp_path, closes) -> None:
+    shop = closes(start_shop(tmp_path / "state", create=False, jobs="elsewhere"))
     galleries = [shop.create(name) for name in ("a", "b")]
     started = shop.client.post("/galleries/a/swap", json={"with": "b"})
     assert started.status_code == 202, started.text
@@ -177,10 +167,9 @@ def test_a_gallery_that_a_job_works_with_cannot_be_deleted(tmp_path) -> None:
     JobStore(shop.state / "service.sqlite").cancel(started.json()["id"])
     for one in galleries:
         assert shop.client.delete(one.url).status_code == 204
-    shop.close()
 
 
-def test_a_swap_brings_the_images_along(shop, data, until) -> None:
+def test_a_swap_moves_the_images(shop, data) -> None:
     new = shop.create(f"{shop.name}-new")
     shop.put({"old": data[0], "both": data[1]})
     new.put({"both": data[1], "new": data[2]})

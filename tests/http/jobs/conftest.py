@@ -1,4 +1,4 @@
-"""A shop whose jobs are watched and done, without HTTP."""
+"""A shop with a job manager, without HTTP."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,24 +1,21 @@
-"""Jobs over HTTP: the addresses, their refusals, and a swap of the model under load."""
+"""Jobs over HTTP: routes, refusals, and a swap of the model under load."""
 
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import JobConflictError
 from kinlens.models import JobModel
 from kinlens.service.app import create_app
 from kinlens.service.jobs import params
 from kinlens.service.settings import Settings
 from tests.support.job_shops import JobShop, processes_of
-from tests.support.seams import JobManager, params_of
-from tests.support.servers import Running, StartService, run
-from tests.support.waiting import until
+from tests.support.servers import Running, run
+from tests.support.waiting import repeating, until
 
 FIELDS = {
     *("id", "kind", "gallery", "state", "step", "done", "total", "created_at", "started_at"),
@@ -26,34 +23,21 @@ FIELDS = {
 }
 
 
-class Load:
-    """Searches at an interval until it is stopped; `answers` are those of status 200."""
+@contextmanager
+def load(url: str, gallery: str, photo: bytes, every_s: float = 0.1) -> Iterator[list[Any]]:
+    """Searches at an interval, none of which may fail; their answers."""
+    answers: list[dict[str, Any]] = []
+    with httpx.Client(base_url=url, timeout=60) as client:
 
-    def __init__(self, url: str, gallery: str, photo: bytes, every_s: float = 0.1) -> None:
-        self.answers: list[dict[str, Any]] = []
-        self.faults: list[str] = []
-        self._url, self._photo, self._every_s = url, photo, every_s
-        self._fields = {"k": "3", "gallery": gallery}
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        def ask(_: int) -> None:
+            time.sleep(every_s)
+            fields = {"k": "3", "gallery": gallery}
+            answer = client.post("/search", files={"image": photo}, data=fields)
+            assert answer.status_code == 200, answer.text
+            answers.append(answer.json())
 
-    def __enter__(self) -> "Load":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=60) as client:
-            while not self._stopped.wait(self._every_s):
-                files = {"image": self._photo}
-                answer = client.post("/search", files=files, data=self._fields)
-                if answer.status_code == 200:
-                    self.answers.append(answer.json())
-                else:
-                    self.faults.append(answer.text)
+        with repeating(ask):
+            yield answers
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +83,8 @@ def query(shop: JobShop) -> bytes:
     return (shop.photos / "class-2/1.png").read_bytes()
 
 
-def test_a_model_is_swapped_under_load_without_an_error_or_a_mixed_answer(
-    shop: JobShop, served: Running
-) -> None:
-    with Load(served.url, "shop", query(shop)) as load:
+def test_a_rebuild_under_load_causes_no_error_or_mixed_answer(shop, served) -> None:
+    with load(served.url, "shop", query(shop)) as answers:
         body = {"bundle_id": shop.new.bundle_id, "swap": "auto", "max_recall_loss": 0.01}
         answer = served.client.post("/galleries/shop/rebuild", json=body)
         assert answer.status_code == 202, answer.text
@@ -111,17 +93,16 @@ def test_a_model_is_swapped_under_load_without_an_error_or_a_mixed_answer(
         job = ended(served, answer.json()["id"])
         assert job["state"] == "succeeded", job
         assert job["report"]["swapped"], job
-        until(lambda: load.answers[-1]["bundle_id"] == shop.new.bundle_id)
-    assert load.faults == []
-    ids = [found["bundle_id"] for found in load.answers]
+        until(lambda: answers[-1]["bundle_id"] == shop.new.bundle_id)
+    ids = [found["bundle_id"] for found in answers]
     assert set(ids) == {shop.old.bundle_id, shop.new.bundle_id}
     assert ids == sorted(ids, key=lambda one: one == shop.new.bundle_id)  # never back
-    for found in load.answers:  # the vectors of one model find the image itself
+    for found in answers:  # the vectors of one model find the image itself
         assert found["hits"][0]["key"] == "class-2/1.png"
         assert found["hits"][0]["score"] > 0.999
 
 
-def test_jobs_are_listed_read_and_cancelled(served: Running) -> None:
+def test_jobs_are_listed_read_and_cancelled(served) -> None:
     client = served.client
     done = ended(served, client.post("/galleries/shop/compact").json()["id"])
     assert (done["state"], done["by"], done["kind"]) == ("succeeded", "anonymous", "compact")
@@ -134,7 +115,7 @@ def test_jobs_are_listed_read_and_cancelled(served: Running) -> None:
         assert (again.status_code, again.json()["type"].rpartition(":")[2]) == (409, "job-conflict")
 
 
-def test_what_jobs_can_be_given_is_listed_by_name_alone(shop: JobShop, tmp_path: Path) -> None:
+def test_options_of_jobs_are_listed_by_name_alone(shop, tmp_path) -> None:
     named = {
         "training_data": (f"shoes={tmp_path}",),
         "training_weights": (f"mobilenet={tmp_path}/mobilenet.pth",),
@@ -154,12 +135,15 @@ def test_what_jobs_can_be_given_is_listed_by_name_alone(shop: JobShop, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("command", "reason"), [("kinlens-train", "torch is not installed"), ('"', "cannot be read")]
+    ("command", "reason"),
+    [
+        ("kinlens-train", "torch is not installed"),
+        ('"', "cannot be read"),
+        ("no-such", "KINLENS_TRAINING_COMMAND"),
+    ],
 )
-def test_what_cannot_train_says_so_before_a_job_is_started(
-    shop: JobShop, command: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = params.find_spec
+def test_a_service_that_cannot_train_reports_why(shop, command, reason, monkeypatch) -> None:
+    find, before = params.find_spec, shop.manager.store.newest()
     monkeypatch.setattr(params, "find_spec", lambda name: None if name == "torch" else find(name))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # another installation may have the command too
     service = run(create_app(shop.settings.model_copy(update={"training_command": command})))
@@ -168,6 +152,20 @@ def test_what_cannot_train_says_so_before_a_job_is_started(
     service.close()
     assert reason in reported
     assert (answer.status_code, answer.json()["detail"]) == (409, reported)
+    assert shop.manager.store.newest() == before
+
+
+OVERRIDES: dict[str, Any] = {
+    "data.root": "/etc",
+    "data": "x",
+    "model.weights": "/etc/passwd",
+    "loss.name": "a/b",
+    "model.backbone": "../x",
+    "name": "x",
+    "optimizer": 1,
+    "input.size_px": [1, "a\nb"],
+    "optimizer.epochs=1 --set data.root": 1,
+}
 
 
 def training(**given: object) -> dict[str, Any]:
@@ -180,39 +178,22 @@ def training(**given: object) -> dict[str, Any]:
         ("GET", "/jobs/000000000000", None, 404, "GET /jobs"),
         ("GET", "/jobs/..%2f..%2fetc/log", None, 404, ""),
         ("GET", "/jobs/x/log?offset=-1", None, 422, "offset"),
-        ("GET", "/jobs?limit=0", None, 422, "limit"),
         ("GET", "/jobs?state=asleep", None, 422, "state"),
         ("POST", "/jobs/x/cancel", None, 404, "GET /jobs"),
         ("POST", "/galleries/nothing/compact", None, 404, "shop"),
         ("POST", "/galleries/shop/rebuild", {"bundle_id": "0" * 64}, 422, "Known are"),
-        ("POST", "/galleries/shop/rebuild", {"bundle_id": "../x"}, 422, "bundle_id"),
-        ("POST", "/galleries/shop/rebuild", {}, 422, "bundle_id is missing; send it in the JSON"),
-        ("POST", "/galleries/shop/swap", {"with": "../x"}, 422, "with"),
         ("POST", "/galleries/shop/swap", {"with": "nothing"}, 404, "shop"),
         ("POST", "/galleries/shop/swap", {"with": "shop"}, 409, "itself"),
         ("POST", "/jobs/train", training(job="nothing"), 422, "cub-nir"),
         ("POST", "/jobs/train", training(job="/etc/passwd"), 422, "job"),
         ("POST", "/jobs/train", training(data="x"), 422, "Known are"),
-        ("POST", "/jobs/train", training(more=1), 422, "more"),
         *(
             ("POST", "/jobs/train", training(overrides={name: value}), 422, name.split("=")[0])
-            for name, value in [
-                ("data.root", "/etc"),
-                ("data", "x"),
-                ("model.weights", "/etc/passwd"),
-                ("model.backbone", "../x"),
-                ("loss.name", "a/b"),
-                ("name", "x"),
-                ("optimizer.epochs=1 --set data.root", 1),
-                ("optimizer", 1),
-                ("input.size_px", [1, "a\nb"]),
-            ]
+            for name, value in OVERRIDES.items()
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_cure(
-    served: Running, method: str, path: str, body: object, status: int, message: str
-) -> None:
+def test_an_invalid_request_gets_a_cure(served, method, path, body, status, message) -> None:
     answer = served.client.request(method, path, json=body)
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
@@ -220,9 +201,7 @@ def test_what_does_not_fit_is_refused_with_a_cure(
     assert "Value error" not in answer.text
 
 
-def test_jobs_outlive_their_service_and_every_other_one_sees_them(
-    shop: JobShop, served: Running
-) -> None:
+def test_jobs_outlive_their_service_and_are_visible_to_others(shop, served) -> None:
     command = shop.trainer(seconds=36, epochs=100)
     slow = run(create_app(shop.settings.model_copy(update={"training_command": command})))
     body = {"job": "shop", "gallery": "busy"}
@@ -242,9 +221,7 @@ def test_jobs_outlive_their_service_and_every_other_one_sees_them(
     assert answer.json()["bundle_id"] == shop.old.bundle_id
 
 
-def test_without_a_state_folder_every_address_says_which_option_is_missing(
-    start_service: StartService,
-) -> None:
+def test_without_a_state_folder_jobs_are_409_with_the_cure(start_service) -> None:
     service = start_service(anonymous_scopes=("admin",))
     for method, path in [("GET", "/jobs"), ("GET", "/jobs/x"), ("POST", "/galleries/shop/compact")]:
         answer = service.client.request(method, path)
@@ -252,16 +229,8 @@ def test_without_a_state_folder_every_address_says_which_option_is_missing(
         assert "--state" in answer.json()["detail"]
 
 
-def test_a_missing_training_command_is_said_before_anything_starts(shop: JobShop) -> None:
-    manager = JobManager(shop.settings.model_copy(update={"training_command": "no-such"}))
-    before = manager.store.newest()
-    with pytest.raises(JobConflictError, match="KINLENS_TRAINING_COMMAND"):
-        manager.start("shop", params_of("train", {}), "test")
-    assert manager.store.newest() == before
-
-
 @pytest.mark.timeout(900)
-def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) -> None:
+def test_a_real_training_swaps_in_a_model_under_load(shop) -> None:
     pytest.importorskip("timm")
     more = {"training_command": "kinlens-train", "feedback": "pictures"}
     service = run(create_app(Settings(**shop.settings.model_dump() | more)))
@@ -288,7 +257,7 @@ def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) 
             "runtime.device": "cpu",
         },
     }
-    with Load(service.url, "trained", query(shop), every_s=0.5) as load:
+    with load(service.url, "trained", query(shop), every_s=0.5) as answers:
         answer = service.client.post("/jobs/train", json=body)
         assert answer.status_code == 202, answer.text
         job = ended(service, answer.json()["id"])
@@ -296,12 +265,10 @@ def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) 
         assert job["state"] == "succeeded", (job, log)
         assert "feedback: 1 query image(s) join 1 train class(es)" in log, log
         report = job["report"]
-        assert report["swapped"], report
-        assert report["training"]["epochs"] == [1, 1]
+        assert (report["swapped"], report["training"]["epochs"]) == (True, [1, 1]), report
         made = report["new"]["bundle_id"]
         assert made not in (shop.old.bundle_id, shop.new.bundle_id)
-        until(lambda: load.answers[-1]["bundle_id"] == made)
-    assert load.faults == []
-    assert {found["bundle_id"] for found in load.answers} == {shop.old.bundle_id, made}
-    assert load.answers[-1]["hits"][0]["score"] > 0.99
+        until(lambda: answers[-1]["bundle_id"] == made)
+    assert {found["bundle_id"] for found in answers} == {shop.old.bundle_id, made}
+    assert answers[-1]["hits"][0]["score"] > 0.99
     service.close()

@@ -1,4 +1,4 @@
-"""Jobs after changes outside: watching continues, and old jobs are deleted."""
+"""Jobs after faults: watching continues, and old jobs are deleted."""
 
 import os
 import threading
@@ -23,12 +23,12 @@ def now() -> datetime:
 
 @pytest.fixture
 def idle(shop: JobShop) -> JobShop:
-    """A shop in which nobody watches the jobs."""
+    """A shop without a running job manager."""
     shop.manager.close()
     return shop
 
 
-def test_whoever_looks_goes_on_when_the_table_is_there_again(shop: JobShop) -> None:
+def test_watching_continues_when_the_table_is_back(shop) -> None:
     table, aside, broken = (shop.state / name for name in ("service.sqlite", "aside", "broken"))
     aside.hardlink_to(table)
     broken.symlink_to(shop.state)
@@ -39,10 +39,8 @@ def test_whoever_looks_goes_on_when_the_table_is_there_again(shop: JobShop) -> N
     shop.succeeded(shop.start("compact"))
 
 
-def test_closing_does_not_wait_for_a_disk_that_does_not_answer(
-    idle: JobShop, store: JobStore
-) -> None:
-    """The manifest of a bundle is a pipe that nobody writes, so that a look at it never ends."""
+def test_closing_does_not_wait_for_a_disk_that_hangs(idle, store) -> None:
+    """The manifest of a bundle is a pipe without a writer, so reading it never ends."""
     pipe = idle.state / "bundles" / "dead" / "manifest.json"
     pipe.parent.mkdir()
     os.mkfifo(pipe)
@@ -62,9 +60,7 @@ def test_closing_does_not_wait_for_a_disk_that_does_not_answer(
     assert idle.ended(job).state == "cancelled"
 
 
-def test_a_job_that_died_while_it_swapped_says_how_to_find_out(
-    idle: JobShop, store: JobStore
-) -> None:
+def test_a_job_that_died_during_its_swap_names_the_check(idle, store) -> None:
     job = store.create("swap", "shop", {"with": "other"}, "test")
     assert store.begin(job.id)
     assert store.commit(job.id)
@@ -80,9 +76,7 @@ def ended(store: JobStore, gallery: str, fails: bool = False) -> Job:
     return job
 
 
-def test_old_jobs_go_with_their_folders_and_the_newest_stay(
-    idle: JobShop, store: JobStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_jobs_are_deleted_with_their_folders(idle, store, monkeypatch) -> None:
     monkeypatch.setattr(manager, "KEPT_JOBS", 4)
     ids = [ended(store, f"g{number}").id for number in range(7)]
     kept = [idle.state / name / ids[-1] for name in ("jobs", "runs")]
@@ -98,9 +92,7 @@ def test_old_jobs_go_with_their_folders_and_the_newest_stay(
     assert [folder.is_dir() for folder in kept] == [True, False]
 
 
-def test_of_each_gallery_the_newest_candidate_that_waits_and_what_can_go_on_stay_for_a_week(
-    idle: JobShop, store: JobStore
-) -> None:
+def test_the_newest_candidates_of_a_gallery_stay_for_a_week(idle, store) -> None:
     root = idle.state / "candidates"
     outcomes = [False, False, True, True]  # whether it fails, the oldest first
     ids = [ended(store, "shop", fails).id for fails in outcomes]
@@ -118,9 +110,7 @@ def test_of_each_gallery_the_newest_candidate_that_waits_and_what_can_go_on_stay
         idle.manager.swap(ids[1], "test")
 
 
-def test_a_bundle_goes_when_nothing_has_used_it_for_thirty_days(
-    idle: JobShop, store: JobStore
-) -> None:
+def test_a_bundle_unused_for_thirty_days_is_deleted(idle, store) -> None:
     [folder] = (idle.state / "bundles").iterdir()
     os.utime(folder, (0, 0))  # as a copy that keeps its times
     tidy(idle.settings, store)

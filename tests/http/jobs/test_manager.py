@@ -1,4 +1,4 @@
-"""Jobs: processes of their own that end as something, whatever happens to them."""
+"""Jobs run in processes of their own and always reach a final state."""
 
 import contextlib
 import hashlib
@@ -7,10 +7,11 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kinlens.embedder.bundle import Bundle, write_bundle
+from kinlens.embedder.bundle import write_bundle
 from kinlens.embedder.errors import InvalidParameterError, JobConflictError
 from kinlens.embedder.manifest import MapFile
 from kinlens.golden import Label
@@ -22,7 +23,6 @@ from tests.support.seams import (
     FeedbackStore,
     Job,
     JobManager,
-    JobStore,
     Question,
     UploadFolder,
 )
@@ -36,11 +36,16 @@ def in_command(job: Job) -> Job:
     return job
 
 
+def record(shop: JobShop, job: Job, name: str) -> Any:
+    """What the fake trainer wrote down."""
+    return json.loads((shop.state / "runs" / job.id / f"{name}.json").read_text())
+
+
 def first_process(job: Job) -> int:
     return os.getpgid(processes_of(job)[0])
 
 
-def test_a_rebuild_compares_swaps_and_says_so(shop: JobShop) -> None:
+def test_a_rebuild_compares_swaps_and_reports(shop) -> None:
     before = shop.content()
     shop.reopen(gpu_memory_mb=64)
     job = shop.start("rebuild", bundle_id=shop.new.bundle_id)
@@ -68,21 +73,15 @@ def test_a_rebuild_compares_swaps_and_says_so(shop: JobShop) -> None:
 
 
 @pytest.mark.parametrize(("photo_count", "attribute"), [(4, "class"), (2, "class"), (4, "brand")])
-def test_a_golden_set_of_twenty_queries_or_more_decides_and_outlives_the_swap(
-    shop: JobShop, photo_count: int, attribute: str
-) -> None:
+def test_a_golden_set_of_twenty_queries_decides(shop, photo_count: int, attribute: str) -> None:
     golden = GoldenSet(shop.path)
-    new = [
-        NewQuery(
-            encoded(photo(number), "JPEG", quality=80 + copy),
-            Label(attribute="class", value=f"class-{number}"),
-        )
-        for number in range(6)
-        for copy in range(photo_count)
-    ]
-    gallery = shop.gallery()
-    golden.add(new, gallery)
-    gallery.close()
+    new = []
+    for number in range(6):
+        label = Label(attribute="class", value=f"class-{number}")
+        images = (encoded(photo(number), "JPEG", quality=80 + n) for n in range(photo_count))
+        new += [NewQuery(image, label) for image in images]
+    with contextlib.closing(shop.gallery()) as gallery:
+        golden.add(new, gallery)
     queries = golden.queries()
     job = shop.start("rebuild", bundle_id=shop.new.bundle_id, class_attribute=attribute)
     report = shop.succeeded(job)
@@ -104,29 +103,25 @@ def test_a_golden_set_of_twenty_queries_or_more_decides_and_outlives_the_swap(
     assert golden.queries() == queries
 
 
-def test_a_golden_set_that_cannot_be_asked_says_why_and_decides_nothing(shop: JobShop) -> None:
-    gallery = shop.gallery()
-    GoldenSet(shop.path).add([NewQuery(encoded(photo(0)), Label(no_match=True))], gallery)
-    gallery.close()
+def test_an_unusable_golden_set_decides_nothing(shop) -> None:
+    with contextlib.closing(shop.gallery()) as gallery:
+        GoldenSet(shop.path).add([NewQuery(encoded(photo(0)), Label(no_match=True))], gallery)
     shop.reopen(bundle=None)
     report = shop.succeeded(shop.start("rebuild", bundle_id=shop.new.bundle_id))
     assert "The golden set was not used: the bundle of the old model" in report["gate"]["note"]
     assert "golden" not in report
 
 
-def test_a_gate_that_is_not_passed_leaves_a_candidate_which_is_swapped_in_with_what_changed_since(
-    shop: JobShop,
-) -> None:
+def test_a_refused_candidate_can_be_swapped_in_with_later_changes(shop) -> None:
     job = shop.start("rebuild", bundle_id=shop.new.bundle_id[:12], class_attribute="brand")
     report = shop.succeeded(job)
     assert not report["gate"]["passed"]
     assert "'brand'" in report["gate"]["reason"]
     assert not report["swapped"]
     assert shop.bundle_id() == shop.old.bundle_id
-    gallery = shop.gallery()
-    gallery.remove(["class-0/0.png"])
-    gallery.update({"class-0/1.png": {"price": 5}})
-    gallery.close()
+    with contextlib.closing(shop.gallery()) as gallery:
+        gallery.remove(["class-0/0.png"])
+        gallery.update({"class-0/1.png": {"price": 5}})
     assert shop.succeeded(shop.manager.swap(job.id, "test"))["swapped"]
     assert shop.bundle_id() == shop.new.bundle_id
     found = shop.content()
@@ -136,7 +131,7 @@ def test_a_gate_that_is_not_passed_leaves_a_candidate_which_is_swapped_in_with_w
         shop.manager.swap(job.id, "test")
 
 
-def test_images_come_from_the_image_root_and_from_the_uploads(shop: JobShop) -> None:
+def test_images_come_from_the_image_root_and_from_the_uploads(shop) -> None:
     gallery = shop.gallery()
     [entry] = gallery.entries(["class-0/0.png"])
     data = (shop.photos / entry.path).read_bytes()
@@ -149,9 +144,7 @@ def test_images_come_from_the_image_root_and_from_the_uploads(shop: JobShop) -> 
     assert shop.content() == before
 
 
-def test_missing_images_are_listed_and_the_limit_decides_at_the_rebuild_and_at_the_swap(
-    shop: JobShop,
-) -> None:
+def test_the_limit_of_missing_images_holds_at_rebuild_and_swap(shop) -> None:
     (shop.photos / "class-0/0.png").unlink()
     rebuild = {"bundle_id": shop.new.bundle_id, "swap": "never"}
     error = shop.failed(shop.start("rebuild", **rebuild, max_missing=0))
@@ -170,9 +163,8 @@ def test_missing_images_are_listed_and_the_limit_decides_at_the_rebuild_and_at_t
     assert (shop.ended(refused).report or {})["missing_since"]["count"] == 2
     assert shop.bundle_id() == shop.old.bundle_id
     assert len(shop.content()) == len(before) + 2
-    gallery = shop.gallery()
-    gallery.remove(["other-1"])  # the cure; one more than before is within the limit
-    gallery.close()
+    with contextlib.closing(shop.gallery()) as gallery:
+        gallery.remove(["other-1"])  # the cure; one more than before is within the limit
     report = shop.succeeded(shop.manager.swap(job.id, "test"))
     assert [failure["key"] for failure in report["missing_since"]["failures"]] == ["other-0"]
     assert shop.content() == {key: before[key] for key in before if key != "class-0/0.png"}
@@ -183,9 +175,7 @@ def _as_other(entry: Entry, number: int) -> Entry:
     return replace(entry, key=f"other-{number}", sha256=f"{number + 1:064x}", path=f"no-{number}")
 
 
-def test_a_training_goes_from_images_to_a_new_bundle_and_its_progress_forward_only(
-    shop: JobShop,
-) -> None:
+def test_a_training_makes_a_bundle_with_monotone_progress(shop) -> None:
     overrides = {"optimizer.epochs": 2, "model.dim": 8}
     job = shop.start("train", overrides=overrides, gate={"min_queries": 12})
     seen, steps = [], set()
@@ -214,9 +204,7 @@ def test_a_training_goes_from_images_to_a_new_bundle_and_its_progress_forward_on
     assert not (shop.state / "runs" / job.id / "data").exists()
 
 
-def test_a_training_learns_from_the_feedback_under_the_names_that_it_gives_the_images(
-    shop: JobShop,
-) -> None:
+def test_a_training_gets_the_feedback_with_its_image_names(shop) -> None:
     with contextlib.closing(FeedbackStore(shop.state)) as store:
         query_photo = Question("shop", "v", image="a" * 64)
         store.add(query_photo, "class-1/0.png", "bought", b"jpeg")
@@ -227,18 +215,17 @@ def test_a_training_learns_from_the_feedback_under_the_names_that_it_gives_the_i
     assert shop.succeeded(job)["feedback"] == {"bought": 1, "wrong": 1}
     run = shop.state / "runs" / job.id
     folder = run / "feedback"
-    assert f'data.feedback="{folder}"' in json.loads((run / "words.json").read_text())
+    assert f'data.feedback="{folder}"' in record(shop, job, "words")
     assert not folder.exists(), "pictures of customers stay in one place"
-    seen = json.loads((run / "feedback.json").read_text())
-    rows = [line.split(",") for line in seen["pairs"][1:]]
-    first, second = rows
+    seen = record(shop, job, "feedback")
+    first, second = (line.split(",") for line in seen["pairs"][1:])
     assert first[0] == f"pictures/{'a' * 64}.jpg"
     assert second[1] == first[2]
     assert all(seen["there"]), "each name is a file of the data"
     assert (first[2].split("/")[0][-7:], second[2].split("/")[0][-7:]) == ("class-1", "class-2")
 
 
-def test_a_training_that_fails_says_why(shop: JobShop) -> None:
+def test_a_training_that_fails_says_why(shop) -> None:
     error = shop.failed(shop.start("train", job="cub-nir"))
     assert "The data set is broken. Fix it." in error
     error = shop.failed(shop.start("train", class_attribute="brand"))
@@ -246,18 +233,15 @@ def test_a_training_that_fails_says_why(shop: JobShop) -> None:
     assert shop.bundle_id() == shop.old.bundle_id
 
 
-def test_a_training_finds_named_data_and_weights_or_the_gallery_s_own_model(
-    shop: JobShop, tmp_path: Path
-) -> None:
+def test_a_training_uses_named_data_and_weights(shop, tmp_path) -> None:
     file, folder = tmp_path / "mobilenet.pth", tmp_path / "shoes"
     shop.reopen(training_weights=(f"mobilenet={file}",), training_data=(f"shoes={folder}",))
 
     def words(weights: str, **params: str) -> str:
         job = shop.start("train", overrides={"model.weights": weights}, swap="never", **params)
         shop.succeeded(job)
-        run = shop.state / "runs" / job.id
-        assert not (run / "data").exists()
-        return " ".join(json.loads((run / "words.json").read_text()))
+        assert not (shop.state / "runs" / job.id / "data").exists()
+        return " ".join(record(shop, job, "words"))
 
     assert f'model.weights="{shop.old.path}"' in words("current")
     named = words("mobilenet", data="shoes")
@@ -267,32 +251,21 @@ def test_a_training_finds_named_data_and_weights_or_the_gallery_s_own_model(
         shop.start("train", overrides={"model.weights": "weights.pth"})
 
 
-def test_a_training_exports_a_map_if_the_model_before_had_one(
-    tmp_path: Path, tiny_bundle: Bundle, new_bundle: Bundle
-) -> None:
-    known = MapFile(sum_difference=0.0, difference=0.0)
-    mapped = write_bundle(
-        tmp_path / "mapped",
-        tiny_bundle.manifest.model_copy(update={"map": known}),
-        tiny_bundle.model_path,
-        tiny_bundle.golden_images(),
-        tiny_bundle.golden_inputs(),
-        tiny_bundle.golden_vectors(),
-        map_model=tiny_bundle.model_path,
-    )
-    for old, has_map in ((tiny_bundle, False), (mapped, True)):
+def test_a_training_exports_a_map_if_the_old_model_did(tmp_path, tiny_bundle, new_bundle) -> None:
+    plain, known = tiny_bundle, MapFile(sum_difference=0.0, difference=0.0)
+    manifest, model = plain.manifest.model_copy(update={"map": known}), plain.model_path
+    golden = (plain.golden_images(), plain.golden_inputs(), plain.golden_vectors())
+    mapped = write_bundle(tmp_path / "mapped", manifest, model, *golden, map_model=model)
+    for old, has_map in ((plain, False), (mapped, True)):
         shop = JobShop(tmp_path / old.bundle_id[:8], old, new_bundle)
         shop.reopen()
         job = shop.start("train", swap="never")
         shop.succeeded(job)
-        words = json.loads((shop.state / "runs" / job.id / "exported.json").read_text())
         shop.close()
-        assert ("--map" in words) is has_map
+        assert ("--map" in record(shop, job, "exported")) is has_map
 
 
-def test_a_training_that_is_killed_has_failed_with_a_cure_and_goes_on_from_its_checkpoint(
-    slow: JobShop,
-) -> None:
+def test_a_killed_training_resumes_from_its_checkpoint(slow) -> None:
     job = in_command(slow.start("train"))
     run = slow.state / "runs" / job.id
     os.kill(first_process(job), signal.SIGKILL)
@@ -320,9 +293,7 @@ def test_a_training_that_is_killed_has_failed_with_a_cure_and_goes_on_from_its_c
 
 
 @pytest.mark.parametrize("processes", ["/proc", "/nonexistent"])
-def test_cancel_ends_all_processes_and_they_saw_no_setting_and_no_secret(
-    slow: JobShop, monkeypatch: pytest.MonkeyPatch, processes: str
-) -> None:
+def test_cancel_ends_all_processes_without_secrets(slow, monkeypatch, processes: str) -> None:
     monkeypatch.setattr("kinlens.service.jobs.manager._PROCESSES", Path(processes))
     monkeypatch.setenv("KINLENS_REDIS_URL", "redis://:hunter2@127.0.0.1/0")
     before, version = slow.content(), slow.gallery().version
@@ -343,9 +314,7 @@ def test_cancel_ends_all_processes_and_they_saw_no_setting_and_no_secret(
         slow.manager.cancel(job.id)
 
 
-def test_a_rebuild_that_was_killed_goes_on_without_embedding_again_what_it_has(
-    shop: JobShop,
-) -> None:
+def test_a_killed_rebuild_resumes_without_embedding_again(shop) -> None:
     """The image of the last item keeps the job waiting, in the second batch of 32."""
     gallery = shop.gallery()
     [entry] = gallery.entries(["class-0/0.png"])
@@ -375,7 +344,7 @@ def test_a_rebuild_that_was_killed_goes_on_without_embedding_again_what_it_has(
     assert not candidate.exists()
 
 
-def test_one_heavy_job_runs_at_a_time_and_the_next_when_it_has_ended(slow: JobShop) -> None:
+def test_one_heavy_job_runs_at_a_time(slow) -> None:
     slow.build("other")
     job = in_command(slow.start("train"))
     for kind, params in [("compact", {}), ("swap", {"with": "other"})]:
@@ -389,9 +358,7 @@ def test_one_heavy_job_runs_at_a_time_and_the_next_when_it_has_ended(slow: JobSh
     slow.succeeded(waits)
 
 
-def test_a_worker_does_what_a_service_elsewhere_takes_and_fails_what_it_does_not_know(
-    shop: JobShop, tmp_path: Path
-) -> None:
+def test_a_worker_runs_jobs_of_another_service(shop, tmp_path) -> None:
     shop.manager.close()
     shop.build("light")
     taking = {"training_data": (f"cars={tmp_path}",), "training_command": "not-here"}
@@ -408,9 +375,7 @@ def test_a_worker_does_what_a_service_elsewhere_takes_and_fails_what_it_does_not
     shop.succeeded(light)
 
 
-def test_a_log_is_read_in_bounded_pages_that_join_to_the_whole(
-    shop: JobShop, store: JobStore
-) -> None:
+def test_pages_of_a_log_are_bounded_and_join_to_the_whole(shop, store) -> None:
     job = store.create("compact", "nothing", {}, "test")
     assert "is unknown" in shop.failed(job)
     text = "grün, 猫 and more\n" * 9000

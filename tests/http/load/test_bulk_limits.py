@@ -1,9 +1,8 @@
-"""Bulk work of one kind does not hold up another: each kind has a limit of its own."""
+"""Each kind of bulk work has a limit of its own, so none blocks another."""
 
 import json
 import time
 from contextlib import closing
-from pathlib import Path
 
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.types import Embeddings, Images
@@ -26,7 +25,7 @@ class SlowEmbedder(FakeEmbedder):
         return super().embed(images)
 
 
-def test_a_put_waits_for_a_few_queries_of_batches_and_not_for_all(tmp_path: Path) -> None:
+def test_a_put_waits_for_a_few_queries_of_batches(tmp_path) -> None:
     embedder = SlowEmbedder()
     image = encoded(photo(1))
     with closing(start_shop(tmp_path, embedder, request_timeout_ms=60_000)) as shop:

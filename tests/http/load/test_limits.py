@@ -1,22 +1,17 @@
-"""Request bodies: refused by what they claim, by what they weigh, and by how long they take."""
+"""Request bodies: refused by their announced size, their real size and their duration."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
+from tests.support.servers import STALLED
 from tests.support.shops import assert_problem, start_shop
+from tests.support.waiting import until
 
-STALLED = (
-    b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
-    b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
-)
 LEFT = (
-    b"POST /search",
-    b"POST /search/batch",
-    b"POST /galleries",
-    b"PUT /galleries/shop/items",
-    b"POST /galleries/shop/golden",
+    *(b"POST /search", b"POST /search/batch", b"POST /galleries"),
+    *(b"PUT /galleries/shop/items", b"POST /galleries/shop/golden"),
 )
 ASKING = STALLED.replace(b"Content-Type", b"Expect: 100-continue\r\nContent-Type")
 
@@ -51,7 +46,7 @@ def test_a_large_body_is_refused_on_every_route(start_service) -> None:
         assert service.client.post(path, content=bytes(200_000)).status_code == status
 
 
-def test_a_client_that_asks_before_it_sends_is_refused_without_sending(running_service) -> None:
+def test_an_announced_body_is_refused_before_it_is_sent(running_service) -> None:
     asking = ASKING.replace(b"Content-Length: 5000", b"Content-Length: 99999999")
     head, _, _ = asking.partition(b"--b")
     answer = running_service.connect(head).makefile("rb").read()
@@ -59,7 +54,7 @@ def test_a_client_that_asks_before_it_sends_is_refused_without_sending(running_s
     assert b"100 Continue" not in answer
 
 
-def test_a_body_that_takes_too_long_is_408_and_the_connection_ends(start_service, photos) -> None:
+def test_a_body_that_takes_too_long_is_408(start_service, photos) -> None:
     service = start_service(body_timeout_ms=500)
     answer = service.connect(STALLED).makefile("rb").read()
     assert answer.startswith(b"HTTP/1.1 408")
@@ -68,10 +63,8 @@ def test_a_body_that_takes_too_long_is_408_and_the_connection_ends(start_service
     assert service.search(photos[0]).status_code == 200
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind(
-    photos, tmp_path, until
-) -> None:
-    shop = start_shop(tmp_path / "state")
+def test_an_aborted_body_leaves_nothing_behind(photos, tmp_path, closes) -> None:
+    shop = closes(start_shop(tmp_path / "state"))
     service = shop.running
     with structlog.testing.capture_logs() as events:
         for start in LEFT:
@@ -80,7 +73,6 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind(
     assert [event.get("status") for event in events] == [499] * len(LEFT), events
     assert service.search(photos[0]).status_code == 200
     assert service.metric("kinlens_searches_in_flight") == 0
-    shop.close()
 
 
 SMALL = {"max_upload_bytes": 100_000, "max_batch_bytes": 1_000, "max_held_bytes": 400_000}
@@ -90,9 +82,7 @@ def padded(data: bytes) -> bytes:
     return data + bytes(90_000)
 
 
-def test_bodies_are_counted_in_bytes_until_they_are_answered(
-    start_service, embedder, photos, until
-) -> None:
+def test_bodies_are_counted_until_they_are_answered(start_service, embedder, photos) -> None:
     service = start_service(**SMALL, search_threads=1)
     embedder.gate.clear()
     with ThreadPoolExecutor(4) as clients:
@@ -110,7 +100,7 @@ def test_bodies_are_counted_in_bytes_until_they_are_answered(
     assert service.search(padded(photos[4])).status_code == 200
 
 
-def test_bodies_that_are_announced_and_do_not_arrive_keep_nobody_out(start_service, photos) -> None:
+def test_announced_bodies_reserve_no_memory(start_service, photos) -> None:
     service = start_service(**SMALL)
     for _ in range(100):
         announced = service.connect(ASKING.replace(b"Length: 5000", b"Length: 99999"))
@@ -118,7 +108,7 @@ def test_bodies_that_are_announced_and_do_not_arrive_keep_nobody_out(start_servi
     assert service.search(padded(photos[0])).status_code == 200
 
 
-def test_bodies_that_are_held_back_at_their_end_give_way_to_others(start_service, photos) -> None:
+def test_stalled_bodies_give_way_to_others(start_service, photos) -> None:
     service = start_service(**SMALL)
     unfinished = STALLED.replace(b"Length: 5000", b"Length: 99999") + bytes(95_000)
     held = [service.connect(unfinished) for _ in range(4)]
@@ -126,9 +116,7 @@ def test_bodies_that_are_held_back_at_their_end_give_way_to_others(start_service
     assert held[0].recv(1000).startswith(b"HTTP/1.1 503")
 
 
-def test_json_may_be_larger_than_an_upload_and_is_refused_above_its_own_bound(
-    start_service,
-) -> None:
+def test_json_has_a_larger_limit_than_an_upload(start_service) -> None:
     service = start_service(max_upload_bytes=100_000, max_batch_bytes=400_000)
 
     def status(size: int, kind: str) -> int:

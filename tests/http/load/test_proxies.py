@@ -1,4 +1,4 @@
-"""nginx and Caddy with the files of deploy/, for real, with TLS, before a service."""
+"""Real nginx and Caddy with the files of deploy/ and TLS, in front of a service."""
 
 import re
 from collections.abc import Iterator
@@ -44,9 +44,7 @@ def setup(
         yield Setup(stack.enter_context(started(request.param, [service.url], folder)), service)
 
 
-def test_customers_search_over_tls_and_cannot_choose_their_address(
-    setup: Setup, photos: list[bytes]
-) -> None:
+def test_customers_search_over_tls_and_cannot_forge_their_address(setup, photos) -> None:
     with setup.proxy.client(CUSTOMER) as client, structlog.testing.capture_logs() as events:
         for header in ({}, {"X-Forwarded-For": "6.6.6.6"}):
             files = {"image": ("q.png", photos[0])}
@@ -58,7 +56,7 @@ def test_customers_search_over_tls_and_cannot_choose_their_address(
     assert [e["client"] for e in events if e.get("route") == "/search"] == [CUSTOMER] * 2
 
 
-def test_what_is_for_operators_is_closed_to_customers(setup: Setup) -> None:
+def test_operator_routes_are_closed_to_customers(setup) -> None:
     with setup.proxy.client(CUSTOMER) as client:
         for path in (*PRIVATE, "/%6Detrics", "/%2Fmetrics", "/ui/%2e%2e/metrics", "/metrics;x"):
             answer = client.get(path)
@@ -72,14 +70,14 @@ def test_what_is_for_operators_is_closed_to_customers(setup: Setup) -> None:
         assert client.get("/jobs").headers["content-type"] == "application/problem+json"
 
 
-def test_every_open_route_is_of_customers_or_closed_by_name() -> None:
-    """A route without a key that is new must be thought of here."""
+def test_every_open_route_is_for_customers_or_closed_by_name() -> None:
+    """A new route without a key must be added to a list here."""
     [opened] = [rule.path for rule in RULES if rule.scope is None and "live" in rule.path]
     words = {f"/{word}".replace("\\", "") for word in opened.strip("/()?").split("|")}
     assert words - set(PRIVATE) == {"/live", "/docs", "/openapi.json"}
 
 
-def test_without_a_process_the_answer_says_when_to_try_again(setup: Setup) -> None:
+def test_without_a_service_the_proxy_answers_503(setup) -> None:
     setup.service.close()
     with setup.proxy.client(CUSTOMER) as client:
         until(lambda: client.get("/galleries").status_code == 503)
@@ -93,18 +91,14 @@ def test_without_a_process_the_answer_says_when_to_try_again(setup: Setup) -> No
     ("path", "body", "idle", "answer"),
     [
         (
-            NGINX,
-            r"client_max_body_size (\d+)k;",
-            r"\n    keepalive_timeout (\d+)s;",
-            r"_read_timeout (\d+)s",
+            *(NGINX, r"client_max_body_size (\d+)k;"),
+            *(r"\n    keepalive_timeout (\d+)s;", r"_read_timeout (\d+)s"),
         ),
         (CADDY, r"max_size (\d+)KiB", r"\bkeepalive (\d+)s", r"response_header_timeout (\d+)s"),
     ],
     ids=["nginx", "caddy"],
 )
-def test_the_limits_of_a_proxy_fit_those_of_the_service(
-    path: Path, body: str, idle: str, answer: str
-) -> None:
+def test_limits_of_a_proxy_match_the_service(path: Path, body: str, idle: str, answer: str) -> None:
     settings, text = Settings(), path.read_text()
     [size] = re.findall(body, text)
     assert int(size) * 1024 == bounds_of(settings).largest

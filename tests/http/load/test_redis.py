@@ -1,4 +1,4 @@
-"""The shared cache level in a real redis-server: it saves work and is believed nothing wrong."""
+"""The shared cache level in a real redis-server: it saves work, and its values are checked."""
 
 from contextlib import closing
 from typing import Any
@@ -8,6 +8,7 @@ import redis
 
 from kinlens.embedder.fake import FakeEmbedder
 from tests.support.seams import KeyStore, Limits
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.redis
 CALM_MS = 5_000  # for tests of everything but the timeout, on a busy machine
@@ -26,16 +27,11 @@ def start_shared(start_service, redis_server):
     return start
 
 
-@pytest.fixture
-def search_and_store(until):
+def search_and_store(service: Any, data: bytes) -> Any:
     """A search whose values have reached Redis when it returns."""
-
-    def search(service: Any, data: bytes, **fields: Any) -> Any:
-        response = service.search(data, **fields)
-        until(lambda: service.runtime.cache.pending_writes == 0)
-        return response
-
-    return search
+    response = service.search(data)
+    until(lambda: service.runtime.cache.pending_writes == 0)
+    return response
 
 
 def hits_by_level(service: Any, level: str) -> float:
@@ -43,9 +39,7 @@ def hits_by_level(service: Any, level: str) -> float:
     return sum(service.metric("kinlens_cache_lookups_total", kind=k, level=level) for k in kinds)
 
 
-def test_answers_and_vectors_survive_a_restart_of_the_service(
-    start_shared, embedder, photos
-) -> None:
+def test_answers_and_vectors_survive_a_restart(start_shared, embedder, photos) -> None:
     before = start_shared()
     first = before.search(photos[0], k=3).json()
     before.close()
@@ -62,7 +56,7 @@ def test_answers_and_vectors_survive_a_restart_of_the_service(
     assert after.client.get("/ready").json()["redis"] == "up"
 
 
-def test_another_bundle_never_gets_a_hit(start_shared, gallery, photos, search_and_store) -> None:
+def test_another_bundle_never_gets_a_hit(start_shared, gallery, photos) -> None:
     search_and_store(start_shared(), photos[0])
     other = FakeEmbedder(bundle_id="other")
     twin = type(gallery)(other, photos)  # same name, same version
@@ -73,9 +67,7 @@ def test_another_bundle_never_gets_a_hit(start_shared, gallery, photos, search_a
     assert hits_by_level(service, "redis") == 0
 
 
-def test_values_expire_and_are_no_pickles(
-    start_shared, redis_server, photos, search_and_store
-) -> None:
+def test_values_expire_and_are_not_pickled(start_shared, redis_server, photos) -> None:
     search_and_store(start_shared(redis_ttl_s=77), photos[0])
     with connected(redis_server) as client:
         keys = client.keys("kinlens:*")
@@ -85,9 +77,7 @@ def test_values_expire_and_are_no_pickles(
 
 
 @pytest.mark.parametrize("garbage", [b"", b"garbage", bytes(144), b"\x80\x04\x95pickle"])
-def test_garbage_in_redis_is_ignored_and_replaced(
-    start_shared, redis_server, photos, search_and_store, garbage: bytes
-) -> None:
+def test_garbage_is_ignored_and_replaced(start_shared, redis_server, photos, garbage) -> None:
     search_and_store(start_shared(), photos[0])
     with connected(redis_server) as client:
         for key in client.keys("kinlens:*"):
@@ -100,9 +90,7 @@ def test_garbage_in_redis_is_ignored_and_replaced(
         assert all(client.get(key) != garbage for key in client.keys("kinlens:*"))
 
 
-def test_values_that_were_swapped_between_keys_are_ignored(
-    start_shared, redis_server, photos, search_and_store
-) -> None:
+def test_values_under_the_wrong_key_are_ignored(start_shared, redis_server, photos) -> None:
     first = start_shared()
     search_and_store(first, photos[0])
     search_and_store(first, photos[1])
@@ -116,9 +104,7 @@ def test_values_that_were_swapped_between_keys_are_ignored(
     assert hits_by_level(service, "invalid") == 2
 
 
-def test_the_units_of_a_day_are_counted_for_all_processes_together(
-    start_shared, redis_server, photos, tmp_path
-) -> None:
+def test_processes_share_daily_units(start_shared, redis_server, photos, tmp_path) -> None:
     """Its units outlive a restart, and an outage of Redis refuses no caller."""
     store = KeyStore(tmp_path / "keys.json")
     sent = {"X-API-Key": store.create("shop7", ["search"], limits=Limits(daily_units=4))}

@@ -5,14 +5,12 @@ import json
 import os
 import shutil
 import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,6 +22,7 @@ from tests.support.milvus_server import MilvusServer, started_server
 from tests.support.own_process import OwnProcess, own_process
 from tests.support.seams import MilvusStore
 from tests.support.servers import WAIT_S, RedisServer, render
+from tests.support.waiting import repeating, until
 from tests.tiny import encoded
 
 pytestmark = [pytest.mark.milvus, pytest.mark.redis]
@@ -96,7 +95,7 @@ def fleet(
             yield Fleet(replicas, milvus, redis, settings)
 
 
-def test_what_was_put_through_one_replica_is_found_through_the_others(fleet: Fleet) -> None:
+def test_items_put_through_one_replica_are_found_by_others(fleet) -> None:
     others = itertools.cycle(replica.url for replica in fleet.replicas[1:])
 
     def key_found(number: int, url: str) -> str:
@@ -108,9 +107,7 @@ def test_what_was_put_through_one_replica_is_found_through_the_others(fleet: Fle
     assert found == [f"{n}.png" for n in range(ITEMS)]
 
 
-def test_a_removal_through_one_replica_is_seen_by_the_next_search_through_another(
-    fleet: Fleet,
-) -> None:
+def test_a_removal_is_visible_to_the_next_search_of_another_replica(fleet) -> None:
     one, other, third = (replica.url for replica in fleet.replicas)
     for number in range(ITEMS, ITEMS + 5):
         put(one, range(number, number + 1))
@@ -126,9 +123,7 @@ def test_a_removal_through_one_replica_is_seen_by_the_next_search_through_anothe
         assert httpx.get(one + hit["image"]).status_code == 404
 
 
-def test_replicas_share_the_vectors_of_queries(
-    fleet: Fleet, until: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_replicas_share_the_vectors_of_queries(fleet) -> None:
     data = encoded(render(10_000))
     one, other = (replica.url for replica in fleet.replicas[:2])
     search(one, data).raise_for_status()
@@ -141,44 +136,34 @@ def test_replicas_share_the_vectors_of_queries(
     until(from_redis)
 
 
-def test_a_replica_that_is_killed_costs_only_the_requests_in_it(
-    fleet: Fleet, tmp_path: Path, until: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_a_killed_replica_loses_only_its_own_requests(fleet, tmp_path) -> None:
     """Each client cycles through the replicas and skips those that refuse connections."""
     outcomes: Counter[str] = Counter()
-    ended = threading.Event()
+    numbers = itertools.count()
     with own_process(tmp_path / "log", may_be_killed=True, **fleet.settings) as fourth:
         urls = [replica.url for replica in (*fleet.replicas, fourth)]
 
-        def ask(client: int) -> None:
-            for number in itertools.count(client, CLIENTS):
-                if ended.is_set():
-                    return
-                try:
-                    answer = search(urls[number % len(urls)], encoded(render(number % ITEMS)))
-                    outcomes[str(answer.status_code)] += 1
-                except httpx.ConnectError:
-                    continue
-                except httpx.TransportError:
-                    outcomes["lost"] += 1
-
-        with ThreadPoolExecutor(CLIENTS) as clients:
-            asked = [clients.submit(ask, client) for client in range(CLIENTS)]
+        def ask(_: int) -> None:
+            number = next(numbers)
             try:
-                until(lambda: outcomes["200"] >= 20)
-                os.kill(fourth.pid, signal.SIGKILL)
-                goal = outcomes["200"] + 40
-                until(lambda: outcomes["200"] >= goal)
-            finally:
-                ended.set()
-            for client in asked:
-                client.result()
+                answer = search(urls[number % len(urls)], encoded(render(number % ITEMS)))
+                outcomes[str(answer.status_code)] += 1
+            except httpx.ConnectError:
+                pass
+            except httpx.TransportError:
+                outcomes["lost"] += 1
+
+        with repeating(ask, CLIENTS):
+            until(lambda: outcomes["200"] >= 20)
+            os.kill(fourth.pid, signal.SIGKILL)
+            goal = outcomes["200"] + 40
+            until(lambda: outcomes["200"] >= goal)
     assert set(outcomes) <= {"200", "lost"}, outcomes
     assert outcomes["lost"] <= CLIENTS
 
 
 @pytest.mark.parametrize("stop", [signal.SIGSTOP, signal.SIGKILL])
-def test_redis_that_stops_costs_at_most_its_timeout(fleet: Fleet, stop: signal.Signals) -> None:
+def test_redis_that_stops_costs_at_most_its_timeout(fleet, stop: signal.Signals) -> None:
     fresh = itertools.count(20_000 if stop is signal.SIGSTOP else 30_000)
 
     def seconds() -> float:
@@ -199,9 +184,7 @@ def test_redis_that_stops_costs_at_most_its_timeout(fleet: Fleet, stop: signal.S
             fleet.redis.send(signal.SIGCONT)
 
 
-def test_milvus_that_stops_is_a_503_and_comes_back_by_itself(
-    fleet: Fleet, until: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_an_outage_of_milvus_is_a_503_until_it_is_back(fleet) -> None:
     data = encoded(render(0))
     fleet.milvus.kill()
     for replica in fleet.replicas:

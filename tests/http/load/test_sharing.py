@@ -1,4 +1,4 @@
-"""Processes that listen at one address: each has connections, and none asks for more in vain."""
+"""Processes that listen at one address share its connections without spinning."""
 
 import contextlib
 import socket
@@ -30,9 +30,7 @@ def reserved() -> Iterator[socket.socket]:
         yield held
 
 
-def test_connections_are_spread_over_all_that_listen_and_accepted_without_spinning(
-    reserved: socket.socket, running_service
-) -> None:
+def test_connections_are_spread_without_spinning(reserved, running_service) -> None:
     host, port = reserved.getsockname()
     config = config_of(running_service.app, running_service.runtime.settings)
     config.lifespan = "off"  # the app runs already
@@ -63,7 +61,7 @@ def test_connections_are_spread_over_all_that_listen_and_accepted_without_spinni
     assert accepts <= 2 * CLIENTS
 
 
-def test_a_second_service_is_refused_an_address_that_is_shared(reserved: socket.socket) -> None:
+def test_a_shared_address_is_refused_to_a_second_service(reserved) -> None:
     host, port = reserved.getsockname()
     assert url_of(reserved) == f"http://127.0.0.1:{port}/"
     with contextlib.closing(listen(host, port, shared=True)):
@@ -72,7 +70,7 @@ def test_a_second_service_is_refused_an_address_that_is_shared(reserved: socket.
                 refused(host, port)
 
 
-def test_a_connection_switches_the_delay_of_its_answers_off(reserved: socket.socket) -> None:
+def test_connections_disable_nagle(reserved) -> None:
     """asyncio does so if the listener names its protocol."""
     with contextlib.closing(listen(*reserved.getsockname(), shared=True)) as listener:
         assert listener.proto == socket.IPPROTO_TCP

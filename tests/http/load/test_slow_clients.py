@@ -1,4 +1,4 @@
-"""Clients that are slow on purpose: they hold up nobody but themselves, and not for long."""
+"""Clients that are slow on purpose block no other client, and are cut off."""
 
 import contextlib
 import socket
@@ -10,14 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.servers import WAIT_S, FakeGallery
+from tests.support.servers import STALLED, WAIT_S, FakeGallery
+from tests.support.waiting import until
 
 HEAD = b"GET /live HTTP/1.1\r\nHost: localhost\r\n"
-UPLOAD = (
-    b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
-    b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
-)
-IN_CHUNKS = UPLOAD.replace(b"Content-Length: 5000", b"Transfer-Encoding: chunked")
+IN_CHUNKS = STALLED.replace(b"Content-Length: 5000", b"Transfer-Encoding: chunked")
 
 
 def client(service: Any, source: str) -> httpx.Client:
@@ -46,7 +43,7 @@ def answer_to(connection: socket.socket, end: bytes = b"}") -> bytes:
     return answer
 
 
-def test_a_head_that_drips_is_cut_off_although_every_byte_comes_soon(start_service) -> None:
+def test_a_dripping_head_is_cut_off(start_service) -> None:
     connection = start_service(body_timeout_ms=300).connect()
     sent = 0
     with contextlib.suppress(ConnectionError):
@@ -58,7 +55,7 @@ def test_a_head_that_drips_is_cut_off_although_every_byte_comes_soon(start_servi
     assert is_closed(connection)
 
 
-def test_a_connection_that_says_nothing_more_is_closed(start_service) -> None:
+def test_a_silent_connection_is_closed(start_service) -> None:
     service = start_service(body_timeout_ms=200)
     silent = [service.connect(start) for start in (b"", HEAD, b"G")]
     again = service.connect(HEAD + b"\r\n")
@@ -76,7 +73,7 @@ def test_a_connection_that_says_nothing_more_is_closed(start_service) -> None:
     ],
     ids=["address", "head", "trailer"],
 )
-def test_what_is_kept_of_a_head_has_a_limit(running_service, start: bytes) -> None:
+def test_the_size_of_a_head_is_limited(running_service, start: bytes) -> None:
     connection = running_service.connect()
     with contextlib.suppress(ConnectionError):
         for part in range(0, len(start), 10_000):
@@ -91,7 +88,7 @@ def test_a_body_of_many_small_chunks_is_no_long_head(running_service) -> None:
     assert b"The form cannot be read" in answer_to(connection)
 
 
-def test_a_client_that_offers_another_protocol_is_answered_in_this_one(running_service) -> None:
+def test_an_offer_of_h2c_is_answered_in_http_1(running_service) -> None:
     """Java's own client offers h2c with its first request and then continues."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEA\r\n"
     connection = running_service.connect()
@@ -100,18 +97,14 @@ def test_a_client_that_offers_another_protocol_is_answered_in_this_one(running_s
         assert answer_to(connection).startswith(b"HTTP/1.1 200")
 
 
-def test_an_answer_that_takes_longer_than_the_head_may_is_not_cut_off(
-    start_service, embedder, photos
-) -> None:
+def test_the_limit_of_a_head_does_not_cut_off_answers(start_service, embedder, photos) -> None:
     service = start_service(body_timeout_ms=500)
     embedder.gate.clear()
     threading.Timer(1.0, embedder.gate.set).start()
     assert search(service, photos[0]) == 200
 
 
-def test_a_client_that_does_not_read_its_answer_is_cut_off(
-    start_service, embedder, photos, until
-) -> None:
+def test_a_client_that_does_not_read_is_cut_off(start_service, embedder, photos) -> None:
     gallery = FakeGallery(embedder, [photos[0] + bytes(16 * 2**20)])
     service = start_service(galleries={"shop": gallery}, body_timeout_ms=300)
     before = service.connections
@@ -121,9 +114,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(
     assert len(answer_to(connection, b"the whole of it")) < 16 * 2**20
 
 
-def test_a_client_that_reads_slowly_but_on_gets_the_whole_of_its_answer(
-    start_service, embedder, photos
-) -> None:
+def test_a_client_that_reads_slowly_gets_all(start_service, embedder, photos) -> None:
     data = photos[0] + bytes(16 * 2**20)
     service = start_service(galleries={"shop": FakeGallery(embedder, [data])}, body_timeout_ms=500)
     photo = HEAD.replace(b"/live", b"/galleries/shop/items/0/image") + b"Connection: close\r\n\r\n"
@@ -135,7 +126,7 @@ def test_a_client_that_reads_slowly_but_on_gets_the_whole_of_its_answer(
     assert time.monotonic() - began > 3 * 0.5
 
 
-def test_500_open_connections_keep_nobody_out(start_service, photos, until) -> None:
+def test_500_open_connections_block_no_search(start_service, photos) -> None:
     service = start_service(body_timeout_ms=30_000)
     for number in range(500):
         service.connect((b"", HEAD, HEAD + b"\r\n")[number % 3])
@@ -144,7 +135,7 @@ def test_500_open_connections_keep_nobody_out(start_service, photos, until) -> N
     assert service.client.get("/ready").status_code == 200
 
 
-def test_idle_connections_above_the_limit_make_room_for_others(start_service, until) -> None:
+def test_idle_connections_above_the_limit_are_closed(start_service) -> None:
     service = start_service(limits={"max_connections": 20})
     held = [service.connect() for _ in range(60)]
     with client(service, "127.0.0.2") as other:
@@ -153,9 +144,7 @@ def test_idle_connections_above_the_limit_make_room_for_others(start_service, un
     assert is_closed(held[0])
 
 
-def test_a_connection_that_is_being_answered_is_not_closed_to_make_room(
-    start_service, embedder, photos, until
-) -> None:
+def test_a_busy_connection_is_not_closed(start_service, embedder, photos) -> None:
     service = start_service(limits={"max_connections": 3})
     embedder.gate.clear()
     with ThreadPoolExecutor(1) as clients:
@@ -169,12 +158,10 @@ def test_a_connection_that_is_being_answered_is_not_closed_to_make_room(
         assert waiting.result() == 200
 
 
-def test_many_slow_uploads_are_ended_by_their_time_and_leave_no_trace(
-    start_service, photos, until
-) -> None:
+def test_slow_uploads_end_at_their_limit(start_service, photos) -> None:
     service = start_service(body_timeout_ms=400)
     before = service.connections
-    for connection in [service.connect(UPLOAD) for _ in range(16)]:
+    for connection in [service.connect(STALLED) for _ in range(16)]:
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
     until(lambda: search(service, photos[0]) == 200)
     until(lambda: service.connections <= before)

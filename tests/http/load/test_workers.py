@@ -1,4 +1,4 @@
-"""A service whose workers decode and embed: crashes of workers and of their server cost nothing."""
+"""Workers that decode and embed: crashes of workers and of their server cost no answer."""
 
 import itertools
 import os
@@ -69,16 +69,7 @@ def keys(answers: Sequence[Any]) -> list[str]:
     return [hits[0]["key"] for hits in answers]
 
 
-def test_many_at_once_find_the_same_as_one_alone(service: Running) -> None:
-    alone = [search(service, [number])[0] for number in range(8)]
-    assert keys(alone) == [f"{number}.png" for number in range(8)]
-    for one, several in zip(alone * 4, search(service, [*range(8)] * 4), strict=True):
-        assert [hit["key"] for hit in several] == [hit["key"] for hit in one]
-        for first, second in zip(one, several, strict=True):
-            assert first["score"] == pytest.approx(second["score"], abs=1e-5)
-
-
-def test_only_workers_are_left_once_they_embed(service: Running) -> None:
+def test_workers_replace_the_decoding_processes(service) -> None:
     def are_workers() -> bool:
         return (
             bool(embedding(service)) and embedding(service) == service.runtime.search_threads.pids
@@ -88,7 +79,7 @@ def test_only_workers_are_left_once_they_embed(service: Running) -> None:
     assert service.runtime.search_threads.restarts == 0
 
 
-def test_killed_workers_and_a_killed_server_cost_no_answer(service: Running) -> None:
+def test_killed_workers_and_a_killed_server_cost_no_answer(service) -> None:
     [server] = {parent(pid) for pid in embedding(service)}
     with ThreadPoolExecutor(1) as clients:
         answers = clients.submit(search, service, [*range(8)] * 12)
@@ -104,9 +95,7 @@ def test_killed_workers_and_a_killed_server_cost_no_answer(service: Running) -> 
     until(lambda: {parent(pid) for pid in embedding(service)} - {server, os.getpid()})
 
 
-def test_without_its_bundle_no_server_starts_again_and_the_service_embeds_itself(
-    service: Running, bundle_copy: Path
-) -> None:
+def test_without_its_bundle_the_service_embeds_in_process(service, bundle_copy) -> None:
     [server] = {parent(pid) for pid in embedding(service)}
     shutil.rmtree(bundle_copy)
     os.kill(server, signal.SIGKILL)
@@ -115,9 +104,7 @@ def test_without_its_bundle_no_server_starts_again_and_the_service_embeds_itself
     assert service.client.get("/ready").status_code == 200
 
 
-def test_a_model_with_several_threads_runs_in_the_service_alone(
-    bundle_copy: Path, tiny_gallery: Path
-) -> None:
+def test_a_model_with_several_threads_runs_in_the_service(bundle_copy, tiny_gallery) -> None:
     settings: dict[str, Any] = {"bundle": bundle_copy, "galleries": f"shop={tiny_gallery}"}
     with closing(run(create_app(Settings(**settings, search_threads=2, threads=2)))) as service:
         assert keys(search(service, range(8))) == [f"{number}.png" for number in range(8)]

@@ -1,4 +1,4 @@
-"""Logs: JSON lines of everything in the process, and no secret in any of them."""
+"""Logs: JSON lines of the whole process, without secrets."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,15 +35,15 @@ except ValueError:
 """
 
 
+def run(code: str, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    return done
+
+
 def shown(level: str) -> list[dict[str, object]]:
-    done = subprocess.run(
-        [sys.executable, "-c", SAY, level],
-        cwd=ROOT,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run(SAY, level)
     assert done.stdout == ""
     assert "hunter2" not in done.stderr
     assert "0f0f" not in done.stderr
@@ -62,7 +63,7 @@ def test_every_line_is_json_whoever_logs_it() -> None:
     assert all(str(event["timestamp"]).endswith("Z") for event in events)
 
 
-def test_the_level_leaves_out_what_is_less_important() -> None:
+def test_the_level_omits_less_important_events() -> None:
     assert [event["level"] for event in shown("warning")] == ["warning", "warning", "error"]
 
 
@@ -80,18 +81,10 @@ sys.stdin.read()
 """
 
 
-def test_a_reader_of_the_log_that_hangs_holds_up_nobody_and_learns_what_it_missed() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", MANY],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        assert process.stderr is not None
+def test_a_log_reader_that_hangs_blocks_nothing_and_learns_what_it_missed() -> None:
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", MANY]
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
         ready, _, _ = select.select([process.stdout], [], [], 60)
         assert ready, "logging waits for its reader"
         reported: list[int] = []
@@ -132,11 +125,8 @@ print(json.dumps(counting.writes))
 """
 
 
-def test_lines_are_written_together_and_no_write_is_longer_than_a_pipe_takes_whole() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COUNTED], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    writes: list[str] = json.loads(done.stdout)
+def test_lines_are_batched_within_an_atomic_pipe_write() -> None:
+    writes: list[str] = json.loads(run(COUNTED).stdout)
     lines = "".join(writes).splitlines()
     assert [json.loads(line)["number"] for line in lines] == list(range(1_000))
     assert len(writes) < 1_000 / 10
@@ -156,11 +146,8 @@ for size in (3, 5_000, 3, 20_000, 3):
 """
 
 
-def test_a_line_longer_than_that_is_written_by_itself() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LONG_LINES], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    events = [json.loads(line)["event"] for line in done.stderr.splitlines()]
+def test_a_longer_line_is_written_alone() -> None:
+    events = [json.loads(line)["event"] for line in run(LONG_LINES).stderr.splitlines()]
     assert [len(event) for event in events] == [3, 5_000, 3, 20_000, 3]
 
 
@@ -181,13 +168,8 @@ configure_logs("info")
 for number in range(1_000):
     structlog.get_logger().info("request", number=number)
 """
-TWO_SIGNALS = """
-server.handle_exit(signal.SIGTERM, None)
-server.handle_exit(signal.SIGTERM, None)
-"""
-PARENT_GONE = """
-_end_with_parent(pipe, child, 0.0, Path("none"))
-"""
+TWO_SIGNALS = "server.handle_exit(signal.SIGTERM, None)\n" * 2
+PARENT_GONE = '_end_with_parent(pipe, child, 0.0, Path("none"))'
 
 
 @pytest.mark.parametrize(
@@ -195,15 +177,8 @@ _end_with_parent(pipe, child, 0.0, Path("none"))
     [("", 0), ("sys.exit(3)", 3), ("raise ValueError", 1), (TWO_SIGNALS, 130), (PARENT_GONE, 1)],
     ids=["end", "exit", "error", "two signals", "parent gone"],
 )
-def test_no_line_is_lost_however_the_process_ends(ending: str, status: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING + ending],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == status, done.stderr
+def test_no_line_is_lost_at_the_exit(ending: str, status: int) -> None:
+    done = run(ENDING + ending, status=status)
     lines = [line for line in done.stderr.splitlines() if line.startswith("{")]
     assert [json.loads(line)["number"] for line in lines] == list(range(1_000))
 
@@ -223,15 +198,9 @@ sys.stdin.read()
 def test_processes_that_share_a_pipe_do_not_mix_their_lines() -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading) as reader:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", SHARING, name],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stderr=writing,
-            )
-            for name in "ab"
-        ]
+        options: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.PIPE, "stderr": writing}
+        commands = ([sys.executable, "-c", SHARING, name] for name in "ab")
+        processes = [subprocess.Popen(command, **options) for command in commands]
         os.close(writing)
         time.sleep(2)  # both wait for space in the pipe, where a longer write would be cut
         events = [json.loads(reader.readline()) for _ in range(6_000)]
@@ -269,11 +238,11 @@ def test_a_masked_line_holds_no_secret_and_is_json_still(line: str) -> None:
         '{"event": "serving", "detail": "http://127.0.0.1:8000/", "mail": "a@b"}',
     ],
 )
-def test_what_is_no_secret_stays(line: str) -> None:
+def test_text_without_a_secret_is_unchanged(line: str) -> None:
     assert masked(line) == line
 
 
-def test_what_repeats_is_told_at_once_then_rarely_and_counted() -> None:
+def test_a_repeated_event_is_logged_at_once_then_counted() -> None:
     now = [0.0]
     repeats = Repeats(30.0, lambda: now[0])
     assert repeats.due() == 0

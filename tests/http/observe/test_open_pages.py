@@ -1,9 +1,8 @@
-"""Pages that need no key and that no rate limits: asking for them often costs little."""
+"""Pages without a key or a rate limit are cheap to request often."""
 
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -42,9 +41,7 @@ def ask_often(url: str, path: str) -> list[httpx.Response]:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_scrapes_of_one_second_cost_one_rendering_off_the_event_loop(
-    start_service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool
-) -> None:
+def test_scrapes_share_one_rendering(start_service, tmp_path, monkeypatch, is_shared: bool) -> None:
     service = start_service()
     if is_shared:  # as of several processes, whose files are all read for a rendering
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
@@ -59,9 +56,7 @@ def test_scrapes_of_one_second_cost_one_rendering_off_the_event_loop(
     assert rendered.on_the_loop == 0
 
 
-def test_the_document_and_its_page_are_made_once_off_the_event_loop(
-    start_service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_document_and_its_page_are_rendered_once(start_service, monkeypatch) -> None:
     made = Counted(openapi.render_docs), Counted(openapi.get_openapi)
     monkeypatch.setattr(openapi, "render_docs", made[0])
     monkeypatch.setattr(openapi, "get_openapi", made[1])
@@ -75,7 +70,7 @@ def test_the_document_and_its_page_are_made_once_off_the_event_loop(
 
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
-def test_a_client_that_has_the_document_is_not_sent_it_again(running_service, path: str) -> None:
+def test_a_known_document_is_304(running_service, path: str) -> None:
     answer = running_service.client.get(path)
     known = {"If-None-Match": answer.headers["etag"]}
     again = running_service.client.get(path, headers=known)

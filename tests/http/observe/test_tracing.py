@@ -1,4 +1,4 @@
-"""Traces: what a real collector receives over HTTP, and that nothing is loaded without one."""
+"""Traces as a real collector receives them; no endpoint, no tracing library."""
 
 import gzip
 import json
@@ -15,9 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from kinlens.embedder.bundle import Bundle
 from tests.support.own_process import own_process
-from tests.support.servers import StartService
 
 ROOT = Path(__file__).parents[3]
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -79,10 +77,8 @@ def collector() -> Iterator[Collector]:
     thread.join()
 
 
-def test_a_search_is_one_trace_with_a_span_for_each_stage_and_nothing_of_what_the_client_sent(
-    start_service: StartService, photos: list[bytes], collector: Collector
-) -> None:
-    """The provider of spans is one of the whole process, so this is the only test here."""
+def test_a_search_is_one_trace_with_a_span_for_each_stage(start_service, photos, collector) -> None:
+    """The span provider is global, so no other test of this process may set one."""
     service = start_service(otlp_endpoint=collector.url)
     parent = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
     files = {"image": ("query.jpg", photos[0], "image/png")}
@@ -113,12 +109,9 @@ def test_a_search_is_one_trace_with_a_span_for_each_stage_and_nothing_of_what_th
     assert {"service.version", "service.instance.id", "process.pid", "host.name"} <= set(described)
 
 
-def test_several_processes_send_traces_and_log_their_ids(
-    tiny_bundle: Bundle, tiny_gallery: Path, collector: Collector, tmp_path: Path
-) -> None:
-    settings = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}", "workers": 2}
-    settings |= {"otlp_endpoint": collector.url, "log_level": "info"}
-    with own_process(tmp_path / "log", **settings) as started:
+def test_several_processes_log_their_trace_ids(tiny_settings, collector, tmp_path) -> None:
+    tracing = {"otlp_endpoint": collector.url, "log_level": "info", "workers": 2}
+    with own_process(tmp_path / "log", **tiny_settings | tracing) as started:
         for _ in range(12):
             with httpx.Client(base_url=started.url) as client:
                 client.get("/galleries").raise_for_status()
@@ -149,9 +142,7 @@ print("closed")
 """
 
 
-def test_nothing_that_traces_is_loaded_without_an_endpoint_and_one_that_is_away_costs_nothing() -> (
-    None
-):
+def test_tracing_is_not_loaded_when_off_and_survives_a_missing_collector() -> None:
     """Neither a request nor the exit."""
     command = [sys.executable, "-c", OFF_AND_AWAY]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -168,9 +159,7 @@ app(sys.argv[1:])
 """
 
 
-def test_without_the_extra_the_start_is_refused_with_what_to_install(
-    tiny_bundle: Bundle, tiny_gallery: Path
-) -> None:
+def test_without_the_extra_the_start_names_the_package(tiny_bundle, tiny_gallery) -> None:
     paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
     done = subprocess.run(
         [sys.executable, "-c", MISSING, *paths, "--port", "0"],

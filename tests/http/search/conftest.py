@@ -1,4 +1,4 @@
-"""One market for the tests that only search in it."""
+"""One market for tests that only search."""
 
 from collections.abc import Iterator
 

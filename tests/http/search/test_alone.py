@@ -1,10 +1,10 @@
-"""A search on its own may use all cores; several have one each."""
+"""A single search may use all cores; concurrent searches have one each."""
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from kinlens.embedder.types import Embeddings, Images
 from tests.support.servers import GatedEmbedder
+from tests.support.waiting import until
 
 
 class Watched(GatedEmbedder):
@@ -23,9 +23,7 @@ class Watched(GatedEmbedder):
         return super().embed(images)
 
 
-def test_only_a_search_that_is_alone_has_all_cores(
-    start_service: Any, photos: list[bytes], until: Any
-) -> None:
+def test_only_a_search_that_is_alone_has_all_cores(start_service, photos) -> None:
     embedder = Watched()
     service = start_service(embedder=embedder, search_threads=2)
     embedder.alone.clear()

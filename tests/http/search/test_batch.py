@@ -1,4 +1,4 @@
-"""Several searches in one request: each has its own outcome, and together they fill batches."""
+"""Several searches in one request: each has its own outcome."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from tests.support.market import keys, photo, post, text_of
-from tests.support.servers import FakeGallery, render
+from tests.support.servers import render
 from tests.support.shops import assert_problem
+from tests.support.waiting import until
 from tests.tiny import encoded
 
 BATCH = "/search/batch"
@@ -29,7 +30,7 @@ def statuses(response: Any) -> list[int]:
     return [each["status"] for each in answers]
 
 
-def test_a_truncated_image_among_31_good_ones_fails_alone(start_service, photos) -> None:
+def test_one_truncated_image_of_32_fails_alone(start_service, photos) -> None:
     service = start_service()
     images = [encoded(render(seed)) for seed in range(100, 131)]
     images.insert(13, images[0][: len(images[0]) // 2])
@@ -39,7 +40,7 @@ def test_a_truncated_image_among_31_good_ones_fails_alone(start_service, photos)
     assert problem["type"] == "urn:kinlens:problem:corrupt-image"
 
 
-def test_every_query_is_answered_as_it_would_be_alone(market) -> None:
+def test_every_query_is_answered_as_if_alone(market) -> None:
     queries = [
         query(photo(1), k=3),
         query(photo(2), k=2, filter="price > 5", min_probability=0.0),
@@ -54,7 +55,7 @@ def test_every_query_is_answered_as_it_would_be_alone(market) -> None:
         assert outcome["answer"] == alone
 
 
-def test_each_kind_of_bad_query_has_its_own_problem_and_the_rest_is_answered(market) -> None:
+def test_each_bad_query_fails_alone_with_its_problem(market) -> None:
     bad: list[tuple[Any, int, str]] = [
         (query(b""), 400, "empty-image"),
         (query(b"no picture"), 415, "unsupported-format"),
@@ -81,21 +82,16 @@ def test_each_kind_of_bad_query_has_its_own_problem_and_the_rest_is_answered(mar
         assert keys(outcome["answer"]) == ["005.png"]
 
 
-def test_an_error_that_nobody_foresaw_fails_its_query_alone_and_shows_nothing(
-    start_service, embedder, gallery, photos, monkeypatch
-) -> None:
-    bad = FakeGallery(embedder, photos, name="bad")
-    monkeypatch.setattr(bad, "search", lambda *_: {}["secret /var/lib"])
-    service = start_service(galleries={"shop": gallery, "bad": bad})
-    queries = [query(photos[0], k=1), query(photos[1], k=1, gallery="bad")]
+def test_an_unexpected_error_fails_alone(start_service, gallery, hung, photos, monkeypatch) -> None:
+    monkeypatch.setattr(hung, "search", lambda *_: {}["secret /var/lib"])
+    service = start_service(galleries={"shop": gallery, "hung": hung})
+    queries = [query(photos[0], k=1), query(photos[1], k=1, gallery="hung")]
     response = post(service, {"queries": queries}, BATCH)
     assert statuses(response) == [200, 500]
     assert "secret" not in response.text
 
 
-def test_what_is_not_done_at_the_deadline_fails_and_what_is_done_counts(
-    start_service, embedder, photos
-) -> None:
+def test_only_unfinished_queries_fail_at_the_deadline(start_service, embedder, photos) -> None:
     service = start_service(request_timeout_ms=1_000)
     service.search(photos[0], k=1)
     embedder.gate.clear()
@@ -107,7 +103,7 @@ def test_what_is_not_done_at_the_deadline_fails_and_what_is_done_counts(
     assert problem["type"] == "urn:kinlens:problem:deadline-exceeded"
 
 
-def test_a_form_asks_for_each_image_with_the_same_fields(market) -> None:
+def test_a_form_searches_each_image_with_the_same_fields(market) -> None:
     files = [("image", ("a.png", data)) for data in (photo(1), b"no picture", photo(3))]
     response = market.client.post(BATCH, files=files, data={"k": "2", "filter": "price >= 3"})
     assert statuses(response) == [200, 415, 200]
@@ -130,13 +126,11 @@ def test_a_form_asks_for_each_image_with_the_same_fields(market) -> None:
         ({"queries": [{"positives": ["a"], "k": 10_000}] * 11}, "110,000 hits"),
     ],
 )
-def test_a_batch_that_is_none_or_too_large_is_refused_as_a_whole(
-    market, body: Any, message: str
-) -> None:
+def test_an_invalid_batch_is_refused_completely(market, body: Any, message: str) -> None:
     assert message in assert_problem(post(market, body, BATCH), 422, "invalid-parameter")["detail"]
 
 
-def test_a_form_without_or_with_too_many_images_is_refused_as_a_whole(market) -> None:
+def test_a_form_without_or_with_too_many_images_is_refused(market) -> None:
     image = ("image", ("a.png", photo(1)))
     missing = "image and positives are missing"
     for files, message in (([("k", (None, "3"))], missing), ([image] * 65, "65 queries")):
@@ -146,9 +140,7 @@ def test_a_form_without_or_with_too_many_images_is_refused_as_a_whole(market) ->
     assert "multipart" in assert_problem(raw, 415, "unsupported-media-type")["detail"]
 
 
-def test_a_full_batch_leaves_room_for_a_single_search(
-    start_service, embedder, photos, until
-) -> None:
+def test_a_batch_leaves_room_for_a_single_search(start_service, embedder, photos) -> None:
     service = start_service(queue_size=1)
     embedder.gate.clear()
     queries = [query(encoded(render(seed)), k=1) for seed in range(300, 364)]

@@ -1,9 +1,8 @@
-"""Where a hit matches: shares of the score, whose place is where the images are alike."""
+"""Where a hit matches: shares of the score by place in the image."""
 
 import io
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,9 +67,7 @@ def numbers(client: Client) -> dict[str, int]:
     return {item.key: item.id for item in client.each_item("shop")}
 
 
-def test_the_shares_of_either_image_sum_to_the_score_of_the_search(
-    client: Client, photos: dict[str, bytes]
-) -> None:
+def test_the_shares_of_either_image_sum_to_the_score_of_the_search(client, photos) -> None:
     query = photos["1.png"]
     for hit in client.search(query, gallery="shop").hits:
         found = client.explain("shop", hit.id, query)
@@ -82,9 +79,7 @@ def test_the_shares_of_either_image_sum_to_the_score_of_the_search(
         assert np.sum(of_query.shares) == pytest.approx(hit.score, abs=1e-3)
 
 
-def test_crops_likes_and_dislikes_each_have_their_part_of_the_score(
-    client: Client, photos: dict[str, bytes]
-) -> None:
+def test_crops_likes_and_dislikes_share_the_score(client, photos) -> None:
     asked: dict[str, Any] = {
         "crops": [(0.0, 0.0, 0.5, 1.0), (0.5, 0.25, 0.5, 0.5)],
         "positives": ["2.png"],
@@ -106,9 +101,7 @@ def part(shares: list[list[float]], half: slice) -> float:
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_of_an_image_that_is_half_noise_the_other_half_matches(
-    shop: Shop, client: Client, photos: dict[str, bytes], left: bool
-) -> None:
+def test_the_half_without_noise_matches(shop, client, photos, left: bool) -> None:
     query = photos["0.png"]
     noise = slice(0, SIDE // 2) if left else slice(SIDE // 2, SIDE)
     other = slice(2, 4) if left else slice(0, 2)  # of four columns
@@ -121,9 +114,7 @@ def test_of_an_image_that_is_half_noise_the_other_half_matches(
         shop.remove(key)
 
 
-def test_what_cannot_be_explained_is_told_with_its_cure(
-    shop: Shop, client: Client, photos: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_what_cannot_be_explained_is_refused_with_a_cure(shop, client, photos, tmp_path) -> None:
     url = f"{shop.url}/items/{numbers(client)['0.png']}/explain"
     send = {"image": ("x.png", photos["0.png"], "image/png")}
     refused = [
@@ -139,9 +130,7 @@ def test_what_cannot_be_explained_is_told_with_its_cure(
         assert words in answer.json()["detail"]
 
 
-def test_an_item_without_an_image_and_a_bundle_without_a_map_say_so(
-    tmp_path: Path, photos: dict[str, bytes]
-) -> None:
+def test_an_item_without_image_or_map_cannot_be_explained(tmp_path, photos) -> None:
     state = tmp_path / "state"
     make_gallery(state / "galleries" / "vectors", "v")
     send = {"image": ("x.png", photos["0.png"], "image/png")}
@@ -162,11 +151,9 @@ def test_an_item_without_an_image_and_a_bundle_without_a_map_say_so(
     assert "--map" in answer.json()["detail"]
 
 
-def test_one_that_takes_too_long_is_503_and_holds_up_no_search(
-    tmp_path: Path, photos: dict[str, bytes]
-) -> None:
+def test_a_slow_explanation_is_503_and_blocks_no_search(tmp_path, photos, closes) -> None:
     slow = Slow()
-    shop = start_shop(tmp_path, slow, request_timeout_ms=2_000, search_threads=2)
+    shop = closes(start_shop(tmp_path, slow, request_timeout_ms=2_000, search_threads=2))
     shop.put({"0.png": photos["0.png"]})
     url = f"{shop.url}/items/{shop.items()['items'][0]['id']}/explain"
     answer = shop.client.post(url, files={"image": ("x.png", photos["0.png"], "image/png")})
@@ -174,4 +161,3 @@ def test_one_that_takes_too_long_is_503_and_holds_up_no_search(
     assert "2 s, which is the limit" in answer.json()["detail"]
     assert shop.search(photos["1.png"]).status_code == 200
     slow.may_go.set()
-    shop.close()

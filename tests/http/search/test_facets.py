@@ -1,4 +1,4 @@
-"""Counts of attribute values over HTTP: of all that fits, not of the page."""
+"""Counts of attribute values over HTTP: of all matches, not of the page."""
 
 import json
 from collections import Counter
@@ -9,7 +9,6 @@ import pytest
 
 from kinlens.client import Client
 from tests.support.market import COUNT, attributes_of, found, photo, post, text_of
-from tests.support.servers import Running
 from tests.support.shops import assert_problem
 
 NAMES = ["colour", "price"]
@@ -27,7 +26,7 @@ def naive(numbers: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def test_without_facets_answers_are_as_they_were(market: Running) -> None:
+def test_facets_are_absent_unless_requested(market) -> None:
     assert "facets" not in found(market, photo(1))
     page = market.client.get("/galleries/shop/items", params={"limit": 1}).json()
     assert page.keys() == {"total", "offset", "items", "last", "generation"}
@@ -45,9 +44,7 @@ def test_without_facets_answers_are_as_they_were(market: Running) -> None:
         ({"min_probability": 1.0}, EVERYTHING),
     ],
 )
-def test_values_are_counted_over_all_that_fits(
-    market: Running, asked: dict[str, Any], fitting: Sequence[int]
-) -> None:
+def test_values_are_counted_over_all_matches(market, asked, fitting) -> None:
     answer = found(market, photo(3), **{"k": 1, "facets": NAMES, **asked})
     expected = naive(fitting)
     if not fitting:
@@ -55,7 +52,7 @@ def test_values_are_counted_over_all_that_fits(
     assert answer["facets"] == expected
 
 
-def test_a_threshold_counts_what_reaches_it(market: Running) -> None:
+def test_a_threshold_limits_what_is_counted(market) -> None:
     ranked = found(market, photo(3), k=COUNT)["hits"]
     least = (ranked[4]["score"] + ranked[5]["score"]) / 2
     above = [hit["attributes"]["price"] for hit in ranked[:5]]
@@ -63,7 +60,7 @@ def test_a_threshold_counts_what_reaches_it(market: Running) -> None:
     assert answer["facets"] == naive(above)
 
 
-def test_every_way_to_ask_counts_the_same(market: Running) -> None:
+def test_every_route_and_format_counts_the_same(market) -> None:
     where = json.dumps({"colour": {"in": ["red", "blue"]}})
     expected = naive([n for n in EVERYTHING if n % 3 != 1])
     fields = {"facets": "colour,price", "filter": where, "k": "1"}
@@ -95,11 +92,9 @@ def test_every_way_to_ask_counts_the_same(market: Running) -> None:
     assert item["attributes"]["price"] == 0
     with Client(market.url) as client:
         answer = client.search(photo(2), filter=json.loads(where), facets=NAMES)
-        assert answer.facets is not None
         shown = {name: one.model_dump(exclude={"bins"}) for name, one in answer.facets.items()}
         assert shown == expected
         pages = client.items("shop", facets=["price"])
-        assert pages.facets is not None
         assert pages.facets["price"].missing == 0
 
 
@@ -119,9 +114,7 @@ def test_every_way_to_ask_counts_the_same(market: Running) -> None:
         ({"colour": 1}, "must be names of attributes", "invalid-parameter"),
     ],
 )
-def test_what_cannot_be_counted_is_named(
-    market: Running, facets: Any, reported: str, slug: str
-) -> None:
+def test_invalid_facets_are_refused(market, facets: Any, reported: str, slug: str) -> None:
     body = {"images": [{"data": text_of(photo(1))}], "facets": facets}
     assert reported in assert_problem(post(market, body), 422, slug)["detail"]
     if isinstance(facets, str):

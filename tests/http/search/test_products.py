@@ -1,4 +1,4 @@
-"""Products, not images: items with several views, ranked by the best of them, page by page."""
+"""Products: items with several views, ranked by their best view, page by page."""
 
 from collections import Counter
 from typing import Any
@@ -37,7 +37,7 @@ def best_part(alone: list[dict[str, Any]], key: str) -> tuple[float, dict[str, A
     return alone[number][key]["score"], {"image": image, "crop": crop and list(crop)}
 
 
-def test_an_item_counts_with_the_view_that_it_is_most_like(market, alone) -> None:
+def test_an_item_counts_with_its_best_view(market, alone) -> None:
     hits = post(market, asked(combine="best")).json()["hits"]
     assert {hit["key"] for hit in hits} == alone[0].keys()
     for hit in hits:
@@ -48,7 +48,7 @@ def test_an_item_counts_with_the_view_that_it_is_most_like(market, alone) -> Non
     assert "view" not in post(market, asked()).json()["hits"][0]
 
 
-def test_products_are_ranked_by_their_best_image_and_every_page_goes_on(market, alone) -> None:
+def test_products_are_ranked_by_their_best_image_on_every_page(market, alone) -> None:
     products: dict[str, float] = {}
     for key, hit in alone[0].items():
         product, (score, _) = hit["attributes"]["product"], best_part(alone, key)
@@ -66,7 +66,7 @@ def test_products_are_ranked_by_their_best_image_and_every_page_goes_on(market, 
             assert (group["score"], group["view"]) == best_part(alone, group["hits"][0]["key"])
 
 
-def test_a_threshold_and_a_filter_hold_for_the_best_view(market, alone) -> None:
+def test_a_threshold_and_a_filter_apply_to_the_best_view(market, alone) -> None:
     ranked = sorted((best_part(alone, key)[0] for key in alone[0]), reverse=True)
     least = ranked[3]
     hits = post(market, asked(combine="best", min_score=least)).json()["hits"]
@@ -88,7 +88,7 @@ def test_a_threshold_and_a_filter_hold_for_the_best_view(market, alone) -> None:
         {"boost": "price:0.1"},
     ],
 )
-def test_what_knows_one_vector_is_not_for_several_views(market, more: dict[str, Any]) -> None:
+def test_options_for_one_vector_are_refused_with_several_views(market, more) -> None:
     problem = assert_problem(post(market, asked(combine="best", **more)), 422, "invalid-parameter")
     assert "combine = best searches with each image and crop" in str(problem)
 
@@ -112,7 +112,7 @@ def test_a_product_is_put_with_several_images_and_found_once(tmp_path) -> None:
     shop.running.close()
 
 
-def test_what_names_no_product_or_two_is_refused(tmp_path) -> None:
+def test_an_item_needs_exactly_one_product_or_a_key(tmp_path) -> None:
     shop = start_shop(tmp_path / "state")
     image: list[Any] = [("image", ("x.png", photo(0)))]
     for more, message in (
@@ -129,7 +129,7 @@ def test_what_names_no_product_or_two_is_refused(tmp_path) -> None:
     shop.running.close()
 
 
-def test_facets_count_what_any_view_finds(market, alone) -> None:
+def test_facets_count_the_matches_of_any_view(market, alone) -> None:
     least = sorted((best_part(alone, key)[0] for key in alone[0]), reverse=True)[5]
     answer = post(market, asked(combine="best", min_score=least, facets=["product"])).json()
     counts = Counter(hit["attributes"]["product"] for hit in answer["hits"])

@@ -13,6 +13,7 @@ from kinlens.embedder.types import Hit
 from kinlens.indexer.types import SearchOptions
 from tests.support.seams import recall_of
 from tests.support.servers import WAIT_S, FakeGallery
+from tests.support.waiting import until
 
 
 class Approximate(FakeGallery):
@@ -48,7 +49,7 @@ def sampled(service: Any) -> float:
     return service.metric("kinlens_online_recall_count", gallery="shop")
 
 
-def test_one_in_n_searches_is_measured(start_service, gallery, photos, until) -> None:
+def test_one_in_n_searches_is_measured(start_service, gallery, photos) -> None:
     service = start_service(recall_sample=3)
     for number in range(9):
         service.search(photos[number], k=4)
@@ -68,9 +69,7 @@ def test_one_in_n_searches_is_measured(start_service, gallery, photos, until) ->
         ("hnsw", 1, {"diversity": "0.1"}),  # in another order than that of the scores
     ],
 )
-def test_what_looks_at_every_item_anyway_is_not_measured_nor_anything_at_zero(
-    start_service, gallery, photos, until, kind: str | None, sample: int, fields: dict[str, str]
-) -> None:
+def test_exact_search_is_not_measured(start_service, gallery, photos, kind, sample, fields) -> None:
     service = start_service(recall_sample=sample)
     gallery.kind = kind
     for data in (*photos[:4], photos[0]):  # the last from the cache
@@ -80,9 +79,7 @@ def test_what_looks_at_every_item_anyway_is_not_measured_nor_anything_at_zero(
     assert sampled(service) == 0
 
 
-def test_searches_go_on_while_one_is_measured_and_only_one_is(
-    start_service, gallery, photos, until
-) -> None:
+def test_only_one_measurement_runs_at_a_time(start_service, gallery, photos) -> None:
     service = start_service(recall_sample=1, search_threads=1)
     gallery.gate.clear()
     for data in photos:
@@ -92,9 +89,7 @@ def test_searches_go_on_while_one_is_measured_and_only_one_is(
     until(lambda: sampled(service) == 1)
 
 
-def test_what_fails_or_is_overtaken_by_a_change_is_not_measured(
-    start_service, gallery, photos, until, monkeypatch
-) -> None:
+def test_a_changed_gallery_is_not_measured(start_service, gallery, photos, monkeypatch) -> None:
     service = start_service(recall_sample=1)
     gallery.gate.clear()
     service.search(photos[0])

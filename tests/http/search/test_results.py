@@ -1,4 +1,4 @@
-"""What a search answers: thresholds, pages, filters, groups, several images, likes."""
+"""Answers of a search: thresholds, pages, filters, groups, several images, likes."""
 
 import json
 from typing import Any
@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 from kinlens.embedder.fake import FakeEmbedder
-from kinlens.indexer.gallery import Gallery
 from tests.support.market import (
     CALIBRATION,
     COUNT,
@@ -22,7 +21,7 @@ from tests.support.market import (
     text_of,
 )
 from tests.support.servers import render
-from tests.support.shops import assert_problem, start_shop
+from tests.support.shops import assert_problem, make_gallery, start_shop
 from tests.support.waiting import until
 from tests.tiny import encoded
 
@@ -41,7 +40,7 @@ def side_by_side(left: int, right: int) -> bytes:
     return encoded(whole)
 
 
-def test_pages_of_any_size_put_together_are_the_whole_answer(market) -> None:
+def test_pages_of_any_size_join_to_the_whole_answer(market) -> None:
     whole = keys(found(market, photo(3), k=COUNT))
     for size in (1, 5, 7):
         pages = [found(market, photo(3), k=size, offset=o) for o in range(0, COUNT, size)]
@@ -51,9 +50,7 @@ def test_pages_of_any_size_put_together_are_the_whole_answer(market) -> None:
 
 
 @pytest.mark.parametrize("order", [{"diversity": 0.4}, {"boost": "price:-0.2"}], ids=str)
-def test_another_order_shows_the_same_hits_with_their_scores_on_any_pages(
-    market, order: dict[str, Any]
-) -> None:
+def test_another_order_has_the_same_hits_on_its_pages(market, order: dict[str, Any]) -> None:
     plain = found(market, photo(3), k=COUNT)["hits"]
     whole = found(market, photo(3), k=COUNT, **order)["hits"]
     scores = [{hit["key"]: hit["score"] for hit in hits} for hits in (plain, whole)]
@@ -64,7 +61,7 @@ def test_another_order_shows_the_same_hits_with_their_scores_on_any_pages(
     assert found(market, photo(3), k=COUNT, **order)["cached"]
 
 
-def test_a_boost_adds_its_weight_times_the_place_in_the_range(market) -> None:
+def test_a_boost_adds_a_share_of_its_weight(market) -> None:
     hits = found(market, photo(3), k=COUNT)["hits"]
     hits.sort(key=lambda hit: -hit["score"] - 0.2 * hit["attributes"]["price"] / (COUNT - 1))
     expected = [hit["key"] for hit in hits]
@@ -76,29 +73,26 @@ def test_a_boost_adds_its_weight_times_the_place_in_the_range(market) -> None:
     similar = f"/galleries/shop/items/{one}/similar?k={COUNT}&boost="
     dear, cheap = (market.client.get(f"{similar}price:{w}").json() for w in (0.2, -0.2))
     assert keys(dear) != keys(cheap)
-    problem = assert_problem(
-        post(market, {"positives": ["001.png"], "boost": "colour:0.1"}), 422, "invalid-filter"
-    )
-    assert "no numeric attribute 'colour' to boost by" in problem["detail"]
 
 
 @pytest.mark.parametrize("grouping", [{}, {"group_by": "product"}])
-def test_a_page_past_the_end_is_empty_but_there_is_a_match(
-    market, grouping: dict[str, str]
-) -> None:
+def test_a_page_past_the_end_is_empty_but_a_match(market, grouping: dict[str, str]) -> None:
     past = found(market, photo(3), k=5, offset=COUNT, **grouping)
     assert (past["count"], past["match"], past["hits"]) == (0, True, [])
     assert past["groups"] == ([] if grouping else None)
 
 
-def test_nothing_that_reaches_min_score_is_an_explicit_no_match(market) -> None:
+def test_no_hit_above_a_threshold_is_an_explicit_no_match(market) -> None:
     answer = found(market, encoded(render(99)), min_score=0.9999)
     assert (answer["match"], answer["count"], answer["hits"]) == (False, 0, [])
-    assert answer["min_score"] == 0.9999
-    assert answer["groups"] is None
+    assert (answer["min_score"], answer["groups"]) == (0.9999, None)
+    answer = found(market, photo(3), min_probability=1)
+    assert (answer["match"], answer["hits"]) == (False, [])
+    grouped = found(market, photo(3), min_probability=1, group_by="product")
+    assert (grouped["match"], grouped["groups"]) == (False, [])
 
 
-def test_min_score_and_min_probability_both_count(market) -> None:
+def test_min_score_and_min_probability_both_apply(market) -> None:
     likely = found(market, photo(3), k=COUNT, min_score=0.1, min_probability=0.5)
     assert likely["min_score"] == 0.1
     assert [hit["probability"] >= 0.5 for hit in likely["hits"]] == [True] * likely["count"]
@@ -107,34 +101,22 @@ def test_min_score_and_min_probability_both_count(market) -> None:
     assert all(hit["score"] >= 0.99 for hit in near["hits"])
 
 
-def test_a_probability_that_nothing_has_is_an_explicit_no_match(market) -> None:
-    answer = found(market, photo(3), min_probability=1)
-    assert (answer["match"], answer["hits"]) == (False, [])
-    grouped = found(market, photo(3), min_probability=1, group_by="product")
-    assert (grouped["match"], grouped["groups"]) == (False, [])
+def test_probabilities_need_a_calibration(tmp_path, closes) -> None:
+    shop = closes(start_market(tmp_path, calibration=None, no_calibration="Only 2 classes."))
+    answer = found(shop.running, photo(3))
+    assert answer["hits"][0]["probability"] is None
+    assert answer["no_match_probability"] is None
+    until(lambda: "at least 16" in shop.gallery()["no_calibration"])
+    body = {"images": [{"data": text_of(photo(3))}], "min_probability": 0.5}
+    problem = assert_problem(post(shop.running, body), 422, "invalid-parameter")
+    assert "min_probability = 0.5 needs probabilities" in problem["detail"]
+    assert "Only 2 classes). Send min_score" in problem["detail"]
+    described = shop.gallery()
+    assert described["calibration"] is None
+    assert described["no_calibration"].endswith("Only 2 classes.")
 
 
-def test_without_a_calibration_min_probability_is_refused_and_probability_is_null(
-    tmp_path,
-) -> None:
-    shop = start_market(tmp_path, calibration=None, no_calibration="Only 2 classes.")
-    try:
-        answer = found(shop.running, photo(3))
-        assert answer["hits"][0]["probability"] is None
-        assert answer["no_match_probability"] is None
-        until(lambda: "at least 16" in shop.gallery()["no_calibration"])
-        body = {"images": [{"data": text_of(photo(3))}], "min_probability": 0.5}
-        problem = assert_problem(post(shop.running, body), 422, "invalid-parameter")
-        assert "min_probability = 0.5 needs probabilities" in problem["detail"]
-        assert "Only 2 classes). Send min_score" in problem["detail"]
-        described = shop.gallery()
-        assert described["calibration"] is None
-        assert described["no_calibration"].endswith("Only 2 classes.")
-    finally:
-        shop.close()
-
-
-def test_the_products_shown_and_none_of_them_are_one_whole(market) -> None:
+def test_probabilities_of_products_and_of_no_match_sum_to_one(market) -> None:
     answer = found(market, photo(3), k=COUNT)
     products = {hit["attributes"]["product"]: hit["probability"] for hit in answer["hits"]}
     for hit in answer["hits"]:  # all photos of a product are right or wrong together
@@ -146,7 +128,7 @@ def test_the_products_shown_and_none_of_them_are_one_whole(market) -> None:
 
 @pytest.mark.parametrize("by", ["product", "colour"])
 @pytest.mark.parametrize("k", [1, 3, COUNT])
-def test_disjoint_groups_and_none_of_them_never_pass_one(market, by: str, k: int) -> None:
+def test_probabilities_of_groups_and_of_no_match_sum_to_one(market, by: str, k: int) -> None:
     answer = found(market, photo(3), group_by=by, group_size=2, k=k)
     total = sum(group["probability"] for group in answer["groups"])
     assert total + answer["no_match_probability"] == pytest.approx(1, abs=1e-3)
@@ -154,29 +136,24 @@ def test_disjoint_groups_and_none_of_them_never_pass_one(market, by: str, k: int
 
 
 def test_a_probability_does_not_depend_on_the_page_the_filter_or_k(market) -> None:
-    hits = found(market, photo(3), k=COUNT)["hits"]
+    whole = {hit["id"]: hit["probability"] for hit in found(market, photo(3), k=COUNT)["hits"]}
     for fields in ({"k": 1}, {"k": 4, "offset": 5}, {"filter": 'colour = "red"', "k": COUNT}):
         for hit in found(market, photo(3), **fields)["hits"]:
-            assert hit["probability"] == next(
-                one["probability"] for one in hits if one["id"] == hit["id"]
-            )
+            assert hit["probability"] == whole[hit["id"]]
 
 
-def test_more_absent_products_make_every_answer_less_sure(tmp_path) -> None:
+def test_a_larger_prior_raises_the_probability_of_no_match(tmp_path, closes) -> None:
     reported = []
     for prior in (0.0, 0.1, 0.9):
-        shop = start_market(tmp_path / f"{prior}", no_match_prior=prior)
-        try:
-            answer = found(shop.running, encoded(render(99)))
-            reported.append(answer["no_match_probability"])
-            assert shop.gallery()["calibration"]["no_match_prior"] == prior
-        finally:
-            shop.close()
+        shop = closes(start_market(tmp_path / f"{prior}", no_match_prior=prior))
+        answer = found(shop.running, encoded(render(99)))
+        reported.append(answer["no_match_probability"])
+        assert shop.gallery()["calibration"]["no_match_prior"] == prior
     assert reported == sorted(reported)
     assert reported[0] < reported[2]
 
 
-def test_a_gallery_says_where_its_probabilities_come_from(market) -> None:
+def test_a_gallery_reports_the_source_of_its_probabilities(market) -> None:
     described = market.client.get("/galleries/shop").json()
     calibration = described["calibration"]
     known = {name: calibration[name] for name in ("source", "product", "products", "views")}
@@ -184,11 +161,10 @@ def test_a_gallery_says_where_its_probabilities_come_from(market) -> None:
     assert "at least 16 are needed" in calibration["reason"]
 
 
-def test_a_gallery_that_was_given_is_calibrated_again_after_changes(tmp_path) -> None:
-    embedder = FakeEmbedder(calibration=CALIBRATION)
-    folder = tmp_path / "given"
-    Gallery.create(folder, name="given", bundle_id=embedder.bundle_id, dim=embedder.dim).close()
-    shop = start_shop(tmp_path / "state", embedder, galleries=(f"given={folder}",))
+def test_a_configured_gallery_is_recalibrated_after_changes(tmp_path, closes) -> None:
+    make_gallery(tmp_path / "given", "", count=0)
+    embedder, galleries = FakeEmbedder(calibration=CALIBRATION), (f"given={tmp_path / 'given'}",)
+    shop = closes(start_shop(tmp_path / "state", embedder, galleries=galleries))
 
     def put(*numbers: int) -> None:
         items = {f"{n:03d}.png": photo(n) for n in numbers}
@@ -198,33 +174,28 @@ def test_a_gallery_that_was_given_is_calibrated_again_after_changes(tmp_path) ->
         calibration = shop.gallery("given")["calibration"]
         return calibration and calibration["products"]
 
-    try:
-        put(*range(COUNT))
-        until(lambda: products() == COUNT // 2)
-        put(*range(COUNT, COUNT + 4))
-        until(lambda: products() == COUNT // 2 + 2)
-    finally:
-        shop.close()
+    put(*range(COUNT))
+    until(lambda: products() == COUNT // 2)
+    put(*range(COUNT, COUNT + 4))
+    until(lambda: products() == COUNT // 2 + 2)
 
 
-def test_min_probability_keeps_exactly_the_likely_hits_at_their_ranks(market) -> None:
+def test_min_probability_keeps_the_likely_hits_at_their_ranks(market) -> None:
     hits = found(market, photo(3), k=COUNT)["hits"]
     groups = found(market, photo(3), k=COUNT, group_by="product")["groups"]
     for least in sorted({hit["probability"] for hit in hits}):
         likely = [hit for hit in hits if hit["probability"] >= least - 5e-5]
         asked = {"min_probability": max(least - 5e-5, 0)}  # as precise as what is printed
         assert found(market, photo(3), k=COUNT, **asked)["hits"] == likely
-        assert found(market, photo(3), k=3, **asked)["hits"] == [
-            hit for hit in hits[:3] if hit in likely
-        ]
-        some = found(market, photo(3), k=COUNT, group_by="product", **asked)
-        assert [g["value"] for g in some["groups"]] == [
-            group["value"] for group in groups if group["probability"] >= least - 5e-5
-        ]
+        first = [hit for hit in hits[:3] if hit in likely]
+        assert found(market, photo(3), k=3, **asked)["hits"] == first
+        some = found(market, photo(3), k=COUNT, group_by="product", **asked)["groups"]
+        likely = [one["value"] for one in groups if one["probability"] >= least - 5e-5]
+        assert [group["value"] for group in some] == likely
 
 
 @pytest.mark.parametrize("combine", ["mean", "best"])
-def test_a_group_that_is_likely_enough_keeps_its_hits(market, combine: str) -> None:
+def test_a_likely_group_keeps_its_unlikely_hits(market, combine: str) -> None:
     asked = {"group_by": "colour", "k": COUNT, "combine": combine}
     groups = found(market, encoded(render(99)), **asked)["groups"]
     assert max(hit["probability"] for group in groups for hit in group["hits"]) < max(
@@ -235,15 +206,11 @@ def test_a_group_that_is_likely_enough_keeps_its_hits(market, combine: str) -> N
         assert some == [group for group in groups if group["probability"] >= least]
 
 
-def test_items_whose_products_have_no_other_item_are_like_nothing(market) -> None:
-    def similar_to(*keys: str) -> dict[str, Any]:
-        answer: dict[str, Any] = post(market, {"positives": keys, "k": COUNT}).json()
-        return answer
-
-    one = similar_to("003.png")
+def test_a_product_without_further_images_has_no_match(market) -> None:
+    one = found(market, positives=["003.png"], k=COUNT)
     assert one["no_match_probability"] < 1
     assert one["hits"][0]["probability"] > 0
-    both = similar_to("002.png", "003.png")  # all photos of this product
+    both = found(market, positives=["002.png", "003.png"], k=COUNT)  # all photos of this product
     assert {hit["probability"] for hit in both["hits"]} == {0}
     assert both["no_match_probability"] == 1
 
@@ -256,28 +223,30 @@ def test_items_whose_products_have_no_other_item_are_like_nothing(market) -> Non
         '{"colour": "red", "price": {">": 2}}',
     ],
 )
-def test_a_filter_as_text_and_as_json_leave_the_same_items(market, where: Any) -> None:
+def test_a_filter_as_text_and_as_json_are_equivalent(market, where: Any) -> None:
     answer = found(market, photo(0), k=COUNT, filter=where)
     assert sorted(numbers(answer["hits"])) == [3, 6, 9]
 
 
 @pytest.mark.parametrize(
-    ("where", "message"),
+    ("asked", "message"),
     [
-        ("colour =", "ends at position"),
-        ("size = 3", "no attribute 'size'"),
-        ("price = 'x'", "is a number"),
-        ({"price": {"~": 2}}, "$.price"),
-        ("{", "not valid JSON"),
-        ("[" * 50_000, "cannot be parsed"),
+        ({"filter": "colour ="}, "ends at position"),
+        ({"filter": "size = 3"}, "no attribute 'size'"),
+        ({"filter": "price = 'x'"}, "is a number"),
+        ({"filter": {"price": {"~": 2}}}, "$.price"),
+        ({"filter": "{"}, "not valid JSON"),
+        ({"filter": "[" * 50_000}, "cannot be parsed"),
+        ({"group_by": "size"}, "'size'"),
+        ({"boost": "colour:0.1"}, "no numeric attribute 'colour' to boost by"),
     ],
 )
-def test_a_filter_that_does_not_fit_says_where_and_why(market, where: Any, message: str) -> None:
-    body = {"images": [{"data": text_of(photo(0))}], "filter": where}
+def test_an_invalid_filter_or_attribute_is_named(market, asked: Any, message: str) -> None:
+    body = {"images": [{"data": text_of(photo(0))}], **asked}
     assert message in assert_problem(post(market, body), 422, "invalid-filter")["detail"]
 
 
-def test_groups_are_ranked_by_their_best_and_each_shows_its_best_items(market) -> None:
+def test_groups_are_ranked_by_their_best_hit(market) -> None:
     hits = found(market, photo(3), k=COUNT)["hits"]
     answer = found(market, photo(3), k=3, group_by="product", group_size=2)
     assert answer["hits"] == []
@@ -291,12 +260,7 @@ def test_groups_are_ranked_by_their_best_and_each_shows_its_best_items(market) -
         assert group["probability"] == pytest.approx(own[0]["probability"], abs=2e-4)
 
 
-def test_an_unknown_attribute_to_group_by_is_named(market) -> None:
-    body = {"images": [{"data": text_of(photo(0))}], "group_by": "size"}
-    assert "'size'" in assert_problem(post(market, body), 422, "invalid-filter")["detail"]
-
-
-def test_a_crop_is_searched_as_if_it_were_the_whole_image(market) -> None:
+def test_a_crop_is_searched_like_a_whole_image(market) -> None:
     both = {"data": text_of(side_by_side(2, 7))}
     for number, left in ((2, 0.0), (7, 0.5)):
         body = {"images": [{**both, "crops": [[left, 0, 0.5, 1]]}], "k": 1}
@@ -308,9 +272,7 @@ def test_a_crop_is_searched_as_if_it_were_the_whole_image(market) -> None:
 @pytest.mark.parametrize(
     ("images", "liked", "disliked"), [((1, 2), (5,), ()), ((), (5, 6), (1,)), ((2,), (5,), (1, 3))]
 )
-def test_images_likes_and_dislikes_are_the_query_that_rocchio_gives(
-    market, vectors, images: tuple[int, ...], liked: tuple[int, ...], disliked: tuple[int, ...]
-) -> None:
+def test_images_likes_and_dislikes_follow_rocchio(market, vectors, images, liked, disliked) -> None:
     named = {"positives": liked, "negatives": disliked}
     fields = {name: [f"{n:03d}.png" for n in items] for name, items in named.items()}
     answer = found(market, *map(photo, images), k=COUNT, **fields)
@@ -323,7 +285,7 @@ def test_images_likes_and_dislikes_are_the_query_that_rocchio_gives(
         assert hit["score"] == pytest.approx(expected[hit["attributes"]["price"]], abs=1e-5)
 
 
-def test_unknown_keys_and_likes_that_cancel_are_refused_with_the_reason(market) -> None:
+def test_invalid_likes_are_refused_with_the_reason(market) -> None:
     unknown = post(market, {"positives": ["none.png"]})
     assert "none.png" in assert_problem(unknown, 404, "unknown-item")["detail"]
     cancelled = post(market, {"positives": ["001.png"], "negatives": ["001.png"]})
@@ -334,13 +296,13 @@ def test_unknown_keys_and_likes_that_cancel_are_refused_with_the_reason(market) 
     assert problem["errors"][0]["name"] == "positives"
 
 
-def test_the_image_at_fault_among_several_is_named(market) -> None:
+def test_the_bad_image_among_several_is_named(market) -> None:
     images = [{"data": text_of(data)} for data in (photo(1), b"no picture", photo(2))]
     problem = assert_problem(post(market, {"images": images}), 415, "unsupported-format")
     assert problem["detail"].startswith("Image 2: ")
 
 
-def test_similar_items_are_those_that_a_search_with_the_item_finds_without_it(market) -> None:
+def test_similar_items_are_the_hits_of_a_search_with_the_item(market) -> None:
     hits = found(market, photo(3), k=COUNT)["hits"]
     path = f"/galleries/shop/items/{hits[0]['id']}/similar"
     answer = market.client.get(path, params={"k": COUNT}).json()
@@ -351,7 +313,7 @@ def test_similar_items_are_those_that_a_search_with_the_item_finds_without_it(ma
     assert all(n < 9 for group in grouped["groups"] for n in numbers(group["hits"]))
 
 
-def test_a_similar_search_knows_its_item_its_gallery_and_its_version(market) -> None:
+def test_a_similar_search_checks_item_gallery_and_version(market) -> None:
     listed = market.client.get("/galleries/shop").json()
     [hit] = found(market, photo(3), k=1)["hits"]
     path = f"/galleries/shop/items/{hit['id']}/similar"
@@ -368,24 +330,21 @@ def test_a_similar_search_knows_its_item_its_gallery_and_its_version(market) -> 
 
 @pytest.mark.parametrize("version", ["latest", "0123", "A" * 12, "0" * 65])
 @pytest.mark.parametrize("what", ["similar", "image"])
-def test_what_is_no_version_is_an_error_of_that_parameter(market, what: str, version: str) -> None:
+def test_an_invalid_version_is_an_error_of_that_parameter(market, what: str, version: str) -> None:
     response = market.client.get(f"/galleries/shop/items/1/{what}", params={"version": version})
     problem = assert_problem(response, 422, "invalid-parameter")
     assert problem["errors"][0]["name"] == "version"
 
 
-def test_equal_contents_count_once_if_only_distinct_ones_do(tmp_path) -> None:
-    shop = start_market(tmp_path)
-    try:
-        shop.put({"twin.png": photo(3)}, colour="red", price=3, product="p1")
-        assert keys(found(shop.running, photo(3), k=2)) == ["003.png", "twin.png"]
-        assert keys(found(shop.running, photo(3), k=2, distinct=True))[0] == "003.png"
-        assert "twin.png" not in keys(found(shop.running, photo(3), k=COUNT + 1, distinct=True))
-    finally:
-        shop.close()
+def test_distinct_counts_equal_contents_once(tmp_path, closes) -> None:
+    shop = closes(start_market(tmp_path))
+    shop.put({"twin.png": photo(3)}, colour="red", price=3, product="p1")
+    assert keys(found(shop.running, photo(3), k=2)) == ["003.png", "twin.png"]
+    assert keys(found(shop.running, photo(3), k=2, distinct=True))[0] == "003.png"
+    assert "twin.png" not in keys(found(shop.running, photo(3), k=COUNT + 1, distinct=True))
 
 
-def test_every_part_of_a_question_gets_an_answer_of_its_own_from_the_cache(market) -> None:
+def test_every_parameter_is_part_of_the_cache_key(market) -> None:
     image = {"data": text_of(encoded(render(77)))}
     variants: list[dict[str, Any]] = [
         {},
@@ -436,9 +395,7 @@ def test_every_part_of_a_question_gets_an_answer_of_its_own_from_the_cache(marke
         ({"filter": "price = 1 and colour = 'red'"}, {"filter": "((price==1) and (colour='red'))"}),
     ],
 )
-def test_the_same_question_written_otherwise_is_answered_from_the_cache(
-    market, one: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_equivalent_questions_share_a_cached_answer(market, one, other) -> None:
     photos = {"a": encoded(render(78)), "b": encoded(render(79))}
 
     def is_cached(question: dict[str, Any]) -> bool:

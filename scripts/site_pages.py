@@ -1,8 +1,8 @@
 """An mkdocs hook (mkdocs.yml): reference pages from the code, links out of docs/, formulas.
 
 The pages are generated in each build, so they cannot be out of date: HTTP routes from the OpenAPI
-document, command lines from the Typer apps, the Python package from its docstrings, the list of
-decisions from the titles of their pages.
+document, command lines from the Typer apps, settings and metrics from the code of the service, the
+Python package from its docstrings, the list of decisions from the titles of their pages.
 """
 
 import posixpath
@@ -60,6 +60,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "reference/http.md": http_page(),
         "reference/commands.md": commands_page(),
+        "reference/settings.md": settings_page(),
+        "reference/metrics.md": metrics_page(),
         "reference/python.md": python_page(),
         "decisions/index.md": decisions_page(),
     }
@@ -70,11 +72,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to files outside docs/ at the repository, and links to folders at their index."""
+    """Point links to files outside docs/ at the repository, and links to folders at their index.
+
+    Links to the site itself, which pages use for generated pages, become relative.
+    """
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
     def moved(match: re.Match[str]) -> str:
         opening, link, anchor = match[1], match[2], match[3] or ""
+        if config.site_url and link.startswith(config.site_url):
+            own = f"docs/{link.removeprefix(config.site_url).removesuffix('.html')}.md"
+            return f"{opening}{posixpath.relpath(own, folder)}{anchor}"
         target = posixpath.normpath(posixpath.join(folder, link))
         is_folder = (ROOT / target).is_dir()
         if is_folder and files.get_file_from_path(f"{target.removeprefix('docs/')}/index.md"):
@@ -115,6 +123,40 @@ def http_page() -> str:
         route = unescape(re.sub("<.+?>", "", route))
         body = re.sub(r'<div class="wide".*?>|</div>', "", body)
         text += f"\n## `{route}` {{ #{anchor} }}\n\n<p>{summary.strip()}</p>\n{body}\n"
+    return text
+
+
+def settings_page() -> str:
+    from kinlens.service.commands.settings import variables
+
+    text = (
+        "# Settings\n\nThe environment variables of `kinlens-serve`, read once at startup; options "
+    )
+    text += "take precedence. `kinlens-serve settings` prints this list; "
+    text += "[Operations](../operations.md) explains how they work together.\n"
+    group = ""
+    for each in variables():
+        if each.group != group:
+            group = each.group
+            text += (
+                f"\n## {group}\n\n| Variable | Default | Limits | Meaning |\n|---|---|---|---|\n"
+            )
+        text += f"| `{each.name}` | {each.default} | {each.limits} | {each.meaning} |\n"
+    return text
+
+
+def metrics_page() -> str:
+    from kinlens.embedder.fake import FakeEmbedder
+    from kinlens.service.app import create_app
+    from kinlens.service.settings import Settings
+
+    text = "# List of metrics\n\nThe series of `GET /metrics`, with their help texts. "
+    text += "[Metrics](../metrics.md) explains how to use them.\n\n"
+    text += "| Metric | Type | Labels | Meaning |\n|---|---|---|---|\n"
+    with tempfile.TemporaryDirectory() as state:
+        app = create_app(Settings(state=Path(state)), FakeEmbedder(), {})
+        for name, kind, labels, meaning in app.state.runtime.metrics.described():
+            text += f"| `{name}` | {kind} | {', '.join(labels)} | {meaning} |\n"
     return text
 
 

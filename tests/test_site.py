@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kinlens.service.observe.metrics import Metrics
+from kinlens.service.settings import Settings
 from tests.support.own_process import ROOT
 
 NEEDS = ("latex2mathml", "material", "mkdocs", "mkdocstrings")
@@ -39,13 +41,18 @@ def test_every_document_is_a_page(site: Path) -> None:
         assert (site / page).is_file(), page
 
 
-def test_the_reference_has_every_route_command_and_method(site: Path) -> None:
+def test_the_reference_has_every_route_command_setting_metric_and_method(site: Path) -> None:
     routes = text_of(site, "reference/http.html")
     for words in ('id="post-search"', "min_probability", "unknown-gallery"):
         assert words in routes, words
     commands = text_of(site, "reference/commands.html")
     for words in ("kinlens-train adapt", "kinlens-index golden run", "kinlens-serve keys create"):
         assert f"<code>{words}</code>" in commands, words
+    settings = text_of(site, "reference/settings.html")
+    for name in Settings.model_fields:
+        assert f"<code>KINLENS_{name.upper()}</code>" in settings, name
+    for name, *_ in Metrics().described():
+        assert f"<code>{name}</code>" in text_of(site, "reference/metrics.html"), name
     python = text_of(site, "reference/python.html")
     for name in ("kinlens.load_bundle", "kinlens.client.AsyncClient.put_many"):
         assert f'id="{name}"' in python, name

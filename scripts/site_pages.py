@@ -1,8 +1,8 @@
 """An mkdocs hook (mkdocs.yml): reference pages from the code, links out of docs/, formulas.
 
 The pages are generated in each build, so they cannot be out of date: HTTP routes from the OpenAPI
-document, command lines from the Typer apps, settings and metrics from the code of the service, the
-Python package from its docstrings, the list of decisions from the titles of their pages.
+document, command lines from the Typer apps, the Python package from its docstrings, the list of
+decisions from the titles of their pages.
 """
 
 import posixpath
@@ -59,9 +59,9 @@ class Sections(griffe.Extension):
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "reference/http.md": http_page(),
-        "reference/commands.md": commands_page(),
         "reference/settings.md": settings_page(),
         "reference/metrics.md": metrics_page(),
+        "reference/commands.md": commands_page(),
         "reference/python.md": python_page(),
         "decisions/index.md": decisions_page(),
     }
@@ -74,15 +74,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links to files outside docs/ at the repository, and links to folders at their index.
 
-    Links to the site itself, which pages use for generated pages, become relative.
+    Links to generated pages are written as addresses of the site, since the repository lacks these
+    pages. Here they become relative, so that mkdocs checks them.
     """
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
     def moved(match: re.Match[str]) -> str:
         opening, link, anchor = match[1], match[2], match[3] or ""
         if config.site_url and link.startswith(config.site_url):
-            own = f"docs/{link.removeprefix(config.site_url).removesuffix('.html')}.md"
-            return f"{opening}{posixpath.relpath(own, folder)}{anchor}"
+            generated = link.removeprefix(config.site_url).replace(".html", ".md")
+            return (
+                f"{opening}{posixpath.relpath(posixpath.join('docs', generated), folder)}{anchor}"
+            )
         target = posixpath.normpath(posixpath.join(folder, link))
         is_folder = (ROOT / target).is_dir()
         if is_folder and files.get_file_from_path(f"{target.removeprefix('docs/')}/index.md"):

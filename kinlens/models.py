@@ -556,12 +556,16 @@ class Ready(BaseModel):
     """The model, the galleries, and the result of each check: `ok` or the fault."""
 
     status: Literal["ready", "not ready"]
-    provider: str
+    provider: Annotated[str, Field(description="The provider that runs the model.")]
     engine: str | None = None
     precision: str | None = None
-    precision_reason: str | None = None
+    precision_reason: str | None = Field(
+        default=None, description="Why this precision: configured, or chosen by `auto`."
+    )
     bundle_id: str
-    galleries: dict[str, str]
+    galleries: dict[str, str] = Field(
+        description="The version of each gallery; `unknown` if it cannot be read."
+    )
     indexes: dict[str, IndexLocation] = Field(
         default={}, description="The index of each compacted gallery in a local folder."
     )
@@ -569,10 +573,15 @@ class Ready(BaseModel):
     free_gpu_memory_mb: float | None = Field(
         default=None, description="Free GPU memory in MiB; null if no gallery is searched on a GPU."
     )
-    queue_depth: int
+    queue_depth: Annotated[int, Field(description="Searches waiting for a search thread.")]
     redis: Literal["off", "up", "down"]
-    checks: dict[str, str]
-    last_error: str | None
+    checks: dict[str, str] = Field(
+        description="`ok` or the problem of each model and gallery; also of new generations that "
+        "could not be opened, which do not make the service unready."
+    )
+    last_error: Annotated[
+        str | None, Field(description="The latest failed check since the start, if any.")
+    ]
 
 
 class KeyModel(BaseModel):

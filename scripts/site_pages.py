@@ -59,6 +59,8 @@ class Sections(griffe.Extension):
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "reference/http.md": http_page(),
+        "reference/settings.md": settings_page(),
+        "reference/metrics.md": metrics_page(),
         "reference/commands.md": commands_page(),
         "reference/python.md": python_page(),
         "decisions/index.md": decisions_page(),
@@ -70,11 +72,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to files outside docs/ at the repository, and links to folders at their index."""
+    """Point links to files outside docs/ at the repository, and links to folders at their index.
+
+    Links to generated pages are written as addresses of the site, since the repository lacks these
+    pages. Here they become relative, so that mkdocs checks them.
+    """
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
     def moved(match: re.Match[str]) -> str:
         opening, link, anchor = match[1], match[2], match[3] or ""
+        if config.site_url and link.startswith(config.site_url):
+            generated = link.removeprefix(config.site_url).replace(".html", ".md")
+            return (
+                f"{opening}{posixpath.relpath(posixpath.join('docs', generated), folder)}{anchor}"
+            )
         target = posixpath.normpath(posixpath.join(folder, link))
         is_folder = (ROOT / target).is_dir()
         if is_folder and files.get_file_from_path(f"{target.removeprefix('docs/')}/index.md"):
@@ -115,6 +126,40 @@ def http_page() -> str:
         route = unescape(re.sub("<.+?>", "", route))
         body = re.sub(r'<div class="wide".*?>|</div>', "", body)
         text += f"\n## `{route}` {{ #{anchor} }}\n\n<p>{summary.strip()}</p>\n{body}\n"
+    return text
+
+
+def settings_page() -> str:
+    from kinlens.service.commands.settings import variables
+
+    text = (
+        "# Settings\n\nThe environment variables of `kinlens-serve`, read once at startup; options "
+    )
+    text += "take precedence. `kinlens-serve settings` prints this list; "
+    text += "[Operations](../operations.md) explains how they work together.\n"
+    group = ""
+    for each in variables():
+        if each.group != group:
+            group = each.group
+            text += (
+                f"\n## {group}\n\n| Variable | Default | Limits | Meaning |\n|---|---|---|---|\n"
+            )
+        text += f"| `{each.name}` | {each.default} | {each.limits} | {each.meaning} |\n"
+    return text
+
+
+def metrics_page() -> str:
+    from kinlens.embedder.fake import FakeEmbedder
+    from kinlens.service.app import create_app
+    from kinlens.service.settings import Settings
+
+    text = "# List of metrics\n\nThe series of `GET /metrics`, with their help texts. "
+    text += "[Metrics](../metrics.md) explains how to use them.\n\n"
+    text += "| Metric | Type | Labels | Meaning |\n|---|---|---|---|\n"
+    with tempfile.TemporaryDirectory() as state:
+        app = create_app(Settings(state=Path(state)), FakeEmbedder(), {})
+        for name, kind, labels, meaning in app.state.runtime.metrics.described():
+            text += f"| `{name}` | {kind} | {', '.join(labels)} | {meaning} |\n"
     return text
 
 

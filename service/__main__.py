@@ -8,7 +8,7 @@ require_faiss("kinlens-serve")
 try:
     import typer
 
-    from kinlens.service.commands import backup, check, feedback, keys, serve
+    from kinlens.service.commands import backup, check, feedback, keys, serve, settings
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
 
@@ -18,6 +18,7 @@ _EXAMPLE = "Example: [bold]kinlens-serve --bundle bundles/shop --gallery shop=ga
 
 app.callback(invoke_without_command=True, epilog=_EXAMPLE)(serve.serve)
 app.command()(check.check)
+app.command(epilog=settings.EXAMPLE)(settings.settings)
 app.command()(serve.work)
 app.command(epilog=backup.BACKUP_EXAMPLE)(backup.backup)
 app.command(epilog=backup.RESTORE_EXAMPLE)(backup.restore)

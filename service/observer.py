@@ -122,14 +122,27 @@ def _families() -> Sequence[GaugeMetricFamily]:
     return [
         GaugeMetricFamily(name, text, labels=labels)
         for name, text, labels in [
-            ("kinlens_provider_info", "Execution provider of each model.", _MODEL),
-            ("kinlens_jobs", "Jobs by state.", ["state"]),
-            ("kinlens_gallery_items", "Items in a gallery.", ["gallery"]),
-            ("kinlens_gallery_age_seconds", "Time since a gallery was built.", ["gallery"]),
-            ("kinlens_gallery_ready", "1 if the last readiness check passed.", ["gallery"]),
+            ("kinlens_provider_info", "Execution provider, model and precision.", _MODEL),
+            ("kinlens_jobs", "Jobs in each state.", ["state"]),
+            (
+                "kinlens_gallery_items",
+                "Items of a gallery, counted when the metrics are read.",
+                ["gallery"],
+            ),
+            (
+                "kinlens_gallery_age_seconds",
+                "Time since the current generation was built.",
+                ["gallery"],
+            ),
+            (
+                "kinlens_gallery_ready",
+                "1 while the last readiness check of the gallery passed; 0 also if it cannot be "
+                "opened.",
+                ["gallery"],
+            ),
             (
                 "kinlens_replica_checked_seconds",
-                "Time since a replica was last known to have the newest snapshot.",
+                "Time since a copy of a published gallery was known to have the newest snapshot.",
                 ["gallery"],
             ),
         ]
@@ -140,31 +153,34 @@ def publish(metrics: Metrics, search_threads: SearchThreads, cache: Cache, healt
     """Register the gauges that are read on each scrape."""
     metrics.gauge(
         "kinlens_queue_depth",
-        "Queued searches.",
+        "Searches waiting for a search thread.",
         lambda: search_threads.waiting,
     )
     metrics.gauge(
         "kinlens_decoder_restarts",
-        "Decode processes that were replaced.",
+        "Decoding processes that were replaced.",
         lambda: search_threads.restarts,
     )
     metrics.gauge(
         "kinlens_decoder_kills",
-        "Decode processes that were killed for time or memory.",
+        "Decoding processes that were killed for time or memory.",
         lambda: search_threads.kills,
     )
     metrics.gauge(
         "kinlens_decoder_sandbox_layers",
-        "Active sandbox layers of the decode processes, of 2.",
+        "Active layers of the decoder sandbox, at most 2.",
         lambda: sum(layer.holds for layer in search_threads.layers),
         "livemin",
     )
     metrics.gauge(
         "kinlens_ready",
-        "1 if the last readiness check passed.",
+        "1 while the last readiness check passed.",
         lambda: health.passed,
         "livemin",
     )
     metrics.gauge(
-        "kinlens_redis_up", "1 if Redis answers.", lambda: cache.remote_state == "up", "livemin"
+        "kinlens_redis_up",
+        "1 while Redis answers.",
+        lambda: cache.remote_state == "up",
+        "livemin",
     )

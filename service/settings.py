@@ -162,95 +162,219 @@ def search_threads_of(processes: int) -> int:
     return core_count() // processes + (2 if processes == 1 else 1)
 
 
+GROUPS = {
+    "bundle": "Model and galleries",
+    "host": "Network and access",
+    "device": "Compute",
+    "max_upload_bytes": "Size limits",
+    "request_timeout_ms": "Timeouts",
+    "feedback": "Feedback and jobs",
+    "cache_max_bytes": "Cache and Redis",
+    "milvus_token": "Milvus",
+}
+"""The first setting of each group, and the title of the group."""
+
+
 class Settings(BaseSettings):
-    """All settings; `docs/operations.md` describes each."""
+    """All settings. `kinlens-serve settings` and the documentation show the text of each."""
 
     model_config = SettingsConfigDict(
-        env_prefix="KINLENS_", frozen=True, extra="forbid", hide_input_in_errors=True
+        env_prefix="KINLENS_",
+        frozen=True,
+        extra="forbid",
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
     )
 
     bundle: Path | None = None
+    """Folder of the model bundle."""
     galleries: Annotated[Words, _each(_check_gallery)] = ()
+    """Galleries, separated by commas; the first is the default gallery. Each is `PATH`,
+    `NAME=PATH`, `NAME=milvus://HOST:PORT/GALLERY`, or the URL of a published gallery such as
+    `NAME=s3://bucket/shop`.
+    """
     image_roots: NamedPaths = ()
+    """`NAME=DIR`, separated by commas: folder of a gallery's images if they have moved since the
+    build.
+    """
     pictures: NamedPaths = ()
+    """`NAME=URL`, separated by commas: where images uploaded to a gallery on Milvus are stored; a
+    folder or an fsspec URL such as `s3://bucket/shop` (extra `s3`).
+    """
     follow: Duration = Field(
         default="5s", validate_default=True, ge=0.1, le=86_400, allow_inf_nan=False
     )
+    """How often to check published galleries for a new snapshot, in seconds or as `250ms`, `5s`,
+    `2m`.
+    """
     replica_folder: Path | None = None
+    """Folder for copies of published galleries; if unset, `STATE/replicas`."""
+    reload_interval_ms: int = Field(default=1_000, ge=10)
+    """How often to check galleries for a new generation."""
     state: Path | None = None
+    """Folder for keys, the audit log, managed galleries, bundles and jobs."""
+    no_match_prior: float = Field(default=DEFAULT_PRIOR, ge=0, lt=1, allow_inf_nan=False)
+    """Share of searches for products that you do not sell. The probabilities of hits depend on it.
+    """
+    recall_sample: int = Field(default=1_000, ge=0)
+    """Repeat 1 of this many index searches exactly to measure recall; 0 turns it off."""
+
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
+    """Port; 0 picks a free one."""
     allowed_hosts: Annotated[Words, _each(_check_host)] = ()
+    """Accepted `Host` names without ports, separated by commas; `*` accepts any. If unset: the
+    local names and `KINLENS_HOST`; with a host of `0.0.0.0` or `::`, any.
+    """
+    trusted_proxies: Annotated[Words, _each(parse_network)] = ()
+    """Addresses or networks of proxies whose `X-Forwarded-For` is trusted, separated by commas."""
+    cors_origins: Annotated[Words, _each(_check_origin)] = ()
+    """Web origins that may call from a browser, separated by commas."""
+    anonymous_scopes: Annotated[tuple[Scope, ...], NoDecode, _Split] = ("search",)
+    """Scopes of callers without a key, separated by commas; empty also closes search."""
+    rate_limit_per_key: Rate = ""
+    """Rate of each API key, such as `600/minute`. It counts images and queries, not requests; a key
+    may have its own rate.
+    """
+    rate_limit_per_address: Rate = ""
+    """The same limit for each client address without a key."""
+    admin_link: bool = False
+    """Show a link to `/admin` in the header of the search page."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least important log events that are written."""
+    otlp_endpoint: Annotated[HttpAddress | None, _EmptyIsNone] = None
+    """Collector for traces, such as `http://collector:4318` (extra `otel`); without it no traces.
+    """
 
     device: Literal["cpu", "cuda"] = "cpu"
+    """Device of the model and of gallery search. The start is refused if the model would run
+    elsewhere. Of several GPUs, the first in `CUDA_VISIBLE_DEVICES` is used.
+    """
     index_device: Literal["cpu", "cuda"] | None = None
+    """Device of gallery search; if unset, `KINLENS_DEVICE`. Each process has its own index copies
+    on the GPU; an index that does not fit is searched on the CPU. Indexes leave 2,048 MiB of the
+    GPU to the model, so set `KINLENS_GPU_MEMORY_MB` below that.
+    """
     allow_cpu_fallback: bool = False
+    """With `cuda`: accept a model on the CPU."""
     gpu_memory_mb: int = Field(default=0, ge=0)
-    threads: int = Field(default=1, ge=0)
+    """With `cuda`: MiB of GPU memory that the model may use, so that indexes and other processes
+    get the rest; 0: no limit.
+    """
     precision: AskedPrecision = "fp32"
+    """Precision of the model; `auto` is the fastest that is accurate on this machine."""
     engine: AskedEngine = "auto"
+    """Engine of the model; `auto` is the faster one."""
+    threads: int = Field(default=1, ge=0)
+    """Threads for one batch; 0 lets the engine choose. With 1, on a CPU and without `--workers`, a
+    single search uses up to 8 cores through a second copy of the model. With other values there
+    is no copy, and the service embeds instead of its worker processes.
+    """
     workers: int = Field(default=1, ge=1, le=64)
-
-    anonymous_scopes: Annotated[tuple[Scope, ...], NoDecode, _Split] = ("search",)
-    rate_limit_per_key: Rate = ""
-    rate_limit_per_address: Rate = ""
-    trusted_proxies: Annotated[Words, _each(parse_network)] = ()
-    cors_origins: Annotated[Words, _each(_check_origin)] = ()
+    """Serving processes, each with its own model; galleries are shared through the page cache."""
+    search_threads: int = Field(default_factory=lambda: search_threads_of(1), ge=1)
+    """Searches processed at the same time in each process. With N > 1 `KINLENS_WORKERS` the default
+    is cores / N, rounded down, + 1. `cores` respects CPU affinity and container limits, rounded
+    up.
+    """
+    queue_size: int = Field(default=64, ge=1)
+    """Length of the queue of the search threads, and of each queue for bodies, filters, writes and
+    feedback; 16 times that for reads of items and images. A full queue answers 503.
+    """
+    batch_size: int = Field(default=0, ge=0)
+    """Maximum images in one call of the model; 0: 2 on a CPU, where larger batches are slower per
+    image, 32 on a GPU.
+    """
+    decode_isolation: bool = True
+    """Decode, and on a CPU embed, in sandboxed worker processes; `false`: in the search threads."""
+    decode_memory_mb: int = Field(default=1024, ge=256)
+    """Address space of a worker process in MiB, in addition to the model."""
+    decode_timeout_ms: int = Field(default=5_000, ge=1)
+    """Time limit for decoding one image."""
 
     max_upload_bytes: int = Field(default=20 * 2**20, ge=1)
+    """Bytes of an image; a request may be 64 KiB larger."""
     max_megapixels: float = Field(default=64.0, gt=0, le=178)
+    """Megapixels of an image, read from its header."""
     max_side_px: int = Field(default=16384, ge=1)
+    """Longer side of an image in pixels."""
     default_k: int = Field(default=20, ge=1)
+    """Number of hits when a request omits `k`."""
     max_k: int = Field(default=10_000, ge=1, le=10_000)
-    max_batch_bytes: int = Field(default=64 * 2**20, ge=1)
-    max_held_bytes: int = Field(default=256 * 2**20, ge=1)
+    """Largest `k`."""
     max_images: int = Field(default=32, ge=1)
+    """Images in one query."""
     max_crops: int = Field(default=16, ge=1)
+    """Crop boxes in one image."""
     max_batch_queries: int = Field(default=64, ge=1)
+    """Queries in one batch."""
+    max_batch_bytes: int = Field(default=64 * 2**20, ge=1)
+    """Bytes of a request with several images."""
     max_items_per_request: int = Field(default=256, ge=1)
-
-    batch_size: int = Field(default=0, ge=0)
-    queue_size: int = Field(default=64, ge=1)
-    search_threads: int = Field(default_factory=lambda: search_threads_of(1), ge=1)
-    decode_isolation: bool = True
-    decode_memory_mb: int = Field(default=1024, ge=256)
-    decode_timeout_ms: int = Field(default=5_000, ge=1)
-    recall_sample: int = Field(default=1_000, ge=0)
-    no_match_prior: float = Field(default=DEFAULT_PRIOR, ge=0, lt=1, allow_inf_nan=False)
-    reload_interval_ms: int = Field(default=1_000, ge=10)
-
-    admin_link: bool = False
-
-    feedback: FeedbackMode = "off"
-    feedback_max_rows: int = Field(default=100_000, ge=1)
-    feedback_days: int = Field(default=180, ge=1)
-
-    jobs: Literal["here", "elsewhere"] = "here"
-    training_command: Annotated[str, Field(pattern=r"\S")] = "kinlens-train"
-    training_data: NamedPaths = ()
-    training_weights: Annotated[NamedPaths, _each(_check_weights)] = ()
-    otlp_endpoint: Annotated[HttpAddress | None, _EmptyIsNone] = None
+    """Items that one request may add; changes and removals by key take up to 10,000."""
+    max_held_bytes: int = Field(default=256 * 2**20, ge=1)
+    """Bytes of all request bodies in memory, in each process; above it the oldest incomplete body
+    gets 503, even if it is the newest request.
+    """
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
+    """Limit of a search after its body is read; parsing a body and reading an image have this limit
+    too, each on its own.
+    """
     body_timeout_ms: int = Field(default=30_000, ge=1)
+    """Time until the body of a request must be complete."""
     ready_timeout_ms: int = Field(default=5_000, ge=1)
+    """Limit of each readiness check."""
     shutdown_timeout_s: int = Field(default=5, ge=1)
+    """Grace period for running requests at shutdown."""
     drain_s: float = Field(default=0, ge=0, le=3600, allow_inf_nan=False)
+    """Seconds after SIGTERM during which requests are still accepted while `/ready` returns 503.
+    Use more than two check intervals of the load balancer, such as 15 for checks every 5 s.
+    """
+
+    feedback: FeedbackMode = "off"
+    """`pairs`: accept feedback; `pictures`: also store the query images."""
+    feedback_max_rows: int = Field(default=100_000, ge=1)
+    """Maximum feedback rows; above it the oldest are deleted."""
+    feedback_days: int = Field(default=180, ge=1)
+    """Days that feedback is kept."""
+    jobs: Literal["here", "elsewhere"] = "here"
+    """`here`: the service runs jobs; `elsewhere`: `kinlens-serve work` does."""
+    training_command: Annotated[str, Field(pattern=r"\S")] = "kinlens-train"
+    """Command of a training job."""
+    training_data: NamedPaths = ()
+    """`NAME=DIR`, separated by commas: data sets that training jobs may name."""
+    training_weights: Annotated[NamedPaths, _each(_check_weights)] = ()
+    """`NAME=PATH`, separated by commas: weight files or bundles for `model.weights = NAME` of
+    training jobs.
+    """
 
     cache_max_bytes: int = Field(default=64 * 2**20, ge=0)
+    """Bytes of the in-process cache; 0 turns it off."""
     cache_max_entries: int = Field(default=10_000, ge=0)
+    """Entries of the in-process cache."""
     redis_url: Annotated[RedisUrl | None, _EmptyIsNone] = None
+    """Second cache level and shared rates: `redis://HOST:PORT/0`, `rediss://` or `unix://`."""
     redis_timeout_ms: int = Field(default=50, ge=1)
+    """Total time that one request waits for Redis, for rates and caches together."""
     redis_retry_ms: int = Field(default=1_000, ge=1)
+    """How often to retry an unavailable Redis."""
     redis_ttl_s: int = Field(default=86_400, ge=1)
+    """Lifetime of a value in Redis."""
     redis_max_value_bytes: int = Field(default=2**20, ge=1)
+    """Larger values are not written to Redis."""
     redis_connections: int = Field(default=16, ge=1)
+    """Redis connections for rates; the cache has one per search thread and one more."""
 
     milvus_token: SecretStr | None = None
+    """Token of the Milvus servers: `USER:PASSWORD` or an API key."""
     milvus_timeout_ms: int = Field(default=5_000, ge=1)
+    """Limit of a request to Milvus; then the answer is 503 with `Retry-After`."""
     milvus_consistency: Consistency = "Strong"
+    """When a search sees a change."""
     pictures_timeout_ms: int = Field(default=5_000, ge=1)
+    """Limit of reading or writing an uploaded image of a gallery on Milvus."""
 
     @model_validator(mode="before")
     @classmethod

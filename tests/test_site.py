@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kinlens.service.observe.metrics import Metrics
+from kinlens.service.settings import Settings
 from tests.support.own_process import ROOT
 
 NEEDS = ("latex2mathml", "material", "mkdocs", "mkdocstrings")
@@ -49,6 +51,16 @@ def test_the_reference_has_every_route_command_and_method(site: Path) -> None:
     python = text_of(site, "reference/python.html")
     for name in ("kinlens.load_bundle", "kinlens.client.AsyncClient.put_many"):
         assert f'id="{name}"' in python, name
+
+
+def test_the_reference_has_every_setting_and_metric_of_the_service(site: Path) -> None:
+    settings = text_of(site, "reference/settings.html")
+    for name in Settings.model_fields:
+        assert f"<code>KINLENS_{name.upper()}</code>" in settings, name
+    metrics = text_of(site, "reference/metrics.html")
+    for name, *_ in [*Metrics().described(), ("kinlens_gallery_items",), ("kinlens_redis_up",)]:
+        assert f"<code>{name}</code>" in metrics, name
+    assert 'href="reference/settings.html"' in text_of(site, "operations.html")
 
 
 def test_links_to_files_outside_the_documents_lead_to_the_repository(site: Path) -> None:

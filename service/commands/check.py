@@ -24,6 +24,7 @@ from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import gpu_memory, snapshot_at
 from kinlens.service.access.keys import open_keys
 from kinlens.service.commands import options
+from kinlens.service.commands.settings import unknown_variables
 from kinlens.service.encoding.decode_worker import known_image
 from kinlens.service.encoding.decoders import create_decoder
 from kinlens.service.encoding.sandbox import absences, holding
@@ -58,6 +59,7 @@ def check(
         findings = [Finding("settings", "fault", options.faults(error))]
     else:
         findings = [Finding("settings", "ok", "all values are valid"), *_findings(settings)]
+    findings += [Finding("environment", "warning", text) for text in unknown_variables()]
     starts = all(finding.verdict != "fault" for finding in findings)
     if as_json:
         shown = {"starts": starts, "findings": [asdict(finding) for finding in findings]}

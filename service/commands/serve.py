@@ -31,6 +31,7 @@ def serve(
     """Serve a model bundle and its galleries over HTTP, with a search page.
 
     Every setting can also be set in the environment as KINLENS_NAME; options take precedence.
+    kinlens-serve settings lists all.
     """
     command = context.invoked_subcommand
     if command is not None:

@@ -1,14 +1,16 @@
 """Prometheus metrics of one app, in a separate registry."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from http import HTTPMethod
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from kinlens.service.observe.metrics_shared import RESTARTS, GaugeMode, render
 
+M = TypeVar("M", bound=MetricWrapperBase)
 Stage = Literal["cache", "decode", "queue", "embed", "search", "total"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 CacheKind = Literal["embedding", "answer"]
@@ -21,54 +23,86 @@ _METHODS = frozenset(HTTPMethod)
 
 
 class Metrics:
-    """The counters, histograms and gauges; `docs/metrics.md` lists all names."""
+    """The counters, histograms and gauges; `described` lists them."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._readings: list[tuple[Gauge, Callable[[], float]]] = []
+        self._own: list[MetricWrapperBase] = []
         self._collectors: list[Collector] = []
         self.requests = self._counter(
-            "kinlens_requests", "Requests answered.", "route", "method", "status"
+            "kinlens_requests",
+            "Answered requests. `route` is the pattern of a path, never the path itself; `method` "
+            "is `other` if it is not an HTTP method; status 499: the client disconnected.",
+            "route",
+            "method",
+            "status",
         )
         self.request_seconds = self._histogram(
             "kinlens_request_seconds", "Time from request to answer.", _SECONDS, "route"
         )
+        self.key_requests = self._counter(
+            "kinlens_key_requests",
+            "Requests with an API key, by its name, including rate-limited ones.",
+            "key",
+        )
+        self.key_units = self._counter(
+            "kinlens_key_units",
+            "Units of work charged to an API key, as its rate counts them.",
+            "key",
+        )
+        self.rate_limited = self._counter(
+            "kinlens_rate_limited", "Requests refused by the rate of a `key` or an `address`.", "by"
+        )
+        self.in_flight = self._gauge("kinlens_searches_in_flight", "Searches being answered.")
         self.stage_seconds = self._histogram(
-            "kinlens_stage_seconds", "Time in each stage of a search.", _SECONDS, "stage"
+            "kinlens_stage_seconds",
+            "Time of each stage of a search. `cache`: lookups in this process and in Redis; "
+            "`queue`: waiting for a search thread; `decode`: from the uploads of a query to their "
+            "pixels; `embed`: from pixels to vectors, on a GPU including the wait for the model; "
+            "`search`: in the gallery; `total`: from the query to its answer. Stages that a cached "
+            "value replaces are not counted.",
+            _SECONDS,
+            "stage",
         )
         self.batch_size = self._histogram(
-            "kinlens_batch_size", "Images in each call of the model.", _BATCH_SIZES
+            "kinlens_batch_size",
+            "Images in each call of the model, including those of readiness checks and new items.",
+            _BATCH_SIZES,
         )
         self.cache_lookups = self._counter(
-            "kinlens_cache_lookups", "Cache lookups by result level.", "kind", "level"
+            "kinlens_cache_lookups",
+            "Lookups of an `answer` or `embedding`; `level` is the outcome: `local`, `redis`, "
+            "`miss` or `invalid`.",
+            "kind",
+            "level",
         )
         self.online_recall = self._histogram(
             "kinlens_online_recall",
-            "Recall of sampled answers compared with exact search.",
+            "For sampled searches: share of the exact best items that were returned.",
             _RECALLS,
             "gallery",
         )
-        self.rate_limited = self._counter(
-            "kinlens_rate_limited", "Requests refused by a rate limit.", "by"
-        )
-        self.key_requests = self._counter(
-            "kinlens_key_requests", "Requests with an API key.", "key"
-        )
-        self.key_units = self._counter(
-            "kinlens_key_units", "Units of work that an API key was charged for.", "key"
-        )
-        self.feedback = self._counter("kinlens_feedback", "Feedback that was stored.", "action")
         self.reload_failures = self._counter(
-            "kinlens_reload_failures", "Generations that could not be opened.", "gallery"
+            "kinlens_reload_failures",
+            "Generations that could not be opened and are not served.",
+            "gallery",
+        )
+        self.feedback = self._counter(
+            "kinlens_feedback",
+            "Stored feedback: `clicked`, `bought` or `wrong`, each counted once.",
+            "action",
         )
         self.milvus_seconds = self._histogram(
-            "kinlens_milvus_seconds", "Time of a request to Milvus.", _SECONDS, "call"
+            "kinlens_milvus_seconds",
+            "Time of a request to Milvus, by client method (`search`, `query`, `upsert`, ...).",
+            _SECONDS,
+            "call",
         )
         self.milvus_failures = self._counter(
-            "kinlens_milvus_failures", "Requests that Milvus did not answer.", "call"
+            "kinlens_milvus_failures", "Requests that Milvus did not answer or refused.", "call"
         )
         self._counter(*RESTARTS)
-        self.in_flight = self._gauge("kinlens_searches_in_flight", "Searches being answered.")
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
 
     def observe_stage(self, stage: Stage, seconds: float) -> None:
@@ -115,6 +149,19 @@ class Metrics:
         for gauge, read in self._readings:
             gauge.set(read())
 
+    def described(self) -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+        """Name, type, labels and meaning of each metric, for the documentation."""
+        # Families of the library and of collectors have their labels only in this attribute.
+        own = [(family, one._labelnames) for one in self._own for family in one.describe()]
+        added = [
+            (family, family._labelnames)  # type: ignore[attr-defined]
+            for collector in self._collectors
+            for family in collector.collect()
+        ]
+        for family, labels in own + added:
+            suffix = "_total" if family.type == "counter" else ""
+            yield f"{family.name}{suffix}", family.type, tuple(labels), family.documentation
+
     def render(self, galleries: Collection[str]) -> bytes:
         """All metrics of all processes in the Prometheus text format.
 
@@ -123,10 +170,14 @@ class Metrics:
         return render(self.registry, self._collectors, galleries)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
+        return self._kept(Counter(name, text, labels, registry=self.registry))
 
     def _gauge(self, name: str, text: str, mode: GaugeMode = "livesum") -> Gauge:
-        return Gauge(name, text, registry=self.registry, multiprocess_mode=mode)
+        return self._kept(Gauge(name, text, registry=self.registry, multiprocess_mode=mode))
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+        return self._kept(Histogram(name, text, labels, buckets=buckets, registry=self.registry))
+
+    def _kept(self, metric: M) -> M:
+        self._own.append(metric)
+        return metric

@@ -23,7 +23,10 @@ GaugeMode = Literal["livesum", "livemin"]
 _VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _REFRESH_S = 1.0
 _PARENT = "parent"
-RESTARTS = ("kinlens_process_restarts", "Serving processes that ended and were replaced.")
+RESTARTS = (
+    "kinlens_process_restarts",
+    "With `--workers`: serving processes that ended and were replaced.",
+)
 """Name and help text of the counter of the parent process."""
 
 

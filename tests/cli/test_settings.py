@@ -1,5 +1,6 @@
 """Settings: read from the environment once, each documented, each refused by name if wrong."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,36 +8,103 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
+from kinlens.service.__main__ import app
 from kinlens.service.commands.check import exposures
-from kinlens.service.settings import Settings
+from kinlens.service.commands.settings import unknown_variables, variables
+from kinlens.service.settings import GROUPS, Settings
 
 ROOT = Path(__file__).parents[2]
-OPERATIONS = ROOT / "docs" / "operations.md"
 
 
-def documented() -> dict[str, str]:
-    """Name and default of each row of the settings table."""
-    row = re.compile(r"^\| `KINLENS_([A-Z_]+)` \| ([^|]*) \|", re.MULTILINE)
-    rows = row.findall(OPERATIONS.read_text(encoding="utf-8"))
-    return {name.lower(): default.strip().strip("`").replace(",", "") for name, default in rows}
+def call(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["settings", *arguments], env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
-def test_every_setting_is_in_the_operations_page_and_nothing_else_is() -> None:
-    assert set(documented()) == set(Settings.model_fields)
+def test_every_setting_is_printed_with_its_group_and_meaning() -> None:
+    printed = call()
+    words = " ".join(printed.split())
+    for name, each in zip(Settings.model_fields, variables(), strict=True):
+        assert each.name == f"KINLENS_{name.upper()}"
+        assert each.meaning.endswith("."), f"{name} has no docstring"
+        assert f"  {each.name}  default: {each.default}" in printed
+        assert each.meaning.replace("`", "") in words
+    assert [line for line in printed.splitlines() if line[0] != " "] == [*GROUPS.values()]
 
 
-def test_the_defaults_in_the_operations_page_are_true() -> None:
-    rows = documented()
-    for name, field in Settings.model_fields.items():
-        if field.default_factory is not None:
-            assert rows[name] == "cores + 2"
-        elif field.default in (None, (), ""):
-            assert rows[name] == "none"
-        elif isinstance(field.default, tuple):
-            assert rows[name] == ",".join(field.default)
-        else:
-            assert rows[name].lower() == str(field.default).lower(), name
+def test_a_printed_default_is_the_default_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = Settings()
+    for each in variables():
+        if each.default == "none":
+            field = Settings.model_fields[each.name.removeprefix("KINLENS_").lower()]
+            assert field.default in (None, (), "")
+        elif each.default != "cores + 2":
+            monkeypatch.setenv(each.name, each.default.split()[0])
+    assert Settings() == defaults
+
+
+def test_limits_are_those_of_the_model() -> None:
+    limits = {each.name: each.limits for each in variables()}
+    assert limits["KINLENS_PORT"] == "at least 0, at most 65,535"
+    assert limits["KINLENS_NO_MATCH_PRIOR"] == "at least 0, below 1"
+    assert limits["KINLENS_INDEX_DEVICE"] == "cpu or cuda"
+    assert limits["KINLENS_ANONYMOUS_SCOPES"] == "search, write or admin"
+    assert limits["KINLENS_ADMIN_LINK"] == "true or false"
+    assert limits["KINLENS_BUNDLE"] == ""
+
+
+def test_set_variables_are_printed_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = {"REDIS_URL": "redis://:hunter2@cache", "MILVUS_TOKEN": "hunter2"}
+    for name, value in (secret | {"OTLP_ENDPOINT": "http://me:hunter2@host"}).items():
+        monkeypatch.setenv(f"KINLENS_{name}", value)
+    monkeypatch.setenv("kinlens_port", "9000")
+    printed = call()
+    assert "hunter2" not in printed
+    assert printed.count("set to: ***\n") == len(secret)
+    assert "set to: http://***@host" in printed
+    assert "default: 8000; at least 0, at most 65,535\n    set to: 9000\n" in call("KINLENS_PORT")
+
+
+def test_only_variables_with_a_text_are_printed() -> None:
+    printed = call("Redis_T")
+    assert [line.split()[0] for line in printed.splitlines() if "default:" in line] == [
+        "KINLENS_REDIS_TIMEOUT_MS",
+        "KINLENS_REDIS_TTL_S",
+    ]
+
+
+def test_an_unknown_variable_is_a_warning_with_the_nearest_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("GALERIES", "XYZZY", "JOB_ID", "SHARED", "WORKERS", "DATA"):
+        monkeypatch.setenv(f"KINLENS_{name}", "1")
+    near, far = unknown_variables()
+    assert near.startswith("KINLENS_GALERIES is no setting and is ignored. Did you mean KINLENS_GA")
+    assert "Did you mean" not in far
+    report = json.loads(CliRunner().invoke(app, ["check", "--json"]).stdout)
+    warned = [found["text"] for found in report["findings"] if found["subject"] == "environment"]
+    assert warned == [near, far]
+
+
+def test_variables_of_tests_compose_and_jobs_are_known() -> None:
+    """Every KINLENS_ variable that the project names is a setting or known to be none."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip(f"needs the git checkout: {listed.stderr.strip()}")
+    kinds = (".py", ".yml", ".toml", ".sh", ".env", "Makefile", "Dockerfile")
+    text = "\n".join(
+        (ROOT / name).read_text("utf-8")
+        for name in listed.stdout.splitlines()
+        if name.endswith(kinds) and name != "tests/cli/test_settings.py" and (ROOT / name).is_file()
+    )
+    found = set(re.findall(r"\bKINLENS_[A-Z_]*[A-Z]\b(?!_)", text)) - {"KINLENS_NAME"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in found:
+            patch.setenv(name, "1")
+        assert unknown_variables() == []
 
 
 def test_settings_come_from_the_environment_and_arguments_win(monkeypatch) -> None:

@@ -12,7 +12,6 @@ from kinlens.service.observe.metrics import CONTENT_TYPE
 from tests.support.seams import JobStore, KeyStore
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGES = (DOCS / "operations.md", DOCS / "metrics.md")
 
 
 def test_requests_are_counted_by_route_and_status(start_service, photos) -> None:
@@ -68,16 +67,29 @@ def test_a_deleted_gallery_has_no_metrics(start_service, tmp_path, monkeypatch, 
     assert line not in service.client.get("/metrics").text
 
 
-def test_every_metric_is_in_the_documentation_and_nothing_else_is(start_service) -> None:
-    registry = start_service().runtime.metrics.registry
-    found = {
-        {"counter": f"{family.name}_total", "info": f"{family.name}_info"}.get(
-            family.type, family.name
-        )
-        for family in registry.collect()
+def test_every_metric_is_described_with_its_labels_and_nothing_else_is(start_service) -> None:
+    service = start_service()
+    service.search(b"")
+    service.client.get("/metrics").raise_for_status()
+    metrics = service.runtime.metrics
+    described = {name: (labels, text) for name, _, labels, text in metrics.described()}
+    families = {
+        f"{family.name}_total" if family.type == "counter" else family.name: family
+        for family in metrics.registry.collect()
     }
-    text = "\n".join(page.read_text("utf-8") for page in PAGES)
-    assert set(re.findall(r"^\| `(kinlens_\w+)` \|", text, re.MULTILINE)) == found
+    assert described.keys() == families.keys()
+    for name, (labels, text) in described.items():
+        assert text.endswith("."), name
+        for sample in families[name].samples:
+            assert sample.labels.keys() - {"le"} == set(labels), name
+
+
+def test_every_metric_that_a_page_names_is_there(start_service) -> None:
+    names = {name for name, *_ in start_service().runtime.metrics.described()}
+    text = "\n".join(page.read_text("utf-8") for page in DOCS.glob("*.md"))
+    found = set(re.findall(r"\b(kinlens_\w+?)(?:_sum|_count|_bucket)?\b(?![/.])", text))
+    assert len(found) > 5
+    assert found <= names
 
 
 @pytest.mark.parametrize("is_isolated", [False, True])

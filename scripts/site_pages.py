@@ -163,8 +163,9 @@ def job_settings_page() -> str:
 
     schema = Job.model_json_schema()
     text = (
-        "# Settings of a job\n\nEvery key of a job file, by table. The default none is that of a "
-        "missing key, since TOML has no none. [Training jobs](../jobs.md) explains the use.\n"
+        "# Settings of a job\n\nThe keys of a job file, by table. [Training jobs](../jobs.md) "
+        "explains their use, and the key [`base`](../jobs.md#a-job-with-a-base). The default none "
+        "is that of a missing key, since TOML has no none.\n"
     )
     return text + _table("", schema, schema["$defs"])
 

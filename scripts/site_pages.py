@@ -1,10 +1,11 @@
 """An mkdocs hook (mkdocs.yml): reference pages from the code, links out of docs/, formulas.
 
 The pages are generated in each build, so they cannot be out of date: HTTP routes from the OpenAPI
-document, command lines from the Typer apps, the Python package from its docstrings, the list of
-decisions from the titles of their pages.
+document, command lines from the Typer apps, the Python package from its docstrings, the settings of
+a job from its tables, the list of decisions from the titles of their pages.
 """
 
+import json
 import posixpath
 import re
 import sys
@@ -19,6 +20,8 @@ from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+Json = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # import the code of this checkout
@@ -40,6 +43,7 @@ TIDY = {
     r" {2,}(?=--)": " ",
 }
 """Replacements in the output of Typer's generator."""
+LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 NUMBERED = re.compile(r"\[(\d+)\](?= \[)")
 FORMULA = re.compile(r'<(div|span) class="arithmatex">\s*\\[\[(](.*?)\\[\])]\s*</\1>', re.DOTALL)
@@ -63,6 +67,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/metrics.md": metrics_page(),
         "reference/commands.md": commands_page(),
         "reference/python.md": python_page(),
+        "reference/job-settings.md": job_settings_page(),
         "decisions/index.md": decisions_page(),
     }
     for path, text in pages.items():
@@ -196,3 +201,67 @@ def decisions_page() -> str:
         title = path.read_text("utf-8").partition("\n")[0].lstrip("# ")
         text += f"- [{title}]({path.name})\n"
     return text
+
+
+def job_settings_page() -> str:
+    from kinlens.training.config.job import Job
+
+    schema = Job.model_json_schema()
+    text = (
+        "# Settings of a job\n\nThe keys of a job file, by table. [Training jobs](../jobs.md) "
+        "explains their use, and the key [`base`](../jobs.md#a-job-with-a-base). The default none "
+        "is that of a missing key, since TOML has no none.\n"
+    )
+    return text + _table("", schema, schema["$defs"])
+
+
+def _table(name: str, table: Json, tables: Json, level: int = 1, kind: str = "") -> str:
+    """A table of a job file by its JSON schema, and below it the tables that it contains.
+
+    `kind` names a key whose value is the heading, such as that of a data set.
+    """
+    text = f"\n\n{table['description']}\n" if name else ""
+    rows = below = ""
+    for key, node in table["properties"].items():
+        path = f"{name}.{key}" if name else key
+        heading = f"\n\n{'#' * (level + 1)} `[{path}]`"
+        links = [part["$ref"] for part in [node, *node.get("anyOf", ())] if "$ref" in part]
+        if links:
+            below += heading + _table(path, _of(links[0], tables), tables, level + 1)
+        elif "oneOf" in node:
+            choice, kinds = (node["discriminator"][of] for of in ("propertyName", "mapping"))
+            below += f"{heading}\n\n{node['description']}"
+            for link in dict.fromkeys(kinds.values()):
+                names = ", ".join(_toml(value) for value in kinds if kinds[value] == link)
+                below += f"\n\n{'#' * (level + 2)} `{choice}` = {names}"
+                below += _table(path, _of(link, tables), tables, level + 2, choice)
+        elif key != kind:
+            required = key in table.get("required", ())
+            default = "required" if required else _toml(node["default"])
+            meaning = " ".join(node.get("description", "").split())
+            meaning = meaning[:1].upper() + meaning[1:]
+            rows += f"| `{key}` | {default} | {_values(node)} | {meaning} |\n"
+    if rows:
+        text += f"\n| setting | default | values | meaning |\n|---|---|---|---|\n{rows}"
+    return text + below
+
+
+def _of(link: str, tables: Json) -> Json:
+    found: Json = tables[link.split("/")[-1]]
+    return found
+
+
+def _values(node: Json) -> str:
+    """The type and the limits of a setting."""
+    if "anyOf" in node:
+        return " or ".join(_values(part) for part in node["anyOf"] if part["type"] != "null")
+    if "enum" in node or "const" in node:
+        return ", ".join(map(_toml, node.get("enum") or [node["const"]]))
+    if node["type"] == "array":
+        return f"list: {_values(node['items'])}"
+    limits = [f"{sign} {node[limit]:,}" for limit, sign in LIMITS.items() if limit in node]
+    return " ".join([node["type"], ", ".join(limits)]).strip()
+
+
+def _toml(value: Any) -> str:
+    return "none" if value is None else f"`{json.dumps(value)}`"

@@ -41,13 +41,16 @@ def test_every_document_is_a_page(site: Path) -> None:
         assert (site / page).is_file(), page
 
 
-def test_the_reference_has_every_route_command_and_method(site: Path) -> None:
+def test_the_reference_has_every_route_command_setting_and_method(site: Path) -> None:
     routes = text_of(site, "reference/http.html")
     for words in ('id="post-search"', "min_probability", "unknown-gallery"):
         assert words in routes, words
     commands = text_of(site, "reference/commands.html")
     for words in ("kinlens-train adapt", "kinlens-index golden run", "kinlens-serve keys create"):
         assert f"<code>{words}</code>" in commands, words
+    settings = text_of(site, "reference/job-settings.html")
+    for words in ("[regularizers.determinant.flow]", "lr_trunk", "min_crop_area", "soft_triple"):
+        assert words in settings, words
     python = text_of(site, "reference/python.html")
     for name in ("kinlens.load_bundle", "kinlens.client.AsyncClient.put_many"):
         assert f'id="{name}"' in python, name

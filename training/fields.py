@@ -11,6 +11,6 @@ Cosine = Annotated[float, Field(ge=-1, le=1)]
 
 
 class Section(BaseModel):
-    """A frozen table of the job file."""
+    """A frozen table of the job file; the docstring below a field describes it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

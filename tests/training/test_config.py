@@ -1,10 +1,12 @@
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import (
+    Job,
     apply_override,
     expand_path,
     job_toml,
@@ -56,6 +58,29 @@ def test_a_minimal_job_has_defaults(tmp_path: Path) -> None:
 def test_a_job_that_does_not_fit_says_where(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(JobError, match=message):
         load_job(write(tmp_path, text))
+
+
+def test_every_setting_of_a_job_has_a_description() -> None:
+    schema = Job.model_json_schema()
+    tables = {"Job": schema, **schema["$defs"]}
+    choices = [node["discriminator"] for node in schema["properties"].values() if "oneOf" in node]
+    chosen = {
+        (link.split("/")[-1], choice["propertyName"])
+        for choice in choices
+        for link in choice["mapping"].values()
+    }  # keys that choose a table, which has the description
+    missing = [
+        f"{name}.{key}"
+        for name, table in tables.items()
+        for key, setting in table["properties"].items()
+        if not setting.get("description") and not _is_table(setting) and (name, key) not in chosen
+    ]
+    assert len(tables) > 30
+    assert not missing, f"Describe below the setting, or in the Args of the loss: {missing}"
+
+
+def _is_table(setting: dict[str, Any]) -> bool:
+    return any("$ref" in part for part in (setting, *setting.get("anyOf", ())))
 
 
 def test_settings_can_be_changed_on_the_command_line(tmp_path: Path) -> None:

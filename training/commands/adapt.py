@@ -50,7 +50,8 @@ def adapt(
     kinlens-train adapt --data /my/shop --out bundles/shop
 
     kinlens-train adapt --data /my/shop --out bundles/siglip \
-      --backbone timm:vit_base_patch16_siglip_224 --set input.size_px=224 --set input.test_px=224
+      --backbone timm:vit_base_patch32_siglip_256.v2_webli \
+      --set input.size_px=256 --set input.resize_px=288 --set input.test_px=256
     """
     from kinlens.training.distributed import require_single_process
     from kinlens.training.export.bundle import export_checkpoint

@@ -42,8 +42,8 @@ from kinlens.training.fields import Section
 class Loss(Section):
     """Name and options of a loss of `kinlens.training.losses.table`.
 
-    Options, defaults and bounds come from the constructor of the loss. They are read with the
-    first job, not on import, since the losses import torch.
+    Options, defaults, bounds and meaning come from the constructor of the loss and its docstring.
+    They are read with the first job, not on import, since the losses import torch.
     """
 
     model_config = ConfigDict(defer_build=True)
@@ -69,13 +69,26 @@ def _settings() -> dict[str, type[Loss]]:
 
     found = {}
     for name, kind in LOSSES.items():
+        summary, meaning = _docstring(kind)
         options: dict[str, Any] = {
-            option: (parameter.annotation, parameter.default)
+            option: (
+                parameter.annotation,
+                Field(parameter.default, description=meaning.get(option)),
+            )
             for option, parameter in inspect.signature(kind).parameters.items()
             if option not in GIVEN
         }
-        found[name] = create_model(name, __base__=Loss, name=(str, name), **options)
+        found[name] = create_model(
+            name, __base__=Loss, __doc__=summary, name=(str, name), **options
+        )
     return found
+
+
+def _docstring(kind: type) -> tuple[str, dict[str, str]]:
+    """The first line of the docstring of a loss, and the meaning of each of its arguments."""
+    text = inspect.getdoc(kind) or ""
+    arguments = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text.partition("\nArgs:\n")[2], re.M)
+    return text.partition("\n")[0], {name: " ".join(of.split()) for name, of in arguments}
 
 
 class Job(Section):
@@ -84,15 +97,22 @@ class Job(Section):
     model_config = ConfigDict(defer_build=True)  # built with the first job, see Loss
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the job; the default run folder is `runs/NAME`."""
     description: str = ""
+    """A sentence for the report."""
     licence: str = "unspecified"
+    """Licence of the model, for the manifest of its bundle."""
     seed: int = Field(0, ge=0, lt=2**32)
+    """Seed of initial weights, batches and views."""
     recall_at: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 2, 4, 8), min_length=1)
+    """The K of R@K."""
     data: Data
+    """The images. `kind`, which is required, decides on the other keys."""
     model: Model = Model()
     start: Start = Start()
     input: Input = Input()
     loss: Loss = Field(default_factory=proxy_anchor)
+    """The loss, Proxy-Anchor without this table. `name` decides on the other keys."""
     regularizers: Regularizers = Regularizers()
     sampling: Sampling = Sampling()
     optimizer: Optimizer = Optimizer()

@@ -1,6 +1,7 @@
-"""The tables of a job file, with the default and the bounds of every setting.
+"""The tables of a job file: default, bounds and meaning of every setting.
 
-The options of a loss are those of its constructor, see kinlens.training.losses.table.
+The site shows the docstrings as the page "Settings of a job". The options of a loss are those of
+its constructor, see kinlens.training.losses.table.
 """
 
 import math
@@ -18,17 +19,21 @@ def _as_list(value: Any) -> Any:
 
 
 class ImageData(Section):
-    """Images below `root`, and folders of `feedback` on them (see training.data.feedback)."""
+    """Images below a folder."""
 
     root: str
+    """Folder of the data set; may contain `~` and `$VARIABLES`."""
     feedback: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
+    """One folder or more of `kinlens-serve feedback export` on these images."""
 
 
 class SplitData(ImageData):
-    """Images whose classes are split at random, by seed, unless a list defines the split."""
+    """Images whose classes are split at random, unless a list defines the split."""
 
     train_fraction: float = Field(0.5, gt=0, lt=1)
+    """Fraction of the classes to train on; the others test."""
     split_seed: int = Field(0, ge=0)
+    """Seed of the split into train and test classes."""
 
 
 class FolderData(SplitData):
@@ -36,6 +41,7 @@ class FolderData(SplitData):
 
     kind: Literal["folder"]
     small_classes: Literal["refuse", "drop"] = "refuse"
+    """Refuse a class with one image, or skip it."""
 
 
 class CsvData(SplitData):
@@ -43,7 +49,9 @@ class CsvData(SplitData):
 
     kind: Literal["csv"]
     file: str = "images.csv"
+    """The CSV, a path below `root`."""
     small_classes: Literal["refuse", "drop"] = "refuse"
+    """Refuse a class with one image, or skip it."""
 
 
 class RenderedData(SplitData):
@@ -51,16 +59,21 @@ class RenderedData(SplitData):
 
     kind: Literal["rendered"]
     products: int = Field(90, ge=2)
+    """Number of products, each a class."""
     views: int = Field(16, ge=1)
+    """Images of each product."""
     size_px: int = Field(160, ge=32, le=1024)
+    """Side of an image."""
     seed: int = Field(0, ge=0)
+    """Another seed gives other products."""
 
 
 class OfficialData(ImageData):
-    """A data set of the literature in its official layout, complete or a subset of it."""
+    """A data set of the literature in its official layout."""
 
     kind: Literal["cub", "cars196", "sop", "in_shop", "aircraft"]
     allow_partial: bool = False
+    """Accept a subset; otherwise the number of images and classes must be the official one."""
 
 
 Data = Annotated[FolderData | CsvData | RenderedData | OfficialData, Field(discriminator="kind")]
@@ -73,33 +86,34 @@ Pooling = Literal["gap", "gmp", "gap+gmp", "gem", "cls"]
 
 
 class Model(Section):
-    """The network: trunk, pooling, projection to `dim`; without `dim` the pooled features.
+    """The network: trunk, pooling, projection to `dim`.
 
-    `backbone`: one of BACKBONE_NAMES, or "timm:" and any network of timm, an optional extra.
-    `weights`: "imagenet" downloads the published weights, "none" starts from random weights, any
-    other value is the path of a state dict, or of a bundle to continue from. `pooling`: average,
-    maximum, their sum, the generalised mean with a learnt exponent, or the class token of a timm
-    transformer.
-
-    `batch_norm`: "frozen" fixes statistics, scale and shift; "statistics" only the statistics, as
-    most papers' code does. "folded" folds all three into the convolutions before training, which
-    is faster, and fixes statistics and shift. "train" trains everything, as a trunk without
-    pretrained weights needs. A trunk without batch norm behaves the same under all four.
-
-    `frozen_trunk`: trunk and pooling keep their weights, and a head is trained on cached features
-    of `views` views of each image: view 0 is the image as served, the others are random crops.
-    `hidden` adds a second layer of that width to the projection, see
-    kinlens.training.models.embedding.Head.
+    The job of an exported trunk has no `dim`: its embeddings are the pooled features.
     """
 
     backbone: str = Field("mobilenet_v2", pattern=rf"^({'|'.join(BACKBONE_NAMES)}|{TIMM}.+)$")
+    """The trunk: `mobilenet_v2`, `resnet50`, `googlenet`, `bn_inception`, or `timm:` and any
+    network of timm, an optional extra."""
     weights: str = "imagenet"
+    """Initial weights: `imagenet` downloads published ones, `none` is random. Any other value is
+    the path of a state dict of the trunk, or the folder of a bundle to continue from."""
     dim: int | None = Field(512, ge=2)
+    """Length of an embedding, the output of the projection."""
     pooling: Pooling = "gap+gmp"
+    """Pooling over positions: average, maximum, their sum, the generalised mean with a learnt
+    exponent, or the class token of a timm transformer."""
     batch_norm: Literal["frozen", "statistics", "folded", "train"] = "frozen"
+    """`frozen` fixes statistics, scale and shift; `statistics` only the statistics, as most papers'
+    code does. `folded` folds all three into the convolutions before training, which is faster, and
+    fixes statistics and shift. `train` trains everything, as random weights need. A trunk without
+    batch norm behaves the same under all four."""
     frozen_trunk: bool = False
+    """Keep the weights of trunk and pooling, and train a head on cached features."""
     views: int = Field(4, ge=1, le=64)
+    """With `frozen_trunk`: views of each image. The first is the image as served, the others are
+    random crops."""
     hidden: int | None = Field(None, ge=1)
+    """Width of a second layer of the projection; none: one layer."""
 
     @model_validator(mode="after")
     def _head_to_train(self) -> "Model":
@@ -118,36 +132,37 @@ class Model(Section):
 
 
 class Start(Section):
-    """Initial values of the projection and the proxies, before the first step.
-
-    `projection`: "random" follows each paper. "trunk" uses the principal directions of the trunk's
-    features on training images. "within_class" shrinks the directions in which images of one class
-    differ, which helps with few classes. See training.start for both. `proxies`: "class_means"
-    starts each proxy at the mean embedding of its class. At most `images` images are used.
-    """
+    """Initial values of the projection and the proxies, before the first step."""
 
     projection: Literal["random", "trunk", "within_class"] = "random"
+    """`random` follows each paper. `trunk` uses the principal directions of the trunk's features on
+    training images. `within_class` shrinks directions in which images of one class differ, which
+    helps with few classes."""
     proxies: Literal["random", "class_means"] = "random"
+    """`class_means` starts each proxy at the mean embedding of its class."""
     images: int = Field(10_000, ge=2)
+    """Maximum number of training images used for the start."""
 
 
 class Input(Section):
-    """Sizes in pixels; `min_crop_area` is the smallest part of an image that a crop may keep.
-
-    Training views have `size_px`. `crop` = "fixed" crops squares of `size_px` at a random position
-    of the image resized to `resize_px`, as in older papers; "area" also varies area and shape.
-    Evaluation, index and service crop `test_px` (default `size_px`) from the image resized to
-    `resize_px`. Random crops enlarge objects, so a somewhat larger `test_px` shows objects at the
-    size that the network was trained on.
-    """
+    """Sizes and random views of images."""
 
     size_px: int = Field(224, ge=16)
+    """Side of a training view."""
     resize_px: int = Field(256, ge=16)
+    """Shorter side of an image before the central crop of evaluation, index and service."""
     test_px: int | None = Field(None, ge=16)
+    """Side of that crop; none: `size_px`. Random crops enlarge objects, so a somewhat larger crop
+    shows objects at the size that the network was trained on."""
     interpolation: Interpolation = "bilinear"
+    """Filter of every resize."""
     crop: Literal["area", "fixed"] = "area"
+    """Training views: `area` varies area and shape (sides of 3:4 to 4:3). `fixed` crops squares of
+    `size_px` at a random position of the image resized to `resize_px`, as in older papers."""
     min_crop_area: float = Field(0.16, gt=0, le=1)
+    """Smallest part of an image that a crop of kind `area` may keep."""
     flip: bool = True
+    """Mirror half of the training views, at random."""
 
     @model_validator(mode="after")
     def _check(self) -> "Input":
@@ -174,29 +189,45 @@ Share = Annotated[float, Field(gt=0, le=10)]
 
 
 class Flow(Section):
-    """Shape of a flow of coupling layers."""
+    """Shape of both flows."""
 
     kind: Literal["real_nvp", "nice"] = "real_nvp"
+    """`nice` changes volume in its last layer only."""
     layers: int = Field(12, ge=1)
+    """Number of coupling layers."""
     hidden: int = Field(256, ge=1)
+    """Width of the two hidden layers of each coupling."""
     clamp: float = Field(2.0, gt=0)
+    """Bound of the logarithm of each scale."""
 
 
 class Determinant(Section):
-    """See training.regularizers.determinant; `input_norm` is the norm of the flows' inputs."""
+    """Determinant regularization (kinlens.training.regularizers.determinant)."""
 
     flow: Flow = Flow()
     activation: Literal["leaky_relu", "none"] = "leaky_relu"
+    """Activation before the flows; the slope of `leaky_relu` is 0.1."""
     input_norm: float = Field(5.0, gt=0)
+    """Norm of the inputs of the flows."""
     lambda1: float = Field(0.05, ge=0)
+    """Weight of the penalty on the first flow, which contracts."""
     lambda2: float = Field(0.05, ge=0)
+    """Weight of the penalty on the second flow, which expands."""
     eps: float = 0.4
+    """Augmented points: step towards a neighbour, as a fraction of the distance."""
     neighbours: int = Field(1, ge=1)
+    """Augmented points of each image, one for each of its nearest neighbours in the batch."""
     same_class: bool = False
+    """Take only neighbours of the same class."""
     direction: Direction = "between"
+    """Augmented points: towards the neighbour, away from it, or orthogonal to the features."""
     depth: Literal["composed", "mean", "sum"] = "composed"
+    """Diagonal of the Jacobian: composed over the layers, or the mean or the sum over layers of
+    each layer's own penalty."""
     proxies: Literal["shared", "separate"] = "shared"
+    """Proxies of the loss on the second branch."""
     share: Share | None = None
+    """Target share of the gradient; without it the weights are fixed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -211,21 +242,27 @@ class Determinant(Section):
 
 
 class SkewedMean(Section):
-    """See training.regularizers.skewed_mean.
-
-    `centres`: the proxies of the loss, or the class means of the batch for a loss without proxies.
-    Only "r1" reads `gamma`, `delta` and `hinge`, only "r2" and "distance" read `exponent`.
-    """
+    """Skewed mean of class centres (kinlens.training.regularizers.skewed_mean)."""
 
     weight: float = Field(1.0, gt=0)
+    """Weight of the regularizer."""
     kind: Literal["r1", "r2", "distance", "uniform_face", "mhe0", "mhe1", "mhe2"] = "r1"
+    """Form of the mean. Only `r1` reads `gamma`, `delta` and `hinge`; only `r2` and `distance` read
+    `exponent`."""
     gamma: float = 16.0
+    """Sharpness: above 0 the nearest pairs of centres dominate, below 0 the farthest; not 0."""
     delta: float = Field(0.55, allow_inf_nan=False)
+    """Cosine of two centres; has no effect without `hinge`."""
     exponent: float = 8.0
+    """Exponent of the power mean."""
     subset: int | None = Field(None, ge=2)
+    """Number of centres drawn at each step; none: all. Memory grows with its square."""
     hinge: bool = False
+    """Push only centres nearer to each other than about `delta`; needs a finite `gamma` above 0."""
     centres: Literal["proxies", "batch"] = "proxies"
+    """The proxies of the loss, or the class means of the batch for a loss without proxies."""
     share: Share | None = None
+    """Target share of the gradient; without it the weight is fixed."""
 
     @model_validator(mode="after")
     def _check(self) -> "SkewedMean":
@@ -237,39 +274,55 @@ class SkewedMean(Section):
 
 
 class NonIsotropy(Section):
-    """See training.regularizers.non_isotropy.
-
-    `loss_weight` multiplies the loss: the authors weight the loss, not the regularizer.
-    In the first `fit_epochs` only the flow learns from it, on detached embeddings and proxies.
-    """
+    """Non-isotropy regularization (kinlens.training.regularizers.non_isotropy)."""
 
     weight: float = Field(1.0, gt=0)
+    """Weight of the regularizer."""
     loss_weight: float = Field(1.0, gt=0)
+    """Weight of the loss, which the authors vary instead of that of the regularizer."""
     exponentiate: bool = True
+    """Minimise the exponential of the negative log-likelihood, as the authors' code does, instead
+    of the negative log-likelihood, as the paper prints."""
     noise: float = Field(0.0, ge=0, le=1)
+    """Standard deviation of noise on the embeddings, which gives their likelihood an upper bound.
+    The paper has none."""
     fit_epochs: int = Field(0, ge=0)
+    """First epochs, in which the flow is fitted and the rest learns from the loss alone."""
     blocks: int = Field(5, ge=1)
+    """Blocks of the flow."""
     hidden: int = Field(128, ge=1)
+    """Width of the hidden layers of its networks."""
     layers: int = Field(8, ge=2)
+    """Linear layers of each of its networks."""
     clamp: float = Field(2.0, gt=0)
+    """Bound of the logarithm of each scale."""
     share: Share | None = None
+    """Target share of the gradient; without it the weight is fixed."""
 
 
 class GraphConsistency(Section):
-    """See training.regularizers.graph_consistency; needs `sampling.kind = "paired"`."""
+    """Graph consistency (kinlens.training.regularizers.graph_consistency).
+
+    Needs `sampling.kind = "paired"`.
+    """
 
     weight: float = Field(0.001, gt=0)
+    """Weight of the regularizer."""
     sigma: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Similarity of two images: exp(-squared distance / sigma)."""
     form: Literal["bound", "graph"] = "bound"
+    """What is compared: similarities times embeddings, as the paper trains, or similarities."""
     share: Share | None = None
+    """Target share of the gradient; without it the weight is fixed."""
 
 
 class Regularizers(Section):
     """The regularizers to add to the loss, one or several; a missing table turns one off.
 
     Weights (`lambda1`, `lambda2`, `weight`) are fixed, as in the papers. With `share`, for example
-    0.2, they are initial values: in the first epoch they are scaled, by at most 100, until the
-    regularizer's gradient has that size relative to the loss's; then they stay fixed.
+    0.2, they are initial values: in the first epoch they are scaled, by at most 100 in either
+    direction, until the gradient of the regularizer is that fraction of the gradient of the loss.
+    Then they stay fixed.
     """
 
     determinant: Determinant | None = None
@@ -283,20 +336,19 @@ Rate = Annotated[float, Field(ge=0)] | Annotated[str, Field(pattern=r"^x\d+(\.\d
 
 
 class Sampling(Section):
-    """Batch composition: random images, m images per class, or two draws of the same classes.
-
-    `per_class` is m. Under "paired", which graph consistency needs, each draw has m of each class,
-    and the two draws are "disjoint" or "independent", as in the paper (`pairs`). With `draws` = 2
-    the loss is the mean over the two halves of a batch, with 1 it is that of the whole batch; unset
-    it is 2 under "paired" and otherwise 1. In the fraction `confused` of the batches, classes that
-    feedback marks as confused are put together, by exchange with the other batches.
-    """
+    """Composition of a batch."""
 
     kind: Literal["random", "balanced", "paired"] = "random"
+    """Random images, `per_class` images of each class, or two such draws of the same classes."""
     per_class: int = Field(2, ge=1)
+    """Images of each class; under `paired` in each draw."""
     pairs: Literal["disjoint", "independent"] = "disjoint"
+    """Under `paired`: whether the two draws share no image, or are independent as in the paper."""
     draws: Literal[1, 2] | None = None
+    """1: the loss is that of the whole batch. 2: it is the mean over its two halves. None: 2 under
+    `paired`, otherwise 1."""
     confused: float = Field(0.25, ge=0, le=0.5)
+    """Fraction of the batches in which classes that feedback marks as confused are put together."""
 
     @property
     def parts(self) -> int:
@@ -305,37 +357,54 @@ class Sampling(Section):
 
 
 class Optimizer(Section):
-    """Adam or AdamW with a learning rate for each parameter group.
+    """Adam or AdamW, with a learning rate for each parameter group.
 
-    All rates are constant until `decay_start`, a fraction of the run, then follow `schedule` to 0.
-    Under "step" they are multiplied by `gamma` every `step_epochs` epochs, or at each epoch of a
-    list. `weight_decay_criterion` applies to proxies and flows (default: `weight_decay`).
-    The trunk is frozen for the first `warmup_epochs`. `clip_value` bounds each gradient entry,
-    `clip_norm` the norm of all entries. With few images an epoch has few steps, so `epochs` is
-    raised until the run has `min_steps`. With `average`, a decay such as 0.99, the model of the run
-    is the exponential moving average of its weights.
+    The rate of head, proxies or flows may be a multiple of `lr_trunk`, such as "x100".
     """
 
     kind: Literal["adamw", "adam"] = "adamw"
+    """The optimizer."""
     epochs: int = Field(30, ge=1)
+    """Number of epochs."""
     batch_size: int = Field(90, ge=2)
+    """Images of a batch, over all processes. A multiple of `sampling.per_class` under `balanced`,
+    of twice that under `paired`."""
     lr_trunk: float = Field(1e-4, ge=0)
+    """Learning rate of the trunk."""
     lr_head: Rate = 1e-4
+    """Learning rate of the projection and of the exponent of the pooling `gem`."""
     lr_proxies: Rate = 1e-2
+    """Learning rate of all parameters of the loss."""
     lr_flows: Rate = 1e-3
+    """Learning rate of the flows of `determinant` and `non_isotropy`."""
     weight_decay: float = Field(1e-4, ge=0)
+    """Weight decay of trunk and head."""
     weight_decay_criterion: float | None = Field(None, ge=0)
+    """Weight decay of proxies and flows; none: `weight_decay`."""
     eps: float = Field(1e-8, gt=0)
+    """Epsilon of Adam."""
     schedule: Literal["constant", "linear", "cosine", "step"] = "linear"
+    """Course of all rates: `linear` and `cosine` fall to 0, `step` multiplies by `gamma`."""
     decay_start: float = Field(0.0, ge=0, lt=1)
+    """Fraction of the run before `linear` or `cosine` begin to fall."""
     step_epochs: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...] = 10
+    """Under `step`: the number of epochs between two steps, or a list of the epochs of the steps.
+    Warm-up epochs count."""
     gamma: float = Field(0.5, gt=0, le=1)
+    """Factor of a `step`."""
     warmup_epochs: int = Field(0, ge=0)
+    """First epochs, in which the trunk is frozen."""
     clip_norm: float | None = Field(None, gt=0)
+    """Limit of the norm of the whole gradient."""
     clip_value: float | None = Field(None, gt=0)
+    """Limit of each entry of the gradient."""
     steps_per_epoch: int | None = Field(None, ge=1)
+    """Ends an epoch early; none: an epoch has images / `batch_size` steps, rounded down."""
     min_steps: int = Field(0, ge=0)
+    """Minimum number of steps of the run; with few images it raises `epochs`."""
     average: float | None = Field(None, gt=0, lt=1)
+    """Decay of a moving average of the weights, such as 0.99, which is then the model of the run.
+    """
 
     def enough_epochs(self, steps_per_epoch: int) -> "Optimizer":
         """These settings with enough epochs for `min_steps`."""
@@ -348,18 +417,20 @@ class Optimizer(Section):
 
 
 class Runtime(Section):
-    """Device, precision and processes; they change the result only by rounding.
-
-    `precision` applies to the training steps; figures are always computed in float32. `workers` is
-    the number of processes that read images: "auto" is 2 on a CPU, one per core (at most 16) on a
-    GPU.
-    """
+    """Device, precision and processes; they change the result only by rounding."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of training steps; `auto` is bf16 if the processor supports it. Figures are always
+    computed in float32."""
     workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Processes that read images; 0 reads in the training process. `auto` is 2 for a CPU; for a GPU
+    the cores less one, at most 16."""
     eval_every_epochs: int = Field(1, ge=0)
+    """Epochs between two evaluations; 0 evaluates only after the last epoch."""
     tensorboard: bool = False
+    """Write the log also for TensorBoard."""
 
 
 def rate(settings: Optimizer, step: int, steps_per_epoch: int) -> float:
@@ -387,28 +458,23 @@ CHOOSE_BY_TEST = "--choose-by-test"
 
 
 class Protocol(Section):
-    """How a model is chosen and tested.
-
-    `validation_fraction` is the fraction of the train classes to hold out (0: none). In a cross
-    validation the held-out classes are fold number `fold` of `folds` instead. `validation_seed`
-    seeds either choice. `choose_by` selects the model that a run keeps:
-
-    - "last": the last epoch.
-    - "validation": the epoch with the best R@1 on validation classes.
-    - "folds": a point between the start and the last epoch, or the trunk itself. It is chosen by
-      `folds` trainings, each without a part of the train classes (see training.evaluation.choice).
-    - "test": the epoch with the best R@1 on test classes, which makes its test recall too high and
-      needs the flag `--choose-by-test`.
-
-    `evaluate_test`: after "every" evaluated epoch, only at the "end" of the run, or "never".
-    """
+    """How a model is chosen and tested."""
 
     validation_fraction: float = Field(0.0, ge=0, lt=1)
+    """Fraction of the train classes to hold out for validation; 0: none."""
     validation_seed: int = Field(0, ge=0)
+    """Seed of the choice of validation classes or folds."""
     folds: int | None = Field(None, ge=2)
+    """Number of folds of the train classes."""
     fold: int | None = Field(None, ge=0)
+    """Hold out this fold, counted from 0, instead of a fraction; a cross validation sets it."""
     choose_by: Literal["last", "validation", "folds", "test"] = "last"
+    """The model that a run keeps. `last`: the last epoch. `validation`: the epoch with the best R@1
+    on validation classes. `folds`: a point between the start and the last epoch, or the trunk
+    itself, chosen by trainings on folds. `test`: the epoch with the best R@1 on test classes, which
+    makes its test recall too high and needs the flag `--choose-by-test`."""
     evaluate_test: Literal["never", "end", "every"] = "every"
+    """Evaluate test classes never, at the end of the run, or after every evaluated epoch."""
 
     @model_validator(mode="after")
     def _check(self) -> "Protocol":

@@ -25,7 +25,7 @@ FALSE_MATCHES = (0.01, 0.05, 0.10)
 NEIGHBOURS = 10
 """Number of best hits, about the first page of results."""
 MIN_CLASSES = 16
-"""With fewer held-out classes a curve depends as much on them as on the model: docs/methods.md."""
+"""With fewer held-out classes a curve depends as much on them as on the model."""
 VIEWS = (1, 2, 4, 8, 16)
 """Images of a product in the galleries that a curve is fitted on."""
 MIN_AREA = 0.52

@@ -49,6 +49,10 @@ class ContrastiveLoss(PairLoss):
         Dimensionality Reduction by Learning an Invariant Mapping (Hadsell et al., 2006), whose
         squared distances the benchmark replaces by cosines.
         Metric Learning: A Deep Dive (Psomas, 2020), section "Contrastive".
+
+    Args:
+        margin: lambda, the cosine that a negative pair may have.
+        mining: `all` pairs, or the `hard` ones, of the Multi-Similarity miner.
     """
 
     def __init__(self, margin: Cosine = 0.5, mining: Mining = "all") -> None:
@@ -68,12 +72,15 @@ class BinomialDevianceLoss(PairLoss):
         \frac{1}{B} \sum_i \Bigl( \sum_{j \in P_i} \log(1 + e^{-\alpha (S_{ij} - \beta)})
             + \sum_{j \in N_i} \log(1 + e^{\alpha \eta (S_{ij} - \beta)}) \Bigr)
 
-    `beta` is the cosine at which both are equally likely, `negative_cost` is eta.
-
     References:
         Deep Metric Learning with Graph Consistency (Chen et al., 2021), eq. 7.
         Deep Metric Learning for Practical Person Re-Identification (Yi et al., 2014).
         https://arxiv.org/abs/1407.4979
+
+    Args:
+        alpha: steepness of the logistic function.
+        beta: the cosine at which both are equally likely.
+        negative_cost: eta, the factor of negative logits.
     """
 
     def __init__(
@@ -92,7 +99,7 @@ class BinomialDevianceLoss(PairLoss):
 
 
 class LiftedStructureLoss(PairLoss):
-    r"""Smooth hinge of all positives against all negatives of an anchor; `margin` is lambda.
+    r"""Smooth hinge of all positives against all negatives of an anchor.
 
     .. math::
         \frac{1}{B} \sum_i \Bigl[ \log \sum_{k \in P_i} e^{\lambda - S_{ik}}
@@ -105,6 +112,11 @@ class LiftedStructureLoss(PairLoss):
         the per-anchor form of In Defense of the Triplet Loss (Hermans et al., 2017).
         https://arxiv.org/abs/1511.06452, https://arxiv.org/abs/1703.07737
         Metric Learning: A Deep Dive (Psomas, 2020), section "LiftedStructure".
+
+    Args:
+        margin: lambda, by how much positives are to be nearer than negatives.
+        mining: `all` pairs, or the `hard` ones, of the Multi-Similarity miner.
+        epsilon: of the miner, the margin in which a pair is hard.
     """
 
     def __init__(
@@ -120,7 +132,7 @@ class LiftedStructureLoss(PairLoss):
 
 
 class MultiSimilarityLoss(PairLoss):
-    r"""Pairs weighted by their own and by their relative similarity; `margin` is lambda.
+    r"""Pairs weighted by their own and by their relative similarity.
 
     .. math::
         \frac{1}{B} \sum_i \Bigl\{
@@ -133,6 +145,13 @@ class MultiSimilarityLoss(PairLoss):
     References:
         Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning (Wang et al.,
         2019). https://arxiv.org/abs/1904.06627
+
+    Args:
+        alpha: sharpness of the choice among positives.
+        beta: sharpness of the choice among negatives.
+        margin: lambda, the cosine between positives and negatives.
+        epsilon: of the miner, the margin in which a pair is hard.
+        mining: `all` pairs, or the `hard` ones, of the paper's own miner.
     """
 
     def __init__(
@@ -167,11 +186,15 @@ class NPairLoss(MetricLoss):
     the graph consistency paper, averaged over the positives). "one_per_class" is the original
     tuple: the first two samples of each class in the batch are (a, p), and N_a has the p of the
     other classes; all other samples are ignored. Without a pair only the second term remains.
-    `l2` is mu; with `normalize` the vectors are normalised to unit length.
 
     References:
         Improved Deep Metric Learning with Multi-class N-pair Loss Objective (Sohn, 2016).
         Deep Metric Learning with Graph Consistency (Chen et al., 2021), eq. 6.
+
+    Args:
+        l2: mu, the weight of the squared norms.
+        pairs: all positive pairs, or one of each class as in the original.
+        normalize: use unit vectors.
     """
 
     def __init__(

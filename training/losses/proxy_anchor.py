@@ -13,7 +13,7 @@ CHUNK = 2048
 
 
 class ProxyAnchorLoss(ProxyLoss):
-    r"""Pull samples to their proxy, push others away, hard ones more; `margin` is delta.
+    r"""Pull samples to their proxy, push others away, hard ones more.
 
     With s(x, p) the cosine of sample x and proxy p, P+ the proxies with a sample in the batch, X_p+
     the samples of p's class and X_p- the others:
@@ -27,6 +27,12 @@ class ProxyAnchorLoss(ProxyLoss):
     References:
         Proxy Anchor Loss for Deep Metric Learning (Kim et al., 2020), eq. 4.
         https://arxiv.org/abs/2003.13911
+
+    Args:
+        classes: C.
+        dim: D.
+        alpha: sharpness of the choice of hard samples.
+        margin: delta, subtracted from cosines that are to grow, added to the others.
     """
 
     def __init__(self, classes: int, dim: int, alpha: Positive = 32.0, margin: float = 0.1) -> None:
@@ -46,7 +52,9 @@ class ProxyAnchorLoss(ProxyLoss):
 
 
 class ProxySeparationLoss(ProxyAnchorLoss):
-    r"""Proxy-Anchor whose negatives are the other proxies; the paper's OurLoss1. Its second term:
+    r"""Proxy-Anchor whose negatives are the other proxies; the paper's OurLoss1.
+
+    Its second term:
 
     .. math::
         \frac{1}{|P|} \sum_p
@@ -57,6 +65,12 @@ class ProxySeparationLoss(ProxyAnchorLoss):
 
     References:
         Metric Learning: A Deep Dive (Psomas, 2020), section "Our method", OurLoss1.
+
+    Args:
+        classes: C.
+        dim: D.
+        alpha: sharpness of the choice of hard samples and near proxies.
+        margin: delta, subtracted from cosines that are to grow, added to the others.
     """
 
     def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -73,6 +87,13 @@ class BatchProxySeparationLoss(ProxyAnchorLoss):
 
     References:
         Metric Learning: A Deep Dive (Psomas, 2020), section "Our method", OurLoss2.
+
+    Args:
+        classes: C.
+        dim: D.
+        alpha: sharpness of the choice of hard samples and near proxies.
+        margin: delta, subtracted from cosines that are to grow, added to the others.
+        over_batch: the sum over the batch, or its mean.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from kinlens.training.losses.base import ProxyLoss, check_labels, log_sum_exp
 
 
 class ProxyNCALoss(ProxyLoss):
-    r"""Samples are nearer to their own proxy than to the others; `scale` is sigma.
+    r"""Samples are nearer to their own proxy than to the others.
 
     With d the squared Euclidean distance of unit vectors, 2 - 2 cos:
 
@@ -30,6 +30,11 @@ class ProxyNCALoss(ProxyLoss):
     References:
         No Fuss Distance Metric Learning using Proxies (Movshovitz-Attias et al., 2017).
         https://arxiv.org/abs/1703.07464
+
+    Args:
+        classes: C.
+        dim: D.
+        scale: sigma, the sharpness of the softmax.
     """
 
     def __init__(self, classes: int, dim: int, scale: Positive = 1.0) -> None:
@@ -60,6 +65,12 @@ class ArcFaceLoss(ProxyLoss):
     References:
         ArcFace: Additive Angular Margin Loss for Deep Face Recognition (Deng et al., 2019).
         https://arxiv.org/abs/1801.07698
+
+    Args:
+        classes: C.
+        dim: D.
+        margin_degrees: the margin m, in degrees.
+        scale: the scale s.
     """
 
     def __init__(
@@ -99,11 +110,19 @@ class SoftTripleLoss(ProxyLoss):
     The last term pulls the centres of a class together, so that a class uses only as many as it
     needs; it remains for an empty batch. Centres start uniform in +-1 / sqrt(C K), as in the
     authors' code. Here gamma multiplies, while the paper divides by its gamma = 0.1.
-    `centres_per_class` is K, at most the images per class, `scale` is lambda, `margin` is delta.
 
     References:
         SoftTriple Loss: Deep Metric Learning Without Triplet Sampling (Qian et al., 2019).
         https://arxiv.org/abs/1909.05235
+
+    Args:
+        classes: C.
+        dim: D.
+        centres_per_class: K, at most the images of a class.
+        scale: lambda, the sharpness of the softmax.
+        gamma: sharpness of the choice among the centres of a class.
+        margin: delta, between similarities with the own class and another.
+        tau: weight of the last term.
     """
 
     def __init__(

@@ -19,12 +19,17 @@ class TripletLoss(MetricLoss):
 
     over cosines S and all mined triplets, including those of zero loss. In squared Euclidean
     distances of unit vectors, 2 - 2 S, a margin m is the same as lambda = m/2, with half the value.
-    `mining = "all"` uses every triplet, with memory B^2; "hard" is `batch_hard`.
 
     References:
         FaceNet: A Unified Embedding for Face Recognition and Clustering (Schroff et al., 2015),
         section 3.1. https://arxiv.org/abs/1503.03832
         Metric Learning: A Deep Dive (Psomas, 2020), section "Triplet".
+
+    Args:
+        margin: lambda, between the cosines of a positive and a negative.
+        mining: the triplets: `all` of them, with memory B^2; for each positive the nearest negative
+            farther than it (`semi_hard`) or a random one of any distance (`distance_weighted`); one
+            per anchor, of its farthest positive and nearest negative (`hard`).
     """
 
     def __init__(
@@ -63,13 +68,21 @@ class MarginLoss(MetricLoss):
             + \sum_{(a, n) \in N} [\beta_a - d_{an} + m]_+ \Bigr)
         + \nu \operatorname{mean}_{(a, p) \in P} \beta_a
 
-    where K is the number of terms above 0. Distance-weighted mining draws one negative for each
-    positive pair, none at the distance `farthest` or beyond. `beta` is the initial beta: a number,
-    or one per class of the anchor; a parameter, or without `learn_beta` a buffer.
+    where K is the number of terms above 0. beta is one number, or one per class of the anchor.
 
     References:
         Sampling Matters in Deep Embedding Learning (Wu et al., 2017), section 4.
         https://arxiv.org/abs/1706.07567
+
+    Args:
+        classes: C.
+        margin: the margin m.
+        beta: beta, or its initial value.
+        nu: weight of the last term.
+        learn_beta: whether beta is learnt.
+        beta_per_class: whether each class has its own beta.
+        mining: `all` pairs, or each positive pair and one random negative of any distance.
+        farthest: the distance from which negatives are not drawn.
     """
 
     def __init__(

@@ -70,11 +70,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to files outside docs/ at the repository, and links to folders at their index."""
+    """Point links to files outside docs/ at the repository, and links to folders at their index.
+
+    Links to generated pages are written as addresses of the site, since the repository lacks these
+    pages. Here they become relative, so that mkdocs checks them.
+    """
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
     def moved(match: re.Match[str]) -> str:
         opening, link, anchor = match[1], match[2], match[3] or ""
+        if config.site_url and link.startswith(config.site_url):
+            generated = link.removeprefix(config.site_url).replace(".html", ".md")
+            return (
+                f"{opening}{posixpath.relpath(posixpath.join('docs', generated), folder)}{anchor}"
+            )
         target = posixpath.normpath(posixpath.join(folder, link))
         is_folder = (ROOT / target).is_dir()
         if is_folder and files.get_file_from_path(f"{target.removeprefix('docs/')}/index.md"):

@@ -72,7 +72,7 @@ def _operation(document: _Schema, path: str, method: str, operation: _Schema) ->
     return (
         f'<section id="{anchor}"><h2><code><b>{method.upper()}</b> {escape(path)}</code> '
         f"{_prose(summary)}</h2>{paragraphs}{_parameters(document, operation)}"
-        f"{_answers(operation)}</section>"
+        f"{_answers(operation)}{_answer_fields(document, operation)}</section>"
     )
 
 
@@ -122,6 +122,8 @@ def _inside(document: _Schema, schema: _Schema, before: str = "") -> Iterator[_F
         inner, path = known, f"{before}{name}"
         while "items" in inner:
             inner, path = _choice(document, inner["items"]), f"{path}[]"
+        if isinstance(inner.get("additionalProperties"), dict):
+            inner, path = _choice(document, inner["additionalProperties"]), f"{path}.*"
         if inner.get("properties"):
             yield from _inside(document, inner, f"{path}.")
 
@@ -179,6 +181,23 @@ def _answers(operation: _Schema) -> str:
         for status, answer in sorted(operation["responses"].items())
     )
     return _table("Answers", ("Status", "Meaning", "Problems"), rows)
+
+
+def _answer_fields(document: _Schema, operation: _Schema) -> str:
+    """A table of the fields of a successful answer in JSON."""
+    schemas = [
+        answer.get("content", {}).get("application/json", {}).get("schema", {})
+        for status, answer in operation["responses"].items()
+        if status.startswith("2")
+    ]
+    rows = "".join(
+        f'<tr><th scope="row"><code>{escape(field.name)}</code></th>'
+        f"<td>{escape(field.kind)}</td><td>{_prose(field.text)}</td></tr>"
+        for schema in (_choice(document, one) for one in schemas)
+        if schema.get("properties")
+        for field in _inside(document, schema)
+    )
+    return _table("Fields of the answer", ("Name", "Type", "Description"), rows) if rows else ""
 
 
 def _problems(answer: _Schema) -> str:

@@ -185,19 +185,20 @@ def _answers(operation: _Schema) -> str:
 
 def _answer_fields(document: _Schema, operation: _Schema) -> str:
     """A table of the fields of a successful answer in JSON."""
-    schemas = [
-        answer.get("content", {}).get("application/json", {}).get("schema", {})
-        for status, answer in operation["responses"].items()
-        if status.startswith("2")
-    ]
-    rows = "".join(
-        f'<tr><th scope="row"><code>{escape(field.name)}</code></th>'
-        f"<td>{escape(field.kind)}</td><td>{_prose(field.text)}</td></tr>"
-        for schema in (_choice(document, one) for one in schemas)
-        if schema.get("properties")
-        for field in _inside(document, schema)
-    )
-    return _table("Fields of the answer", ("Name", "Type", "Description"), rows) if rows else ""
+    text = ""
+    for status, answer in operation["responses"].items():
+        content = answer.get("content", {}).get("application/json", {}) if status < "3" else {}
+        schema = _choice(document, content.get("schema", {}))
+        if not schema.get("properties"):
+            continue
+        rows = "".join(
+            f'<tr><th scope="row"><code>{escape(field.name)}</code></th>'
+            f"<td>{escape(field.kind)}</td><td>{_prose(field.text)}</td></tr>"
+            for field in _inside(document, schema)
+        )
+        text += f"<p>{_prose(schema.get('description', ''))}</p>"
+        text += _table("Fields of the answer", ("Name", "Type", "Description"), rows)
+    return text
 
 
 def _problems(answer: _Schema) -> str:

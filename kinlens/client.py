@@ -373,10 +373,12 @@ class AsyncClient(_BaseClient):
 
         Args:
             gallery: the name of the gallery.
-            items: the items; a generator is read as the requests are sent.
+            items: the items; a generator is read as the requests are sent, and each image just
+                before its request.
             on_progress: called after each request with the number of items done so far and the
-                answer to the request.
-            per_request: the maximum number of items in a request.
+                answer to the request. These items are stored.
+            per_request: the maximum number of items in a request, which has at most 32 MiB. Lower
+                it if the service has a smaller KINLENS_MAX_ITEMS_PER_REQUEST.
 
         Returns: one result per item. A bad image only fails its own item.
 

@@ -17,7 +17,8 @@ Probability = Annotated[
     Field(
         ge=0,
         le=1,
-        description="Estimated chance that it is right; null if the gallery has no calibration.",
+        description="Estimated chance that it shows the right product, equal for all images of a "
+        "product; null if the gallery has no calibration.",
     ),
 ]
 
@@ -54,13 +55,28 @@ _VIEW = Field(description="With combine=best: the best matching image and crop o
 class HitModel(BaseModel):
     """An item of the gallery and its cosine similarity to the query."""
 
-    id: int
-    key: str
-    score: float
+    id: Annotated[
+        int,
+        Field(
+            description="Never reused for another item or other content; valid until the gallery "
+            "is rebuilt."
+        ),
+    ]
+    key: Annotated[str, Field(description="Your name for the item; it survives rebuilds.")]
+    score: Annotated[
+        float,
+        Field(
+            description="Cosine similarity, even if diversity, boost or sort_by changes the order."
+        ),
+    ]
     probability: Probability = None
     attributes: dict[str, AttributeValue]
     image: Annotated[
-        str, Field(description="URL of the item's image, valid until the gallery is rebuilt.")
+        str,
+        Field(
+            description="URL of the item's image, valid until the gallery is rebuilt; use it "
+            "unchanged."
+        ),
     ]
     view: Annotated[ViewModel | None, _VIEW] = None
 
@@ -78,7 +94,7 @@ class GroupModel(BaseModel):
 class Timings(BaseModel):
     """Milliseconds in each stage; 0 for a stage that a cache hit skipped.
 
-    With several images, the times are those of the slowest one.
+    `embed` includes queue time. With several images, the times are those of the slowest one.
     """
 
     decode: float
@@ -130,7 +146,7 @@ class SearchAnswer(BaseModel):
 
     bundle_id: str
     gallery: str
-    gallery_version: str
+    gallery_version: Annotated[str, Field(description="Changes with every change of an item.")]
     k: int
     offset: int
     count: Annotated[int, Field(description="Number of hits, or groups, in this answer.")]
@@ -421,7 +437,13 @@ class PutResult(BaseModel):
     """The result for one item; `problem` shows why it failed."""
 
     key: str
-    status: Literal["added", "replaced", "updated", "unchanged", "failed"]
+    status: Annotated[
+        Literal["added", "replaced", "updated", "unchanged", "failed"],
+        Field(
+            description="replaced: the image is another one. updated: only attributes changed. "
+            "failed: the item has a problem."
+        ),
+    ]
     id: int | None
     attributes: Annotated[
         Literal["kept", "replaced"] | None,

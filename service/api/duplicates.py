@@ -118,7 +118,7 @@ def _comparable(served: Served) -> Gallery:
     if gallery.size > MAX_ITEMS:
         raise InvalidParameterError(
             f"Gallery {served.name} has {gallery.size:,} items; the limit for near-duplicates over "
-            f"HTTP is {MAX_ITEMS:,}. Run kinlens-index duplicates GALLERY --out near.html on the "
+            f"HTTP is {MAX_ITEMS:,}. Run kinlens-index duplicates GALLERY on the "
             "machine of the service."
         )
     return gallery

@@ -89,7 +89,10 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
     openapi_extra={"requestBody": {"required": True, "content": {FORM: {"schema": _ADD_FORM}}}},
 )
 async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
-    """Store an image with its right items; an image that is stored already gets the new label."""
+    """Store an image with its right items; an image that is stored already gets the new label.
+
+    The keys, or an item with the value, must exist in the gallery.
+    """
     async with runtime.registry.find(name) as served:
         served.refuse_if_followed()
         golden = GoldenSet(_folder(served))

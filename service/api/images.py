@@ -53,7 +53,12 @@ def build_router(runtime: Runtime) -> APIRouter:
         version: Version = None,
         size: ImageSize = None,
     ) -> Response:
-        """The image in a format that browsers can show."""
+        """The image in a format that browsers can show.
+
+        404: the item was removed, its file is missing or has changed since indexing, or it cannot
+        be converted. 503: the file cannot be read, or decoding took too much time or memory; it is
+        then not repeated for 30 seconds.
+        """
         return await image_of(runtime, request, name, item_id, version, size)
 
     return router

@@ -329,7 +329,7 @@ class SearchFields(Strict):
     offset: Annotated[
         Annotated[int, Field(ge=0)] | None,
         BeforeValidator(_number(0)),
-        Field(description="Number of top hits, or groups, to skip."),
+        Field(description="Number of top hits, or groups, to skip; offset + k has the limit of k."),
     ] = None
     min_score: Annotated[
         Annotated[float, Field(ge=-1, le=1)] | None,
@@ -339,7 +339,10 @@ class SearchFields(Strict):
     min_probability: Annotated[
         Annotated[float, Field(ge=0, le=1)] | None,
         BeforeValidator(_number(0, 1)),
-        Field(description="Omit hits with a lower probability of being right."),
+        Field(
+            description="Omit hits and groups with a lower probability of being right; 422 if the "
+            "gallery has no probabilities. Facets ignore it. Not with sort_by."
+        ),
     ] = None
     filter: Annotated[
         str | dict[str, JsonValue] | None,
@@ -350,10 +353,18 @@ class SearchFields(Strict):
         ),
     ] = None
     group_by: Annotated[
-        str | None, Field(description="Return groups of items with equal values of this attribute.")
+        str | None,
+        Field(
+            description="Return groups of items with equal values of this attribute, ranked by "
+            "their best item."
+        ),
     ] = None
     group_size: Annotated[
-        _Natural, Field(description="Maximum number of items in each group; default 1.")
+        _Natural,
+        Field(
+            description="Maximum number of items in each group; default 1. k * group_size has the "
+            "limit of k."
+        ),
     ] = None
     distinct: Annotated[
         Distinct,
@@ -361,7 +372,8 @@ class SearchFields(Strict):
         WithJsonSchema(_DISTINCT_SCHEMA),
         Field(
             description="true: return only the best of items with identical content. near: also of "
-            "near-duplicates, with a cosine of 0.95, or more if different products look alike."
+            "near-duplicates, with a cosine of 0.95, or more if different products look alike; "
+            "not with group_by, and not on Milvus."
         ),
     ] = False
     exact: Annotated[
@@ -370,7 +382,10 @@ class SearchFields(Strict):
     diversity: Annotated[
         Annotated[float, Field(ge=0, le=1)] | None,
         BeforeValidator(_number(0, 1)),
-        Field(description="Rerank the best 200 to prefer items unlike earlier ones; 0: off."),
+        Field(
+            description="Rerank the best 200 to prefer items unlike earlier ones; 0: off. 0.1 to "
+            "0.3 is already strong."
+        ),
     ] = None
     boost: Annotated[Boost | None, BeforeValidator(_boost), WithJsonSchema(_BOOST_SCHEMA)] = None
     sort_by: Annotated[
@@ -447,14 +462,18 @@ class SearchRequest(SearchFields):
 
     gallery: Annotated[
         str | None,
-        Field(description="Name of the gallery; default: the first in the settings, else by name."),
+        Field(
+            description="Name of the gallery; default: the first in the settings, else by name. "
+            "Always send it if galleries can be created."
+        ),
     ] = None
     combine: Annotated[
         Combine,
         Field(
             description="mean: one query from the mean of all images, crops and positives, moved "
             "away from the negatives. best: search with each image and crop; an item or group "
-            "counts with the best of them, its view."
+            "counts with the best of them, its view. best is not possible with positives, "
+            "negatives, distinct, diversity, boost and sort_by."
         ),
     ] = "mean"
     positives: Annotated[_Keys, Field(description="Keys of liked items.")]

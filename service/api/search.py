@@ -363,7 +363,8 @@ def _form(limits: Settings, max_images: int) -> dict[str, Any]:
         "type": "array",
         "items": _FILE,
         "maxItems": max_images,
-        "description": "JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF or HEIC; one part per image.",
+        "description": "JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF or HEIC; one part per image. Of an "
+        "animation, the first frame. The content decides the format.",
     }
     return {
         "type": "object",

@@ -72,7 +72,7 @@ def _operation(document: _Schema, path: str, method: str, operation: _Schema) ->
     return (
         f'<section id="{anchor}"><h2><code><b>{method.upper()}</b> {escape(path)}</code> '
         f"{_prose(summary)}</h2>{paragraphs}{_parameters(document, operation)}"
-        f"{_answers(operation)}</section>"
+        f"{_answers(operation)}{_answer_fields(document, operation)}</section>"
     )
 
 
@@ -122,6 +122,8 @@ def _inside(document: _Schema, schema: _Schema, before: str = "") -> Iterator[_F
         inner, path = known, f"{before}{name}"
         while "items" in inner:
             inner, path = _choice(document, inner["items"]), f"{path}[]"
+        if isinstance(inner.get("additionalProperties"), dict):
+            inner, path = _choice(document, inner["additionalProperties"]), f"{path}.*"
         if inner.get("properties"):
             yield from _inside(document, inner, f"{path}.")
 
@@ -179,6 +181,24 @@ def _answers(operation: _Schema) -> str:
         for status, answer in sorted(operation["responses"].items())
     )
     return _table("Answers", ("Status", "Meaning", "Problems"), rows)
+
+
+def _answer_fields(document: _Schema, operation: _Schema) -> str:
+    """A table of the fields of a successful answer in JSON."""
+    text = ""
+    for status, answer in operation["responses"].items():
+        content = answer.get("content", {}).get("application/json", {}) if status < "3" else {}
+        schema = _choice(document, content.get("schema", {}))
+        if not schema.get("properties"):
+            continue
+        rows = "".join(
+            f'<tr><th scope="row"><code>{escape(field.name)}</code></th>'
+            f"<td>{escape(field.kind)}</td><td>{_prose(field.text)}</td></tr>"
+            for field in _inside(document, schema)
+        )
+        text += f"<p>{_prose(schema.get('description', ''))}</p>"
+        text += _table("Fields of the answer", ("Name", "Type", "Description"), rows)
+    return text
 
 
 def _problems(answer: _Schema) -> str:

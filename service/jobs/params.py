@@ -42,6 +42,7 @@ _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9 +:._-]{0,127}")
 
 Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_LOSS = "Largest accepted fall of recall@1."
 
 
 class Params(BaseModel):
@@ -78,11 +79,17 @@ class ModelParams(Params):
     class_attribute: Annotated[
         str,
         Field(
-            min_length=1, max_length=200, description="Answers with the query's value are right."
+            min_length=1,
+            max_length=200,
+            description="A hit is right if it has the query's value of this attribute.",
         ),
     ] = "class"
     max_missing: Annotated[
-        Part, Field(description="Part of the items that may be omitted as their image is missing.")
+        Part,
+        Field(
+            description="Part of the items that may be omitted as their image is missing; above it "
+            "the job fails."
+        ),
     ] = 0.01
 
 
@@ -97,7 +104,7 @@ class RebuildParams(ModelParams):
             description="Id of a bundle that the service knows, or its first 12 or more digits.",
         ),
     ]
-    max_recall_loss: Part = 0.01
+    max_recall_loss: Annotated[Part, Field(description=_LOSS)] = 0.01
 
 
 class Gate(BaseModel):
@@ -108,8 +115,10 @@ class Gate(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    max_recall_loss: Part = 0.0
-    min_recall_at_1: Part | None = None
+    max_recall_loss: Annotated[Part, Field(description=_LOSS)] = 0.0
+    min_recall_at_1: Annotated[
+        Part | None, Field(description="Least accepted recall@1; null: any.")
+    ] = None
     min_queries: Annotated[int, Field(ge=0, le=1000)] = 50
 
 
@@ -128,14 +137,19 @@ class TrainParams(ModelParams):
     ] = "shop"
     data: Annotated[
         str | None,
-        Field(pattern=NAME, description="A data set of the settings; null: the gallery's images."),
+        Field(
+            pattern=NAME,
+            description="A data set of the settings; null: the gallery's images, except GIFs, with "
+            "class_attribute as their class.",
+        ),
     ] = None
     overrides: Annotated[
         dict[str, Override],
         Field(
             max_length=64,
-            description="Settings of the job, such as optimizer.epochs; model.weights is imagenet, "
-            "none, current (continue from the gallery's own model) or a name of the settings.",
+            description="Settings of the job, such as optimizer.epochs, as in `kinlens-train fit "
+            "--set`; paths are refused. model.weights is imagenet (downloaded), none (random), "
+            "current (continue from the gallery's own model) or a name of the settings.",
         ),
     ] = {}
     gate: Gate = Gate()
@@ -294,7 +308,7 @@ def _location_of(name: str, settings: Settings) -> GalleryLocation:
     if known[name].path is None:
         raise GalleryConflictError(
             f"Gallery {name} is on Milvus, where this service runs no jobs. Build the new gallery "
-            "in a folder (kinlens-index rebuild) and publish it there: kinlens-index import FOLDER "
+            "in a folder (kinlens-index build) and publish it there: kinlens-index import FOLDER "
             "--out milvus://HOST:PORT/NAME. Milvus compacts automatically."
         )
     return known[name]

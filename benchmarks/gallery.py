@@ -1,24 +1,25 @@
 """Performance of a gallery compared with raw FAISS, hnswlib and usearch, for 10,000 to 10M items.
 
-    python benchmarks/gallery.py --sizes 10k 100k 1m --dims 128 512
-    python benchmarks/gallery.py --sizes 10m --dims 128 --parts process speed filters
+    python benchmarks/gallery.py --sizes 10k 100k 1m --parts speed peers filters
+    python benchmarks/gallery.py --sizes 10m --dims 128 --parts speed filters
+    python benchmarks/gallery.py --sizes 100k 1m --dims 128 --parts half
+    python benchmarks/gallery.py --sizes 100k --parts duplicates --rounds 1
 
 Vectors: benchmarks/clustered.py. The ceiling is raw FAISS: the gallery's own index file, read into
 memory and searched with its tuned parameters, in rounds that alternate with the gallery's.
 `nearest` returns scores and item numbers, as FAISS does; `search` also fetches keys and attributes.
 One query runs on one thread, a batch on all cores. Overheads are CPU time of their thread; all
 other times are wall clock. hnswlib and usearch search with the smallest ef that reaches the
-gallery's recall@10, or 0.98 if the gallery is exact.
+gallery's recall@10, or 0.98 if the gallery is exact. Memory, opening, changes and compaction are in
+benchmarks/growth.py.
 
 The parts:
 
-    process     in a fresh process that opens the gallery and answers 1,000 queries: seconds to the
-                first answer, and memory growth relative to the codes of the index
     speed       recall of held-out queries against exact search, latency and throughput
     peers       hnswlib and usearch for comparison, if the extra `bench` is installed
     filters     searches among 0.1 to 50 % of the items, one thread
-    changes     time of a durable add
-    compaction  latency of searches while another process compacts
+    half        the same items in half precision: disk, recall, and time of single searches in turns
+    duplicates  near-duplicate search compared with a bare FAISS self-join, in CPU seconds
     images      `build` of images compared with a bare loop of decoding, preprocessing, onnxruntime
 
 On 2 cores 10k and 100k take minutes, 1m and 10m about half an hour each.
@@ -33,18 +34,17 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import faiss
 import numpy as np
 import onnxruntime as ort
-from clustered import clustered_batches, clustered_later, clustered_queries
+from clustered import clustered, clustered_batches, clustered_queries
 from harness import (
     columns,
     fresh,
-    in_other_process,
     in_turns,
     kinlens,
     made_gallery,
@@ -62,6 +62,8 @@ from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.catalog.vectors import ROWS, VECTORS
+from kinlens.indexer.checks.duplicates import K as NEIGHBOURS
+from kinlens.indexer.checks.duplicates import near_groups
 from kinlens.indexer.filters.tree import Range
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.gallery import Gallery
@@ -72,13 +74,15 @@ from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.sources import folder_source
 from kinlens.indexer.live.compaction import SEGMENTS
-from kinlens.indexer.types import Entry, SearchOptions
+from kinlens.indexer.types import SearchOptions, VectorType
 
 K, BATCH, RECALL = 10, 256, 0.98
-PARTS = ("process", "speed", "peers", "filters", "changes", "compaction", "images")
+PARTS = ("speed", "peers", "filters", "half", "duplicates", "images")
 BUCKETS = 1000
 FILTERS = {"0.1 %": 1, "1 %": 10, "10 %": 100, "50 %": 500}
-FILTER_QUERIES = 200
+FILTER_QUERIES, HALF_QUERIES = 200, 500
+LEAST, COPIED = 0.99, 20
+"""The cosine of near-duplicates; one in 20 vectors has a near copy."""
 ROUND_S = 0.4
 LARGEST_PEERS = 128_000_000  # coordinates of all vectors
 EFFORTS = (10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 1024)
@@ -148,20 +152,18 @@ def measured(setting: Setting, args: Namespace) -> Iterator[tuple[str, object]]:
     yield "build from vectors, s", seconds
     yield "its peak of memory, MB", peak
     queries = clustered_queries(setting.n, setting.dim)
-    if "process" in args.parts:
-        yield from fresh(opened, setting).items()
     with contextlib.closing(Gallery.open(setting.folder)) as gallery:
         if "speed" in args.parts:
             yield from speed(setting, gallery, queries, args)
         if "filters" in args.parts:
             yield from filtered(setting, gallery, queries[:FILTER_QUERIES])
-        if "changes" in args.parts:
-            yield from changed(setting, gallery)
-        if "compaction" in args.parts:
-            yield from compacted(setting, gallery, queries)
+        if "half" in args.parts:
+            yield from halved(setting, gallery, queries[:HALF_QUERIES], args.rounds)
+    if "duplicates" in args.parts:
+        yield from fresh(duplicated, setting, args.rounds).items()
 
 
-def build(setting: Setting) -> tuple[float, float]:
+def build(setting: Setting, vector_type: VectorType = "fp32") -> tuple[float, float]:
     """Seconds, and the peak of this process in MB."""
     n, dim = setting.n, setting.dim
     bucket = buckets(n)
@@ -173,6 +175,7 @@ def build(setting: Setting) -> tuple[float, float]:
         dim,
         lambda number: {"bucket": int(bucket[number])},
         settings=setting.index,
+        vector_type=vector_type,
     )
     return time.perf_counter() - started, memory_mb()["VmHWM"]
 
@@ -180,44 +183,6 @@ def build(setting: Setting) -> tuple[float, float]:
 def buckets(n: int) -> NDArray[np.int16]:
     """The attribute `bucket` of every item: uniform in 0..999."""
     return np.random.default_rng((n, BUCKETS)).integers(0, BUCKETS, n, dtype=np.int16)
-
-
-def opened(setting: Setting) -> dict[str, float]:
-    """Open the gallery and answer queries one by one: seconds to the first answer, and memory."""
-    queries = clustered_queries(setting.n, setting.dim)
-    before = memory_mb()
-    started = time.perf_counter()
-    gallery = Gallery.open(setting.folder)
-    gallery.search(queries[:1], K)
-    seconds = time.perf_counter() - started
-    for row in range(1, len(queries)):
-        gallery.search(queries[row : row + 1], K)
-    grown = {name: value - before[name] for name, value in memory_mb().items()}
-    files = read_manifest(setting.segment).files
-    # In a flat index the vectors are the codes.
-    codes = (files[INDEX].bytes if INDEX in files else setting.rows.stat().st_size) / 1e6
-    behind = resident_mb(setting.rows) if INDEX in files else 0.0
-    return {
-        "open to first answer, s (target 1)": seconds,
-        "codes, MB": codes,
-        "memory / codes, every resident page": grown["VmRSS"] / codes,
-        "memory / codes, without the mapped vectors behind them (target 1.2)": (
-            grown["VmRSS"] - behind
-        )
-        / codes,
-    }
-
-
-def resident_mb(file: Path) -> float:
-    """Pages of a mapped file that count as memory of this process, in MB."""
-    inside, kib = False, 0
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        first = line.split(maxsplit=1)[0]
-        if not first.endswith(":"):
-            inside = line.endswith(str(file.resolve()))
-        elif inside and first == "Rss:":
-            kib += int(line.split()[1])
-    return kib * 1024 / 1e6
 
 
 # Searches
@@ -439,48 +404,77 @@ def filtered(
         yield f"filter {name}: first search, ms", times[0]
 
 
-# Changes
+# Half precision and near-duplicates
 
 
-def changed(setting: Setting, gallery: Gallery) -> Iterator[tuple[str, object]]:
-    """Time of a durable add."""
-    later = clustered_later(setting.n, setting.dim, count=2_100)
-    entries = [
-        Entry(f"later-{n}", vector, f"{10**12 + n:064x}", {"bucket": n % BUCKETS})
-        for n, vector in enumerate(later)
-    ]
-    for size, start, count in ((1, 0, 100), (100, 100, 20)):
-        chunks = [entries[at : at + size] for at in range(start, start + size * count, size)]
-        times = [timed_ms(partial(gallery.add, chunk)) for chunk in chunks]
-        yield f"durable add of {size}: p50, ms", statistics.median(times)
-
-
-def compacted(
-    setting: Setting, gallery: Gallery, queries: Embeddings
+def halved(
+    setting: Setting, gallery: Gallery, queries: Embeddings, rounds: int
 ) -> Iterator[tuple[str, object]]:
-    """Latency of searches while another process compacts the gallery."""
+    """Both vector types; recall is against the neighbours of the vectors before rounding."""
+    half = replace(setting, folder=setting.folder.with_name(f"{setting.folder.name}-fp16"))
+    fresh(build, half, "fp16")
+    truth = true_neighbours(setting.n, setting.dim, queries, {"": np.ones(setting.n, bool)})[""]
+    with contextlib.closing(Gallery.open(half.folder)) as other:
+        both = {"fp32": (setting, gallery), "fp16": (half, other)}
+        turns = {name: partial(search_all, one, queries) for name, (_, one) in both.items()}
+        seconds = in_turns(turns, rounds, warm_up=1)
+        for name, (where, one) in both.items():
+            size = sum(f.stat().st_size for f in where.folder.rglob("*") if f.is_file())
+            exact = SearchOptions(exact=True)
+            yield f"{name}: disk, MB", size / 2**20
+            yield f"{name}: recall@{K}", recall(one.nearest(queries, K)[1] - 1, truth)
+            yield (
+                f"{name}: of an exact search",
+                recall(one.nearest(queries, K, exact)[1] - 1, truth),
+            )
+            yield f"{name}: ms per search", 1e3 * statistics.median(seconds[name]) / len(queries)
+    yield "fp16 / fp32, time of a search", ratio(seconds["fp16"], seconds["fp32"])
 
-    def search() -> float:
-        row = random.randrange(len(queries))
-        return timed_ms(lambda: gallery.search(queries[row : row + 1], K))
 
-    with in_other_process() as pool:
-        pool.submit(memory_mb).result()  # waits until it has imported everything
-        before = [search() for _ in range(1_000)]
-        compacting = pool.submit(compact, setting)
-        during = []
-        while not compacting.done():
-            during.append(search())
-        yield "compaction, s", compacting.result()
-    during += [search() for _ in range(200)]  # the first opens the new segment
-    p99, p99_before = (float(np.percentile(times, 99)) for times in (during, before))
-    yield "p99 of searches during it, ms", p99
-    yield "p99 during a compaction / before", p99 / p99_before
-    yield "slowest search during it, ms", max(during)
+def search_all(gallery: Gallery, queries: Embeddings) -> None:
+    """A search for each query."""
+    for number in range(len(queries)):
+        gallery.nearest(queries[number : number + 1], K)
 
 
-def compact(setting: Setting) -> float:
-    return Gallery.open(setting.folder).compact(setting.index).elapsed_s
+def duplicated(setting: Setting, rounds: int) -> Figures:
+    """Near-duplicates of a gallery with planted copies, and a self-join of its vectors."""
+    vectors, dim = with_copies(setting.n, setting.dim), setting.dim
+    with tempfile.TemporaryDirectory() as folder:
+        path = made_gallery(Path(folder, "g"), lambda: [vectors], setting.n, dim)
+        with contextlib.closing(Gallery.open(path)) as gallery:
+            before = memory_mb()["VmHWM"]
+            groups = near_groups(gallery, LEAST)
+            grown = memory_mb()["VmHWM"] - before
+            bare = faiss.IndexFlatIP(dim)
+            bare.add(vectors)
+            faiss.omp_set_num_threads(core_count())
+            calls = {
+                "near": partial(near_groups, gallery, LEAST),
+                "bare": partial(bare.search, vectors, NEIGHBOURS + 1),
+            }
+            seconds = in_turns(calls, rounds, time.process_time)
+            keys = {item.id: int(item.key) for item in gallery.items()}
+    where = {keys[number]: position for position, group in enumerate(groups) for number, _ in group}
+    copies = setting.n // COPIED
+    found = sum(n in where and where[n] == where.get(setting.n - copies + n) for n in range(copies))
+    return {
+        "duplicates: bare self-join, s of CPU": statistics.median(seconds["bare"]),
+        "`near_groups`, s of CPU": statistics.median(seconds["near"]),
+        "`near_groups` / bare self-join": ratio(seconds["near"], seconds["bare"]),
+        "planted pairs found": found / copies,
+        "memory above the open gallery, MB": grown,
+    }
+
+
+def with_copies(items: int, dim: int) -> Embeddings:
+    """Unit vectors (N, D); those at the end are copies of the first, with noise (cosine 0.998)."""
+    copies = items // COPIED
+    vectors, _ = clustered(items - copies, dim)
+    noise = np.random.default_rng(1).standard_normal((copies, dim)).astype(np.float32)
+    near = vectors[:copies] + 0.06 * noise / np.sqrt(dim)
+    near /= np.linalg.norm(near, axis=1, keepdims=True)
+    return np.concatenate([vectors, near])
 
 
 # Images

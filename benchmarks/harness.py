@@ -46,7 +46,7 @@ def options(doc: str | None, *positional: str, **defaults: Any) -> argparse.Name
     """The command line of a benchmark: an option for each default, of its type.
 
     A list takes any number of values; an option with an empty list may be repeated. None means no
-    path. Names in `positional` become positional arguments.
+    path. Names in `positional` become positional arguments, which may be omitted.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -60,6 +60,8 @@ def options(doc: str | None, *positional: str, **defaults: Any) -> argparse.Name
             more = {"action": argparse.BooleanOptionalAction}
         elif isinstance(default, list):
             more |= {"nargs": "*", "action": "store" if default else "extend"}
+        elif name in positional:
+            more["nargs"] = "?"
         parser.add_argument(flag, default=default, help=f"default: {default}", **more)
     return parser.parse_args()
 

@@ -8,10 +8,9 @@
 Vectors: benchmarks/clustered.py. The ceiling is raw FAISS: the gallery's own index file, read into
 memory and searched with its tuned parameters, in rounds that alternate with the gallery's.
 `nearest` returns scores and item numbers, as FAISS does; `search` also fetches keys and attributes.
-One query runs on one thread, a batch on all cores. Overheads are CPU time of their thread; all
-other times are wall clock. hnswlib and usearch search with the smallest ef that reaches the
-gallery's recall@10, or 0.98 if the gallery is exact. Memory, opening, changes and compaction are in
-benchmarks/growth.py.
+One query runs on one thread, a batch on all cores. hnswlib and usearch search with the smallest ef
+that reaches the gallery's recall@10, or 0.98 if the gallery is exact. Memory, opening, changes and
+compaction are in benchmarks/growth.py.
 
 The parts:
 
@@ -146,11 +145,10 @@ def main() -> None:
 
 def measured(setting: Setting, args: Namespace) -> Iterator[tuple[str, object]]:
     """All figures of one gallery."""
-    seconds, peak = fresh(build, setting)
+    seconds = fresh(build, setting)
     manifest = read_manifest(setting.segment)
     yield "index", f"{manifest.kind}, effort {manifest.effort}, k_factor {manifest.k_factor}"
     yield "build from vectors, s", seconds
-    yield "its peak of memory, MB", peak
     queries = clustered_queries(setting.n, setting.dim)
     with contextlib.closing(Gallery.open(setting.folder)) as gallery:
         if "speed" in args.parts:
@@ -163,8 +161,8 @@ def measured(setting: Setting, args: Namespace) -> Iterator[tuple[str, object]]:
         yield from fresh(duplicated, setting, args.rounds).items()
 
 
-def build(setting: Setting, vector_type: VectorType = "fp32") -> tuple[float, float]:
-    """Seconds, and the peak of this process in MB."""
+def build(setting: Setting, vector_type: VectorType = "fp32") -> float:
+    """The seconds that it takes."""
     n, dim = setting.n, setting.dim
     bucket = buckets(n)
     started = time.perf_counter()
@@ -177,7 +175,7 @@ def build(setting: Setting, vector_type: VectorType = "fp32") -> tuple[float, fl
         settings=setting.index,
         vector_type=vector_type,
     )
-    return time.perf_counter() - started, memory_mb()["VmHWM"]
+    return time.perf_counter() - started
 
 
 def buckets(n: int) -> NDArray[np.int16]:
@@ -202,23 +200,15 @@ def speed(
         if one.facts:
             yield name, one.facts
     single = [queries[i : i + 1] for i in range(len(queries))]
-    clock, work = rounds_of(contestants, single, 1, args.rounds)
+    clock = rounds_of(contestants, single, 1, args.rounds)
     for name, rounds in clock.items():
         latencies = 1e3 * np.concatenate(rounds)
         yield f"one query, {name}: p50, ms", float(np.percentile(latencies, 50))
         yield f"one query, {name}: p99, ms", float(np.percentile(latencies, 99))
     yield from of_ceiling("one query", clock)
-    for name, other, target in (("nearest", "raw FAISS", 25), ("search", "nearest", 70)):
-        added = [
-            1e6 * (statistics.median(ours) - statistics.median(theirs))
-            for ours, theirs in zip(work[name], work[other], strict=True)
-        ]
-        yield f"`{name}` adds to {other}, µs of work (target {target})", statistics.median(added)
-        least = 1e6 * (np.min(work[name]) - np.min(work[other]))
-        yield f"`{name}` adds, undisturbed, µs", least
     wrapped = np.concatenate([queries, queries[:BATCH]])
     batches = [wrapped[i : i + BATCH] for i in range(0, len(queries), BATCH)]
-    clock, _ = rounds_of(contestants, batches, core_count(), args.rounds)
+    clock = rounds_of(contestants, batches, core_count(), args.rounds)
     for name, rounds in clock.items():
         yield f"batches of {BATCH}, {name}: QPS", BATCH / float(np.concatenate(rounds).mean())
     yield from of_ceiling(f"batches of {BATCH}", clock)
@@ -230,30 +220,23 @@ Rounds = dict[str, list[list[float]]]
 
 def rounds_of(
     contestants: Mapping[str, Contestant], calls: list[Embeddings], threads: int, rounds: int
-) -> tuple[Rounds, Rounds]:
-    """The same calls for everyone in rounds of random order, in wall-clock and thread time."""
+) -> Rounds:
+    """The same calls for everyone in rounds of random order."""
     slowest = 0.0
     for one in contestants.values():
         one.use(threads)
         one.search(calls[0])
         slowest = max(slowest, timed_ms(partial(one.search, calls[0])) / 1e3)
     count = min(max(int(ROUND_S / slowest), 2 if threads > 1 else 50), 200)
-    clock: Rounds = {name: [] for name in contestants}
-    work: Rounds = {name: [] for name in contestants}
+    found: Rounds = {name: [] for name in contestants}
     for number in range(rounds):
         chosen = [calls[(number * count + i) % len(calls)] for i in range(count)]
         for name in random.sample(list(contestants), len(contestants)):
             one = contestants[name]
             one.use(threads)
             one.search(chosen[-1])  # refills the caches after the previous contestant
-            times = []
-            for queries in chosen:
-                started, worked = time.perf_counter(), time.thread_time()
-                one.search(queries)
-                times.append((time.perf_counter() - started, time.thread_time() - worked))
-            for found, seconds in zip((clock, work), zip(*times, strict=True), strict=True):
-                found[name].append(list(seconds))
-    return clock, work
+            found[name].append([timed_ms(partial(one.search, q)) / 1e3 for q in chosen])
+    return found
 
 
 def of_ceiling(name: str, rounds: Rounds) -> Iterator[tuple[str, float]]:

@@ -17,7 +17,6 @@ facets 300 ms and 50 ms again, three groups 30 ms, statistics after a write 100 
 one thread, or eight at the same time, use a new filter.
 """
 
-import argparse
 import contextlib
 import statistics
 import tempfile
@@ -28,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from harness import heading, made_gallery, random_units, row, timed_ms, verdict
+from harness import heading, made_gallery, options, random_units, row, timed_ms, verdict
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.indexer.filters.text import parse_filter
@@ -54,11 +53,7 @@ QUERY = np.eye(1, DIM, dtype=np.float32)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--items", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--path", type=Path)
-    asked = parser.parse_args()
+    asked = options(__doc__, items=1_000_000, rounds=5, path=None)
     with tempfile.TemporaryDirectory() as folder:
         path = asked.path or Path(folder, "gallery")
         if not (path / "CURRENT").exists():

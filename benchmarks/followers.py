@@ -43,7 +43,7 @@ def main() -> None:
         "copy, s",
         "of the bare copy",
         "sent MB",
-        "sent a round, MB",
+        "sent per round, MB",
         "lag p50, s",
         "lag p95, s",
         "search p50 before, ms",

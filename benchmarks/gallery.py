@@ -1,24 +1,24 @@
 """Performance of a gallery compared with raw FAISS, hnswlib and usearch, for 10,000 to 10M items.
 
-    python benchmarks/gallery.py --sizes 10k 100k 1m --dims 128 512
-    python benchmarks/gallery.py --sizes 10m --dims 128 --parts process speed filters
+    python benchmarks/gallery.py --sizes 10k 100k 1m --parts speed peers filters
+    python benchmarks/gallery.py --sizes 10m --dims 128 --parts speed filters
+    python benchmarks/gallery.py --sizes 100k 1m --dims 128 --parts half
+    python benchmarks/gallery.py --sizes 100k --parts duplicates --rounds 1
 
 Vectors: benchmarks/clustered.py. The ceiling is raw FAISS: the gallery's own index file, read into
 memory and searched with its tuned parameters, in rounds that alternate with the gallery's.
 `nearest` returns scores and item numbers, as FAISS does; `search` also fetches keys and attributes.
-One query runs on one thread, a batch on all cores. Overheads are CPU time of their thread; all
-other times are wall clock. hnswlib and usearch search with the smallest ef that reaches the
-gallery's recall@10, or 0.98 if the gallery is exact.
+One query runs on one thread, a batch on all cores. hnswlib and usearch search with the smallest ef
+that reaches the gallery's recall@10, or 0.98 if the gallery is exact. Memory, opening, changes and
+compaction are in benchmarks/growth.py.
 
 The parts:
 
-    process     in a fresh process that opens the gallery and answers 1,000 queries: seconds to the
-                first answer, and memory growth relative to the codes of the index
     speed       recall of held-out queries against exact search, latency and throughput
     peers       hnswlib and usearch for comparison, if the extra `bench` is installed
     filters     searches among 0.1 to 50 % of the items, one thread
-    changes     time of a durable add
-    compaction  latency of searches while another process compacts
+    half        the same items in half precision: disk, recall, and time of single searches in turns
+    duplicates  near-duplicate search compared with a bare FAISS self-join, in CPU seconds
     images      `build` of images compared with a bare loop of decoding, preprocessing, onnxruntime
 
 On 2 cores 10k and 100k take minutes, 1m and 10m about half an hour each.
@@ -33,18 +33,17 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import faiss
 import numpy as np
 import onnxruntime as ort
-from clustered import clustered_batches, clustered_later, clustered_queries
+from clustered import clustered, clustered_batches, clustered_queries
 from harness import (
     columns,
     fresh,
-    in_other_process,
     in_turns,
     kinlens,
     made_gallery,
@@ -62,6 +61,8 @@ from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.catalog.vectors import ROWS, VECTORS
+from kinlens.indexer.checks.duplicates import K as NEIGHBOURS
+from kinlens.indexer.checks.duplicates import near_groups
 from kinlens.indexer.filters.tree import Range
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.gallery import Gallery
@@ -72,13 +73,15 @@ from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.sources import folder_source
 from kinlens.indexer.live.compaction import SEGMENTS
-from kinlens.indexer.types import Entry, SearchOptions
+from kinlens.indexer.types import SearchOptions, VectorType
 
 K, BATCH, RECALL = 10, 256, 0.98
-PARTS = ("process", "speed", "peers", "filters", "changes", "compaction", "images")
+PARTS = ("speed", "peers", "filters", "half", "duplicates", "images")
 BUCKETS = 1000
 FILTERS = {"0.1 %": 1, "1 %": 10, "10 %": 100, "50 %": 500}
-FILTER_QUERIES = 200
+FILTER_QUERIES, HALF_QUERIES = 200, 500
+LEAST, COPIED = 0.99, 20
+"""The cosine of near-duplicates; one in 20 vectors has a near copy."""
 ROUND_S = 0.4
 LARGEST_PEERS = 128_000_000  # coordinates of all vectors
 EFFORTS = (10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 1024)
@@ -142,27 +145,24 @@ def main() -> None:
 
 def measured(setting: Setting, args: Namespace) -> Iterator[tuple[str, object]]:
     """All figures of one gallery."""
-    seconds, peak = fresh(build, setting)
+    seconds = fresh(build, setting)
     manifest = read_manifest(setting.segment)
     yield "index", f"{manifest.kind}, effort {manifest.effort}, k_factor {manifest.k_factor}"
     yield "build from vectors, s", seconds
-    yield "its peak of memory, MB", peak
     queries = clustered_queries(setting.n, setting.dim)
-    if "process" in args.parts:
-        yield from fresh(opened, setting).items()
     with contextlib.closing(Gallery.open(setting.folder)) as gallery:
         if "speed" in args.parts:
             yield from speed(setting, gallery, queries, args)
         if "filters" in args.parts:
             yield from filtered(setting, gallery, queries[:FILTER_QUERIES])
-        if "changes" in args.parts:
-            yield from changed(setting, gallery)
-        if "compaction" in args.parts:
-            yield from compacted(setting, gallery, queries)
+        if "half" in args.parts:
+            yield from halved(setting, gallery, queries[:HALF_QUERIES], args.rounds)
+    if "duplicates" in args.parts:
+        yield from fresh(duplicated, setting, args.rounds).items()
 
 
-def build(setting: Setting) -> tuple[float, float]:
-    """Seconds, and the peak of this process in MB."""
+def build(setting: Setting, vector_type: VectorType = "fp32") -> float:
+    """The seconds that it takes."""
     n, dim = setting.n, setting.dim
     bucket = buckets(n)
     started = time.perf_counter()
@@ -173,51 +173,14 @@ def build(setting: Setting) -> tuple[float, float]:
         dim,
         lambda number: {"bucket": int(bucket[number])},
         settings=setting.index,
+        vector_type=vector_type,
     )
-    return time.perf_counter() - started, memory_mb()["VmHWM"]
+    return time.perf_counter() - started
 
 
 def buckets(n: int) -> NDArray[np.int16]:
     """The attribute `bucket` of every item: uniform in 0..999."""
     return np.random.default_rng((n, BUCKETS)).integers(0, BUCKETS, n, dtype=np.int16)
-
-
-def opened(setting: Setting) -> dict[str, float]:
-    """Open the gallery and answer queries one by one: seconds to the first answer, and memory."""
-    queries = clustered_queries(setting.n, setting.dim)
-    before = memory_mb()
-    started = time.perf_counter()
-    gallery = Gallery.open(setting.folder)
-    gallery.search(queries[:1], K)
-    seconds = time.perf_counter() - started
-    for row in range(1, len(queries)):
-        gallery.search(queries[row : row + 1], K)
-    grown = {name: value - before[name] for name, value in memory_mb().items()}
-    files = read_manifest(setting.segment).files
-    # In a flat index the vectors are the codes.
-    codes = (files[INDEX].bytes if INDEX in files else setting.rows.stat().st_size) / 1e6
-    behind = resident_mb(setting.rows) if INDEX in files else 0.0
-    return {
-        "open to first answer, s (target 1)": seconds,
-        "codes, MB": codes,
-        "memory / codes, every resident page": grown["VmRSS"] / codes,
-        "memory / codes, without the mapped vectors behind them (target 1.2)": (
-            grown["VmRSS"] - behind
-        )
-        / codes,
-    }
-
-
-def resident_mb(file: Path) -> float:
-    """Pages of a mapped file that count as memory of this process, in MB."""
-    inside, kib = False, 0
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        first = line.split(maxsplit=1)[0]
-        if not first.endswith(":"):
-            inside = line.endswith(str(file.resolve()))
-        elif inside and first == "Rss:":
-            kib += int(line.split()[1])
-    return kib * 1024 / 1e6
 
 
 # Searches
@@ -237,23 +200,15 @@ def speed(
         if one.facts:
             yield name, one.facts
     single = [queries[i : i + 1] for i in range(len(queries))]
-    clock, work = rounds_of(contestants, single, 1, args.rounds)
+    clock = rounds_of(contestants, single, 1, args.rounds)
     for name, rounds in clock.items():
         latencies = 1e3 * np.concatenate(rounds)
         yield f"one query, {name}: p50, ms", float(np.percentile(latencies, 50))
         yield f"one query, {name}: p99, ms", float(np.percentile(latencies, 99))
     yield from of_ceiling("one query", clock)
-    for name, other, target in (("nearest", "raw FAISS", 25), ("search", "nearest", 70)):
-        added = [
-            1e6 * (statistics.median(ours) - statistics.median(theirs))
-            for ours, theirs in zip(work[name], work[other], strict=True)
-        ]
-        yield f"`{name}` adds to {other}, µs of work (target {target})", statistics.median(added)
-        least = 1e6 * (np.min(work[name]) - np.min(work[other]))
-        yield f"`{name}` adds, undisturbed, µs", least
     wrapped = np.concatenate([queries, queries[:BATCH]])
     batches = [wrapped[i : i + BATCH] for i in range(0, len(queries), BATCH)]
-    clock, _ = rounds_of(contestants, batches, core_count(), args.rounds)
+    clock = rounds_of(contestants, batches, core_count(), args.rounds)
     for name, rounds in clock.items():
         yield f"batches of {BATCH}, {name}: QPS", BATCH / float(np.concatenate(rounds).mean())
     yield from of_ceiling(f"batches of {BATCH}", clock)
@@ -265,30 +220,23 @@ Rounds = dict[str, list[list[float]]]
 
 def rounds_of(
     contestants: Mapping[str, Contestant], calls: list[Embeddings], threads: int, rounds: int
-) -> tuple[Rounds, Rounds]:
-    """The same calls for everyone in rounds of random order, in wall-clock and thread time."""
+) -> Rounds:
+    """The same calls for everyone in rounds of random order."""
     slowest = 0.0
     for one in contestants.values():
         one.use(threads)
         one.search(calls[0])
         slowest = max(slowest, timed_ms(partial(one.search, calls[0])) / 1e3)
     count = min(max(int(ROUND_S / slowest), 2 if threads > 1 else 50), 200)
-    clock: Rounds = {name: [] for name in contestants}
-    work: Rounds = {name: [] for name in contestants}
+    found: Rounds = {name: [] for name in contestants}
     for number in range(rounds):
         chosen = [calls[(number * count + i) % len(calls)] for i in range(count)]
         for name in random.sample(list(contestants), len(contestants)):
             one = contestants[name]
             one.use(threads)
             one.search(chosen[-1])  # refills the caches after the previous contestant
-            times = []
-            for queries in chosen:
-                started, worked = time.perf_counter(), time.thread_time()
-                one.search(queries)
-                times.append((time.perf_counter() - started, time.thread_time() - worked))
-            for found, seconds in zip((clock, work), zip(*times, strict=True), strict=True):
-                found[name].append(list(seconds))
-    return clock, work
+            found[name].append([timed_ms(partial(one.search, q)) / 1e3 for q in chosen])
+    return found
 
 
 def of_ceiling(name: str, rounds: Rounds) -> Iterator[tuple[str, float]]:
@@ -439,48 +387,77 @@ def filtered(
         yield f"filter {name}: first search, ms", times[0]
 
 
-# Changes
+# Half precision and near-duplicates
 
 
-def changed(setting: Setting, gallery: Gallery) -> Iterator[tuple[str, object]]:
-    """Time of a durable add."""
-    later = clustered_later(setting.n, setting.dim, count=2_100)
-    entries = [
-        Entry(f"later-{n}", vector, f"{10**12 + n:064x}", {"bucket": n % BUCKETS})
-        for n, vector in enumerate(later)
-    ]
-    for size, start, count in ((1, 0, 100), (100, 100, 20)):
-        chunks = [entries[at : at + size] for at in range(start, start + size * count, size)]
-        times = [timed_ms(partial(gallery.add, chunk)) for chunk in chunks]
-        yield f"durable add of {size}: p50, ms", statistics.median(times)
-
-
-def compacted(
-    setting: Setting, gallery: Gallery, queries: Embeddings
+def halved(
+    setting: Setting, gallery: Gallery, queries: Embeddings, rounds: int
 ) -> Iterator[tuple[str, object]]:
-    """Latency of searches while another process compacts the gallery."""
+    """Both vector types; recall is against the neighbours of the vectors before rounding."""
+    half = replace(setting, folder=setting.folder.with_name(f"{setting.folder.name}-fp16"))
+    fresh(build, half, "fp16")
+    truth = true_neighbours(setting.n, setting.dim, queries, {"": np.ones(setting.n, bool)})[""]
+    with contextlib.closing(Gallery.open(half.folder)) as other:
+        both = {"fp32": (setting, gallery), "fp16": (half, other)}
+        turns = {name: partial(search_all, one, queries) for name, (_, one) in both.items()}
+        seconds = in_turns(turns, rounds, warm_up=1)
+        for name, (where, one) in both.items():
+            size = sum(f.stat().st_size for f in where.folder.rglob("*") if f.is_file())
+            exact = SearchOptions(exact=True)
+            yield f"{name}: disk, MB", size / 2**20
+            yield f"{name}: recall@{K}", recall(one.nearest(queries, K)[1] - 1, truth)
+            yield (
+                f"{name}: of an exact search",
+                recall(one.nearest(queries, K, exact)[1] - 1, truth),
+            )
+            yield f"{name}: ms per search", 1e3 * statistics.median(seconds[name]) / len(queries)
+    yield "fp16 / fp32, time of a search", ratio(seconds["fp16"], seconds["fp32"])
 
-    def search() -> float:
-        row = random.randrange(len(queries))
-        return timed_ms(lambda: gallery.search(queries[row : row + 1], K))
 
-    with in_other_process() as pool:
-        pool.submit(memory_mb).result()  # waits until it has imported everything
-        before = [search() for _ in range(1_000)]
-        compacting = pool.submit(compact, setting)
-        during = []
-        while not compacting.done():
-            during.append(search())
-        yield "compaction, s", compacting.result()
-    during += [search() for _ in range(200)]  # the first opens the new segment
-    p99, p99_before = (float(np.percentile(times, 99)) for times in (during, before))
-    yield "p99 of searches during it, ms", p99
-    yield "p99 during a compaction / before", p99 / p99_before
-    yield "slowest search during it, ms", max(during)
+def search_all(gallery: Gallery, queries: Embeddings) -> None:
+    """A search for each query."""
+    for number in range(len(queries)):
+        gallery.nearest(queries[number : number + 1], K)
 
 
-def compact(setting: Setting) -> float:
-    return Gallery.open(setting.folder).compact(setting.index).elapsed_s
+def duplicated(setting: Setting, rounds: int) -> Figures:
+    """Near-duplicates of a gallery with planted copies, and a self-join of its vectors."""
+    vectors, dim = with_copies(setting.n, setting.dim), setting.dim
+    with tempfile.TemporaryDirectory() as folder:
+        path = made_gallery(Path(folder, "g"), lambda: [vectors], setting.n, dim)
+        with contextlib.closing(Gallery.open(path)) as gallery:
+            before = memory_mb()["VmHWM"]
+            groups = near_groups(gallery, LEAST)
+            grown = memory_mb()["VmHWM"] - before
+            bare = faiss.IndexFlatIP(dim)
+            bare.add(vectors)
+            faiss.omp_set_num_threads(core_count())
+            calls = {
+                "near": partial(near_groups, gallery, LEAST),
+                "bare": partial(bare.search, vectors, NEIGHBOURS + 1),
+            }
+            seconds = in_turns(calls, rounds, time.process_time)
+            keys = {item.id: int(item.key) for item in gallery.items()}
+    where = {keys[number]: position for position, group in enumerate(groups) for number, _ in group}
+    copies = setting.n // COPIED
+    found = sum(n in where and where[n] == where.get(setting.n - copies + n) for n in range(copies))
+    return {
+        "duplicates: bare self-join, s of CPU": statistics.median(seconds["bare"]),
+        "`near_groups`, s of CPU": statistics.median(seconds["near"]),
+        "`near_groups` / bare self-join": ratio(seconds["near"], seconds["bare"]),
+        "planted pairs found": found / copies,
+        "memory above the open gallery, MB": grown,
+    }
+
+
+def with_copies(items: int, dim: int) -> Embeddings:
+    """Unit vectors (N, D); those at the end are copies of the first, with noise (cosine 0.998)."""
+    copies = items // COPIED
+    vectors, _ = clustered(items - copies, dim)
+    noise = np.random.default_rng(1).standard_normal((copies, dim)).astype(np.float32)
+    near = vectors[:copies] + 0.06 * noise / np.sqrt(dim)
+    near /= np.linalg.norm(near, axis=1, keepdims=True)
+    return np.concatenate([vectors, near])
 
 
 # Images

@@ -1,21 +1,21 @@
 """Cost of a gallery by size, and cost of keeping it up to date.
 
-    python benchmarks/growth.py --sizes 10k 100k 1m --dims 128
-    python benchmarks/growth.py --sizes 10m --dims 128 --path DIR --parts catch-up sustained
+    python benchmarks/growth.py --sizes 10k 100k 1m --dims 128 --adds 5000
+    python benchmarks/growth.py --sizes 10m --dims 128 --path DIR [--parts sustained]
 
 Vectors: benchmarks/clustered.py; each item has five attributes, one of them unique. With --path
 the galleries are kept there and reused.
 
     build       seconds of an import, its peak memory, bytes on the disk by type
-    write       bytes written to the disk for an added item, singly and in batches of 32
+    write       bytes written to the disk for an added item, singly and in batches of 32, and the
+                time of such an add
     search      recall@10 and p50 of one query, in a fresh process, and its memory
     catch-up    --adds items are added, then a compaction updates the index while one thread
                 searches; p50 and the longest search compared with before, and recall
-    sustained   --rate adds a second for --minutes with compactions in the background
+    sustained   --rate adds per second for --minutes with compactions in the background
 
 Each figure is from one run on idle cores. The last lines fit a power law in the number of items to
-each figure with three sizes or more. With --out FILE.json the figures are added to the file, and
-drawn into FILE.svg (needs matplotlib, extra `train`).
+each figure with three sizes or more.
 """
 
 import contextlib
@@ -41,14 +41,6 @@ from kinlens.indexer.types import Entry, SearchOptions
 from kinlens.values import AttributeValue
 
 PARTS = ("build", "write", "search", "catch-up", "sustained")
-PANELS = {
-    "build": ("build, s",),
-    "memory": ("build, peak MB", "memory, MB"),
-    "disk": ("vectors, MB", "catalogue, MB", "columns, MB", "codes, MB"),
-    "search": ("p50, ms", "p50 during it, ms", "longest search during it, ms"),
-    "compaction": ("compaction, s",),
-    "opening": ("open and first search, s",),
-}
 COLOURS = ("red", "green", "blue", "black", "white", "grey", "pink", "brown")
 RECALL_QUERIES = 200
 Figures = dict[str, float]
@@ -57,7 +49,7 @@ Figures = dict[str, float]
 def main() -> None:
     args = options(
         __doc__, sizes=["10k", "100k"], dims=[128], parts=list(PARTS[:4]), path=".",
-        adds=100_000, rate=1000, minutes=10.0, out="",
+        adds=100_000, rate=1000, minutes=10.0,
     )  # fmt: skip
     found: dict[int, Figures] = {}
     with contextlib.ExitStack() as stack:
@@ -69,45 +61,12 @@ def main() -> None:
                 n = count_of(size)
                 found[n] = measured(root / f"{size}-{dim}", n, dim, args)
                 print(json.dumps({"items": n, "dim": dim, **found[n]}), flush=True)
-    if args.out:
-        keep(Path(args.out), found)
     if len(found) > 2:
         heading("figure", "exponent")
         for name in next(iter(found.values())):
             values = [figures[name] for figures in found.values()]
             if all(value > 0 for value in values):
                 row(name, float(np.polyfit(np.log([*found]), np.log(values), 1)[0]))
-
-
-def keep(path: Path, found: dict[int, Figures]) -> None:
-    """Add figures to those in a file, and draw all of them."""
-    known = json.loads(path.read_text()) if path.exists() else {}
-    for n, figures in found.items():
-        known[str(n)] = {**known.get(str(n), {}), **figures}
-    path.write_text(json.dumps(known, indent=1) + "\n")
-    draw(path.with_suffix(".svg"), {int(n): figures for n, figures in known.items()})
-
-
-def draw(path: Path, figures: dict[int, Figures]) -> None:
-    """Draw figures that grow with the number of items, on log axes, with fitted exponents."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # keep text as text
-    from matplotlib import pyplot
-
-    sizes = np.array(sorted(figures))
-    page, axes = pyplot.subplots(2, 3, figsize=(11, 6), layout="constrained")
-    for panel, (title, names) in zip(axes.flat, PANELS.items(), strict=True):
-        for name in names:
-            values = np.array([figures[n].get(name, 0.0) for n in sizes.tolist()])
-            there = values > 0
-            exponent = np.polyfit(np.log(sizes[there]), np.log(values[there]), 1)[0]
-            panel.loglog(sizes[there], values[there], "o-", label=f"{name}: {exponent:.2f}")
-        panel.set(title=title, xlabel="items")
-        panel.legend(fontsize=7)
-        panel.grid(alpha=0.3)
-    page.savefig(path, metadata={"Date": None})
 
 
 def count_of(size: str) -> int:
@@ -177,9 +136,10 @@ def written(path: Path, n: int, dim: int) -> Figures:
         for batch, count in ((1, 100), (32, 3200)):
             items = [*later(n, dim, count)]
             before, size = disk_writes(), gallery.size
-            for start in range(0, count, batch):
-                gallery.add(items[start : start + batch])
+            chunks = [items[start : start + batch] for start in range(0, count, batch)]
+            times = [timed_ms(partial(gallery.add, chunk)) for chunk in chunks]
             assert gallery.size == size + count
+            figures[f"a durable add of {batch}, p50, ms"] = statistics.median(times)
             figures[f"written for an item in batches of {batch}, KB"] = (
                 (disk_writes() - before) / count / 1e3
             )
@@ -261,7 +221,7 @@ def caught_up(path: Path, n: int, dim: int, adds: int) -> Figures:
         ratio = statistics.median(during) / statistics.median(quiet)
         verdict("p50 during the compaction / before", ratio, 2, at_most=True)
         return {
-            "adds a second in batches of 1,000": adds / added,
+            "adds per second in batches of 1,000": adds / added,
             "compaction, s": elapsed,
             "items when the index was trained": trained_on,
             "p50 before it, ms": statistics.median(quiet),
@@ -299,7 +259,7 @@ def sustained(path: Path, n: int, dim: int, rate: int, minutes: float) -> Figure
         elapsed = time.perf_counter() - started
         times = searching.stop()
         return {
-            "adds a second": len(items) / elapsed,
+            "adds per second": len(items) / elapsed,
             "compactions": len(segments) - 1,
             "largest delta": max(deltas),
             "p50 meanwhile, ms": statistics.median(times),

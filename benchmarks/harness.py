@@ -25,7 +25,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import httpx
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
+from scipy import stats
 
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.index.plan import IndexSettings
@@ -46,7 +48,7 @@ def options(doc: str | None, *positional: str, **defaults: Any) -> argparse.Name
     """The command line of a benchmark: an option for each default, of its type.
 
     A list takes any number of values; an option with an empty list may be repeated. None means no
-    path. Names in `positional` become positional arguments.
+    path. Names in `positional` become positional arguments, which may be omitted.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -60,6 +62,8 @@ def options(doc: str | None, *positional: str, **defaults: Any) -> argparse.Name
             more = {"action": argparse.BooleanOptionalAction}
         elif isinstance(default, list):
             more |= {"nargs": "*", "action": "store" if default else "extend"}
+        elif name in positional:
+            more["nargs"] = "?"
         parser.add_argument(flag, default=default, help=f"default: {default}", **more)
     return parser.parse_args()
 
@@ -68,6 +72,16 @@ def skip(reason: str) -> NoReturn:
     """Exit without a figure, and print the reason."""
     print(f"skipped: {reason}", flush=True)
     raise SystemExit(SKIPPED)
+
+
+class Quiet:
+    """A listener of a training that ignores everything."""
+
+    def note(self, sentence: str) -> None: ...
+    def computed(self, done: int, total: int) -> None: ...
+    def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
+    def step_done(self, parts: dict[str, float]) -> None: ...
+    def epoch_done(self, row: dict[str, float]) -> None: ...
 
 
 # The table
@@ -88,6 +102,15 @@ def columns(figures: Mapping[str, Mapping[str, object]]) -> None:
     heading("", *figures)
     for name in dict.fromkeys(itertools.chain.from_iterable(figures.values())):
         row(name, *(found.get(name, "") for found in figures.values()))
+
+
+def with_interval(differences: Sequence[float] | NDArray[np.floating[Any]]) -> str:
+    """The mean of paired differences with its 95 % interval by Student's t."""
+    mean = statistics.mean(differences)
+    if len(differences) < 2:
+        return f"{mean:+.1f}"
+    half = stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences)
+    return f"{mean:+.1f} ± {half:.1f}"
 
 
 def shown(value: object) -> str:

@@ -1,14 +1,24 @@
 """The model of docs/scaling.md, compared with measurements.
 
+    python benchmarks/scaling.py replicas [--seconds 20]    one and two replicas with new images
     python benchmarks/scaling.py cache [--seconds 20]       replicas whose images repeat (Zipf)
     python benchmarks/scaling.py followers [--rounds 60]    age of the copies of a gallery
     python benchmarks/scaling.py milvus [--items 10000 100000 1000000] [--uri http://HOST:PORT]
     python benchmarks/scaling.py predict                    1 to 64 replicas, 10M to 1B vectors
 
+**Replicas.** A replica is `kinlens-serve` on a core of its own (taskset), with a gallery in a
+folder and MobileNetV2 at 224 px. `S` is a second divided by the searches per second of one replica
+with eight busy connections, `cs2` the variance of a single search over its squared mean. Searches
+then arrive at random (Poisson) from an open loop, round-robin to R replicas, so times between two
+at one of them vary by `ca2` = 1 / R. A replica that is busy for the share `load` answers after
+S + S load / (1 - load) (ca2 + cs2) / 2, with the load of the searches that arrived. The load
+process shares the cores: its 0.4 ms per request is why two replicas do not reach twice the searches
+of one.
+
 **Cache.** Image popularity follows Zipf's law: the i-th most popular one has a chance proportional
 to i^-s. Hits of an LRU cache of C entries follow from Che's approximation. A search is a hit or a
-miss, each of its own time, so the mean and the variance of the mixture enter the queueing model of
-`replicas.py` (Kingman for one core; Allen and Cunneen with Sakasegawa's exponent for more).
+miss, each of its own time, so the mean and the variance of the mixture enter the same queueing
+model (Kingman for one core; Allen and Cunneen with Sakasegawa's exponent for more).
 
 **Followers.** A change waits for half an interval of the writer and half an interval of the
 follower on average, and then for one publication and one update.
@@ -29,6 +39,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,9 +59,9 @@ from harness import (
     serving,
     skip,
 )
+from load import Connection as Socket
 from load import Load
-from milvus_search import K, entry, own_server
-from replicas import CONNECTIONS, ITEMS, offered
+from milvus_speed import K, entry, own_server
 from search import IMAGES, gallery, small_bundle
 
 from kinlens.indexer.exchange.follow import Follower
@@ -61,6 +72,7 @@ from kinlens.indexer.gallery import Gallery
 VARIED = (0.5, 1.5)
 """Factors on the interval after which a follower polls again, as in the service."""
 
+ITEMS, CONNECTIONS = 10_000, 8
 EXPONENT, ASKED, ENTRIES = 1.0, 2_000, 200
 """Exponent of Zipf's law; number of images; entries of the cache of a replica, two per search."""
 
@@ -147,8 +159,9 @@ class Popular(Load):
         self.repeat = True
 
 
-def cache(seconds: float, loads: list[float]) -> None:
-    """One and two replicas on a core each, as in `replicas.py`, with images that repeat."""
+@contextlib.contextmanager
+def two_replicas(**environment: str) -> Iterator[tuple[Path, list[str], list[bytes]]]:
+    """A folder, the addresses of two replicas on a core each, and images to search with."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2 or shutil.which("taskset") is None:
         skip("needs two cores and taskset")
@@ -157,12 +170,29 @@ def cache(seconds: float, loads: list[float]) -> None:
         images = sample_images(folder / "images", IMAGES)
         bundle = small_bundle(folder, "mobilenet_v2")
         made = gallery(folder / "gallery", bundle, ITEMS)
-        files = [path.read_bytes() for path in sorted(images.glob("*.jpg"))]
-        os.environ["KINLENS_CACHE_MAX_ENTRIES"] = str(ENTRIES)
+        os.environ |= environment
         services = [serving(bundle, made, prefix=("taskset", "-c", f"{core}")) for core in cores]
         urls = [running.enter_context(service).url for service in services]
-        hit = work_of(urls[0], folder, files[:1], seconds, Same)
-        miss = work_of(urls[0], folder, files, seconds, Load)
+        yield folder, urls, [path.read_bytes() for path in sorted(images.glob("*.jpg"))]
+
+
+def replicas(seconds: float, loads: list[float]) -> None:
+    """One and two replicas with new images."""
+    with two_replicas() as (folder, urls, files):
+        work = work_of(urls, folder, files, seconds, Load)
+        print(f"S {1e3 * work.mean_s:.1f} ms, cs2 {work.varies:.2f}")
+        heading("replicas", "offered load", "searches/s", "model ms", "measured ms", "error")
+        for count, busy in itertools.product((1, 2), loads):
+            rate = count * busy / work.mean_s
+            found = asyncio.run(offered(urls[:count], files, rate, seconds))
+            row(count, busy, len(found) / seconds, *compared(found, work, count, seconds))
+
+
+def cache(seconds: float, loads: list[float]) -> None:
+    """One and two replicas with images that repeat."""
+    with two_replicas(KINLENS_CACHE_MAX_ENTRIES=str(ENTRIES)) as (folder, urls, files):
+        hit = work_of(urls[:1], folder, files[:1], seconds, Same)
+        miss = work_of(urls[:1], folder, files, seconds, Load)
         print(f"hit {1e3 * hit.mean_s:.2f} ms, miss {1e3 * miss.mean_s:.2f} ms")
         heading("replicas", "offered load", "searches/s", "hits, model", "hits", "model ms",
                 "measured ms", "error")  # fmt: skip
@@ -174,22 +204,57 @@ def cache(seconds: float, loads: list[float]) -> None:
             before = hits_of(urls[:count])
             found = asyncio.run(offered(urls[:count], files, rate, seconds, Popular))
             hits, asked = np.subtract(hits_of(urls[:count]), before)
-            came = len(found) / seconds / count * work.mean_s
-            model, mean = 1e3 * answer_s(work, came, count), 1e3 * statistics.mean(found)
-            row(count, busy, len(found) / seconds, f"{share:.0%}", f"{hits / asked:.0%}", model,
-                mean, f"{model / mean - 1:+.0%}")  # fmt: skip
+            row(count, busy, len(found) / seconds, f"{share:.0%}", f"{hits / asked:.0%}",
+                *compared(found, work, count, seconds))  # fmt: skip
 
 
-def work_of(url: str, folder: Path, files: list[bytes], seconds: float, kind: type[Load]) -> Work:
+def compared(found: list[float], work: Work, count: int, seconds: float) -> tuple[object, ...]:
+    """Milliseconds of the model and of the measurement, and the error of the model."""
+    came = len(found) / seconds / count * work.mean_s
+    model, mean = 1e3 * answer_s(work, came, count), 1e3 * statistics.mean(found)
+    return model, mean, f"{model / mean - 1:+.0%}"
+
+
+async def offered(
+    urls: list[str], files: list[bytes], rate: float, seconds: float, kind: type[Load] = Load
+) -> list[float]:
+    """Seconds of each search of a random arrival process with `rate` per second, open loop."""
+    starts = (random.randrange(10**12) for _ in urls)
+    loads = [kind(url.removeprefix("http://"), files, start=start)
+             for url, start in zip(urls, starts, strict=False)]  # fmt: skip
+    free: list[list[Socket]] = [[] for _ in loads]
+
+    async def ask(number: int) -> None:
+        pool = free[number]
+        connection = pool.pop() if pool else await loads[number].connected()
+        await loads[number].ask(connection)
+        pool.append(connection)
+
+    ends, tasks = time.monotonic() + seconds, [asyncio.create_task(ask(0))]
+    while time.monotonic() < ends:
+        await asyncio.sleep(random.expovariate(rate))
+        tasks.append(asyncio.create_task(ask(len(tasks) % len(loads))))
+    await asyncio.gather(*tasks)
+    for connection in (connection for pool in free for connection in pool):
+        connection[1].close()
+    assert not any(status != "200" for one in loads for status in one.statuses)
+    return [latency for one in loads for latency in one.latencies]
+
+
+def work_of(
+    urls: list[str], folder: Path, files: list[bytes], seconds: float, kind: type[Load]
+) -> Work:
     """Work of a search: the mean from busy connections, the variation from single searches."""
     images = folder / kind.__name__
     images.mkdir()
     for number, data in enumerate(files):
         (images / f"{number:04d}.jpg").write_bytes(data)
     flags = ["--repeat"] if kind is Same else ["--start", 10_000]
-    load(url, images, CONNECTIONS, min(2, seconds), *flags)
-    mean_s = 1 / load(url, images, CONNECTIONS, min(5, seconds), *flags)["qps"]
-    alone = asyncio.run(offered([url], files, 0.05 / mean_s, min(10, seconds), kind))
+    for url in urls:
+        load(url, images, CONNECTIONS, min(2, seconds), *flags)
+    busiest = min(5, seconds)
+    mean_s = 1 / statistics.mean(load(u, images, CONNECTIONS, busiest, *flags)["qps"] for u in urls)
+    alone = asyncio.run(offered(urls[:1], files, 0.05 / mean_s, min(20, seconds), kind))
     return Work(mean_s, (statistics.pstdev(alone) / statistics.mean(alone)) ** 2)
 
 
@@ -332,8 +397,8 @@ def main() -> None:
         __doc__, "part", part="predict", seconds=20.0, loads=[0.3, 0.5, 0.7], rounds=40,
         items=[10_000, 100_000], dim=512, uri="",
     )  # fmt: skip
-    if asked.part == "cache":
-        cache(asked.seconds, asked.loads)
+    if asked.part in ("replicas", "cache"):
+        {"replicas": replicas, "cache": cache}[asked.part](asked.seconds, asked.loads)
     elif asked.part == "followers":
         followers(asked.rounds, asked.items[0])
     elif asked.part == "milvus":

@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import heading, options, row
+from harness import Quiet, heading, options, row, with_interval
 from PIL import Image, ImageFilter
-from scipy import stats
 
 from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.types import Embeddings
@@ -55,15 +54,6 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 ROUNDS = ("before", "round 1", "round 2")
 Scores = dict[str, dict[str, float]]
-
-
-class Quiet:
-    """A listener that ignores everything."""
-
-    def note(self, sentence: str) -> None: ...
-    def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
-    def step_done(self, parts: dict[str, float]) -> None: ...
-    def epoch_done(self, row: dict[str, float]) -> None: ...
 
 
 def main() -> None:
@@ -265,19 +255,9 @@ def table(found: list[dict[str, Scores]]) -> Iterator[list[str]]:
                 alone = [scores["alone"][name][part] for scores in found]
                 cells += [
                     f"{statistics.mean(values):.1f}",
-                    "" if arm == "alone" else paired_difference(values, alone),
+                    "" if arm == "alone" else with_interval(np.subtract(values, alone)),
                 ]
             yield cells
-
-
-def paired_difference(values: list[float], others: list[float]) -> str:
-    """The mean paired difference with its 95 % interval."""
-    differences = [a - b for a, b in zip(values, others, strict=True)]
-    mean = statistics.mean(differences)
-    if len(differences) < 2:
-        return f"{mean:+.1f}"
-    error = statistics.stdev(differences) / len(differences) ** 0.5
-    return f"{mean:+.1f} ± {stats.t.ppf(0.975, len(differences) - 1) * error:.1f}"
 
 
 if __name__ == "__main__":

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from harness import heading, options, row, shared_folder, skip
+from harness import Quiet, heading, options, row, shared_folder, skip, with_interval
 from regularizers import cars_job
-from scipy import stats
 
 from kinlens.training.checkpoint import FILE, START, load_checkpoint
 from kinlens.training.config.job import load_job
@@ -136,14 +135,6 @@ def _make(shop: Shop, seed: int, sources: dict[str, dict[str, list[Path]]], fold
                 (target / f"{index}{files[index].suffix}").symlink_to(files[index])
 
 
-class _Quiet:
-    def note(self, sentence: str) -> None: ...
-    def computed(self, done: int, total: int) -> None: ...
-    def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
-    def step_done(self, parts: dict[str, float]) -> None: ...
-    def epoch_done(self, row: dict[str, float]) -> None: ...
-
-
 def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[str, float]:
     name, overrides = METHODS[method]
     weights = shared / "weights/mobilenet_v2-imagenet-fp16.pth"
@@ -154,7 +145,7 @@ def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[st
     )  # fmt: skip
     started = time.perf_counter()
     split = load_split(job.data)
-    result = run_job(job, split, out, _Quiet())
+    result = run_job(job, split, out, Quiet())
     seconds = time.perf_counter() - started
     figures = {
         "trunk": result.trunk["R@1"],
@@ -197,22 +188,14 @@ def _print(found: dict[str, dict[str, float]], methods: list[str]) -> None:
         row(shop, f"{np.mean(trunks):.1f}", *cells)
     heading("", *methods)
     row("runs", *(len(every[method]) for method in methods))
-    row("mean gain, 95 % interval", *(_interval(every[method]) for method in methods))
+    row("mean gain, 95 % interval", *(with_interval(every[method]) for method in methods))
     row("worst shop", *(f"{min(means[method]):+.1f}" for method in methods))
     row("worst run", *(f"{min(every[method]):+.1f}" for method in methods))
     seconds = {
         method: [f["seconds"] for key, f in found.items() if key.endswith(f" {method}")]
         for method in methods
     }
-    row("seconds a run", *(f"{np.mean(seconds[method]):.0f}" for method in methods))
-
-
-def _interval(gains: list[float]) -> str:
-    mean = float(np.mean(gains))
-    if len(gains) < 2:
-        return f"{mean:+.1f}"
-    half = stats.t.ppf(0.975, len(gains) - 1) * np.std(gains, ddof=1) / len(gains) ** 0.5
-    return f"{mean:+.1f} ± {half:.1f}"
+    row("seconds per run", *(f"{np.mean(seconds[method]):.0f}" for method in methods))
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def step(job: Job, quick: bool) -> dict[str, float]:
         seconds = time.perf_counter() - started
     if not all(tensor.isfinite().all() for tensor in (*parts.values(), *here.net.parameters())):
         raise AssertionError("a term, the gradient or a weight is not finite after some steps")
-    return {"ms a step": 1000 * seconds / rounds, "ms to queue it": 1000 * queued / rounds}
+    return {"ms per step": 1000 * seconds / rounds, "ms to queue it": 1000 * queued / rounds}
 
 
 def _fresh(job: Job) -> Run:
@@ -276,7 +276,7 @@ def whole_run(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     refused = lambda refusal: print(f"note: {refusal}")
     checkpoint, precisions = load_chosen(folder / "run"), ("fp32", *faster)
     export_checkpoint(checkpoint, split, folder / "bundle", None, precisions, refused)
-    return {"R@1": result.figures["R@1"], "seconds an epoch": result.seconds_per_epoch}
+    return {"R@1": result.figures["R@1"], "seconds per epoch": result.seconds_per_epoch}
 
 
 def bundle(path: Path, options: argparse.Namespace) -> dict[str, float]:

@@ -289,3 +289,9 @@ def test_every_benchmark_that_a_page_names_is_there() -> None:
     }
     assert len(named) > 10
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+def test_make_bench_runs_every_benchmark() -> None:
+    listed = (ROOT / "benchmarks" / "__main__.py").read_text("utf-8")
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("[a-z]*.py")} - {"harness.py"}
+    assert [name for name in sorted(scripts) if f'"{name}' not in listed] == []

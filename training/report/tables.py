@@ -22,7 +22,6 @@ from kinlens.training.folder import RESULT, Result, read_result, replace_text, s
 from kinlens.training.state import OF_TERMS, on_validation
 
 _SEED = re.compile(r"seed-\d+")
-_FIGURES = ("MAP@R", "NMI", "uniformity", "density", "spectral_decay")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -150,7 +149,7 @@ def methods(study: Study) -> list[str]:
     """
     runs = pd.DataFrame([_row(record) for record in study.records])
     figures = [name for name in runs if re.fullmatch(r"R@\d+", name)]
-    figures += [name for name in _FIGURES if name in runs]
+    figures += [name for name in ("MAP@R",) if name in runs]
     shares = [name for name in runs if name.startswith("share ")]
     precisions = sorted(name for name in runs if name.startswith("R@1 in "))
     by_method = dict(list(runs.groupby("method", sort=False)))
@@ -165,7 +164,7 @@ def methods(study: Study) -> list[str]:
         rows.append(
             [name, str(len(of)), *means, difference, share, ms, *(_mean(of[p]) for p in precisions)]
         )
-    header = ["method", "seeds", "trunk R@1", *figures, "ΔR@1", "share, %", "ms a step"]
+    header = ["method", "seeds", "trunk R@1", *figures, "ΔR@1", "share, %", "ms per step"]
     return table([*header, *precisions], rows)
 
 

@@ -68,7 +68,7 @@ def test_the_reference_has_every_setting_and_metric_of_the_service(site: Path) -
 
 def test_links_to_files_outside_the_documents_lead_to_the_repository(site: Path) -> None:
     methods = text_of(site, "methods.html")
-    assert "https://github.com/kinlens/kinlens/blob/main/training/losses/" in methods
+    assert "https://github.com/kinlens/kinlens/tree/main/training/losses" in methods
     assert 'href="../training' not in methods
 
 

@@ -4,8 +4,9 @@
 
 Heads of 512 dimensions on cached features of MobileNetV2 at 176 px; the public half of Cars196,
 tested on classes 99-196. A row differs from its baseline only in the regularizer: loss, start,
-batches, steps and seed are the same. A difference is paired by seed, with Student's 95 % interval
-corrected for all comparisons of the table (Bonferroni); "above" and "below" refer to that interval.
+batches, steps and seed are the same. A difference is paired by seed. A bold one is not zero by
+Student's 95 % interval, corrected for all comparisons of the table (Bonferroni); "above" and
+"below" mean that.
 
 Hypotheses from before the first run: (H1) with Proxy-Anchor none is above its baseline; (H2) graph
 consistency is above with triplets; (H3) the determinant is neither, since its flow stays near the
@@ -205,26 +206,34 @@ def begin(job: Job, features: torch.Tensor, labels: NDArray[np.int64]) -> tuple[
 
 
 def report(found: dict[str, dict[str, float]], seeds: int) -> None:
-    conditions = list(dict.fromkeys(key.rsplit("|", 2)[0] for key in found))
+    """One row per loss, length and part of the classes that has all seeds."""
+    cells = dict.fromkeys(key.rsplit("|", 1)[0] for key in found)
+    complete = [cell for cell in cells if all(f"{cell}|{seed}" in found for seed in range(seeds))]
     names = [name for name in REGULARIZERS if name != "none"]
-    comparisons = sum(f"{cell}|{name}|0" in found for cell in conditions for name in names)
-    for figure in ("R@1", "MAP@R"):
-        heading(f"loss, epochs, part of the classes: {figure}", "none", *names)
-        for cell in conditions:
-            base = np.array([found[f"{cell}|none|{seed}"][figure] for seed in range(seeds)])
-            cells = [f"{base.mean():.1f}"]
-            for name in names:
-                if f"{cell}|{name}|0" not in found:
-                    cells.append("")
-                    continue
-                other = np.array([found[f"{cell}|{name}|{seed}"][figure] for seed in range(seeds)])
-                gains = other - base
-                error = gains.std(ddof=1) / seeds**0.5
-                half = stats.t.ppf(1 - 0.025 / comparisons, seeds - 1) * error
-                word = " above" if gains.mean() > half else " below" if gains.mean() < -half else ""
-                cells.append(f"{gains.mean():+.2f} ± {error:.2f}{word}")
-            row(cell.replace("|", ", "), *cells)
-    print(f"\n± is the standard error over {seeds} seeds; {comparisons} comparisons per table")
+    comparisons = 2 * sum(not cell.endswith("|none") for cell in complete)
+    heading("loss", "epochs", "part of the classes", "without", *(f"{name}, Δ" for name in names))
+
+    def figures(condition: str, name: str) -> NDArray[np.float64]:
+        runs = [found[f"{condition}|{name}|{seed}"] for seed in range(seeds)]
+        return np.array([[run["R@1"], run["MAP@R"]] for run in runs])  # (seeds, 2)
+
+    def difference(gains: NDArray[np.float64]) -> str:
+        error = gains.std(ddof=1) / seeds**0.5
+        is_sure = abs(gains.mean()) > stats.t.ppf(1 - 0.025 / comparisons, seeds - 1) * error
+        text = f"{gains.mean():+.1f}" if abs(gains.mean()) >= 1 else f"{gains.mean():+.2f}"
+        return f"**{text}**" if is_sure else text
+
+    for condition in [cell.removesuffix("|none") for cell in complete if cell.endswith("|none")]:
+        base = figures(condition, "none")
+        differences = [
+            ", ".join(map(difference, (figures(condition, name) - base).T))
+            if f"{condition}|{name}" in complete
+            else ""
+            for name in names
+        ]
+        without = ", ".join(f"{mean:.1f}" for mean in base.mean(axis=0))
+        row(*condition.split("|"), without, *differences)
+    print(f"\nR@1, MAP@R; bold: significant among {comparisons} comparisons, {seeds} seeds")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ import errno
 import json
 import os
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from kinlens.indexer.__main__ import app
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import BuildReport, build_gallery
 from kinlens.indexer.ingest.sources import Record, Source, folder_source
+from kinlens.indexer.types import Entry
 from tests.indexer.oracle import BUNDLE, DIM
-from tests.support.milvus_server import milvus_server
-from tests.support.seams import options, set_fault_hook
+from tests.support.memory_disk import tmp_path, tmp_path_factory
+from tests.support.milvus_server import MilvusServer, milvus_server
+from tests.support.seams import MilvusStore, options, set_fault_hook
 from tests.tiny import encoded, photo
 
 PHOTOS = {
@@ -39,8 +41,6 @@ Run = Callable[..., Result]
 
 
 class CountingEmbedder(FakeEmbedder):
-    """Counts the images that it embeds."""
-
     def __init__(self, bundle_id: str = "b" * 64) -> None:
         super().__init__(bundle_id=bundle_id)
         self.batches: list[int] = []
@@ -51,7 +51,6 @@ class CountingEmbedder(FakeEmbedder):
 
 
 def listed(root: Path, *records: Record) -> Source:
-    """A source of these records."""
     return Source(root, lambda: iter(records), len(records), "list")
 
 
@@ -73,7 +72,6 @@ def embedder() -> CountingEmbedder:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """The folder of the gallery of the shop."""
     return tmp_path / "gallery"
 
 
@@ -85,7 +83,6 @@ def build(shop: Path, embedder: CountingEmbedder, out: Path) -> Callable[[], Bui
 
 @pytest.fixture
 def built(build: Callable[[], BuildReport], out: Path) -> Path:
-    """The gallery of the shop."""
     build()
     return out
 
@@ -106,7 +103,6 @@ def run(monkeypatch: pytest.MonkeyPatch, embedder: CountingEmbedder) -> Callable
 
 
 def printed(result: Result) -> Any:
-    """What --json printed."""
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -127,12 +123,10 @@ def failure(result: Result) -> str:
 
 
 def query(embedder: FakeEmbedder, file: Path) -> np.ndarray:
-    """The vector (1, D) of an image file."""
     return FakeEmbedder.embed(embedder, embedder.preprocess(file.read_bytes())[None])
 
 
 def generation_of(gallery: Path) -> Path:
-    """The folder of its current generation."""
     return gallery / "versions" / (gallery / "CURRENT").read_text().strip()
 
 
@@ -141,13 +135,11 @@ def catalog_of(gallery: Path) -> Path:
 
 
 def segment_of(gallery: Path) -> Path:
-    """The folder of its one segment."""
     [segment] = (generation_of(gallery) / "segments").iterdir()
     return segment
 
 
 def rows_of(gallery: Path) -> Path:
-    """The file of its vectors."""
     [folder] = (generation_of(gallery) / "vectors").iterdir()
     return folder / "rows.f32"
 
@@ -193,6 +185,19 @@ def fails_at(number: int, seen: list[str] | None = None) -> Callable[[str], None
     return hook
 
 
+def stops_at(point: str, time: int = 1) -> Callable[[str], None]:
+    """For `faults`: the process is interrupted when it comes to this point for this time."""
+    left = time
+
+    def hook(reached: str) -> None:
+        nonlocal left
+        left -= reached == point
+        if reached == point and not left:
+            raise KeyboardInterrupt
+
+    return hook
+
+
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
     """No file may grow beyond `limit` bytes, as on a full disk."""
@@ -217,4 +222,24 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-__all__ = ["milvus_server"]
+def published(
+    server: MilvusServer, name: str, entries: Iterable[Entry] = (), **options: Any
+) -> MilvusStore:
+    """A gallery on Milvus, with these entries as a new generation."""
+    return MilvusStore.publish(
+        server.uri, name, entries, **{"dim": DIM, "bundle_id": BUNDLE, **options}
+    )
+
+
+def milvus_client(server: MilvusServer) -> Any:
+    from pymilvus import MilvusClient
+
+    return MilvusClient(uri=server.uri, timeout=10)
+
+
+def collections(server: MilvusServer, name: str) -> list[str]:
+    with closing(milvus_client(server)) as there:
+        return [known for known in there.list_collections() if known.startswith(f"{name}_")]
+
+
+__all__ = ["milvus_server", "tmp_path", "tmp_path_factory"]

@@ -54,7 +54,6 @@ class Operation:
     below: int = 0
 
     def applied(self, model: Model) -> Model:
-        """The model after this operation."""
         if self.kind == "add":
             return model | {key: (content, stock) for key, content, stock in self.entries}
         if self.kind == "update":
@@ -68,7 +67,6 @@ class Operation:
         return dict(model)
 
     def run(self, gallery: Gallery) -> None:
-        """Do it to a real gallery."""
         if self.kind == "add":
             gallery.add([entry(*item) for item in self.entries])
         elif self.kind == "update":
@@ -99,7 +97,6 @@ def operations(seed: int) -> Iterator[Operation]:
 
 
 def vector(content: str) -> Embeddings:
-    """The unit vector (D,) of a content."""
     digest = hashlib.sha256(content.encode()).digest()
     drawn = np.random.default_rng(list(digest[:8])).standard_normal(DIM)
     unit: Embeddings = (drawn / np.linalg.norm(drawn)).astype(np.float32)
@@ -107,7 +104,6 @@ def vector(content: str) -> Embeddings:
 
 
 def entry(key: str, content: str, stock: int) -> Entry:
-    """The item of a key with this content."""
     attributes: dict[str, AttributeValue] = {"stock": stock}
     return Entry(key, vector(content), hashlib.sha256(content.encode()).hexdigest(), attributes)
 
@@ -148,26 +144,22 @@ def compact(path: Path) -> None:
 
 
 def build(path: Path, keys: int) -> None:
-    """Publish a generation with that number of items."""
     entries = [entry(f"new-{n}", f"new content {n}", n) for n in range(keys)]
     facts = {"name": "g", "bundle_id": BUNDLE}
     import_gallery(GalleryExport(facts, DIM, keys, lambda: iter(entries)), path)
 
 
 def rebuild(place: Path) -> None:
-    """A new generation of `target`."""
     build(place / "target", 12)
 
 
 def remove_and_restore(place: Path) -> None:
-    """Two items of `target` are removed and brought back."""
     with contextlib.closing(Gallery.open(place / "target")) as gallery:
         gallery.remove(["new-1", "new-4"])
         gallery.restore(["new-1", "new-4"])
 
 
 def adopt_source(place: Path) -> None:
-    """`target` becomes what `source` is."""
     adopt(place / "target", place / "source")
 
 
@@ -177,7 +169,6 @@ def save(place: Path, name: str = "other") -> None:
 
 
 def restore_saved(place: Path) -> None:
-    """`target` becomes what was saved."""
     restore(place / "saved", place / "target", replace=True)
 
 
@@ -205,13 +196,11 @@ def stored(gallery: Gallery) -> Contents:
 
 
 def publish_shop(path: Path, address: str, _: Path, point: str) -> None:
-    """Publish a gallery until this process dies at a point."""
     set_fault_hook(Dies(point, 0))
     publish(path, address)
 
 
 def follow_shop(_: Path, address: str, copy: Path, point: str) -> None:
-    """Follow a published gallery until this process dies at a point."""
     set_fault_hook(Dies(point, 0))
     Follower(address, copy).update()
 

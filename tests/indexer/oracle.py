@@ -103,6 +103,15 @@ def ids_of(store: VectorStore) -> dict[str, int]:
     return {item.key: item.id for item in store.items()}
 
 
+def contents(store: VectorStore) -> dict[str, tuple[Any, ...]]:
+    """All that is known of each item except its id, by key."""
+    return {
+        one.key: (one.sha256, dict(one.attributes), one.path, one.format, one.vector.tobytes())
+        for batch in store.scan()
+        for one in batch
+    }
+
+
 class Oracle:
     """What the store should answer, from its entries and the numbers that it gave them."""
 
@@ -114,7 +123,6 @@ class Oracle:
         self.vectors = np.array([e.vector for e in self.entries], np.float32).reshape(-1, DIM)
 
     def ranked(self, query: np.ndarray, options: SearchOptions) -> list[tuple[float, Entry]]:
-        """What fits, best first; equal vectors by number."""
         scores = self.vectors.astype(np.float64) @ query.astype(np.float64)
         fitting = [
             (float(score), e)
@@ -160,7 +168,7 @@ class Oracle:
 
 def without_copies(ranked: Sequence[tuple[float, Entry]]) -> list[tuple[float, Entry]]:
     seen: set[str] = set()
-    return [p for p in ranked if not (p[1].sha256 in seen or seen.add(p[1].sha256))]  # type: ignore[func-returns-value]
+    return [p for p in ranked if not (p[1].sha256 in seen or seen.add(p[1].sha256))]
 
 
 def assert_hits(found: Sequence[Hit], expected: Sequence[tuple[float, str]]) -> None:

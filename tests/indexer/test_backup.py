@@ -1,12 +1,13 @@
 """Backups: one state of a gallery in use, whole or refused, and back without a moment of danger."""
 
-import hashlib
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from kinlens.embedder.errors import (
 from kinlens.indexer.gallery import Gallery, copy_bytes, current_generation
 from kinlens.indexer.live.backup import restore
 from kinlens.indexer.types import Entry
+from tests.indexer import oracle
 from tests.indexer.conftest import (
     DAMAGES,
     catalog_of,
@@ -32,18 +34,15 @@ from tests.indexer.conftest import (
     truncated,
     zeroed,
 )
+from tests.indexer.crasher import DIM, vector
 from tests.support.seams import backup
 
-DIM = 8
 ROOT = Path(__file__).parents[2]
 QUERIES = np.eye(DIM, dtype=np.float32)
 
 
 def entry(key: str, **attributes: Any) -> Entry:
-    digest = hashlib.sha256(key.encode())
-    rng = np.random.default_rng(list(digest.digest()[:8]))
-    vector = rng.standard_normal(DIM).astype(np.float32)
-    return Entry(key, vector / np.linalg.norm(vector), digest.hexdigest(), attributes)
+    return oracle.entry(key, vector(key), attributes)
 
 
 def fill(path: Path, count: int = 200) -> Path:
@@ -81,19 +80,16 @@ def keys(path: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A gallery that no test changes."""
     return fill(tmp_path_factory.mktemp("filled") / "shop")
 
 
 @pytest.fixture
 def shop(filled: Path, tmp_path: Path) -> Path:
-    """A gallery of 200 items."""
     return Path(shutil.copytree(filled, tmp_path / "shop"))
 
 
 @pytest.fixture
 def saved(filled: Path, tmp_path: Path) -> Path:
-    """Its backup."""
     backup(filled, tmp_path / "saved")
     return tmp_path / "saved"
 
@@ -105,28 +101,25 @@ def repeated_page(file: Path) -> None:
     file.write_bytes(data)
 
 
-def test_a_backup_opens_as_a_gallery_and_is_the_same(shop: Path, tmp_path: Path) -> None:
-    report = backup(shop, tmp_path / "saved")
-    assert content(tmp_path / "saved") == content(shop)
-    assert (report.name, report.items) == ("shop", 200)
-    assert report.source_generation == generation_of(shop).name
-    assert report.generation == generation_of(tmp_path / "saved").name != generation_of(shop).name
-    assert json.loads((tmp_path / "saved" / "backup.json").read_text()) == report.model_dump()
-
-
-def test_a_restored_gallery_is_the_same_in_a_generation_of_its_own(
-    filled: Path, saved: Path, tmp_path: Path
+def test_a_backup_and_what_is_restored_from_it_are_the_same_under_other_generations(
+    filled: Path, tmp_path: Path
 ) -> None:
+    places = [tmp_path / name for name in ("saved", "one", "two")]
+    report = backup(filled, places[0])
     assert content(filled)["calibration"] is not None
-    assert content(saved) == content(filled)  # to look into a backup does not spoil it
-    manifests = [restore(saved, tmp_path / name) for name in ("one", "two")]
-    assert content(tmp_path / "one") == content(tmp_path / "two") == content(filled)
-    assert manifests[0].generation == generation_of(tmp_path / "one").name
-    galleries = [Gallery.open(p) for p in (filled, saved, tmp_path / "one", tmp_path / "two")]
-    assert len({gallery.generation for gallery in galleries}) == 4
-    assert len({gallery.version for gallery in galleries}) == 4
-    for gallery in galleries:
-        gallery.close()
+    assert (report.name, report.items) == ("shop", 200)
+    assert report.source_generation == generation_of(filled).name
+    assert report.generation == generation_of(places[0]).name
+    assert json.loads((places[0] / "backup.json").read_text()) == report.model_dump()
+    assert content(places[0]) == content(filled)  # to look into a backup does not spoil it
+    for place in places[1:]:
+        assert restore(places[0], place).generation == generation_of(place).name
+        assert content(place) == content(filled)
+    facts = []
+    for path in (filled, *places):
+        with closing(Gallery.open(path)) as gallery:
+            facts.append((gallery.generation, gallery.version))
+    assert [len({*each}) for each in zip(*facts, strict=True)] == [4, 4]
 
 
 def test_an_empty_gallery_can_be_saved_and_restored(tmp_path: Path) -> None:
@@ -141,46 +134,38 @@ def test_a_backup_taken_during_changes_is_one_state_with_all_that_was_acknowledg
 ) -> None:
     """Each change adds a pair, takes an older pair away and compacts now and then."""
     stop, acknowledged = threading.Event(), 0
-    faults: list[BaseException] = []
 
     def change() -> None:
         nonlocal acknowledged
-        gallery = Gallery.open(shop)
-        try:
-            number = 0
-            while not stop.is_set():
+        with closing(Gallery.open(shop)) as gallery:
+            for number in itertools.takewhile(lambda _: not stop.is_set(), itertools.count()):
                 gallery.add([entry(f"left {number}"), entry(f"right {number}")])
                 acknowledged = number
                 gallery.remove([f"left {number - 20}", f"right {number - 20}"])
                 if number % 10 == 9:
                     gallery.compact(wait=True)
-                number += 1
-        except BaseException as error:
-            faults.append(error)
-        finally:
-            gallery.close()
 
-    writer = threading.Thread(target=change)
-    writer.start()
-    try:
-        known, acks = [], []
-        for number in range(8):
-            acks.append(acknowledged)
-            backup(shop, tmp_path / f"saved {number}")
-    finally:
-        stop.set()
-        writer.join()
-    assert not faults
-    for number, last in enumerate(acks):
+    with ThreadPoolExecutor(1) as pool:
+        changing = pool.submit(change)
+        try:
+            acknowledgements = []
+            for number in range(8):
+                acknowledgements.append(acknowledged)
+                backup(shop, tmp_path / f"saved {number}")
+        finally:
+            stop.set()
+        changing.result()
+    for number, last in enumerate(acknowledgements):
         known = keys(tmp_path / f"saved {number}")
-        lefts = {int(key.split()[1]) for key in known if key.startswith("left")}
-        rights = {int(key.split()[1]) for key in known if key.startswith("right")}
+        lefts, rights = (
+            sorted(int(key.split()[1]) for key in known if key.startswith(side))
+            for side in ("left", "right")
+        )
         assert lefts == rights
-        if lefts:
-            assert sorted(lefts) == list(range(min(lefts), max(lefts) + 1))
-            assert len(lefts) <= 21
-        assert last == 0 or max(lefts) >= last
-    assert acks[-1] > 0
+        assert lefts == [*range(lefts[0], lefts[-1] + 1)] if lefts else last == 0
+        assert len(lefts) <= 21
+        assert last == 0 or lefts[-1] >= last
+    assert acknowledgements[-1] > 0
 
 
 def test_only_what_belongs_to_a_segment_is_copied_and_nothing_may_be_missing(
@@ -201,7 +186,7 @@ def test_only_what_belongs_to_a_segment_is_copied_and_nothing_may_be_missing(
     assert not (tmp_path / "other").exists()
 
 
-def test_progress_counts_about_what_was_foretold(shop: Path, tmp_path: Path) -> None:
+def test_progress_counts_the_bytes_that_were_announced(shop: Path, tmp_path: Path) -> None:
     copied: list[int] = []
     report = backup(shop, tmp_path / "saved", copied.append)
     assert all(count >= 0 for count in copied)
@@ -228,7 +213,7 @@ def test_progress_counts_about_what_was_foretold(shop: Path, tmp_path: Path) -> 
         ("gone.bin", truncated),
     ],
 )
-def test_a_damaged_backup_is_refused_by_the_name_of_the_file_and_nothing_is_touched(
+def test_a_damaged_backup_is_refused_with_the_file_name_and_changes_nothing(
     shop: Path, saved: Path, name: str, damage: Callable[[Path], object]
 ) -> None:
     (file,) = saved.rglob(name)
@@ -268,7 +253,7 @@ gallery.close()
 """
 
 
-def test_what_is_no_backup_is_refused(shop: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_backup_is_refused(shop: Path, tmp_path: Path) -> None:
     for path in (shop, tmp_path / "nowhere"):
         with pytest.raises(GalleryNotFoundError, match=r"backup\.json is missing"):
             restore(path, tmp_path / "back")
@@ -276,7 +261,7 @@ def test_what_is_no_backup_is_refused(shop: Path, tmp_path: Path) -> None:
         backup(tmp_path / "nowhere", tmp_path / "saved")
 
 
-def test_a_gallery_is_replaced_only_when_that_is_said(shop: Path, saved: Path) -> None:
+def test_a_gallery_is_replaced_only_with_replace(shop: Path, saved: Path) -> None:
     gallery = Gallery.open(shop)
     gallery.add([entry("new")])
     with pytest.raises(GalleryError, match="--replace"):

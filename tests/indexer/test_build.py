@@ -26,6 +26,7 @@ from tests.indexer.conftest import (
     listed,
     query,
     small_files,
+    stops_at,
 )
 from tests.support.seams import EmbedSettings, plan_index
 from tests.tiny import encoded, photo
@@ -84,7 +85,7 @@ def test_a_source_without_one_readable_image_is_refused_and_changes_nothing(
     assert current_generation(built) == before
 
 
-def test_a_new_build_replaces_the_generation_and_leaves_nothing_beside(
+def test_a_new_build_replaces_the_generation_and_leaves_no_draft(
     built: Path, build: Build, shop: Path
 ) -> None:
     before = current_generation(built)
@@ -142,7 +143,9 @@ def test_the_space_asked_for_is_enough_for_what_is_written(
     )
 
 
-def test_a_name_with_control_characters_is_left_out_and_reported(shop: Path, build: Build) -> None:
+def test_a_file_name_with_control_characters_is_skipped_and_reported(
+    shop: Path, build: Build
+) -> None:
     (shop / "line\nbreak.png").write_bytes(encoded(photo(99)))
     report = build()
     assert report.indexed == 6
@@ -154,7 +157,7 @@ def test_a_name_with_control_characters_is_left_out_and_reported(shop: Path, bui
 @pytest.mark.parametrize(
     ("name", "expected"), [(None, "my-shop-2"), ("shop.v2", "shop.v2"), ("a/b", ""), ("ä", "")]
 )
-def test_the_name_is_given_or_that_of_the_folder_and_stands_in_an_address(
+def test_the_name_is_given_or_that_of_the_folder_and_fits_in_a_url(
     shop: Path, tmp_path: Path, embedder: CountingEmbedder, name: str | None, expected: str
 ) -> None:
     out = tmp_path / "my shop (2)"
@@ -256,7 +259,6 @@ def test_a_failure_in_any_step_leaves_the_old_or_the_new_gallery(
 
 
 def failed(work: Callable[[], object]) -> bool:
-    """Whether it ended with the error of the disk."""
     try:
         work()
     except (GalleryError, OSError) as error:
@@ -288,7 +290,6 @@ def test_a_killed_build_leaves_the_gallery_intact_and_continues_where_it_stopped
     embedder.batches.clear()
     command = [sys.executable, "-c", CHILD, str(shop), str(built)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         done = 0
         while done < 20:
             done += int(process.stdout.readline())
@@ -300,3 +301,33 @@ def test_a_killed_build_leaves_the_gallery_intact_and_continues_where_it_stopped
     assert report.reused + report.embedded == 106
     assert sum(embedder.batches) == report.embedded > 0
     assert len(items(built)) == 106
+
+
+def test_a_build_that_died_after_its_publication_takes_nothing_from_readers(
+    shop: Path, out: Path, tmp_path: Path, embedder: CountingEmbedder
+) -> None:
+    # The first time this point is passed, the draft itself is made.
+    with faults(stops_at("current: after rename", 2)), pytest.raises(KeyboardInterrupt):
+        build_gallery(folder_source(shop), embedder, out)
+    with closing(Gallery.open(out)) as reader:
+        build_gallery(folder_source(shop), CountingEmbedder("c" * 64), out)
+        other = tmp_path / "other"
+        other.mkdir()
+        (other / "new.png").write_bytes(encoded(photo(99)))
+        build_gallery(folder_source(other), embedder, out)
+        [hits] = reader.search(query(embedder, shop / "f.gif"), 1)
+        assert (hits[0].key, reader.size) == ("f.gif", 6)
+        assert current_generation(out) != reader.generation
+
+
+def test_attributes_that_only_a_stopped_build_had_are_forgotten(
+    shop: Path, out: Path, embedder: CountingEmbedder
+) -> None:
+    file = shop / "list.csv"
+    file.write_text("key,path,price\na,f.gif,low\n")
+    with faults(stops_at("adopt: before commit", 1)), pytest.raises(KeyboardInterrupt):
+        build_gallery(csv_source(file), embedder, out)
+    file.write_text("key,path\na,f.gif\n")
+    assert build_gallery(csv_source(file), embedder, out).reused == 1
+    with closing(Gallery.open(out)) as gallery:
+        assert gallery.schema() == {}

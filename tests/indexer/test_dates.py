@@ -57,7 +57,7 @@ def test_dates_are_filtered_and_sorted_from_python_and_parquet(tmp_path: Path) -
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     entries = [
-        Entry(f"k{n}", vector, f"{n:064x}", {"added": moment})  # type: ignore[dict-item]
+        Entry(f"k{n}", vector, f"{n:064x}", {"added": moment})
         for n, (vector, moment) in enumerate(zip(units(5), MOMENTS, strict=True))
     ]
     facts = {"name": "shop", "bundle_id": "b" * 64}

@@ -102,7 +102,7 @@ def test_an_approximate_index_is_asked_and_exact_compares_all(gallery: Gallery) 
     assert len(found & expected) > 0.9 * len(expected)
 
 
-def test_a_chain_is_no_group_and_a_crowd_larger_than_what_is_asked_for_is_one(
+def test_a_chain_is_not_a_group_and_a_cluster_larger_than_the_search_depth_is_one(
     gallery: Gallery,
 ) -> None:
     turns = np.radians(np.arange(5) * 20.0)  # each near the next one, the ends at right angles
@@ -175,17 +175,6 @@ def test_the_default_is_what_one_pair_in_a_thousand_of_different_products_reache
     assert find_duplicates(gallery).min_score == floor.score
 
 
-def test_many_views_of_a_product_do_not_lower_the_score(gallery: Gallery) -> None:
-    rows = views(90, 16, 0.6, 1.0)
-    gallery.add([entry(f"k{n}", row, {"class": f"p{n // 16}"}) for n, row in enumerate(rows)])
-    gallery.calibrate()
-    assert find_duplicates(gallery).min_score == 0.95
-    low = find_duplicates(gallery, min_score=0.9)  # what is asked for stands, with a warning
-    assert low.min_score == 0.9
-    assert "is below 0.9500" in str(low.warning)
-    assert find_duplicates(gallery, min_score=0.96).warning is None
-
-
 def test_without_labels_the_nearest_of_an_item_is_no_evidence_and_errors_raise_the_score(
     gallery: Gallery,
 ) -> None:
@@ -221,7 +210,7 @@ def test_five_items_have_their_copies_found(gallery: Gallery, is_labelled: bool)
 
 
 @pytest.mark.parametrize("is_labelled", [True, False])
-def test_a_placeholder_is_a_crowd_with_a_cure_and_no_group(
+def test_a_placeholder_is_a_cluster_with_advice_and_not_a_group(
     gallery: Gallery, is_labelled: bool
 ) -> None:
     rows = np.concatenate([views(500, 2, 0.05, 0.5), np.tile(units(1, 9), (500, 1))])
@@ -248,7 +237,7 @@ def test_a_placeholder_is_a_crowd_with_a_cure_and_no_group(
 @pytest.mark.parametrize(
     ("placeholders", "size"), [(60, 1000), (400, 2000), (400, 4000), (90, 5000)]
 )
-def test_placeholders_that_differ_a_little_are_a_crowd_and_no_groups(
+def test_placeholders_that_differ_a_little_are_a_cluster_and_not_groups(
     gallery: Gallery, placeholders: int, size: int
 ) -> None:
     """The number of each product on its placeholder: their own pairs raise the default score."""
@@ -262,16 +251,6 @@ def test_placeholders_that_differ_a_little_are_a_crowd_and_no_groups(
     assert cluster.items == placeholders
     assert f"a cosine of at least {LEAST_SCORE:.4f}" in cluster.detail
     assert f"(min_score) above {found.min_score:.4f}" in cluster.detail
-
-
-def test_pairs_that_their_labels_tell_apart_are_no_duplicates_of_a_small_shop(
-    gallery: Gallery,
-) -> None:
-    rows = np.repeat(units(15, 3), 2, axis=0) + 0.1 * units(30, 4)
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    gallery.add([entry(f"k{n}", row, {"product": n}) for n, row in enumerate(rows)])
-    assert np.diag(rows[::2] @ rows[1::2].T).min() > LEAST_SCORE
-    assert find_duplicates(gallery).groups == []
 
 
 @pytest.mark.parametrize(
@@ -293,7 +272,7 @@ def test_a_gallery_of_which_a_quarter_is_alike_is_warned_of_unless_it_has_copies
 @pytest.mark.parametrize(
     ("copies", "others", "is_cluster"), [(20, 0, False), (21, 0, True), (21, 2079, False)]
 )
-def test_a_crowd_is_more_than_20_items_and_more_than_a_part_in_100(
+def test_a_cluster_has_more_than_20_items_and_more_than_one_in_100(
     gallery: Gallery, copies: int, others: int, is_cluster: bool
 ) -> None:
     rows = [*np.tile(units(1), (copies, 1)), *units(others, 8)]
@@ -329,7 +308,7 @@ def test_a_large_gallery_is_sampled_within_a_bound_and_the_same_each_time(galler
     )
 
 
-def test_searches_remember_the_score_until_the_gallery_is_another_size(
+def test_the_default_score_is_cached_until_the_size_of_the_gallery_changes(
     gallery: Gallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -407,35 +386,32 @@ def twins(build: Callable[[], object], shop: Path, out: Path) -> Path:
     return out
 
 
-def test_the_command_reports_groups(run: Run, twins: Path) -> None:
+def test_the_command_reports_groups_by_a_score_of_its_own_or_a_given_one(
+    run: Run, twins: Path
+) -> None:
     ask = ("duplicates", twins, "--min-score", "0.97")
     report = printed(run(*ask, "--json"))
     assert (report["size"], report["items"], report["recall"]) == (8, 3, 1.0)
     [group] = report["groups"]
-    assert {one["item"]["key"] for one in group} == {
-        "hat/c.webp",
-        "hat/small <b>.jpg",
-        "hat/twin.webp",
-    }
-    assert [one["newest"] for one in group].count(True) == 1
-    assert [one["same_content"] for one in group].count(True) == 1
+    near = {"hat/c.webp", "hat/small <b>.jpg", "hat/twin.webp"}
+    assert {one["item"]["key"] for one in group} == near
+    for field in ("newest", "same_content"):
+        assert [one[field] for one in group].count(True) == 1
     assert all(one["score"] >= 0.97 for one in group)
     shown = run(*ask).stdout
     assert "Groups of near-duplicates: 1, with 3 of the 8 items" in shown
-    assert all(one["item"]["key"] in shown for one in group)
+    assert all(key in shown for key in near)
+    own = printed(run("duplicates", twins, "--json"))
+    assert own["min_score"] == own["floor"]["score"] == LEAST_SCORE
+    assert (own["floor"]["attribute"], own["warning"]) == ("class", None)
+    assert {len(group) for group in own["groups"]} == {3}
+    shown = run("duplicates", twins, "--min-score", "0.5").stdout
+    assert "Warning: min_score = 0.5 is below 0.9500" in " ".join(shown.split())
 
 
-def test_the_gallery_says_what_is_near(run: Run, twins: Path) -> None:
-    report = printed(run("duplicates", twins, "--json"))
-    assert report["min_score"] == report["floor"]["score"] == LEAST_SCORE
-    assert report["floor"]["attribute"] == "class"
-    assert report["warning"] is None
-    assert {len(group) for group in report["groups"]} == {3}
-    shown = run("duplicates", twins, "--min-score", "0.5")
-    assert "Warning: min_score = 0.5 is below 0.9500" in " ".join(shown.stdout.split())
-
-
-def test_the_command_warns_of_a_crowd_and_lists_none_of_it(run: Run, gallery: Gallery) -> None:
+def test_the_command_warns_of_a_cluster_and_lists_none_of_its_items(
+    run: Run, gallery: Gallery
+) -> None:
     gallery.add([entry(f"k{n}", units(1)[0], content="no photo") for n in range(30)])
     gallery.add([entry(f"p{n}", row) for n, row in enumerate(units(50, 4))])
     shown = run("duplicates", gallery.path)
@@ -447,7 +423,9 @@ def test_the_command_warns_of_a_crowd_and_lists_none_of_it(run: Run, gallery: Ga
     assert report["crowds"][0]["examples"][0]["key"] == "k0"
 
 
-def test_what_cannot_be_asked_says_what_to_do(run: Run, twins: Path) -> None:
+def test_near_duplicates_of_a_remote_gallery_are_refused_and_search_excludes_them(
+    run: Run, twins: Path
+) -> None:
     remote = failure(run("duplicates", "milvus://localhost:1/shop", "--min-score", "0.9"))
     assert "kinlens-index import" in remote
     one = printed(run("search", twins, "--like", "f.gif", "--near", "0.97", "-k", "9", "--json"))

@@ -49,7 +49,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gallery(stored: Path, tmp_path: Path) -> Iterator[Gallery]:
-    """A copy of it."""
     with closing(Gallery.open(shutil.copytree(stored, tmp_path / "shop"))) as gallery:
         yield gallery
 
@@ -90,7 +89,6 @@ def test_what_came_and_went_is_brought_into_the_index_with_its_old_centroids(
     change(gallery)
     before = seen(gallery)
     manifest = gallery.compact(keep_removed_s=keep_removed_s).manifest
-    assert manifest is not None
     assert (manifest.trained_on, manifest.items) == (N, gallery.size)
     assert seen(gallery) == before
     assert recall(gallery) >= 0.93
@@ -125,7 +123,7 @@ def test_vectors_of_removed_items_are_erased_by_a_compaction_that_keeps_nothing(
     assert not is_there()
 
 
-def test_rows_are_written_anew_when_a_third_of_them_has_gone(gallery: Gallery) -> None:
+def test_vectors_are_rewritten_when_a_third_of_the_rows_was_removed(gallery: Gallery) -> None:
     for part in (5, 4):
         gallery.remove([item.key for item in gallery.items() if item.id % part == 0])
         gallery.compact(keep_removed_s=KEEP)
@@ -137,7 +135,6 @@ def test_an_index_is_trained_again_when_it_has_outgrown_its_training(gallery: Ga
     gallery.add(made(number) for number in range(N, 2 * N))
     gallery.add([Entry("one more", VECTORS[0], "f" * 64)])
     manifest = gallery.compact(keep_removed_s=KEEP).manifest
-    assert manifest is not None
     assert manifest.trained_on == 2 * N + 1
 
 
@@ -146,7 +143,6 @@ def test_an_index_that_finds_too_little_of_what_is_new_is_trained_again(gallery:
     others = units(2000, 4, DIM)
     gallery.add(Entry(f"o{n}", row, f"{n + 9**9:064x}") for n, row in enumerate(others))
     manifest = gallery.compact(keep_removed_s=KEEP).manifest
-    assert manifest is not None
     assert (manifest.trained_on, manifest.held_out) == (N + 2000, 500)
     assert recall(gallery) >= 0.93
 
@@ -155,12 +151,11 @@ def test_a_damaged_index_is_not_brought_up_to_date(gallery: Gallery) -> None:
     flipped(segment_of(gallery.path) / "index.faiss")
     change(gallery)
     manifest = gallery.compact(keep_removed_s=KEEP).manifest
-    assert manifest is not None
     assert manifest.trained_on == gallery.size
     assert recall(gallery) >= 0.93
 
 
-def test_an_item_that_comes_and_goes_while_vectors_are_written_anew_leaves_a_whole_file(
+def test_an_item_added_and_removed_while_vectors_are_rewritten_leaves_a_valid_file(
     gallery: Gallery, tmp_path: Path
 ) -> None:
     """Its number has no row in the new file, which has to have one all the same."""
@@ -192,7 +187,7 @@ def test_a_compaction_that_erases_leaves_one_file_also_where_nobody_searches(
     assert len([*folder.iterdir()]) == 1
 
 
-def test_attributes_that_were_forgotten_since_are_not_brought_along(gallery: Gallery) -> None:
+def test_attributes_that_were_forgotten_are_not_carried_over(gallery: Gallery) -> None:
     """Their name may be of another kind by now."""
     gallery.update({f"k{n}": {"price": None, "colour": None} for n in range(N)})
     gallery.forget_unused_attributes()
@@ -204,7 +199,7 @@ def test_attributes_that_were_forgotten_since_are_not_brought_along(gallery: Gal
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, flipped, truncated])
-def test_numbers_of_rows_that_are_gone_or_damaged_are_named(
+def test_a_missing_or_damaged_file_of_row_ids_is_named(
     gallery: Gallery, damage: Callable[[Path], object]
 ) -> None:
     gallery.remove(["k9"])

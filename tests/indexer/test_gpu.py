@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import faiss
 import numpy as np
@@ -26,6 +27,7 @@ from kinlens.indexer.gallery import Gallery, gpu_memory
 from kinlens.indexer.index import gpu
 from kinlens.indexer.index.gpu import MAX_K, MAX_ROWS, failed_trial, require_gpu, why_no_gpu
 from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.index.segment import read_manifest
 from kinlens.indexer.types import Entry, Ids, Scores, SearchOptions
 from tests.indexer.conftest import Run, segment_of, truncated
 from tests.indexer.oracle import BUNDLE, bitmap, clumped, units
@@ -59,7 +61,6 @@ KINDS = {"flat": "cuda", "hnsw": "cpu", "ivf-pq": "cuda", "cagra": "cuda"}
 
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """A GPU."""
     if request.param == "fake":
         yield fake_gpu(monkeypatch)
     elif why := why_no_gpu():
@@ -81,11 +82,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Device:
     return fake_gpu(monkeypatch)
 
 
-def index_of(kind: str, count: int = N) -> SegmentIndex:
+def index_of(kind: str, count: int = N, before: Callable[[], object] = int) -> SegmentIndex:
+    """An index on the GPU; `before` is called when it is built and not there yet."""
     plan = plan_index(count, DIM, IndexSettings(kind, device=KINDS[kind]))
     index = SegmentIndex.build(plan, VECTORS[:count])
+    before()
     index.use_gpu("The index", plan.parameters)
-    assert index.gpu is not None
     assert index.gpu.wait(60)
     return index
 
@@ -150,7 +152,7 @@ def test_many_threads_search_at_once_and_each_gets_its_own_answers(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ends", ["closed", "dropped"])
-def test_the_memory_of_the_gpu_is_free_when_nobody_searches_any_more(
+def test_the_memory_of_the_gpu_is_freed_after_the_last_search(
     device: object, kind: str, ends: str
 ) -> None:
     index_of(kind).close()  # CUDA keeps what it has loaded once
@@ -167,13 +169,26 @@ def test_the_memory_of_the_gpu_is_free_when_nobody_searches_any_more(
     until(lambda: gpu_memory().free_mb >= before - 16)
 
 
+def made_for_gpu(path: Path, kind: str) -> Gallery:
+    """A gallery of 3,000 items with an index that was built for a GPU."""
+    made = Gallery.create(path, name="shop", bundle_id=BUNDLE, dim=DIM)
+    made.add(item(number) for number in range(3000))
+    made.compact(IndexSettings(kind, device="cuda", target_recall=TARGET))
+    return made
+
+
 @pytest.fixture(params=["flat", "ivf-pq", "cagra"])
 def gallery(request: pytest.FixtureRequest, device: object, tmp_path: Path) -> Gallery:
-    """A gallery whose index was made for a GPU, opened on it."""
-    with closing(Gallery.create(tmp_path / "shop", name="shop", bundle_id=BUNDLE, dim=DIM)) as made:
-        made.add(item(number) for number in range(3000))
-        made.compact(IndexSettings(request.param, device="cuda", target_recall=TARGET))
+    """Such a gallery, opened on the GPU."""
+    made_for_gpu(tmp_path / "shop", request.param).close()
     return Gallery.open(tmp_path / "shop", device="cuda")
+
+
+@pytest.fixture
+def graph(fake: Device, tmp_path: Path) -> Iterator[Gallery]:
+    """A gallery with a graph that was built on the GPU."""
+    with closing(made_for_gpu(tmp_path / "shop", "cagra")) as made:
+        yield made
 
 
 def seq_of(gallery: Gallery) -> int:
@@ -193,7 +208,6 @@ def recall_of(gallery: Gallery) -> float:
 def test_a_gallery_of_a_gpu_is_changed_compacted_and_served_there(gallery: Gallery) -> None:
     with closing(gallery):
         place = gallery.index_location()
-        assert place is not None
         assert (place.device, place.reason) == ("cuda", None)
         assert place.gpu_memory_mb > 0
         assert recall_of(gallery) >= TARGET
@@ -201,35 +215,30 @@ def test_a_gallery_of_a_gpu_is_changed_compacted_and_served_there(gallery: Galle
         gallery.add(item(number) for number in range(3000, 3200))
         assert recall_of(gallery) >= TARGET
         report = gallery.compact(keep_removed_s=86_400.0)
-        assert report.manifest is not None
         assert (report.manifest.kind, report.manifest.settings.device) == (place.kind, "cuda")
         until(lambda: seq_of(gallery) == report.manifest.seq)
         now = gallery.index_location()
-        assert now is not None
         assert now.device == "cuda"
         assert recall_of(gallery) >= TARGET
         keys = {hit.key for hits in gallery.search(VECTORS[:50], 10) for hit in hits}
         assert not keys & {f"k{number}" for number in range(0, 3000, 9)}
 
 
-def test_the_same_gallery_is_served_and_compacted_without_a_gpu_and_goes_back_to_one(
+def test_a_gallery_is_served_and_compacted_without_a_gpu_and_later_with_one_again(
     gallery: Gallery, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kind, path = gallery.index_location(), gallery.path
     gallery.close()
-    assert kind is not None
     with monkeypatch.context() as without:
         without.setattr(gpu, "failed_trial", lambda: "the driver is missing")
         with closing(Gallery.open(path, device="cuda")) as served:
             place = served.index_location()
-            assert place is not None
             assert place.device == "cpu"
             assert "the driver is missing" in str(place.reason)
             assert "is searched on the CPU" in caplog.text
             assert recall_of(served) >= TARGET
             served.remove(["k4"])
             made = served.compact(keep_removed_s=0.0).manifest
-            assert made is not None
             assert made.kind != "cagra"
             assert made.gpu is None or kind.kind == "ivf-pq"
             assert "The index is built for the CPU" in caplog.text
@@ -238,21 +247,17 @@ def test_the_same_gallery_is_served_and_compacted_without_a_gpu_and_goes_back_to
         assert recall_of(back) >= TARGET
         back.remove(["k5"])
         made = back.compact(keep_removed_s=0.0, from_scratch=True).manifest
-        assert made is not None
         assert made.kind == kind.kind
 
 
 @pytest.mark.parametrize("kind", ["ivf-pq", "cagra"])
 def test_each_device_has_an_effort_of_its_own(device: object, kind: str, tmp_path: Path) -> None:
-    with closing(Gallery.create(tmp_path / "shop", name="shop", bundle_id=BUNDLE, dim=DIM)) as made:
-        made.add(item(number) for number in range(3000))
-        manifest = made.compact(IndexSettings(kind, device="cuda", target_recall=TARGET)).manifest
-    assert manifest is not None
-    assert manifest.gpu is not None
+    made_for_gpu(tmp_path / "shop", kind).close()
+    segment = segment_of(tmp_path / "shop")
+    manifest, reported = read_manifest(segment), json.loads((segment / "segment.json").read_text())
     assert min(manifest.recall, manifest.gpu.recall) >= TARGET
     assert manifest.tuned.on_gpu == manifest.gpu.effort
     assert manifest.tuned.value == manifest.effort
-    reported = json.loads((segment_of(tmp_path / "shop") / "segment.json").read_text())
     assert reported["gpu"] == {"effort": manifest.gpu.effort, "recall": manifest.gpu.recall}
 
 
@@ -286,7 +291,6 @@ def test_without_gpu_support_every_way_to_a_gpu_is_refused_by_name(
         gpu_memory()
     index = SegmentIndex.open("flat", units(100), None)
     index.use_gpu("The index", {})
-    assert index.gpu is not None
     assert index.gpu.wait(60)
     assert not index.is_on_gpu
     assert index.search(units(1), 1, Effort(0))[1].tolist() == [[0]]
@@ -343,13 +347,8 @@ def test_an_index_that_lacks_memory_is_on_the_cpu_until_there_is_some(
     fake: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     monkeypatch.setattr(gpu, "RETRY_S", 0.0)
-    plan = plan_index(N, DIM, IndexSettings(kind, device=KINDS[kind]))
-    index = SegmentIndex.build(plan, VECTORS[:N])
-    taken, fake.free = fake.free, 2**20
-    index.use_gpu("The index", plan.parameters)
-    assert index.gpu is not None
-    assert index.gpu.wait(60)
-    assert index.gpu is not None
+    taken = fake.free
+    index = index_of(kind, before=lambda: setattr(fake, "free", 2**20))
     assert not index.is_on_gpu
     assert "MB of GPU memory, of which 1 MB are free" in str(index.gpu.reason)
     assert caplog.messages == [f"The index is searched on the CPU: {index.gpu.reason}"]
@@ -362,13 +361,12 @@ def test_an_index_that_lacks_memory_is_on_the_cpu_until_there_is_some(
     index.close()
 
 
-def test_memory_that_others_take_at_the_same_moment_is_no_error(
+def test_gpu_memory_taken_by_others_at_the_same_moment_is_not_an_error(
     fake: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "cuda_memory", lambda: (fake.total, fake.total))
     fake.free = 2**20
     index = index_of("flat")
-    assert index.gpu is not None
     assert "cudaMalloc error out of memory [2]" in str(index.gpu.reason)
     assert (index.search(QUERIES, 10, EFFORT)[1] == truth_of(index)[1]).all()
 
@@ -417,7 +415,7 @@ def test_an_index_that_the_gpu_does_not_take_is_on_the_cpu(
     gate = threading.Event()
     monkeypatch.setattr(fake, "take", lambda *_: gate.wait())
     with pytest.raises(ProviderError, match=r"copying it to the GPU took over 0 s"):
-        GpuThread(lambda: fake.take() and None, 0.1)  # type: ignore[call-arg, arg-type, return-value, func-returns-value]
+        GpuThread(lambda: fake.take() and None, 0.1)
     gate.set()
 
 
@@ -428,7 +426,7 @@ def test_the_plan_counts_the_memory_of_the_gpu_and_of_the_machine(
         device = fake_gpu(monkeypatch)
         device.free = free_gb * 2**30
         settings = IndexSettings(memory_mb=memory_mb, device="cuda")
-        return plan_index(n, 512, replace(settings, **changes)).kind  # type: ignore[arg-type]
+        return plan_index(n, 512, replace(settings, **changes)).kind
 
     assert planned(500_000, 80) == "flat"
     assert planned(10_000_000, 80) == "cagra"
@@ -446,54 +444,41 @@ def test_the_plan_counts_the_memory_of_the_gpu_and_of_the_machine(
 
 
 def test_a_gallery_of_a_gpu_without_memory_is_compacted_for_the_cpu(
-    fake: Device, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fake: Device, graph: Gallery, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with closing(Gallery.create(tmp_path / "shop", name="shop", bundle_id=BUNDLE, dim=DIM)) as shop:
-        shop.add(item(number) for number in range(3000))
-        shop.compact(IndexSettings("cagra", device="cuda", target_recall=TARGET))
-        fake.free = 2**28 + 2**18  # for what each index keeps, and little more
-        shop.remove(["k7"])
-        made = shop.compact().manifest
-        assert made is not None
-        assert (made.kind, made.settings.device) == ("flat", "cuda")
-        assert "out_of_memory: CUDA error" in caplog.text
-        assert recall_of(shop) == 1.0
-        fake.free = fake.total
-        shop.remove(["k8"])
-        made = shop.compact().manifest
-        assert made is not None
-        assert made.kind == "cagra"
+    fake.free = 2**28 + 2**18  # for what each index keeps, and little more
+    graph.remove(["k7"])
+    made = graph.compact().manifest
+    assert (made.kind, made.settings.device) == ("flat", "cuda")
+    assert "out_of_memory: CUDA error" in caplog.text
+    assert recall_of(graph) == 1.0
+    fake.free = fake.total
+    graph.remove(["k8"])
+    assert graph.compact().manifest.kind == "cagra"
 
 
-def test_a_damaged_index_of_a_gpu_without_memory_is_made_again_for_the_cpu(
-    fake: Device, tmp_path: Path
+def test_a_damaged_index_of_a_gpu_without_memory_is_rebuilt_for_the_cpu(
+    fake: Device, graph: Gallery
 ) -> None:
-    with closing(Gallery.create(tmp_path / "shop", name="shop", bundle_id=BUNDLE, dim=DIM)) as shop:
-        shop.add(item(number) for number in range(3000))
-        shop.compact(IndexSettings("cagra", device="cuda", target_recall=TARGET))
-    truncated(segment_of(tmp_path / "shop") / "index.faiss")
+    graph.close()
+    truncated(segment_of(graph.path) / "index.faiss")
     fake.free = 2**20
-    with closing(Gallery.open(tmp_path / "shop", device="cuda")) as opened:
+    with closing(Gallery.open(graph.path, device="cuda")) as opened:
         assert recall_of(opened) == 1.0
 
 
 @pytest.mark.parametrize("lost", ["trial", "memory"])
 def test_a_gpu_that_is_lost_later_stops_no_compaction(
-    fake: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+    graph: Gallery, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     def fail() -> tuple[int, int]:
         raise ProviderError("CUDA does not tell the memory of the GPU")
 
-    with closing(Gallery.create(tmp_path / "shop", name="shop", bundle_id=BUNDLE, dim=DIM)) as shop:
-        shop.add(item(number) for number in range(3000))
-        shop.compact(IndexSettings("cagra", device="cuda", target_recall=TARGET))
-        shop.remove(["k7"])
-        if lost == "trial":
-            monkeypatch.setattr(gpu, "failed_trial", lambda: "no driver")
-        monkeypatch.setattr(gpu, "cuda_memory", fail)
-        made = shop.compact().manifest
-        assert made is not None
-        assert made.kind == "flat"
+    graph.remove(["k7"])
+    if lost == "trial":
+        monkeypatch.setattr(gpu, "failed_trial", lambda: "no driver")
+    monkeypatch.setattr(gpu, "cuda_memory", fail)
+    assert graph.compact().manifest.kind == "flat"
 
 
 def test_the_kind_stays_while_the_index_that_is_replaced_is_on_the_gpu(fake: Device) -> None:
@@ -524,7 +509,7 @@ def test_a_request_of_many_queries_reaches_the_gpu_in_parts(fake: Device) -> Non
     index.close()
 
 
-def test_a_search_that_waits_for_its_turn_is_no_sign_of_a_gpu_that_hangs(
+def test_queue_time_is_not_mistaken_for_a_gpu_that_hangs(
     fake: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "SEARCH_S", 0.3)
@@ -586,23 +571,6 @@ def test_the_fake_takes_what_the_classes_of_the_wheel_take() -> None:
         assert {field: getattr(real, field) for field in fields} == fields
 
 
-def test_the_fake_refuses_what_swig_would_refuse(fake: Device) -> None:
-    resources = faiss.StandardGpuResources()
-    config = faiss.GpuIndexFlatConfig()
-    for make in (
-        lambda: faiss.GpuIndexFlatIP(16),
-        lambda: faiss.GpuIndexFlatIP(resources, 16.0),
-        lambda: faiss.GpuIndexFlatIP(resources, 16, faiss.GpuIndexCagraConfig()),
-        lambda: faiss.GpuIndexCagra(resources, 16, config),
-        lambda: faiss.GpuIndexFlatIP(resources, 16).add_c(1, np.zeros(16, np.float32)),
-        lambda: faiss.GpuIndexCagra(resources, 16, 0).copyTo(faiss.IndexFlatIP(16)),
-    ):
-        with pytest.raises(TypeError, match="Wrong number or type"):
-            make()
-    with pytest.raises(AttributeError, match="useFloat32"):
-        config.useFloat32 = True
-
-
 # One thread has an index on a GPU.
 
 
@@ -647,7 +615,7 @@ def thread(engine: FakeEngine) -> Iterator[GpuThread]:
     thread.close()
 
 
-def test_every_caller_gets_his_own_rows_from_one_thread_that_is_not_the_callers(
+def test_each_caller_gets_its_own_rows_from_one_thread_that_is_not_the_callers(
     engine: FakeEngine, thread: GpuThread
 ) -> None:
     asked = [[100 * n + i for i in range(n % 4)] for n in range(60)]
@@ -664,17 +632,21 @@ def test_every_caller_gets_his_own_rows_from_one_thread_that_is_not_the_callers(
 
 
 def held_up(
-    engine: FakeEngine, thread: GpuThread, requests: list[tuple[Embeddings, int, int]]
-) -> list[object]:
+    engine: FakeEngine,
+    thread: GpuThread,
+    requests: list[tuple[Embeddings, int, int]],
+    then: Callable[[], object] = int,
+) -> list[Any]:
     """The answers (or errors) of requests that all came in while the engine was busy."""
     engine.gate.clear()
-    with ThreadPoolExecutor(len(requests) + 1) as pool:
+    with ThreadPoolExecutor(len(requests) + 2) as pool:
         first = pool.submit(thread.search, rows(0), 1, 1)
         engine.is_busy.wait()
         waiting = [pool.submit(thread.search, *request) for request in requests]
-        while thread.waiting < len(requests):
-            threading.Event().wait(0.001)
+        until(lambda: thread.waiting == len(requests))
+        afterwards = pool.submit(then)
         engine.gate.set()
+        afterwards.result()
         first.result()
         return [future.exception() or future.result() for future in waiting]
 
@@ -690,9 +662,9 @@ def held_up(
         ),
         ([(rows(1, 2, 3), 3, 5)] * 4, 4, [(2, 3, 5), (2, 3, 5), (4, 3, 5), (4, 3, 5)]),
     ],
-    ids=["alike", "of other parameters", "many"],
+    ids=["equal parameters", "other parameters", "many rows"],
 )
-def test_what_waits_is_answered_in_batches_of_equal_parameters_up_to_a_limit(
+def test_waiting_requests_are_answered_in_batches_of_equal_parameters_up_to_a_limit(
     engine: FakeEngine,
     thread: GpuThread,
     monkeypatch: pytest.MonkeyPatch,
@@ -706,7 +678,7 @@ def test_what_waits_is_answered_in_batches_of_equal_parameters_up_to_a_limit(
     assert sorted(engine.batches[1:]) == batches
 
 
-def test_an_error_reaches_those_who_asked_for_it_and_nobody_else(
+def test_an_error_reaches_only_the_caller_of_the_failed_search(
     engine: FakeEngine, thread: GpuThread
 ) -> None:
     bad, good = held_up(engine, thread, [(rows(1), 2, 13), (rows(2), 2, 5)])
@@ -723,21 +695,11 @@ def test_an_engine_that_cannot_be_made_is_an_error_at_once() -> None:
         GpuThread(make)
 
 
-def test_closing_answers_what_waits_and_refuses_what_comes_later(
+def test_closing_answers_waiting_requests_and_refuses_later_ones(
     engine: FakeEngine, thread: GpuThread
 ) -> None:
-    engine.gate.clear()
-    with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(thread.search, rows(0), 1, 1)
-        engine.is_busy.wait()
-        waiting = pool.submit(thread.search, rows(5), 2, 5)
-        while not thread.waiting:
-            threading.Event().wait(0.001)
-        closing = pool.submit(thread.close)
-        engine.gate.set()
-        closing.result()
-        first.result()
-        assert waiting.result()[1].tolist() == [[5, 6]]
+    [waited] = held_up(engine, thread, [(rows(5), 2, 5)], thread.close)
+    assert waited[1].tolist() == [[5, 6]]
     with pytest.raises(EngineUnavailableError, match="closed"):
         thread.search(rows(1), 1, 1)
     thread.close()

@@ -69,7 +69,7 @@ def written(
     file = stored(folder, vectors)
     rows = Rows(file, len(vectors), np.zeros(len(vectors), np.bool_))
     plans = plans_for(*vectors.shape, settings)
-    return write_segment(folder, 7, rows, (), settings, plans, **changes)  # type: ignore[arg-type]
+    return write_segment(folder, 7, rows, (), settings, plans, **changes)
 
 
 def stored(folder: Path, vectors: Embeddings) -> VectorFile:
@@ -132,7 +132,7 @@ def test_a_segment_holds_every_item_with_its_exact_vector_and_no_other(
     assert segment.positions_of(np.empty(0, np.int64)).shape == (0,)
 
 
-def test_the_manifest_tells_what_is_there(folder: Path) -> None:
+def test_the_manifest_describes_the_segment_and_its_files(folder: Path) -> None:
     manifest = Segment.open(folder).manifest
     assert (manifest.seq, manifest.size, manifest.dim) == (7, N, DIM)
     is_scan = folder.name == "flat"
@@ -381,7 +381,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return calls
 
 
-def test_a_search_that_would_look_at_more_than_it_is_to_choose_from_compares(
+def test_a_search_with_more_candidates_than_allowed_rows_is_exact(
     coded: SegmentIndex, asked: list[tuple[int, int]]
 ) -> None:
     queries, some = units(20, 2, DIM), np.arange(N) % 40 == 0
@@ -438,18 +438,18 @@ class StepIndex:
 
 @pytest.mark.parametrize("enough", [1, 16, 17, 100, 1000, 4096])
 def test_no_much_smaller_effort_would_do(enough: int) -> None:
-    tuned = tune(StepIndex("hnsw", enough), units(20), 0.9)  # type: ignore[arg-type]
+    tuned = tune(StepIndex("hnsw", enough), units(20), 0.9)
     assert enough <= tuned.effort.value <= max(16, enough * 9 // 8 + 1)
 
 
 def test_a_greater_k_factor_is_tried_where_the_small_one_is_not_enough() -> None:
-    tuned = tune(StepIndex("ivf-pq", 8, k_factor=32), units(20), 0.9)  # type: ignore[arg-type]
+    tuned = tune(StepIndex("ivf-pq", 8, k_factor=32), units(20), 0.9)
     assert tuned.effort.value == 8
     assert tuned.effort.k_factor >= 32
 
 
 def test_neighbours_that_are_missed_together_do_not_count_as_many_measurements() -> None:
-    tuned = tune(StepIndex("hnsw", 64, missed=30), units(120), 0.96)  # type: ignore[arg-type]
+    tuned = tune(StepIndex("hnsw", 64, missed=30), units(120), 0.96)
     assert (tuned.effort.value > 32, tuned.recall) == (True, 1.0)
 
 
@@ -460,7 +460,7 @@ def test_a_missed_target_is_refused_with_what_was_reached(
     with pytest.raises(
         RecallError, match=r"hnsw has a recall of 0\.0000.*target is 0\.95.*--target-recall"
     ):
-        tune(index, units(20), 0.95)  # type: ignore[arg-type]
+        tune(index, units(20), 0.95)
     assert max(effort.value for effort in index.asked) == 4096
     monkeypatch.setattr("kinlens.indexer.index.index_types.IvfPq.k_factors", (1,))
     with pytest.raises(RecallError, match=r"ivf-pq has a recall of 0\.\d{4}.*--index"):
@@ -544,7 +544,7 @@ def test_an_edited_manifest_is_refused(small: Path, change: dict[str, object] | 
         Segment.open(small)
 
 
-def test_an_index_below_its_target_takes_the_place_of_no_gallery(
+def test_an_index_below_its_target_replaces_no_gallery(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a new one in its folder nor its own compaction: recall is measured before."""

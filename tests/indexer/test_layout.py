@@ -22,12 +22,11 @@ from kinlens.embedder.errors import (
     GalleryWriteError,
 )
 from kinlens.indexer.gallery import Gallery
-from tests.indexer.conftest import as_nobody, faults
+from tests.indexer.conftest import as_nobody, faults, stops_at
 from tests.support.seams import GalleryFolder
 
 
 def publish(out: Path) -> str:
-    """A new generation; its name."""
     gallery = Gallery.create(out, name="shop", bundle_id="b", dim=4)
     gallery.close()
     return gallery.generation
@@ -38,35 +37,22 @@ def names(out: Path) -> set[str]:
 
 
 def killed_before_it_is_current(out: Path) -> str:
-    """A new generation that is left behind by a process that ends; its name."""
-
-    class Killed(BaseException):
-        pass
-
-    def hook(step: str) -> None:
-        if step == "current: before rename":
-            raise Killed
-
+    """A new generation that is left behind by an interrupted process; its name."""
     before = names(out)
-    with faults(hook), pytest.raises(Killed):
+    with faults(stops_at("current: before rename")), pytest.raises(KeyboardInterrupt):
         publish(out)
     [left] = names(out) - before
     return left
 
 
-def test_the_previous_generation_stays_and_older_ones_go(out: Path) -> None:
-    published = [publish(out) for _ in range(3)]
-    assert names(out) == {*published[1:]}
-    assert (out / "CURRENT").read_text().strip() == published[-1]
-
-
-def test_a_generation_that_is_open_is_not_removed_before_it_is_closed(out: Path) -> None:
+def test_open_generations_and_the_previous_one_stay_and_older_ones_are_removed(out: Path) -> None:
     first = Gallery.create(out, name="shop", bundle_id="b", dim=4)
     published = [publish(out) for _ in range(2)]
     assert names(out) == {first.generation, *published}
     first.close()
     last = publish(out)
     assert names(out) == {published[-1], last}
+    assert (out / "CURRENT").read_text().strip() == last
 
 
 def test_builds_that_are_killed_before_they_become_current_do_not_pile_up(out: Path) -> None:
@@ -79,7 +65,7 @@ def test_builds_that_are_killed_before_they_become_current_do_not_pile_up(out: P
 
 
 @pytest.mark.parametrize("content", [None, "", "f" * 12, "../../elsewhere", "f" * 300])
-def test_nothing_goes_before_a_build_where_current_is_damaged_or_gone(
+def test_no_generation_is_removed_while_current_is_damaged_or_missing(
     out: Path, content: str | None
 ) -> None:
     """Any generation may be the one to go back to."""
@@ -107,7 +93,7 @@ def test_a_folder_that_may_not_be_written_is_refused_with_the_reason() -> None:
         ("CURRENT", "LOCK", "work.sqlite"),
     ],
 )
-def test_a_familiar_name_does_not_make_a_folder_ours(
+def test_a_folder_with_foreign_files_is_refused_and_left_alone(
     tmp_path: Path, files: tuple[str, ...]
 ) -> None:
     project = tmp_path / "project"
@@ -131,7 +117,7 @@ def test_a_folder_without_a_manifest_is_never_removed(out: Path) -> None:
     assert names(out) == {"0123456789ab", *published[1:]}
 
 
-def test_a_removal_that_was_cut_short_is_ended_by_the_next_build(
+def test_an_interrupted_removal_is_finished_by_the_next_build(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published = [publish(out) for _ in range(2)]
@@ -147,7 +133,7 @@ def test_a_removal_that_was_cut_short_is_ended_by_the_next_build(
     assert names(out) == {*published[2:]}
 
 
-def test_a_folder_that_an_interrupted_build_left_is_still_ours(out: Path) -> None:
+def test_a_folder_that_an_interrupted_build_left_can_be_built_again(out: Path) -> None:
     (out / "versions" / ".stage-a1b2_c3d").mkdir(parents=True)
     for name in ("LOCK", ".CURRENT.tmp"):
         (out / name).touch()
@@ -196,7 +182,7 @@ def test_what_another_process_writes_aside_stays_when_a_build_begins(out: Path) 
     assert not stage.exists()
 
 
-def test_a_build_gets_its_turn_although_writes_never_pause(out: Path) -> None:
+def test_a_build_acquires_the_lock_although_writes_never_pause(out: Path) -> None:
     """Four writers overlap: at every moment one of them holds the lock."""
     first = publish(out)
     done = threading.Event()
@@ -218,7 +204,7 @@ def test_a_build_gets_its_turn_although_writes_never_pause(out: Path) -> None:
         assert gallery.generation == second
 
 
-def test_who_holds_a_folder_holds_it_while_others_ask_for_it(tmp_path: Path) -> None:
+def test_a_folder_lock_holds_while_others_ask_for_it(tmp_path: Path) -> None:
     done = threading.Event()
 
     def ask() -> None:

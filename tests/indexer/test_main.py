@@ -71,6 +71,9 @@ def test_an_error_is_one_line_without_a_traceback(run: Run, tmp_path: Path) -> N
         ("build --csv a --split b --bundle b --out o", "Pass --csv or --split, not both"),
         ("build --bundle b --out o", "Pass the folder IMAGES, or a list"),
         ("build images --root other --bundle b --out o", "IMAGES or --root, not both"),
+        ("build --out g", "--bundle, or pass --vectors"),
+        ("build shop --out g --vectors v", "--vectors or images, not both"),
+        ("embed shop --bundle b --out v --root r", "--root is only for a CSV"),
         ("build images --batch-size 0 --bundle b --out o", "--batch-size"),
         ("build images --device tpu --bundle b --out o", "tpu"),
         ("add GALLERY --bundle b", "Pass the folder IMAGES, or a list"),
@@ -96,7 +99,7 @@ def test_an_error_is_one_line_without_a_traceback(run: Run, tmp_path: Path) -> N
         ("plan 100 8 --target-recall 0", "--target-recall"),
     ],
 )
-def test_wrong_usage_ends_with_two(run: Run, built: Path, arguments: str, message: str) -> None:
+def test_wrong_usage_exits_with_two(run: Run, built: Path, arguments: str, message: str) -> None:
     given = [built if word == "GALLERY" else word for word in arguments.split()]
     assert message in usage(run(*given))
 
@@ -150,7 +153,7 @@ def test_a_device_that_is_not_there_is_an_error(
         (KeyboardInterrupt(), "run the same command again"),
     ],
 )
-def test_a_build_that_was_cut_short_says_what_to_do(
+def test_an_interrupted_build_says_what_to_do(
     run: Run,
     shop: Path,
     out: Path,
@@ -170,7 +173,6 @@ def test_a_build_that_was_cut_short_says_what_to_do(
 
 
 def invoke(*arguments: object) -> Result:
-    """With the model of the bundle that is named."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 

@@ -69,13 +69,11 @@ def shop(tmp_path: Path, photos: Photos) -> Iterator[Gallery]:
 
 @pytest.fixture
 def target(shop: Gallery, tmp_path: Path) -> Path:
-    """Where it is."""
     return tmp_path / "shop"
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    """Where a rebuild puts its gallery."""
     return tmp_path / "made"
 
 
@@ -127,7 +125,7 @@ def test_the_target_takes_state_and_bundle_but_keeps_its_name_and_image_root(
     assert adopt(target, other, image_root="/pictures").source_root == "/pictures"
 
 
-def test_nobody_changes_the_target_while_the_last_changes_are_repeated(
+def test_writes_are_refused_while_the_last_changes_are_replayed(
     shop: Gallery, target: Path, other: Path
 ) -> None:
     refused = []
@@ -190,7 +188,7 @@ def test_items_whose_image_is_gone_are_listed_and_a_limit_decides(
     assert content(target).keys() - content(made).keys() == photos.gone
 
 
-def test_an_image_that_was_changed_is_not_taken_for_the_indexed_one(
+def test_an_image_that_was_changed_is_reported_as_missing(
     follower: Follower, made: Path, photos: Photos
 ) -> None:
     first, second, *_ = photos.data
@@ -277,7 +275,7 @@ def test_no_acknowledged_change_is_lost_under_steady_writes(
     assert len(found) == 40 + len(acknowledged)
 
 
-def test_a_candidate_is_put_in_place_later_by_another_process_with_what_changed_since(
+def test_a_candidate_is_swapped_in_later_by_another_process_with_the_changes_since(
     shop: Gallery, follower: Follower, target: Path, made: Path, photos: Photos
 ) -> None:
     rebuild(follower, made)
@@ -320,3 +318,21 @@ def test_changes_without_end_are_refused(
         swap_in(follower, made)
     assert len(rounds) == 8
     assert current_generation(target) == before
+
+
+def test_an_interrupted_swap_is_repeated_with_every_change(
+    shop: Gallery, follower: Follower, target: Path, made: Path, photos: Photos
+) -> None:
+    rebuild(follower, made)
+    shop.remove(["item 0"])
+    shop.add([photos.entry("late", 500)])
+    shop.update({"item 5": {"stock": 999}})
+    wanted = {item.key: (item.sha256, dict(item.attributes)) for item in shop.items()}
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        swap_in(follower, made, before_publish=interrupt)
+    swap_in(follower, made)
+    assert content(target) == wanted

@@ -15,7 +15,7 @@ from kinlens.indexer.gallery import Gallery, stored_contents
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
 from kinlens.indexer.types import SearchOptions
 from tests.indexer.conftest import Run, failure, faults, printed, usage
-from tests.indexer.oracle import entry, units
+from tests.indexer.oracle import contents, entry, units
 from tests.support.waiting import until
 
 VECTORS = units(60)
@@ -31,13 +31,9 @@ def stocked(gallery: Gallery) -> Gallery:
     return gallery
 
 
-def contents(gallery: Gallery) -> dict[str, tuple[object, ...]]:
-    """All that is known of each item but its number; searches and filters find the same items."""
-    found = {
-        one.key: (one.sha256, dict(one.attributes), one.path, one.format, one.vector.tobytes())
-        for batch in gallery.scan()
-        for one in batch
-    }
+def checked(gallery: Gallery) -> dict[str, tuple[object, ...]]:
+    """The contents of a gallery, in which searches and filters find the same items."""
+    found = contents(gallery)
     [hits] = gallery.search(units(1, 5), 1000)
     assert {hit.key for hit in hits} == found.keys()
     [even] = gallery.search(units(1, 5), 1000, SearchOptions(where=parse_filter("even = true")))
@@ -49,7 +45,7 @@ def contents(gallery: Gallery) -> dict[str, tuple[object, ...]]:
 def test_what_was_removed_comes_back_as_it_was_under_new_numbers(
     stocked: Gallery, way: str
 ) -> None:
-    before, other = contents(stocked), Gallery.open(stocked.path)
+    before, other = checked(stocked), Gallery.open(stocked.path)
     old = {item.key: item.id for item in stocked.items()}
     keys = [f"k{n}" for n in range(30, 50)]  # of the segment, and later ones
     if way == "keys":
@@ -58,21 +54,21 @@ def test_what_was_removed_comes_back_as_it_was_under_new_numbers(
         assert stocked.remove_items([old[key] for key in keys]) == 20
     else:
         assert stocked.remove_where(parse_filter("n >= 30 and n < 50")) == 20
-    assert contents(other).keys() == before.keys() - set(keys)
+    assert checked(other).keys() == before.keys() - set(keys)
     version = stocked.version
     back = stocked.restore([*keys, "k0", "never there"])
     assert {item.key for item in back} == set(keys)
     assert min(item.id for item in back) > max(old.values())
     assert stocked.version != version
-    assert contents(stocked) == contents(other) == before
+    assert checked(stocked) == checked(other) == before
     assert stocked.restore(keys) == []  # they are there
     check_files(stocked.path)
     stocked.compact()
-    assert contents(stocked) == before
+    assert checked(stocked) == before
     other.close()
 
 
-def test_a_compaction_ends_it_for_what_it_has_seen(stocked: Gallery) -> None:
+def test_a_compaction_erases_the_removed_items_that_it_has_seen(stocked: Gallery) -> None:
     stocked.remove(["k1"])
     sha = [entry("k1", VECTORS[1]).sha256, entry("k2", VECTORS[2]).sha256]
 
@@ -88,10 +84,10 @@ def test_a_compaction_ends_it_for_what_it_has_seen(stocked: Gallery) -> None:
     stocked.compact()
     assert stocked.restore(["k1", "k2"]) == []
     assert stored_contents(stocked.path, sha) == set()
-    assert contents(stocked).keys() == {f"k{n}" for n in range(60)} - {"k1", "k2"}
+    assert checked(stocked).keys() == {f"k{n}" for n in range(60)} - {"k1", "k2"}
 
 
-def test_a_compaction_that_nobody_asked_for_leaves_a_day_to_undo(
+def test_an_automatic_compaction_leaves_a_day_to_undo(
     stocked: Gallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [f"k{n}" for n in range(30)]  # of the forty in the segment
@@ -146,10 +142,10 @@ def test_a_key_that_has_another_item_stays_and_the_last_of_several_removed_ones_
     assert stocked.restore(["k3"]) == []  # a replaced item is not a removed one
     for wrong in ("k1", [7]):
         with pytest.raises(InvalidParameterError):
-            stocked.restore(wrong)  # type: ignore[arg-type]
+            stocked.restore(wrong)
 
 
-def test_the_last_copy_is_kept_whoever_removes_another_one_first(stocked: Gallery) -> None:
+def test_the_last_copy_is_kept_when_two_removals_race(stocked: Gallery) -> None:
     assert stocked.remove(["k1"], keep=["k2", "k3"]) == 1
     with pytest.raises(GalleryConflictError, match="Nothing was removed: none of the 1 items"):
         stocked.remove(["k2", "k3"], keep=["k1"])
@@ -159,10 +155,10 @@ def test_the_last_copy_is_kept_whoever_removes_another_one_first(stocked: Galler
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_a_gallery_of_an_earlier_version_learns_it_with_its_first_change(
+def test_a_gallery_of_an_earlier_version_can_undo_from_its_first_change_on(
     stocked: Gallery, version: int
 ) -> None:
-    path, before = stocked.path, contents(stocked)
+    path, before = stocked.path, checked(stocked)
     [catalog] = path.glob("versions/*/catalog.sqlite")
     stocked.close()
     with contextlib.closing(sqlite3.connect(catalog)) as connection:
@@ -177,7 +173,7 @@ def test_a_gallery_of_an_earlier_version_learns_it_with_its_first_change(
         gallery.remove(["k1"])
         assert stored_contents(path, [sha]) == {sha}
         assert [item.key for item in gallery.restore(["k1"])] == ["k1"]
-        assert contents(gallery) == before
+        assert checked(gallery) == before
         check_files(path)
 
 

@@ -8,7 +8,7 @@ from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry
-from tests.indexer.oracle import entry, units
+from tests.indexer.oracle import contents, entry, units
 
 SEVEN = parse_filter("tenant = 7")
 VECTORS = units(40)
@@ -16,13 +16,7 @@ KEYS = [f"k{n}" for n in range(12)]
 
 
 def outside(gallery: Gallery) -> dict[str, tuple[object, ...]]:
-    """All that is known of the items that do not fit."""
-    return {
-        one.key: (one.sha256, dict(one.attributes), one.path, one.vector.tobytes())
-        for batch in gallery.scan()
-        for one in batch
-        if not SEVEN.matches(one.attributes)
-    }
+    return {key: one for key, one in contents(gallery).items() if not SEVEN.matches(one[1])}
 
 
 def some(chance: random.Random) -> Entry:

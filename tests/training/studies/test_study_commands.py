@@ -18,7 +18,7 @@ runner = CliRunner()
 
 
 def job_file(folder: Path) -> Path:
-    """A small job on 8 products with two views; the base of a grid beside it."""
+    """A small job on 8 products with two views, also the base of a grid in its folder."""
     content = small_job(folder / "products", regularized=False).as_dict()
     content["data"] |= {"products": 8, "views": 2}
     return write_job(folder / "job.toml", parse_job(content))

@@ -28,12 +28,7 @@ from kinlens.training.models.from_bundle import new_network
 from kinlens.training.runner import load_chosen, run_job
 from kinlens.training.start import whiten_within
 from kinlens.training.trainer import fit
-from tests.training.jobs import Silent, Stopping, calibrated_weights, small_job
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calibrated_weights(tmp_path_factory.mktemp("weights") / "trunk.pth")
+from tests.training.jobs import Silent, Stopping, small_job
 
 
 @pytest.fixture(autouse=True)

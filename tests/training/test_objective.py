@@ -10,15 +10,10 @@ from kinlens.embedder.errors import JobError
 from kinlens.training.config.settings import SkewedMean
 from kinlens.training.regularizers.skewed_mean import skewed_mean
 from kinlens.training.state import Run, create_run, parameter_groups
-from tests.training.jobs import calibrated_weights, step_job
+from tests.training.jobs import step_job
 from tests.training.ranks import NIR, REGULARIZERS
 
 BATCH, CLASSES = 8, 4
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calibrated_weights(tmp_path_factory.mktemp("weights") / "weights.pth")
 
 
 def features(run: Run) -> tuple[Tensor, Tensor]:

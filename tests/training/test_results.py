@@ -35,7 +35,7 @@ from kinlens.training.report.tables import (
     records_of,
 )
 from kinlens.training.runner import run_job
-from tests.training.jobs import TINY_TRUNK, Silent, calibrated_weights, small_job
+from tests.training.jobs import TINY_TRUNK, Silent, small_job
 
 DOCS = Path(__file__).parents[2] / "docs"
 runner = CliRunner()
@@ -185,8 +185,7 @@ def test_a_folder_without_a_finished_run_is_named(tmp_path: Path) -> None:
         runner.invoke(app, ["compare", str(tmp_path)], catch_exceptions=False)
 
 
-def test_a_bundle_without_a_job_is_evaluated_on_a_folder_or_a_list(tmp_path: Path) -> None:
-    weights = calibrated_weights(tmp_path / "weights.pth")
+def test_a_bundle_without_a_job_is_evaluated_on_images(weights: Path, tmp_path: Path) -> None:
     model, spec = Model(backbone=TINY_TRUNK, weights=str(weights)), Input(size_px=32, resize_px=36)
     bundle = str(export_backbone("trunk", model, spec, tmp_path / "trunk").path)
     shop = tmp_path / "shop"

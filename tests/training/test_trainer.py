@@ -26,17 +26,12 @@ from kinlens.training.folder import Result, read_result
 from kinlens.training.runner import load_chosen, run_job
 from kinlens.training.state import create_run
 from kinlens.training.trainer import fit, train_step
-from tests.training.jobs import Silent, Stopping, calibrated_weights, small_job
+from tests.training.jobs import Silent, Stopping, small_job
 
 
 @pytest.fixture(scope="module")
 def products(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data") / "products"
-
-
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calibrated_weights(tmp_path_factory.mktemp("weights") / "calibrated.pth")
 
 
 def run(
@@ -94,8 +89,8 @@ def copied(finished: Finished, tmp_path: Path) -> Finished:
     return finished._replace(folder=shutil.copytree(finished.folder, tmp_path / "copy"))
 
 
-def test_training_lowers_the_loss(products: Path, calibrated: Path, tmp_path: Path) -> None:
-    job = small_job(products, weights=calibrated, epochs=10, lr_trunk=3e-4, lr_head=3e-3)
+def test_training_lowers_the_loss(products: Path, weights: Path, tmp_path: Path) -> None:
+    job = small_job(products, weights=weights, epochs=10, lr_trunk=3e-4, lr_head=3e-3)
     _, history = run(job, tmp_path)
     assert history[-1]["loss"] < 0.9 * history[0]["loss"]
     assert set(history[-1]) >= {"epoch", "seconds", "images_per_s", "R@1", "R@2", "lipschitz_max"}

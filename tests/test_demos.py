@@ -15,14 +15,21 @@ from tests.training.official_layouts import write_layout
 ROOT = Path(__file__).parents[1]
 
 
-def demo(name: str, root: Path, bundle: Bundle, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run a demo as `make` does, with its files below `folder`."""
-    flags = ("--bundle", str(bundle.path), "--allow-partial", "--check")
-    command = [sys.executable, str(ROOT / "scripts" / "shop_demo.py"), name, "--root", str(root)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def run(folder: Path, script: str, *words: object) -> "subprocess.CompletedProcess[str]":
+    """Run a script as `make` does, with its files below `folder`."""
     return subprocess.run(
-        [*command, *flags], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, str(ROOT / "scripts" / script), *map(str, words)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
+
+
+def demo(name: str, root: Path, bundle: Bundle, folder: Path) -> "subprocess.CompletedProcess[str]":
+    flags = ("--bundle", bundle.path, "--allow-partial", "--check")
+    return run(folder, "shop_demo.py", name, "--root", root, *flags)
 
 
 def write_grocery(root: Path) -> Path:
@@ -70,32 +77,32 @@ def test_a_demo_goes_from_the_official_folder_to_recall_beside_the_paper(
 
 
 @pytest.mark.parametrize("folder", ["", "mug-{}"], ids=["flat", "a folder for each product"])
-def test_the_demo_of_ones_own_photos_with_ones_own_model_goes_the_whole_road(
-    folder: str, tiny_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_the_demo_runs_on_own_photos(folder: str, tiny_bundle: Bundle, tmp_path: Path) -> None:
     for number in range(12):
         path = tmp_path / "shop" / folder.format(number // 3) / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded(photo(number), "JPEG", quality=95))
     path.with_name("damaged.jpg").write_bytes(b"no image")
-    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--check"]
-    command += ["--images", str(tmp_path / "shop"), "--bundle", str(tiny_bundle.path)]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = ("--check", "--images", tmp_path / "shop", "--bundle", tiny_bundle.path)
+    done = run(tmp_path, "demo.py", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Total time:" in done.stdout
 
 
-def test_a_folder_that_is_no_data_set_is_named(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    done = demo("sop", tmp_path / "nowhere", tiny_bundle, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "folder", "message"),
+    [
+        ("sop", "nowhere", "ROOT={root} is not a folder"),
+        ("grocery", "", "it lacks classes.csv"),
+    ],
+)
+def test_a_folder_that_is_no_such_data_set_is_named(
+    name: str, folder: str, message: str, tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    root = tmp_path / folder
+    done = demo(name, root, tiny_bundle, tmp_path)
     assert done.returncode == 1
-    assert f"ROOT={tmp_path / 'nowhere'} is not a folder" in done.stdout
+    assert message.format(root=root) in done.stdout
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_trained(tmp_path: Path) -> None:
@@ -103,15 +110,8 @@ def test_a_port_that_is_taken_is_told_before_anything_is_trained(tmp_path: Path)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--port", str(port)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        done = run(tmp_path, "demo.py", "--port", port)
     assert done.returncode == 1
     assert f"Port {port} is in use" in done.stdout
     assert "PORT=8001" in done.stdout
     assert "$ kinlens-" not in done.stdout, "no command was begun"
-
-
-def test_a_folder_of_something_else_is_named(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    done = demo("grocery", tmp_path, tiny_bundle, tmp_path)
-    assert done.returncode == 1
-    assert "it lacks classes.csv" in done.stdout

@@ -43,9 +43,7 @@ def test_a_stored_bundle_opens_in_all_its_precisions(stored: Path) -> None:
         assert cosines.min() > 0.99
 
 
-def test_a_stored_calibration_keeps_its_thresholds_and_asks_for_another_export(
-    stored: Path,
-) -> None:
+def test_a_stored_calibration_has_thresholds_and_no_curve(stored: Path) -> None:
     calibration = Bundle.open(stored / "bundle").manifest.calibration
     assert calibration is not None
     assert all(one.search_score > one.pair_score for one in calibration.thresholds)

@@ -113,9 +113,7 @@ def test_stored_galleries_of_approximate_kinds_are_searched(stored: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["shop", "points", "codes"])
-def test_a_compaction_moves_the_vectors_of_a_stored_gallery_out_of_its_catalogue(
-    stored: Path, name: str
-) -> None:
+def test_a_compaction_moves_stored_vectors_out_of_the_catalogue(stored: Path, name: str) -> None:
     before = items_of(stored / name)
     generation = current(stored / name)
     with closing(sqlite3.connect(generation / "catalog.sqlite")) as catalog:
@@ -133,9 +131,7 @@ def test_a_compaction_moves_the_vectors_of_a_stored_gallery_out_of_its_catalogue
     kinlens_index("verify", stored / name)
 
 
-def test_what_was_removed_before_or_after_a_conversion_is_erased(
-    stored: Path, tmp_path: Path
-) -> None:
+def test_items_removed_around_a_conversion_are_erased(stored: Path, tmp_path: Path) -> None:
     """Also from the pages of the catalogue that the vectors have left, and from a backup."""
     before = items_of(stored / "points")
     gone = [np.array(before[f"p{n}"][2], np.float32).tobytes() for n in range(10)]

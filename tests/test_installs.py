@@ -78,9 +78,7 @@ def test_the_wheel_holds_one_package_without_links(wheel: Path) -> None:
     assert "kinlens/training/jobs/shop.toml" in names
 
 
-def test_the_base_install_is_a_client_that_names_what_else_needs(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_the_base_install_is_a_client_and_names_extras(wheel: Path, tmp_path: Path) -> None:
     install = Install(tmp_path, wheel, "")
     (tmp_path / "service.py").write_text("raise SystemExit('a module of the user')")
     code = "import kinlens; kinlens.Client(); kinlens.AsyncClient(); print(kinlens.__version__)"
@@ -119,9 +117,7 @@ def test_the_extra_cpu_indexes_and_serves(wheel: Path, tiny_bundle: Bundle, tmp_
     assert "pip install 'kinlens[cpu,training]'" in output
 
 
-def test_the_extra_training_trains_and_names_what_an_export_needs(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_the_extra_training_trains_and_names_extras(wheel: Path, tmp_path: Path) -> None:
     install = Install(tmp_path, wheel, "[training]")
     small = [
         word

@@ -113,9 +113,7 @@ def test_a_build_is_on_the_disk_before_it_is_current(disk: Disk, tmp_path: Path)
     disk.check()
 
 
-def test_a_compaction_a_backup_and_its_restoration_are_on_the_disk(
-    disk: Disk, tmp_path: Path
-) -> None:
+def test_a_compaction_a_backup_and_its_restore_are_on_disk(disk: Disk, tmp_path: Path) -> None:
     gallery = Gallery.create(tmp_path / "shop", name="shop", bundle_id="b" * 64, dim=8)
     gallery.add(entries(20))
     gallery.compact()

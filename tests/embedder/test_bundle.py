@@ -91,9 +91,7 @@ def test_an_unknown_key_is_refused(full_bundle: Bundle, table: str) -> None:
         Bundle.open(full_bundle.path)
 
 
-def test_an_existing_folder_is_not_overwritten_and_a_failed_write_leaves_nothing(
-    tiny_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_write_overwrites_nothing_or_leaves_nothing(tiny_bundle: Bundle, tmp_path: Path) -> None:
     model, nothing = tmp_path / "absent.onnx", np.zeros((0,))
     with pytest.raises(BundleError, match="already exists"):
         write_bundle(tiny_bundle.path, tiny_bundle.manifest, model, [], nothing, nothing)
@@ -103,9 +101,7 @@ def test_an_existing_folder_is_not_overwritten_and_a_failed_write_leaves_nothing
     assert list(out.parent.iterdir()) == []
 
 
-def test_a_manifest_from_before_variants_still_opens_under_its_id(
-    tiny_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_manifest_without_variants_keeps_its_id(tiny_bundle: Bundle, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(tiny_bundle.path, tmp_path / "copy"))
     content = json.loads((copy / MANIFEST).read_text())
     assert not content.keys() & {"held_out", "variants", "calibration"}

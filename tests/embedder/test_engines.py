@@ -14,7 +14,13 @@ import pytest
 import kinlens.embedder.engines.measured as measured_module
 import kinlens.embedder.engines.models as models_module
 from kinlens.embedder.bundle import Bundle, write_bundle
-from kinlens.embedder.engines.models import OPENVINO, SessionSettings, absence, load
+from kinlens.embedder.engines.models import (
+    OPENVINO,
+    OnnxRuntimeModel,
+    SessionSettings,
+    absence,
+    load,
+)
 from kinlens.embedder.errors import (
     BundleCorruptError,
     BundleError,
@@ -36,6 +42,9 @@ OPENVINO_FP32, BF16 = Mode("openvino", "fp32"), Mode("openvino", "bf16")
 needs_openvino = pytest.mark.skipif(
     absence(OPENVINO_FP32) is not None, reason=f"{absence(OPENVINO_FP32)}"
 )
+EACH_ENGINE = pytest.mark.parametrize(
+    "engine", ["onnxruntime", pytest.param("openvino", marks=needs_openvino)]
+)
 
 
 def images_of(count: int) -> Images:
@@ -43,15 +52,14 @@ def images_of(count: int) -> Images:
     return rng.integers(0, 256, (count, 3, TINY.crop_px, TINY.crop_px), dtype=np.uint8)
 
 
+def load_any(path: Path, settings: SessionSettings, _: Mode) -> OnnxRuntimeModel:
+    return OnnxRuntimeModel(path, settings)
+
+
 @pytest.fixture
 def any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this machine had all engines and units; each runs the file as onnxruntime does."""
     monkeypatch.setattr("kinlens.embedder.session.absence", lambda *_: None)
-    real = models_module.OnnxRuntimeModel
-
-    def load_any(path: Path, settings: SessionSettings, mode: Mode) -> object:
-        return real(path, settings)
-
     monkeypatch.setattr("kinlens.embedder.session.load", load_any)
 
 
@@ -87,9 +95,7 @@ class Gains:
 
 @needs_openvino
 @pytest.mark.parametrize("callers", [1, 2])
-def test_openvino_gives_the_vectors_of_the_model_to_several_threads_at_once(
-    tiny_bundle: Bundle, callers: int
-) -> None:
+def test_openvino_serves_several_threads_at_once(tiny_bundle: Bundle, callers: int) -> None:
     settings = SessionSettings(engine="openvino", callers=callers)
     embedder = OnnxEmbedder.open(tiny_bundle, settings)
     assert (embedder.mode, embedder.provider) == (OPENVINO_FP32, OPENVINO)
@@ -109,19 +115,16 @@ def test_openvino_gives_the_vectors_of_the_model_to_several_threads_at_once(
     assert len(found) == 4
 
 
-@needs_openvino
-def test_more_threads_for_a_single_caller_give_the_same_vectors_with_openvino(
-    tiny_bundle: Bundle,
-) -> None:
-    settings = SessionSettings(engine="openvino", single_threads=2)
-    embedder = OnnxEmbedder.open(tiny_bundle, settings)
+@EACH_ENGINE
+def test_threads_for_a_single_caller_change_nothing(tiny_bundle: Bundle, engine: Engine) -> None:
+    embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings(engine=engine, single_threads=2))
     images = images_of(3)
     np.testing.assert_allclose(embedder.embed_single(images), embedder.embed(images), atol=1e-6)
 
 
-@needs_openvino
-def test_an_image_that_openvino_refuses_costs_the_next_one_nothing(tiny_bundle: Bundle) -> None:
-    embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings(engine="openvino"))
+@EACH_ENGINE
+def test_a_refused_image_does_not_affect_the_next(tiny_bundle: Bundle, engine: Engine) -> None:
+    embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings(engine=engine))
     with pytest.raises(BundleError, match=r"failed on 2 image\(s\) of shape \(3, 5, 5\)"):
         embedder.embed(np.zeros((2, 3, 5, 5), dtype=np.uint8))
     images = images_of(2)
@@ -136,9 +139,7 @@ def test_a_file_that_openvino_cannot_read_is_refused_with_a_cure(tmp_path: Path)
 
 
 @needs_openvino
-def test_bf16_that_nobody_measured_runs_if_it_is_asked_for_and_never_by_itself(
-    tiny_bundle: Bundle,
-) -> None:
+def test_unmeasured_bf16_runs_only_if_asked_for(tiny_bundle: Bundle) -> None:
     if (reason := absence(BF16)) is not None:
         pytest.skip(reason)
     asked = SessionSettings(precision="bf16", engine="auto")
@@ -190,9 +191,7 @@ def test_the_next_start_measures_nothing_until_something_changes(
 
 
 @pytest.mark.usefixtures("any_engine")
-def test_a_cache_folder_that_cannot_be_written_is_no_fault(
-    tiny_bundle: Bundle, tmp_path: Path, cache: Path
-) -> None:
+def test_an_unwritable_cache_is_tolerated(tiny_bundle: Bundle, tmp_path: Path, cache: Path) -> None:
     cache.write_text("a file, where the folder should be")
     bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=2.0)
     for _ in range(2):
@@ -201,9 +200,7 @@ def test_a_cache_folder_that_cannot_be_written_is_no_fault(
 
 
 @pytest.mark.usefixtures("any_engine")
-def test_a_mode_whose_golden_vectors_do_not_hold_here_is_left_out_and_named(
-    tiny_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_auto_omits_modes_that_fail_golden_vectors(tiny_bundle: Bundle, tmp_path: Path) -> None:
     turned = np.roll(tiny_bundle.golden_vectors(), 1, axis=1)
     bundle = measured_bundle(tiny_bundle, tmp_path, turned)
     for _ in range(2):  # measured, and remembered
@@ -222,14 +219,13 @@ def test_what_was_fast_before_and_no_longer_holds_is_measured_again(
 ) -> None:
     bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=2.0)
     assert OnnxEmbedder.open(bundle, AUTO, gains=gains).mode == BF16
-    real = models_module.OnnxRuntimeModel
 
-    class Broken(real):
+    class Broken(OnnxRuntimeModel):
         def run(self, images: Images) -> Embeddings:
             return np.roll(super().run(images), 1, axis=1)
 
     def load_broken(path: Path, settings: SessionSettings, mode: Mode) -> object:
-        return (Broken if mode == BF16 else real)(path, settings)
+        return (Broken if mode == BF16 else OnnxRuntimeModel)(path, settings)
 
     monkeypatch.setattr("kinlens.embedder.session.load", load_broken)
     assert OnnxEmbedder.open(bundle, AUTO, gains=gains).mode == FP32
@@ -237,9 +233,7 @@ def test_what_was_fast_before_and_no_longer_holds_is_measured_again(
 
 
 @pytest.mark.usefixtures("any_engine")
-def test_auto_mixes_no_two_precisions_that_were_never_compared(
-    tiny_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_auto_mixes_only_compared_precisions(tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=9.0)
     for galleries, taken in (({"fp32", "bf16"}, BF16), ({"fp32", "int8"}, FP32)):
         settings = SessionSettings(precision="auto", engine="auto", galleries=frozenset(galleries))
@@ -319,9 +313,7 @@ def test_openvino_on_a_gpu_is_refused(tiny_bundle: Bundle) -> None:
         OnnxEmbedder.open(tiny_bundle, settings)
 
 
-def test_on_arm_onnxruntime_computes_in_bf16_by_its_own_option(
-    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onnxruntime_has_bf16_on_arm(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models_module.platform, "machine", lambda: "aarch64")
     settings = SessionSettings(precision="bf16", engine="onnxruntime")
     monkeypatch.setattr(models_module, "processor", lambda: "Features : fp asimd")
@@ -342,9 +334,7 @@ def test_on_arm_onnxruntime_computes_in_bf16_by_its_own_option(
 
 
 @pytest.mark.usefixtures("any_engine")
-def test_of_two_engines_for_a_precision_the_one_that_was_measured_runs_however_fast_the_other_is(
-    tiny_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_measured_engine_beats_an_unmeasured_one(tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle = write_full_bundle(tiny_bundle, tmp_path)
 
     def gains(embeds: Mapping[Mode, Embed], _: Images) -> dict[Mode, float]:
@@ -375,15 +365,11 @@ def test_a_failure_that_may_pass_is_not_kept_and_stops_no_start(
     tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=2.0)
-    real = models_module.OnnxRuntimeModel
 
     def load_full(path: Path, settings: SessionSettings, mode: Mode) -> object:
         if mode == BF16:
             raise BundleCorruptError("out of memory")
-        return real(path, settings)
-
-    def load_any(path: Path, settings: SessionSettings, mode: Mode) -> object:
-        return real(path, settings)
+        return load_any(path, settings, mode)
 
     for loader, taken in ((load_full, FP32), (load_any, BF16), (load_full, FP32)):
         monkeypatch.setattr("kinlens.embedder.session.load", loader)
@@ -393,9 +379,7 @@ def test_a_failure_that_may_pass_is_not_kept_and_stops_no_start(
 
 
 @pytest.mark.usefixtures("any_engine")
-def test_auto_does_not_trust_what_an_earlier_version_measured(
-    tiny_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_auto_ignores_measurements_of_older_versions(tiny_bundle: Bundle, tmp_path: Path) -> None:
     known = {"held_out_cosine", "recall_at_1_interval", "gallery_recall_at_1_loss"}
     old = Comparison(**INT8.model_dump(exclude={"sha256", *known}))
     manifest = tiny_bundle.manifest.model_copy(update={"modes": {BF16.key: old}})
@@ -407,9 +391,7 @@ def test_auto_does_not_trust_what_an_earlier_version_measured(
 
 
 @pytest.mark.parametrize("module", ["kinlens.embedder.session", "kinlens.training.export.int8"])
-def test_onnxruntime_reports_nothing_to_its_maker(
-    tiny_bundle: Bundle, tmp_path: Path, module: str
-) -> None:
+def test_onnxruntime_sends_no_telemetry(tiny_bundle: Bundle, tmp_path: Path, module: str) -> None:
     """Its telemetry leaves a queue and the id of the device in the home of the user."""
     code = (
         f"import importlib, sys; importlib.import_module({module!r});"

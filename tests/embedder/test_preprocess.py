@@ -69,16 +69,19 @@ def test_every_allowed_format_gives_the_same_image(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TURNED)
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_an_exif_turn_is_undone(kind: str, orientation: int) -> None:
-    image = photo(2)
-    turned = stored_turned(image, kind, orientation)
+def test_an_exif_turn_is_undone_before_a_crop_box_is_cut(kind: str, orientation: int) -> None:
+    image = photo(2, (400, 200))
+    options = {"lossless": True} if kind == "WEBP" else {}
+    turned = stored_turned(image, kind, orientation, **options)
     assert cosine(encoded(image), turned) > 0.99
     assert decode(turned).size == image.size
+    alone = preprocess(encoded(image.crop((40, 100, 140, 180))), SPEC)
+    cropped = preprocess(turned, SPEC, box=(0.1, 0.5, 0.25, 0.4))
+    loss = 3 if kind in ("JPEG", "AVIF", "HEIF") else 1e-9
+    assert np.abs(cropped.astype(int) - alone).mean() < loss
 
 
-def test_a_refusal_names_the_formats_that_are_installed_and_no_inner_word_of_a_decoder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_refusal_names_the_installed_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(errors.UnsupportedFormatError, match=r"Send one of JPEG.*, AVIF, HEIC\. "):
         decode(b"no image")
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
@@ -96,14 +99,9 @@ def test_a_damaged_exif_block_does_not_refuse_the_photo() -> None:
 
 def test_cmyk_palette_grey_and_one_bit_become_rgb() -> None:
     image = photo(3)
-    for variant in (
-        image.convert("CMYK"),
-        image.convert("P"),
-        image.convert("LA"),
-        image.convert("1"),
-    ):
-        kind = "JPEG" if variant.mode == "CMYK" else "PNG"
-        assert decode(encoded(variant, kind)).mode == "RGB"
+    for mode in ("CMYK", "P", "LA", "1"):
+        kind = "JPEG" if mode == "CMYK" else "PNG"
+        assert decode(encoded(image.convert(mode), kind)).mode == "RGB"
     assert cosine(encoded(image), encoded(image.convert("CMYK"), "JPEG", quality=95)) > 0.99
 
 
@@ -281,29 +279,12 @@ def test_a_multi_image_jpeg_is_its_first_image() -> None:
     assert blue < 50
 
 
-@pytest.mark.parametrize("kind", TURNED)
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_crop_box_is_cut_from_the_upright_image(kind: str, orientation: int) -> None:
-    image = photo(2, (400, 200))
-    options = {"lossless": True} if kind == "WEBP" else {}
-    turned = stored_turned(image, kind, orientation, **options)
-    alone = preprocess(encoded(image.crop((40, 100, 140, 180))), SPEC)
-    cropped = preprocess(turned, SPEC, box=(0.1, 0.5, 0.25, 0.4))
-    assert np.abs(cropped.astype(int) - alone).mean() < (
-        3 if kind in ("JPEG", "AVIF", "HEIF") else 1e-9
-    )
-
-
 def test_a_crop_box_treats_its_part_as_a_whole_image() -> None:
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (90, 120, 3), dtype=np.uint8)
     data = encoded(Image.fromarray(pixels))
-    for left, top, width, height in (
-        (0, 0, 60, 45),
-        (30, 9, 90, 81),
-        (60, 45, 1, 1),
-        (7, 0, 50, 8),
-    ):
+    boxes = (0, 0, 60, 45), (30, 9, 90, 81), (60, 45, 1, 1), (7, 0, 50, 8)
+    for left, top, width, height in boxes:
         box = (left / 120, top / 90, width / 120, height / 90)
         alone = Image.fromarray(pixels[top : top + height, left : left + width])
         assert np.array_equal(preprocess(data, SPEC, box=box), preprocess(encoded(alone), SPEC))

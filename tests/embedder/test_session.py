@@ -67,34 +67,22 @@ def test_a_batch_of_more_than_one_run_takes_equals_singles(embedder: OnnxEmbedde
     np.testing.assert_allclose(embedder.embed(images), singles, atol=1e-6)
 
 
-def test_more_threads_for_a_single_caller_give_the_same_vectors(tiny_bundle: Bundle) -> None:
-    embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings(single_threads=2))
-    images = tiny_bundle.golden_inputs()
-    assert np.abs(embedder.embed_single(images) - embedder.embed(images)).max() <= 1e-6
-
-
 @pytest.mark.parametrize("count", [1, 3, 8, 9])
-def test_a_batch_filled_up_for_a_gpu_gives_the_same_vectors(
-    tiny_bundle: Bundle, count: int
-) -> None:
+def test_a_padded_batch_gives_the_same_vectors(tiny_bundle: Bundle, count: int) -> None:
     session = models_module.create_session(tiny_bundle.model_path, SessionSettings())
     images = random_images(count)
     vectors = models_module.run_bucketed(session, "images", images)
     np.testing.assert_allclose(vectors, tiny_embed(images), atol=1e-5)
 
 
-def test_cuda_asked_for_and_absent_is_refused_unless_the_cpu_is_allowed(
-    tiny_bundle: Bundle,
-) -> None:
+def test_absent_cuda_is_refused_unless_the_cpu_is_allowed(tiny_bundle: Bundle) -> None:
     with pytest.raises(ProviderError, match="CUDAExecutionProvider was requested"):
         OnnxEmbedder.open(tiny_bundle, SessionSettings(device="cuda"))
     allowed = SessionSettings(device="cuda", allow_cpu_fallback=True)
     assert OnnxEmbedder.open(tiny_bundle, allowed).provider == "CPUExecutionProvider"
 
 
-def test_a_session_that_falls_back_in_silence_is_found(
-    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_fallback_is_found(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     real = models_module.ort.InferenceSession
 
@@ -174,9 +162,7 @@ def test_int8_may_round_otherwise_on_another_processor_but_not_much(
             OnnxEmbedder.open(bundle, INT8)
 
 
-def test_an_export_where_int8_saturated_does_not_bless_itself(
-    tiny_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_an_export_with_saturated_int8_is_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
     # int8 gives here what it gave at the export; both are far from fp32.
     bundle = write_full_bundle(tiny_bundle, tmp_path, seed=0.3)
     with pytest.raises(GoldenMismatchError, match=r"cosine to fp32 0\.9\d+.* 0\.9800\. .*fp32"):
@@ -184,21 +170,17 @@ def test_an_export_where_int8_saturated_does_not_bless_itself(
     assert OnnxEmbedder.open(bundle).mode == FP32
 
 
-@pytest.mark.parametrize(("times", "taken"), [(1.0, "fp32"), (1.19, "fp32"), (1.7, "int8")])
-def test_auto_takes_int8_where_the_processor_gains_from_it(
-    tiny_bundle: Bundle, tmp_path: Path, times: float, taken: str
-) -> None:
+def test_auto_takes_int8_where_it_is_faster(tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle = write_full_bundle(tiny_bundle, tmp_path)
 
     def gains(modes: Mapping[Mode, Embed], _: Images) -> dict[Mode, float]:
-        return {mode: 1 if mode == FP32 else times for mode in modes}
+        return {mode: 1 if mode == FP32 else 1.7 for mode in modes}
 
     embedder = OnnxEmbedder.open(bundle, replace(AUTO, engine="onnxruntime"), gains=gains)
-    assert embedder.mode == ("onnxruntime", taken)
-    assert f"is {times:.2f} times as fast as fp32 with onnxruntime" in embedder.precision_reason
+    assert embedder.mode == ("onnxruntime", "int8")
+    assert "is 1.70 times as fast as fp32 with onnxruntime" in embedder.precision_reason
     images = random_images(4)
-    seed = {"fp32": 0, "int8": 0.05}[taken]
-    np.testing.assert_allclose(embedder.embed(images), tiny_embed(images, seed), atol=1e-5)
+    np.testing.assert_allclose(embedder.embed(images), tiny_embed(images, 0.05), atol=1e-5)
 
 
 @pytest.mark.parametrize(("seed", "degrees"), [(0.05, 20.0), (0.3, 0.0)])
@@ -220,9 +202,7 @@ def test_auto_without_another_precision_is_fp32_and_says_so(tiny_bundle: Bundle)
     )
 
 
-def test_the_gain_is_that_of_the_best_runs_so_that_a_stall_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_gain_compares_the_fastest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(session_module, "perf_counter", lambda: clock[0])
 
@@ -234,14 +214,7 @@ def test_the_gain_is_that_of_the_best_runs_so_that_a_stall_changes_nothing(
     assert speed_gains(both, random_images(1)) == {FP32: 1.0, BF16: pytest.approx(3.0)}
 
 
-def test_an_error_of_the_engine_is_one_of_ours(embedder: OnnxEmbedder) -> None:
-    with pytest.raises(BundleError, match=r"failed on 2 image\(s\) of shape \(3, 5, 5\)"):
-        embedder.embed(np.zeros((2, 3, 5, 5), dtype=np.uint8))
-
-
-def test_vectors_that_are_not_finite_are_refused(
-    embedder: OnnxEmbedder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vectors_must_be_finite(embedder: OnnxEmbedder, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = np.full((1, TINY_DIM), np.nan, dtype=np.float32)
     monkeypatch.setattr(models_module, "run_plain", lambda *_: nothing)
     with pytest.raises(BundleError, match="not finite"):

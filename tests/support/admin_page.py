@@ -108,3 +108,23 @@ def fill_row(page: Page, number: int, name: str, kind: str, value: str) -> None:
         field.select_option(value)
     else:
         field.fill(value)
+
+
+def job(number: int, state: str, **more: object) -> dict[str, object]:
+    """A job of the gallery `shop` as the service lists it."""
+    times = {"created_at": "2026-01-01T00:00:00.000+00:00", "started_at": None, "ended_at": None}
+    return {
+        "id": f"{number:012x}",
+        "kind": "rebuild",
+        "gallery": "shop",
+        "state": state,
+        "step": "embed images: 400 of 1,000",
+        "done": 400,
+        "total": 1000,
+        "by": "office",
+        "params": {"bundle_id": "b" * 64, "swap": "never"},
+        "error": None,
+        "report": None,
+        **times,
+        **more,
+    }

@@ -172,6 +172,14 @@ def drop_item(page: Page, shop: Shop, number: int) -> None:
     expect(page.get_by_test_id("query-name")).to_have_text(f"mine-{number}.png")
 
 
+def searched(open_page: OpenPage, shop: Shop, path: str = "/", **settings: Any) -> Page:
+    """Open the start and drop the image of the first item."""
+    page = open_page(path, **settings)
+    expect(page.get_by_test_id("sample")).to_have_count(8)
+    drop_item(page, shop, 0)
+    return page
+
+
 def drop_many(page: Page, shop: Shop, count: int, broken: int | None = None) -> None:
     """Drop the images 0.png, 1.png .. of the first items. The file `broken` is not an image."""
     stock = shop.galleries["shop"]
@@ -255,11 +263,18 @@ def violations(page: Page, part: str = "html") -> list[str]:
     return found
 
 
+def faults(page: Page) -> list[object]:
+    """What axe-core finds wrong with the page, and the widths at which it scrolls sideways."""
+    return [*violations(page), *too_wide(page)]
+
+
 def too_wide(page: Page) -> list[int]:
     """The widths at which the page as it is now scrolls sideways."""
-    found = []
+    found, before = [], page.viewport_size
     for width_px in WIDTHS_PX:
         page.set_viewport_size({"width": width_px, "height": 800})
         if not page.evaluate(FITS):
             found.append(width_px)
+    if before:
+        page.set_viewport_size(before)
     return found

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from kinlens.embedder.preprocess import to_chw
-from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.job import Job, job_toml, parse_job
 from kinlens.training.rendered.catalogue import render_view
 
 TINY_TRUNK = "timm:test_resnet"
 TINY_CHANNELS = 96
+SMALL_CATALOGUE = {"products": 6, "views": 4, "size_px": 40}
 
 
 def small_job(
@@ -27,20 +28,9 @@ def small_job(
     return parse_job(
         {
             "name": "small",
-            "data": {
-                "kind": "rendered",
-                "root": str(root),
-                "products": 6,
-                "views": 4,
-                "size_px": 40,
-            },
+            "data": {"kind": "rendered", "root": str(root), **SMALL_CATALOGUE},
             "recall_at": [1, 2],
-            "model": {
-                "backbone": TINY_TRUNK,
-                "dim": 16,
-                "batch_norm": "train",
-                **model,
-            },
+            "model": {"backbone": TINY_TRUNK, "dim": 16, "batch_norm": "train", **model},
             "input": {"size_px": 32, "resize_px": 36},
             "regularizers": determinant if regularized else {},
             "optimizer": {"epochs": 1, "batch_size": 4, "lr_trunk": 1e-3, **optimizer},
@@ -64,6 +54,28 @@ def calibrated_weights(path: Path) -> Path:
     return path
 
 
+def step_job(
+    regularizers: dict[str, Any], weights: Path | str = "none", loss: Any = None, **tables: Any
+) -> Job:
+    """A job without images, whose steps a test takes itself: two draws of two per class."""
+    content = {
+        "name": "step",
+        "data": {"kind": "folder", "root": "unused"},
+        "model": {"backbone": TINY_TRUNK, "weights": str(weights), "dim": 16},
+        "input": {"size_px": 32, "resize_px": 36},
+        "loss": loss or {"name": "proxy_anchor"},
+        "regularizers": regularizers,
+        "sampling": {"kind": "paired", "per_class": 2},
+        "runtime": {"device": "cpu", "precision": "fp32"},
+    }
+    return parse_job(content | tables)
+
+
+def write_job(path: Path, job: Job) -> Path:
+    path.write_text(job_toml(job), encoding="utf-8")
+    return path
+
+
 class Silent:
     """A listener that remembers its messages."""
 
@@ -83,3 +95,16 @@ class Silent:
 
     def epoch_done(self, row: dict[str, float]) -> None:
         self.rows.append(row)
+
+
+class Stopping(Silent):
+    """Presses Ctrl-C at a given step, counted from 1."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.last = step
+
+    def step_done(self, parts: dict[str, float]) -> None:
+        super().step_done(parts)
+        if len(self.steps) == self.last:
+            raise KeyboardInterrupt

@@ -17,11 +17,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import kinlens.training.runner  # noqa: F401  (loaded once, before the ranks part)
 from kinlens.training.__main__ import main
 from kinlens.training.checkpoint import seed_everything
-from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.job import Job
 from kinlens.training.distributed import process_group, rank, world
 from kinlens.training.losses.table import LOSSES
 from kinlens.training.state import create_run
-from tests.training.jobs import TINY_TRUNK
+from tests.training.jobs import step_job
 
 CLASSES, BATCH, SIZE = 6, 8, 32
 FLOW = {"layers": 2, "hidden": 8}
@@ -45,25 +45,10 @@ REGULARIZERS: dict[str, dict[str, Any]] = {
 
 def cases(weights: Path) -> dict[str, Job]:
     """A job for each loss alone, and Proxy-Anchor with each regularizer."""
-    jobs = {name: _job(weights, {"name": name}, {}) for name in LOSSES}
+    jobs = {name: step_job({}, weights, {"name": name}) for name in LOSSES}
     for name, tables in REGULARIZERS.items():
-        jobs[f"proxy_anchor + {name}"] = _job(weights, {"name": "proxy_anchor"}, tables)
+        jobs[f"proxy_anchor + {name}"] = step_job(tables, weights)
     return jobs
-
-
-def _job(weights: Path, loss: dict[str, Any], regularizers: dict[str, Any]) -> Job:
-    return parse_job(
-        {
-            "name": "step",
-            "data": {"kind": "folder", "root": "unused"},
-            "model": {"backbone": TINY_TRUNK, "weights": str(weights), "dim": 16},
-            "input": {"size_px": SIZE, "resize_px": 36},
-            "loss": loss,
-            "regularizers": regularizers,
-            "sampling": {"kind": "paired", "per_class": 2},
-            "runtime": {"device": "cpu", "precision": "fp32"},
-        }
-    )
 
 
 def gradients(job: Job) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from kinlens.embedder.bundle import Bundle
@@ -29,12 +28,7 @@ from kinlens.training.models.from_bundle import new_network
 from kinlens.training.runner import load_chosen, run_job
 from kinlens.training.start import whiten_within
 from kinlens.training.trainer import fit
-from tests.training.jobs import Silent, calibrated_weights, small_job
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calibrated_weights(tmp_path_factory.mktemp("weights") / "trunk.pth")
+from tests.training.jobs import Silent, Stopping, small_job
 
 
 @pytest.fixture(autouse=True)
@@ -86,9 +80,7 @@ def test_the_trunk_keeps_its_weights_and_its_features_are_computed_once(
     assert [size for size in batches if size > 1] == []
 
 
-def test_features_are_those_of_the_content_and_of_the_trunk_whatever_the_name(
-    tmp_path: Path, weights: Path
-) -> None:
+def test_features_depend_on_content_and_trunk_alone(tmp_path: Path, weights: Path) -> None:
     job = head_job(tmp_path / "products", weights)
     images = load_split(job.data).train
     net, store = new_network(job), FeatureStore(tmp_path / "features.sqlite")
@@ -140,30 +132,20 @@ def test_the_store_of_features_forgets_what_came_first(tmp_path: Path) -> None:
     assert (found[keys[99]] == 90).all()
 
 
-def test_a_head_goes_on_where_it_was_stopped_as_if_it_had_not(
-    tmp_path: Path, weights: Path
-) -> None:
+def test_a_stopped_head_resumes_as_if_never_stopped(tmp_path: Path, weights: Path) -> None:
     job = head_job(tmp_path / "products", weights, protocol={"choose_by": "last", "folds": None})
     split = load_split(job.data)
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
     whole = fit(job, split, tmp_path / "whole", Silent())
 
-    class StopsLate(Silent):
-        def step_done(self, parts: dict[str, float]) -> None:
-            super().step_done(parts)
-            if len(self.steps) == 7:
-                raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        fit(job, split, tmp_path / "stopped", StopsLate())
+        fit(job, split, tmp_path / "stopped", Stopping(7))
     rest = fit(job, split, tmp_path / "stopped", Silent(), resume=True)
     assert [row["loss"] for row in rest] == [row["loss"] for row in whole]
 
 
-def test_the_line_between_start_and_last_epoch_has_both_as_its_ends(
-    tmp_path: Path, weights: Path
-) -> None:
+def test_models_between_start_and_end_are_mixtures(tmp_path: Path, weights: Path) -> None:
     job = head_job(tmp_path / "products", weights)
     ran(job, tmp_path / "run")
     start, last = load_checkpoint(tmp_path / "run" / START), load_checkpoint(tmp_path / "run")
@@ -205,11 +187,11 @@ def test_the_trunk_itself_is_tested_and_exported_where_it_was_chosen(
     assert result["figures"]["MAP@R"] == pytest.approx(result["trunk"]["MAP@R"])
     assert not any("No gain" in sentence for sentence in listener.sentences)
     bundle = export_checkpoint(chosen, split, tmp_path / "bundle")
-    by_hand = export_checkpoint(
-        load_checkpoint(tmp_path / "run"), split, tmp_path / "trunk", trunk=True
-    )
     assert bundle.manifest.dim == new_network(job).channels
-    np.testing.assert_array_equal(bundle.golden_vectors(), by_hand.golden_vectors())
+    if frozen:
+        last = load_checkpoint(tmp_path / "run")
+        by_hand = export_checkpoint(last, split, tmp_path / "trunk", trunk=True)
+        np.testing.assert_array_equal(bundle.golden_vectors(), by_hand.golden_vectors())
 
 
 def test_folds_that_are_finished_are_not_trained_again(tmp_path: Path, weights: Path) -> None:
@@ -231,9 +213,7 @@ def test_folds_that_are_finished_are_not_trained_again(tmp_path: Path, weights: 
     assert trained == [0, 1, 0, 1]
 
 
-def test_a_shop_too_small_to_choose_gets_the_trunk_and_is_told_before_the_first_step(
-    tmp_path: Path, weights: Path
-) -> None:
+def test_a_shop_too_small_to_choose_gets_the_trunk(tmp_path: Path, weights: Path) -> None:
     job = head_job(tmp_path / "products", weights, products=6)
     split, listener = ran(job, tmp_path / "run")
     assert split.train.classes == 3
@@ -246,37 +226,26 @@ def test_a_shop_too_small_to_choose_gets_the_trunk_and_is_told_before_the_first_
     assert too_few(load_split(head_job(tmp_path / "more", weights).data)) == ""
 
 
-def test_the_whitening_makes_what_differs_within_classes_small() -> None:
+def test_the_whitening_shrinks_the_directions_in_which_a_class_varies() -> None:
     torch.manual_seed(0)
     labels = np.repeat(np.arange(20), 15)
-    means = torch.randn(20, 12)
     noise = torch.randn(300, 12) * torch.tensor([10.0, *[0.5] * 11])
-    pooled = means[torch.from_numpy(labels)] + noise
+    pooled = torch.randn(20, 12)[torch.from_numpy(labels)] + noise
     layer = nn.Linear(12, 12).requires_grad_(False)
     length = layer.weight.norm().item()
     whiten_within(layer, pooled, labels)
     assert layer.weight.norm().item() == pytest.approx(length, rel=1e-5)
-    seen = F.normalize(layer(pooled), dim=1) @ F.normalize(layer(pooled), dim=1).T
-    raw = F.normalize(pooled, dim=1) @ F.normalize(pooled, dim=1).T
-    same = torch.from_numpy(labels[:, None] == labels[None])
-
-    def separation(cosines: torch.Tensor) -> float:
-        return float((cosines[same].mean() - cosines[~same].mean()) / cosines.std())
-
-    assert separation(seen) > 2 * separation(raw)
     torch.testing.assert_close(layer(pooled).mean(0), torch.zeros(12), atol=1e-4, rtol=0)
     # A covariance by hand: the maps of two points differ by (S / s + 3)^(-1/2), up to a rotation.
     x = pooled.double()
     residuals = x - torch.stack([x[labels == c].mean(0) for c in range(20)])[labels]
     within = residuals.T @ residuals / len(x)
     scaled = within / within.diagonal().mean() + 3 * torch.eye(12).double()
-    difference = x[0] - x[1]
-    expected = difference @ torch.linalg.solve(scaled, difference)
-    mapped = layer.weight.detach().double() @ difference
-    reference = x[2] - x[3]
-    unit = reference @ torch.linalg.solve(scaled, reference)
-    ratio = mapped.square().sum() / (layer.weight.detach().double() @ reference).square().sum()
-    torch.testing.assert_close(ratio, expected / unit, rtol=1e-4, atol=1e-4)
+    one, other = x[0] - x[1], x[2] - x[3]
+    expected = [step @ torch.linalg.solve(scaled, step) for step in (one, other)]
+    found = [(layer.weight.double() @ step).square().sum() for step in (one, other)]
+    ratio = found[0] / found[1]
+    torch.testing.assert_close(ratio, expected[0] / expected[1], rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_with_a_hidden_layer_starts_as_its_linear_layer() -> None:
@@ -326,9 +295,7 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     assert "Give another --run" in str(refused.exception)
 
 
-def test_the_report_compares_a_head_with_a_training_of_the_whole_network(
-    tmp_path: Path, weights: Path
-) -> None:
+def test_a_report_compares_head_and_whole_network(tmp_path: Path, weights: Path) -> None:
     last = {"choose_by": "last", "folds": None}
     head = head_job(tmp_path / "products", weights, protocol=last)
     whole = head_job(tmp_path / "products", weights, protocol=last, model={"frozen_trunk": False})

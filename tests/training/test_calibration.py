@@ -139,9 +139,7 @@ def test_there_is_a_curve_for_each_number_of_views_that_enough_classes_have() ->
 
 @pytest.mark.parametrize("views", [1, 2, 4, 8])
 @pytest.mark.parametrize("absent", [0.0, 0.2, 0.5])
-def test_probabilities_hold_on_other_classes_for_any_views_and_absence(
-    views: int, absent: float
-) -> None:
+def test_probabilities_hold_for_any_views_and_absence(views: int, absent: float) -> None:
     found = fit_calibration(*clouds(classes=100, images=20, seed=0), split="validation")
     # The same centres come from the same law; none of these images was fitted on.
     embeddings, labels = clouds(classes=100, images=20, seed=1)

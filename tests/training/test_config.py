@@ -95,9 +95,7 @@ def test_settings_can_be_changed_on_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "depth"), [(True, "mean"), (False, "sum")])
-def test_a_job_stored_before_the_depth_of_r_had_its_name_means_what_it_did(
-    old: bool, depth: str
-) -> None:
+def test_the_old_name_of_depth_keeps_its_meaning(old: bool, depth: str) -> None:
     content = load_job("cars196-half-determinant").as_dict()
     stored = content["regularizers"]["determinant"]
     assert stored.pop("depth") == "composed"

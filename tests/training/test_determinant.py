@@ -103,9 +103,7 @@ def test_the_gradient_reaches_both_flows_and_the_features(kind: str) -> None:
 
 
 @KINDS
-def test_the_composed_diagonal_is_the_jacobians_where_no_dimension_depends_on_another(
-    kind: str,
-) -> None:
+def test_the_composed_diagonal_is_the_jacobian_of_independent_dimensions(kind: str) -> None:
     _, flow = duel(kind)
     with torch.no_grad():
         for layer in flow.layers:
@@ -155,22 +153,22 @@ def test_tangent_steps_are_orthogonal_to_the_sample_and_end_in_its_tangent_hyper
     assert (between.norm(dim=1) < 5).all()
 
 
-def test_the_direction_of_the_regularizer_is_that_of_its_augmented_points() -> None:
-    z, labels = features()
-    for direction in ("between", "beyond", "tangent"):
-        regularizer, first = duel(direction=direction, neighbours=2)
-        points = torch.cat([z, augmented(z, labels, neighbours=2, direction=direction)])
-        expected = log_scale_penalty(first(points).log_diagonal[None]).mean()
-        torch.testing.assert_close(regularizer(z, labels, first).r_first, expected.detach())
-
-
-def test_a_sample_without_a_neighbour_of_its_class_adds_nothing_to_r() -> None:
-    z, _ = features(3)
-    labels = torch.tensor([0, 1, 0])
-    regularizer, first = duel(neighbours=2, same_class=True)
-    points = torch.cat([z, augmented(z, labels, neighbours=2, same_class=True)])
-    assert len(points) == 3 + 2
-    expected = log_scale_penalty(first(points).log_diagonal[None]).mean()
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({"direction": "between"}, 6),
+        ({"direction": "beyond"}, 6),
+        ({"direction": "tangent"}, 6),
+        ({"same_class": True}, 2),  # the sample alone in its class adds nothing
+    ],
+)
+def test_r_is_taken_at_samples_and_added_points(settings: dict[str, object], count: int) -> None:
+    settings = {"neighbours": 2, **settings}
+    z, labels = features(3)[0], torch.tensor([0, 1, 0])
+    regularizer, first = duel(**settings)
+    added = augmented(z, labels, **settings)
+    assert len(added) == count
+    expected = log_scale_penalty(first(torch.cat([z, added])).log_diagonal[None]).mean()
     torch.testing.assert_close(regularizer(z, labels, first).r_first, expected.detach())
 
 

@@ -9,12 +9,12 @@ import torch
 
 from kinlens.embedder.errors import JobError, TrainingError
 from kinlens.training import distributed
-from kinlens.training.config.job import job_toml, load_job
+from kinlens.training.config.job import load_job
 from kinlens.training.data.load import load_split
 from kinlens.training.folder import read_result
 from kinlens.training.runner import run_job
 from kinlens.training.state import create_run
-from tests.training.jobs import Silent, calibrated_weights, small_job
+from tests.training.jobs import Silent, calibrated_weights, small_job, write_job
 from tests.training.ranks import cases, gradients
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     weights = calibrated_weights(folder / "weights.pth")
     job = small_job(folder / "products", weights=weights, epochs=2, **RATES)
-    (folder / "job.toml").write_text(job_toml(job))
+    write_job(folder / "job.toml", job)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.ranks", str(folder)],
@@ -80,9 +80,7 @@ def test_batch_norm_that_trains_is_refused_on_several_cpu_processes(
         create_run(small_job(tmp_path), 3)
 
 
-def test_commands_that_do_not_share_their_work_refuse_torchrun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_commands_of_one_process_refuse_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(JobError, match="without torchrun"):
         distributed.require_single_process()

@@ -157,9 +157,7 @@ def test_an_exported_map_sums_to_the_embeddings_and_explains_their_cosine(traine
         assert total == pytest.approx(vectors[0] @ vectors[1], abs=1e-3)
 
 
-def test_a_bundle_opens_without_a_map_and_not_with_a_damaged_one(
-    trained: Trained, tiny_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_damaged_map_is_refused(trained: Trained, tiny_bundle: Bundle, tmp_path: Path) -> None:
     embedder = OnnxEmbedder.open(tiny_bundle)
     assert not embedder.has_map
     with pytest.raises(BundleError, match="Export it again with --map"):
@@ -183,9 +181,7 @@ def test_the_manifest_tells_where_the_model_comes_from(trained: Trained) -> None
     assert torch.__version__.startswith(manifest.versions["torch"])
 
 
-def test_an_installation_for_a_gpu_exports_and_a_parser_in_use_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_gpu_installation_exports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its onnxruntime is of the package onnxruntime-gpu; Python 3.11 may refuse to parse once."""
     installed, write, refusals = export_module.version, torch.onnx.export, [SystemError("depth")]
 
@@ -216,9 +212,7 @@ def test_every_image_is_decoded_once_for_torch_onnx_and_all_precisions(trained: 
     assert sum(trained.reported) == images_to_embed(split) == held_out
 
 
-def test_processes_that_decode_change_nothing_and_name_a_broken_file(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_decoding_processes_name_a_broken_file(trained: Trained, tmp_path: Path) -> None:
     images, spec = trained.split.test, trained.bundle.manifest.preprocessing
 
     def both(workers: int, images: LabelledImages) -> dict[str, Embeddings]:
@@ -313,9 +307,7 @@ def test_every_precision_opens_and_gives_unit_vectors(trained: Trained, precisio
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
 
-def test_of_too_few_classes_there_is_no_calibration_and_the_bundle_says_why(
-    trained: Trained,
-) -> None:
+def test_too_few_classes_give_no_calibration_but_a_reason(trained: Trained) -> None:
     manifest = trained.bundle.manifest
     assert manifest.calibration is None
     assert manifest.held_out is not None
@@ -388,9 +380,7 @@ def test_a_precision_that_loses_recall_or_breaks_is_left_out_if_it_may_be(
     )
 
 
-def test_another_split_is_refused_since_its_test_classes_were_trained_on(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_another_split_is_refused(trained: Trained, tmp_path: Path) -> None:
     checkpoint, split = trained.checkpoint, trained.split
     job, _ = checkpoint.network()
     other = load_split(job.data.model_copy(update={"split_seed": 3}))

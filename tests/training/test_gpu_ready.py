@@ -4,6 +4,7 @@ import inspect
 import json
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,21 +12,23 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kinlens.training.config.job import Job, parse_job
 from kinlens.training.losses.table import LOSSES
 from kinlens.training.state import create_run
 from kinlens.training.trainer import train_step
+from tests.training.jobs import step_job
 from tests.training.ranks import REGULARIZERS
 
 CLASSES = 6
 ROOT = Path(__file__).parents[2]
-PLAIN = [{"name": name} for name in LOSSES]
-MINING = [
-    {"name": name, "mining": mining}
-    for name, loss in LOSSES.items()
-    if "mining" in inspect.signature(loss).parameters
-    for mining in get_args(inspect.signature(loss).parameters["mining"].annotation)
-]
+
+
+def tables() -> Iterator[dict[str, str]]:
+    """Every loss with every kind of mining that it has."""
+    for name, loss in LOSSES.items():
+        mining = inspect.signature(loss).parameters.get("mining")
+        kinds = get_args(mining.annotation) if mining else ()
+        yield from [{"name": name, "mining": kind} for kind in kinds] or [{"name": name}]
+
 
 # Each needs a number, or how many elements there are, on the host before it can go on.
 READS = {
@@ -59,24 +62,8 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def job(loss: dict[str, Any], regularizers: dict[str, Any], **optimizer: Any) -> Job:
-    return parse_job(
-        {
-            "name": "step",
-            "data": {"kind": "folder", "root": "unused"},
-            "model": {"backbone": "timm:test_resnet", "weights": "none", "dim": 16},
-            "input": {"size_px": 32, "resize_px": 36},
-            "loss": loss,
-            "regularizers": regularizers,
-            "sampling": {"kind": "paired", "per_class": 2},
-            "optimizer": {"average": 0.9, **optimizer},
-            "runtime": {"device": "cpu", "precision": "fp32"},
-        }
-    )
-
-
-def reads_of_a_step(settings: Job) -> list[str]:
-    run = create_run(settings, CLASSES)
+def reads_of_a_step(regularizers: dict[str, Any], **tables: Any) -> list[str]:
+    run = create_run(step_job(regularizers, **tables), CLASSES)
     run.net.train()
     model = run.begin_epoch(trunk_frozen=False)
     images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
@@ -93,17 +80,17 @@ def labels_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kinlens.training.losses.base.check_labels", lambda *_: None)
 
 
-@pytest.mark.parametrize("loss", [*PLAIN, *MINING], ids=lambda x: "-".join(x.values()))
+@pytest.mark.parametrize("loss", list(tables()), ids=lambda x: "-".join(x.values()))
 def test_a_step_of_a_loss_reads_nothing_off_the_device(loss: dict[str, Any]) -> None:
-    assert reads_of_a_step(job(loss, {})) == []
+    assert reads_of_a_step({}, loss=loss, optimizer={"average": 0.9}) == []
 
 
 @pytest.mark.parametrize("name", REGULARIZERS)
 def test_a_step_of_a_regularizer_reads_nothing_off_the_device(name: str) -> None:
-    loss = {"name": "proxy_anchor"}
     # How many classes a batch has decides the shape of its means.
     known = ["_unique2"] if name == "skewed_mean_of_the_batch" else []
-    assert reads_of_a_step(job(loss, REGULARIZERS[name], clip_norm=1.0)) == known
+    optimizer = {"average": 0.9, "clip_norm": 1.0}
+    assert reads_of_a_step(REGULARIZERS[name], optimizer=optimizer) == known
 
 
 def test_what_counts_reads_finds_one() -> None:

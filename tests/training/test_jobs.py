@@ -17,6 +17,7 @@ from tests.training.official_layouts import KINDS, write_layout
 
 NAMES = job_names()
 TOURNAMENTS = JOBS / "tournaments"
+HEADED = sorted({*JOBS.rglob("*.toml")} - {*JOBS.glob("data/*.toml")})
 TEN_LOSSES = sorted(TOURNAMENTS.glob("ten-losses-*.toml"))
 OFFICIAL = ("cub", "cars196", "sop", "in-shop")
 METHODS = ("proxy-anchor", "determinant", "skewed-mean", "nir", "graph-consistency")
@@ -59,9 +60,7 @@ def distinct() -> list[str]:
 
 
 @pytest.mark.parametrize("name", distinct())
-def test_jobs_that_differ_in_a_step_train_two(
-    name: str, layouts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_each_kind_of_job_trains(name: str, layouts: dict[str, Path], tmp_path: Path) -> None:
     trains_two_steps(miniature(load_job(name), layouts, tmp_path), tmp_path)
 
 
@@ -98,9 +97,7 @@ def test_there_is_a_job_for_each_data_set_and_method() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_job_loads_says_what_it_is_and_survives_being_written(
-    name: str, tmp_path: Path
-) -> None:
+def test_every_job_is_described_and_survives_writing(name: str, tmp_path: Path) -> None:
     job = load_job(name)
     assert job.name == name
     assert job.description
@@ -108,16 +105,6 @@ def test_every_job_loads_says_what_it_is_and_survives_being_written(
     path.write_text(job_toml(job, "a comment", "and another"), encoding="utf-8")
     assert path.read_text().startswith("# a comment\n# and another\n")
     assert load_job(path) == parse_job(job.as_dict()) == job
-
-
-@pytest.mark.parametrize(
-    "path", [*JOBS.glob("*.toml"), *JOBS.glob("methods/*.toml")], ids=lambda path: path.stem
-)
-def test_every_job_opens_with_command_machine_time_and_expectation(path: Path) -> None:
-    head = path.read_text().split("\n\n")[0]
-    for word in ("command", "machine", "time", "expected"):
-        assert f"# {word} " in head, f"{path.stem} does not say its {word}"
-    assert path.stem in head.split("# command")[1].splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -174,15 +161,17 @@ def test_graph_consistency_is_tried_beside_the_papers_three_losses_with_their_we
     assert by_loss["triplet"].margin == 0.05  # of cosines: 0.1 of squared distances
 
 
-@pytest.mark.parametrize("path", sorted(TOURNAMENTS.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_grid_opens_with_its_command_and_time(path: Path) -> None:
+@pytest.mark.parametrize("path", HEADED, ids=lambda path: path.stem)
+def test_every_job_and_grid_opens_with_command_machine_time_and_expectation(path: Path) -> None:
     head = path.read_text().split("\n\n")[0]
     for word in ("command", "machine", "time", "expected"):
         assert f"# {word} " in head, f"{path.stem} does not say its {word}"
-    assert f"tournament training/jobs/tournaments/{path.name} --out" in head
-    runs = re.search(r"\b(\d+) runs\b", head)
-    assert runs is not None
-    assert len(load_grid(path)) == int(runs[1])
+    assert path.stem in head.split("# command")[1].splitlines()[0]
+    if path.parent == TOURNAMENTS:
+        assert f"tournament training/jobs/tournaments/{path.name} --out" in head
+        runs = re.search(r"\b(\d+) runs\b", head)
+        assert runs is not None
+        assert len(load_grid(path)) == int(runs[1])
 
 
 @pytest.mark.parametrize("path", TEN_LOSSES, ids=lambda path: path.stem)

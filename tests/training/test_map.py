@@ -86,9 +86,7 @@ def test_a_drawn_map_covers_what_the_model_saw_and_nothing_else() -> None:
     assert (large[300] < 255).all(axis=1).mean() > 0.9
 
 
-def test_the_map_of_a_photo_that_is_half_noise_lies_on_the_other_half(
-    shared_data: Path,
-) -> None:
+def test_the_map_of_a_photo_that_is_half_noise_lies_on_the_other_half(shared_data: Path) -> None:
     spec = Preprocessing(resize_px=192, crop_px=176)
     weights = shared_data / "weights" / "mobilenet_v2-imagenet-fp16.pth"
     files = sorted((shared_data / "data" / "grocery-store").rglob("*.jpg"))

@@ -85,9 +85,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no weights", None])
-def test_a_missing_file_and_one_without_weights_are_refused(
-    tmp_path: Path, content: bytes | None
-) -> None:
+def test_files_without_weights_are_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "w.pth"
     with pytest.raises(CheckpointError, match=r"w.pth does not exist"):
         build_trunk("mobilenet_v2", str(path))

@@ -7,32 +7,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import SkewedMean
 from kinlens.training.regularizers.skewed_mean import skewed_mean
 from kinlens.training.state import Run, create_run, parameter_groups
-from tests.training.jobs import TINY_TRUNK, calibrated_weights
+from tests.training.jobs import step_job
 from tests.training.ranks import NIR, REGULARIZERS
 
 BATCH, CLASSES = 8, 4
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calibrated_weights(tmp_path_factory.mktemp("weights") / "weights.pth")
-
-
-def job(weights: Path, regularizers: dict[str, Any], **tables: Any) -> Job:
-    content = {
-        "name": "objective",
-        "data": {"kind": "folder", "root": "unused"},
-        "model": {"backbone": TINY_TRUNK, "weights": str(weights), "dim": 16},
-        "input": {"size_px": 32, "resize_px": 36},
-        "regularizers": regularizers,
-        "sampling": {"kind": "paired", "per_class": 2},
-        "runtime": {"device": "cpu", "precision": "fp32"},
-    }
-    return parse_job(content | tables)
 
 
 def features(run: Run) -> tuple[Tensor, Tensor]:
@@ -42,7 +23,7 @@ def features(run: Run) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", REGULARIZERS)
 def test_the_total_is_the_loss_and_the_weighted_penalties(weights: Path, name: str) -> None:
-    run = create_run(job(weights, REGULARIZERS[name]), CLASSES)
+    run = create_run(step_job(REGULARIZERS[name], weights), CLASSES)
     terms = run.objective(run.net, *features(run))
     watched = {"r_first", "r_second"}
     expected = sum(value for part, value in terms.parts.items() if part not in watched)
@@ -54,7 +35,7 @@ def test_the_total_is_the_loss_and_the_weighted_penalties(weights: Path, name: s
 @pytest.mark.parametrize("name", REGULARIZERS)
 def test_a_step_reaches_every_group(weights: Path, name: str) -> None:
     torch.manual_seed(0)
-    run = create_run(job(weights, REGULARIZERS[name]), CLASSES)
+    run = create_run(step_job(REGULARIZERS[name], weights), CLASSES)
     run.objective(run.net, *features(run)).total.backward()
     for group in run.optimizer.param_groups:
         assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in group["params"]), group
@@ -62,19 +43,17 @@ def test_a_step_reaches_every_group(weights: Path, name: str) -> None:
 
 def test_the_authors_of_nir_weight_the_loss_beside_it(weights: Path) -> None:
     tables = {"non_isotropy": {**NIR, "loss_weight": 0.25, "weight": 2.0}}
-    run = create_run(job(weights, tables), CLASSES)
+    run = create_run(step_job(tables, weights), CLASSES)
     terms = run.objective(run.net, *features(run))
     expected = 0.25 * terms.parts["loss"] + terms.parts["non_isotropy"]
     torch.testing.assert_close(terms.total.detach(), expected)
 
 
 @pytest.mark.parametrize("loss", ["proxy_nca", "proxy_anchor", "soft_triple"])
-def test_nir_is_fitted_on_its_own_then_presses_embeddings_and_proxies(
-    weights: Path, loss: str
-) -> None:
+def test_nir_is_fitted_first_and_then_regularizes(weights: Path, loss: str) -> None:
     torch.manual_seed(0)
     tables, random = {"non_isotropy": {**NIR, "fit_epochs": 2}}, {"kind": "random"}
-    run = create_run(job(weights, tables, loss={"name": loss}, sampling=random), CLASSES)
+    run = create_run(step_job(tables, weights, loss={"name": loss}, sampling=random), CLASSES)
     x, labels = features(run)
 
     def gradients(value: Tensor) -> list[Tensor]:
@@ -111,7 +90,7 @@ GRAPH: dict[str, Any] = {"graph_consistency": {}}
 def test_the_loss_is_the_mean_over_the_draws_of_the_sampling_whatever_regularizes(
     weights: Path, sampling: dict[str, Any], regularizers: dict[str, Any], draws: int
 ) -> None:
-    run = create_run(job(weights, regularizers, sampling=sampling), CLASSES)
+    run = create_run(step_job(regularizers, weights, sampling=sampling), CLASSES)
     x, labels = features(run)
     embeddings, loss = F.normalize(x, dim=1), run.objective.loss
     parts = zip(embeddings.chunk(draws), labels.chunk(draws), strict=True)
@@ -122,7 +101,7 @@ def test_the_loss_is_the_mean_over_the_draws_of_the_sampling_whatever_regularize
 
 
 def test_n_pair_gets_features_of_any_length(weights: Path) -> None:
-    run = create_run(job(weights, {}, loss={"name": "n_pair"}), CLASSES)
+    run = create_run(step_job({}, weights, loss={"name": "n_pair"}), CLASSES)
     x, labels = features(run)
     longer = run.objective(run.net, 2 * x, labels).parts["loss"]
     assert not torch.isclose(longer, run.objective(run.net, x, labels).parts["loss"])
@@ -131,7 +110,7 @@ def test_n_pair_gets_features_of_any_length(weights: Path) -> None:
 def test_flows_of_regularizers_and_proxies_have_their_own_rates(weights: Path) -> None:
     rates = {"lr_trunk": 1e-5, "lr_head": "x10", "lr_proxies": "x4000", "lr_flows": "x50"}
     decay = {"weight_decay": 4e-4, "weight_decay_criterion": 0.0}
-    settings = job(weights, REGULARIZERS["non_isotropy"], optimizer=rates | decay)
+    settings = step_job(REGULARIZERS["non_isotropy"], weights, optimizer=rates | decay)
     run = create_run(settings, CLASSES)
     groups = {g["name"]: g for g in parameter_groups(settings, run.net, run.objective)}
     assert {name: g["lr"] for name, g in groups.items()} == pytest.approx(
@@ -142,11 +121,9 @@ def test_flows_of_regularizers_and_proxies_have_their_own_rates(weights: Path) -
     }  # fmt: skip
 
 
-def test_the_skewed_mean_of_soft_triple_does_not_part_the_centres_of_one_class(
-    weights: Path,
-) -> None:
+def test_skewed_mean_does_not_part_the_centres_of_one_class(weights: Path) -> None:
     loss = {"name": "soft_triple", "centres_per_class": 2}
-    run = create_run(job(weights, {"skewed_mean": {}}, loss=loss), 2)
+    run = create_run(step_job({"skewed_mean": {}}, weights, loss=loss), 2)
     soft_triple = run.objective.loss
     # Centres in a plane: class 0 at -20 and 20 degrees, class 1 at 160 and 200.
     angles = torch.deg2rad(torch.tensor([-20.0, 20.0, 160.0, 200.0]))
@@ -166,11 +143,9 @@ def test_the_skewed_mean_of_soft_triple_does_not_part_the_centres_of_one_class(
         ({"subset": 1}, "greater than or equal to 2"),
     ],
 )
-def test_settings_of_the_skewed_mean_that_do_nothing_or_fail_are_refused(
-    weights: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_useless_skewed_means_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError, match=message):
-        job(weights, {"skewed_mean": settings})
+        step_job({"skewed_mean": settings})
 
 
 @pytest.mark.parametrize(
@@ -182,15 +157,15 @@ def test_settings_of_the_skewed_mean_that_do_nothing_or_fail_are_refused(
     ],
 )
 def test_regularizers_that_do_not_fit_the_job_are_refused(
-    weights: Path, tables: dict[str, Any], loss: str, sampling: str, message: str
+    tables: dict[str, Any], loss: str, sampling: str, message: str
 ) -> None:
     with pytest.raises(JobError, match=message):
-        job(weights, tables, loss={"name": loss}, sampling={"kind": sampling})
+        step_job(tables, loss={"name": loss}, sampling={"kind": sampling})
 
 
 def test_the_skewed_mean_of_the_batch_needs_no_proxies(weights: Path) -> None:
     tables = {"skewed_mean": {"centres": "batch"}}
-    run = create_run(job(weights, tables, loss={"name": "triplet"}), CLASSES)
+    run = create_run(step_job(tables, weights, loss={"name": "triplet"}), CLASSES)
     terms = run.objective(run.net, *features(run))
     assert torch.isfinite(terms.total)
     assert terms.parts["skewed_mean"] != 0

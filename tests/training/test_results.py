@@ -1,15 +1,30 @@
+"""What finished runs report: lines of the log, tables of studies, comparisons side by side."""
+
+import csv
+import io
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 from typer.testing import CliRunner
 
-from kinlens.embedder.errors import JobError
+from kinlens.embedder.errors import JobError, KinlensError
 from kinlens.training.__main__ import app
 from kinlens.training.config.job import parse_job
+from kinlens.training.config.settings import Input, Model, RenderedData
 from kinlens.training.data.load import load_split
 from kinlens.training.data.protocol import with_protocol
+from kinlens.training.evaluation.retrieval import with_interval
+from kinlens.training.export.bundle import export_backbone
+from kinlens.training.folder import Result
+from kinlens.training.rendered.catalogue import write_catalogue
+from kinlens.training.report import log
+from kinlens.training.report.log import ConsoleListener
 from kinlens.training.report.tables import (
     Record,
     Study,
@@ -20,9 +35,10 @@ from kinlens.training.report.tables import (
     records_of,
 )
 from kinlens.training.runner import run_job
-from tests.training.jobs import Silent, small_job
+from tests.training.jobs import TINY_TRUNK, Silent, small_job
 
 DOCS = Path(__file__).parents[2] / "docs"
+runner = CliRunner()
 
 
 def study(**recalls: list[float]) -> Study:
@@ -61,7 +77,7 @@ def test_runs_and_peers_are_kept_in_a_file_that_makes_the_table_again(tmp_path: 
     kept, page = tmp_path / "small.json", tmp_path / "page.md"
     page.write_text("before\n<!-- small -->\n<!-- end small -->\nafter\n")
     words = ["report", str(kept), str(folder), str(peer), "--against", "plain loop"]
-    assert CliRunner().invoke(app, [*words, "--page", str(page)]).exit_code == 0
+    assert runner.invoke(app, [*words, "--page", str(page)]).exit_code == 0
     written = page.read_text()
     assert written.startswith("before\n<!-- small -->\n\n| method |")
     assert written.endswith("<!-- end small -->\nafter\n")
@@ -70,7 +86,7 @@ def test_runs_and_peers_are_kept_in_a_file_that_makes_the_table_again(tmp_path: 
     record = record_of(folder)
     assert record.terms["share determinant"] > 0
     assert record.trunk["R@1"] > 0
-    assert CliRunner().invoke(app, ["report", str(kept), "--page", str(page)]).exit_code == 0
+    assert runner.invoke(app, ["report", str(kept), "--page", str(page)]).exit_code == 0
     assert page.read_text() == written
     assert record_of(folder, by="loss.name").method == job.loss.name
     with pytest.raises(JobError, match="Use a name like"):
@@ -116,3 +132,104 @@ def test_figures_on_other_images_are_not_compared() -> None:
     ]
     with pytest.raises(JobError, match="were tested on different images"):
         methods(Study(tuple(records), {"": "recipe"}))
+
+
+def run_folder(folder: Path, recall: float, split: str = "a" * 64, **settings: Any) -> Path:
+    """What a finished run leaves: 10 classes of 20 test images, one of a single image."""
+    folder.mkdir()
+    job = small_job(folder / "products", **settings).as_dict()
+    figures = {"R@1": recall, "MAP@R": 12.34, "uniformity": -1.2345}
+    result = Result(job, figures, {"R@1": 70.0}, 3, "last", 12.0, split)
+    (folder / "result.json").write_text(json.dumps(asdict(result)))
+    for name, classes in (("test", 10), ("validation", 5)):
+        with (folder / f"{name}.csv").open("w", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(("key", "path", "class"))
+            writer.writerows((f"{c}-{n}", f"{c}-{n}", c) for c in range(classes) for n in range(20))
+            writer.writerow(("lone", "lone", "lone"))
+    return folder
+
+
+def compared(*folders: Path) -> str:
+    done = runner.invoke(app, ["compare", *map(str, folders)], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_figures_come_with_the_interval_of_their_queries(tmp_path: Path) -> None:
+    text = compared(run_folder(tmp_path / "one", 60.0))
+    assert f"| {with_interval(60, 200)} | 12.3 | -1.23 | 12 |" in text
+    assert f"| {with_interval(70, 100)} |" in text
+
+
+def test_only_settings_that_differ_and_matter_are_shown(tmp_path: Path) -> None:
+    one = run_folder(tmp_path / "one", 60.0)
+    two = run_folder(tmp_path / "two", 62.5, lr_trunk=1e-4)
+    text = compared(one, two)
+    assert "| `optimizer.lr_trunk` | 0.001 | 0.0001 |" in text
+    assert "batch_size" not in text
+    assert "data.root" not in text, "where the images lie changes nothing"
+    assert "two: +2.5 points of R@1 against" in text
+    assert "on the same 200 queries" in text
+
+
+def test_runs_on_other_images_are_not_subtracted(tmp_path: Path) -> None:
+    one = run_folder(tmp_path / "one", 60.0)
+    text = compared(one, run_folder(tmp_path / "two", 62.5, split="b" * 64))
+    assert "tested on other images" in text
+    assert "points of R@1" not in text
+
+
+def test_a_folder_without_a_finished_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KinlensError, match="has no finished run"):
+        runner.invoke(app, ["compare", str(tmp_path)], catch_exceptions=False)
+
+
+def test_a_bundle_without_a_job_is_evaluated_on_images(weights: Path, tmp_path: Path) -> None:
+    model, spec = Model(backbone=TINY_TRUNK, weights=str(weights)), Input(size_px=32, resize_px=36)
+    bundle = str(export_backbone("trunk", model, spec, tmp_path / "trunk").path)
+    shop = tmp_path / "shop"
+    drawn = RenderedData(kind="rendered", root=str(shop), products=3, views=4, size_px=40)
+    write_catalogue(shop, drawn)
+
+    def evaluate(*words: object) -> str:
+        words = ("evaluate", bundle, *map(str, words))
+        done = runner.invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    with pytest.raises(KinlensError, match="--data /my/shop"):
+        evaluate()
+    with pytest.raises(KinlensError, match="--data nowhere: there is no such folder or CSV"):
+        evaluate("--data", "nowhere")
+    found = json.loads(evaluate("--data", shop, "--json").splitlines()[-1])
+    assert found.keys() == {"R@1", "R@2", "R@4", "R@8", "MAP@R"}
+    paths = sorted(path.relative_to(shop) for path in shop.rglob("*.jpg"))
+    rows = [f"{path},{path.parent}" for path in paths]
+    (shop / "list.csv").write_text("path,label\n" + "\n".join(rows))
+    listed = evaluate("--data", shop / "list.csv")
+    assert f"R@1 {with_interval(found['R@1'], 12)}" in listed
+
+    (shop / "list.csv").write_text("path,label\n" + "\n".join(rows[:4]))
+    with pytest.raises(KinlensError, match="every answer would be right"):
+        evaluate("--data", shop / "list.csv")
+
+
+def test_a_line_has_the_epoch_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=200)
+    monkeypatch.setattr(log, "console", console)
+    now = 1000.0
+    listener = ConsoleListener(Progress(console=console), clock=lambda: now)
+    row = {"loss": 9.438, "images_per_s": 44.0, "R@1": 72.04}
+    listener.epoch_done({"epoch": 4.0, **row})  # of a run that is resumed
+    for epoch, seconds in ((4, 700.0), (5, 100.0), (48, 4.0), (49, 1.0)):
+        listener.epoch_started(epoch, 50, 10)
+        now += seconds
+        listener.epoch_done({"epoch": epoch + 1.0, **row})
+    *lines, last = text.getvalue().splitlines()
+    assert lines[0] == "epoch 4  loss 9.438  R@1 72.0  44 images/s"
+    assert lines[1] == "epoch 5 of 50  loss 9.438  R@1 72.0  44 images/s  about 8 h 45 min left"
+    assert lines[2].endswith("about 4 h 54 min left")
+    assert lines[3].endswith("about 18 s left")
+    assert last.endswith("images/s")

@@ -29,73 +29,55 @@ class Toy:
     def terms(self) -> tuple[Tensor, Tensor]:
         return (self.point - 1).square().sum(), self.strength * (self.point + 1).square().sum()
 
-    def step(self) -> None:
-        loss, penalty = self.terms()
-        if self.shares.is_due():
-            self.shares.measure(loss, {"pull": penalty}, self.point, {})
-        total = loss + self.shares.scaled({"pull": penalty})["pull"]
-        (gradient,) = torch.autograd.grad(total, [self.point])
-        with torch.no_grad():
-            self.point -= 0.005 * gradient
+    def train(self, steps: int = EPOCH) -> "Toy":
+        for _ in range(steps):
+            loss, penalty = self.terms()
+            if self.shares.is_due():
+                self.shares.measure(loss, {"pull": penalty}, self.point, {})
+            total = loss + self.shares.scaled({"pull": penalty})["pull"]
+            (gradient,) = torch.autograd.grad(total, [self.point])
+            with torch.no_grad():
+                self.point -= 0.005 * gradient
+        return self
+
+    @property
+    def scale(self) -> float:
+        return self.shares.terms["pull"].scale
 
     def share(self) -> float:
         loss, penalty = self.terms()
-        scale = self.shares.terms["pull"].scale
         (own,), (of_loss,) = (gradient_norms(x, [[self.point]]) for x in (penalty, loss))
-        return scale * own / of_loss
+        return self.scale * own / of_loss
 
 
 @pytest.mark.parametrize("wanted", [0.02, 0.05])
-def test_the_share_at_the_end_of_the_calibration_is_the_one_asked_for(wanted: float) -> None:
-    toy = Toy(wanted)
-    for _ in range(EPOCH):
-        toy.step()
+def test_a_calibration_reaches_its_share_and_holds_the_scale(wanted: float) -> None:
+    toy = Toy(wanted).train()
     assert toy.share() == pytest.approx(wanted, rel=0.2)
-
-
-def test_after_the_calibration_the_scale_is_held() -> None:
-    toy = Toy(0.05)
-    for _ in range(EPOCH):
-        toy.step()
-    held = toy.shares.terms["pull"].scale
-    for _ in range(3 * EPOCH):
-        toy.step()
-    assert toy.shares.terms["pull"].scale == held
+    held = toy.scale
+    assert toy.train(3 * EPOCH).scale == held
 
 
 def test_a_gradient_that_all_but_vanishes_gives_a_bounded_scale() -> None:
-    toy = Toy(0.2, strength=1e-12)
-    for _ in range(EPOCH):
-        toy.step()
-    assert toy.shares.terms["pull"].scale == pytest.approx(WIDEST)
+    assert Toy(0.2, strength=1e-12).train().scale == pytest.approx(WIDEST)
 
 
 def test_a_penalty_that_is_far_too_strong_is_scaled_down_at_its_first_measurement() -> None:
-    toy = Toy(0.2, strength=3.0)
-    for _ in range(3):
-        toy.step()
-    assert toy.shares.terms["pull"].scale < 0.5
-    for _ in range(EPOCH):
-        toy.step()
-    assert toy.share() == pytest.approx(0.2, rel=0.2)
+    toy = Toy(0.2, strength=3.0).train(steps=3)
+    assert toy.scale < 0.5
+    assert toy.train().share() == pytest.approx(0.2, rel=0.2)
 
 
 def test_without_a_gradient_the_scale_waits_and_the_share_is_zero() -> None:
-    toy = Toy(0.2, strength=0.0)
-    for _ in range(EPOCH):
-        toy.step()
+    toy = Toy(0.2, strength=0.0).train()
     assert toy.shares.figures() == {"share pull": 0.0, "scale pull": 1.0}
     toy.strength = 1e-3  # it begins to act, as a flow that was fitted first does
-    for _ in range(EPOCH):
-        toy.step()
-    assert toy.shares.terms["pull"].scale > 1
+    assert toy.train().scale > 1
 
 
 def test_a_fixed_weight_is_measured_and_never_scaled() -> None:
-    toy = Toy(None)
-    for _ in range(EPOCH):
-        toy.step()
-    assert toy.shares.terms["pull"].scale == 1.0
+    toy = Toy(None).train()
+    assert toy.scale == 1.0
     assert toy.shares.figures()["share pull"] == pytest.approx(toy.share(), rel=0.2)
 
 
@@ -158,15 +140,8 @@ def test_a_determinant_that_moves_its_flow_alone_is_named(tmp_path: Path) -> Non
 
 def test_a_bound_and_a_gradient_that_stays_in_its_flow_are_both_said(tmp_path: Path) -> None:
     job = with_share(small_job(tmp_path / "products"), 0.2)
-    rows = [
-        {
-            "epoch": epoch,
-            "share determinant": 0.2,
-            "scale determinant": WIDEST,
-            "reach determinant": 1e-4,
-        }
-        for epoch in (1.0, 2.0, 3.0)
-    ]
+    figures = {"share determinant": 0.2, "scale determinant": WIDEST, "reach determinant": 1e-4}
+    rows = [{"epoch": epoch, **figures} for epoch in (1.0, 2.0, 3.0)]
     assert after_epoch(job, rows[:1]) == []
     aloof, bound = after_epoch(job, rows[:2])
     assert "changes flow 1" in aloof

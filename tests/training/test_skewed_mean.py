@@ -36,8 +36,6 @@ SETTINGS: list[dict[str, object]] = [
     {"kind": "mhe1"},
     {"kind": "mhe2"},
 ]
-FARTHEST = [s for s in SETTINGS if float(s.get("gamma", 1)) < 0 or float(s.get("exponent", 1)) < 0]
-FARTHEST.append({"kind": "r2", "exponent": 0.0})
 
 
 def skewed(kind: str = "r1", **settings: object) -> Regularizer:
@@ -48,11 +46,6 @@ def skewed(kind: str = "r1", **settings: object) -> Regularizer:
 def centres_of(count: int = 6, dim: int = 4, dtype: torch.dtype = torch.double) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return F.normalize(torch.randn(count, dim, generator=generator, dtype=dtype), dim=1)
-
-
-def on_a_circle(*degrees: float) -> Tensor:
-    angles = torch.tensor(degrees, dtype=torch.double).deg2rad()
-    return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
 def naive(centres: Tensor, settings: dict[str, object]) -> float:
@@ -100,82 +93,13 @@ def gradient(regularizer: Regularizer, centres: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=named)
-def test_it_equals_the_formula(settings: dict[str, object]) -> None:
-    centres = centres_of()
+def test_value_and_gradient_are_those_of_the_formula(settings: dict[str, object]) -> None:
+    centres = centres_of().requires_grad_()
     value = skewed(**settings)(centres)
-    assert float(value) == pytest.approx(naive(centres, settings), rel=1e-9)
+    assert value.item() == pytest.approx(naive(centres, settings), rel=1e-9)
+    assert torch.autograd.gradcheck(skewed(**settings), (centres,))
     for few in (centres[:0], centres[:1]):
         assert skewed(**settings)(few) == 0
-
-
-def two_pairs() -> Tensor:
-    """Centres 0 and 1 are 16 degrees apart, 2 and 3 are 130, all others 82 to 98."""
-    near, far = on_a_circle(82, 98), on_a_circle(-65, 65)
-    zero = torch.zeros(2, 1, dtype=torch.double)
-    return torch.cat([torch.cat([zero, near], dim=1), torch.cat([far, zero], dim=1)])
-
-
-@pytest.mark.parametrize(
-    ("kind", "nearest", "farthest"), [("r2", 20.0, -20.0), ("distance", 20.0, -60.0)]
-)
-def test_the_sign_of_lambda_chooses_between_the_nearest_and_the_farthest_pair(
-    kind: str, nearest: float, farthest: float
-) -> None:
-    centres = two_pairs()
-    near = gradient(skewed(kind, exponent=nearest), centres).norm(dim=1)
-    far = gradient(skewed(kind, exponent=farthest), centres).norm(dim=1)
-    assert near[:2].min() > 20 * near[2:].max()
-    assert far[2:].min() > 20 * far[:2].max()
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_the_sign_of_gamma_chooses_the_nearest_or_the_farthest_centre_of_each(sign: float) -> None:
-    raw = centres_of().requires_grad_()
-    units = F.normalize(raw, dim=1)
-    rows = (units @ units.T)[~torch.eye(6, dtype=torch.bool)].view(6, 5)
-    extremes = (rows.amax(dim=1) if sign > 0 else rows.amin(dim=1)).mean()
-    extremes.backward()
-    regularizer = skewed("r1", gamma=sign * 300, delta=0.0)
-    assert float(regularizer(units.detach())) == pytest.approx(float(extremes.detach()), abs=0.01)
-    torch.testing.assert_close(gradient(regularizer, raw.detach()), raw.grad, rtol=0, atol=0.01)
-
-
-@pytest.mark.parametrize("settings", [s for s in SETTINGS if s not in FARTHEST], ids=named)
-def test_steps_push_the_nearest_centres_apart(settings: dict[str, object]) -> None:
-    raw = centres_of(8, 3).requires_grad_()
-    before = torch.pdist(raw.detach()).min()
-    assert descend(raw, skewed(**settings), steps=60).min() > 1.2 * before
-
-
-def descend(raw: Tensor, regularizer: Regularizer, steps: int) -> Tensor:
-    """The distances of the centres after some steps."""
-    optimizer = torch.optim.Adam([raw], lr=0.02)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        regularizer(F.normalize(raw, dim=1)).backward()
-        optimizer.step()
-    return torch.pdist(F.normalize(raw.detach(), dim=1))
-
-
-def test_pushing_far_pairs_alone_can_gather_centres_at_two_opposite_points() -> None:
-    distances = descend(centres_of(8, 3).requires_grad_(), skewed("r2", exponent=0.0), steps=100)
-    assert distances.max() > 1.99
-    assert distances.min() < 0.2
-
-
-def test_delta_only_shifts_r1_unless_there_is_a_hinge() -> None:
-    centres = centres_of()
-    low, high = (skewed("r1", delta=delta) for delta in (0.45, 0.7))
-    torch.testing.assert_close(low(centres) - high(centres), torch.tensor(0.25).double())
-    torch.testing.assert_close(gradient(low, centres), gradient(high, centres))
-    low, high = (skewed("r1", delta=delta, hinge=True) for delta in (0.45, 0.7))
-    assert gradient(high, centres).norm() < 0.9 * gradient(low, centres).norm()
-
-
-def test_the_hinge_lets_centres_alone_that_are_farther_apart_than_delta() -> None:
-    regularizer = skewed("r1", gamma=60.0, delta=0.5, hinge=True)
-    near, far = on_a_circle(0, 30), on_a_circle(0, 100)
-    assert gradient(regularizer, near).norm() > 1e6 * gradient(regularizer, far).norm() > 0
 
 
 def test_a_subset_touches_only_its_centres() -> None:
@@ -194,9 +118,7 @@ def test_a_subset_touches_only_its_centres() -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=named)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_coinciding_and_opposite_centres_have_finite_gradients(
-    settings: dict[str, object], dtype: torch.dtype
-) -> None:
+def test_gradients_are_finite_everywhere(settings: dict[str, object], dtype: torch.dtype) -> None:
     point = centres_of(1, dtype=dtype)
     for centres in (
         torch.cat([point, point, -point, centres_of(2, dtype=dtype)]),
@@ -240,9 +162,7 @@ def unit_rows(*shape: int) -> Tensor:
         ("in-shop-skewed-mean", 3997),
     ],
 )
-def test_at_the_settings_of_the_jobs_the_hinge_is_open_for_new_proxies(
-    name: str, classes: int
-) -> None:
+def test_the_hinge_of_the_jobs_acts_on_new_proxies(name: str, classes: int) -> None:
     """At least a third of what is pushed without it, and no less than 1 % of the loss's push."""
     job = load_job(name)
     torch.manual_seed(0)
@@ -279,17 +199,6 @@ def test_the_limits_of_the_smooth_means(mean: object) -> None:
         torch.testing.assert_close(mean(VALUES, lam), middle)
     torch.testing.assert_close(mean(VALUES, 1e6), VALUES.max(), rtol=1e-5, atol=0)
     torch.testing.assert_close(mean(VALUES, -1e6), VALUES.min(), rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("mean", [log_exp_mean, power_mean])
-def test_the_smooth_means_grow_with_lambda_and_reach_every_skewed_mean(mean: object) -> None:
-    grid = torch.linspace(-60, 60, 481).tolist()
-    means = torch.stack([mean(VALUES, lam) for lam in grid])
-    assert (means.diff() > 0).all()
-    ranked = VALUES.sort().values
-    for k in range(2, 6):  # equation 5, the K-skewed mean
-        assert means[0] < ranked[:k].mean()
-        assert ranked[-k:].mean() < means[-1]
 
 
 @pytest.mark.parametrize("lam", [0.0, 1e-30, 1e-7, 1e-3, 1.0, 50.0, 1e4, 1e30, math.inf])

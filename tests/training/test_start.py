@@ -21,7 +21,7 @@ from kinlens.training.report.notices import verdict_of
 from kinlens.training.runner import load_chosen, run_job
 from kinlens.training.start import WHITENING, set_projection, set_proxies
 from kinlens.training.state import create_run
-from tests.training.jobs import Silent, calibrated_weights, small_job
+from tests.training.jobs import Silent, small_job
 
 PROXY_ANCHOR, SOFT_TRIPLE = (
     {"name": "proxy_anchor"},
@@ -59,9 +59,7 @@ def test_directions_beyond_those_of_the_trunk_are_zero() -> None:
 
 
 @pytest.mark.parametrize("loss", [PROXY_ANCHOR, SOFT_TRIPLE])
-def test_proxies_start_at_the_class_means_with_the_length_they_were_drawn_with(
-    loss: dict[str, object], tmp_path: Path
-) -> None:
+def test_proxies_start_at_the_class_means(loss: dict[str, object], tmp_path: Path) -> None:
     content = small_job(tmp_path).as_dict() | {"loss": loss}
     criterion = build_loss(parse_job(content).loss, 3, 8)
     lengths = criterion.proxies.norm(dim=1).clone()
@@ -77,8 +75,7 @@ def test_proxies_start_at_the_class_means_with_the_length_they_were_drawn_with(
         assert cosines.min() > (0.999 if loss is PROXY_ANCHOR else 0.4)
 
 
-def test_the_trunk_is_measured_before_the_first_step_as_it_would_be_served(tmp_path: Path) -> None:
-    weights = calibrated_weights(tmp_path / "weights.pth")
+def test_the_untrained_trunk_is_measured_as_served(tmp_path: Path, weights: Path) -> None:
     job = started(small_job(tmp_path / "products", regularized=False, weights=weights))
     split, listener = load_split(job.data), Silent()
     result = run_job(job, split, tmp_path / "run", listener)
@@ -90,11 +87,10 @@ def test_the_trunk_is_measured_before_the_first_step_as_it_would_be_served(tmp_p
     assert "the untrained trunk" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_a_run_is_exported_where_its_weights_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_exports_without_its_weights(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calibrated_weights(tmp_path / "weights.pth")
-    monkeypatch.setenv("SOME_WEIGHTS", str(tmp_path))
+    monkeypatch.setenv("SOME_WEIGHTS", str(weights.parent))
     content = small_job(tmp_path / "products", regularized=False).as_dict()
     content["model"] |= {"weights": "$SOME_WEIGHTS/weights.pth", "batch_norm": "frozen"}
     job = started(parse_job(content))
@@ -106,9 +102,8 @@ def test_a_run_is_exported_where_its_weights_are_not(
     assert bundle.manifest.baseline.model == "the untrained trunk"
 
 
-def test_a_training_that_changed_nothing_gained_nothing_and_says_so(tmp_path: Path) -> None:
+def test_a_training_without_effect_has_no_gain(tmp_path: Path, weights: Path) -> None:
     """Without a step that moves weights the answers of the trunk stay, query by query."""
-    weights = calibrated_weights(tmp_path / "weights.pth")
     job = small_job(tmp_path / "products", regularized=False, weights=weights, epochs=1)
     content = started(job).as_dict()
     content["optimizer"] |= {"lr_trunk": 1e-12, "lr_head": 1e-12}
@@ -129,9 +124,7 @@ def test_a_training_that_changed_nothing_gained_nothing_and_says_so(tmp_path: Pa
     ("interval", "word"),
     [((1.0, 9.0), "Gain"), ((-2.0, 12.0), "No gain"), ((-9.0, -1.0), "Worse"), (None, "Gain")],
 )
-def test_a_gain_is_one_only_if_its_whole_interval_is(
-    interval: tuple[float, float] | None, word: str
-) -> None:
+def test_a_gain_needs_its_whole_interval(interval: tuple[float, float] | None, word: str) -> None:
     change = 5.0 if interval is None else sum(interval) / 2
     found = {"R@1": 50.0 + change} | dict(zip(GAIN, interval or (), strict=False))
     result = Result({}, found, {}, 1, "last", 1.0, trunk={"R@1": 50.0})
@@ -139,10 +132,7 @@ def test_a_gain_is_one_only_if_its_whole_interval_is(
 
 
 @pytest.mark.parametrize("choose_by", ["last", "validation"])
-def test_a_training_that_harms_says_so_and_validation_keeps_step_zero(
-    choose_by: str, tmp_path: Path
-) -> None:
-    weights = calibrated_weights(tmp_path / "weights.pth")
+def test_a_harmful_training_is_recognised(choose_by: str, tmp_path: Path, weights: Path) -> None:
     job = small_job(
         tmp_path / "products", regularized=False, weights=weights, lr_trunk=0.1, epochs=2
     )

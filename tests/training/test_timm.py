@@ -131,9 +131,7 @@ def test_weights_that_cannot_be_downloaded_say_what_to_do(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("kind", ["pth", "safetensors"])
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
-def test_a_file_of_timms_state_dict_loads_less_its_classifier(
-    name: str, kind: str, tmp_path: Path
-) -> None:
+def test_a_state_dict_of_timm_loads(name: str, kind: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     network = timm.create_model(name, pretrained=False)
     path = tmp_path / f"w.{kind}"

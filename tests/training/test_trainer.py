@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,36 +20,18 @@ from kinlens.training.config.settings import Optimizer, Runtime, rate
 from kinlens.training.data.load import load_split
 from kinlens.training.data.protocol import with_protocol
 from kinlens.training.data.records import Split
-from kinlens.training.device import autocast, choose_device
+from kinlens.training.device import autocast, choose_device, on_device, tuned
 from kinlens.training.evaluation.evaluate import embed
-from kinlens.training.folder import read_result
+from kinlens.training.folder import Result, read_result
 from kinlens.training.runner import load_chosen, run_job
 from kinlens.training.state import create_run
 from kinlens.training.trainer import fit, train_step
-from tests.training.jobs import Silent, calibrated_weights, small_job
-
-
-class Stopping(Silent):
-    """Presses Ctrl-C at a given step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.last = step
-
-    def step_done(self, parts: dict[str, float]) -> None:
-        super().step_done(parts)
-        if len(self.steps) == self.last:
-            raise KeyboardInterrupt
+from tests.training.jobs import Silent, Stopping, small_job
 
 
 @pytest.fixture(scope="module")
 def products(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data") / "products"
-
-
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calibrated_weights(tmp_path_factory.mktemp("weights") / "calibrated.pth")
 
 
 def run(
@@ -71,8 +54,43 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {**checkpoint.net, **{f"objective.{k}": v for k, v in checkpoint.objective.items()}}
 
 
-def test_training_lowers_the_loss(products: Path, calibrated: Path, tmp_path: Path) -> None:
-    job = small_job(products, weights=calibrated, epochs=10, lr_trunk=3e-4, lr_head=3e-3)
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = weights(one), weights(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def log_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+class Finished(NamedTuple):
+    job: Job
+    split: Split
+    folder: Path
+    result: Result
+    seen: Silent
+
+
+def finish(job: Job, folder: Path) -> Finished:
+    split, seen = with_protocol(load_split(job.data), job.protocol), Silent()
+    return Finished(job, split, folder, run_job(job, split, folder, seen), seen)
+
+
+@pytest.fixture(scope="module")
+def finished(products: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of two epochs of three steps, in a folder that tests leave as it is."""
+    job = changed(small_job(products, epochs=2), runtime={"tensorboard": True})
+    return finish(job, tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def copied(finished: Finished, tmp_path: Path) -> Finished:
+    """The finished run in a folder that a test may change."""
+    return finished._replace(folder=shutil.copytree(finished.folder, tmp_path / "copy"))
+
+
+def test_training_lowers_the_loss(products: Path, weights: Path, tmp_path: Path) -> None:
+    job = small_job(products, weights=weights, epochs=10, lr_trunk=3e-4, lr_head=3e-3)
     _, history = run(job, tmp_path)
     assert history[-1]["loss"] < 0.9 * history[0]["loss"]
     assert set(history[-1]) >= {"epoch", "seconds", "images_per_s", "R@1", "R@2", "lipschitz_max"}
@@ -102,17 +120,13 @@ def test_four_epochs_equal_two_and_a_resumed_two_bit_for_bit(
         run(job, tmp_path, listener=Stopping(stop_after_steps + 1))
     assert load_checkpoint(tmp_path).epoch == 2
     _, history = run(job, tmp_path, resume=True)
-    whole, parts = weights(folder), weights(tmp_path)
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert same_weights(folder, tmp_path)
     assert [row["R@1"] for row in history] == [row["R@1"] for row in whole_history]
     epochs = [line["epoch"] for line in log_of(tmp_path) if line["kind"] == "epoch"]
     assert epochs == [1, 2, 3, 4]
 
 
-def test_a_run_with_feedback_goes_on_bit_for_bit_and_with_no_other_feedback(
-    products: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumes_with_its_own_feedback_alone(products: Path, tmp_path: Path) -> None:
     job = small_job(products, epochs=3)
     train = load_split(job.data).train
     names = [f"{name}.jpg" for name in train.class_names]
@@ -129,10 +143,9 @@ def test_a_run_with_feedback_goes_on_bit_for_bit_and_with_no_other_feedback(
     with pytest.raises(KeyboardInterrupt):
         run(job, tmp_path / "parts", listener=Stopping(5))
     split, _ = run(job, tmp_path / "parts", resume=True)
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
     run(changed(job, data={"feedback": []}), tmp_path / "without")
-    assert not all(torch.equal(whole[n], w) for n, w in weights(tmp_path / "without").items())
+    assert not same_weights(tmp_path / "whole", tmp_path / "without")
     report = (tmp_path / "whole" / "report.md").read_text()
     assert "- feedback: 3 query image(s) join 3 train class(es); 1 pair(s) of" in report
     listed = (tmp_path / "whole" / "feedback.csv").read_text().splitlines()
@@ -149,27 +162,31 @@ def test_a_run_with_feedback_goes_on_bit_for_bit_and_with_no_other_feedback(
     assert later.sha256() == split.sha256()
 
 
-def log_of(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
-def test_resuming_with_other_settings_is_refused_and_changes_nothing(
-    products: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("tables", "error", "message"),
+    [
+        (
+            {"optimizer": {"lr_trunk": 0.5}, "runtime": {"workers": 1}},
+            CheckpointError,
+            r"optimizer.lr_trunk = 0.001, now 0.5\. Resume with",
+        ),
+        ({"data": {"split_seed": 5}}, DatasetError, "trained on another split of the images"),
+    ],
+    ids=["settings", "images"],
+)
+def test_resuming_with_others_is_refused_and_changes_nothing(
+    copied: Finished, tables: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    job = small_job(products)
-    run(job, tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    other = changed(job, optimizer={"lr_trunk": 0.5}, runtime={"workers": 1})
-    with pytest.raises(CheckpointError, match=r"optimizer.lr_trunk = 0.001, now 0.5\. Resume with"):
-        run(other, tmp_path, resume=True)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    files = [path for path in copied.folder.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    with pytest.raises(error, match=message):
+        run(changed(copied.job, **tables), copied.folder, resume=True)
+    assert {path: path.read_bytes() for path in files} == before
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork of a threaded process
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_test_image_is_one_line_before_the_first_step(
-    tmp_path: Path, workers: int
-) -> None:
+def test_a_damaged_test_image_stops_before_training(tmp_path: Path, workers: int) -> None:
     job = changed(small_job(tmp_path / "products"), runtime={"workers": workers})
     split = load_split(job.data)
     damaged = tmp_path / "products" / split.test.paths[0]
@@ -182,16 +199,10 @@ def test_a_damaged_test_image_is_one_line_before_the_first_step(
     assert not (tmp_path / FILE).exists()
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_does_not(
-    products: Path, tmp_path: Path
-) -> None:
-    job = small_job(products, epochs=1)
-    run(job, tmp_path / "a")
-    run(job, tmp_path / "b")
-    run(job.model_copy(update={"seed": 1}), tmp_path / "c")
-    a, b, c = (weights(tmp_path / name) for name in "abc")
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert not all(torch.equal(a[name], c[name]) for name in a)
+def test_only_the_same_seed_gives_the_same_weights(finished: Finished, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        run(finished.job.model_copy(update={"seed": seed}), tmp_path / str(seed))
+        assert same_weights(tmp_path / str(seed), finished.folder) == (seed == 0)
 
 
 def test_criteria_and_flows_run_in_float32_under_bf16(products: Path) -> None:
@@ -239,15 +250,13 @@ def test_figures_are_those_of_float32_whatever_the_steps_compute_in(products: Pa
 
 def test_the_trunk_rests_while_it_warms_up(products: Path, tmp_path: Path) -> None:
     job = small_job(products, epochs=1, warmup_epochs=1, weight_decay=0)
-    start = create_run(job, 3)
-    torch.manual_seed(0)
     run(job, tmp_path)
     trained = weights(tmp_path)
-    trunk = {n: p for n, p in start.net.named_parameters() if n.startswith("trunk")}
     seed_everything(job.seed)
     fresh = dict(create_run(job, 3).net.named_parameters())
-    assert all(torch.equal(fresh[name], trained[name]) for name in trunk)
-    assert not torch.equal(fresh["projection.weight"], trained["projection.weight"])
+    rest = {name for name, value in fresh.items() if torch.equal(value, trained[name])}
+    assert {name for name in fresh if name.startswith("trunk")} <= rest
+    assert "projection.weight" not in rest
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(products: Path, tmp_path: Path) -> None:
@@ -256,9 +265,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(products: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("part", ["total", "gradient_norm"])
-def test_a_step_whose_loss_or_gradient_is_not_finite_moves_nothing(
-    products: Path, part: str
-) -> None:
+def test_a_step_that_is_not_finite_moves_nothing(products: Path, part: str) -> None:
     run = create_run(small_job(products), 3)
     before = {n: p.detach().clone() for n, p in run.net.named_parameters()}
     if part == "total":
@@ -274,23 +281,13 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_moves_nothing(
 
 
 def test_numbers_are_read_off_a_gpu_some_steps_later_and_none_is_lost(
-    products: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = small_job(products, epochs=2)
-    run(job, tmp_path / "each")
     monkeypatch.setattr("kinlens.training.trainer.READ_EVERY_STEPS", {"cpu": 2})
     seen = Silent()
-    run(job, tmp_path / "some", listener=seen)
-    assert log_of(tmp_path / "some")[-1]["loss"] == log_of(tmp_path / "each")[-1]["loss"]
+    run(finished.job, tmp_path, listener=seen)
+    assert log_of(tmp_path)[-1]["loss"] == log_of(finished.folder)[-1]["loss"]
     assert len(seen.steps) == 6
-
-
-def test_resuming_on_other_images_is_refused(products: Path, tmp_path: Path) -> None:
-    job = small_job(products)
-    run(job, tmp_path)
-    other = job.model_copy(update={"data": job.data.model_copy(update={"split_seed": 5})})
-    with pytest.raises(DatasetError, match="trained on another split of the images"):
-        run(other, tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("content", [b"", b"damaged"])
@@ -309,44 +306,30 @@ def test_cuda_asked_for_and_absent_is_refused() -> None:
         choose_device(Runtime(device="cuda"))
 
 
-def test_a_run_folder_holds_log_curves_result_and_report(products: Path, tmp_path: Path) -> None:
-    job = changed(small_job(products, epochs=2), runtime={"tensorboard": True})
-    split = load_split(job.data)
-    result = run_job(job, split, tmp_path, Silent())
-    assert [line["epoch"] for line in log_of(tmp_path) if line["kind"] == "epoch"] == [1, 2]
-    assert list((tmp_path / "tensorboard").iterdir())
-    page = (tmp_path / "report.md").read_text()
+def test_a_run_folder_holds_log_curves_result_and_report(finished: Finished) -> None:
+    folder, result = finished.folder, finished.result
+    assert [line["epoch"] for line in log_of(folder) if line["kind"] == "epoch"] == [1, 2]
+    assert list((folder / "tensorboard").iterdir())
+    page = (folder / "report.md").read_text()
     assert "| 2 |" in page
     assert "regularizers: determinant" in page
     assert f"| lipschitz_mean | {result.figures['lipschitz_mean']:.3f} |" in page
     assert "no epoch was chosen by its test recall" in page
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert read_result(tmp_path) == result
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert read_result(folder) == result
     assert set(result.figures) >= {"R@1", "R@2", "MAP@R", "NMI", "F1", "uniformity", "density"}
 
 
-def test_a_finished_run_is_not_trained_again(products: Path, tmp_path: Path) -> None:
-    job = small_job(products)
-    first = run_job(job, load_split(job.data), tmp_path, Silent())
-    listener = Silent()
-    assert run_job(job, load_split(job.data), tmp_path, listener) == first
-    assert not listener.steps
+def test_a_finished_run_is_not_trained_again_and_finds_other_recalls(copied: Finished) -> None:
+    again = finish(copied.job, copied.folder)
+    assert again.result == copied.result
+    other = finish(parse_job(copied.job.as_dict() | {"recall_at": [1, 3]}), copied.folder)
+    assert other.result.figures["R@1"] == copied.result.figures["R@1"]
+    assert "R@3" in other.result.figures
+    assert not again.seen.steps + other.seen.steps
 
 
-def test_a_finished_run_that_is_asked_for_other_recalls_finds_them(
-    products: Path, tmp_path: Path
-) -> None:
-    job = small_job(products)
-    first = run_job(job, load_split(job.data), tmp_path, Silent())
-    other = parse_job(job.as_dict() | {"recall_at": [1, 3]}, origin="test")
-    again = run_job(other, load_split(job.data), tmp_path, Silent())
-    assert again.figures["R@1"] == first.figures["R@1"]
-    assert "R@3" in again.figures
-
-
-def test_a_folder_has_one_run_and_is_free_once_its_process_is_gone(
-    products: Path, tmp_path: Path
-) -> None:
+def test_a_folder_is_held_by_one_living_process(products: Path, tmp_path: Path) -> None:
     hold = "import sys; from pathlib import Path; from kinlens.training.folder import exclusive\n"
     hold += "with exclusive(Path(sys.argv[1])): print(flush=True); input()"
     words = [sys.executable, "-c", hold, str(tmp_path)]
@@ -355,30 +338,39 @@ def test_a_folder_has_one_run_and_is_free_once_its_process_is_gone(
         assert other.stdout is not None
         other.stdout.readline()
         with pytest.raises(JobError, match="Another training is running in"):
-            run_job(job, load_split(job.data), tmp_path, Silent())
+            finish(job, tmp_path)
         other.kill()
     assert not (tmp_path / FILE).exists()
-    assert run_job(job, load_split(job.data), tmp_path, Silent()).figures
+    assert finish(job, tmp_path).result.figures
 
 
-def validated(products: Path, **protocol: object) -> Job:
+def validated(products: Path) -> Job:
     settings = {"validation_fraction": 0.5, "choose_by": "validation", "evaluate_test": "end"}
     job = small_job(products, epochs=3, lr_trunk=1e-2)
-    return changed(job, data={"products": 10}, protocol=settings | protocol)
+    return changed(job, data={"products": 10}, protocol=settings)
 
 
-def test_the_best_epoch_by_validation_is_tested_once(products: Path, tmp_path: Path) -> None:
-    job = validated(tmp_path / "products")
-    split = with_protocol(load_split(job.data), job.protocol)
-    seen = Silent()
-    result = run_job(job, split, tmp_path / "run", seen)
+def test_best_validated_epoch_is_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, _, folder, result, seen = finish(validated(tmp_path / "products"), tmp_path / "run")
     scores = [row["validation R@1"] for row in seen.rows]
     assert result.best_epoch == 1 + scores.index(max(scores))
     assert result.validation["R@1"] == max(scores)
     assert not any("R@1" in row for row in seen.rows), "test classes were looked at while training"
-    assert load_chosen(tmp_path / "run").epoch == result.best_epoch
+    assert load_chosen(folder).epoch == result.best_epoch
     assert result.figures["R@1"] >= 0
-    assert "the best R@1 on validation classes" in (tmp_path / "run" / "report.md").read_text()
+    assert "the best R@1 on validation classes" in (folder / "report.md").read_text()
+
+    def stopped(*_: object, **__: object) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kinlens.training.trainer.evaluate", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            finish(job, tmp_path / "parts")
+    parts = finish(job, tmp_path / "parts").result
+    assert parts.best_epoch == result.best_epoch
+    assert parts.figures == result.figures
+    assert parts.validation == result.validation
 
 
 @pytest.mark.parametrize(
@@ -388,47 +380,13 @@ def test_the_best_epoch_by_validation_is_tested_once(products: Path, tmp_path: P
         ({"runtime": {"eval_every_epochs": 0}}, "compares epochs"),
     ],
 )
-def test_a_choice_that_could_not_be_made_is_refused(
-    tmp_path: Path, tables: dict[str, object], message: str
-) -> None:
+def test_bad_choices_are_refused(tmp_path: Path, tables: dict[str, object], message: str) -> None:
     with pytest.raises(JobError, match=message):
         parse_job(validated(tmp_path).as_dict() | tables)
 
 
-def test_choosing_by_test_is_stamped_on_the_report(tmp_path: Path) -> None:
-    job = validated(tmp_path / "products", choose_by="test", evaluate_test="every")
-    split = with_protocol(load_split(job.data), job.protocol)
-    result = run_job(job, split, tmp_path / "run", Silent())
-    assert result.chosen_by == "test"
-    assert "CHOSEN BY TEST" in (tmp_path / "run" / "report.md").read_text()
-    with pytest.raises(JobError, match="--choose-by-test"):
-        job.protocol.require_flag(given=False)
-
-
-def test_a_run_stopped_before_its_evaluation_still_chooses_the_best_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = validated(tmp_path / "products")
-    split = with_protocol(load_split(job.data), job.protocol)
-    whole = run_job(job, split, tmp_path / "whole", Silent())
-
-    def stopped(*_: object, **__: object) -> dict[str, float]:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("kinlens.training.trainer.evaluate", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            run_job(job, split, tmp_path / "parts", Silent())
-    parts = run_job(job, split, tmp_path / "parts", Silent())
-    assert parts.best_epoch == whole.best_epoch
-    assert parts.figures == whole.figures
-    assert parts.validation == whole.validation
-
-
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork of a threaded process
-def test_a_run_that_draws_at_random_resumes_bit_for_bit_with_any_number_of_workers(
-    products: Path, tmp_path: Path
-) -> None:
+def test_random_draws_resume_with_any_workers(products: Path, tmp_path: Path) -> None:
     regularizers = {
         "skewed_mean": {"subset": 2, "kind": "mhe1"},
         "non_isotropy": {"blocks": 1, "hidden": 4, "layers": 2, "fit_epochs": 3},
@@ -437,19 +395,15 @@ def test_a_run_that_draws_at_random_resumes_bit_for_bit_with_any_number_of_worke
     sampling = {"kind": "paired", "per_class": 1}
     job = changed(small_job(products, epochs=4), regularizers=regularizers, sampling=sampling)
     run(job, tmp_path / "whole")
-    whole = weights(tmp_path / "whole")
     for workers in (0, 1):
         folder, same = tmp_path / f"parts-{workers}", changed(job, runtime={"workers": workers})
         with pytest.raises(KeyboardInterrupt):
             run(same, folder, listener=Stopping(7))
         run(same, folder, resume=True)
-        parts = weights(folder)
-        assert all(torch.equal(whole[name], parts[name]) for name in whole), workers
+        assert same_weights(tmp_path / "whole", folder), workers
 
 
-def test_while_the_flow_of_nir_is_fitted_all_else_trains_as_if_there_were_none(
-    products: Path, tmp_path: Path
-) -> None:
+def test_fitting_the_flow_of_nir_changes_nothing_else(products: Path, tmp_path: Path) -> None:
     alone = small_job(products, regularized=False)
     run(alone, tmp_path / "alone")
     without = weights(tmp_path / "alone")
@@ -467,9 +421,8 @@ def test_how_often_a_run_is_evaluated_changes_nothing(products: Path, tmp_path: 
     run(job, tmp_path / "often")
     run(changed(job, runtime={"eval_every_epochs": 0}), tmp_path / "last")
     run(changed(job, protocol={"evaluate_test": "never"}), tmp_path / "never")
-    often, last, never = (weights(tmp_path / name) for name in ("often", "last", "never"))
-    assert all(torch.equal(often[name], last[name]) for name in often)
-    assert all(torch.equal(often[name], never[name]) for name in often)
+    assert same_weights(tmp_path / "often", tmp_path / "last")
+    assert same_weights(tmp_path / "often", tmp_path / "never")
 
 
 @pytest.mark.parametrize(
@@ -493,3 +446,25 @@ def test_steps_fall_every_so_many_epochs_or_at_milestones() -> None:
     assert rate(every, 19, 10) == 1
     listed = Optimizer(schedule="step", step_epochs=(1, 4), gamma=0.5)
     assert [rate(listed, 10 * epoch, 10) for epoch in range(5)] == [1, 0.5, 0.5, 0.5, 0.25]
+
+
+CPU = torch.device("cpu")
+
+
+def test_batches_stay_in_order_and_none_is_lost() -> None:
+    batches = [(torch.full((2, 3), n), torch.tensor([n, n])) for n in range(5)]
+    found = [int(labels[0]) for _, labels in on_device(batches, CPU)]
+    assert found == [0, 1, 2, 3, 4]
+
+
+def test_what_steps_set_for_the_process_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[dict[int, int]] = []
+    monkeypatch.setattr("kinlens.training.device._set_malloc", options.append)
+    with pytest.raises(KeyboardInterrupt), tuned(CPU):
+        raise KeyboardInterrupt
+    kept, back = options
+    assert kept.keys() == back.keys()
+    before = torch.backends.cudnn.benchmark
+    with tuned(torch.device("cuda")):
+        assert torch.backends.cudnn.benchmark
+    assert torch.backends.cudnn.benchmark == before

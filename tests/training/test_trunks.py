@@ -65,9 +65,7 @@ def marked(row: Row) -> object:
 
 
 @pytest.mark.parametrize("row", [marked(row) for row in ROWS])
-def test_every_trunk_of_the_page_exports_and_onnx_computes_what_torch_does(
-    row: Row, tmp_path: Path
-) -> None:
+def test_onnx_computes_what_torch_does_of_every_trunk(row: Row, tmp_path: Path) -> None:
     """The short one on few pixels, all others at the size of the page."""
     torch.manual_seed(0)
     net = EmbeddingNet(Model(backbone=row.name, weights="none", dim=None)).eval()

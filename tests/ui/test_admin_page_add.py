@@ -25,9 +25,7 @@ def send(page: Page) -> list[str]:
     return added(page)
 
 
-def test_dropped_images_are_added_under_different_names_with_common_attributes(
-    page: Page, shop: AdminShop
-) -> None:
+def test_dropped_images_share_their_attributes(page: Page, shop: AdminShop) -> None:
     page.get_by_test_id("attributes-add-row").first.click()
     fill_row(page, 0, "season", "text", "summer")
     page.get_by_test_id("attributes-add-row").first.click()
@@ -67,9 +65,7 @@ def test_each_result_is_shown_and_only_the_broken_image_fails(page: Page, shop: 
     assert page.evaluate(FOCUSED) == "add-pick"
 
 
-def test_picked_images_can_have_their_own_attributes_and_wait_for_a_busy_service(
-    page: Page, shop: AdminShop, allowed: list[str]
-) -> None:
+def test_picked_images_have_own_attributes(page: Page, shop: AdminShop, allowed: list[str]) -> None:
     allowed.append("503")
     refusals = iter([503])
 
@@ -119,9 +115,7 @@ def test_many_images_are_sent_in_batches_and_can_be_stopped(page: Page, shop: Ad
     assert len(shop.keys(key_prefix="many-")) == 20
 
 
-def test_images_that_are_dropped_while_others_are_sent_stay_in_the_list(
-    page: Page, shop: AdminShop
-) -> None:
+def test_images_dropped_during_sending_stay_listed(page: Page, shop: AdminShop) -> None:
     pending = intercept(page, "**/galleries/shop/items", times=1)
     drop(page, ("n0.png", shop.images[0]))
     page.get_by_test_id("queue-send").click()

@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.service.app import create_app
-from tests.support.admin_page import fill_row, opening
+from tests.support.admin_page import fill_row, job, opening
 from tests.support.job_shops import JobShop
 from tests.support.page_browser import OpenPage, until
 from tests.support.servers import Running, StartService, run
@@ -45,8 +45,8 @@ def shop(
 def served(shop: JobShop) -> Iterator[Running]:
     service = run(create_app(shop.settings))
     yield service
-    for job in shop.manager.store.active():
-        shop.manager.cancel(job.id)
+    for active in shop.manager.store.active():
+        shop.manager.cancel(active.id)
     service.close()
 
 
@@ -92,6 +92,8 @@ def test_the_model_is_compared_first_and_put_in_place_by_hand(page: Page, shop: 
     start(page, "rebuild", bundle_id=shop.new.bundle_id, swap="never")
     ended(page, "done")
     detail = page.get_by_test_id("job-detail")
+    for step in ("embed images", "compare old and new", "good enough: recall@1"):
+        expect(detail.get_by_test_id("job-log")).to_contain_text(step)
     expect(detail.get_by_test_id("job-step")).to_contain_text("ready to be put in place")
     expect(detail.get_by_test_id("report-gate")).to_contain_text("Good enough")
     table = detail.get_by_test_id("report-table")
@@ -146,17 +148,9 @@ def test_a_training_shows_progress_and_a_log_that_follows_and_is_cancelled(page:
 
 def open_job(page: Page, report: dict[str, Any]) -> None:
     """Show a training that has ended with a report, and wrote nothing."""
-    job: dict[str, Any] = {
-        "id": "0123456789ab",
-        "kind": "train",
-        "gallery": "shop",
-        "state": "succeeded",
-    }
-    job |= {"step": "done", "done": 1000, "total": 1000, "by": "office", "params": {}, "error": ""}
-    job |= dict.fromkeys(("created_at", "started_at", "ended_at"), "2026-01-02T03:04:05+00:00")
-    job |= {"report": report}
+    listed = job(1, "succeeded", kind="train", done=1000, params={}, report=report)
     log = {"text": "", "next_offset": 0, "size": 0}
-    page.route("**/jobs?*", lambda route: route.fulfill(json={"jobs": [job]}))
+    page.route("**/jobs?*", lambda route: route.fulfill(json={"jobs": [listed]}))
     page.route("**/jobs/*/log?*", lambda route: route.fulfill(json=log))
     page.reload()
     page.get_by_test_id("job").get_by_role("button").click()
@@ -193,9 +187,7 @@ REFUSED = {
 }
 
 
-def test_a_refused_gallery_has_one_verdict_the_figures_that_decided_and_no_tempting_button(
-    page: Page,
-) -> None:
+def test_a_refused_gallery_shows_the_figures_that_decided(page: Page) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(f"{request.method} {request.url}"))
     open_job(page, REFUSED)
@@ -225,7 +217,7 @@ def test_a_refused_gallery_has_one_verdict_the_figures_that_decided_and_no_tempt
     expect(detail).to_be_hidden()
 
 
-def test_a_gallery_that_passed_is_put_in_place_by_the_main_button(page: Page) -> None:
+def test_a_gallery_that_passed_has_a_main_button_that_puts_it_in_place(page: Page) -> None:
     gate = {"passed": True, "by": "items", "reason": "recall@1 0.57 after 0.50.", "note": ""}
     report = {name: value for name, value in REFUSED.items() if name != "golden"}
     open_job(page, report | {"gate": gate})
@@ -233,14 +225,6 @@ def test_a_gallery_that_passed_is_put_in_place_by_the_main_button(page: Page) ->
     expect(detail.get_by_test_id("job-state")).to_have_text("done")
     expect(detail.get_by_test_id("report-table")).to_be_visible()
     expect(detail.locator(".job-buttons .primary")).to_have_text("Put the new version in place")
-
-
-def test_the_finished_log_of_a_rebuild_shows_its_steps(page: Page) -> None:
-    start(page, "rebuild", swap="never")
-    ended(page, "done")
-    log = page.get_by_test_id("job-detail").get_by_test_id("job-log")
-    for step in ("embed images", "compare old and new", "good enough: recall@1"):
-        expect(log).to_contain_text(step)
 
 
 def test_recalls_of_a_training_are_rounded_and_shown_with_those_before_it(page: Page) -> None:
@@ -253,7 +237,7 @@ def test_recalls_of_a_training_are_rounded_and_shown_with_those_before_it(page: 
     )
 
 
-def test_jobs_are_started_from_forms_and_followed_to_their_end_or_refused_in_the_form(
+def test_forms_start_jobs_or_show_what_is_wrong(
     open_admin: OpenPage, served: Running, allowed: list[str]
 ) -> None:
     allowed.append("422")
@@ -340,9 +324,7 @@ def test_the_status_shows_the_index_the_model_and_readiness(page: Page, allowed:
     expect(box).not_to_contain_text("Index of cups")
 
 
-def test_without_a_state_folder_there_are_no_jobs_and_the_page_shows_why(
-    browser: Browser, start_service: StartService
-) -> None:
+def test_jobs_need_a_state_folder(browser: Browser, start_service: StartService) -> None:
     service = start_service(anonymous_scopes=("admin",))
     with opening(browser, service.url, None, ["409"]) as open_it:
         page = open_it("/admin#galleries")

@@ -39,9 +39,7 @@ def search(page: Page, shop: AdminShop) -> Any:
     return answered.value.json()
 
 
-def test_an_image_finds_itself_a_click_searches_with_a_result_and_its_link_shows_the_same(
-    page: Page, shop: AdminShop, open_admin: OpenPage
-) -> None:
+def test_a_link_shows_the_same_answer(page: Page, shop: AdminShop, open_admin: OpenPage) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.get_by_test_id("settings").locator("summary").first.click()
@@ -78,9 +76,7 @@ def test_an_image_finds_itself_a_click_searches_with_a_result_and_its_link_shows
     assert keys(other) == keys(page)
 
 
-def test_a_click_finds_the_item_that_is_shown_in_a_gallery_that_was_rebuilt(
-    page: Page, shop: AdminShop, allowed: list[str]
-) -> None:
+def test_a_click_survives_a_rebuild(page: Page, shop: AdminShop, allowed: list[str]) -> None:
     allowed.append("404")  # images of the previous version
     search(page, shop)
     clicked = keys(page)[1]
@@ -90,9 +86,7 @@ def test_a_click_finds_the_item_that_is_shown_in_a_gallery_that_was_rebuilt(
     assert clicked not in keys(page)
 
 
-def test_an_image_before_the_list_of_galleries_searches_the_gallery_of_the_address(
-    page: Page, shop: AdminShop
-) -> None:
+def test_an_early_image_searches_the_linked_gallery(page: Page, shop: AdminShop) -> None:
     shop.stock("aisle", count=0)  # the first of the list
     pending = intercept(page, "**/galleries", times=1)
     page.reload()
@@ -105,9 +99,7 @@ def test_an_image_before_the_list_of_galleries_searches_the_gallery_of_the_addre
     shop.shop.client.delete("/galleries/aisle")
 
 
-def test_a_click_finds_the_item_that_is_shown_while_another_gallery_is_awaited(
-    page: Page, shop: AdminShop
-) -> None:
+def test_a_click_searches_with_the_item_shown(page: Page, shop: AdminShop) -> None:
     shop.stock("zdepot")
     page.reload()
     search(page, shop)
@@ -123,9 +115,7 @@ def test_a_click_finds_the_item_that_is_shown_while_another_gallery_is_awaited(
     shop.shop.client.delete("/galleries/zdepot")
 
 
-def test_the_counts_of_filters_follow_the_other_filters_and_the_minimum_score(
-    page: Page, shop: AdminShop
-) -> None:
+def test_filter_counts_follow_the_other_filters(page: Page, shop: AdminShop) -> None:
     """Of twelve items in three colours, every second on sale, with prices from 0 on."""
     search(page, shop)
     for found in page.get_by_test_id("filter").all():
@@ -150,9 +140,7 @@ def test_the_counts_of_filters_follow_the_other_filters_and_the_minimum_score(
     expect(page.locator("[data-name=colour] .none")).to_have_count(2)
 
 
-def test_filters_groups_parts_likes_and_suggested_scores_of_the_real_service(
-    page: Page, shop: AdminShop
-) -> None:
+def test_a_real_service_narrows_its_answers(page: Page, shop: AdminShop) -> None:
     search(page, shop)
     cards = page.get_by_test_id("card")
     page.get_by_test_id("presets").locator("button").click()
@@ -188,9 +176,7 @@ def test_filters_groups_parts_likes_and_suggested_scores_of_the_real_service(
     assert keys(page) != before
 
 
-def test_what_the_service_refuses_is_explained_in_its_words_and_the_answer_stays(
-    page: Page, shop: AdminShop, allowed: list[str]
-) -> None:
+def test_refusals_are_explained(page: Page, shop: AdminShop, allowed: list[str]) -> None:
     allowed += ["404", "415"]
     answer = search(page, shop)
     with page.expect_response("**/search") as refusal:

@@ -18,9 +18,7 @@ NO_CAMERA = """Object.defineProperty(navigator, "mediaDevices", { value: {
 PLAIN_HTTP = "Object.defineProperty(navigator, 'mediaDevices', { value: undefined });"
 
 
-def test_dropped_images_get_a_row_each_that_opens_and_a_failure_affects_no_other(
-    shop_page: Page, fake_shop: Shop, allowed: list[str]
-) -> None:
+def test_each_image_has_its_own_row(shop_page: Page, fake_shop: Shop, allowed: list[str]) -> None:
     allowed.append("415")
     drop_many(shop_page, fake_shop, 6, broken=2)
     rows = shop_page.get_by_test_id("batch-row")
@@ -40,9 +38,7 @@ def test_dropped_images_get_a_row_each_that_opens_and_a_failure_affects_no_other
     expect(rows.filter(visible=True)).to_have_count(6)
 
 
-def test_a_batch_shows_its_progress_asks_four_at_a_time_and_works_on_behind_an_opened_row(
-    shop_page: Page, fake_shop: Shop
-) -> None:
+def test_a_batch_goes_on_behind_an_opened_row(shop_page: Page, fake_shop: Shop) -> None:
     fake_shop.delay_s = 0.3
     drop_many(shop_page, fake_shop, 14)
     expect(shop_page.get_by_test_id("progress")).to_be_visible()
@@ -57,9 +53,7 @@ def test_a_batch_shows_its_progress_asks_four_at_a_time_and_works_on_behind_an_o
     assert 2 <= fake_shop.most_searches <= 4
 
 
-def test_a_batch_ends_by_cancel_or_escape_and_keeps_what_it_has_the_focus_and_rows_to_try_again(
-    shop_page: Page, fake_shop: Shop
-) -> None:
+def test_a_cancelled_batch_keeps_its_answers(shop_page: Page, fake_shop: Shop) -> None:
     done = shop_page.locator(".batch-row[data-state=done]")
     fake_shop.delay_s = 1.0
     drop_many(shop_page, fake_shop, 12)
@@ -88,9 +82,7 @@ def test_a_batch_ends_by_cancel_or_escape_and_keeps_what_it_has_the_focus_and_ro
     expect(shop_page.get_by_test_id("progress")).to_be_hidden()
 
 
-def test_a_second_batch_ends_the_first_whose_rows_can_be_tried_again(
-    shop_page: Page, fake_shop: Shop
-) -> None:
+def test_a_second_batch_cancels_the_first(shop_page: Page, fake_shop: Shop) -> None:
     fake_shop.delay_s = 1.0
     drop_many(shop_page, fake_shop, 9)
     expect(shop_page.locator(".batch-row[data-state=done]").first).to_be_visible()
@@ -106,9 +98,7 @@ def test_a_second_batch_ends_the_first_whose_rows_can_be_tried_again(
     expect(ended).to_have_count(before - 1)
 
 
-def test_many_images_can_be_picked_and_filtered_together_by_a_busy_service(
-    shop_page: Page, fake_shop: Shop, allowed: list[str]
-) -> None:
+def test_picked_images_are_filtered(shop_page: Page, fake_shop: Shop, allowed: list[str]) -> None:
     allowed.append("503")
     refused: list[str] = []
 
@@ -133,9 +123,7 @@ def test_many_images_can_be_picked_and_filtered_together_by_a_busy_service(
     assert [wanted.filter for wanted in fake_shop.asked[-2:]] == [{"class": {"in": ["jar"]}}] * 2
 
 
-def test_several_images_can_be_one_search_whose_cards_show_the_matching_one(
-    shop_page: Page, fake_shop: Shop
-) -> None:
+def test_several_images_can_be_one_search(shop_page: Page, fake_shop: Shop) -> None:
     field = shop_page.get_by_test_id("combine-field")
     expect(field).to_be_hidden()
     drop_many(shop_page, fake_shop, 3)
@@ -176,9 +164,7 @@ def test_several_images_can_be_one_search_whose_cards_show_the_matching_one(
     expect(shop_page.get_by_test_id("like")).to_have_count(20)
 
 
-def test_a_real_service_finds_each_image_and_each_part_of_one_again(
-    open_admin: OpenPage, shop: AdminShop
-) -> None:
+def test_a_real_service_combines_images_and_parts(open_admin: OpenPage, shop: AdminShop) -> None:
     shop.stock()
     page = open_admin("/#gallery=shop&k=2&combine=best")
     expect(page.get_by_test_id("sample")).not_to_have_count(0)
@@ -196,9 +182,7 @@ def test_a_real_service_finds_each_image_and_each_part_of_one_again(
     assert {*linked.get_by_test_id("found-with").all_inner_texts()} == {"Part 1", "Part 2"}
 
 
-def test_more_images_than_one_search_takes_are_refused_and_their_rows_are_still_there(
-    shop_page: Page, fake_shop: Shop, allowed: list[str]
-) -> None:
+def test_too_many_images_are_refused(shop_page: Page, fake_shop: Shop, allowed: list[str]) -> None:
     allowed.append("422")
     drop_many(shop_page, fake_shop, 2)
     expect(shop_page.get_by_test_id("summary")).to_have_text("2 photos: 2 answered")

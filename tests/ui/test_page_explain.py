@@ -3,7 +3,7 @@
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.support.page_browser import OpenPage, drop_item, judge, search_with_card
+from tests.support.page_browser import OpenPage, judge, search_with_card, searched
 from tests.support.page_shop import Shop
 
 pytestmark = pytest.mark.browser
@@ -32,9 +32,7 @@ def position(layer: Locator, over: Locator) -> list[float]:
     return [left, top, inner["width"] / across, inner["height"] / down]
 
 
-def test_a_toggle_shows_the_regions_of_both_images_and_another_replaces_it(
-    results: Page,
-) -> None:
+def test_a_toggle_shows_the_regions_of_both_images_and_another_replaces_it(results: Page) -> None:
     toggles = results.get_by_test_id("where")
     toggles.first.click()
     first = results.get_by_test_id("card").first
@@ -90,7 +88,5 @@ def test_a_failure_is_shown_and_a_model_without_a_map_has_no_toggle(
 
     fake_shop.reset()
     fake_shop.has_map = False
-    page = open_shop()
-    expect(page.get_by_test_id("sample")).to_have_count(8)
-    drop_item(page, fake_shop, 0)
+    page = searched(open_shop, fake_shop)
     expect(page.get_by_test_id("where")).to_have_count(0)

@@ -9,6 +9,7 @@ from tests.support.page_browser import (
     OpenPage,
     drop_item,
     search_with_card,
+    searched,
     send_image,
     settled,
     until,
@@ -38,9 +39,7 @@ def with_key(page: Page) -> None:
 def keyed(open_shop: OpenPage, fake_shop: Shop) -> Page:
     """The results of the first item's image in a shop that wants a key."""
     fake_shop.key = KEY
-    page = open_shop(before=with_key)
-    expect(page.get_by_test_id("sample")).to_have_count(8)
-    drop_item(page, fake_shop, 0)
+    page = searched(open_shop, fake_shop, before=with_key)
     until(page, "made.size == 1")
     return page
 
@@ -58,9 +57,7 @@ def release(page: Page, pending: list[Route]) -> None:
     page.unroute("**/items/*/image")
 
 
-def test_a_late_image_does_not_replace_the_one_of_a_newer_query(
-    keyed: Page, fake_shop: Shop
-) -> None:
+def test_a_late_image_does_not_replace_a_newer_query(keyed: Page, fake_shop: Shop) -> None:
     pending = intercept_images(keyed)
     search_with_card(keyed, 1)
     assert keyed.evaluate(QUERY_SRC) is None  # not the image of the previous query

@@ -12,6 +12,7 @@ from tests.support.page_browser import (
     judge,
     keys,
     search_with_card,
+    searched,
     settled,
     until,
 )
@@ -42,9 +43,7 @@ def test_a_copied_link_gives_the_same_view(open_shop: OpenPage) -> None:
     assert keys(second) == keys(first)
 
 
-def test_a_link_holds_a_group_and_a_part_and_finds_its_item_by_the_key_after_a_rebuild(
-    open_shop: OpenPage, fake_shop: Shop
-) -> None:
+def test_a_link_finds_its_item_after_a_rebuild(open_shop: OpenPage, fake_shop: Shop) -> None:
     page = open_shop("/#gallery=shop&group=class&item=3&key=box/006.png&crop=0.1,0.1,0.5,0.5")
     settled(page)
     expect(page.get_by_test_id("query-name")).to_have_text("006.png")
@@ -72,12 +71,8 @@ def test_a_broken_link_opens_the_start(open_shop: OpenPage) -> None:
     expect(page.get_by_test_id("k")).to_have_value("20")
 
 
-def test_the_link_of_an_upload_notes_that_its_photo_is_missing(
-    open_shop: OpenPage, fake_shop: Shop
-) -> None:
-    page = open_shop(permissions=["clipboard-read", "clipboard-write"])
-    expect(page.get_by_test_id("sample")).to_have_count(8)
-    drop_item(page, fake_shop, 0)
+def test_the_link_of_an_upload_has_no_photo(open_shop: OpenPage, fake_shop: Shop) -> None:
+    page = searched(open_shop, fake_shop, permissions=["clipboard-read", "clipboard-write"])
     page.get_by_test_id("copy-link").click()
     expect(page.get_by_test_id("notice-text")).to_contain_text("stays in this browser")
     copied = page.evaluate("navigator.clipboard.readText()")
@@ -87,9 +82,7 @@ def test_the_link_of_an_upload_notes_that_its_photo_is_missing(
     expect(other.get_by_test_id("error")).to_be_hidden()
 
 
-def test_back_and_forward_walk_the_views_and_a_bounded_history_keeps_and_forgets_them(
-    results: Page, fake_shop: Shop
-) -> None:
+def test_back_forward_and_history_restore_views(results: Page, fake_shop: Shop) -> None:
     first = keys(results)
     search_with_card(results, 2)
     second, link = keys(results), results.url
@@ -143,9 +136,7 @@ def test_everything_works_where_storage_is_blocked(open_shop: OpenPage, fake_sho
     expect(page.get_by_test_id("history-entry")).to_have_count(1)
 
 
-def test_a_key_is_asked_for_once_kept_in_the_tab_and_sent_with_everything(
-    open_shop: OpenPage, fake_shop: Shop, allowed: list[str]
-) -> None:
+def test_a_key_is_kept_in_the_tab(open_shop: OpenPage, fake_shop: Shop, allowed: list[str]) -> None:
     fake_shop.key = "kl_1_secret"
     allowed.append("401")
     page = open_shop()

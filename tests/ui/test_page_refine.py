@@ -11,10 +11,10 @@ from playwright.sync_api import Locator, Page, expect
 from tests.support.page_browser import (
     PHONE,
     OpenPage,
-    drop_item,
     judge,
     keys,
     search_with_card,
+    searched,
     settled,
     too_wide,
     violations,
@@ -64,9 +64,7 @@ def draw_with_mouse(page: Page, start: tuple[float, float], end: tuple[float, fl
     page.mouse.up()
 
 
-def test_boxes_drawn_with_the_mouse_are_one_search_moved_and_removed(
-    results: Page, fake_shop: Shop
-) -> None:
+def test_the_mouse_draws_moves_and_removes_boxes(results: Page, fake_shop: Shop) -> None:
     draw_with_mouse(results, (0.1, 0.2), (0.6, 0.8))
     wait_for_crops(results, fake_shop, [0.1, 0.2, 0.5, 0.6])
     draw_with_mouse(results, (0.3, 0.4), (0.5, 0.5))  # from inside the box: it moves
@@ -115,8 +113,7 @@ def test_the_keyboard_adds_moves_resizes_and_removes_a_box(results: Page, fake_s
 
 
 def test_a_finger_draws_and_resizes_a_box(open_shop: OpenPage, fake_shop: Shop) -> None:
-    page = open_shop(**PHONE)
-    drop_item(page, fake_shop, 0)
+    page = searched(open_shop, fake_shop, **PHONE)
     page.get_by_test_id("crop-add").tap()
     wait_for_crops(page, fake_shop, [0.2, 0.2, 0.6, 0.6])
     x, y, width, height = box_of(page.get_by_test_id("crop-se"))
@@ -130,9 +127,7 @@ def test_a_finger_draws_and_resizes_a_box(open_shop: OpenPage, fake_shop: Shop) 
     wait_for_crops(page, fake_shop, [0.2, 0.2, 0.4, 0.6])
 
 
-def test_filters_come_from_the_attributes_and_their_chips_undo_them(
-    results: Page, fake_shop: Shop
-) -> None:
+def test_filters_are_the_attributes_of_a_gallery(results: Page, fake_shop: Shop) -> None:
     cards, chips = results.get_by_test_id("card"), results.get_by_test_id("chip")
     filters = results.get_by_test_id("filter")
     names = [found.get_attribute("data-name") for found in filters.all()]
@@ -186,8 +181,7 @@ def test_the_minimum_score_filters_without_a_request(results: Page, fake_shop: S
 
 def test_without_calibration_there_are_only_scores(open_shop: OpenPage, fake_shop: Shop) -> None:
     fake_shop.calibration = None
-    page = open_shop()
-    drop_item(page, fake_shop, 0)
+    page = searched(open_shop, fake_shop)
     expect(page.get_by_test_id("probability")).to_have_count(0)
     expect(page.locator(".score-bar")).to_have_count(0)  # a cosine is not a share
     expect(page.get_by_test_id("chance")).to_be_hidden()
@@ -195,11 +189,8 @@ def test_without_calibration_there_are_only_scores(open_shop: OpenPage, fake_sho
     expect(page.locator("main")).not_to_contain_text("%")
 
 
-def test_the_chance_that_no_result_is_right_is_prominent_from_one_half_on(
-    open_shop: OpenPage, fake_shop: Shop
-) -> None:
-    results = open_shop(reduced_motion="reduce")
-    drop_item(results, fake_shop, 0)
+def test_absence_is_prominent_from_a_chance_of_half(open_shop: OpenPage, fake_shop: Shop) -> None:
+    results = searched(open_shop, fake_shop, reduced_motion="reduce")
     chance = results.get_by_test_id("chance")
     expect(chance).to_have_text("12% chance that none of the 20 results is right")
     expect(chance).not_to_have_class(re.compile("likely"))
@@ -236,17 +227,14 @@ def test_groups_show_their_best_image_their_count_and_their_others(results: Page
     expect(results.get_by_test_id("query-kind")).to_have_text("Searching with the item")
 
 
-def test_cards_show_a_currency_and_groups_name_the_attribute_that_an_item_lacks(
-    open_shop: OpenPage, fake_shop: Shop
-) -> None:
+def test_cards_show_currency_and_missing_groups(open_shop: OpenPage, fake_shop: Shop) -> None:
     stock = [
         replace(item, attributes={**item.attributes, "currency": "EUR", "unit_size": item.id % 12})
         for item in fake_shop.galleries["shop"]
     ]
     few = {"class": "mug", "price": 7.5, "currency": "coins"}
     fake_shop.galleries["shop"] = [*stock[:23], replace(stock[23], attributes=few)]
-    page = open_shop()
-    drop_item(page, fake_shop, 0)
+    page = searched(open_shop, fake_shop)
     first = page.locator('[data-key="mug/000.png"]')
     expect(first.locator(".key-folder")).to_have_text("mug · red · €1.00")
     first.locator("summary").click()
@@ -260,16 +248,13 @@ def test_cards_show_a_currency_and_groups_name_the_attribute_that_an_item_lacks(
     expect(page.get_by_test_id("group-others").first.locator("summary")).to_contain_text("Next 6")
 
 
-def test_long_lists_of_values_show_how_many_more_there_are(
-    open_shop: OpenPage, fake_shop: Shop
-) -> None:
+def test_long_lists_of_values_can_be_expanded(open_shop: OpenPage, fake_shop: Shop) -> None:
     fake_shop.galleries["shop"] = [
         replace(item, attributes={"brand": f"brand {item.id % 12:02d}"})
         for item in fake_shop.galleries["shop"]
     ]
     chosen = json.dumps({"brand": {"in": ["brand 11"]}})
-    page = open_shop(f"/#filter={chosen}", reduced_motion="reduce")
-    drop_item(page, fake_shop, 0)
+    page = searched(open_shop, fake_shop, f"/#filter={chosen}", reduced_motion="reduce")
     options = page.locator(".option").filter(visible=True)
     expect(options).to_have_count(9)  # eight and the chosen one
     more = page.get_by_test_id("filter-more")
@@ -285,16 +270,12 @@ def test_long_lists_of_values_show_how_many_more_there_are(
     expect(more).to_be_hidden()
 
 
-def test_where_there_are_products_each_can_be_one_result_with_its_number_of_views(
-    open_shop: OpenPage, fake_shop: Shop
-) -> None:
+def test_products_are_results_with_their_views(open_shop: OpenPage, fake_shop: Shop) -> None:
     fake_shop.galleries["shop"] = [
         replace(item, attributes={**item.attributes, "product": f"p-{item.id // 5}"})
         for item in fake_shop.galleries["shop"]
     ]
-    page = open_shop()
-    expect(page.get_by_test_id("sample")).to_have_count(8)
-    drop_item(page, fake_shop, 0)
+    page = searched(open_shop, fake_shop)
     page.get_by_label("Group by").select_option("Product (one result each)")
     expect(page.get_by_test_id("card")).to_have_count(5)
     expect(page.get_by_test_id("summary")).to_contain_text("5 products")
@@ -306,9 +287,7 @@ def test_where_there_are_products_each_can_be_one_result_with_its_number_of_view
     expect(page.get_by_test_id("group-count")).to_have_text("4 views")
 
 
-def test_of_several_parts_the_best_can_count_and_the_cards_show_which(
-    results: Page, fake_shop: Shop, open_shop: OpenPage
-) -> None:
+def test_the_best_part_can_count(results: Page, fake_shop: Shop, open_shop: OpenPage) -> None:
     draw_with_mouse(results, (0.05, 0.05), (0.4, 0.4))
     wait_for_crops(results, fake_shop, [0.05, 0.05, 0.35, 0.35])
     expect(results.get_by_test_id("combine-field")).to_be_hidden()
@@ -341,9 +320,7 @@ def test_of_several_parts_the_best_can_count_and_the_cards_show_which(
     assert "combine=best" in linked.url
 
 
-def test_another_order_is_asked_for_and_stays_in_the_link(
-    results: Page, fake_shop: Shop, open_shop: OpenPage
-) -> None:
+def test_the_order_is_in_the_link(results: Page, fake_shop: Shop, open_shop: OpenPage) -> None:
     order = results.get_by_test_id("order")
     expect(order).to_have_value("")
     assert fake_shop.asked[-1].diversity == 0
@@ -360,9 +337,7 @@ def test_another_order_is_asked_for_and_stays_in_the_link(
     expect(wrong.get_by_test_id("order")).to_have_value("")
 
 
-def test_likes_and_dislikes_refine_with_the_mouse_or_arrow_keys_and_l_and_chips_undo_them(
-    results: Page, fake_shop: Shop
-) -> None:
+def test_likes_and_dislikes_refine_and_are_undone(results: Page, fake_shop: Shop) -> None:
     before = keys(results)
     judge(results, "like", 5, chips=1)
     liked = keys(results)
@@ -401,13 +376,9 @@ def test_likes_and_dislikes_refine_with_the_mouse_or_arrow_keys_and_l_and_chips_
 
 
 @pytest.mark.parametrize("mode", ["off", "pairs", "pictures"])
-def test_votes_are_sent_as_feedback_if_the_shop_wants_it_and_the_page_shows_a_note(
-    mode: str, open_shop: OpenPage, fake_shop: Shop
-) -> None:
+def test_votes_are_feedback_if_wanted(mode: str, open_shop: OpenPage, fake_shop: Shop) -> None:
     fake_shop.feedback = mode
-    page = open_shop()
-    expect(page.get_by_test_id("sample")).to_have_count(8)
-    drop_item(page, fake_shop, 0)
+    page = searched(open_shop, fake_shop)
     note = page.get_by_test_id("feedback-note")
     shown = {
         "off": "",
@@ -436,8 +407,7 @@ def test_votes_are_sent_as_feedback_if_the_shop_wants_it_and_the_page_shows_a_no
 def test_what_a_card_unfolds_moves_and_stretches_no_card(
     open_shop: OpenPage, fake_shop: Shop, group: str, is_phone: bool
 ) -> None:
-    page = open_shop(**(PHONE if is_phone else {}))
-    drop_item(page, fake_shop, 0)
+    page = searched(open_shop, fake_shop, **(PHONE if is_phone else {}))
     if group:
         if is_phone:
             page.get_by_test_id("settings").locator("summary").first.click()

@@ -119,9 +119,7 @@ def test_controls_stand_out_as_wcag_aa_wants_since_axe_checks_only_text(scheme: 
 
 
 @pytest.mark.parametrize("is_on", [False, True])
-def test_customers_see_no_link_to_the_admin_view_unless_it_is_switched_on(
-    is_on: bool, start_service: StartService
-) -> None:
+def test_the_admin_link_is_hidden_by_default(is_on: bool, start_service: StartService) -> None:
     service = start_service(admin_link=is_on)
     found = re.search(r'<a [^>]*id="admin-link"[^>]*>', service.client.get("/").text)
     assert found is not None

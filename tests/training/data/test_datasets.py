@@ -105,9 +105,7 @@ def test_a_folder_that_lacks_a_list_or_the_images_is_refused(tmp_path: Path, kin
         ("aircraft", "data/images_variant_val.txt", 2, "0000001 Concorde"),
     ],
 )
-def test_a_line_that_does_not_fit_is_named(
-    tmp_path: Path, kind: str, file: str, line: int, text: str
-) -> None:
+def test_a_wrong_line_is_named(tmp_path: Path, kind: str, file: str, line: int, text: str) -> None:
     path = write_layout(kind, tmp_path) / file
     lines = path.read_text().splitlines()
     lines[line - 1] = text
@@ -128,9 +126,7 @@ def test_lists_with_other_line_ends_and_a_byte_order_mark_are_read(tmp_path: Pat
         partial("sop", tmp_path)
 
 
-def test_aircraft_takes_its_three_lists_together_in_the_order_of_its_variants(
-    tmp_path: Path,
-) -> None:
+def test_aircraft_joins_its_lists_in_the_order_of_variants(tmp_path: Path) -> None:
     write_layout("aircraft", tmp_path, classes=2, images=5)
     variants = tmp_path / "data" / "variants.txt"
     variants.write_text("\n".join(reversed(variants.read_text().splitlines())))
@@ -140,9 +136,7 @@ def test_aircraft_takes_its_three_lists_together_in_the_order_of_its_variants(
 
 
 @pytest.mark.parametrize(("place", "images"), [("Anno", "Img/img"), (".", "img")])
-def test_in_shop_is_read_wherever_its_list_and_images_lie(
-    tmp_path: Path, place: str, images: str
-) -> None:
+def test_in_shop_is_read_in_both_of_its_layouts(tmp_path: Path, place: str, images: str) -> None:
     usual = partial("in_shop", write_layout("in_shop", tmp_path / "usual"))
     other = write_layout("in_shop", tmp_path / "other")
     (other / images).parent.mkdir(exist_ok=True)
@@ -192,9 +186,7 @@ def test_a_class_in_two_parts_is_refused(tmp_path: Path) -> None:
         Split(two, one, validation=both)
 
 
-def test_the_digest_of_a_split_covers_validation_and_gallery_where_they_exist(
-    tmp_path: Path,
-) -> None:
+def test_the_digest_of_a_split_covers_validation_and_gallery(tmp_path: Path) -> None:
     train, test, more = (labelled(tmp_path, [(f"{n}/1.png", n)]) for n in "abc")
     both = Split(train, test, validation=more).sha256(), Split(train, test, gallery=more).sha256()
     # As checkpoints from before validation and gallery existed have it.

@@ -144,9 +144,7 @@ def test_a_list_of_another_name_is_read_when_it_is_named(shop: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_official_layout_is_recognised_and_counted(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layout_is_recognised(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_layout(kind, tmp_path)
     report = examine(tmp_path)
     assert (report.kind, report.healthy) == (kind, False)

@@ -189,9 +189,7 @@ def test_every_official_data_set_can_be_fetched_or_is_explained() -> None:
         find_source("cubs")
 
 
-def test_the_command_fetches_and_says_what_to_do_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_names_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with http_site(Site(tgz(BIRDS))) as site:
         known = {"birds": source_of(site.content, NOWHERE)}
         monkeypatch.setattr("kinlens.training.data.download.SOURCES", known)
@@ -208,9 +206,7 @@ def test_the_command_fetches_and_says_what_to_do_next(
     ("name", "file"),
     [("in_shop", "Eval/list_eval_partition.txt"), ("cars196", "cars_annos.mat")],
 )
-def test_the_command_tells_how_to_get_what_cannot_be_fetched(
-    tmp_path: Path, name: str, file: str
-) -> None:
+def test_the_command_explains_manual_downloads(tmp_path: Path, name: str, file: str) -> None:
     done = CliRunner().invoke(app, ["download", name, "--root", str(tmp_path / "d")])
     assert done.exit_code == 1
     assert f"{tmp_path / 'd'}/{name}/{file}" in done.stdout

@@ -155,9 +155,7 @@ def test_no_class_that_is_held_out_is_touched(shop: Path, tmp_path: Path) -> Non
     assert held.confused()[:, :2].max(initial=0) < held.train.classes
 
 
-def test_an_image_in_two_folders_is_one_and_the_place_of_a_folder_tells_nothing(
-    shop: Path, tmp_path: Path
-) -> None:
+def test_an_image_in_two_folders_counts_once(shop: Path, tmp_path: Path) -> None:
     rows: Rows = [(f"{name}.png", "", f"{name}/0.png", "clicked") for name in PRODUCTS]
     january = reported(tmp_path / "january", rows[:4])
     both = split_of(shop, january, reported(tmp_path / "february", rows))
@@ -184,9 +182,7 @@ def test_an_image_in_two_folders_is_one_and_the_place_of_a_folder_tells_nothing(
         ),
     ],
 )
-def test_a_folder_that_cannot_be_read_is_explained(
-    shop: Path, tmp_path: Path, text: str | None, message: str
-) -> None:
+def test_bad_folders_are_named(shop: Path, tmp_path: Path, text: str | None, message: str) -> None:
     folder = tmp_path / "reported"
     folder.mkdir()
     if text is not None:

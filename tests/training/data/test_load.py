@@ -139,9 +139,7 @@ def test_a_csv_without_split_is_split_by_class(table: Callable[..., CsvData]) ->
         ),
     ],
 )
-def test_a_csv_that_does_not_fit_names_the_line(
-    table: Callable[..., CsvData], text: str, message: str
-) -> None:
+def test_a_wrong_csv_line_is_named(table: Callable[..., CsvData], text: str, message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         load_split(table(text))
 

@@ -111,9 +111,7 @@ def test_without_test_images_nothing_is_left_to_look_at() -> None:
         ({"validation_fraction": 1.0}, "protocol.validation_fraction"),
     ],
 )
-def test_protocols_that_contradict_themselves_are_refused(
-    table: dict[str, object], message: str
-) -> None:
+def test_contradictory_protocols_are_refused(table: dict[str, object], message: str) -> None:
     with pytest.raises(JobError, match=message):
         some_job(protocol=table)
 
@@ -124,14 +122,21 @@ def by_classes(job: Job, split: Split) -> dict[str, float]:
     return {"R@1": 50.0 + int(split.validation.class_names[0][1:])}
 
 
-def test_scores_are_mean_and_sample_deviation_of_the_test_figures(tmp_path: Path) -> None:
+def test_a_report_has_every_fold_and_mean_and_deviation_of_the_test(tmp_path: Path) -> None:
     runner = FakeRunner(by_classes)
     found = cross_validate(some_job(), some_split(), tmp_path, Silent(), runner=runner)
     values = [fold.figures["R@1"] for fold in found]
     assert len(values) == 10
-    expected = {"mean": statistics.fmean(values), "std": statistics.stdev(values)}
-    assert scores(found)["R@1"] == pytest.approx(expected)
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    assert scores(found)["R@1"] == pytest.approx({"mean": mean, "std": deviation})
     assert scores(found)["R@2"] == {"mean": 90.0, "std": 0.0}
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["scores"] == scores(found)
+    assert len(content["folds"]) == 10
+    page = (tmp_path / "report.md").read_text()
+    assert f"| mean ± std |  |  | {mean:.2f} ± {deviation:.2f} | 90.00 ± 0.00 |" in page
+    assert "test classes chose nothing" in page
+    assert page.count("\n| ") == 10 + 2
 
 
 def test_each_fold_is_chosen_on_validation_and_tested_at_its_end(tmp_path: Path) -> None:
@@ -200,16 +205,3 @@ def test_a_result_of_another_job_and_a_damaged_one_are_refused(tmp_path: Path) -
     path.write_text("{")
     with pytest.raises(CheckpointError, match="damaged"):
         cross_validate(some_job(), some_split(), tmp_path, Silent(), 5, runner=runner)
-
-
-def test_the_report_holds_every_fold_and_the_protocol(tmp_path: Path) -> None:
-    runner = FakeRunner(by_classes)
-    found = cross_validate(some_job(), some_split(), tmp_path, Silent(), runner=runner)
-    content = json.loads((tmp_path / "report.json").read_text())
-    assert content["scores"] == scores(found)
-    mean, deviation = scores(found)["R@1"].values()
-    assert len(content["folds"]) == 10
-    page = (tmp_path / "report.md").read_text()
-    assert f"| mean ± std |  |  | {mean:.2f} ± {deviation:.2f} | 90.00 ± 0.00 |" in page
-    assert "test classes chose nothing" in page
-    assert page.count("\n| ") == 10 + 2

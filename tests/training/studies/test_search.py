@@ -170,9 +170,7 @@ def test_another_space_job_or_fraction_is_refused_in_the_same_folder(tmp_path: P
         ({"protocol": {"choose_by": {"values": ["test"]}}}, "cannot be searched"),
     ],
 )
-def test_a_space_that_does_not_fit_the_job_is_refused_before_any_work(
-    tmp_path: Path, table: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_space_is_refused(tmp_path: Path, table: dict[str, Any], message: str) -> None:
     runner = FakeRunner(by_margin)
     with pytest.raises(JobError, match=message):
         search(some_job(), some_split(), Plan(parse_space(table)), tmp_path, Silent(), runner)
@@ -181,9 +179,7 @@ def test_a_space_that_does_not_fit_the_job_is_refused_before_any_work(
 
 
 @pytest.mark.parametrize("changes", [{"fraction": 1.0}, {"fraction": 0.0}, {"recall_at": [2]}])
-def test_a_search_without_validation_recall_at_1_is_refused(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_a_search_needs_validation_recall_at_1(tmp_path: Path, changes: dict[str, Any]) -> None:
     fraction = changes.pop("fraction", 0.1)
     with pytest.raises(JobError, match=r"validation_fraction|R@1 chooses"):
         search(some_job(**changes), some_split(), plan(fraction=fraction), tmp_path, Silent())

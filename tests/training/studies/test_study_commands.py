@@ -10,31 +10,18 @@ from typer.testing import CliRunner
 
 from kinlens.embedder.errors import JobError
 from kinlens.training.__main__ import app
+from kinlens.training.config.job import parse_job
 from kinlens.training.studies import tournament
-from tests.training.jobs import TINY_TRUNK
+from tests.training.jobs import small_job, write_job
 
 runner = CliRunner()
 
 
-def write_job(folder: Path) -> Path:
-    path = folder / "job.toml"
-    path.write_text(
-        f"""
-        name = "few"
-        recall_at = [1]
-        model = {{backbone = "{TINY_TRUNK}", weights = "none", dim = 8, batch_norm = "train"}}
-        input = {{size_px = 32, resize_px = 36}}
-        optimizer = {{epochs = 1, batch_size = 4}}
-        runtime = {{workers = 0, device = "cpu", precision = "fp32"}}
-        [data]
-        kind = "rendered"
-        root = "{folder}/products"
-        products = 8
-        views = 2
-        size_px = 40
-        """
-    )
-    return path
+def job_file(folder: Path) -> Path:
+    """A small job on 8 products with two views, also the base of a grid in its folder."""
+    content = small_job(folder / "products", regularized=False).as_dict()
+    content["data"] |= {"products": 8, "views": 2}
+    return write_job(folder / "job.toml", parse_job(content))
 
 
 def call(*words: object, code: int = 0) -> str:
@@ -44,7 +31,7 @@ def call(*words: object, code: int = 0) -> str:
 
 
 def test_cross_validation_prints_mean_and_deviation_and_goes_on(tmp_path: Path) -> None:
-    words = "crossval", write_job(tmp_path), "--folds", 2, "--out", tmp_path / "out"
+    words = "crossval", job_file(tmp_path), "--folds", 2, "--out", tmp_path / "out"
     first = call(*words)
     assert "R@1 " in first
     assert " ± " in first
@@ -60,7 +47,7 @@ def test_a_search_prints_the_best_values_and_leaves_a_job(tmp_path: Path) -> Non
     space = tmp_path / "space.toml"
     space.write_text("loss.margin = {low = 0.05, high = 0.2}")
     out = tmp_path / "out"
-    words = "search", write_job(tmp_path), "--space", space, "--trials", 1, "--out", out
+    words = "search", job_file(tmp_path), "--space", space, "--trials", 1, "--out", out
     output = call(*words, "--validation", 0.5, "--set", "loss.name=proxy_anchor")
     assert "best: trial 0, R@1 " in output
     assert "loss.margin = 0." in output
@@ -72,7 +59,7 @@ def test_a_search_prints_the_best_values_and_leaves_a_job(tmp_path: Path) -> Non
 
 
 def test_a_tournament_trains_ranks_and_reports(tmp_path: Path) -> None:
-    write_job(tmp_path)
+    job_file(tmp_path)
     grid, out = tmp_path / "grid.toml", tmp_path / "out"
     grid.write_text('job = "job.toml"\nlosses = ["proxy_anchor"]\nseeds = [7]')
     assert "1 runs, 0 finished" in call("tournament", grid, "--out", out, "--plan")
@@ -86,12 +73,10 @@ def test_a_tournament_trains_ranks_and_reports(tmp_path: Path) -> None:
     assert "1 runs, 1 finished" in call("tournament", grid, "--out", out, "--plan")
 
 
-def test_a_tournament_with_failed_runs_ends_with_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_runs_end_in_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [sys.executable, "-c", "print('error: no images'); exit(1)"]
     monkeypatch.setattr(tournament, "command", lambda job, folder: words)
-    write_job(tmp_path)
+    job_file(tmp_path)
     grid, out = tmp_path / "grid.toml", tmp_path / "out"
     grid.write_text('job = "job.toml"')
     call("tournament", grid, "--out", out, code=1)
@@ -99,7 +84,7 @@ def test_a_tournament_with_failed_runs_ends_with_an_error(
 
 
 def test_a_tournament_chosen_by_test_needs_the_flag(tmp_path: Path) -> None:
-    write_job(tmp_path)
+    job_file(tmp_path)
     grid = tmp_path / "grid.toml"
     grid.write_text('job = "job.toml"')
     words = "tournament", grid, "--plan", "--set", "protocol.choose_by=test"

@@ -245,9 +245,7 @@ def test_a_run_that_ends_well_has_its_job_and_its_output_beside_it(tmp_path: Pat
         ("exit(3)", "exit code 3: it printed nothing"),
     ],
 )
-def test_however_a_run_dies_we_live_and_say_why(
-    tmp_path: Path, child, code: str, reason: str
-) -> None:
+def test_the_reason_of_a_dead_run_is_kept(tmp_path: Path, child, code: str, reason: str) -> None:
     child(code)
     assert str(run_in_process(JOB, tmp_path)).startswith(reason)
 

@@ -67,8 +67,11 @@ class Catalog:
         try:
             connection = sqlite3.connect(path, isolation_level=None)
             with contextlib.closing(connection):
-                connection.executescript("".join((NEW_FILE, TABLES, INDEXES, *REMOVED)))
+                # One transaction: each one is synced to the disk.
+                tables = "".join((TABLES, INDEXES, *REMOVED))
+                connection.executescript(f"{NEW_FILE}BEGIN;{tables}")
                 connection.execute(FIRST_STATE, (dim, file.name))
+                connection.execute("COMMIT")
                 seal(connection)
                 connection.execute("PRAGMA journal_mode = WAL")
         except SQLITE_ERRORS as error:

@@ -45,7 +45,7 @@ SPREAD_DECAY, CENTRE_DECAY, AXES = 0.5, 0.5, 64
 """The variance along the j-th axis is j ** -decay * exp(-j / AXES), whatever the dimension."""
 
 BLOCK = 10_000
-_WORLD, _BASE, _QUERIES, _LATER = range(4)
+_WORLD, _BASE, _QUERIES = range(3)
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,6 @@ def clustered_queries(n: int, dim: int, seed: int = 0, queries: int = 1000) -> E
     """The queries of `clustered`."""
     rng = np.random.default_rng((seed, _QUERIES))
     return clusters_of(n, dim, seed).draw(queries, rng)[0]
-
-
-def clustered_later(n: int, dim: int, seed: int = 0, count: int = 1000) -> Embeddings:
-    """Later images for the gallery of `clustered`: neither in it nor queries."""
-    rng = np.random.default_rng((seed, _LATER))
-    return clusters_of(n, dim, seed).draw(count, rng)[0]
 
 
 def _directions(count: int, spectrum: NDArray[np.float32], rng: np.random.Generator) -> Embeddings:

@@ -4,8 +4,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,8 @@ def log_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-class Finished(NamedTuple):
+@dataclass(frozen=True)
+class Finished:
     job: Job
     split: Split
     folder: Path
@@ -86,7 +88,7 @@ def finished(products: Path, tmp_path_factory: pytest.TempPathFactory) -> Finish
 @pytest.fixture
 def copied(finished: Finished, tmp_path: Path) -> Finished:
     """The finished run in a folder that a test may change."""
-    return finished._replace(folder=shutil.copytree(finished.folder, tmp_path / "copy"))
+    return replace(finished, folder=shutil.copytree(finished.folder, tmp_path / "copy"))
 
 
 def test_training_lowers_the_loss(products: Path, weights: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from kinlens.indexer.catalog.schema import (
     RESTORE,
     SQLITE_ERRORS,
     TABLES,
+    VERSION,
     check_schema,
     error_code,
     read_error,
@@ -69,10 +70,10 @@ class Catalog:
             with contextlib.closing(connection):
                 # One transaction: each one is synced to the disk.
                 tables = "".join((TABLES, INDEXES, *REMOVED))
-                connection.executescript(f"{NEW_FILE}BEGIN;{tables}")
+                connection.executescript(f"{NEW_FILE}BEGIN;{VERSION}{tables}")
                 connection.execute(FIRST_STATE, (dim, file.name))
-                connection.execute("COMMIT")
                 seal(connection)
+                connection.execute("COMMIT")
                 connection.execute("PRAGMA journal_mode = WAL")
         except SQLITE_ERRORS as error:
             raise write_error(path, error) from error

@@ -30,11 +30,11 @@ attributes; the next compaction drops it."""
 RESTORE = "Restore a backup: kinlens-index restore"
 
 # secure_delete: overwrite removed data where that needs no additional write.
-NEW_FILE = f"""
+NEW_FILE = """
 PRAGMA page_size = 4096;
 PRAGMA secure_delete = FAST;
-PRAGMA user_version = {SCHEMA_VERSION};
 """
+VERSION = f"PRAGMA user_version = {SCHEMA_VERSION};"
 
 # items.added_seq     the write that added the item
 # items.changed_seq   the last write that changed it; never below added_seq

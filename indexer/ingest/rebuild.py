@@ -55,8 +55,9 @@ def adopt(
 
     The target keeps its name and, unless `image_root` is given, its image root. The source is not
     changed. Both stay in use during the copy. `before_lock` then gets the copy while the target may
-    still change; `under_lock` gets it while the target is locked against changes. If the process is
-    killed, either the old or the new generation is current. Progress counts bytes.
+    still change; `under_lock` gets it, already synced, while the target is locked against changes,
+    and must make its own changes durable. If the process is killed, either the old or the new
+    generation is current. Progress counts bytes.
 
     Raises: GalleryNotFoundError, GalleryCorruptError; GalleryBusyError if a build runs or has
         replaced the target during the copy; GalleryWriteError; the errors of the two calls.

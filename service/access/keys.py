@@ -296,12 +296,13 @@ class KeyStore:
     def _changing(self) -> Iterator[tuple[Key, ...]]:
         """Acquire the lock of the file, and return its current keys."""
         with contextlib.ExitStack() as stack:
+            target = self._target()
             try:
-                make_folder(self.path.parent, _STEP)
-                lock = self.path.with_name(f".{self.path.name}.lock")
+                make_folder(target.parent, _STEP)
+                lock = target.with_name(f".{target.name}.lock")
                 stack.enter_context(exclusive(lock, wait=True))
             except OSError as error:
-                raise _unwritable(self.path, error) from error
+                raise _unwritable(target, error) from error
             yield self.list()
 
     def _unreadable(self, reason: str) -> StateError:
@@ -316,11 +317,15 @@ class KeyStore:
         content = _KeyFile(keys=tuple(keys)).model_dump_json(
             indent=2, exclude_none=True, by_alias=True
         )
+        target = self._target()
         try:
-            # Through a link: Kubernetes mounts a Secret in a folder of its own, read-only.
-            write_whole(self.path.resolve(), content.encode(), _STEP)
+            write_whole(target, content.encode(), _STEP)
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise _unwritable(target, error) from error
+
+    def _target(self) -> Path:
+        """The file itself: on Kubernetes `path` is a link into the folder of a mounted Secret."""
+        return self.path.resolve()
 
 
 class FreshKeys:

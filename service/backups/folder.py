@@ -434,8 +434,8 @@ def _put_state(source: Path, state: Path, on_progress: Progress) -> None:
     """
     files = [file for file in _files(source) if not file.name.endswith(_SQLITE_SUFFIXES)]
     for file in sorted(files, key=lambda file: (file.parent == source, file.name == _KEYS)):
-        target = state / file.relative_to(source)
-        make_folder(target.absolute().parent, _STEP)
+        target = (state / file.relative_to(source)).resolve()  # replicas may share keys by a link
+        make_folder(target.parent, _STEP)
         crash_point(f"{_STEP}: before {file.name}")
         if file.suffix == ".sqlite":
             target.touch(mode=0o600)

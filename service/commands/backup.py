@@ -94,14 +94,20 @@ def restore(
 
 def _warn_of_owner(state: Path, others: Iterable[Path]) -> None:
     """A restore as root leaves files that a service of another user cannot read."""
-    owner = state.stat()
-    if owner.st_uid != os.geteuid():
-        paths = shlex.join(map(str, [state, *others]))
-        typer.echo(
-            f"Warning: {state} belongs to another user than the restored files, so the service "
-            f"may not read them. Run: chown -R {owner.st_uid}:{owner.st_gid} {paths}",
-            err=True,
-        )
+    owner, caller = state.stat(), os.geteuid()
+    if owner.st_uid != caller:
+        user = f"{owner.st_uid}:{owner.st_gid}"
+        fault = f"{state} belongs to another user than the restored files."
+    elif caller == 0:
+        user = "USER:GROUP"
+        fault = "The restored files belong to root."
+    else:
+        return
+    paths = shlex.join(map(str, [state, *others]))
+    typer.echo(
+        f"Warning: {fault} If the service runs as another user, run: chown -R {user} {paths}",
+        err=True,
+    )
 
 
 @contextlib.contextmanager

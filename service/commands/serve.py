@@ -10,6 +10,7 @@ from kinlens.service.app import create_app
 from kinlens.service.commands import options
 from kinlens.service.commands.check import exposures
 from kinlens.service.commands.processes import serve_processes
+from kinlens.service.commands.settings import unknown_variables
 from kinlens.service.http.server import listen, reserve, serve_on, url_of
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.observe.logs import configure_logs
@@ -41,6 +42,7 @@ def serve(
     settings = options.read_settings(**given)
     configure_logs(settings.log_level)
     options.make_state(settings.state)
+    _warn(unknown_variables())
     if settings.workers > 1:
         reserved = reserve(settings.host, settings.port)
         _warn(exposures(settings))

@@ -17,14 +17,8 @@ from kinlens.service.settings import GROUPS, Settings
 
 EXAMPLE = "Example: [bold]kinlens-serve settings redis[/bold]"
 PREFIX = "KINLENS_"
-_OTHERS = frozenset(
-    f"{PREFIX}{name}"
-    for name in (
-        *("JOB_ID", "SHARED", "LONG_TESTS", "CHROMIUM"),  # processes and data of jobs; tests
-        *("DATA", "MEMORY", "CPUS", "GPU_PORT", "TRAINING_MEMORY", "SCALE_PORT", "SCALE_GALLERIES"),
-    )  # the second line: docker-compose.yml
-)
-"""Variables that are no settings of the service."""
+_OTHERS = frozenset(f"{PREFIX}{name}" for name in ("JOB_ID", "SHARED", "LONG_TESTS", "CHROMIUM"))
+"""Variables of jobs and tests."""
 _MOST_COLUMNS = 100
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 

@@ -284,8 +284,8 @@ class NonIsotropy(Section):
     """Minimise the exponential of the negative log-likelihood, as the authors' code does, instead
     of the negative log-likelihood, as the paper prints."""
     noise: float = Field(0.0, ge=0, le=1)
-    """Standard deviation of noise on the embeddings, which gives their likelihood an upper bound.
-    The paper has none."""
+    """Standard deviation of noise on each coordinate of the embeddings: with `exponentiate = false`
+    it gives the likelihood an upper bound, such as 0.05. The paper has none."""
     fit_epochs: int = Field(0, ge=0)
     """First epochs, in which the flow is fitted and the rest learns from the loss alone."""
     blocks: int = Field(5, ge=1)

@@ -167,6 +167,9 @@ def run(cell: tuple[int, str, int, float, str]) -> dict[str, float]:
     content["loss"] = LOSSES[loss]["loss"]
     for table in ("sampling", "start", "optimizer"):
         content[table] |= LOSSES[loss].get(table, {})
+    # A batch draws a class at most twice.
+    largest = 2 * content["sampling"]["per_class"] * round(part * split.train.classes)
+    content["optimizer"]["batch_size"] = min(content["optimizer"]["batch_size"], largest)
     content["regularizers"] = REGULARIZERS[regularizer]
     job = parse_job(content)
     chosen = np.sort(

@@ -209,8 +209,8 @@ def job_settings_page() -> str:
     schema = Job.model_json_schema()
     text = (
         "# Settings of a job\n\nThe keys of a job file, by table. [Training jobs](../jobs.md) "
-        "explains their use, and the key [`base`](../jobs.md#a-job-with-a-base). The default none "
-        "is that of a missing key, since TOML has no none.\n"
+        "explains their use, and the key [`base`](../jobs.md#a-job-with-a-base). A default "
+        "of none means that the key is missing: TOML has no null.\n"
     )
     return text + _table("", schema, schema["$defs"])
 

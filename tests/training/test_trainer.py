@@ -353,7 +353,8 @@ def validated(products: Path) -> Job:
 
 
 def test_best_validated_epoch_is_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, _, folder, result, seen = finish(validated(tmp_path / "products"), tmp_path / "run")
+    done = finish(validated(tmp_path / "products"), tmp_path / "run")
+    job, folder, result, seen = done.job, done.folder, done.result, done.seen
     scores = [row["validation R@1"] for row in seen.rows]
     assert result.best_epoch == 1 + scores.index(max(scores))
     assert result.validation["R@1"] == max(scores)

@@ -48,6 +48,11 @@ BY_HAND = {"load.py": "sends requests to a service; search.py and scaling.py use
 
 
 def main() -> None:
+    known = {line.split()[0] for line in SMALLEST}
+    if unknown := [name for name in sys.argv[1:] if name not in known]:
+        raise SystemExit(
+            f"{', '.join(unknown)}: no such benchmark; there are {', '.join(sorted(known))}"
+        )
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for line in SMALLEST:

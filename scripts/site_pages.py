@@ -10,6 +10,8 @@ import posixpath
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html import unescape
 from importlib import import_module
 from pathlib import Path
@@ -114,15 +116,23 @@ def on_page_content(html: str, **_: Any) -> str:
     return FORMULA.sub(mathml, html)
 
 
-def http_page() -> str:
-    """The sections of the service's page /docs, with headings for the table of contents."""
+@contextmanager
+def service() -> Iterator[Any]:
+    """A service with all routes and metrics, which is not started."""
     from kinlens.embedder.fake import FakeEmbedder
     from kinlens.service.app import create_app
-    from kinlens.service.http.docs_page import render_docs
     from kinlens.service.settings import Settings
 
     with tempfile.TemporaryDirectory() as state:
-        html = render_docs(create_app(Settings(state=Path(state)), FakeEmbedder(), {}).openapi())
+        yield create_app(Settings(state=Path(state)), FakeEmbedder(), {})
+
+
+def http_page() -> str:
+    """The sections of the service's page /docs, with headings for the table of contents."""
+    from kinlens.service.http.docs_page import render_docs
+
+    with service() as app:
+        html = render_docs(app.openapi())
     found = re.findall(r'<section id="(.+?)"><h2>(.+?)</h2>(.*?)</section>', html, re.DOTALL)
     text = "# HTTP routes\n\nEvery route with its parameters and answers, as a service shows them "
     text += "at `/docs`. [HTTP API](../api.md) explains them.\n"
@@ -154,15 +164,10 @@ def settings_page() -> str:
 
 
 def metrics_page() -> str:
-    from kinlens.embedder.fake import FakeEmbedder
-    from kinlens.service.app import create_app
-    from kinlens.service.settings import Settings
-
     text = "# List of metrics\n\nThe series of `GET /metrics`, with their help texts. "
     text += "[Metrics](../metrics.md) explains how to use them.\n\n"
     text += "| Metric | Type | Labels | Meaning |\n|---|---|---|---|\n"
-    with tempfile.TemporaryDirectory() as state:
-        app = create_app(Settings(state=Path(state)), FakeEmbedder(), {})
+    with service() as app:
         for name, kind, labels, meaning in app.state.runtime.metrics.described():
             text += f"| `{name}` | {kind} | {', '.join(labels)} | {meaning} |\n"
     return text

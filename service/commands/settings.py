@@ -17,8 +17,8 @@ from kinlens.service.settings import GROUPS, Settings
 
 EXAMPLE = "Example: [bold]kinlens-serve settings redis[/bold]"
 PREFIX = "KINLENS_"
-_OTHERS = frozenset(f"{PREFIX}{name}" for name in ("JOB_ID", "SHARED", "LONG_TESTS", "CHROMIUM"))
-"""Variables of jobs and tests."""
+_OTHERS = frozenset({"JOB_ID", "SHARED", "LONG_TESTS", "CHROMIUM"})
+"""Variables of jobs and tests, without the prefix."""
 _MOST_COLUMNS = 100
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
@@ -79,14 +79,16 @@ def variables() -> Iterator[Variable]:
 
 def unknown_variables() -> list[str]:
     """A warning for each KINLENS_ variable of the environment that nothing reads."""
-    known = [variable.name for variable in variables()]
-    given = {name.upper(): name for name in os.environ if name.upper().startswith(PREFIX)}
+    # Names are compared without the prefix, which would make all of them similar.
+    known = [name.upper() for name in Settings.model_fields]
+    given = {
+        name.upper().removeprefix(PREFIX): name
+        for name in os.environ
+        if name.upper().startswith(PREFIX)
+    }
     found = []
     for name in sorted(given.keys() - {*known, *_OTHERS}):
-        # The common prefix would make all names similar.
-        near = difflib.get_close_matches(
-            name.removeprefix(PREFIX), [each.removeprefix(PREFIX) for each in known], n=1
-        )
+        near = difflib.get_close_matches(name, known, n=1)
         cure = f"Did you mean {PREFIX}{near[0]}? " if near else ""
         found.append(
             f"{given[name]} is no setting and is ignored. {cure}kinlens-serve settings lists all."

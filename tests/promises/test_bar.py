@@ -7,6 +7,8 @@ import io
 import os
 import re
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -295,3 +297,7 @@ def test_make_bench_runs_every_benchmark() -> None:
     listed = (ROOT / "benchmarks" / "__main__.py").read_text("utf-8")
     scripts = {path.name for path in (ROOT / "benchmarks").glob("[a-z]*.py")} - {"harness.py"}
     assert [name for name in sorted(scripts) if f'"{name}' not in listed] == []
+    command = [sys.executable, ROOT / "benchmarks", "mistyped.py"]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "mistyped.py: no such benchmark; there are attributes.py" in refused.stderr

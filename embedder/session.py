@@ -172,7 +172,7 @@ class OnnxEmbedder:
         self.precision_reason = "asked for"
         self.provider = model.provider
         self.has_map = manifest.map is not None
-        self._model = self._alone = model
+        self._model = self._single = model
         self._map: Model | None = None
         self._map_opening = threading.Lock()
 
@@ -198,7 +198,7 @@ class OnnxEmbedder:
         if 0 < settings.threads < settings.single_threads:
             more = replace(settings, threads=settings.single_threads)
             path = bundle.model_file(embedder.mode.precision)
-            embedder._alone = load(path, more, embedder.mode)
+            embedder._single = load(path, more, embedder.mode)
             embedder._check_vectors(embedder.embed_single)
         return embedder
 
@@ -231,19 +231,19 @@ class OnnxEmbedder:
 
     def embed_single(self, images: Images) -> Embeddings:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm, with `single_threads` threads."""
-        return self._run(self._alone, images)
+        return self._run(self._single, images)
 
     @property
     def gains_from_single(self) -> bool:
         """Whether `embed_single` has more threads than `embed`."""
-        return self._alone is not self._model
+        return self._single is not self._model
 
-    def drop_single_session(self) -> None:
-        """Free the session of `embed`, which then uses the one of `embed_single`.
+    def share_single_session(self) -> None:
+        """Let `embed` use the session of `embed_single`, and free its own.
 
         For a process whose workers do the embedding.
         """
-        self._model = self._alone
+        self._model = self._single
 
     def _run(self, model: Model, images: Images) -> Embeddings:
         chunks = [images[n : n + _MAX_BATCH] for n in range(0, len(images), _MAX_BATCH)]

@@ -70,7 +70,7 @@ class Workers:
         sandbox with all the active `layers` of other decoders.
         """
         self._reference = image, expected, frozenset(active_names(layers))
-        self._embedder.drop_single_session()  # otherwise the model is in memory three times
+        self._embedder.share_single_session()  # otherwise the model is in memory three times
         self._start()
 
     def fail(self) -> None:

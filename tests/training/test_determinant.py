@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kinlens.training.config.settings import Determinant, Flow
-from kinlens.training.flows import NICE, RealNVP, build_flow
+from kinlens.training.models.flows import NICE, RealNVP, build_flow
 from kinlens.training.regularizers.determinant import (
     DeterminantRegularizer,
     augment,

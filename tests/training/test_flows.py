@@ -19,7 +19,7 @@ from zuko.transforms import (
 )
 
 from kinlens.training.config.settings import Flow
-from kinlens.training.flows import NICE, Chain, ConditionalGlow, RealNVP, build_flow
+from kinlens.training.models.flows import NICE, Chain, ConditionalGlow, RealNVP, build_flow
 
 FLOWS = pytest.mark.parametrize("kind", ["real_nvp", "nice", "glow"])
 DIMS = pytest.mark.parametrize("dim", [5, 8])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kinlens.training.miners import (
+from kinlens.training.losses.miners import (
     all_pairs,
     batch_hard,
     distance_weighted,

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from kinlens.embedder.errors import ExportError
 from kinlens.embedder.manifest import MapFile
 from kinlens.embedder.types import Embeddings, Images, Maps
-from kinlens.training.flows import Coupling
 from kinlens.training.models.embedding import (
     MIN_ACTIVATION,
     MIN_EXPONENT,
@@ -23,6 +22,7 @@ from kinlens.training.models.embedding import (
     Head,
     Pool,
 )
+from kinlens.training.models.flows import Coupling
 
 MAX_SUM_DIFFERENCE = 1e-3
 """Per coordinate, between the sum of a map and the embedding."""

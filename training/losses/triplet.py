@@ -9,7 +9,13 @@ from torch.nn import functional as F
 
 from kinlens.training.fields import NotNegative, Positive
 from kinlens.training.losses.base import MetricLoss, check_labels
-from kinlens.training.miners import Triplets, all_pairs, batch_hard, distance_weighted, semi_hard
+from kinlens.training.losses.miners import (
+    Triplets,
+    all_pairs,
+    batch_hard,
+    distance_weighted,
+    semi_hard,
+)
 
 
 class TripletLoss(MetricLoss):

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.types import Embeddings, Images
 from kinlens.training.config.settings import Determinant, Model, Pooling
-from kinlens.training.flows import NICE, FlowOutput, RealNVP, build_flow
 from kinlens.training.models.backbones import (
     BATCH_NORMS,
     build_trunk,
@@ -22,6 +21,7 @@ from kinlens.training.models.backbones import (
     fold_batch_norm,
     normalization_of,
 )
+from kinlens.training.models.flows import NICE, FlowOutput, RealNVP, build_flow
 from kinlens.training.models.timm_trunk import TimmTrunk
 
 GEM_START = 3.0

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kinlens.training.config.settings import Determinant
-from kinlens.training.flows import FlowOutput, build_flow
+from kinlens.training.models.flows import FlowOutput, build_flow
 
 
 class DuelOutput(NamedTuple):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from kinlens.training.config.settings import NonIsotropy
-from kinlens.training.flows import ConditionalGlow, FlowOutput
+from kinlens.training.models.flows import ConditionalGlow, FlowOutput
 
 LARGEST_EXPONENT = 30.0
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from kinlens.training.losses import proxy_anchor
 from kinlens.training.losses.base import MetricLoss
-from kinlens.training.miners import distance_weighted
+from kinlens.training.losses.miners import distance_weighted
 from tests.training.losses.cases import CLASSES, DIM, batch, make, value
 
 Array = NDArray[np.float64]

@@ -78,10 +78,7 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
     ready: Batch | None = None
     for images, labels in batches:
         with torch.cuda.stream(copies):
-            arriving = (
-                images.to(device, non_blocking=True),
-                labels.to(device, non_blocking=True),
-            )
+            arriving = (images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
         if ready is not None:
             yield ready
         work.wait_stream(copies)

@@ -99,8 +99,7 @@ def report(
         ),
     ] = None,
     by: Annotated[
-        str,
-        typer.Option(help="Setting that names the method, e.g. loss.name; default: folder."),
+        str, typer.Option(help="Setting that names the method, e.g. loss.name; default: folder.")
     ] = "",
     page: Annotated[
         Path | None,

@@ -127,12 +127,7 @@ def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
     runs = []
     for number in range(count):
         protocol = job.protocol.model_copy(
-            update={
-                "folds": count,
-                "fold": number,
-                "choose_by": "last",
-                "evaluate_test": "never",
-            }
+            update={"folds": count, "fold": number, "choose_by": "last", "evaluate_test": "never"}
         )
         one = job.model_copy(update={"protocol": protocol})
         part = with_protocol(split, protocol)

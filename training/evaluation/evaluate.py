@@ -25,13 +25,7 @@ from kinlens.training.distributed import (
     world,
 )
 from kinlens.training.evaluation.clustering import clustering
-from kinlens.training.evaluation.retrieval import (
-    Labels,
-    Retrieval,
-    Vectors,
-    gain,
-    retrieval,
-)
+from kinlens.training.evaluation.retrieval import Labels, Retrieval, Vectors, gain, retrieval
 from kinlens.training.evaluation.structure import structure
 from kinlens.training.models.embedding import EmbeddingNet, evaluating
 from kinlens.training.regularizers.determinant import local_lipschitz
@@ -214,7 +208,4 @@ def _flow_lipschitz(net: EmbeddingNet, images: LabelledImages, job: Job) -> dict
     with evaluating(net), torch.no_grad():
         features = net.features(pixels.to(next(net.parameters()).device))
         constants = local_lipschitz(net.flow, features)
-    return {
-        "lipschitz_mean": float(constants.mean()),
-        "lipschitz_max": float(constants.max()),
-    }
+    return {"lipschitz_mean": float(constants.mean()), "lipschitz_max": float(constants.max())}

@@ -32,20 +32,13 @@ MIN_ACTIVATION = 1e-6
 class Pool(nn.Module):
     """Pooling over all positions: (B, C, H, W), or tokens (B, T, C), to (B, C).
 
-    `gap` is the mean, `gmp` the maximum, `gap+gmp` their sum, `gem` the generalised mean
+    `gap` is the mean, `gmp` the maximum, `gap+gmp` their sum, `cls` the class token and `gem` the
+    generalised mean with one learnt p, the parameter `exponent`, that starts at 3:
 
-        ( mean_x max(x, ε)^p )^(1/p),  ε = 1e-6,
+        ( mean_x max(x, ε)^p )^(1/p),  ε = 1e-6
 
-    with one learnt p, the parameter `exponent`, that starts at 3: p = 1 is the mean, p → ∞ the
-    maximum. `cls` is the class token.
-
-    **Reading**: in a trunk of tokens the positions are those of patches; class and register tokens
-    are ignored, except by `cls`. GeM clips negative activations there too. An exponent below 0.1
-    acts as 0.1.
-
-    Args:
-        kind: one of the above.
-        prefix: number of tokens before the patch tokens; the class token is the first.
+    **Reading**: in a trunk of tokens the positions are those of patches; the `prefix` of class and
+    register tokens is ignored, except by `cls`. An exponent below 0.1 acts as 0.1.
 
     References:
         Radenović, Tolias, Chum, Fine-tuning CNN Image Retrieval with No Human Annotation,
@@ -80,17 +73,12 @@ class Pool(nn.Module):
 
 
 class Head(nn.Module):
-    r"""A linear layer plus a second path with one hidden layer,
+    r"""A linear layer plus a second path with one hidden layer, (B, C) to (B, D):
 
     .. math:: y = W x + b + V \, \max(U x + c, 0) + d
 
-    V and d start at 0, so the head starts as its linear layer, and initial weights computed for
-    that layer (see training.start) are valid for both.
-
-    Args:
-        channels: C, the size of the input (B, C).
-        dim: D, the size of the output (B, D).
-        hidden: width of the hidden layer.
+    V and d start at 0, so initial weights computed for the linear layer (see training.start) are
+    valid for both.
     """
 
     def __init__(self, channels: int, dim: int, hidden: int) -> None:
@@ -104,13 +92,11 @@ class Head(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """(B, C) to (B, D)."""
         y: Tensor = self.linear(pooled) + self.outer(F.relu(self.inner(pooled)))
         return y
 
 
 def linear_layer(channels: int, dim: int) -> nn.Linear:
-    """A random projection of (B, channels) to (B, dim)."""
     layer = nn.Linear(channels, dim)
     nn.init.kaiming_normal_(layer.weight, mode="fan_out")
     nn.init.zeros_(layer.bias)
@@ -144,7 +130,7 @@ class EmbeddingNet(nn.Module):
         super().__init__()
         self.trunk = build_trunk(model.backbone, model.weights)
         self.normalize = normalization_of(model.backbone, self.trunk)
-        channels = channels_of(model.backbone, self.trunk)
+        self.channels = channels = channels_of(model.backbone, self.trunk)
         prefix, side = 0, 64
         if isinstance(self.trunk, TimmTrunk):
             prefix, side = self.trunk.prefix, self.trunk.side
@@ -156,7 +142,6 @@ class EmbeddingNet(nn.Module):
         if model.batch_norm == "folded":
             fold_batch_norm(self.trunk, side)
         self.pool = Pool(model.pooling, prefix)
-        self.channels = channels
         self.dim = model.dim or channels
         self.projection: nn.Module = nn.Identity()
         if model.dim is not None:
@@ -172,12 +157,11 @@ class EmbeddingNet(nn.Module):
         self.batch_norm = model.batch_norm
         self.backbone = model.backbone
         self.frozen_trunk = model.frozen_trunk
+        for norm in self._fixed_norms():
+            norm.requires_grad_(self.batch_norm == "statistics")
         if self.frozen_trunk:
-            for module in (self.trunk, self.pool):
-                module.requires_grad_(False)
-        else:
-            for norm in self._fixed_norms():
-                norm.requires_grad_(self.batch_norm == "statistics")
+            self.trunk.requires_grad_(False)
+            self.pool.requires_grad_(False)
         self._freeze()
 
     def pooled(self, images: Tensor) -> Tensor:
@@ -197,13 +181,13 @@ class EmbeddingNet(nn.Module):
         return self.project(self.pooled(images))
 
     def project(self, pooled: Tensor) -> Tensor:
-        """The output of `pooled` (B, C) to the output of `features` (B, D)."""
+        """The output of `pooled` (B, C) to that of `features` (B, D)."""
         with torch.autocast(pooled.device.type, enabled=False):
             z: Tensor = self.flow_input(self.projection(pooled))
         return z
 
     def transform(self, features: Tensor) -> Tensor:
-        """The output of `features`, through the flow if there is one: (B, D), of any length."""
+        """The output of `features` through the flow, if there is one: (B, D), of any length."""
         if self.flow is None:
             return features
         with torch.autocast(features.device.type, enabled=False):

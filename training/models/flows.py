@@ -75,7 +75,6 @@ class Coupling(nn.Module):
         self.conditioner = network(dim - changed + condition_dim, outputs)
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> FlowOutput:
-        """(B, D) to y (B, D) and log_scales (1, B, D)."""
         first, second = x[:, : self.split], x[:, self.split :]
         given, changed = (second, first) if self.transform_first else (first, second)
         read = given if condition is None else torch.cat([given, condition], dim=1)
@@ -102,7 +101,6 @@ class DiagonalScaling(nn.Module):
         self.raw = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor, _: Tensor | None = None) -> FlowOutput:
-        """(B, D) to y (B, D) and log_scales (1, B, D)."""
         log_scale = soft_clamp(self.raw, self.clamp)  # (D,)
         return FlowOutput(x * log_scale.exp(), log_scale.expand(1, *x.shape))
 
@@ -115,7 +113,7 @@ class Chain(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> FlowOutput:
-        """(B, D) to FlowOutput: y (B, D), log_scales (L, B, D)."""
+        """(B, D) to y (B, D) and log_scales (L, B, D)."""
         log_scales = []
         for layer in self.chain():
             x, log_scale = layer(x, condition)
@@ -124,7 +122,7 @@ class Chain(nn.Module):
 
 
 class RealNVP(Chain):
-    """Affine couplings that start as the identity and transform the two halves alternately.
+    """L = `layers` affine couplings of the two halves in turn; it starts as the identity.
 
     References:
         Density estimation using Real NVP (Dinh et al., 2017), https://arxiv.org/abs/1605.08803
@@ -136,8 +134,8 @@ class RealNVP(Chain):
         True
 
     Args:
-        dim: number of dimensions D, at least 2.
-        layers: number L of coupling layers.
+        dim: D, at least 2.
+        layers: L.
         hidden: width of the two hidden layers of each coupling.
         clamp: c in s = c tanh(raw / c), the bound of each log-scale.
     """
@@ -179,8 +177,8 @@ def build_flow(flow: Flow, dim: int) -> RealNVP | NICE:
 class GlowBlock(Chain):
     """A fixed permutation, then the first half given the second, then the second given the first.
 
-    The permutation is drawn by NumPy from `seed`, with a generator of its own. It is part of the
-    state dict (`order`), so a stored flow does not depend on how it was drawn.
+    The permutation is part of the state dict (`order`), so a stored flow does not depend on how it
+    was drawn.
     """
 
     def __init__(
@@ -202,7 +200,7 @@ class GlowBlock(Chain):
 
 
 class ConditionalGlow(Chain):
-    """An invertible map of R^D that depends on a condition, an unchanged input of every coupling.
+    """An invertible map of R^D that depends on a condition (B, C), an input of every coupling.
 
     A block has two couplings and transforms every dimension; weights start as torch draws them, so
     the flow does not start as the identity. `log_scales` has a row for each coupling, L = 2 *
@@ -218,11 +216,7 @@ class ConditionalGlow(Chain):
         https://arxiv.org/abs/2203.08547
 
     Args:
-        dim: number of dimensions D, at least 2.
-        condition_dim: length C of the condition.
-        blocks: number of blocks.
         layers: linear layers of each of a block's two networks, with ReLU between them.
-        hidden: width of their hidden layers.
         clamp: c in s = 0.636 c arctan(raw), the bound of each log-scale.
     """
 

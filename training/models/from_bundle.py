@@ -56,9 +56,8 @@ def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
     made_by = parse_job(bundle.manifest.job, f"the job of {path}") if bundle.manifest.job else None
     _require_fit(job, bundle, made_by)
     start = _network(job, bundle, made_by)
-    net = EmbeddingNet(
-        job.model.model_copy(update={"weights": "none"}), job.regularizers.determinant
-    )
+    random_start = job.model.model_copy(update={"weights": "none"})
+    net = EmbeddingNet(random_start, job.regularizers.determinant)
     net.trunk.load_state_dict(start.trunk.state_dict())
     if made_by is not None:
         net.pool.load_state_dict(start.pool.state_dict())

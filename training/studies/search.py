@@ -99,12 +99,7 @@ def parse_space(content: Mapping[str, Any], prefix: str = "") -> Space:
 
 
 def search(
-    job: Job,
-    split: Split,
-    plan: Plan,
-    folder: Path,
-    listener: Listener,
-    runner: Runner = run_job,
+    job: Job, split: Split, plan: Plan, folder: Path, listener: Listener, runner: Runner = run_job
 ) -> Trial:
     """Find the settings of `job` with the best R@1 on validation classes; returns the best trial.
 

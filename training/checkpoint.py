@@ -93,18 +93,15 @@ class Average:
         torch._foreach_lerp_(means, values, 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state for `load_state_dict` and `weights`."""
         own = {f"module.{name}": value for name, value in self.net.state_dict().items()}
         return {"n_averaged": torch.tensor(self.steps), **own}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state of a stopped run."""
         self.net.load_state_dict(self.weights(state))
         self.steps = int(state["n_averaged"])
 
     @staticmethod
     def weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state dict of the network from the state dict of an average."""
         return {k.removeprefix("module."): v for k, v in state.items() if k != "n_averaged"}
 
 
@@ -147,7 +144,6 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

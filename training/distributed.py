@@ -22,12 +22,10 @@ _LONGEST_WAIT = timedelta(hours=2)
 
 
 def rank() -> int:
-    """Number of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world() -> int:
-    """Number of processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -78,7 +76,6 @@ def gather(x: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The values of all ranks, in rank order."""
     if world() == 1:
         return [value]
     values: list[Any] = [None] * world()
@@ -87,7 +84,6 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def wait_for_all() -> None:
-    """Return when every rank has called this."""
     if world() > 1:
         dist.barrier()
 

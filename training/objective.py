@@ -83,12 +83,10 @@ class Objective(nn.Module):
         return Terms(total, {name: value.detach() for name, value in parts.items()})
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """Parameters, buffers and shares, for `restore`."""
         shares = {f"shares.{name}": value for name, value in self.shares.state_dict().items()}
         return {**self.state_dict(), **shares}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `checkpoint`. Raises: RuntimeError for other parameters."""
         shares = {name for name in state if name.startswith("shares.")}
         self.load_state_dict({name: state[name] for name in state if name not in shares})
         self.shares.load_state_dict({n.removeprefix("shares."): state[n] for n in shares})
@@ -99,14 +97,12 @@ class Objective(nn.Module):
             self.non_isotropy.fitting = epoch < self.non_isotropy.settings.fit_epochs
 
     def _over_draws(self, loss: MetricLoss, vectors: Tensor, labels: Tensor) -> Tensor:
-        """The loss of one branch, the mean over the draws of the batch."""
         if loss.normalized:
             vectors = F.normalize(vectors, dim=1)
         parts = zip(vectors.chunk(self.draws), labels.chunk(self.draws), strict=True)
         return torch.stack([loss(x, y) for x, y in parts]).mean()
 
     def _regularize(self, embeddings: Tensor, labels: Tensor) -> Parts:
-        """The weighted penalties on unit embeddings (B, D) and on centres."""
         penalties: Parts = {}
         if (skewed := self.tables.skewed_mean) is not None:
             of_batch = skewed.centres == "batch"

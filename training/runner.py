@@ -93,7 +93,6 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
 
 
 def require_fresh_or_resumable(folder: Path, resume: bool) -> None:
-    """Raises: JobError if `folder` has a run but `resume` is False, or the reverse."""
     if is_begun(folder) and not resume:
         raise JobError(
             f"{folder} has a run already. Pass --resume to continue it, or another --out."
@@ -112,7 +111,6 @@ def load_chosen(folder: Path) -> Checkpoint:
 
 
 def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row:
-    """The figures of the chosen model on the test classes."""
     if job.protocol.evaluate_test == "never":
         return {}
     row = history[-1] if history else {}

@@ -38,7 +38,6 @@ _PROGRESS = (
 
 
 def on_validation(row: Row) -> Row:
-    """The figures on validation classes, without their prefix."""
     return {k.removeprefix(VALIDATION): v for k, v in row.items() if k.startswith(VALIDATION)}
 
 
@@ -83,7 +82,6 @@ class Run:
         return protocol.choose_by == "folds" or is_fold
 
     def checkpoint(self, split: Split) -> Checkpoint:
-        """The state for `restore`."""
         return Checkpoint(
             job=self.job.as_dict(),
             classes=split.train.classes,

@@ -131,7 +131,6 @@ class _Training:
     listener: Listener
 
     def write_inputs(self) -> None:
-        """Write the job and the lists of images."""
         if not is_main():
             return
         content = self.run.job.model_dump_json(indent=2) + "\n"
@@ -157,7 +156,6 @@ class _Training:
         features = {p: [pooled(run.net, x, job) for x in images[p]] for p in images}
 
         def measured(function: Callable[[Tensor], Tensor]) -> tuple[Row, dict[str, Tensor]]:
-            """Figures and ranks of the unit vectors that `function` makes of pooled features."""
             found: Row = {}
             ranks: dict[str, Tensor] = {}
             for prefix, parts in images.items():

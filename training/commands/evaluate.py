@@ -185,7 +185,6 @@ def _with_test_images(
 
 
 def _images(data: Path) -> LabelledImages:
-    """The images of a folder or a CSV. Raises: DatasetError."""
     from kinlens.training.data.load import read_folder, read_table
 
     if not data.exists():

@@ -88,7 +88,6 @@ def export(
 
 
 def precisions_of(given: list[str] | None) -> tuple[Precision, ...]:
-    """fp32 and the precisions of `--precision`. Raises: BadParameter."""
     unknown = set(given or ()) - set(get_args(OtherPrecision))
     if unknown:
         known = ", ".join(get_args(OtherPrecision))

@@ -34,7 +34,6 @@ ChooseByTest = Annotated[
 
 
 def named_job(name: str, overrides: Sequence[str] | None, allow_partial: bool) -> Job:
-    """The job of a command with its options. Raises: JobError."""
     return load_job(name, settings_of(overrides, allow_partial))
 
 
@@ -105,7 +104,6 @@ def section(kind: type[Any], /, **values: Any) -> Any:
 
 
 def summary(split: Split) -> str:
-    """The number of images and classes of each part."""
     return "; ".join(
         f"{name} {len(images):,} images of {images.classes:,} classes"
         for name, images in split.parts.items()

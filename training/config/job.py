@@ -59,7 +59,6 @@ class Loss(Section):
 
 
 def proxy_anchor() -> Loss:
-    """The default loss."""
     return _settings()["proxy_anchor"](name="proxy_anchor")
 
 
@@ -221,7 +220,6 @@ def _explain(problem: dict[str, Any]) -> str:
 
 
 def _known_keys(table: type[BaseModel] = Section) -> set[str]:
-    """The keys of a table and of its subclasses."""
     below = (_known_keys(kind) for kind in table.__subclasses__())
     return set(table.model_fields).union(*below)
 

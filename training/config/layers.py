@@ -33,12 +33,10 @@ def read_layers(source: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def job_names() -> list[str]:
-    """The names of all shipped jobs."""
     return sorted({*_products(), *(path.stem for path in JOBS.glob("*.toml"))})
 
 
 def known_jobs() -> str:
-    """The list of shipped jobs, for help and error messages."""
     files, data, methods = (
         ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
         for folder in (JOBS, JOBS / "data", JOBS / "methods")

@@ -352,7 +352,6 @@ class Sampling(Section):
 
     @property
     def parts(self) -> int:
-        """Number of parts of a batch over which the loss is averaged."""
         return self.draws or (2 if self.kind == "paired" else 1)
 
 

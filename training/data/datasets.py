@@ -21,8 +21,6 @@ _PARTIAL = "For a subset set data.allow_partial = true (--allow-partial)."
 
 
 class Count(NamedTuple):
-    """Size of a part."""
-
     images: int
     classes: int
 
@@ -47,7 +45,6 @@ class Official:
     image_root: Callable[[Path], Path] = lambda root: root
 
     def lacks(self, root: Path) -> list[str]:
-        """The required files and folders that `root` lacks."""
         return [
             " or ".join(names)
             for names in self.needs

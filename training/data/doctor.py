@@ -73,11 +73,9 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether the data set can be trained on."""
         return all(finding.severity == "note" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return {
             "root": str(self.root),
             "kind": self.kind,
@@ -87,7 +85,6 @@ class Report:
         }
 
     def lines(self) -> Iterator[str]:
-        """Layout, sizes, findings (problems first) and verdict, as text."""
         yield f"{self.root}: layout {self.kind or 'unknown'}"
         for part, size in self.parts.items():
             yield f"  {part}: {size.images:,} images of {size.classes:,} classes"
@@ -158,7 +155,6 @@ def examine(
 
 
 def _listed(root: Path, kind: str | None, file: str, cases: Cases) -> list[Record]:
-    """The usable records."""
     if kind is None:
         inside = data_sets_in(root)
         hint = f" {inside[0]} looks like one: try that." if inside else ""

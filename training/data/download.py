@@ -39,7 +39,6 @@ class Source:
 
     @property
     def archive(self) -> str:
-        """Name of the file."""
         return self.urls[0].rpartition("/")[2]
 
 

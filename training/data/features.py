@@ -86,7 +86,6 @@ class FeatureStore:
             ) from error
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, Vectors]:
-        """The vectors (C,) of those keys that are stored."""
         found = {}
         with self._opened() as connection:
             for key in keys:
@@ -98,7 +97,6 @@ class FeatureStore:
         return found
 
     def put(self, keys: Sequence[bytes], vectors: Vectors) -> None:
-        """Store the vectors (P, C)."""
         rows = [(key, vector.tobytes()) for key, vector in zip(keys, vectors, strict=True)]
         with self._opened() as connection, connection:
             connection.executemany("INSERT OR REPLACE INTO vectors VALUES (NULL, ?, ?)", rows)

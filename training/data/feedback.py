@@ -34,8 +34,6 @@ UNKNOWN_PRODUCT = "call an answer wrong for a query image of unknown product"
 
 
 class Row(NamedTuple):
-    """One row of `pairs.csv`."""
-
     query: str
     query_key: str
     item: str
@@ -121,12 +119,10 @@ def sentences(split: Split) -> list[str]:
 
 
 def unused_rows(feedback: Feedback) -> list[str]:
-    """The number of unused rows, for each reason."""
     return [f"{n:,} of {feedback.rows:,} rows {reason}" for reason, n in feedback.unused.items()]
 
 
 def _classes_of_queries(rows: Sequence[Row], classes: Mapping[str, str]) -> dict[str, str]:
-    """The class of each query image that has a single winner."""
     votes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
         if row.query and row.item in classes:

@@ -40,8 +40,6 @@ _SPARE = 2  # a whole image is decoded at `size_px` times this, at least
 
 
 class ImageFiles(Dataset[Item]):
-    """Images whose files are read on access."""
-
     def __init__(self, images: LabelledImages) -> None:
         self.images = images
 

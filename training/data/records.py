@@ -39,7 +39,6 @@ class LabelledImages:
 
     @property
     def classes(self) -> int:
-        """Number of classes C."""
         return len(self.class_names)
 
     def some(self, count: int, seed: int = 0) -> "LabelledImages":
@@ -60,7 +59,6 @@ class LabelledImages:
         )
 
     def content_sha256(self) -> str:
-        """Digest of paths, classes and the content of every file."""
         digest = hashlib.sha256(self.sha256().encode())
         for path in self.paths:
             digest.update(hashlib.sha256((self.root / path).read_bytes()).digest())
@@ -141,7 +139,6 @@ class Split:
 
     @property
     def parts(self) -> dict[str, LabelledImages]:
-        """The existing lists by name, without the feedback."""
         names = ("train", "validation", "test", "gallery")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 

@@ -74,7 +74,6 @@ class Choice:
     gain: dict[str, float] = field(default_factory=dict)
 
     def sentence(self) -> str:
-        """The choice and its reason, in one line."""
         recall = self.recall
         chosen = name_of(self.alpha)
         paired = ""
@@ -96,7 +95,6 @@ class Choice:
 
 
 def name_of(alpha: float | None) -> str:
-    """The name of a candidate: "trunk", "0", "0.25", ..."""
     return _TRUNK if alpha is None else f"{alpha:g}"
 
 
@@ -165,7 +163,6 @@ def _require_batches(job: Job, split: Split, number: int, count: int) -> None:
 
 
 def write_chosen(folder: Path, choice: Choice) -> None:
-    """Write the chosen model as the model of the run in `folder`."""
     start, last = load_checkpoint(folder / START), load_checkpoint(folder)
     weights = between(start, last, choice.alpha or 0.0)  # the trunk of the start
     trunk_alone = choice.alpha is None

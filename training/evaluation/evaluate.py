@@ -112,7 +112,6 @@ def retrieved(
 def _retrieval_arguments(
     vectors: list[NDArray[np.float32]], parts: list[LabelledImages], job: Job
 ) -> tuple[Tensor, Labels, Tensor | None, Labels | None]:
-    """The first arguments of `retrieval`, on the device of the job."""
     images, *others = parts
     device = choose_device(job.runtime)
     test, *rest = (torch.as_tensor(part, device=device) for part in vectors)
@@ -134,7 +133,6 @@ def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.flo
 
 
 def through_head(net: EmbeddingNet, features: Tensor) -> NDArray[np.float32]:
-    """Output of `pooled` (N, C) to embeddings (N, D)."""
     with evaluating(net), torch.inference_mode():
         on_device = features.to(next(net.parameters()).device)
         vectors: NDArray[np.float32] = net.embed(net.project(on_device)).float().cpu().numpy()
@@ -152,7 +150,6 @@ def pooled(net: EmbeddingNet, images: LabelledImages, job: Job) -> Tensor:
 def _computed(
     net: EmbeddingNet, function: Callable[[Tensor], Tensor], images: LabelledImages, job: Job
 ) -> NDArray[np.float32]:
-    """The result of a function of `net` for all images, (N, ...)."""
     device = next(net.parameters()).device
 
     def on_device(pixels: Images) -> Embeddings:

@@ -42,11 +42,9 @@ class Retrieval:
     precisions: Tensor = field(default_factory=lambda: torch.empty(0), compare=False, repr=False)
 
     def recall_by_name(self) -> dict[str, float]:
-        """{"R@1": ..., ...}"""
         return {f"R@{k}": value for k, value in self.recall.items()}
 
     def as_dict(self) -> dict[str, float]:
-        """{"R@1": ..., ..., "MAP@R": ...}"""
         return self.recall_by_name() | {"MAP@R": self.map_at_r}
 
 

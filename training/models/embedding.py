@@ -232,7 +232,6 @@ class EmbeddingNet(nn.Module):
             norm.eval()
 
     def _fixed_norms(self) -> list[nn.Module]:
-        """The batch norms whose statistics do not change."""
         if self.batch_norm not in ("frozen", "statistics"):
             return []
         return [module for module in self.trunk.modules() if isinstance(module, BATCH_NORMS)]

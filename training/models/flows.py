@@ -33,7 +33,6 @@ class FlowOutput(NamedTuple):
 
     @property
     def log_det(self) -> Tensor:
-        """log |det dy/dx|, shape (B,)."""
         return self.log_scales.sum(dim=(0, 2))
 
 
@@ -109,7 +108,6 @@ class Chain(nn.Module):
     """A composition of invertible maps of R^D, which may depend on a condition (B, C)."""
 
     def chain(self) -> list[Any]:
-        """The maps, in the order in which they act."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> FlowOutput:
@@ -169,7 +167,6 @@ class NICE(Chain):
 
 
 def build_flow(flow: Flow, dim: int) -> RealNVP | NICE:
-    """The flow of R^D in the settings of a job; it starts as the identity."""
     kind = RealNVP if flow.kind == "real_nvp" else NICE
     return kind(dim, flow.layers, flow.hidden, flow.clamp)
 
@@ -268,7 +265,6 @@ def in_turn(
 
 
 def relu_network(inputs: int, outputs: int, hidden: int, layers: int) -> nn.Sequential:
-    """Linear layers with ReLU between them: (B, inputs) to (B, outputs)."""
     widths = [inputs, *[hidden] * (layers - 1), outputs]
     modules: list[nn.Module] = []
     for before, after in pairwise(widths):

@@ -68,7 +68,6 @@ def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
 
 
 def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
-    """Raises: CheckpointError naming each setting whose shapes differ."""
     pairs: dict[str, tuple[object, object]] = {
         "model.backbone": (bundle.manifest.backbone, job.model.backbone)
     }

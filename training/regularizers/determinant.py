@@ -50,7 +50,6 @@ class DeterminantRegularizer(nn.Module):
         self.second_flow = build_flow(settings.flow, dim)
 
     def forward(self, z: Tensor, labels: Tensor, first_flow: nn.Module) -> DuelOutput:
-        """Features z (B, D) and labels (B,) through both flows."""
         own = self.settings
         added, real = augment(z, labels, own)
         points = torch.cat([z, added])

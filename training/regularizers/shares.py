@@ -76,7 +76,6 @@ class Share:
         self.last = self.scale * ratio
 
     def calibrates(self, calibration: int) -> bool:
-        """Whether the next measurement belongs to the calibration."""
         return self.wanted is not None and self.measured < calibration
 
 
@@ -119,7 +118,6 @@ class Shares:
                 term.reach = term.scale * reaches / at_features
 
     def scaled(self, penalties: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each penalty times its scale."""
         return {name: self.terms[name].scale * x for name, x in penalties.items()}
 
     def figures(self) -> dict[str, float]:
@@ -133,7 +131,6 @@ class Shares:
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of a run, to resume it."""
         state = {"steps": torch.tensor(self.steps)}
         for name, term in self.terms.items():
             for number, dtype in _STATE.items():

@@ -126,7 +126,6 @@ def write_catalogue(
 
 
 def _claim(root: Path, settings: RenderedData) -> None:
-    """Create the folder with its settings, or check that it has the same settings."""
     numbers = settings.model_dump(include={"products", "views", "size_px", "seed"})
     wanted = {"drawing": _DRAWING} | numbers
     record = root / _FILE
@@ -234,7 +233,6 @@ def _backdrop(rng: np.random.Generator, side: int, flat_lay: bool) -> Image.Imag
 
 
 def _grain(image: Image.Image, rng: np.random.Generator) -> None:
-    """Boards, tiles or a smooth sheet."""
     kind, size, draw = rng.integers(3), image.width, ImageDraw.Draw(image)
     count = int(rng.integers(4, 8))
     step = size / count
@@ -250,7 +248,6 @@ def _grain(image: Image.Image, rng: np.random.Generator) -> None:
 
 
 def _thing(draw: ImageDraw.ImageDraw, rng: np.random.Generator, size: int, horizon: int) -> None:
-    """A blurred object in a product's colours, behind the product or around it."""
     codes = [code for scheme in SCHEMES.values() for code in scheme]
     wide, high = (size * rng.uniform(0.08, 0.3) for _ in range(2))
     x = rng.uniform(-0.1, 1.0) * size

@@ -39,7 +39,6 @@ class RunLog:
         self._writer = _summary_writer(folder) if tensorboard else None
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """One line: {"kind": ..., "step": ..., **values}."""
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
         if self._writer is not None:
@@ -48,14 +47,12 @@ class RunLog:
                     self._writer.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        """Close the files."""
         self._file.close()
         if self._writer is not None:
             self._writer.close()
 
 
 def progress_bar(*more: ProgressColumn) -> Progress:
-    """A bar with the columns text, bar, n of m, elapsed, remaining, and `more`."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -72,7 +69,6 @@ _QUICK_S = 1.0
 
 @contextmanager
 def console_listener() -> Iterator["ConsoleListener"]:
-    """A listener that shows the progress bar of its run."""
     with progress_bar(TextColumn("{task.fields[loss]}")) as progress:
         yield ConsoleListener(progress)
 
@@ -91,11 +87,9 @@ class ConsoleListener:
         self._began: tuple[int, float] | None = None
 
     def note(self, sentence: str) -> None:
-        """Print a message."""
         console.print(sentence, markup=False)
 
     def computed(self, done: int, total: int) -> None:
-        """Show how many features of a frozen trunk are available."""
         self._progress.update(
             self._task, total=total, completed=done, description="features of the trunk"
         )
@@ -112,11 +106,9 @@ class ConsoleListener:
         )
 
     def step_done(self, parts: dict[str, float]) -> None:
-        """Move the bar by one step and show its loss."""
         self._progress.update(self._task, advance=1, loss=f"loss {parts['loss']:.3f}")
 
     def epoch_done(self, row: dict[str, float]) -> None:
-        """Print the figures of a finished epoch; of quick ones without recall only the last."""
         recalls = "  ".join(f"{k} {v:.1f}" for k, v in row.items() if "R@" in k)
         if not recalls and row["seconds"] < _QUICK_S and row["epoch"] < self._epochs:
             return

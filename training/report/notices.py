@@ -23,7 +23,6 @@ _WEIGHTS = {"determinant": "lambda1 and lambda2"}
 
 
 def before(job: Job, steps_per_epoch: int) -> list[str]:
-    """Messages before the first step."""
     steps = job.optimizer.epochs * steps_per_epoch
     if steps >= _FEW_STEPS:
         return []

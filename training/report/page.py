@@ -24,7 +24,6 @@ Rows = Sequence[Row]
 
 
 def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Result) -> None:
-    """Write `curves.png` and `report.md` into the run folder."""
     if history:
         _draw_curves(folder / "curves.png", history)
     lines = [
@@ -44,7 +43,6 @@ def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Re
 
 
 def _draw_curves(path: Path, history: Rows) -> None:
-    """Loss and recall over epochs, and the shares of the regularizers, side by side."""
     shares = _names(history, "share ")
     panels = {"training loss": ["loss"], "recall on unseen classes, %": _names(history, "R@")}
     if shares:
@@ -66,12 +64,10 @@ def _draw_curves(path: Path, history: Rows) -> None:
 
 
 def _names(history: Rows, part: str) -> list[str]:
-    """Names of the figures of any epoch that contain `part`, in order of appearance."""
     return [name for name in dict.fromkeys(n for row in history for n in row) if part in name]
 
 
 def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
-    """The training: images, settings, duration, and which epoch is the model."""
     regularizers = [name for name, value in job.regularizers if value is not None]
     minutes = sum(row["seconds"] for row in history) / 60
     return [
@@ -93,7 +89,6 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
 
 
 def _help(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
-    """Whether the training helped, and the messages of its epochs."""
     notes = did_it_help(split, result)
     for epoch in range(len(history)):
         notes += after_epoch(job, history[: epoch + 1])
@@ -147,7 +142,6 @@ def _is_frozen(result: Result) -> bool:
 
 
 def _regularizers(job: Job, history: Rows) -> list[str]:
-    """The settings of each regularizer, its share of the gradient and the effect on its flows."""
     if not history:
         return []
     lines = []

@@ -66,7 +66,6 @@ class Study:
     against: dict[str, str] = field(default_factory=dict)
 
     def merged(self, new: Sequence[Record], against: Mapping[str, str]) -> "Study":
-        """The study with `new`, which replace records of the same method and seed."""
         records = {(record.method, record.seed): record for record in (*self.records, *new)}
         return Study(tuple(records[key] for key in sorted(records)), {**self.against, **against})
 
@@ -221,7 +220,6 @@ def side_by_side(folders: Sequence[Path]) -> list[str]:
 
 
 def _remarks(runs: Mapping[Path, Result]) -> list[str]:
-    """Whether the runs are comparable, and the difference of each to the first in R@1."""
     (first, base), *others = runs.items()
     remarks = []
     for folder, run in others:
@@ -252,14 +250,12 @@ def _in_percent(figure: str) -> bool:
 
 
 def _queries(folder: Path, part: str) -> int:
-    """Number of images in a list of a run that have another image of their class."""
     sizes, gallery = (_classes(folder / f"{name}.csv") for name in (part, "gallery"))
     apart = part == "test" and len(gallery) > 0
     return int(sizes[sizes.index.isin(gallery.index) if apart else sizes > 1].sum())
 
 
 def _classes(path: Path) -> pd.Series:
-    """Number of images of each class in a list of a run; empty without that list."""
     if not path.is_file():
         return pd.Series(dtype=int)
     return pd.read_csv(path, dtype=str, keep_default_na=False)["class"].value_counts()
@@ -276,7 +272,6 @@ def _finished(folder: Path) -> Result:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """A record as a flat row; missing values become NaN in the table."""
     seconds = record.seconds_per_step
     return {
         "method": record.method,
@@ -300,7 +295,6 @@ def _mean(values: pd.Series) -> str:
 
 
 def _difference(runs: pd.DataFrame, others: pd.DataFrame) -> str:
-    """The paired difference in R@1 to another method, over the seeds that both have."""
     pairs = runs.merge(others, on="seed", suffixes=("", " of other"))
     pairs = pairs.dropna(subset=["R@1", "R@1 of other"])
     for pair in pairs.to_dict("records"):

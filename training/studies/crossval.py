@@ -63,7 +63,6 @@ def scores(results: list[Result]) -> dict[str, dict[str, float]]:
 
 
 def _write_report(folder: Path, job: Job, split: Split, results: list[Result]) -> None:
-    """Write `report.md` and `report.json`."""
     over_folds, count = scores(results), len(results)
     content = {
         "job": job.as_dict(),

@@ -81,7 +81,6 @@ def load_space(path: Path) -> Space:
 
 
 def parse_space(content: Mapping[str, Any], prefix: str = "") -> Space:
-    """A space from plain data. Raises: JobError."""
     space: dict[str, Mapping[str, Any]] = {}
     for key, value in content.items():
         name = prefix + key
@@ -168,7 +167,6 @@ def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = Fal
 
 
 def _check_space(job: Job, plan: Plan) -> None:
-    """Raises: JobError for a setting that the job lacks, or an invalid value."""
     for name, words in plan.space.items():
         if name.startswith(_FIXED):
             raise JobError(
@@ -180,7 +178,6 @@ def _check_space(job: Job, plan: Plan) -> None:
 
 
 def _draw(plan: Plan, trials: list[Trial]) -> dict[str, Any]:
-    """The values of the next trial; they depend only on its number and the scores so far."""
     optuna = _optuna()
     seed = np.random.SeedSequence((plan.seed, len(trials))).generate_state(1)[0]
     sampler = optuna.samplers.TPESampler(seed=int(seed))
@@ -230,7 +227,6 @@ def _read_trials(folder: Path) -> list[Trial]:
 
 
 def _report(folder: Path, job: Job, plan: Plan, trials: list[Trial]) -> Trial:
-    """Write the results so far; returns the best trial."""
     order = sorted(trials, key=lambda t: (t.score is None, -(t.score or 0.0)))
     of = f"{plan.fraction:.0%} of the train classes"
     lines = [

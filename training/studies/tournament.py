@@ -55,7 +55,6 @@ class _Entry(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _word(cls, given: Any) -> Any:
-        """A plain string is the entry of that name with default settings."""
         return {"name": given} if isinstance(given, str) else given
 
     def over(self, content: dict[str, Any], **default: dict[str, Any]) -> dict[str, Any]:
@@ -109,17 +108,14 @@ class Run:
 
     @property
     def experiment(self) -> str:
-        """Backbone and size."""
         return f"{self.backbone}-{_size(self.dim)}"
 
     @property
     def competitor(self) -> str:
-        """Loss and regularizer."""
         return self.loss + ("" if self.regularizer == "none" else f" + {self.regularizer}")
 
     @property
     def folder(self) -> Path:
-        """Path of the run folder, relative to the folder of the tournament."""
         return Path("runs", self.experiment, self.loss, self.regularizer, f"seed-{self.seed}")
 
 
@@ -182,7 +178,6 @@ def _base(source: str | dict[str, Any], grid: Path, overrides: Sequence[str]) ->
 
 
 def _check_limits(key: str, limits: list[_Limit], known: Mapping[str, Sequence[Any]]) -> None:
-    """Raises: JobError for an axis, or a name on it, that is not in the grid."""
     for axis, values in (item for limit in limits for item in limit.items()):
         if axis not in known:
             raise JobError(f"{key}: unknown axis {axis!r}; use {', '.join(known)}.")
@@ -193,7 +188,6 @@ def _check_limits(key: str, limits: list[_Limit], known: Mapping[str, Sequence[A
 
 
 def _covered(names: Mapping[str, Any], limits: list[_Limit]) -> bool:
-    """Whether some table matches the values on every axis that it names."""
     return any(all(names[axis] in values for axis, values in t.items()) for t in limits)
 
 
@@ -314,7 +308,6 @@ def run_in_process(job: Job, folder: Path) -> str | None:
 
 
 def command(job: Job, folder: Path) -> list[str]:
-    """The command line of a run."""
     words = [sys.executable, "-m", "kinlens.training", "fit", str(folder / "job.toml")]
     words += ["--out", str(folder)]
     words += ["--resume"] if is_begun(folder) else []
@@ -322,7 +315,6 @@ def command(job: Job, folder: Path) -> list[str]:
 
 
 def figures_of(runs: Sequence[Run]) -> pd.DataFrame:
-    """A row per run: axes, experiment, competitor and figures, NaN without a result."""
     rows = []
     for run in runs:
         row: dict[str, Any] = {axis: getattr(run, axis) for axis in _AXES}
@@ -390,7 +382,6 @@ def write_report(folder: Path, runs: Sequence[Run], missing_last: bool = False) 
 
 
 def _ranking(figures: pd.DataFrame, missing_last: bool) -> list[str]:
-    """The ranks by R@1, and the competitors and experiments that are not ranked."""
     means = figures.groupby(["experiment", "competitor"], sort=False)["R@1"].mean().unstack()
     scores = means.loc[figures["experiment"].unique(), figures["competitor"].unique()]
     lines = [

@@ -16,7 +16,7 @@ from kinlens.training.commands.jobs import (
     named_job,
     settings_of,
 )
-from kinlens.training.report.log import console, console_listener
+from kinlens.training.report.log import console, console_listener, note
 
 
 def crossval(
@@ -109,11 +109,8 @@ def tournament(
         typer.echo(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
         return
 
-    def report(line: str) -> None:
-        console.print(line, markup=False)
-
     with _stoppable():
-        found = play(runs, folder, report, missing_last=missing == "last")
+        found = play(runs, folder, note, missing_last=missing == "last")
     console.print(f"Report: {folder / 'report.md'}")
     if any(run.result is None for run in found):
         raise typer.Exit(1)

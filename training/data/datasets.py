@@ -27,15 +27,10 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True)
 class Official:
-    """A data set.
+    """A data set: the reader of its lists, and the size of each part.
 
-    Args:
-        name: for messages.
-        needs: required files and folders; of a tuple one is enough.
-        expected: size of each part: "train", "test" and perhaps "gallery". With a gallery the
-            test images are the queries.
-        read: returns the records of a folder that has `needs`.
-        image_root: returns the folder that the paths of records are relative to.
+    Of a tuple in `needs` one file or folder is enough. With a "gallery" the test images are the
+    queries. `image_root` is the folder that the paths of records are relative to.
     """
 
     name: str
@@ -52,10 +47,7 @@ class Official:
         ]
 
     def records(self, root: Path) -> list[Record]:
-        """The records of the lists in `root`, whether the images exist or not.
-
-        Raises: DatasetError if a list is missing or malformed.
-        """
+        """The records of the lists, whether the images exist or not. Raises: DatasetError."""
         lacking = self.lacks(root)
         if not lacking:
             return self.read(root)
@@ -100,10 +92,7 @@ def data_sets_in(root: Path) -> list[Path]:
 def read_official(official: Official, root: Path, allow_partial: bool = False) -> Split:
     """Read the data set in the folder `root` and check its counts.
 
-    `allow_partial` accepts missing images and other counts: a subset.
-
-    Raises: DatasetError if lists are missing or malformed, images are missing, counts differ, or
-        a part is empty.
+    `allow_partial` accepts missing images and other counts: a subset. Raises: DatasetError.
     """
     records, base = official.records(root), official.image_root(root)
     missing = [record for record in records if not (base / record.path).is_file()]

@@ -35,10 +35,7 @@ _WHY = (
 
 
 def load_split(data: Data, on_image: Callable[[], None] | None = None) -> Split:
-    """Load the images that `data` describes; `on_image` is called for each rendered view.
-
-    Raises: DatasetError, JobError.
-    """
+    """`on_image` is called for each rendered view. Raises: DatasetError, JobError."""
     split = _load(data, on_image)
     if not data.feedback:
         return split
@@ -94,9 +91,8 @@ def remarks(data: Data, split: Split) -> list[str]:
 def read_folder(root: Path, setting: str = "data.root") -> list[Record]:
     """The images of a folder; hidden files and folders are skipped.
 
-    The class is the folder of the image, named by its path below root: "mug", or "Women/Dress",
-    which is another class than "Men/Dress". Galleries built from a folder use the same names. An
-    error names the `setting` or the option that gave the folder.
+    The class is the folder of the image, named by its path below root as in galleries: "mug", or
+    "Women/Dress". An error names the `setting` or the option that gave the folder.
 
     Raises: DatasetError if the folder is missing or holds no images in sub-folders.
     """
@@ -129,9 +125,7 @@ def _check_name(path: str) -> None:
 def read_table(root: Path, file: str, setting: str = "data.root and data.file") -> list[Record]:
     """The images of a CSV with the columns path, label and perhaps split ("train", "test").
 
-    An error names the `setting` or the option that gave the file.
-
-    Raises: DatasetError naming the line of the first fault.
+    Raises: DatasetError naming the line of the first fault, and the `setting` that gave the file.
     """
     records, faults = scan_table(root, file, setting)
     if faults:
@@ -142,8 +136,7 @@ def read_table(root: Path, file: str, setting: str = "data.root and data.file") 
 def scan_table(
     root: Path, file: str, setting: str = "data.root and data.file"
 ) -> tuple[list[Record], list[str]]:
-    """Usable rows of a CSV, and an error for each other row. The class is in the column `label`,
-    or `class` as in a list for a gallery.
+    """Usable rows of a CSV, and an error for each other row; the class is `label` or `class`.
 
     Raises: DatasetError if the file is missing, is not a text or lacks a column.
     """
@@ -182,20 +175,17 @@ def scan_table(
 def without_small_classes(
     root: Path, records: Sequence[Record], policy: str
 ) -> tuple[list[Record], tuple[str, ...]]:
-    """Apply `small_classes`: a class with one image has no positive pair.
+    """Apply `small_classes`; returns the remaining records and the names of the dropped classes.
 
-    Returns the remaining records, and the names of the dropped classes.
-
-    Raises: DatasetError under "refuse" if there is such a class.
+    Raises: DatasetError under "refuse" if there is a class with one image, which has no pair.
     """
     sizes = Counter(record.label for record in records)
     small = tuple(sorted(label for label, size in sizes.items() if size < 2))
     if small and policy == "refuse":
         raise DatasetError(
             f"{len(small)} of the {len(sizes)} classes in {root} have only one image "
-            f"({_first_of(small)}); "
-            "a class needs at least 2 to have a pair. Add images, remove these classes, or set "
-            'data.small_classes = "drop".'
+            f"({_first_of(small)}); a class needs at least 2 to have a pair. Add images, remove "
+            'these classes, or set data.small_classes = "drop".'
         )
     return [record for record in records if sizes[record.label] >= 2], small
 
@@ -227,10 +217,7 @@ def split_by_class(
 
 
 def split_by_column(root: Path, records: Sequence[Record]) -> Split:
-    """The split in the column `split` of a CSV.
-
-    Raises: DatasetError if a class is in both parts, or a part has a single class.
-    """
+    """Raises: DatasetError if a class is in both parts, or a part has a single class."""
     found = {record.part for record in records}
     if found != {"train", "test"}:
         raise DatasetError(
@@ -272,8 +259,7 @@ def write_lists(
 ) -> dict[str, LabelledImages]:
     """Write the official split as train.csv, test.csv and, where there is one, gallery.csv.
 
-    Returns the images of each list. Raises: DatasetError if `root` is not a complete official data
-    set.
+    Returns the images of each list. Raises: DatasetError.
     """
     official = OFFICIAL.get(kind or recognise(root) or "")
     if official is None:

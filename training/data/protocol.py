@@ -27,10 +27,7 @@ def with_protocol(split: Split, protocol: Protocol) -> Split:
 
 
 def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
-    """Move a random `fraction` of the train classes, at least 2, to validation.
-
-    Train labels are numbered from 0 again, in the old order. **Reading**: fraction * C is rounded
-    to the nearest number of classes.
+    """Move a random `fraction` of the train classes, rounded and at least 2, to validation.
 
     Raises: DatasetError if train or validation would have fewer than 2 classes, or if no validation
         class has 2 images.
@@ -39,10 +36,9 @@ def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
     count = max(round(classes * fraction), FEWEST)
     if classes - count < FEWEST:
         raise DatasetError(
-            f"{split.train.root} has {classes} train classes; holding out {count} of them for "
-            f"validation leaves {classes - count} to train on, at least {FEWEST} are needed. Add "
-            "classes, hold out fewer, or none: protocol.validation_fraction = 0 with choose_by = "
-            '"last".'
+            f"{split.train.root} has {classes} train classes; holding out {count} leaves "
+            f"{classes - count} to train on, at least {FEWEST} are needed. Add classes, or hold "
+            'out none: protocol.validation_fraction = 0 with choose_by = "last".'
         )
     order = np.random.default_rng(seed).permutation(classes)
     return _validating(split, order[:count])
@@ -51,8 +47,7 @@ def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
 def folds(split: Split, count: int = 10, seed: int = 0) -> list[Split]:
     """Class cross validation: each train class is a validation class in exactly one fold.
 
-    Classes are assigned at random, since neighbours in a list are often alike; the numbers of
-    validation classes differ by at most one.
+    Classes are assigned at random, since neighbours in a list are often alike.
 
     Raises: DatasetError if there are fewer than 2 classes a fold, or if the validation classes of
         a fold all have a single image.

@@ -92,7 +92,7 @@ class Confused(NamedTuple):
 class Feedback:
     """What customers reported about the images of a data set, see training.data.feedback.
 
-    `images` and `confused` are sorted. `unused` counts, by reason, the `rows` that are of no use.
+    `unused` counts, by reason, the `rows` that are of no use.
     """
 
     rows: int
@@ -110,9 +110,8 @@ class Feedback:
 class Split:
     """Train, test and perhaps validation images, with disjoint classes.
 
-    With a `gallery` the test images are queries and are searched for in it; without one each test
-    image is searched for among the other test images. Only `feedback` on train classes is used. It
-    is not part of `train`: a model is tested and exported without it.
+    With a `gallery` the test images are queries and are searched for in it. Only `feedback` on
+    train classes is used, and a model is tested and exported without it.
 
     Raises: DatasetError if a class is in two of train, validation and test.
     """
@@ -133,8 +132,7 @@ class Split:
             if both:
                 raise DatasetError(
                     f"{len(both)} class(es) are in {one} and in {other}, for example "
-                    f"{min(both)!r}. The classes of the parts must differ: the model is tested on "
-                    "unseen classes."
+                    f"{min(both)!r}. The parts must differ: a model is tested on unseen classes."
                 )
 
     @property
@@ -170,15 +168,6 @@ class Split:
         pairs = self.feedback.confused if self.feedback else ()
         found = [(number[a], number[b], n) for a, b, n in pairs if {a, b} <= number.keys()]
         return np.array(found, dtype=np.int64).reshape(-1, 3)
-
-    def gallery_labels(self) -> NDArray[np.int64]:
-        """Labels (G,) of the gallery in the numbering of `test`; other classes come after it.
-
-        Without a gallery: the labels of `test`.
-        """
-        if self.gallery is None:
-            return self.test.labels
-        return labels_in(self.gallery, self.test.class_names)
 
     def sha256(self) -> str:
         """Digest of the lists; validation and gallery count if they exist."""

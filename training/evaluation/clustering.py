@@ -21,15 +21,7 @@ def clustering(embeddings: Vectors, labels: Labels, seed: int = 0) -> dict[str, 
 
     Lloyd's algorithm, not mini-batches: with five images in a class a mini-batch sees a cluster
     less than once. It starts from k-means++ up to 2,000 classes, from random embeddings above.
-    Extra memory is one copy of the embeddings and a few times the centres; an iteration costs
-    N x classes x D, on the CPU. The same seed gives the same clusters on the same machine.
-
-    Args:
-        embeddings: (N, D).
-        labels: (N,); the number of different ones is the number of clusters.
-        seed: of the first centres.
-
-    Returns: see `agreement`.
+    An iteration costs N x classes x D, on the CPU.
 
     Raises: EvaluationError if an embedding is not finite.
 
@@ -55,10 +47,6 @@ def agreement(labels: Labels, clusters: Labels) -> dict[str, float]:
 
     P is the part of the pairs inside a cluster that share a class, R the part of the pairs inside a
     class that share a cluster. Two equal partitions have 100, also if a formula is 0 / 0.
-
-    Args:
-        labels: (N,), C.
-        clusters: (N,), Omega.
 
     References:
         Deep Metric Learning with Graph Consistency, AAAI 2021, evaluation (NMI and F1)

@@ -47,12 +47,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Recall@K and MAP@R of `net` on `images`, preprocessed as in the service, in float32.
 
-    Args:
-        gallery: images to search in; without it each image is searched for among the others.
-        full: also clustering, structure and, with a flow, its local Lipschitz constant.
-        before: (N,), the ranks of another model on the same queries; adds `gain`.
-
-    Under several ranks each embeds its share, and all get the figures.
+    In `full`, also clustering, structure and, with a flow, its local Lipschitz constant. `before`
+    (N,) are the ranks of another model on the same queries; they add `gain`. Under several ranks
+    each embeds its share, and all get the figures.
     """
     parts = [images] if gallery is None else [images, gallery]
     vectors = [embed(net, part, job) for part in parts]
@@ -78,16 +75,10 @@ def evaluate_embeddings(
     seed: int = 0,
     before: Tensor | None = None,
 ) -> dict[str, float]:
-    """Recall and MAP@R by name; in full, also cluster agreement and structure.
+    """Recall and MAP@R by name; in full, also cluster agreement and structure, which take minutes.
 
     **Reading.** With a gallery (In-Shop), retrieval searches for the test images in the gallery.
     Clusters and structure cover both together, which are the test images of the split.
-
-    Args:
-        test, labels, gallery, gallery_labels, ks: see `retrieval`.
-        full: also NMI, F1 and the measures of `structure`; takes minutes from 10,000 classes on.
-        seed: of k-means.
-        before: (N,), the ranks of another model on the same queries; adds `gain`.
 
     Raises: DatasetError, EvaluationError, as the functions that it calls.
     """
@@ -174,10 +165,7 @@ def embed_with(
     """The result of each function for all images (N, ...), preprocessed as in the service.
 
     Every image is decoded once, in the processes of `runtime`; several ranks share the images.
-    `on_batch` is called with the number of images just embedded; `device` is the device of the
-    functions.
-
-    Raises: DatasetError if an image cannot be read.
+    `device` is that of the functions. Raises: DatasetError if an image cannot be read.
     """
     mine = np.array_split(np.arange(len(images)), world())[rank()]
     dataset = Subset(EvaluationImages(images, spec), mine.tolist())

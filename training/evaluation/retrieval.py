@@ -65,20 +65,12 @@ def retrieval(
         \sum_{i = 1}^{R} P(i) \, [\text{image } i \text{ is a positive}]
 
     **Ties** are pessimistic: a negative ranks before a positive unless it is worse by more than
-    1e-5, so that rounding decides nothing, not even for the same image in two classes. Without a
-    gallery, the query itself is excluded by its index, never by its score; a copy of it counts as
-    any other image. A query without a positive is excluded and counted. See docs/decisions/0004.
+    1e-5, so that rounding decides nothing. Without a gallery, the query itself is excluded by its
+    index, never by its score. A query without a positive is excluded and counted. See
+    docs/decisions/0004.
 
-    Tensors are ranked on their device, arrays on the CPU. Extra memory is a few blocks of
-    `scores_at_a_time`, whatever N, or one query's M scores if they are more.
-
-    Args:
-        queries: (N, D), unit norm.
-        query_labels: (N,).
-        gallery: (M, D), unit norm; None for self-retrieval among the queries.
-        gallery_labels: (M,), with a gallery.
-        ks: values of K; a K larger than the gallery is reached by all queries.
-        scores_at_a_time: the size of a block.
+    Tensors are ranked on their device, arrays on the CPU. Vectors have unit norm. Extra memory is a
+    few blocks of `scores_at_a_time`, whatever N, or one query's M scores if they are more.
 
     Raises: DatasetError if no query has a positive; EvaluationError if an embedding is not finite.
 
@@ -108,9 +100,8 @@ def retrieval(
     answered = rank >= 0
     if not answered.any():
         raise DatasetError(
-            "No test image has another image of its class, so recall is not defined. "
-            "Give test classes with at least 2 images each, and a gallery with the classes of the "
-            "queries."
+            "No test image has another image of its class, so recall is not defined. Give test "
+            "classes with at least 2 images each, and a gallery with the classes of the queries."
         )
     found = rank[answered]
     return Retrieval(
@@ -124,13 +115,9 @@ def retrieval(
 
 
 def _ranked(scores: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
-    """The rank from 0 of the best positive (-1 without one), and the average precision at R.
+    """The rank from 0 of the best positive (-1 without one), and the average precision at R: (q,).
 
-    Args:
-        scores: (q, M), -inf for excluded images; overwritten.
-        same: (q, M), whether an image is a positive.
-
-    Returns: (q,) and, in float64, (q,).
+    `scores` (q, M) have -inf for excluded images and are overwritten; `same` are the positives.
     """
     query, image = same.nonzero(as_tuple=True)  # (P,) each, of all positives
     count = query.bincount(minlength=len(scores))
@@ -149,7 +136,7 @@ def _ranked(scores: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def checked(embeddings: Vectors, labels: Labels | None) -> Tensor:
-    """The embeddings as a finite float32 tensor on their device.
+    """The embeddings (N, D) as a finite float32 tensor on their device.
 
     Raises: ValueError if the shapes do not fit; EvaluationError if an embedding is not finite.
     """
@@ -181,10 +168,9 @@ def full_precision() -> Iterator[None]:
 
 
 def with_interval(recall: float, queries: int) -> str:
-    """A recall in percent with its 95 % interval for that number of queries, "58.0 (50.0 to 65.6)".
+    """A recall in percent with Wilson's 95 % interval, "58.0 (50.0 to 65.6)".
 
-    The interval is Wilson's (1927). Queries count as independent. Images of one class are alike, so
-    the interval is rather too narrow.
+    Queries count as independent. Images of one class are alike, so it is rather too narrow.
     """
     right = round(recall / 100 * queries)
     low, high = stats.binomtest(right, queries).proportion_ci(method="wilson")
@@ -201,11 +187,7 @@ def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, floa
         s^2 = \frac{G}{G - 1} \frac{\sum_g (d_g - \hat d n_g)^2}{(\sum_g n_g)^2}
 
     and the interval is :math:`\hat d \pm t_{G - 1} s`. The result is {} for a single class, and
-    without `before`.
-
-    Args:
-        before, after: (N,), the `ranks` of `Retrieval`.
-        labels: (N,), the class of each query.
+    without `before`. Ranks are those of `Retrieval`.
 
     References:
         Cameron and Miller, A Practitioner's Guide to Cluster-Robust Inference (2015)

@@ -21,13 +21,8 @@ def structure(
 ) -> dict[str, float]:
     """All measures of this file, each under the name of its function.
 
-    Tensors are measured on their device, arrays on the CPU. Extra memory is a normalised copy of
-    the embeddings, a few blocks of scores and one float64 vector per class, whatever N.
-
-    Args:
-        embeddings: (N, D), normalised here in float64.
-        labels: (N,).
-        scores_at_a_time: of `uniformity`, the only measure whose cost grows with N^2.
+    Measured on the device of the embeddings (N, D), normalised here in float64. `scores_at_a_time`
+    is for `uniformity`, the only measure whose cost grows with N^2.
 
     Raises: DatasetError without two classes, one of them with two images; EvaluationError if an
         embedding is not finite.
@@ -40,9 +35,8 @@ def structure(
     sizes = np.unique(labels, return_counts=True)[1]
     if len(sizes) < 2 or sizes.max() < 2:
         raise DatasetError(
-            f"{len(labels):,} images of {len(sizes):,} classes, at most {sizes.max(initial=0):,} "
-            "of one class: structure measures need at least 2 classes, one of them with 2 images. "
-            "Give more test images."
+            f"{len(labels):,} images of {len(sizes):,} classes: structure measures need at least 2 "
+            "classes, one of them with 2 images. Give more test images."
         )
     sums, counts = class_sums(vectors, labels)
     inner = _inner_distances(sums, counts)
@@ -59,10 +53,6 @@ def uniformity(vectors: Tensor, scores_at_a_time: int = SCORES) -> float:
     r"""log of the mean Gaussian potential over the pairs of images; lower is more uniform.
 
     .. math:: \log \operatorname{mean}_{i < j} \exp(-2 |e_i - e_j|^2)
-
-    Args:
-        vectors: (N, D), N at least 2.
-        scores_at_a_time: the size of a block of scores.
 
     References:
         Understanding Contrastive Representation Learning through Alignment and Uniformity on the
@@ -93,20 +83,14 @@ def class_sums(vectors: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
 def density(sums: Tensor, inner: Tensor) -> float:
     r"""pi: mean distance inside a class / mean distance between classes; lower is denser.
 
-    Distances are cosine distances, d(a, b) = 1 - a.b = |a - b|^2 / 2. With m_c the normalised mean
-    of class c,
+    With cosine distances d(a, b) = 1 - a.b, and m_c the normalised mean of class c,
 
     .. math:: \pi = \frac{\operatorname{mean}_c \operatorname{mean}_{i \neq j \in c} d(e_i, e_j)}
         {\operatorname{mean}_{c \neq c'} d(m_c, m_{c'})}
 
     **Reading.** The paper names the measure without its formula. This is the class-wise form of the
-    work that introduced it: every class counts the same, and the denominator compares class means.
-    Classes with one image have no inner distance and are not in the numerator. The denominator
-    is at least 1e-8, so that a collapsed embedding has 0. `density_pairs` is the other reading.
-
-    Args:
-        sums: (C, D), of the normalised vectors of each class.
-        inner: mean inner distances of the classes with two images or more.
+    work that introduced it: every class counts the same, except those with one image, which have no
+    inner distance. The denominator is at least 1e-8, so that a collapsed embedding has 0.
 
     References:
         Revisiting Training Strategies and Generalization Performance in Deep Metric Learning
@@ -120,10 +104,9 @@ def density(sums: Tensor, inner: Tensor) -> float:
 
 
 def density_pairs(sums: Tensor, sizes: Tensor) -> float:
-    r"""Mean cosine distance over all pairs of the same class / over all pairs of two classes.
+    """Mean cosine distance over all pairs of the same class / over all pairs of two classes.
 
-    The other reading of `density`: large classes weigh more, and the denominator contains the
-    spread of the classes, not only of their means.
+    The other reading of `density`: large classes weigh more.
     """
     squares = sums.square().sum(dim=1)  # (C,): sum of the scores of all pairs of a class
     inside = (squares - sizes).sum() / (sizes * (sizes - 1)).sum()
@@ -133,11 +116,10 @@ def density_pairs(sums: Tensor, sizes: Tensor) -> float:
 
 
 def class_variance(inner: Tensor) -> float:
-    r"""Variance over the classes of the size of a class cluster; 0 if all are equally large.
+    """Variance over the classes of the size of a class cluster; 0 if all are equally large.
 
     **Reading.** The paper has "variability in class-cluster sizes" only. Here a class's size is
-    its mean inner distance, mean_{i != j in c} d(e_i, e_j), the term of `density`; the variance is
-    that of the population, over the classes with at least two images.
+    its mean inner distance, the term of `density`.
     """
     return float(inner.var(correction=0))
 

@@ -1,7 +1,6 @@
 """Export a checkpoint, or a pretrained trunk, to a model bundle, with quality gates.
 
-Only the parts for inference are exported: normalisation, trunk, pooling, projection, the first flow
-and the L2 normalisation. Proxies, the second flow and the augmentation are not.
+Exported are normalisation, trunk, pooling, projection, the first flow and the L2 normalisation.
 """
 
 import io
@@ -44,9 +43,9 @@ from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embed, Embeddings, Images
 from kinlens.training.checkpoint import Checkpoint
-from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.job import parse_job
 from kinlens.training.config.settings import Input, Model, Runtime
-from kinlens.training.data.records import LabelledImages, Split
+from kinlens.training.data.records import LabelledImages, Split, labels_in
 from kinlens.training.evaluation.evaluate import OnBatch, embed_with
 from kinlens.training.evaluation.retrieval import Retrieval, queries_in, retrieval
 from kinlens.training.export.calibration import fit_calibration
@@ -87,12 +86,10 @@ class _Data:
 
     @property
     def parts(self) -> dict[str, LabelledImages]:
-        """All images to embed, by part."""
         return {name: images for name, images in self.split.parts.items() if name != "train"}
 
     @property
     def held_out(self) -> HeldOutSplit:
-        """The part on which precisions are compared."""
         return "test" if self.split.validation is None else "validation"
 
     @property
@@ -133,17 +130,12 @@ def export_checkpoint(
     0.5 points of R@1 on the held-out images.
 
     Args:
-        checkpoint: of a run.
         split: the run's data. Precisions are compared on `split.validation` or, without one, on
             `split.test`; scores are calibrated on whichever of the two has more classes; int8
             takes its ranges from `split.train`.
-        out: must not exist.
         on_batch: called with the number of images after each batch; `images_to_embed` in total.
-            Each is decoded once, by `runtime.workers` of the job, and embedded by torch, the ONNX
-            file and the other precisions in turn.
         precisions: to write in addition to fp32.
-        on_refusal: called with the reason if another precision fails; the bundle is then written
-            without it.
+        on_refusal: called with the reason if another precision fails, which is then omitted.
         trunk: export the pooled features of the trunk that the run began with, not its model.
         with_map: also export the share of each position in the embedding (see `EmbeddingMap`).
 
@@ -154,7 +146,7 @@ def export_checkpoint(
     data = _Data(split, tuple(sorted({1, *job.recall_at})), job.runtime, on_batch, on_refusal)
     spec, backbone = job.input.preprocessing(), job.model.backbone
     if trunk or checkpoint.trunk_alone:
-        net = _trunk(job)
+        net = new_network(job).eval().without_head()
         manifest = _manifest(f"{job.name}-trunk", net, spec, backbone, licence=job.licence)
     else:
         net = checkpoint.network()[1]
@@ -187,12 +179,8 @@ def export_backbone(
 
 
 def images_to_embed(split: Split) -> int:
-    """Number of images that `export_checkpoint` embeds: the total of a progress bar."""
+    """The total of a progress bar for `export_checkpoint`."""
     return sum(len(images) for name, images in split.parts.items() if name != "train")
-
-
-def _trunk(job: Job) -> EmbeddingNet:
-    return new_network(job).eval().without_head()
 
 
 def _manifest(
@@ -389,8 +377,8 @@ def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
     test, labels = vectors["test", name], data.split.test.labels
     if data.split.gallery is None:
         return retrieval(test, labels, ks=data.ks)
-    gallery = vectors["gallery", name]
-    return retrieval(test, labels, gallery, data.split.gallery_labels(), data.ks)
+    known = labels_in(data.split.gallery, data.split.test.class_names)
+    return retrieval(test, labels, vectors["gallery", name], known, data.ks)
 
 
 # The ONNX file, and its difference from the network
@@ -398,29 +386,27 @@ def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
 
 def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddings") -> None:
     """The inference graph with its weights: uint8 (N, 3, S, S) to float32 (N, ...), N free."""
-    try:
-        _write_onnx(net, size_px, path, output)
-    except SystemError:
-        # Python 3.11 counts the depth of its parser for all threads together, so the exporter's
-        # parsing fails if another thread parses at that time, for example to print a traceback.
-        _write_onnx(net, size_px, path, output)
-
-
-def _write_onnx(net: nn.Module, size_px: int, path: Path, output: str) -> None:
     sample = torch.zeros(_TRACE_BATCH, 3, size_px, size_px, dtype=torch.uint8)
+    write = partial(
+        torch.onnx.export,
+        net,
+        (sample,),
+        path,
+        dynamo=True,
+        external_data=False,
+        opset_version=_OPSET,
+        input_names=["images"],
+        output_names=[output],
+        dynamic_shapes=({0: torch.export.Dim("n", min=1)},),
+        verbose=False,
+    )
     with torch.no_grad():
-        torch.onnx.export(
-            net,
-            (sample,),
-            path,
-            dynamo=True,
-            external_data=False,
-            opset_version=_OPSET,
-            input_names=["images"],
-            output_names=[output],
-            dynamic_shapes=({0: torch.export.Dim("n", min=1)},),
-            verbose=False,
-        )
+        try:
+            write()
+        except SystemError:
+            # Python 3.11 counts the depth of its parser for all threads together, so it fails if
+            # another thread parses at that time, for example to print a traceback.
+            write()
 
 
 def golden_images(spec: Preprocessing) -> list[bytes]:
@@ -462,6 +448,5 @@ def check_recall(by_torch: float, by_onnx: float) -> None:
     if abs(by_torch - by_onnx) > MAX_RECALL_DIFFERENCE:
         raise ExportError(
             f"R@1 is {by_onnx:.2f} with the ONNX file and {by_torch:.2f} with torch on the test "
-            f"images; the limit is a difference of {MAX_RECALL_DIFFERENCE} points. "
-            "No bundle was written."
+            f"images; the limit is a difference of {MAX_RECALL_DIFFERENCE} points."
         )

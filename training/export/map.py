@@ -51,10 +51,7 @@ class EmbeddingMap(nn.Module):
     if it were part of each feature. So with a projection centred on the training images
     (`start.projection = "trunk"`) a position that looks like their average contributes nothing.
 
-    Args:
-        net: in evaluation mode.
-
-    Raises: ExportError if its pooling uses no positions.
+    Raises: ExportError if the pooling uses no positions.
     """
 
     def __init__(self, net: EmbeddingNet) -> None:
@@ -162,7 +159,7 @@ def check_map(
 ) -> MapFile:
     """Compare the maps of golden tensors between torch and ONNX, and their sums with embeddings.
 
-    Raises: ExportError above `MAX_DIFFERENCE` or `MAX_SUM_DIFFERENCE`.
+    Raises: ExportError.
     """
     expected, found = by_torch(inputs), by_onnx(inputs)
     difference = float(np.abs(found - expected).mean() / np.abs(expected).mean())

@@ -40,7 +40,6 @@ _LARGEST = float(np.finfo(np.float16).max)
 _NO_FP16 = frozenset(("ConstantOfShape", "Range", "Resize"))
 """Operators whose float inputs or outputs have no fp16 form."""
 
-
 MIN_COSINE = 0.98
 """Minimum mean cosine to fp32 on held-out images."""
 
@@ -73,11 +72,9 @@ class Candidate:
 def make_file(
     precision: FilePrecision, bundle: Bundle, train: LabelledImages, folder: Path
 ) -> Path:
-    """Convert the fp32 model of `bundle` into a file in `folder`.
+    """Convert the fp32 model of `bundle` to a file; int8 takes its ranges from `train`.
 
-    int8 takes its ranges from a random sample of the images `train`.
-
-    Raises: ExportError if the conversion fails.
+    Raises: ExportError.
     """
     path = folder / f"{precision}.onnx"
     if precision == "fp16":
@@ -121,15 +118,11 @@ def compare(
     A gallery and its queries may be embedded in different precisions, so the loss is measured for
     each pair: both in this mode, and one of them in fp32, where every second image of a class is a
     query. A loss above 0.5 points fails unless it may be chance: its paired 95 % interval must
-    include 0, and it may be 2 points at most, or two queries if these are more.
+    include 0, and it may be 2 points at most, or two queries if these are more. `page` has the
+    recall of fp32; labels are (N,), `fp32` and `vectors` (N, D).
 
-    Args:
-        candidate: the source of `vectors`.
-        page: recall of fp32.
-        labels, fp32, vectors: for the images, (N,), (N, D) and (N, D).
-
-    Raises: ExportError if a pair loses too much R@1, if the mean cosine to fp32 is below 0.98, or
-        if the network broke on an image.
+    Raises: ExportError, also if the mean cosine to fp32 is below 0.98, or if the network broke on
+        an image.
     """
     mode = candidate.mode
     if candidate.fault is not None:
@@ -195,7 +188,6 @@ def convert_fp16(model: Path, out: Path) -> None:
 
     Node-by-node converters cast to fp16 and back between neighbours that should stay in float32,
     which rounds the norm of an embedding. Here casts are only at the border of the trunk.
-
 
     Raises: ExportError if the graph has no trunk or a weight is beyond the range of fp16.
     """

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from rich.progress import (
 from kinlens.embedder.errors import JobError
 
 console = Console(stderr=True, highlight=False)
+
+
+def note(sentence: str) -> None:
+    console.print(sentence, markup=False)
 
 
 class RunLog:
@@ -122,13 +127,7 @@ class ConsoleListener:
             return ""
         first, since = self._began
         seconds = (self._clock() - since) / (epoch - first) * (self._epochs - epoch)
-        if seconds <= 0:
-            return ""
-        if seconds < 90:
-            return f"about {math.ceil(seconds)} s left"
-        minutes = math.ceil(seconds / 60)
-        hours = f"{minutes // 60} h {minutes % 60} min" if minutes >= 90 else f"{minutes} min"
-        return f"about {hours} left"
+        return f"about {timedelta(seconds=math.ceil(seconds))} left" if seconds > 0 else ""
 
 
 def _records_until(path: Path, step: int) -> list[str]:

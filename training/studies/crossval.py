@@ -30,11 +30,8 @@ def cross_validate(
 ) -> list[Result]:
     """Train `job` once per fold; finished folds in `folder` are not trained again.
 
-    Every class of `split.train` is a validation class in one fold. A fold keeps the epoch with the
-    best R@1 on its validation classes and is tested once, on the test classes.
-
-    The job's own `protocol` is replaced, and `split` must not have validation classes. `folder`
-    gets `fold-00`, ... and the report; `seed` seeds the folds, `runner` trains one run.
+    A fold keeps the epoch with the best R@1 on its validation classes and is tested once. The job's
+    own `protocol` is replaced; `seed` seeds the folds, `runner` trains one run.
 
     Raises: JobError if the job does not measure R@1; TrainingError; finished folds are kept.
     """

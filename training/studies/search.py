@@ -1,8 +1,7 @@
 """Hyper-parameter search on validation classes; trials never get the test images.
 
 Optuna proposes values with a tree-structured Parzen estimator. The outcomes are in `trials.json`,
-from which a search resumes. It is replaced atomically after each trial, since Optuna's own journal
-cannot be read again after a full disk has truncated a line.
+since Optuna's own journal cannot be read again after a full disk has truncated a line.
 
 References:
     Psomas, Metric Learning: A Deep Dive (2020), part 5, "Fixed Validation".
@@ -44,8 +43,7 @@ _FIXED = ("name", "seed", "recall_at", "data.", "protocol.", "runtime.")
 class Plan:
     """The search: `trials` in total, each with `fraction` of the train classes for validation.
 
-    `trial_epochs` shortens the trials; the best job keeps the epochs of its file. `seed` seeds the
-    search, while `protocol.validation_seed` of the job chooses the validation classes.
+    `trial_epochs` shortens the trials; the best job keeps the epochs of its file.
     """
 
     space: Space
@@ -69,9 +67,7 @@ class Trial:
 def load_space(path: Path) -> Space:
     """Read a space: `table.key = {low = 1e-5, high = 1e-3, log = true}` or `{values = [...]}`.
 
-    Integer bounds give integers; write 1.0 for real numbers. A `[space]` table may contain all.
-
-    Raises: JobError.
+    Integer bounds give integers. A `[space]` table may contain all. Raises: JobError.
     """
     content = read_file(path)
     space = parse_space(content.get("space", content))
@@ -103,9 +99,7 @@ def search(
     """Find the settings of `job` with the best R@1 on validation classes; returns the best trial.
 
     A failed trial is stored with its reason and counts. Trial n is drawn by a sampler seeded with
-    (seed, n), so stopping changes nothing: an interrupted trial is drawn again and resumes. After
-    every trial `report.md`, `trials.json` and `best.toml`, the job with the best settings, are
-    written to `folder`. Train `best.toml` to get test figures.
+    (seed, n), so stopping changes nothing. `best.toml` is the job with the best settings.
 
     Raises: JobError, DatasetError; TrainingError if five trials in a row fail, or all.
     """
@@ -136,16 +130,15 @@ def search(
         if best.score is not None:
             return best
     raise TrainingError(
-        f"The last {min(len(trials), _FAILURES_IN_A_ROW)} trials failed, the last one with: "
-        f"{trials[-1].reason} Its failure.txt has the traceback. Call again to continue with new "
-        "trials."
+        f"The last {min(len(trials), _FAILURES_IN_A_ROW)} trials failed: {trials[-1].reason} Its "
+        "failure.txt has the traceback. Call again to continue with new trials."
     )
 
 
 def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = False) -> Job:
-    """`job` with `values` for a trial: it is chosen on validation classes and never tested.
+    """`job` with `values`: chosen on validation classes and never tested.
 
-    The `final` job has the epochs of its file and is tested once, at its end. Raises: JobError.
+    The `final` job has the epochs of its file and is tested once. Raises: JobError.
     """
     content = job.as_dict()
     if plan.trial_epochs is not None and not final:

@@ -69,8 +69,8 @@ class Checkpoint:
 class Average:
     """The exponential moving average of the weights and buffers of a network.
 
-    The decay is `decay`, but smaller in the first steps, min(decay, (1 + n) / (10 + n)), so that a
-    short run is not dominated by its initial weights.
+    The decay is min(`decay`, (1 + n) / (10 + n)) after n steps, so that a short run is not
+    dominated by its initial weights.
     """
 
     def __init__(self, net: EmbeddingNet, decay: float) -> None:

@@ -22,10 +22,7 @@ def choose_device(runtime: Runtime) -> torch.device:
     """The device of the job. Raises: TrainingError if CUDA is requested and absent."""
     available = torch.cuda.is_available()
     if runtime.device == "cuda" and not available:
-        raise TrainingError(
-            'runtime.device = "cuda", but torch sees no GPU. Check the driver, or set it to '
-            '"auto" or "cpu".'
-        )
+        raise TrainingError('runtime.device = "cuda", but torch sees no GPU. Check the driver.')
     return torch.device("cuda" if available and runtime.device != "cpu" else "cpu")
 
 
@@ -44,8 +41,8 @@ def tuned(device: torch.device) -> Iterator[None]:
     """A block of training and evaluation; process-wide settings are restored at its end.
 
     On a GPU, cuDNN times its algorithms once, since all steps have one shape. On a CPU with glibc,
-    freed memory is kept for the next step: each step allocates and frees the same hundreds of
-    megabytes, and having the system zero every page again costs a tenth of its time.
+    freed memory is kept for the next step: having the system zero the same hundreds of megabytes
+    again costs a tenth of its time.
     """
     on_gpu, benchmark = device.type == "cuda", torch.backends.cudnn.benchmark
     if on_gpu:

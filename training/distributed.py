@@ -43,7 +43,7 @@ def is_main() -> bool:
 def process_group(device: str = "auto") -> Iterator[None]:
     """Join the processes that `torchrun` started, over NCCL or gloo; do nothing without torchrun.
 
-    Raises: TrainingError if there are fewer GPUs than local ranks and a GPU was requested.
+    Raises: TrainingError if there are fewer GPUs than local ranks.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         yield

@@ -50,11 +50,9 @@ class Result:
     """The outcome of a finished run; stored as `result.json` in its folder.
 
     `figures` are measured on the test classes ({} if the protocol never tests), `validation` on the
-    validation classes ({} if there are none). `trunk` has both for the model that the run began
-    with (`began_with`: the untrained trunk, or the model that it continued), with a prefix for
-    validation classes. `verdict` states whether the model is better than that, `choice` what folds
-    chose and why. `seconds_per_epoch` is the median, without evaluation; `split_sha256` identifies
-    the images, `versions` the packages that trained.
+    validation classes. `trunk` has both for the model that the run began with (`began_with`), with
+    a prefix for validation classes. `verdict` states whether the model is better than that,
+    `choice` what folds chose and why. `seconds_per_epoch` is the median, without evaluation.
     """
 
     job: dict[str, Any]
@@ -94,10 +92,7 @@ def finished_result(job: Job, folder: Path) -> Result | None:
 
 
 def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
-    """Write `content` to `file` of `folder`, or check that the file has the same content.
-
-    Raises: JobError naming the differences.
-    """
+    """Write `content` to `file` of `folder`, or check that it has the same. Raises: JobError."""
     path = folder / file
     if not path.exists():
         replace_json(path, content)

@@ -34,9 +34,7 @@ class Objective(nn.Module):
     .. math:: w L + c_d (\lambda_1 R_{g_1} - \lambda_2 R_{g_2}) + \sum_r c_r \lambda_r R_r
 
     The scales c are 1 for fixed weights. For a regularizer with a `share` they are calibrated, see
-    `kinlens.training.regularizers.shares`, which also measures the share of each in some training
-    steps: at flow 1 for the determinant, at the proxies for a skewed mean of proxies, otherwise at
-    the features. The share of the determinant's gradient at the features is measured as well.
+    `kinlens.training.regularizers.shares`.
 
     Under determinant regularization L is the mean over both branches; in a batch of two draws it is
     the mean over both (`sampling.draws`). So the scale of L, and the meaning of each lambda, is the
@@ -133,12 +131,7 @@ class Objective(nn.Module):
 
 
 class TrainingStep(nn.Module):
-    """Network and objective as one module, so that one backward pass covers both on all ranks.
-
-    Args:
-        net: the network to train.
-        objective: the objective to minimise.
-    """
+    """Network and objective as one module, so that one backward pass covers both on all ranks."""
 
     def __init__(self, net: EmbeddingNet, objective: Objective) -> None:
         super().__init__()

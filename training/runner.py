@@ -25,13 +25,9 @@ _OF_TRAINING = (VALIDATION, *OF_TERMS, "epoch", "loss", "seconds", "images_per_s
 
 
 def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
-    """Train `job` in `folder` and test the model that its protocol chooses.
+    """Train or resume `job` in `folder` and test the model that its protocol chooses.
 
-    A stopped run is resumed.
-
-    Args:
-        split: with the validation classes of the protocol, or a fold of a cross validation.
-        folder: created if missing; gets checkpoint, log, curves, report and result.
+    `split` has the validation classes of the protocol, or a fold of a cross validation.
 
     Raises: TrainingError; JobError if another process trains in `folder`.
     """
@@ -102,10 +98,7 @@ def require_fresh_or_resumable(folder: Path, resume: bool) -> None:
 
 
 def load_chosen(folder: Path) -> Checkpoint:
-    """The checkpoint that the run's protocol chose: the last epoch or the best.
-
-    Raises: CheckpointError.
-    """
+    """The checkpoint that the run's protocol chose: last epoch or best. Raises: CheckpointError."""
     last = load_checkpoint(folder)
     return load_checkpoint(folder / BEST) if (folder / BEST).exists() else last
 

@@ -64,9 +64,7 @@ def fit(
     is the last epoch, in `checkpoint.pt`, unless the job's protocol chooses the best one, which is
     then in `best.pt`. With `resume` the run continues from its last checkpoint; on a CPU the result
     is bit for bit the same as without a stop. If `trains` is False, the run ends before the first
-    step. Returns a row of figures per epoch.
-
-    Raises: TrainingError.
+    step. Returns a row of figures per epoch. Raises: TrainingError.
     """
     seed_everything(job.seed)
     images = split.to_learn()
@@ -143,17 +141,15 @@ class _Training:
     def begin(self) -> None:
         """Epoch 0: figures of the trunk, or of the continued model, and of the start."""
 
+        (self.folder / BEST).unlink(missing_ok=True)  # of a start that was cut short
+        run, job, split = self.run, self.run.job, self.split
+        images = {} if split.validation is None else {VALIDATION: [split.validation]}
+        if job.protocol.evaluate_test != "never":
+            images[""] = [split.test] if split.gallery is None else [split.test, split.gallery]
+        features = {p: [pooled(run.net, x, job) for x in images[p]] for p in images}
+
         def embedded(x: Tensor) -> Tensor:
             return run.net.embed(run.net.project(x))
-
-        (self.folder / BEST).unlink(missing_ok=True)  # of a start that was cut short
-        run, job = self.run, self.run.job
-        held_out = {VALIDATION: [self.split.validation], "": [self.split.test, self.split.gallery]}
-        if job.protocol.evaluate_test == "never":
-            del held_out[""]
-        images = {p: [x for x in parts if x is not None] for p, parts in held_out.items()}
-        images = {prefix: parts for prefix, parts in images.items() if parts}
-        features = {p: [pooled(run.net, x, job) for x in images[p]] for p in images}
 
         def measured(function: Callable[[Tensor], Tensor]) -> tuple[Row, dict[str, Tensor]]:
             found: Row = {}
@@ -297,7 +293,7 @@ def _steps(
 def train_step(
     run: Run, model: nn.Module, images: Tensor, labels: Tensor, steps_per_epoch: int
 ) -> dict[str, Tensor]:
-    """One step of `model` from `run.warm_up`; returns the terms of the objective, each ().
+    """One step of `model` from `run.begin_epoch`; returns the terms of the objective, each ().
 
     Images and labels are on the device of the run, and nothing is read from it. If the loss or its
     gradient is not finite, no parameter changes.

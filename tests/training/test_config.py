@@ -7,11 +7,9 @@ import pytest
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import (
     Job,
-    apply_override,
     expand_path,
     job_toml,
     load_job,
-    parse_job,
     toml,
 )
 from tests.training.studies.runs import some_job
@@ -92,20 +90,6 @@ def test_settings_can_be_changed_on_the_command_line(tmp_path: Path) -> None:
     assert job.optimizer.epochs == 3
     assert job.model.weights == "none"
     assert job.regularizers.determinant.lambda1 == 0.5
-
-
-@pytest.mark.parametrize(("old", "depth"), [(True, "mean"), (False, "sum")])
-def test_the_old_name_of_depth_keeps_its_meaning(old: bool, depth: str) -> None:
-    content = load_job("cars196-half-determinant").as_dict()
-    stored = content["regularizers"]["determinant"]
-    assert stored.pop("depth") == "composed"
-    stored["normalize_depth"] = old
-    job = parse_job(content)
-    assert job.regularizers.determinant.depth == depth
-    assert "normalize_depth" not in str(job.as_dict())
-    apply_override(content, "regularizers.determinant.depth=mean")
-    with pytest.raises(JobError, match="normalize_depth is the old name of depth"):
-        parse_job(content)
 
 
 def test_variables_in_paths_are_replaced_or_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,12 +210,9 @@ def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str
     with progress_bar() as bar:
         task = bar.add_task("embed", total=sum(map(len, parts)))
 
-        def advance(images: int) -> None:
-            bar.advance(task, images)
-
+        watch = partial(bar.advance, task)
         vectors = [
-            embed_with({"model": model.embed}, part, model.spec, runtime, advance)["model"]
-            for part in parts
+            embed_with({"": model.embed}, part, model.spec, runtime, watch)[""] for part in parts
         ]
     gallery = labels = None
     if len(parts) > 1:

@@ -1,5 +1,6 @@
 """kinlens-train export."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -74,15 +75,9 @@ def export(
         with progress_bar() as bar:
             refused = bar.console.print if skip_refused else None
             task = bar.add_task("check recall", total=images_to_embed(split))
+            watch = partial(bar.advance, task)
             bundle = export_checkpoint(
-                checkpoint,
-                split,
-                out,
-                lambda n: bar.advance(task, n),
-                precisions,
-                refused,
-                trunk,
-                with_map,
+                checkpoint, split, out, watch, precisions, refused, trunk, with_map
             )
         describe(bundle)
 
@@ -103,11 +98,6 @@ def describe(bundle: Bundle) -> None:
         f"bundle {bundle.bundle_id[:12]} in {bundle.path}: {manifest.dim}-d  "
         f"{_figures(manifest.recall)}"
     )
-    if manifest.job.get("regularizers", {}).get("determinant"):
-        typer.echo(
-            "determinant regularization: only flow 1 is in the bundle; flow 2, proxies and "
-            "augmented points are used in training only"
-        )
     if manifest.baseline is not None:
         queries, before = manifest.baseline.queries, manifest.baseline.recall["R@1"]
         typer.echo(
@@ -139,10 +129,10 @@ def describe(bundle: Bundle) -> None:
         f"probabilities from {known.gallery_images:,} {known.split} images of {known.classes} "
         f"classes, for galleries with {views} images of each product"
     )
-    for threshold in known.thresholds:
+    for at in known.thresholds:
         typer.echo(
-            f"{threshold.false_matches:.0%} false matches: of pairs at {threshold.pair_score:.3f}, "
-            f"of searches at {threshold.search_score:.3f}"
+            f"{at.false_matches:.0%} false matches: of pairs at {at.pair_score:.3f}, of searches "
+            f"at {at.search_score:.3f}"
         )
 
 

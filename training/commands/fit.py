@@ -15,7 +15,7 @@ from kinlens.training.commands.jobs import (
     JobName,
     Overrides,
     load_images,
-    named_job,
+    settings_of,
     shop_of,
     summary,
 )
@@ -45,7 +45,7 @@ def fit(
     from kinlens.training.distributed import is_main, main_first, process_group
     from kinlens.training.runner import require_fresh_or_resumable, run_job
 
-    settings = named_job(job, overrides, allow_partial)
+    settings = load_job(job, settings_of(overrides, allow_partial))
     settings.protocol.require_flag(choose_by_test)
     folder = out or Path("runs") / settings.name
     require_fresh_or_resumable(folder, resume)

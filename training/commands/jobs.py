@@ -9,7 +9,7 @@ import typer
 from pydantic import ValidationError
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.config.job import Job, apply_override, load_job, parse_job
+from kinlens.training.config.job import Job, apply_override, parse_job
 from kinlens.training.config.layers import known_jobs
 from kinlens.training.config.settings import RenderedData
 from kinlens.training.data.records import Split
@@ -33,10 +33,6 @@ ChooseByTest = Annotated[
 ]
 
 
-def named_job(name: str, overrides: Sequence[str] | None, allow_partial: bool) -> Job:
-    return load_job(name, settings_of(overrides, allow_partial))
-
-
 def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[str]:
     """The overrides of a command, including `--allow-partial`."""
     return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
@@ -55,7 +51,7 @@ def shop_of(data: Path) -> tuple[Path, str]:
 def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str, ...]) -> Job:
     """`job` with the overrides that a trained model allows, and without feedback. Raises: JobError.
 
-    A model is tested and exported without feedback, whose images may have been deleted.
+    The images of the feedback may have been deleted.
     """
     content = job.as_dict()
     content["data"]["feedback"] = []
@@ -70,11 +66,9 @@ def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str,
 
 
 def load_images(job: Job, hold_out: bool = True) -> Split:
-    """The images of a job, with a progress bar for rendering and a line for each remark.
+    """The images of a job, with a line for each remark. Raises: DatasetError.
 
     With `hold_out` the protocol of the job takes validation classes from the train classes.
-
-    Raises: DatasetError.
     """
     from kinlens.training.data.feedback import sentences
     from kinlens.training.data.load import load_split, remarks

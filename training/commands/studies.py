@@ -13,9 +13,9 @@ from kinlens.training.commands.jobs import (
     JobName,
     Overrides,
     load_images,
-    named_job,
     settings_of,
 )
+from kinlens.training.config.job import load_job
 from kinlens.training.report.log import console, console_listener, note
 
 
@@ -33,7 +33,7 @@ def crossval(
     """
     from kinlens.training.studies.crossval import cross_validate, scores
 
-    settings = named_job(job, overrides, allow_partial)
+    settings = load_job(job, settings_of(overrides, allow_partial))
     folder = out or Path("runs") / f"{settings.name}-crossval"
     with _stoppable():
         split = load_images(settings, hold_out=False)
@@ -65,7 +65,7 @@ def search(
     """
     from kinlens.training.studies import search as study
 
-    settings = named_job(job, overrides, allow_partial)
+    settings = load_job(job, settings_of(overrides, allow_partial))
     plan = study.Plan(study.load_space(space), trials, validation, seed, epochs)
     folder = out or Path("runs") / f"{settings.name}-search"
     with _stoppable():

@@ -160,9 +160,7 @@ class Job(Section):
 def load_job(source: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job from a TOML file, or by the name of a job that ships with Kinlens.
 
-    `overrides` are `table.key=value` with TOML values (a bare word is a string).
-
-    Raises: JobError.
+    `overrides` are `table.key=value` with TOML values (a bare word is a string). Raises: JobError.
     """
     content, origin = read_layers(source)
     for override in overrides:
@@ -232,10 +230,7 @@ def job_toml(job: Job, *comments: str) -> str:
     content = job.as_dict()
     text = "".join(f"# {line}\n" for line in comments) + toml(content)
     if parse_job(_without_none(content)) != job:
-        raise JobError(
-            f"The job {job.name} sets a value to none whose default is not none, and TOML has no "
-            "none. Choose a value for it."
-        )
+        raise JobError(f"TOML has no none: {job.name} needs a value where the default is not none.")
     return text
 
 

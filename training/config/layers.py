@@ -17,10 +17,7 @@ _SAME_KEYS = ("optimizer", "job")  # same keys whatever `kind` or `name` is, e.g
 
 
 def read_layers(source: str | Path) -> tuple[dict[str, Any], str]:
-    """The tables of a job merged over the tables of its bases, and the origin of the job.
-
-    Args:
-        source: a TOML file, or the name of a shipped job.
+    """The tables of the file or shipped job `source` over those of its bases, and its origin.
 
     Raises: JobError.
     """
@@ -47,8 +44,7 @@ def known_jobs() -> str:
 def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge the tables `above` over `below`, key by key.
 
-    A table of another `kind` (`name` for a loss) has other keys, so it replaces the whole table
-    below it.
+    A table of another `kind` (`name` for a loss) has other keys, so it replaces the whole table.
     """
     result = dict(below)
     for key, value in above.items():

@@ -229,17 +229,6 @@ class Determinant(Section):
     share: Share | None = None
     """Target share of the gradient; without it the weights are fixed."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_old_name(cls, content: Any) -> Any:
-        """Translate `normalize_depth` of stored jobs, the older name, into `depth`."""
-        if not isinstance(content, dict) or "normalize_depth" not in content:
-            return content
-        if "depth" in content:
-            raise ValueError("normalize_depth is the old name of depth; remove it")
-        rest = {name: value for name, value in content.items() if name != "normalize_depth"}
-        return rest | {"depth": "mean" if content["normalize_depth"] else "sum"}
-
 
 class SkewedMean(Section):
     """Skewed mean of class centres (kinlens.training.regularizers.skewed_mean)."""

@@ -17,7 +17,7 @@ class MetricLoss(nn.Module):
     """Embeddings (B, D) and labels (B,) to a scalar, in float32 or wider whatever the autocast.
 
     Embeddings are unit vectors unless `normalized` is False. They are converted to the widest of
-    their own dtype, float32 and the dtypes of the loss's parameters, which are never converted.
+    their own dtype, float32 and the dtypes of the parameters.
     """
 
     normalized: bool = True
@@ -80,9 +80,7 @@ class ProxyLoss(MetricLoss):
 def check_labels(labels: Tensor, classes: int) -> None:
     """Refuse labels that are not class numbers; on the CPU only, where reading needs no sync.
 
-    On a GPU the losses trust the labels: `kinlens.training.trainer.fit` checks all of them once.
-
-    Raises: TrainingError.
+    On a GPU the losses trust the labels: the trainer checks all once. Raises: TrainingError.
     """
     if labels.device.type != "cpu":
         return

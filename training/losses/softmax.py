@@ -32,8 +32,6 @@ class ProxyNCALoss(ProxyLoss):
         https://arxiv.org/abs/1703.07464
 
     Args:
-        classes: C.
-        dim: D.
         scale: sigma, the sharpness of the softmax.
     """
 
@@ -67,8 +65,6 @@ class ArcFaceLoss(ProxyLoss):
         https://arxiv.org/abs/1801.07698
 
     Args:
-        classes: C.
-        dim: D.
         margin_degrees: the margin m, in degrees.
         scale: the scale s.
     """
@@ -116,8 +112,6 @@ class SoftTripleLoss(ProxyLoss):
         https://arxiv.org/abs/1909.05235
 
     Args:
-        classes: C.
-        dim: D.
         centres_per_class: K, at most the images of a class.
         scale: lambda, the sharpness of the softmax.
         gamma: sharpness of the choice among the centres of a class.

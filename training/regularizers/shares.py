@@ -31,9 +31,9 @@ class Share:
 
     .. math:: \frac{c \, \lVert \nabla_\theta R \rVert}{\lVert \nabla_\theta L \rVert},
 
-    with respect to the tensors that the penalty acts on: the features of the batch or, for a
-    penalty that acts only there, proxies or the parameters of a flow. With `wanted` c is calibrated
-    over the first epoch in which the penalty has a gradient:
+    with respect to the features of the batch or, for a penalty that acts only there, proxies or the
+    parameters of a flow. With `wanted` c is calibrated over the first epoch in which the penalty
+    has a gradient:
 
     - In the first third of it c may fall but not rise, since a flow that starts as the identity has
       a gradient in its last layers only.
@@ -42,9 +42,8 @@ class Share:
     It is not adapted for longer: the gradient of a penalty that saturates vanishes, and a weight
     that follows it grows until it destroys the embedding.
 
-    `last` is the last measured share, negative before that, and `measured` the number of
-    measurements. `reach` is the share at the features of a penalty that is measured elsewhere: a
-    flow may absorb all of its gradient and leave trunk and projection unchanged.
+    `last` is the last measured share, negative before that. `reach` is the share at the features of
+    a penalty that is measured elsewhere: a flow may absorb all of its gradient.
     """
 
     wanted: float | None
@@ -138,7 +137,6 @@ class Shares:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the measurements of a run; checkpoints older than shares have none."""
         if not state:
             return
         self.steps = int(state["steps"])

@@ -28,11 +28,9 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
 
     "distance" has a minus sign because its mean distance should grow; values are in [-2, 0].
 
-    Which pairs are pushed: a pair's weight is proportional to exp(gamma s) within its row in r1, to
-    ((1 + s) / 2)^(lambda - 1) in r2, to d^(-lambda - 1) in "distance". The nearest pairs dominate
-    for gamma > 0, for lambda > 1 in r2 and lambda > -1 in "distance"; the farthest pairs for
-    gamma < 0, lambda < 1 and lambda < -1. Warning: if only far pairs are pushed, the centres may
-    gather at two opposite points (with r2 and lambda = 0 they do).
+    The nearest pairs dominate for gamma > 0, for lambda > 1 in r2 and lambda > -1 in "distance";
+    the farthest pairs for gamma < 0, lambda < 1 and lambda < -1. Warning: if only far pairs are
+    pushed, the centres may gather at two opposite points (with r2 and lambda = 0 they do).
 
     Presets, monotone transforms of M = -distance, push near pairs: "uniform_face" and "mhe1" =
     mean 1/d = 1/M with lambda = 1; "mhe2" = mean 1/d^2 = 1/M^2 with lambda = 2; "mhe0" = mean

@@ -32,8 +32,7 @@ def note(sentence: str) -> None:
 class RunLog:
     """Records in `log.jsonl` of a run folder; numbers also go to TensorBoard.
 
-    A resumed run passes the step of its checkpoint: records after it are dropped, since they will
-    be logged again. A fresh run passes 0.
+    Records after `step`, that of the checkpoint of a resumed run, are dropped: they come again.
     """
 
     def __init__(self, folder: Path, tensorboard: bool = False, step: int = 0) -> None:

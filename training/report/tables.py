@@ -1,7 +1,6 @@
 """Tables of finished runs in Markdown: a few runs side by side, and methods over seeds.
 
-A study is a JSON file with the records of its runs and the baseline of each method. It has exactly
-what the table needs, so the table can be rebuilt without the runs.
+A study is a JSON file of the records of runs; its table can be rebuilt without them.
 """
 
 import json
@@ -38,10 +37,9 @@ def plain(text: object) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One run: its method and seed, its settings and its results.
+    """One run. `figures` are on test classes, `trunk` of the untrained trunk.
 
-    `figures` are on test classes, `validation` on validation classes, `trunk` of the untrained
-    trunk; `terms` the shares and scales of the last epoch; `bundle` R@1 of the exported model by
+    `terms` are the shares and scales of the last epoch, `bundle` R@1 of the exported model by
     precision, if the run folder has one.
     """
 
@@ -71,7 +69,7 @@ class Study:
 
 
 def read_study(path: Path) -> Study:
-    """The study in `path`; an empty one if there is none. Raises: JobError."""
+    """An empty study if there is no file. Raises: JobError."""
     if path.is_dir():
         raise JobError(
             f"{path} is a folder; the first argument is the JSON file of a study. The report of a "
@@ -103,28 +101,21 @@ def record_of(source: Path, by: str = "") -> Record:
     """The record of a finished run folder, or of a peer's JSON file with name, seed and figures.
 
     The method is the value of the job's setting `by`; by default it is the name of the folder, or
-    of its parent if the folder is called seed-N.
-
-    Raises: JobError, CheckpointError.
+    of its parent if the folder is called seed-N. Raises: JobError, CheckpointError.
     """
     if source.is_file():
         return _of_peer(source)
     result = _finished(source)
     last = _last_epoch(source)
     method = source.parent.name if _SEED.fullmatch(source.name) else source.name
+    if by and (method := settings(result.job, free=()).get(by)) is None:
+        raise JobError(f"--by {by} is not a setting of a job. Use a name like loss.name.")
     return replace(
-        record(_setting(result.job, by) if by else method, result),
+        record(str(method), result),
         terms={name: value for name, value in last.items() if name.startswith(OF_TERMS)},
         bundle=_bundle(source / "bundle" / "manifest.json"),
         seconds_per_step=result.seconds_per_epoch * last["epoch"] / last["step"],
     )
-
-
-def _setting(job: Mapping[str, Any], name: str) -> str:
-    found = settings(job, free=()).get(name)
-    if found is None:
-        raise JobError(f"--by {name} is not a setting of a job. Use a name like loss.name.")
-    return str(found)
 
 
 def record(method: str, result: Result) -> Record:
@@ -177,10 +168,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, fl
 
 
 def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Put `lines` between `<!-- name -->` and `<!-- end name -->` of a page.
-
-    Raises: JobError if the page has no such pair.
-    """
+    """Put `lines` between `<!-- name -->` and `<!-- end name -->` of a page. Raises: JobError."""
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     first, last = f"<!-- {name} -->", f"<!-- end {name} -->"
     before, found, rest = text.partition(first)
@@ -192,8 +180,6 @@ def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
 
 def side_by_side(folders: Sequence[Path]) -> list[str]:
     """Markdown: a table of the runs' figures, remarks, and the settings in which they differ.
-
-    Recalls come with Wilson's 95 % interval over the queries, which count as independent.
 
     Raises: JobError for a folder without a finished run; CheckpointError.
     """

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kinlens.training.losses import proxy_anchor
 from kinlens.training.losses.base import MetricLoss
 from kinlens.training.losses.miners import distance_weighted
 from tests.training.losses.cases import CLASSES, DIM, batch, make, value
@@ -347,16 +346,6 @@ def test_large_exponents_and_large_batches_do_not_overflow() -> None:
     assert torch.isfinite(value(anchor, opposite, torch.arange(CLASSES)))
     assert torch.isfinite(value(make("loss2"), *batch(1000)))
     assert torch.isfinite(value(make("binomial_deviance", negative_cost=1e4), *batch()))
-
-
-def test_the_push_in_parts_equals_the_push_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = F.normalize(torch.randn(7, 4, dtype=torch.float64), dim=1).requires_grad_()
-    whole = proxy_anchor.push_apart(rows, 32.0, 0.1)
-    (gradient,) = torch.autograd.grad(whole, rows)
-    monkeypatch.setattr(proxy_anchor, "CHUNK", 3)
-    parts = proxy_anchor.push_apart(rows, 32.0, 0.1)
-    torch.testing.assert_close(parts, whole)
-    torch.testing.assert_close(torch.autograd.grad(parts, rows)[0], gradient)
 
 
 def test_margins_beta_is_learnt_or_kept_in_the_state() -> None:

@@ -140,7 +140,7 @@ def create_run(job: Job, classes: int) -> Run:
 
 
 def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[dict[str, Any]]:
-    """Groups for trunk, head, proxies (all parameters of the loss) and flows, each with its rate."""
+    """Groups for trunk, head, proxies (all of the loss) and flows, each with its own rate."""
     rates = job.optimizer
     decay, own = rates.weight_decay, rates.weight_decay_criterion
     criterion_decay = decay if own is None else own

@@ -56,8 +56,7 @@ def folds(split: Split, count: int = 10, seed: int = 0) -> list[Split]:
     if classes < FEWEST * count:
         raise DatasetError(
             f"{split.train.root} has {classes} train classes; {count} folds need at least "
-            f"{FEWEST * count}, {FEWEST} to validate each. Use at most {classes // FEWEST} "
-            "folds."
+            f"{FEWEST * count}, {FEWEST} to validate each. Use at most {classes // FEWEST} folds."
         )
     order = np.random.default_rng(seed).permutation(classes)
     return [_validating(split, held_out) for held_out in np.array_split(order, count)]

@@ -312,9 +312,8 @@ def _areas(hits: Hits, classes: Labels, images: int) -> tuple[float, float | Non
         if area.low <= MIN_AREA:
             raise _refusal(
                 images,
-                f"among {where} the area under the ROC curve is {area.value:.3f} "
-                f"({area.low:.3f} to {area.high:.3f}), where 0.5 is chance; its lower end must be "
-                f"above {MIN_AREA}",
+                f"among {where} the area under the ROC curve is {area.value:.3f} ({area.low:.3f} "
+                f"to {area.high:.3f}), where 0.5 is chance; its lower end must be above {MIN_AREA}",
             )
         found.append(area.value)
     return found[0], found[1]

@@ -157,7 +157,7 @@ def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[st
         before, last = load_checkpoint(out / START), load_checkpoint(out / FILE)
         for alpha in ALPHAS[:-1]:
             net = dataclasses.replace(last, net=between(before, last, alpha), average=None)
-            row_ = evaluate(net.network()[1], split.test, job)
+            row_ = evaluate(net.network()[1], [split.test], job)
             figures[f"gain at {alpha:g}"] = row_["R@1"] - result.trunk["R@1"]
     for file in out.rglob("*.pt"):
         file.unlink()

@@ -111,6 +111,5 @@ def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row
     if is_last and all(f"R@{k}" in row for k in job.recall_at):
         return {name: value for name, value in row.items() if not name.startswith(_OF_TRAINING)}
     _, net = chosen.network()
-    before = chosen.trunk_ranks.get("")
     net = net.to(choose_device(job.runtime))
-    return evaluate(net, split.test, job, split.gallery, full=True, before=before)
+    return evaluate(net, split.tested, job, full=True, before=chosen.trunk_ranks.get(""))

@@ -23,8 +23,8 @@ from kinlens.training.data.records import LabelledImages, Split, write_table
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.device import autocast, on_device
 from kinlens.training.distributed import is_main, local_world, main_first, rank, wait_for_all, world
-from kinlens.training.evaluation.evaluate import evaluate, pooled, retrieved
-from kinlens.training.evaluation.retrieval import gain
+from kinlens.training.evaluation.evaluate import evaluate, pooled, searched
+from kinlens.training.evaluation.retrieval import gain, retrieval
 from kinlens.training.folder import UNTRAINED
 from kinlens.training.losses.base import check_labels
 from kinlens.training.models.embedding import evaluating
@@ -145,7 +145,7 @@ class _Training:
         run, job, split = self.run, self.run.job, self.split
         images = {} if split.validation is None else {VALIDATION: [split.validation]}
         if job.protocol.evaluate_test != "never":
-            images[""] = [split.test] if split.gallery is None else [split.test, split.gallery]
+            images[""] = split.tested
         features = {p: [pooled(run.net, x, job) for x in images[p]] for p in images}
 
         def embedded(x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class _Training:
             for prefix, parts in images.items():
                 with evaluating(run.net), torch.inference_mode():
                     vectors = [function(x.to(run.device)) for x in features[prefix]]
-                answers = retrieved([x.cpu().numpy() for x in vectors], parts, job)
+                answers = retrieval(*searched(vectors, parts), ks=job.recall_at)
                 ranks[prefix] = answers.ranks
                 before = run.trunk_ranks.get(prefix)
                 row = answers.as_dict() | gain(before, answers.ranks, parts[0].labels)
@@ -248,11 +248,10 @@ class _Training:
             return row
         if self.split.validation is not None:
             before = run.trunk_ranks.get(VALIDATION)
-            figures = evaluate(run.served, self.split.validation, job, before=before)
+            figures = evaluate(run.served, [self.split.validation], job, before=before)
             row |= {VALIDATION + name: value for name, value in figures.items()}
         if job.protocol.evaluate_test == "every":
-            split, before = self.split, run.trunk_ranks.get("")
-            row |= evaluate(run.served, split.test, job, split.gallery, last, before)
+            row |= evaluate(run.served, self.split.tested, job, last, run.trunk_ranks.get(""))
         return row
 
     def _choose(self, row: Row) -> None:

@@ -14,7 +14,7 @@ from kinlens.embedder.manifest import AskedEngine, AskedPrecision, Preprocessing
 from kinlens.training.commands.jobs import Overrides, load_images, with_settings
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Runtime
-from kinlens.training.data.records import LabelledImages, labelled, labels_in
+from kinlens.training.data.records import LabelledImages, labelled
 from kinlens.training.folder import replace_json
 from kinlens.training.report.log import console, progress_bar
 
@@ -180,8 +180,7 @@ def _with_test_images(
     job = with_settings(model.job, overrides, ("data.", "recall_at="))
     split = load_images(job)
     split.require(model.split_sha256, str(source))
-    parts = [split.test] if split.gallery is None else [split.test, split.gallery]
-    return replace(model, job=job), parts
+    return replace(model, job=job), split.tested
 
 
 def _images(data: Path) -> LabelledImages:
@@ -204,25 +203,14 @@ def _images(data: Path) -> LabelledImages:
 
 def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str, float]:
     """Figures of images searched among the others or, with two parts, in the second part."""
-    from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings
+    from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings, searched
 
     runtime = Runtime() if model.job is None else model.job.runtime
     with progress_bar() as bar:
         task = bar.add_task("embed", total=sum(map(len, parts)))
-
         watch = partial(bar.advance, task)
         vectors = [
             embed_with({"": model.embed}, part, model.spec, runtime, watch)[""] for part in parts
         ]
-    gallery = labels = None
-    if len(parts) > 1:
-        gallery, labels = vectors[1], labels_in(parts[1], parts[0].class_names)
-    return evaluate_embeddings(
-        vectors[0],
-        parts[0].labels,
-        gallery,
-        labels,
-        ks=(1, 2, 4, 8) if model.job is None else model.job.recall_at,
-        full=full,
-        seed=0 if model.job is None else model.job.seed,
-    )
+    settings = {} if model.job is None else {"ks": model.job.recall_at, "seed": model.job.seed}
+    return evaluate_embeddings(*searched(vectors, parts), full=full, **settings)

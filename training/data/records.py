@@ -141,6 +141,11 @@ class Split:
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     @property
+    def tested(self) -> list[LabelledImages]:
+        """The test images and, if there is one, the gallery in which they are searched for."""
+        return [self.test] if self.gallery is None else [self.test, self.gallery]
+
+    @property
     def without_gallery(self) -> tuple[str, ...]:
         """Classes of queries that the gallery lacks: these queries have no right answer."""
         if self.gallery is None:

@@ -25,7 +25,7 @@ from kinlens.training.distributed import (
     world,
 )
 from kinlens.training.evaluation.clustering import clustering
-from kinlens.training.evaluation.retrieval import Labels, Retrieval, Vectors, gain, retrieval
+from kinlens.training.evaluation.retrieval import Labels, Vectors, gain, retrieval
 from kinlens.training.evaluation.structure import structure
 from kinlens.training.models.embedding import EmbeddingNet, evaluating
 from kinlens.training.regularizers.determinant import local_lipschitz
@@ -39,30 +39,38 @@ _LIPSCHITZ_IMAGES = 16
 
 def evaluate(
     net: EmbeddingNet,
-    images: LabelledImages,
+    parts: list[LabelledImages],
     job: Job,
-    gallery: LabelledImages | None = None,
     full: bool = False,
     before: Tensor | None = None,
 ) -> dict[str, float]:
-    """Recall@K and MAP@R of `net` on `images`, preprocessed as in the service, in float32.
+    """Recall@K and MAP@R of `net` on test images, searched in a second part if there is one.
 
-    In `full`, also clustering, structure and, with a flow, its local Lipschitz constant. `before`
-    (N,) are the ranks of another model on the same queries; they add `gain`. Under several ranks
-    each embeds its share, and all get the figures.
+    Images are preprocessed as in the service. In `full`, also clustering, structure and, with a
+    flow, its local Lipschitz constant. `before` (N,) are the ranks of another model on the same
+    queries; they add `gain`. Under several ranks each embeds its share, and all get the figures.
     """
-    parts = [images] if gallery is None else [images, gallery]
     vectors = [embed(net, part, job) for part in parts]
     figures: dict[str, float] = {}
     if is_main():
-        arguments = _retrieval_arguments(vectors, parts, job)
+        there = [torch.as_tensor(x, device=choose_device(job.runtime)) for x in vectors]
         figures = evaluate_embeddings(
-            *arguments, ks=job.recall_at, full=full, seed=job.seed, before=before
+            *searched(there, parts), ks=job.recall_at, full=full, seed=job.seed, before=before
         )
     if full:
-        figures |= _flow_lipschitz(net, images, job)
+        figures |= _flow_lipschitz(net, parts[0], job)
     found: dict[str, float] = gather_objects(figures)[0]
     return found
+
+
+def searched(
+    vectors: Sequence[Vectors], parts: Sequence[LabelledImages]
+) -> tuple[Vectors, Labels, Vectors | None, Labels | None]:
+    """The first arguments of `retrieval`: test images among each other or, as two parts, queries
+    in their gallery."""
+    if len(parts) == 1:
+        return vectors[0], parts[0].labels, None, None
+    return vectors[0], parts[0].labels, vectors[1], labels_in(parts[1], parts[0].class_names)
 
 
 def evaluate_embeddings(
@@ -91,25 +99,6 @@ def evaluate_embeddings(
         test = torch.cat([torch.as_tensor(part) for part in (test, gallery)])
         labels = np.concatenate([labels, gallery_labels])
     return figures | clustering(test, labels, seed) | structure(test, labels)
-
-
-def retrieved(
-    vectors: list[NDArray[np.float32]], parts: list[LabelledImages], job: Job
-) -> Retrieval:
-    """Search test images among each other or, with two parts, queries in their gallery."""
-    return retrieval(*_retrieval_arguments(vectors, parts, job), ks=job.recall_at)
-
-
-def _retrieval_arguments(
-    vectors: list[NDArray[np.float32]], parts: list[LabelledImages], job: Job
-) -> tuple[Tensor, Labels, Tensor | None, Labels | None]:
-    images, *others = parts
-    device = choose_device(job.runtime)
-    test, *rest = (torch.as_tensor(part, device=device) for part in vectors)
-    gallery = labels = None
-    if others:
-        gallery, labels = rest[0], labels_in(others[0], images.class_names)
-    return test, images.labels, gallery, labels
 
 
 def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.float32]:

@@ -45,8 +45,8 @@ from kinlens.embedder.types import Embed, Embeddings, Images
 from kinlens.training.checkpoint import Checkpoint
 from kinlens.training.config.job import parse_job
 from kinlens.training.config.settings import Input, Model, Runtime
-from kinlens.training.data.records import LabelledImages, Split, labels_in
-from kinlens.training.evaluation.evaluate import OnBatch, embed_with
+from kinlens.training.data.records import LabelledImages, Split
+from kinlens.training.evaluation.evaluate import OnBatch, embed_with, searched
 from kinlens.training.evaluation.retrieval import Retrieval, queries_in, retrieval
 from kinlens.training.export.calibration import fit_calibration
 from kinlens.training.export.map import EmbeddingMap, check_map
@@ -374,11 +374,8 @@ def _figures(
 
 def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
     """Recall of the test images, in the gallery if there is one."""
-    test, labels = vectors["test", name], data.split.test.labels
-    if data.split.gallery is None:
-        return retrieval(test, labels, ks=data.ks)
-    known = labels_in(data.split.gallery, data.split.test.class_names)
-    return retrieval(test, labels, vectors["gallery", name], known, data.ks)
+    found = [vectors[part, name] for part in ("test", "gallery") if (part, name) in vectors]
+    return retrieval(*searched(found, data.split.tested), ks=data.ks)
 
 
 # The ONNX file, and its difference from the network

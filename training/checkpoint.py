@@ -1,7 +1,6 @@
 """Checkpoints: all that a run needs to continue as if it had not stopped."""
 
 import copy
-import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from kinlens.embedder.errors import CheckpointError
 from kinlens.training.config.job import Job, parse_job
-from kinlens.training.folder import UNTRAINED
+from kinlens.training.folder import UNTRAINED, replacing
 from kinlens.training.models.embedding import EmbeddingNet
 
 FILE = "checkpoint.pt"
@@ -111,13 +110,8 @@ def _tensors(net: EmbeddingNet) -> list[Tensor]:
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write to `path`, replacing an older checkpoint only when the new one is complete."""
-    stage = path.with_suffix(".tmp")
-    with stage.open("wb") as file:
+    with replacing(path) as file:
         torch.save({"format": _FORMAT, **vars(checkpoint)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    stage.replace(path)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

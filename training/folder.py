@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.config.job import Job, parse_job
@@ -105,19 +105,24 @@ def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
     _require_same(folder, changes(found, known, {f"job.{name}" for name in FREE}))
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write `path` atomically; a reader, or a crash, sees the complete old or new text."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that replaces `path`; a reader, or a crash, sees the complete old or new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stage = path.with_name(path.name + ".tmp")
-    with stage.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
+    with stage.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     stage.replace(path)
 
 
+def replace_text(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
 def replace_json(path: Path, content: Any) -> None:
-    """`replace_text` with indented JSON."""
     replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from kinlens.embedder.errors import BundleError, JobError
-from kinlens.training.commands.export import describe, precisions_of
-from kinlens.training.commands.jobs import Overrides, load_images, shop_of, summary
+from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
+from kinlens.training.commands.jobs import Overrides, load_images, shop_of, stoppable, summary
 from kinlens.training.config.job import load_job
 from kinlens.training.report.log import console, console_listener
 
@@ -29,15 +29,8 @@ def adapt(
         typer.Option(help="Run folder with the report; default runs/adapt-NAME-DIGEST."),
     ] = None,
     overrides: Overrides = None,
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Also in this precision, if it passes its gate: int8, bf16 or fp16. Repeatable."
-        ),
-    ] = None,
-    with_map: Annotated[
-        bool, typer.Option("--map", help="Also a map that shows where images match.")
-    ] = False,
+    precision: Precisions = None,
+    with_map: WithMap = False,
 ) -> None:
     """Adapt a pretrained network to your images in about a minute, and export the bundle.
 
@@ -81,12 +74,9 @@ def adapt(
             "delete that folder."
         ) from error
     if finished_result(job, folder) is None:
-        try:
-            with console_listener() as listener:
-                run_job(job, split, folder, listener)
-        except KeyboardInterrupt:
-            console.print("Stopped. Run the same command again to resume.")
-            raise typer.Exit(130) from None
+        resume_it = "Run the same command again to resume."
+        with stoppable(resume_it), console_listener() as listener:
+            run_job(job, split, folder, listener)
     console.print(f"Report: {folder / 'report.md'}", markup=False)
     describe(
         export_checkpoint(

@@ -13,15 +13,21 @@ from kinlens.training.config.job import parse_job
 from kinlens.training.config.settings import Input, Model
 from kinlens.training.report.log import progress_bar
 
+Precisions = Annotated[
+    list[str] | None,
+    typer.Option(help="Also in this precision: int8 or bf16 (CPU), fp16 (GPU). Repeatable."),
+]
+WithMap = Annotated[
+    bool,
+    typer.Option("--map", help="Also a map that shows where images match, as large as the model."),
+]
+
 
 def export(
     run: Annotated[Path | None, typer.Argument(help="Run folder.")] = None,
     out: Annotated[Path, typer.Option(help="Bundle folder to write.")] = Path("bundle"),
     overrides: Overrides = None,
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(help="Also in this precision: int8 or bf16 (CPU), fp16 (GPU). Repeatable."),
-    ] = None,
+    precision: Precisions = None,
     skip_refused: Annotated[
         bool,
         typer.Option(
@@ -40,12 +46,7 @@ def export(
     resize_px: Annotated[
         int, typer.Option(help="With --backbone: shorter side before the crop.")
     ] = 256,
-    with_map: Annotated[
-        bool,
-        typer.Option(
-            "--map", help="Also a map that shows where images match, as large as the model."
-        ),
-    ] = False,
+    with_map: WithMap = False,
 ) -> None:
     """Write the model bundle of a run; fails unless ONNX and torch agree.
 

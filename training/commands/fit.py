@@ -17,6 +17,7 @@ from kinlens.training.commands.jobs import (
     load_images,
     settings_of,
     shop_of,
+    stoppable,
     summary,
 )
 from kinlens.training.config.job import load_job
@@ -54,12 +55,9 @@ def fit(
         with main_first():
             split = load_images(settings)
         console.print(f"{settings.name}: {summary(split)}")
-        try:
-            with console_listener() as listener:
-                run_job(settings, split, folder, listener)
-        except KeyboardInterrupt:
-            console.print(f"Stopped. Finished epochs are kept. Resume: --out {folder} --resume.")
-            raise typer.Exit(130) from None
+        resume_it = f"Finished epochs are kept. Resume: --out {folder} --resume."
+        with stoppable(resume_it), console_listener() as listener:
+            run_job(settings, split, folder, listener)
         console.print(f"Report: {folder / 'report.md'}")
 
 

@@ -1,7 +1,8 @@
 """Shared code of the commands: options, and loading of jobs and their images."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,6 +87,16 @@ def load_images(job: Job, hold_out: bool = True) -> Split:
     for remark in [*notes, *sentences(split)]:
         console.print(remark, markup=False)
     return split
+
+
+@contextmanager
+def stoppable(how_to_resume: str) -> Iterator[None]:
+    """On Ctrl-C, print how to resume and exit."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(f"Stopped. {how_to_resume}")
+        raise typer.Exit(130) from None
 
 
 def section(kind: type[Any], /, **values: Any) -> Any:

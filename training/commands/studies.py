@@ -1,7 +1,5 @@
 """kinlens-train crossval, search and tournament."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,9 +12,12 @@ from kinlens.training.commands.jobs import (
     Overrides,
     load_images,
     settings_of,
+    stoppable,
 )
 from kinlens.training.config.job import load_job
 from kinlens.training.report.log import console, console_listener, note
+
+_RESUME = "Call again with the same --out to resume."
 
 
 def crossval(
@@ -31,11 +32,13 @@ def crossval(
 
     Example: kinlens-train crossval cars196-half-detreg --folds 10 --out runs/cars-crossval
     """
+    from kinlens.training.distributed import require_single_process
     from kinlens.training.studies.crossval import cross_validate, scores
 
     settings = load_job(job, settings_of(overrides, allow_partial))
     folder = out or Path("runs") / f"{settings.name}-crossval"
-    with _stoppable():
+    require_single_process()
+    with stoppable(_RESUME):
         split = load_images(settings, hold_out=False)
         with console_listener() as listener:
             found = cross_validate(settings, split, folder, listener, folds, seed)
@@ -63,12 +66,14 @@ def search(
 
     Example: kinlens-train search cars196-half-detreg --space space.toml --trials 50 --epochs 10
     """
+    from kinlens.training.distributed import require_single_process
     from kinlens.training.studies import search as study
 
     settings = load_job(job, settings_of(overrides, allow_partial))
     plan = study.Plan(study.load_space(space), trials, validation, seed, epochs)
     folder = out or Path("runs") / f"{settings.name}-search"
-    with _stoppable():
+    require_single_process()
+    with stoppable(_RESUME):
         split = load_images(settings, hold_out=False)
         with console_listener() as listener:
             best = study.search(settings, split, plan, folder, listener)
@@ -96,6 +101,7 @@ def tournament(
 
     Example: kinlens-train tournament grid.toml --out runs/tournament
     """
+    from kinlens.training.distributed import require_single_process
     from kinlens.training.studies.tournament import load_grid, play, read_runs
 
     runs = load_grid(grid, settings_of(overrides, allow_partial))
@@ -109,21 +115,9 @@ def tournament(
         typer.echo(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
         return
 
-    with _stoppable():
+    require_single_process()
+    with stoppable(_RESUME):
         found = play(runs, folder, note, missing_last=missing == "last")
     console.print(f"Report: {folder / 'report.md'}")
     if any(run.result is None for run in found):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Run a study in a single process; on Ctrl-C print how to resume it."""
-    from kinlens.training.distributed import require_single_process
-
-    require_single_process()
-    try:
-        yield
-    except KeyboardInterrupt:
-        console.print("Stopped. Call again with the same --out to resume.")
-        raise typer.Exit(130) from None

@@ -12,14 +12,13 @@ the item, a wrong answer a vote against it. Without a single winner above 0 it h
 item that is wrong for a query image of another class means that these two classes are confused.
 """
 
-import csv
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from kinlens.embedder.errors import DatasetError
-from kinlens.training.data.records import Confused, Feedback, QueryImage, Split
+from kinlens.training.data.records import Confused, Feedback, QueryImage, Split, read_rows
 
 FILE = "pairs.csv"
 _LIKED = ("clicked", "bought")
@@ -75,26 +74,13 @@ def scan_feedback(folder: Path) -> tuple[list[Row], list[str]]:
     Raises: DatasetError if `pairs.csv` is missing, not a text, or lacks a column.
     """
     path, rows, faults = folder / FILE, [], []
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as stream:
-            reader = csv.DictReader(stream)
-            if not set(Row._fields) <= set(reader.fieldnames or ()):
-                raise DatasetError(
-                    f"The first line of {path} must name the columns {', '.join(Row._fields)}; it "
-                    f"names {', '.join(reader.fieldnames or ()) or 'none'}."
-                )
-            for content in reader:
-                row = Row(*(content[name] or "" for name in Row._fields))
-                fault = _fault(row)
-                if fault:
-                    faults.append(f"{path}, line {reader.line_num}: {fault}.")
-                else:
-                    rows.append(row)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DatasetError(
-            f"The feedback {path} cannot be read as a CSV in UTF-8 ({error}). Check data.feedback: "
-            "it names folders that `kinlens-serve feedback export` wrote."
-        ) from error
+    cure = "Check data.feedback: it names folders that `kinlens-serve feedback export` wrote."
+    for line, content in read_rows(path, *Row._fields, cure=cure):
+        row = Row(*(content[name] for name in Row._fields))
+        if fault := _fault(row):
+            faults.append(f"{path}, line {line}: {fault}.")
+        else:
+            rows.append(row)
     return rows, faults
 
 

@@ -1,6 +1,5 @@
 """Load train and test images from the `data` table of a job, or from a folder."""
 
-import csv
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from kinlens.training.data.records import (
     Record,
     Split,
     labelled,
+    read_rows,
     write_table,
 )
 from kinlens.training.rendered.catalogue import write_catalogue
@@ -143,32 +143,19 @@ def scan_table(
     path = root / file
     records: dict[str, Record] = {}
     faults = []
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as stream:
-            reader = csv.DictReader(stream)
-            names = reader.fieldnames or ()
-            column = "label" if "label" in names else "class"
-            if not {"path", column} <= set(names):
-                raise DatasetError(
-                    f"The first line of {path} must name the columns path and label (or class); "
-                    f"it names {', '.join(names) or 'none'}."
-                )
-            for row in reader:
-                image, label = row["path"], row[column]
-                if not image or not label:
-                    fault = f"path and {column} must not be empty"
-                elif image in records:
-                    fault = f"{image} is listed a second time"
-                elif not (root / image).is_file():
-                    fault = f"the image {root / image} is missing"
-                else:
-                    records[image] = Record(image, label, (row.get("split") or "").strip())
-                    continue
-                faults.append(f"{path}, line {reader.line_num}: {fault}.")
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DatasetError(
-            f"{path} cannot be read as a CSV in UTF-8 ({error}). Check {setting}."
-        ) from error
+    for line, row in read_rows(path, "path", "label|class", cure=f"Check {setting}."):
+        column = "label" if "label" in row else "class"
+        image, label = row["path"], row[column]
+        if not image or not label:
+            fault = f"path and {column} must not be empty"
+        elif image in records:
+            fault = f"{image} is listed a second time"
+        elif not (root / image).is_file():
+            fault = f"the image {root / image} is missing"
+        else:
+            records[image] = Record(image, label, row.get("split", "").strip())
+            continue
+        faults.append(f"{path}, line {line}: {fault}.")
     return list(records.values()), faults
 
 

@@ -2,7 +2,7 @@
 
 import csv
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -211,6 +211,27 @@ def labelled(root: Path, records: Iterable[Record | tuple[str, str]]) -> Labelle
     names, labels = np.unique([name for name, _ in ordered], return_inverse=True)
     paths = tuple(path for _, path in ordered)
     return LabelledImages(root, paths, labels.astype(np.int64), tuple(names.tolist()))
+
+
+def read_rows(path: Path, *columns: str, cure: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Line number and row of a CSV; of a column "a|b" one name is enough, and the row has both.
+
+    Raises: DatasetError if the file is missing, is not a text or lacks a column.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            reader = csv.DictReader(stream)
+            names = reader.fieldnames or ()
+            if not all(set(column.split("|")) & set(names) for column in columns):
+                raise DatasetError(
+                    f"The first line of {path} must name the columns "
+                    f"{', '.join(columns).replace('|', ' or ')}; it names "
+                    f"{', '.join(names) or 'none'}."
+                )
+            for row in reader:
+                yield reader.line_num, {name: row.get(name) or "" for name in names}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DatasetError(f"{path} cannot be read as a CSV in UTF-8 ({error}). {cure}") from error
 
 
 def write_table(path: Path, images: LabelledImages) -> None:

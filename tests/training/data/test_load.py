@@ -124,7 +124,7 @@ def test_a_csv_without_split_is_split_by_class(table: Callable[..., CsvData]) ->
     [
         (
             "file,label\nx,y\n",
-            "must name the columns path and label .or class.; it names file, label",
+            "must name the columns path, label or class; it names file, label",
         ),
         ("path,label\nmug/1.png,\n", "line 2: path and label must not be empty"),
         ("path,label\nmug/1.png,a\nmug/1.png,b\n", "line 3: mug/1.png is listed a second time"),

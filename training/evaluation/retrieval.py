@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special
 from torch import Tensor
 
 from kinlens.embedder.errors import DatasetError, EvaluationError
@@ -172,6 +172,8 @@ def with_interval(recall: float, queries: int) -> str:
 
     Queries count as independent. Images of one class are alike, so it is rather too narrow.
     """
+    from scipy import stats  # takes a second
+
     right = round(recall / 100 * queries)
     low, high = stats.binomtest(right, queries).proportion_ci(method="wilson")
     return f"{recall:.1f} ({100 * low:.1f} to {100 * high:.1f})"
@@ -202,7 +204,7 @@ def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, floa
     if classes < 2:
         return {}
     spread = np.sqrt(classes / (classes - 1) * ((sums - mean * sizes) ** 2).sum()) / len(change)
-    half = stats.t.ppf(0.975, classes - 1) * spread
+    half = special.stdtrit(classes - 1, 0.975) * spread
     return dict(zip(GAIN, (100 * float(mean - half), 100 * float(mean + half)), strict=True))
 
 

@@ -35,13 +35,14 @@ from PIL import Image, ImageFilter
 
 from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.types import Embeddings
+from kinlens.training.checkpoint import load_chosen
 from kinlens.training.config.job import Job, apply_override, parse_job
 from kinlens.training.data.feedback import sentences
 from kinlens.training.data.load import load_split, read_folder
 from kinlens.training.export.bundle import export_checkpoint
 from kinlens.training.models.embedding import torch_embed
 from kinlens.training.rendered.catalogue import class_name, render_view
-from kinlens.training.runner import load_chosen, run_job
+from kinlens.training.runner import run_job
 
 PRODUCTS, VIEWS, SIZE_PX = 40, 6, 80
 ASKED, FRESH = 5, 8  # query images per product: used in a round, kept for the figures

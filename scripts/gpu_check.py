@@ -50,7 +50,8 @@ from kinlens.training.device import tuned
 from kinlens.training.evaluation.evaluate import evaluate_embeddings
 from kinlens.training.export.bundle import export_checkpoint
 from kinlens.training.losses.table import LOSSES
-from kinlens.training.runner import load_chosen, run_job
+from kinlens.training.checkpoint import load_chosen
+from kinlens.training.runner import run_job
 from kinlens.training.state import Run, create_run
 from kinlens.training.trainer import train_step
 

@@ -137,6 +137,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
         ) from error
 
 
+def load_chosen(folder: Path) -> Checkpoint:
+    """The checkpoint that the run's protocol chose: last epoch or best. Raises: CheckpointError."""
+    last = load_checkpoint(folder)
+    return load_checkpoint(folder / BEST) if (folder / BEST).exists() else last
+
+
 def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)

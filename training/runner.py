@@ -7,7 +7,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.checkpoint import BEST, FILE, Checkpoint, load_checkpoint, save_checkpoint
+from kinlens.training.checkpoint import (
+    BEST,
+    FILE,
+    Checkpoint,
+    load_checkpoint,
+    load_chosen,
+    save_checkpoint,
+)
 from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.device import choose_device, tuned
@@ -95,12 +102,6 @@ def require_fresh_or_resumable(folder: Path, resume: bool) -> None:
         )
     if resume and not is_begun(folder):
         raise JobError(f"{folder} has no checkpoint to resume from. Start without --resume.")
-
-
-def load_chosen(folder: Path) -> Checkpoint:
-    """The checkpoint that the run's protocol chose: last epoch or best. Raises: CheckpointError."""
-    last = load_checkpoint(folder)
-    return load_checkpoint(folder / BEST) if (folder / BEST).exists() else last
 
 
 def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import DatasetError, JobError
 from kinlens.training.__main__ import app
-from kinlens.training.checkpoint import BEST, START, load_checkpoint
+from kinlens.training.checkpoint import BEST, START, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Input, Runtime
 from kinlens.training.data.features import FeatureStore, pooled_views
@@ -25,7 +25,7 @@ from kinlens.training.evaluation.evaluate import embed
 from kinlens.training.export.bundle import export_checkpoint
 from kinlens.training.models.embedding import EmbeddingNet, Head
 from kinlens.training.models.from_bundle import new_network
-from kinlens.training.runner import load_chosen, run_job
+from kinlens.training.runner import run_job
 from kinlens.training.start import whiten_within
 from kinlens.training.trainer import fit
 from tests.training.jobs import Silent, Stopping, small_job

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.checkpoint import load_checkpoint
+from kinlens.training.checkpoint import load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.load import load_split
 from kinlens.training.data.protocol import with_protocol
@@ -18,7 +18,7 @@ from kinlens.training.export.bundle import export_checkpoint
 from kinlens.training.folder import Result
 from kinlens.training.losses.table import build_loss
 from kinlens.training.report.notices import verdict_of
-from kinlens.training.runner import load_chosen, run_job
+from kinlens.training.runner import run_job
 from kinlens.training.start import WHITENING, set_projection, set_proxies
 from kinlens.training.state import create_run
 from tests.training.jobs import Silent, small_job

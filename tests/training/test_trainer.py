@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kinlens.embedder.errors import CheckpointError, DatasetError, JobError, TrainingError
-from kinlens.training.checkpoint import FILE, load_checkpoint, seed_everything
+from kinlens.training.checkpoint import FILE, load_checkpoint, load_chosen, seed_everything
 from kinlens.training.commands.jobs import load_images, with_settings
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Optimizer, Runtime, rate
@@ -24,7 +24,7 @@ from kinlens.training.data.records import Split
 from kinlens.training.device import autocast, choose_device, on_device, tuned
 from kinlens.training.evaluation.evaluate import embed
 from kinlens.training.folder import Result, read_result
-from kinlens.training.runner import load_chosen, run_job
+from kinlens.training.runner import run_job
 from kinlens.training.state import create_run
 from kinlens.training.trainer import fit, train_step
 from tests.training.jobs import Silent, Stopping, small_job

@@ -158,9 +158,9 @@ def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> 
 
 
 def _of_run(source: Path) -> _Model:
+    from kinlens.training.checkpoint import load_chosen
     from kinlens.training.device import choose_device
     from kinlens.training.models.embedding import torch_embed
-    from kinlens.training.runner import load_chosen
 
     checkpoint = load_chosen(source)
     job, net = checkpoint.network()

@@ -52,9 +52,9 @@ def export(
 
     Example: kinlens-train export runs/cars --out bundles/cars --precision int8
     """
+    from kinlens.training.checkpoint import load_chosen
     from kinlens.training.distributed import require_single_process
     from kinlens.training.export.bundle import export_backbone, export_checkpoint, images_to_embed
-    from kinlens.training.runner import load_chosen
 
     require_single_process()
     if trunk and run is None:

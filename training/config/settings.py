@@ -116,13 +116,9 @@ class Model(Section):
     """Width of a second layer of the projection; none: one layer."""
 
     @model_validator(mode="after")
-    def _head_to_train(self) -> "Model":
+    def _check(self) -> "Model":
         if self.dim is None and (self.frozen_trunk or self.hidden):
             raise ValueError("frozen_trunk and hidden need a projection; set dim")
-        return self
-
-    @model_validator(mode="after")
-    def _token_to_pool(self) -> "Model":
         if self.pooling == "cls" and not self.backbone.startswith(TIMM):
             raise ValueError(
                 f'pooling = "cls" needs a class token, which {self.backbone} does not have; choose '

@@ -104,22 +104,19 @@ def read_folder(root: Path, setting: str = "data.root") -> list[Record]:
         hidden = any(part.startswith(".") for part in relative.parts)
         if path.suffix.lower() in SUFFIXES and len(relative.parts) > 1 and not hidden:
             records.append(Record(relative.as_posix(), relative.parent.as_posix()))
-            _check_name(records[-1].path)
+            try:
+                records[-1].path.encode()
+            except UnicodeEncodeError as error:
+                raise DatasetError(
+                    f"The name {records[-1].path!a} is not UTF-8, as from an old archive. Rename "
+                    "that file or folder."
+                ) from error
     if not records:
         raise DatasetError(
             f"{root} has no images in sub-folders. Put the images of each class into a sub-folder "
             "of its own: shop/mug-17/front.jpg, or shop/mugs/mug-17/front.jpg."
         )
     return records
-
-
-def _check_name(path: str) -> None:
-    try:
-        path.encode()
-    except UnicodeEncodeError as error:
-        raise DatasetError(
-            f"The name {path!a} is not UTF-8, as from an old archive. Rename that file or folder."
-        ) from error
 
 
 def read_table(root: Path, file: str, setting: str = "data.root and data.file") -> list[Record]:

@@ -137,8 +137,6 @@ class Shares:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if not state:
-            return
         self.steps = int(state["steps"])
         for name, term in self.terms.items():
             for number in _STATE:

@@ -126,6 +126,7 @@ def write_catalogue(
 
 
 def _claim(root: Path, settings: RenderedData) -> None:
+    """Create the folder with its settings, or check that it has the same."""
     numbers = settings.model_dump(include={"products", "views", "size_px", "seed"})
     wanted = {"drawing": _DRAWING} | numbers
     record = root / _FILE
@@ -136,13 +137,11 @@ def _claim(root: Path, settings: RenderedData) -> None:
         found = json.loads(record.read_bytes())
     except (OSError, ValueError) as error:
         raise DatasetError(
-            f"{root} is not a catalogue of rendered products ({error}). "
-            "Give a folder that is empty or does not exist."
+            f"{root} is not a catalogue of rendered products ({error}). Give an empty folder."
         ) from error
     if found != wanted:
         raise DatasetError(
-            f"{root} contains a catalogue with {found}, not {wanted}. "
-            "Give another folder, or delete this one."
+            f"{root} has a catalogue with {found}, not {wanted}. Give another folder."
         )
 
 

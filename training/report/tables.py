@@ -151,9 +151,8 @@ def methods(study: Study) -> list[str]:
         share = ", ".join(filter(None, (_mean(of[column]) for column in shares)))
         ms = f"{of['ms'].median():.0f}" if of["ms"].notna().any() else ""
         means = (_mean(of[figure]) for figure in ("trunk R@1", *figures))
-        rows.append(
-            [name, str(len(of)), *means, difference, share, ms, *(_mean(of[p]) for p in precisions)]
-        )
+        more = (_mean(of[precision]) for precision in precisions)
+        rows.append([name, str(len(of)), *means, difference, share, ms, *more])
     header = ["method", "seeds", "trunk R@1", *figures, "ΔR@1", "share, %", "ms per step"]
     return table([*header, *precisions], rows)
 
@@ -217,8 +216,7 @@ def _remarks(runs: Mapping[Path, Result]) -> list[str]:
         elif "R@1" in run.figures and "R@1" in base.figures:
             remarks.append(
                 f"- {folder}: {run.figures['R@1'] - base.figures['R@1']:+.1f} points of R@1 "
-                f"against {first}, on the same {_queries(folder, 'test'):,} queries; one seed "
-                "each, unless you pass more runs."
+                f"against {first}, on the same {_queries(folder, 'test'):,} queries"
             )
     return remarks
 

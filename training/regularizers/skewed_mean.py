@@ -39,9 +39,8 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
     As printed, delta3 only shifts R1 and has no gradient; `hinge` adds 1 to the sum, the soft form
     of the constraint s_ij < delta3 that R1 is derived from. Other readings: docs/methods.md.
 
-    `gamma` = +-inf is the largest or smallest similarity of a row, `exponent` = 0 is the
-    geometric mean, +-inf a single pair. `subset` draws m centres at each call: O(m^2), not O(C^2).
-    The scalar is in float32 or wider; fewer than two centres give 0.
+    `subset` draws m centres at each call: O(m^2), not O(C^2). The scalar is in float32 or wider;
+    fewer than two centres give 0.
 
     References:
         Skewed-mean regularization, eq. 5 (K-skewed mean), 7 (its smooth forms), 8 (R1, R2) and 10
@@ -71,41 +70,18 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
 
 
 def _r1(similarities: Tensor, settings: SkewedMean) -> Tensor:
-    if math.isinf(settings.gamma):
-        rows = similarities.amax(1) if settings.gamma > 0 else similarities.amin(1)
-        return rows.mean() - settings.delta
     exponents = settings.gamma * (similarities - settings.delta)
     if settings.hinge:
         exponents = F.pad(exponents, (0, 1))  # exp(0) = 1 joins the sum
     return torch.logsumexp(exponents, dim=1).mean() / settings.gamma
 
 
-def log_exp_mean(values: Tensor, lam: float) -> Tensor:
-    r"""(1/lam) log mean exp(lam s) of values (N,), for any lam.
-
-    Between the smallest value (lam = -inf) and the largest (+inf), the arithmetic mean at lam = 0;
-    it grows with lam. Exact to rounding also near lam = 0, and without overflow.
-    """
-    if lam == 0:
-        return values.mean()
-    extreme = values.amax() if lam > 0 else values.amin()
-    if math.isinf(lam):
-        return extreme
-    extreme = extreme.detach()
-    exponents = lam * (values - extreme)  # (N,), at most 0
-    # log mean exp is close to 0 for small exponents: there log1p and expm1 keep its digits.
-    less_one = torch.expm1(exponents).mean()
-    near = torch.log1p(less_one.clamp(min=-0.5))
-    far = torch.logsumexp(exponents, dim=0) - math.log(len(exponents))
-    return extreme + torch.where(less_one > -0.5, near, far) / lam
-
-
 def power_mean(values: Tensor, lam: float) -> Tensor:
-    """(mean s^lam)^(1/lam) of positive values (N,), for any lam; the geometric mean at lam = 0.
-
-    It is the log-exp mean of log s, exponentiated, with the same limits and the same stability.
-    """
-    return log_exp_mean(values.log(), lam).exp()
+    """(mean s^lam)^(1/lam) of positive values (N,); the geometric mean at lam = 0."""
+    logs = values.log()
+    if lam == 0:
+        return logs.mean().exp()
+    return ((torch.logsumexp(lam * logs, dim=0) - math.log(len(logs))) / lam).exp()
 
 
 def class_means(embeddings: Tensor, labels: Tensor) -> Tensor:

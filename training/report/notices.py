@@ -6,7 +6,7 @@ from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.evaluation.retrieval import GAIN, queries_in, with_interval
 from kinlens.training.folder import UNTRAINED, Result
-from kinlens.training.regularizers.shares import LEAST, WIDEST
+from kinlens.training.regularizers.shares import LEAST
 from kinlens.training.state import VALIDATION, Row
 
 CHOSEN_BY = {
@@ -56,13 +56,6 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
                 f"layers before it: its gradient at the features is "
                 f"{100 * row[f'reach {name}']:.2g} % of the gradient of the loss."
             )
-        if len(earlier) == 1 and _at_a_bound(row.get(f"scale {name}", 1.0)):
-            notes.append(
-                f"regularizers.{name}: its weight ended at the bound of its calibration, "
-                f"{row[f'scale {name}']:g} times the given weight, with "
-                f"{100 * row[f'share {name}']:.2g} % of the gradient. Set another initial "
-                f"{_WEIGHTS.get(name, 'weight')}."
-            )
     return notes
 
 
@@ -75,10 +68,6 @@ def _faint(job: Job, name: str, row: Row) -> bool:
 def _is_in_its_flow(name: str, row: Row) -> bool:
     """Whether hardly any of its gradient passes the flow, as is normal in the first epoch."""
     return row["epoch"] > 1 and row.get(f"reach {name}", LEAST) < LEAST
-
-
-def _at_a_bound(scale: float) -> bool:
-    return min(abs(scale - WIDEST), abs(scale * WIDEST - 1) * WIDEST) < 1e-6 * WIDEST
 
 
 def did_it_help(split: Split, result: Result) -> list[str]:

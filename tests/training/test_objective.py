@@ -139,7 +139,7 @@ def test_skewed_mean_does_not_part_the_centres_of_one_class(weights: Path) -> No
     ("settings", "message"),
     [
         ({"gamma": 0}, "gamma must not be 0"),
-        ({"gamma": -4, "hinge": True}, "needs a finite gamma above 0"),
+        ({"gamma": -4, "hinge": True}, "above 0 with hinge"),
         ({"subset": 1}, "greater than or equal to 2"),
     ],
 )

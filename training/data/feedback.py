@@ -101,11 +101,8 @@ def sentences(split: Split) -> list[str]:
             f"feedback: {held_out[0]:,} query image(s) and {held_out[1]:,} pair(s) of held-out "
             "classes are not used"
         )
-    return lines + [f"feedback: {line}" for line in unused_rows(feedback)]
-
-
-def unused_rows(feedback: Feedback) -> list[str]:
-    return [f"{n:,} of {feedback.rows:,} rows {reason}" for reason, n in feedback.unused.items()]
+    unused = feedback.unused.items()
+    return lines + [f"feedback: {n:,} of {feedback.rows:,} rows {why}" for why, n in unused]
 
 
 def _classes_of_queries(rows: Sequence[Row], classes: Mapping[str, str]) -> dict[str, str]:

@@ -39,7 +39,10 @@ def structure(
             "classes, one of them with 2 images. Give more test images."
         )
     sums, counts = class_sums(vectors, labels)
-    inner = _inner_distances(sums, counts)
+    several = counts > 1
+    pairs = counts[several] * (counts[several] - 1)
+    scores = (sums[several].square().sum(dim=1) - counts[several]) / pairs
+    inner = (1 - scores).clamp(min=0)  # mean distance inside each class with two images or more
     return {
         "uniformity": uniformity(vectors, scores_at_a_time),
         "density": density(sums, inner),
@@ -147,13 +150,6 @@ def spectral_decay(vectors: Tensor) -> float:
     values[0].clamp_(min=_SMALLEST_DISTANCE)
     values = values.clamp(min=_SMALLEST_SINGULAR_VALUE * float(values[0]))
     return float(-math.log(len(values)) - (values / values.sum()).log().mean())
-
-
-def _inner_distances(sums: Tensor, sizes: Tensor) -> Tensor:
-    """Mean cosine distance inside each class with at least two images."""
-    sums, sizes = sums[sizes > 1], sizes[sizes > 1]
-    scores = (sums.square().sum(dim=1) - sizes) / (sizes * (sizes - 1))
-    return (1 - scores).clamp(min=0)
 
 
 def _unit_blocks(vectors: Tensor) -> Iterator[Tensor]:

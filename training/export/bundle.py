@@ -32,7 +32,6 @@ from kinlens.embedder.manifest import (
     GoldenHashes,
     HeldOut,
     HeldOutSplit,
-    MapFile,
     Mode,
     Parity,
     Precision,
@@ -91,12 +90,6 @@ class _Data:
     @property
     def held_out(self) -> HeldOutSplit:
         return "test" if self.split.validation is None else "validation"
-
-    @property
-    def calibrated_on(self) -> HeldOutSplit:
-        """The part with more classes."""
-        parts = self.parts
-        return max(("test", self.held_out), key=lambda part: parts[part].classes)
 
     @contextmanager
     def refusal(self, precision: Precision, is_asked: bool = True) -> Iterator[None]:
@@ -250,8 +243,11 @@ def _export(
         golden, images = fp32.embed(inputs), trial.golden_images()
         map_model = None
         if with_map:
-            map_model = Path(name) / "map.onnx"
-            checked = _write_map(EmbeddingMap(net), map_model, inputs, golden)
+            map_model, map_net = Path(name) / "map.onnx", EmbeddingMap(net).eval()
+            write_onnx(map_net, inputs.shape[-1], map_model, "map")
+            session = create_session(map_model, SessionSettings(threads=os.cpu_count() or 1))
+            by_onnx = partial(run_plain, session, "images")
+            checked = check_map(partial(torch_embed, map_net), by_onnx, inputs, golden)
             manifest = manifest.model_copy(update={"map": checked})
         return write_bundle(
             out, manifest, trial.model_path, images, inputs, golden, files, map_model, modes
@@ -266,15 +262,6 @@ def _trial(net: EmbeddingNet, manifest: BundleManifest, folder: Path) -> Bundle:
     inputs = np.stack([preprocess(data, spec) for data in images])
     golden = torch_embed(net, inputs)
     return write_bundle(folder / "trial", manifest, folder / "model.onnx", images, inputs, golden)
-
-
-def _write_map(net: EmbeddingMap, path: Path, inputs: Images, golden: Embeddings) -> MapFile:
-    """Write the map's ONNX file and compare it. Raises: ExportError."""
-    write_onnx(net.eval(), inputs.shape[-1], path, "map")
-    session = create_session(path, SessionSettings(threads=os.cpu_count() or 1))
-    return check_map(
-        partial(torch_embed, net), partial(run_plain, session, "images"), inputs, golden
-    )
 
 
 def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> _Candidates:
@@ -341,13 +328,14 @@ def _figures(
     recalls = {"recall_at_1_torch": by_torch.recall[1], "recall_at_1_onnx": by_onnx.recall[1]}
 
     calibration = reason = None
-    fitted = data.calibrated_on
+    parts = data.parts
+    fitted: HeldOutSplit = max(("test", data.held_out), key=lambda part: parts[part].classes)
     try:
-        calibration = fit_calibration(vectors[fitted, "fp32"], data.parts[fitted].labels, fitted)
+        calibration = fit_calibration(vectors[fitted, "fp32"], parts[fitted].labels, fitted)
     except CalibrationError as error:
         reason = str(error)
 
-    images, fp32 = data.parts[data.held_out], vectors[data.held_out, "fp32"]
+    images, fp32 = parts[data.held_out], vectors[data.held_out, "fp32"]
     recall = retrieval(fp32, images.labels, ks=data.ks).recall_by_name()
     page = HeldOut(split=data.held_out, images=len(images), recall=recall, no_calibration=reason)
     variants: dict[FilePrecision, Variant] = {}

@@ -141,13 +141,13 @@ def _curves(
         usable = names[sizes > views]
         if len(usable) < MIN_CLASSES:
             break
-        asked = [
-            searches
-            for part in _PARTS
-            for searches in _held_out_searches(
-                embeddings, labels, rng.permutation(usable)[: len(usable) // part], views, rng
-            )
-        ]
+        asked: list[Searches] = []
+        for part in _PARTS:
+            chosen = rng.permutation(usable)[: len(usable) // part]
+            shuffled = [rng.permutation(np.flatnonzero(labels == name)) for name in chosen]
+            gallery = np.concatenate([images[:views] for images in shuffled])
+            queries = np.concatenate([images[views : views + _ASKING] for images in shuffled])
+            asked += candidates_of(embeddings, labels, _some(queries, rng), gallery)
         searches = Searches.joined(asked)
         try:
             curve = fit_curve(searches)
@@ -160,16 +160,6 @@ def _curves(
     if not fitted:
         raise _refusal(len(labels), reason)
     return tuple(fitted)
-
-
-def _held_out_searches(
-    embeddings: Embeddings, labels: Labels, names: Labels, views: int, rng: np.random.Generator
-) -> tuple[Searches, Searches]:
-    """Searches in a gallery of `views` images of each of these classes, by others; see above."""
-    shuffled = [rng.permutation(np.flatnonzero(labels == name)) for name in names]
-    gallery = np.concatenate([images[:views] for images in shuffled])
-    queries = np.concatenate([images[views : views + _ASKING] for images in shuffled])
-    return candidates_of(embeddings, labels, _some(queries, rng), gallery)
 
 
 def candidates_of(

@@ -83,14 +83,12 @@ class ArcFaceLoss(ProxyLoss):
     def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         own = self.own(labels)  # (B, C)
         cosines = self.cosines(embeddings)  # (B, C)
-        logits = self.scale * torch.where(own, self._with_margin(cosines), cosines)
-        return F.cross_entropy(logits, labels, reduction="sum") / max(len(labels), 1)
-
-    def _with_margin(self, cosines: Tensor) -> Tensor:
         sines = (1 - cosines**2).clamp(min=torch.finfo(cosines.dtype).eps).sqrt()
         shifted = cosines * math.cos(self.margin) - sines * math.sin(self.margin)
         beyond = cosines < -math.cos(self.margin)  # theta > pi - m
-        return torch.where(beyond, cosines - self.margin * math.sin(self.margin), shifted)
+        shifted = torch.where(beyond, cosines - self.margin * math.sin(self.margin), shifted)
+        logits = self.scale * torch.where(own, shifted, cosines)
+        return F.cross_entropy(logits, labels, reduction="sum") / max(len(labels), 1)
 
 
 class SoftTripleLoss(ProxyLoss):

@@ -58,7 +58,10 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
     with torch.autocast(centres.device.type, enabled=False):
         similarities = _others(centres @ centres.T)  # (m, m - 1)
         if settings.kind == "r1":
-            return _r1(similarities, settings)
+            exponents = settings.gamma * (similarities - settings.delta)
+            if settings.hinge:
+                exponents = F.pad(exponents, (0, 1))  # exp(0) = 1 joins the sum
+            return torch.logsumexp(exponents, dim=1).mean() / settings.gamma
         if settings.kind == "r2":
             halves = ((1 + similarities) / 2).clamp(min=_SMALLEST_SIMILARITY)
             return power_mean(halves.flatten(), settings.exponent)
@@ -67,13 +70,6 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
             return -power_mean(distances, -settings.exponent)
         order = _ENERGIES[settings.kind]
         return (distances**-order).mean() if order else -distances.log().mean()
-
-
-def _r1(similarities: Tensor, settings: SkewedMean) -> Tensor:
-    exponents = settings.gamma * (similarities - settings.delta)
-    if settings.hinge:
-        exponents = F.pad(exponents, (0, 1))  # exp(0) = 1 joins the sum
-    return torch.logsumexp(exponents, dim=1).mean() / settings.gamma
 
 
 def power_mean(values: Tensor, lam: float) -> Tensor:

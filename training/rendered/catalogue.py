@@ -87,7 +87,8 @@ def render_view(product: int, view: int, *, size_px: int = 160, seed: int = 0) -
     flat_lay = rng.random() < 0.35
     canvas = Canvas(side, yaw=rng.uniform(-0.6, 0.6), tilt=rng.uniform(0.1, 0.32))
     SHAPES[item.shape](canvas, item.skin, item.girth)
-    light = _direction(rng)
+    light = np.array([rng.uniform(-0.9, 0.9), rng.uniform(-0.9, -0.25), 0.75], np.float32)
+    light = np.asarray(light / np.linalg.norm(light))
     sprite = _warp(_lit(canvas, light, rng.uniform(0.45, 0.6)), rng, 0.5 if flat_lay else 0.12)
     scene = _backdrop(rng, side, flat_lay)
     scene = _shadowed(scene, sprite.getchannel("A"), light, flat_lay, rng.uniform(0.35, 0.7))
@@ -150,11 +151,6 @@ def _orders(seed: int) -> tuple[list[int], list[int]]:
     rng = np.random.default_rng(seed)
     combinations = len(SHAPES) * len(SCHEMES) * len(PATTERNS)
     return rng.permutation(combinations).tolist(), rng.permutation(len(_WORDS)).tolist()
-
-
-def _direction(rng: np.random.Generator) -> Plane:
-    light = np.array([rng.uniform(-0.9, 0.9), rng.uniform(-0.9, -0.25), 0.75], np.float32)
-    return np.asarray(light / np.linalg.norm(light))
 
 
 def _lit(canvas: Canvas, light: Plane, ambient: float) -> Image.Image:

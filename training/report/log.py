@@ -37,7 +37,9 @@ class RunLog:
 
     def __init__(self, folder: Path, tensorboard: bool = False, step: int = 0) -> None:
         path = folder / "log.jsonl"
-        kept = _records_until(path, step)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
         path.write_text("".join(kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
         self._writer = _summary_writer(folder) if tensorboard else None
@@ -127,14 +129,6 @@ class ConsoleListener:
         first, since = self._began
         seconds = (self._clock() - since) / (epoch - first) * (self._epochs - epoch)
         return f"about {timedelta(seconds=math.ceil(seconds))} left" if seconds > 0 else ""
-
-
-def _records_until(path: Path, step: int) -> list[str]:
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    return [line for line in whole if json.loads(line)["step"] <= step]
 
 
 def _summary_writer(folder: Path) -> Any:

@@ -24,6 +24,9 @@ Rows = Sequence[Row]
 def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Result) -> None:
     if history:
         _draw_curves(folder / "curves.png", history)
+    notes = did_it_help(split, result)
+    for epoch in range(len(history)):
+        notes += after_epoch(job, history[: epoch + 1])
     lines = [
         f"# {job.name}",
         "",
@@ -31,7 +34,7 @@ def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Re
         "",
         *_facts(job, split, history, result),
         "",
-        *_help(job, split, history, result),
+        *(["## Did it help?", "", *(f"- {note}" for note in notes), ""] if notes else []),
         *_figures(result),
         *_regularizers(job, history),
         *(["![curves](curves.png)", "", *_epochs(history)] if history else []),
@@ -83,13 +86,6 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
         f"- {CHOSEN_BY[result.chosen_by]}"
         + ("" if result.chosen_by == "folds" else f"; here epoch {result.best_epoch}"),
     ]
-
-
-def _help(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
-    notes = did_it_help(split, result)
-    for epoch in range(len(history)):
-        notes += after_epoch(job, history[: epoch + 1])
-    return ["## Did it help?", "", *(f"- {sentence}" for sentence in notes), ""] if notes else []
 
 
 def _figures(result: Result) -> list[str]:

@@ -108,7 +108,10 @@ def search(
     identity = {"job": job.as_dict(), "split_sha256": split.learnt_sha256(), **asdict(plan)}
     del identity["trials"]  # their number may be raised later
     stamp(folder, "search.json", identity)
-    trials = _read_trials(folder)
+    trials = []
+    if (folder / _TRIALS).exists():
+        known = json.loads((folder / _TRIALS).read_text(encoding="utf-8"))
+        trials = [Trial(**trial) for trial in known]
     for number in range(len(trials), plan.trials):
         values = _draw(plan, trials)
         shown = "  ".join(f"{name} = {value}" for name, value in values.items())
@@ -210,13 +213,6 @@ def _distribution(name: str, given: Mapping[str, Any]) -> Any:
             return kind(**words)
     except (TypeError, ValueError, Warning) as error:
         raise JobError(f"{name} = {dict(given)}: {error}") from error
-
-
-def _read_trials(folder: Path) -> list[Trial]:
-    path = folder / _TRIALS
-    if not path.exists():
-        return []
-    return [Trial(**trial) for trial in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def _report(folder: Path, job: Job, plan: Plan, trials: list[Trial]) -> Trial:

@@ -255,7 +255,12 @@ def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
     Raises: JobError for the result of another job, or if two runs were trained on different images;
         CheckpointError.
     """
-    found = [_read_run(run, folder / run.folder) for run in runs]
+    found = []
+    for run in runs:
+        result, failure = finished_result(run.job, folder / run.folder), ""
+        if result is None and (path := folder / run.folder / _FAILURE).exists():
+            failure = path.read_text(encoding="utf-8")
+        found.append(replace(run, result=result, reason=failure))
     images = {run.result.split_sha256: run.folder for run in found if run.result is not None}
     if len(images) > 1:
         first, other, *_ = images.values()
@@ -264,12 +269,6 @@ def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
             f"comparable. Use another --out for other images, or delete one of the two in {folder}."
         )
     return found
-
-
-def _read_run(run: Run, run_folder: Path) -> Run:
-    result, failure = finished_result(run.job, run_folder), run_folder / _FAILURE
-    failed = result is None and failure.exists()
-    return replace(run, result=result, reason=failure.read_text(encoding="utf-8") if failed else "")
 
 
 def run_in_process(job: Job, folder: Path) -> str | None:

@@ -51,10 +51,7 @@ class Checkpoint:
     trunk_alone: bool = False
 
     def network(self) -> tuple[Job, EmbeddingNet]:
-        """The job and its network, in evaluation mode on the CPU.
-
-        With `trunk_alone` it is the trunk that the run began with, without a projection.
-        """
+        """The job and its network (with `trunk_alone` its first trunk), evaluating on the CPU."""
         job = parse_job(self.job, origin="the job in the checkpoint")
         random_start = job.model.model_copy(update={"weights": "none"})
         net = EmbeddingNet(random_start, job.regularizers.determinant)

@@ -65,8 +65,7 @@ def _set_malloc(options: dict[int, int]) -> None:
 
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on `device`; on a GPU each is copied from pinned memory while the previous one is
-    in use."""
+    """The batches on `device`; a GPU copies each while the previous one is in use."""
     if device.type != "cuda":
         yield from batches
         return

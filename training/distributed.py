@@ -41,10 +41,7 @@ def is_main() -> bool:
 
 @contextmanager
 def process_group(device: str = "auto") -> Iterator[None]:
-    """Join the processes that `torchrun` started, over NCCL or gloo; do nothing without torchrun.
-
-    Raises: TrainingError if there are fewer GPUs than local ranks.
-    """
+    """Join the processes that `torchrun` started, over NCCL or gloo. Raises: TrainingError."""
     if "RANK" not in os.environ or dist.is_initialized():
         yield
         return
@@ -65,10 +62,7 @@ def process_group(device: str = "auto") -> Iterator[None]:
 
 
 def gather(x: Tensor) -> Tensor:
-    """The rows of all ranks in the order of the ranks, with gradient: (B, ...) to (W B, ...).
-
-    Every rank must have the same number of rows.
-    """
+    """The rows of all ranks, equally many, with gradient: (B, ...) to (W B, ...)."""
     if world() == 1:
         return x
     gathered: Tensor = _Gather.apply(x)

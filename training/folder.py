@@ -21,16 +21,12 @@ FREE = frozenset(("name", "description", "licence", "runtime", "data.root"))
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether the folder has a run to resume: a checkpoint, or a fold."""
     return (folder / "checkpoint.pt").exists() or any(folder.glob("fold-*"))
 
 
 @contextmanager
 def exclusive(folder: Path, *, with_children: bool = False) -> Iterator[None]:
-    """Create `folder` and lock it until this process or, with children, the last child ends.
-
-    Raises: JobError if another run or study uses it.
-    """
+    """Lock `folder` until this process or, with children, the last child ends. Raises: JobError."""
     folder.mkdir(parents=True, exist_ok=True)
     lock_by = fcntl.flock if with_children else fcntl.lockf
     with (folder / ".lock").open("w") as lock:
@@ -70,7 +66,6 @@ class Result:
 
 
 def read_result(folder: Path) -> Result | None:
-    """The result of the run in `folder`; None if it has not finished. Raises: CheckpointError."""
     path = folder / RESULT
     if not path.is_file():
         return None

@@ -139,10 +139,7 @@ class TrainingStep(nn.Module):
         self.objective = objective
 
     def forward(self, images: Tensor, labels: Tensor) -> Terms:
-        """This rank's batch and its labels (B,) to the terms of all ranks.
-
-        `images` are uint8 (B, 3, S, S) or, of a frozen trunk, the pooled features (B, C).
-        """
+        """This rank's images, or pooled features (B, C), and labels (B,) to all terms."""
         net = self.net
         features = gather(net.features(images) if images.ndim == 4 else net.project(images))
         if not features.requires_grad:  # the whole network is frozen

@@ -32,12 +32,7 @@ _OF_TRAINING = (VALIDATION, *OF_TERMS, "epoch", "loss", "seconds", "images_per_s
 
 
 def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
-    """Train or resume `job` in `folder` and test the model that its protocol chooses.
-
-    `split` has the validation classes of the protocol, or a fold of a cross validation.
-
-    Raises: TrainingError; JobError if another process trains in `folder`.
-    """
+    """Train or resume `job`, and test its chosen model. Raises: TrainingError, JobError."""
     with exclusive(folder) if is_main() else nullcontext():
         return _run(job, split, folder, listener)
 

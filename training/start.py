@@ -24,10 +24,7 @@ _FLOOR = 0.1  # of the mean variance: lower bound for directions that few images
 
 
 def start_from_trunk(run: Run, images: LabelledImages) -> None:
-    """Set projection and proxies of a fresh run to the start values of its job.
-
-    A projection loaded from a bundle (`model.weights`) is unchanged.
-    """
+    """Set projection and proxies of a fresh run; a projection of a bundle is unchanged."""
     settings = run.job.start
     if settings.projection == "random" and settings.proxies == "random":
         return

@@ -164,10 +164,7 @@ def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[
 
 
 def restore(run: Run, split: Split, path: Path) -> None:
-    """Restore `run` from the checkpoint at `path`.
-
-    Raises: DatasetError for other images; CheckpointError for other settings or a damaged file.
-    """
+    """Restore `run` from a checkpoint. Raises: DatasetError, CheckpointError."""
     checkpoint = load_checkpoint(path)
     split.require(checkpoint.split_sha256, str(path))
     if (checkpoint.learnt_sha256 or checkpoint.split_sha256) != split.learnt_sha256():

@@ -41,8 +41,6 @@ READ_EVERY_STEPS = {"cpu": 1, "cuda": 10}
 
 
 class Listener(Protocol):
-    """Receives the progress of a run; `kinlens.training.report.log` prints it."""
-
     def note(self, sentence: str) -> None: ...
     def computed(self, done: int, total: int) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
@@ -188,7 +186,6 @@ class _Training:
                 self.listener.note(f"{name}: {recalls}")
 
     def epoch(self, loader: DataLoader[tuple[Tensor, Tensor]]) -> Row:
-        """One pass over the images; returns the figures of the epoch."""
         started, run = time.perf_counter(), self.run
         run.net.train()
         run.objective.train()
@@ -213,7 +210,6 @@ class _Training:
         }
 
     def finish_epoch(self) -> None:
-        """Evaluate the last finished epoch if needed; choose, save and report it."""
         run = self.run
         if run.evaluated == run.epoch:
             return
@@ -266,10 +262,7 @@ class _Training:
 def _steps(
     run: Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[int, Row]]:
-    """One step per batch; yields their numbers, terms and shares, on a GPU some steps later.
-
-    Raises: TrainingError for a loss or a gradient that is not finite.
-    """
+    """A step per batch; yields numbers, terms and shares. Raises: TrainingError if not finite."""
     unread: list[tuple[int, dict[str, Tensor], Row]] = []
     for number, (images, labels) in enumerate(on_device(batches(loader), run.device), start=1):
         terms = train_step(run, model, images, labels, len(loader))

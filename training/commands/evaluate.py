@@ -202,7 +202,6 @@ def _images(data: Path) -> LabelledImages:
 
 
 def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str, float]:
-    """Figures of images searched among the others or, with two parts, in the second part."""
     from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings, searched
 
     runtime = Runtime() if model.job is None else model.job.runtime

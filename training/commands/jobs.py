@@ -35,7 +35,6 @@ ChooseByTest = Annotated[
 
 
 def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[str]:
-    """The overrides of a command, including `--allow-partial`."""
     return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
 
 
@@ -50,10 +49,7 @@ def shop_of(data: Path) -> tuple[Path, str]:
 
 
 def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str, ...]) -> Job:
-    """`job` with the overrides that a trained model allows, and without feedback. Raises: JobError.
-
-    The images of the feedback may have been deleted.
-    """
+    """`job` with the overrides that a trained model allows, without feedback. Raises: JobError."""
     content = job.as_dict()
     content["data"]["feedback"] = []
     for override in overrides or ():
@@ -67,10 +63,7 @@ def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str,
 
 
 def load_images(job: Job, hold_out: bool = True) -> Split:
-    """The images of a job, with a line for each remark. Raises: DatasetError.
-
-    With `hold_out` the protocol of the job takes validation classes from the train classes.
-    """
+    """The images of a job, with a line for each remark. Raises: DatasetError."""
     from kinlens.training.data.feedback import sentences
     from kinlens.training.data.load import load_split, remarks
     from kinlens.training.data.protocol import with_protocol
@@ -91,7 +84,6 @@ def load_images(job: Job, hold_out: bool = True) -> Split:
 
 @contextmanager
 def stoppable(how_to_resume: str) -> Iterator[None]:
-    """On Ctrl-C, print how to resume and exit."""
     try:
         yield
     except KeyboardInterrupt:

@@ -17,10 +17,7 @@ _SAME_KEYS = ("optimizer", "job")  # same keys whatever `kind` or `name` is, e.g
 
 
 def read_layers(source: str | Path) -> tuple[dict[str, Any], str]:
-    """The tables of the file or shipped job `source` over those of its bases, and its origin.
-
-    Raises: JobError.
-    """
+    """The tables of a file or shipped job over its bases, and its origin. Raises: JobError."""
     path = _file(source)
     if path is not None:
         return read_file(path), str(path)
@@ -42,10 +39,7 @@ def known_jobs() -> str:
 
 
 def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge the tables `above` over `below`, key by key.
-
-    A table of another `kind` (`name` for a loss) has other keys, so it replaces the whole table.
-    """
+    """Merge the tables `above` over `below`; one of another `kind` (loss: `name`) replaces it."""
     result = dict(below)
     for key, value in above.items():
         old = result.get(key)
@@ -82,10 +76,7 @@ def _product(data: Path, method: Path) -> dict[str, Any]:
 
 
 def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tables of a TOML file over those of its base; `above` is the chain of files to it.
-
-    Raises: JobError.
-    """
+    """The tables of a file over its base; `above` is the chain of files to it. Raises: JobError."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -90,10 +90,7 @@ def data_sets_in(root: Path) -> list[Path]:
 
 
 def read_official(official: Official, root: Path, allow_partial: bool = False) -> Split:
-    """Read the data set in the folder `root` and check its counts.
-
-    `allow_partial` accepts missing images and other counts: a subset. Raises: DatasetError.
-    """
+    """Read a data set and check its counts; a partial one may differ. Raises: DatasetError."""
     records, base = official.records(root), official.image_root(root)
     missing = [record for record in records if not (base / record.path).is_file()]
     if missing and not allow_partial:

@@ -84,7 +84,6 @@ Then check it: kinlens-train data doctor {root}/in_shop""",
 
 
 def find_source(name: str) -> Source:
-    """Raises: DatasetError."""
     if name not in SOURCES:
         raise DatasetError(
             f"Unknown data set {name!r}. Give one of {', '.join((*SOURCES, *BY_HAND))}."

@@ -69,10 +69,7 @@ def read_feedback(folders: Sequence[Path], classes: Mapping[str, str]) -> Feedba
 
 
 def scan_feedback(folder: Path) -> tuple[list[Row], list[str]]:
-    """The readable rows, and an error for each other row.
-
-    Raises: DatasetError if `pairs.csv` is missing, not a text, or lacks a column.
-    """
+    """The readable rows, and an error for each other row. Raises: DatasetError."""
     path, rows, faults = folder / FILE, [], []
     cure = "Check data.feedback: it names folders that `kinlens-serve feedback export` wrote."
     for line, content in read_rows(path, *Row._fields, cure=cure):
@@ -139,7 +136,6 @@ def _use(
 
 
 def _fault(row: Row) -> str:
-    """Why a row cannot be read; empty if it can."""
     if row.action not in _ACTIONS:
         return f"the action {row.action!r} must be one of {', '.join(_ACTIONS)}"
     if not row.item or not (row.query or row.query_key):

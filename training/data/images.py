@@ -127,10 +127,7 @@ def _box_of(size: tuple[int, int], spec: Input, rng: np.random.Generator) -> Pix
 
 
 def random_box(size: tuple[int, int], min_area: float, rng: np.random.Generator) -> PixelBox:
-    """A box of at least `min_area` of the image's area, width : height within 3:4 to 4:3.
-
-    Falls back to the central square if ten attempts do not fit.
-    """
+    """A box of at least `min_area`, 3:4 to 4:3; after ten attempts the central square."""
     width, height = size
     for _ in range(_ATTEMPTS):
         area = width * height * rng.uniform(min_area, 1.0)

@@ -120,10 +120,7 @@ def read_folder(root: Path, setting: str = "data.root") -> list[Record]:
 
 
 def read_table(root: Path, file: str, setting: str = "data.root and data.file") -> list[Record]:
-    """The images of a CSV with the columns path, label and perhaps split ("train", "test").
-
-    Raises: DatasetError naming the line of the first fault, and the `setting` that gave the file.
-    """
+    """The images of a CSV; `setting` is named in errors. Raises: DatasetError."""
     records, faults = scan_table(root, file, setting)
     if faults:
         raise DatasetError(faults[0])
@@ -159,10 +156,7 @@ def scan_table(
 def without_small_classes(
     root: Path, records: Sequence[Record], policy: str
 ) -> tuple[list[Record], tuple[str, ...]]:
-    """Apply `small_classes`; returns the remaining records and the names of the dropped classes.
-
-    Raises: DatasetError under "refuse" if there is a class with one image, which has no pair.
-    """
+    """The other records, and the classes with one image. Raises: DatasetError under "refuse"."""
     sizes = Counter(record.label for record in records)
     small = tuple(sorted(label for label, size in sizes.items() if size < 2))
     if small and policy == "refuse":
@@ -241,10 +235,7 @@ def recognise(root: Path) -> str | None:
 def write_lists(
     root: Path, out: Path, kind: str | None, allow_partial: bool
 ) -> dict[str, LabelledImages]:
-    """Write the official split as train.csv, test.csv and, where there is one, gallery.csv.
-
-    Returns the images of each list. Raises: DatasetError.
-    """
+    """Write the official split as train.csv, test.csv, gallery.csv. Raises: DatasetError."""
     official = OFFICIAL.get(kind or recognise(root) or "")
     if official is None:
         raise DatasetError(

@@ -27,11 +27,7 @@ def with_protocol(split: Split, protocol: Protocol) -> Split:
 
 
 def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
-    """Move a random `fraction` of the train classes, rounded and at least 2, to validation.
-
-    Raises: DatasetError if train or validation would have fewer than 2 classes, or if no validation
-        class has 2 images.
-    """
+    """Move a random `fraction` of the train classes to validation. Raises: DatasetError."""
     classes = split.train.classes
     count = max(round(classes * fraction), FEWEST)
     if classes - count < FEWEST:
@@ -45,13 +41,7 @@ def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
 
 
 def folds(split: Split, count: int = 10, seed: int = 0) -> list[Split]:
-    """Class cross validation: each train class is a validation class in exactly one fold.
-
-    Classes are assigned at random, since neighbours in a list are often alike.
-
-    Raises: DatasetError if there are fewer than 2 classes a fold, or if the validation classes of
-        a fold all have a single image.
-    """
+    """Cross validation: each train class validates in one fold, at random. Raises: DatasetError."""
     classes = split.train.classes
     if classes < FEWEST * count:
         raise DatasetError(

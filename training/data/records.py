@@ -214,10 +214,7 @@ def labelled(root: Path, records: Iterable[Record | tuple[str, str]]) -> Labelle
 
 
 def read_rows(path: Path, *columns: str, cure: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Line number and row of a CSV; of a column "a|b" one name is enough, and the row has both.
-
-    Raises: DatasetError if the file is missing, is not a text or lacks a column.
-    """
+    """Line number and row of a CSV; of a column "a|b" one is enough. Raises: DatasetError."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
             reader = csv.DictReader(stream)

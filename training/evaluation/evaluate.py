@@ -66,8 +66,7 @@ def evaluate(
 def searched(
     vectors: Sequence[Vectors], parts: Sequence[LabelledImages]
 ) -> tuple[Vectors, Labels, Vectors | None, Labels | None]:
-    """The first arguments of `retrieval`: test images among each other or, as two parts, queries
-    in their gallery."""
+    """The first arguments of `retrieval`: images among each other, or queries in a gallery."""
     if len(parts) == 1:
         return vectors[0], parts[0].labels, None, None
     return vectors[0], parts[0].labels, vectors[1], labels_in(parts[1], parts[0].class_names)

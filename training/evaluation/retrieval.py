@@ -115,10 +115,7 @@ def retrieval(
 
 
 def _ranked(scores: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
-    """The rank from 0 of the best positive (-1 without one), and the average precision at R: (q,).
-
-    `scores` (q, M) have -inf for excluded images and are overwritten; `same` are the positives.
-    """
+    """Rank of the best positive (-1 without one) and precision at R, (q,); overwrites `scores`."""
     query, image = same.nonzero(as_tuple=True)  # (P,) each, of all positives
     count = query.bincount(minlength=len(scores))
     lowered = scores[query, image] - TIE
@@ -136,10 +133,7 @@ def _ranked(scores: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def checked(embeddings: Vectors, labels: Labels | None) -> Tensor:
-    """The embeddings (N, D) as a finite float32 tensor on their device.
-
-    Raises: ValueError if the shapes do not fit; EvaluationError if an embedding is not finite.
-    """
+    """The embeddings (N, D) as float32 on their device. Raises: EvaluationError, ValueError."""
     if embeddings.ndim != 2 or labels is None or labels.shape != embeddings.shape[:1]:
         raise ValueError(
             f"Embeddings are {tuple(embeddings.shape)} and labels "

@@ -107,10 +107,7 @@ def density(sums: Tensor, inner: Tensor) -> float:
 
 
 def density_pairs(sums: Tensor, sizes: Tensor) -> float:
-    """Mean cosine distance over all pairs of the same class / over all pairs of two classes.
-
-    The other reading of `density`: large classes weigh more.
-    """
+    """The other reading of `density`, over all pairs of images: large classes weigh more."""
     squares = sums.square().sum(dim=1)  # (C,): sum of the scores of all pairs of a class
     inside = (squares - sizes).sum() / (sizes * (sizes - 1)).sum()
     between = sums.sum(dim=0).square().sum() - squares.sum()

@@ -160,12 +160,7 @@ def export_checkpoint(
 def export_backbone(
     name: str, model: Model, spec: Input, out: Path, with_map: bool = False
 ) -> Bundle:
-    """Write the bundle of a pretrained trunk only: its pooled features, L2-normalised.
-
-    Without images it has no recall, no calibration and no other precision.
-
-    Raises: CheckpointError if the weights are not available; ExportError, BundleError.
-    """
+    """Write the bundle of a pretrained trunk: its pooled features, without recall."""
     net = EmbeddingNet(model.model_copy(update={"dim": None})).eval()
     manifest = _manifest(name, net, spec.preprocessing(), model.backbone)
     return _export(net, manifest, out, with_map=with_map)
@@ -201,7 +196,6 @@ def _version(package: str) -> str:
 
 
 def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:
-    """The figures of the trunk on test images, measured by the run before the first step."""
     recall = {name: value for name, value in checkpoint.trunk.items() if name.startswith("R@")}
     if "R@1" not in recall:
         return None
@@ -299,10 +293,7 @@ def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> 
 def _embedded(
     data: _Data, spec: Preprocessing, by_torch: Embed, by_onnx: Embed, candidates: _Candidates
 ) -> _Vectors:
-    """Vectors by part of the data and by source; each image is decoded once.
-
-    torch embeds the test images and the gallery, other precisions the held-out images.
-    """
+    """Vectors by part of the data and by source; each image is decoded once."""
     vectors: _Vectors = {}
     for part, images in data.parts.items():
         functions: dict[str, Embed] = {"fp32": by_onnx}
@@ -361,7 +352,6 @@ def _figures(
 
 
 def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
-    """Recall of the test images, in the gallery if there is one."""
     found = [vectors[part, name] for part in ("test", "gallery") if (part, name) in vectors]
     return retrieval(*searched(found, data.split.tested), ks=data.ks)
 

@@ -111,7 +111,6 @@ def _refusal(images: int, reason: str) -> CalibrationError:
 
 
 def _some(queries: Labels, rng: np.random.Generator) -> Labels:
-    """All queries, or `MAX_QUERIES` of them at random."""
     if len(queries) <= MAX_QUERIES:
         return queries
     return rng.choice(queries, MAX_QUERIES, replace=False)
@@ -285,10 +284,7 @@ def _share_below(weights: NDArray[np.floating | np.integer]) -> Numbers:
 
 
 def _areas(hits: Hits, classes: Labels, images: int) -> tuple[float, float | None]:
-    """Areas over all pairs and among the best hits (None if these are all right).
-
-    Raises: CalibrationError if an area is too small.
-    """
+    """Areas over all pairs and the best hits. Raises: CalibrationError if one is too small."""
     if not hits.right[:, :NEIGHBOURS].any():
         raise _refusal(images, "no image is among the nearest of another image of its class")
     # A hit represents its rank and the ranks up to the next one in the sample.

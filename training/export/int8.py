@@ -37,10 +37,7 @@ _Layer = tuple[NodeProto, "_Patches"]
 
 
 def range_images(images: LabelledImages, spec: Preprocessing, count: int = 200) -> Images:
-    """A random sample of images as the service preprocesses them: uint8 (n, 3, S, S).
-
-    Raises: DatasetError if one cannot be read.
-    """
+    """A random sample of images as the service sees them: (n, 3, S, S). Raises: DatasetError."""
     views = EvaluationImages(images.some(count), spec)
     return np.stack([views[number][0].numpy() for number in range(len(views))])
 

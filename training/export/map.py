@@ -157,10 +157,7 @@ def check_map(
     inputs: Images,
     embeddings: Embeddings,
 ) -> MapFile:
-    """Compare the maps of golden tensors between torch and ONNX, and their sums with embeddings.
-
-    Raises: ExportError.
-    """
+    """Compare maps of golden tensors, and their sums with embeddings. Raises: ExportError."""
     expected, found = by_torch(inputs), by_onnx(inputs)
     difference = float(np.abs(found - expected).mean() / np.abs(expected).mean())
     apart = float(np.abs(found.sum(axis=(2, 3)) - embeddings).max())

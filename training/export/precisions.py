@@ -60,7 +60,6 @@ class Candidate:
     fault: BundleError | None = None
 
     def embed(self, images: Images) -> Embeddings:
-        """uint8 (N, 3, S, S) to (N, D)."""
         if self.fault is None:
             try:
                 return self.embedder.embed(images)
@@ -72,10 +71,7 @@ class Candidate:
 def make_file(
     precision: FilePrecision, bundle: Bundle, train: LabelledImages, folder: Path
 ) -> Path:
-    """Convert the fp32 model of `bundle` to a file; int8 takes its ranges from `train`.
-
-    Raises: ExportError.
-    """
+    """Convert the fp32 model; int8 takes its ranges from `train`. Raises: ExportError."""
     path = folder / f"{precision}.onnx"
     if precision == "fp16":
         convert_fp16(bundle.model_path, path)
@@ -86,10 +82,7 @@ def make_file(
 
 
 def make_candidate(mode: Mode, bundle: Bundle, model: Path | None) -> Candidate:
-    """Run `model`, or the fp32 file of `bundle`, in `mode`, and check its golden vectors.
-
-    Raises: ExportError if this machine cannot run it, or its golden vectors are too far from fp32.
-    """
+    """Run a model in `mode`, and check its golden vectors. Raises: ExportError."""
     settings = SessionSettings(threads=os.cpu_count() or 1)
     expected = bundle.golden_vectors()
     try:

@@ -58,7 +58,6 @@ class ProxyLoss(MetricLoss):
         return self.centres()
 
     def centre_labels(self) -> Tensor:
-        """The class of each centre: (C,)."""
         return torch.arange(self.classes, device=self.proxies.device)
 
     def centre_of(self, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -93,10 +92,7 @@ def check_labels(labels: Tensor, classes: int) -> None:
 
 
 def log_sum_exp(exponents: Tensor, mask: Tensor) -> Tensor:
-    """log(sum of exp(exponents) over the columns in mask): (B, N) to (B,).
-
-    A row without a column in the mask has -inf, and gradient 0.
-    """
+    """log(sum of exp over the columns in mask): (B, N) to (B,); -inf without any."""
     return torch.logsumexp(exponents.masked_fill(~mask, -torch.inf), dim=1)
 
 

@@ -33,7 +33,6 @@ class PairLoss(MetricLoss):
         return self.summed(S, pairs) / max(len(labels), 1)
 
     def summed(self, S: Tensor, pairs: Pairs) -> Tensor:
-        """The sum over anchors of the terms of their pairs."""
         raise NotImplementedError
 
 

@@ -202,10 +202,7 @@ def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
 
 
 def layers_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and layer of each batch norm and of each layer without children, in source order.
-
-    A layer that is used twice is listed twice, so that neighbours stay neighbours.
-    """
+    """Name and layer of each batch norm and leaf, in source order; one used twice comes twice."""
     return [
         (name, module)
         for name, module in network.named_modules(remove_duplicate=False)

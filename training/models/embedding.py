@@ -116,7 +116,6 @@ class FlowInput(nn.Module):
         self.norm = norm
 
     def forward(self, features: Tensor) -> Tensor:
-        """(B, D) to (B, D), each row of length `norm`."""
         return self.norm * F.normalize(self.activation(features), dim=1)
 
 
@@ -174,10 +173,7 @@ class EmbeddingNet(nn.Module):
         return pooled
 
     def features(self, images: Tensor) -> Tensor:
-        """uint8 (B, 3, S, S) to the flow's input, or to the unnormalised embedding: (B, D).
-
-        The result is float32 or wider; under autocast only the trunk runs in lower precision.
-        """
+        """uint8 (B, 3, S, S) to the flow's input, or to the unnormalised embedding: (B, D)."""
         return self.project(self.pooled(images))
 
     def project(self, pooled: Tensor) -> Tensor:
@@ -204,10 +200,7 @@ class EmbeddingNet(nn.Module):
         return self.embed(self.features(images))
 
     def check_sizes(self, *sides: int) -> None:
-        """Run the trunk once at each input side in pixels, before a job spends time on images.
-
-        Raises: JobError naming a valid size.
-        """
+        """Run the trunk once at each side, before a job spends time. Raises: JobError."""
         device = next(self.trunk.parameters()).device
         with evaluating(self), torch.no_grad():
             for side in sorted(set(sides)):

@@ -248,10 +248,7 @@ def soft_clamp_by_atan(raw: Tensor, clamp: float) -> Tensor:
 def in_turn(
     dim: int, layers: int, hidden: int, bound: Callable[[Tensor], Tensor] | None
 ) -> nn.ModuleList:
-    """Couplings that transform the second half, the first, and so on; each starts as the identity.
-
-    Their networks have two hidden layers, and the last layer starts at 0.
-    """
+    """Couplings of the second half, the first, and so on; each starts as the identity."""
 
     def network(inputs: int, outputs: int) -> nn.Module:
         last = nn.Linear(hidden, outputs)

@@ -21,10 +21,7 @@ MAX_DIFFERENCE = 1e-3
 
 
 def new_network(job: Job) -> EmbeddingNet:
-    """The initial network of a run of `job`: from published weights, a file or a bundle.
-
-    Raises: CheckpointError, BundleError, JobError.
-    """
+    """The initial network of a run, from weights or a bundle. Raises: CheckpointError, JobError."""
     bundle = bundle_of(job.model.weights)
     if bundle is not None:
         return start_from_bundle(job, bundle)

@@ -38,10 +38,7 @@ class TimmTrunk(nn.Module):
         self.prefix = int(getattr(network, "num_prefix_tokens", int(self.class_token)))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Float (B, 3, S, S) to maps (B, C, H, W) or tokens (B, T, C).
-
-        Raises: JobError naming a valid size if S is not valid.
-        """
+        """Float (B, 3, S, S) to maps (B, C, H, W) or tokens (B, T, C). Raises: JobError."""
         side = images.shape[-1]
         try:
             features: Tensor = self.network(images)

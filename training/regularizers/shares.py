@@ -91,7 +91,6 @@ class Shares:
         self.steps = 0
 
     def is_due(self) -> bool:
-        """Count a training step; returns whether it is one to measure."""
         self.steps += 1
         terms = self.terms.values()
         if any(term.calibrates(self._calibration) for term in terms):
@@ -149,10 +148,7 @@ class Shares:
 
 
 def gradient_norms(term: Tensor, groups: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Norm of the gradient of a scalar with respect to each group of tensors; 0 without a gradient.
-
-    One backward pass for all of them.
-    """
+    """Norm of the gradient with respect to each group of tensors, in one backward pass."""
     if not term.requires_grad:
         return [0.0] * len(groups)
     found: tuple[Tensor | None, ...] = torch.autograd.grad(

@@ -81,10 +81,7 @@ def power_mean(values: Tensor, lam: float) -> Tensor:
 
 
 def class_means(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """Unit means of the classes in a batch: (B, D) and (B,) to (classes present, D), by label.
-
-    These are the centres for losses without proxies. Gradients flow to every embedding.
-    """
+    """Unit means of the classes in a batch, (B, D) and (B,) to (P, D), by label, with gradient."""
     embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
     present = torch.unique(labels)  # (P,)
     member = (present[:, None] == labels[None, :]).to(embeddings.dtype)  # (P, B)

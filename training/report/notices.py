@@ -121,7 +121,6 @@ def verdict_of(result: Result) -> str:
 
 
 def _held_out(result: Result) -> dict[str, tuple[float, float, Row]]:
-    """By part: R@1 of the model and of its starting point, and all figures of the model."""
     found = {"validation": (VALIDATION, result.validation), "test": ("", result.figures)}
     return {
         part: (figures["R@1"], result.trunk[f"{prefix}R@1"], figures)

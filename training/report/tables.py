@@ -133,10 +133,7 @@ def record(method: str, result: Result) -> Record:
 
 
 def methods(study: Study) -> list[str]:
-    """Markdown: a row per method, its mean over seeds, the paired difference with its interval.
-
-    Raises: JobError if methods to compare were tested on different images.
-    """
+    """Markdown: a row per method, with the paired difference. Raises: JobError."""
     runs = pd.DataFrame([_row(record) for record in study.records])
     figures = [name for name in runs if re.fullmatch(r"R@\d+", name)]
     figures += [name for name in ("MAP@R",) if name in runs]
@@ -178,10 +175,7 @@ def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
 
 
 def side_by_side(folders: Sequence[Path]) -> list[str]:
-    """Markdown: a table of the runs' figures, remarks, and the settings in which they differ.
-
-    Raises: JobError for a folder without a finished run; CheckpointError.
-    """
+    """Markdown: figures, remarks, differing settings. Raises: JobError, CheckpointError."""
     runs = {folder: _finished(folder) for folder in folders}
     names = list(dict.fromkeys(name for run in runs.values() for name in run.figures))
     names = [name for name in names if name not in GAIN]
@@ -270,7 +264,6 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def _mean(values: pd.Series) -> str:
-    """The mean of the known values of a figure, for R@1 with its sample deviation."""
     known = values.dropna()
     if known.empty:
         return ""

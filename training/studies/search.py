@@ -55,8 +55,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trial:
-    """One set of values with its best R@1 on validation classes, or the reason why it failed."""
-
     number: int
     values: dict[str, Any]
     score: float | None = None
@@ -139,10 +137,7 @@ def search(
 
 
 def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = False) -> Job:
-    """`job` with `values`: chosen on validation classes and never tested.
-
-    The `final` job has the epochs of its file and is tested once. Raises: JobError.
-    """
+    """`job` with `values`; only the `final` one is tested. Raises: JobError."""
     content = job.as_dict()
     if plan.trial_epochs is not None and not final:
         content["optimizer"]["epochs"] = plan.trial_epochs
@@ -199,7 +194,6 @@ def _optuna() -> ModuleType:
 
 
 def _distribution(name: str, given: Mapping[str, Any]) -> Any:
-    """Optuna's distribution. Raises: JobError for values that it refuses or would change."""
     kinds = _optuna().distributions
     words = {"choices" if word == "values" else word: value for word, value in given.items()}
     kind = kinds.FloatDistribution

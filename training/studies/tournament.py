@@ -75,8 +75,6 @@ _Limit = dict[str, Annotated[list[Any], _OneOrMore]]
 
 
 class _Grid(BaseModel):
-    """A missing list defaults to the value of the base job."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
     job: str | dict[str, Any]
     losses: _Entries | None = None
@@ -118,13 +116,7 @@ class Run:
 
 
 def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
-    """The runs of the grid in the TOML file `path`; `overrides` change its base job.
-
-    Settings of an entry override the base job in the order backbone, loss, regularizer, size, seed;
-    the `loss` table of a loss and the `regularizers` of a regularizer replace the base's.
-
-    Raises: JobError.
-    """
+    """The runs of a grid, whose entries override the base job. Raises: JobError."""
     grid = _read(path)
     job = _base(grid.job, path, overrides)
     base = job.as_dict()
@@ -250,11 +242,7 @@ def play(
 
 
 def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
-    """The runs with their current results.
-
-    Raises: JobError for the result of another job, or if two runs were trained on different images;
-        CheckpointError.
-    """
+    """The runs with their results. Raises: JobError for other jobs or images; CheckpointError."""
     found = []
     for run in runs:
         result, failure = finished_result(run.job, folder / run.folder), ""
@@ -341,7 +329,6 @@ def rank(scores: pd.DataFrame, missing_last: bool = False) -> pd.DataFrame:
 
 
 def write_report(folder: Path, runs: Sequence[Run], missing_last: bool = False) -> None:
-    """Write `runs.csv`, one row per finished run, and `report.md`."""
     figures = figures_of(runs)
     finished = [(run, run.result) for run in runs if run.result is not None]
     failed = [(run.job.name, plain(run.reason)) for run in runs if run.reason]

@@ -229,7 +229,7 @@ def test_a_line_has_the_epoch_and_the_time_left(monkeypatch: pytest.MonkeyPatch)
         listener.epoch_done({"epoch": epoch + 1.0, **row})
     *lines, last = text.getvalue().splitlines()
     assert lines[0] == "epoch 4  loss 9.438  R@1 72.0  44 images/s"
-    assert lines[1] == "epoch 5 of 50  loss 9.438  R@1 72.0  44 images/s  about 8:44:06 left"
+    assert lines[1] == "epoch 5 of 50  loss 9.438  R@1 72.0  44 images/s  about 8:45:00 left"
     assert lines[2].endswith("about 4:53:20 left")
     assert lines[3].endswith("about 0:00:18 left")
     assert last.endswith("images/s")

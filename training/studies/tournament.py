@@ -169,7 +169,7 @@ def _base(source: str | dict[str, Any], grid: Path, overrides: Sequence[str]) ->
 def _check_limits(limits: list[_Limit], known: Mapping[str, Sequence[Any]]) -> None:
     for axis, values in (item for limit in limits for item in limit.items()):
         if axis not in known:
-            raise JobError(f"unknown axis {axis!r} in a limit; use {', '.join(known)}.")
+            raise JobError(f"unknown axis {axis!r}; use {', '.join(known)}.")
         if unknown := [value for value in values if value not in known[axis]]:
             there = ", ".join(map(str, known[axis]))
             raise JobError(f"no {axis} {unknown[0]!r} in this grid; use {there}.")

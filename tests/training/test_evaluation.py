@@ -77,10 +77,13 @@ def naive(
 
 @pytest.mark.parametrize("make", [random_set, tied_set, two_classes, good_set])
 @pytest.mark.parametrize("scores", [1, 300, 700, 1 << 20])
-def test_retrieval_equals_a_naive_reference_whatever_the_blocks(make, scores) -> None:
+def test_retrieval_equals_a_naive_reference_whatever_the_blocks(
+    make, scores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kinlens.training.evaluation.retrieval.SCORES", scores)
     vectors, labels = make()
     for sets in ((vectors, labels), (vectors[:30], labels[:30], vectors[20:], labels[20:])):
-        found = retrieval(*sets, ks=KS, scores_at_a_time=scores)
+        found = retrieval(*sets, ks=KS)
         assert found.as_dict() == pytest.approx(naive(*sets), rel=1e-12)
 
 
@@ -259,10 +262,13 @@ def test_spectral_decay_equals_the_divergence_of_the_spectrum(count) -> None:
 
 
 @pytest.mark.parametrize("scores", [1, 350, 2450, 2500])
-def test_neither_blocks_nor_the_norms_of_vectors_change_the_structure(scores) -> None:
+def test_neither_blocks_nor_the_norms_of_vectors_change_the_structure(
+    scores, monkeypatch: pytest.MonkeyPatch
+) -> None:
     vectors, labels = skewed_set()
     whole = structure(vectors, labels)
-    assert structure(vectors, labels, scores_at_a_time=scores) == pytest.approx(whole, abs=1e-6)
+    monkeypatch.setattr("kinlens.training.evaluation.retrieval.SCORES", scores)
+    assert structure(vectors, labels) == pytest.approx(whole, abs=1e-6)
     scales = np.linspace(0.1, 9, 50, dtype=np.float32)[:, None]
     assert structure(vectors * scales, labels) == pytest.approx(whole, rel=1e-5)
 

@@ -54,7 +54,6 @@ def retrieval(
     gallery: Vectors | None = None,
     gallery_labels: Labels | None = None,
     ks: Sequence[int] = (1, 2, 4, 8),
-    scores_at_a_time: int = SCORES,
 ) -> Retrieval:
     r"""Recall at K and MAP@R of queries in a gallery, or of each image among all the others.
 
@@ -70,22 +69,20 @@ def retrieval(
     docs/decisions/0004.
 
     Tensors are ranked on their device, arrays on the CPU. Vectors have unit norm. Extra memory is a
-    few blocks of `scores_at_a_time`, whatever N, or one query's M scores if they are more.
+    few blocks of `SCORES`, whatever N, or one query's M scores if they are more.
 
     Raises: DatasetError if no query has a positive; EvaluationError if an embedding is not finite.
 
     References:
         A Metric Learning Reality Check (MAP@R), https://arxiv.org/abs/2003.08505
     """
-    if min(*ks, scores_at_a_time) < 1:
-        raise ValueError(f"ks and scores_at_a_time must be positive: {ks}, {scores_at_a_time}.")
     if (gallery is None) != (gallery_labels is None):
         raise ValueError("gallery and gallery_labels must be given together.")
     asking = checked(queries, query_labels)
     known = asking if gallery is None else checked(gallery, gallery_labels)
     classes = torch.tensor(query_labels, device=asking.device)
     known_classes = classes if gallery is None else classes.new_tensor(gallery_labels)
-    rows = max(1, scores_at_a_time // max(1, len(known)))
+    rows = max(1, SCORES // max(1, len(known)))
     rank = torch.empty(len(asking), dtype=torch.int64, device=asking.device)
     precision = rank.double()
     with full_precision():

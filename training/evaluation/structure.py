@@ -9,20 +9,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kinlens.embedder.errors import DatasetError
-from kinlens.training.evaluation.retrieval import SCORES, Labels, Vectors, checked, full_precision
+from kinlens.training.evaluation import retrieval
+from kinlens.training.evaluation.retrieval import Labels, Vectors, checked, full_precision
 
 _ROWS = 4096
 _SMALLEST_DISTANCE = 1e-8
 _SMALLEST_SINGULAR_VALUE = float(torch.finfo(torch.float32).eps)
 
 
-def structure(
-    embeddings: Vectors, labels: Labels, scores_at_a_time: int = SCORES
-) -> dict[str, float]:
+def structure(embeddings: Vectors, labels: Labels) -> dict[str, float]:
     """All measures of this file, each under the name of its function.
 
-    Measured on the device of the embeddings (N, D), normalised here in float64. `scores_at_a_time`
-    is for `uniformity`, the only measure whose cost grows with N^2.
+    Measured on the device of the embeddings (N, D), normalised here in float64. The cost of
+    `uniformity` alone grows with N^2.
 
     Raises: DatasetError without two classes, one of them with two images; EvaluationError if an
         embedding is not finite.
@@ -44,7 +43,7 @@ def structure(
     scores = (sums[several].square().sum(dim=1) - counts[several]) / pairs
     inner = (1 - scores).clamp(min=0)  # mean distance inside each class with two images or more
     return {
-        "uniformity": uniformity(vectors, scores_at_a_time),
+        "uniformity": uniformity(vectors),
         "density": density(sums, inner),
         "density_pairs": density_pairs(sums, counts),
         "spectral_decay": spectral_decay(vectors),
@@ -52,7 +51,7 @@ def structure(
     }
 
 
-def uniformity(vectors: Tensor, scores_at_a_time: int = SCORES) -> float:
+def uniformity(vectors: Tensor) -> float:
     r"""log of the mean Gaussian potential over the pairs of images; lower is more uniform.
 
     .. math:: \log \operatorname{mean}_{i < j} \exp(-2 |e_i - e_j|^2)
@@ -63,7 +62,7 @@ def uniformity(vectors: Tensor, scores_at_a_time: int = SCORES) -> float:
     """
     count, total = len(vectors), 0.0
     unit = torch.cat([block.float() for block in _unit_blocks(vectors)])
-    rows = max(1, scores_at_a_time // count)
+    rows = max(1, retrieval.SCORES // count)
     with full_precision():
         for start in range(0, count, rows):
             scores = unit[start : start + rows] @ unit[start:].T

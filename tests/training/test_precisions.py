@@ -35,7 +35,7 @@ from kinlens.training.data.records import Split
 from kinlens.training.export.bundle import golden_images, write_onnx
 from kinlens.training.export.int8 import quantize_int8, range_images
 from kinlens.training.export.precisions import Candidate, compare, convert_fp16
-from kinlens.training.export.trunk import trunk_nodes
+from kinlens.training.export.graph import trunk_nodes
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from tests.training.jobs import small_job
 

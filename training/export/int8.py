@@ -18,7 +18,7 @@ from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.types import Images
 from kinlens.training.data.images import EvaluationImages
 from kinlens.training.data.records import LabelledImages
-from kinlens.training.export.trunk import trunk_nodes
+from kinlens.training.export.graph import trunk_nodes
 
 _BATCH = 8
 _INT8 = "Add AveragePool Clip Concat Conv Gemm GlobalAveragePool MatMul MaxPool Relu"

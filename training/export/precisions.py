@@ -27,7 +27,7 @@ from kinlens.embedder.types import Embeddings, Images
 from kinlens.training.data.records import LabelledImages
 from kinlens.training.evaluation.retrieval import Retrieval, retrieval
 from kinlens.training.export.int8 import quantize_int8, range_images
-from kinlens.training.export.trunk import trunk_nodes
+from kinlens.training.export.graph import trunk_nodes
 
 MAX_RECALL_LOSS = 0.5
 """Points of R@1 that a precision may lose; more if the loss may be chance."""

@@ -295,19 +295,6 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     assert "Give another --run" in str(refused.exception)
 
 
-def test_a_report_compares_head_and_whole_network(tmp_path: Path, weights: Path) -> None:
-    last = {"choose_by": "last", "folds": None}
-    head = head_job(tmp_path / "products", weights, protocol=last)
-    whole = head_job(tmp_path / "products", weights, protocol=last, model={"frozen_trunk": False})
-    for name, job in (("adapt", head), ("fit", whole), ("other", whole)):
-        ran(job, tmp_path / "runs" / name)
-    report = (tmp_path / "runs" / "fit" / "report.md").read_text()
-    rows = [line for line in report.splitlines() if line.endswith(" |") and "| a head |" in line]
-    assert len(rows) == 1
-    assert rows[0].startswith("| adapt |")
-    assert "Compared" not in (tmp_path / "runs" / "adapt" / "report.md").read_text()
-
-
 def test_folds_that_do_not_fit_each_other_are_refused(tmp_path: Path, weights: Path) -> None:
     with pytest.raises(JobError, match="needs folds = 2 or more"):
         head_job(tmp_path, weights, protocol={"folds": None})

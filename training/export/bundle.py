@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import nn
 
 from kinlens.embedder.bundle import Bundle, VariantFiles, write_bundle
 from kinlens.embedder.engines.models import SessionSettings, absence, create_session, run_plain
@@ -48,6 +46,7 @@ from kinlens.training.data.records import LabelledImages, Split
 from kinlens.training.evaluation.evaluate import OnBatch, embed_with, searched
 from kinlens.training.evaluation.retrieval import Retrieval, queries_in, retrieval
 from kinlens.training.export.calibration import fit_calibration
+from kinlens.training.export.graph import write_onnx
 from kinlens.training.export.map import EmbeddingMap, check_map
 from kinlens.training.export.precisions import Candidate, compare, make_candidate, make_file
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
@@ -61,8 +60,6 @@ MAX_DIFFERENCE = 1e-4
 MAX_RECALL_DIFFERENCE = 0.1
 """Points of R@1."""
 
-_TRACE_BATCH = 2
-_OPSET = 20
 _GOLDEN_IMAGES = 8
 _GOLDEN_SCALES = (1.3, 2.5)
 _EXIF_ORIENTATION = 0x0112
@@ -222,7 +219,7 @@ def _export(
         manifest = manifest.model_copy(update={"parity": parity})
         candidates: _Candidates = {}
         if data is not None:
-            candidates = _candidates(precisions, trial, data)
+            candidates = _candidates(net, precisions, trial, data)
             vectors = _embedded(data, manifest.preprocessing, by_torch, fp32.embed, candidates)
             manifest = manifest.model_copy(
                 update=_figures(parity, data, vectors, candidates, precisions)
@@ -258,7 +255,9 @@ def _trial(net: EmbeddingNet, manifest: BundleManifest, folder: Path) -> Bundle:
     return write_bundle(folder / "trial", manifest, folder / "model.onnx", images, inputs, golden)
 
 
-def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> _Candidates:
+def _candidates(
+    net: EmbeddingNet, precisions: Sequence[Precision], trial: Bundle, data: _Data
+) -> _Candidates:
     """The modes that work on this machine, with correct golden vectors.
 
     bf16 needs no file, so it is measured wherever it runs, requested or not. A file that fails in
@@ -280,7 +279,7 @@ def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> 
                 raise ExportError(" ".join(filter(None, missing.values())))
             model = None
             if precision != "bf16":
-                model = make_file(precision, trial, data.split.train, trial.path.parent)
+                model = make_file(precision, net, trial, data.split.train)
             for engine in engines:
                 mode = Mode(engine, precision)
                 with data.refusal(precision, is_asked and engine == engines[0]):
@@ -357,31 +356,6 @@ def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
 
 
 # The ONNX file, and its difference from the network
-
-
-def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddings") -> None:
-    """The inference graph with its weights: uint8 (N, 3, S, S) to float32 (N, ...), N free."""
-    sample = torch.zeros(_TRACE_BATCH, 3, size_px, size_px, dtype=torch.uint8)
-    write = partial(
-        torch.onnx.export,
-        net,
-        (sample,),
-        path,
-        dynamo=True,
-        external_data=False,
-        opset_version=_OPSET,
-        input_names=["images"],
-        output_names=[output],
-        dynamic_shapes=({0: torch.export.Dim("n", min=1)},),
-        verbose=False,
-    )
-    with torch.no_grad():
-        try:
-            write()
-        except SystemError:
-            # Python 3.11 counts the depth of its parser for all threads together, so it fails if
-            # another thread parses at that time, for example to print a traceback.
-            write()
 
 
 def golden_images(spec: Preprocessing) -> list[bytes]:

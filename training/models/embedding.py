@@ -168,7 +168,8 @@ class EmbeddingNet(nn.Module):
         x = self.normalize(images)
         if not torch.onnx.is_in_onnx_export():
             x = x.contiguous(memory_format=torch.channels_last)
-        maps = self.trunk(x)  # (B, C, H, W) or (B, T, C)
+        # An exported trunk may be in float16.
+        maps = self.trunk(x.to(next(self.trunk.parameters()).dtype))  # (B, C, H, W) or (B, T, C)
         pooled: Tensor = self.pool(maps.to(torch.promote_types(maps.dtype, torch.float32)))
         return pooled
 

@@ -112,7 +112,7 @@ class BatchSampler(Sampler[list[Index]]):
             images = images[order][: self.batches * self.batch_size]
         else:
             images = self._of_classes(rng)
-        views = _times_before(images)
+        views = times_before(images)
         shares = (self.batches, self.world, -1)
         images, views = images.reshape(shares)[:, self.rank], views.reshape(shares)[:, self.rank]
         for batch in range(len(self)):
@@ -123,7 +123,7 @@ class BatchSampler(Sampler[list[Index]]):
         """The images of one draw after the other, grouped by class: (batches * B,)."""
         classes = _class_order(int(self.labels.max()) + 1, self.width, self.batches, rng)
         classes = classes[self._group_confused(classes, self.width, rng)]
-        visits = self.draws * _times_before(classes)[:, None] + np.arange(self.draws)
+        visits = self.draws * times_before(classes)[:, None] + np.arange(self.draws)
         images = self._visit(classes.repeat(self.draws), visits.ravel(), rng)  # (batches c d, m)
         grouped = images.reshape(self.batches, self.width, self.draws, self.sampling.per_class)
         return grouped.transpose(0, 2, 1, 3).ravel()
@@ -238,7 +238,7 @@ def _partners(confused: Numbers, labels: Numbers) -> Partners:
     }
 
 
-def _times_before(items: Numbers) -> Numbers:
+def times_before(items: Numbers) -> Numbers:
     """The number of earlier occurrences of each item: (V,) to (V,)."""
     counters: defaultdict[int, Iterator[int]] = defaultdict(count)
     return np.fromiter((next(counters[item]) for item in items.tolist()), np.int64, len(items))

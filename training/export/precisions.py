@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from kinlens.embedder.bundle import Bundle
@@ -23,6 +22,7 @@ from kinlens.embedder.preprocess import ImageLimits
 from kinlens.embedder.session import OnnxEmbedder, golden_fault
 from kinlens.embedder.types import Embeddings, Images
 from kinlens.training.data.records import LabelledImages
+from kinlens.training.data.samplers import times_before
 from kinlens.training.evaluation.retrieval import Retrieval, retrieval
 from kinlens.training.export.graph import write_onnx
 from kinlens.training.export.int8 import quantize_int8, range_images
@@ -132,7 +132,7 @@ def compare(
         )
     ks = [int(name.removeprefix("R@")) for name in page.recall]
     own, plain = retrieval(vectors, labels, ks=ks), retrieval(fp32, labels, ks=ks)
-    asks = pd.Series(labels).groupby(labels).cumcount().to_numpy() % 2 == 0
+    asks = times_before(labels) % 2 == 0
 
     def asked(queries: Embeddings, gallery: Embeddings) -> Retrieval:
         return retrieval(queries[asks], labels[asks], gallery[~asks], labels[~asks], ks=(1,))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kinlens.embedder.errors import JobError, TrainingError
+from kinlens.embedder.errors import TrainingError
 
 _LONGEST_WAIT = timedelta(hours=2)
 """Timeout in which the other processes wait while one clusters a large test set."""
@@ -80,15 +80,6 @@ def gather_objects(value: Any) -> list[Any]:
 def wait_for_all() -> None:
     if world() > 1:
         dist.barrier()
-
-
-def require_single_process() -> None:
-    """Raises: JobError under torchrun, for commands that gain nothing from several processes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise JobError(
-            f"torchrun started {os.environ['WORLD_SIZE']} processes, but only `fit` shares its "
-            "work. Call this command without torchrun."
-        )
 
 
 @contextmanager

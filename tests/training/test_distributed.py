@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from kinlens.embedder.errors import JobError, TrainingError
 from kinlens.training import distributed
+from kinlens.training.__main__ import app
 from kinlens.training.config.job import load_job
 from kinlens.training.data.load import load_split
 from kinlens.training.folder import read_result
@@ -82,11 +84,11 @@ def test_batch_norm_that_trains_is_refused_on_several_cpu_processes(
 
 def test_commands_of_one_process_refuse_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(JobError, match="without torchrun"):
-        distributed.require_single_process()
-    for command in ("studies", "evaluate", "export"):
-        page = (ROOT / "training" / "commands" / f"{command}.py").read_text()
-        assert "    require_single_process()" in page, command
+    for command in ("adapt", "crossval", "search", "tournament", "evaluate", "export", "new"):
+        done = CliRunner().invoke(app, [command, "--help"])
+        assert isinstance(done.exception, JobError), command
+        assert "without torchrun" in str(done.exception)
+    assert CliRunner().invoke(app, ["fit", "--help"]).exit_code == 0
 
 
 def test_alone_nothing_is_gathered() -> None:

@@ -47,12 +47,10 @@ def adapt(
       --set input.size_px=256 --set input.resize_px=288 --set input.test_px=256
     """
     from kinlens.training.checkpoint import load_chosen
-    from kinlens.training.distributed import require_single_process
     from kinlens.training.export.bundle import export_checkpoint
     from kinlens.training.folder import finished_result, settings, stamp
     from kinlens.training.runner import run_job
 
-    require_single_process()
     if out.exists():
         raise BundleError(f"{out} exists already. Choose another --out or remove it first.")
     precisions = precisions_of(precision)

@@ -43,10 +43,8 @@ def evaluate(
 
     kinlens-train evaluate bundles/shop --precision bf16
     """
-    from kinlens.training.distributed import require_single_process
     from kinlens.training.evaluation.retrieval import queries_in, with_interval
 
-    require_single_process()
     if (source / MANIFEST).is_file():
         model = _of_bundle(source, precision, engine)
     elif precision != "fp32" or engine != "auto":

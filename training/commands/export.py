@@ -53,10 +53,8 @@ def export(
     Example: kinlens-train export runs/cars --out bundles/cars --precision int8
     """
     from kinlens.training.checkpoint import load_chosen
-    from kinlens.training.distributed import require_single_process
     from kinlens.training.export.bundle import export_backbone, export_checkpoint, images_to_embed
 
-    require_single_process()
     if trunk and run is None:
         raise typer.BadParameter("--trunk needs a run; give its folder")
     if (run is None) == (backbone is None):

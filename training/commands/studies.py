@@ -32,12 +32,10 @@ def crossval(
 
     Example: kinlens-train crossval cars196-half-detreg --folds 10 --out runs/cars-crossval
     """
-    from kinlens.training.distributed import require_single_process
     from kinlens.training.studies.crossval import cross_validate, scores
 
     settings = load_job(job, settings_of(overrides, allow_partial))
     folder = out or Path("runs") / f"{settings.name}-crossval"
-    require_single_process()
     with stoppable(_RESUME):
         split = load_images(settings, hold_out=False)
         with console_listener() as listener:
@@ -66,13 +64,11 @@ def search(
 
     Example: kinlens-train search cars196-half-detreg --space space.toml --trials 50 --epochs 10
     """
-    from kinlens.training.distributed import require_single_process
     from kinlens.training.studies import search as study
 
     settings = load_job(job, settings_of(overrides, allow_partial))
     plan = study.Plan(study.load_space(space), trials, validation, seed, epochs)
     folder = out or Path("runs") / f"{settings.name}-search"
-    require_single_process()
     with stoppable(_RESUME):
         split = load_images(settings, hold_out=False)
         with console_listener() as listener:
@@ -101,7 +97,6 @@ def tournament(
 
     Example: kinlens-train tournament grid.toml --out runs/tournament
     """
-    from kinlens.training.distributed import require_single_process
     from kinlens.training.studies.tournament import load_grid, play, read_runs
 
     runs = load_grid(grid, settings_of(overrides, allow_partial))
@@ -115,7 +110,6 @@ def tournament(
         typer.echo(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
         return
 
-    require_single_process()
     with stoppable(_RESUME):
         found = play(runs, folder, note, missing_last=missing == "last")
     console.print(f"Report: {folder / 'report.md'}")

@@ -69,12 +69,15 @@ def read_result(folder: Path) -> Result | None:
     path = folder / RESULT
     if not path.is_file():
         return None
+    return Result(**read_json(path, "Remove it and run the job again with --resume."))
+
+
+def read_json(path: Path, cure: str) -> Any:
+    """Raises: CheckpointError."""
     try:
-        return Result(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged ({error}). Remove it and run the job again with --resume."
-        ) from error
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}). {cure}") from error
 
 
 def finished_result(job: Job, folder: Path) -> Result | None:
@@ -92,10 +95,7 @@ def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
     if not path.exists():
         replace_json(path, content)
         return
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise JobError(f"{path} is damaged ({error}). Use another --out.") from error
+    found = read_json(path, "Use another --out.")
     known = json.loads(json.dumps(content))
     _require_same(folder, changes(found, known, {f"job.{name}" for name in FREE}))
 

@@ -10,7 +10,7 @@ from kinlens.embedder.errors import BundleError, JobError
 from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
 from kinlens.training.commands.jobs import Overrides, load_images, shop_of, stoppable, summary
 from kinlens.training.config.job import load_job
-from kinlens.training.report.log import console, console_listener
+from kinlens.training.report.log import console, console_listener, note
 
 
 def adapt(
@@ -61,7 +61,7 @@ def adapt(
     job = load_job("adapt", [*content, *(overrides or ())])
     job = job.model_copy(update={"data": job.data.model_copy(update={"root": str(root)})})
     split = load_images(job)
-    console.print(f"{name}: {summary(split)}", markup=False)
+    note(f"{name}: {summary(split)}")
     contents = [part.content_sha256() for part in split.parts.values()]
     digest = hashlib.sha256(repr((settings(job.as_dict()), contents)).encode()).hexdigest()
     folder = run or Path("runs") / f"adapt-{name}-{digest[:8]}"
@@ -76,7 +76,7 @@ def adapt(
         resume_it = "Run the same command again to resume."
         with stoppable(resume_it), console_listener() as listener:
             run_job(job, split, folder, listener)
-    console.print(f"Report: {folder / 'report.md'}", markup=False)
+    note(f"Report: {folder / 'report.md'}")
     describe(
         export_checkpoint(
             load_chosen(folder),

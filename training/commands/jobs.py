@@ -14,7 +14,7 @@ from kinlens.training.config.job import Job, apply_override, parse_job
 from kinlens.training.config.layers import known_jobs
 from kinlens.training.config.settings import RenderedData
 from kinlens.training.data.records import Split
-from kinlens.training.report.log import console, progress_bar
+from kinlens.training.report.log import console, note, progress_bar
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -78,7 +78,7 @@ def load_images(job: Job, hold_out: bool = True) -> Split:
     if hold_out:
         split = with_protocol(split, job.protocol)
     for remark in [*notes, *sentences(split)]:
-        console.print(remark, markup=False)
+        note(remark)
     return split
 
 

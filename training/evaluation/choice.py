@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.embedder.errors import JobError
 from kinlens.training.checkpoint import (
     BEST,
     FILE,
@@ -39,7 +39,7 @@ from kinlens.training.device import choose_device
 from kinlens.training.distributed import is_main, rank, wait_for_all, world
 from kinlens.training.evaluation.evaluate import embed, pooled, through_head
 from kinlens.training.evaluation.retrieval import GAIN, gain, retrieval
-from kinlens.training.folder import UNTRAINED, changes, replace_json
+from kinlens.training.folder import UNTRAINED, changes, read_json, replace_json
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Points between the weights at the start (0) and those of the last epoch (1)."""
@@ -237,12 +237,7 @@ def _read(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """A finished fold; None if there is none for this job and these images."""
     if not path.is_file():
         return None
-    try:
-        line: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is damaged ({error}). Delete {path.parent} and use --resume."
-        ) from error
+    line: dict[str, Any] = read_json(path, f"Delete {path.parent} and use --resume.")
     known = json.loads(json.dumps(identity))
     same = line.get("split_sha256") == known["split_sha256"]
     return line if same and not changes(line.get("job", {}), known["job"]) else None

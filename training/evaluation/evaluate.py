@@ -1,6 +1,7 @@
 """Run a model over images and compute the embeddings and all figures."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from kinlens.embedder.manifest import Preprocessing
-from kinlens.embedder.types import Embed, Embeddings, Images
+from kinlens.embedder.types import Embed, Embeddings
 from kinlens.training.config.job import Job
 from kinlens.training.config.settings import Runtime
 from kinlens.training.data.features import pooled_views
@@ -27,7 +28,7 @@ from kinlens.training.distributed import (
 from kinlens.training.evaluation.clustering import clustering
 from kinlens.training.evaluation.retrieval import Labels, Vectors, gain, retrieval
 from kinlens.training.evaluation.structure import structure
-from kinlens.training.models.embedding import EmbeddingNet, evaluating
+from kinlens.training.models.embedding import EmbeddingNet, evaluating, torch_embed
 from kinlens.training.regularizers.determinant import local_lipschitz
 
 OnBatch = Callable[[int], None]
@@ -112,10 +113,7 @@ def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.flo
 
 
 def through_head(net: EmbeddingNet, features: Tensor) -> NDArray[np.float32]:
-    with evaluating(net), torch.inference_mode():
-        on_device = features.to(next(net.parameters()).device)
-        vectors: NDArray[np.float32] = net.embed(net.project(on_device)).float().cpu().numpy()
-    return vectors
+    return torch_embed(net, features.numpy(), lambda x: net.embed(net.project(x)))
 
 
 def pooled(net: EmbeddingNet, images: LabelledImages, job: Job) -> Tensor:
@@ -129,16 +127,10 @@ def pooled(net: EmbeddingNet, images: LabelledImages, job: Job) -> Tensor:
 def _computed(
     net: EmbeddingNet, function: Callable[[Tensor], Tensor], images: LabelledImages, job: Job
 ) -> NDArray[np.float32]:
-    device = next(net.parameters()).device
-
-    def on_device(pixels: Images) -> Embeddings:
-        there = torch.from_numpy(pixels).to(device)
-        vectors: Embeddings = function(there).float().cpu().numpy()
-        return vectors
-
+    on_device = partial(torch_embed, net, function=function)
     spec, size = job.input.preprocessing(), job.optimizer.batch_size
-    with evaluating(net), torch.inference_mode():
-        return embed_with({"": on_device}, images, spec, job.runtime, None, size, device)[""]
+    device = next(net.parameters()).device
+    return embed_with({"": on_device}, images, spec, job.runtime, None, size, device)[""]
 
 
 def embed_with(

@@ -3,16 +3,17 @@
 Shapes: B images, S pixels a side, C channels of the trunk, D dimensions of an embedding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kinlens.embedder.errors import JobError
-from kinlens.embedder.types import Embeddings, Images
+from kinlens.embedder.types import Embeddings
 from kinlens.training.config.settings import Determinant, Model, Pooling
 from kinlens.training.models.backbones import (
     BATCH_NORMS,
@@ -231,11 +232,13 @@ class EmbeddingNet(nn.Module):
         return [module for module in self.trunk.modules() if isinstance(module, BATCH_NORMS)]
 
 
-def torch_embed(net: nn.Module, images: Images) -> Embeddings:
-    """uint8 (N, 3, S, S) to embeddings (N, D), both numpy, computed on the device of `net`."""
+def torch_embed(
+    net: nn.Module, rows: NDArray[Any], function: Callable[[Tensor], Tensor] | None = None
+) -> Embeddings:
+    """The result of `net`, or of a function of it, for rows in numpy, computed on its device."""
     with evaluating(net), torch.inference_mode():
-        there = torch.from_numpy(images).to(next(net.parameters()).device)
-        vectors: Embeddings = net(there).cpu().numpy()
+        there = torch.from_numpy(rows).to(next(net.parameters()).device)
+        vectors: Embeddings = (function or net)(there).float().cpu().numpy()
     return vectors
 
 

@@ -93,7 +93,7 @@ class ConsoleListener:
         self._began: tuple[int, float] | None = None
 
     def note(self, sentence: str) -> None:
-        console.print(sentence, markup=False)
+        note(sentence)
 
     def computed(self, done: int, total: int) -> None:
         self._progress.update(

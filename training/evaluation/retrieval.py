@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import special
 from torch import Tensor
 
 from kinlens.embedder.errors import DatasetError, EvaluationError
@@ -195,6 +194,8 @@ def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, floa
     if classes < 2:
         return {}
     spread = np.sqrt(classes / (classes - 1) * ((sums - mean * sizes) ** 2).sum()) / len(change)
+    from scipy import special  # takes a second
+
     half = special.stdtrit(classes - 1, 0.975) * spread
     return dict(zip(GAIN, (100 * float(mean - half), 100 * float(mean + half)), strict=True))
 

@@ -4,7 +4,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import onnx
 import torch
 from torch import nn
 
@@ -90,6 +89,8 @@ def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
 
 def _network(job: Job, bundle: Bundle, made_by: Job | None) -> EmbeddingNet:
     """The network of the bundle, with the batch norm of `job`; checked on the golden images."""
+    import onnx  # here, as few runs begin with a bundle
+
     shape = made_by.model if made_by is not None else Model(backbone=job.model.backbone, dim=None)
     shape = shape.model_copy(update={"weights": "none", "batch_norm": job.model.batch_norm})
     flow = made_by.regularizers.determinant if made_by is not None else None

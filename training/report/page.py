@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 
 from kinlens.training.config.job import Job
 from kinlens.training.data.feedback import sentences
@@ -14,8 +13,8 @@ from kinlens.training.distributed import world
 from kinlens.training.evaluation.retrieval import GAIN
 from kinlens.training.folder import Result, replace_text
 from kinlens.training.regularizers.shares import LEAST
+from kinlens.training.report.markdown import table
 from kinlens.training.report.notices import CHOSEN_BY, after_epoch, did_it_help
-from kinlens.training.report.tables import table
 from kinlens.training.state import Row, on_validation
 
 Rows = Sequence[Row]
@@ -43,6 +42,8 @@ def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Re
 
 
 def _draw_curves(path: Path, history: Rows) -> None:
+    from matplotlib.figure import Figure  # takes a second
+
     shares = _names(history, "share ")
     panels = {"training loss": ["loss"], "recall on unseen classes, %": _names(history, "R@")}
     if shares:

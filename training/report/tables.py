@@ -5,9 +5,8 @@ A study is a JSON file of the records of runs; its table can be rebuilt without 
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,10 @@ from scipy import stats
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.evaluation.retrieval import GAIN, with_interval
 from kinlens.training.folder import RESULT, Result, read_result, replace_text, settings
+from kinlens.training.report.markdown import table
 from kinlens.training.state import OF_TERMS, on_validation
 
 _SEED = re.compile(r"seed-\d+")
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; the cells are Markdown already."""
-    head, *body = ["| " + " | ".join(line) + " |" for line in [header, *rows]]
-    return [head, "|" + "---|" * len(header), *body]
-
-
-def plain(text: object) -> str:
-    """`text` on one line, escaped so that Markdown sees no table, tag or emphasis."""
-    line = escape(" ".join(str(text).split()), quote=False)
-    return re.sub(r"[\\`*_\[\]|]", r"\\\g<0>", line)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import scipy.io
-
 from kinlens.embedder.errors import DatasetError
 from kinlens.training.data.records import Record, Split, labelled
 
@@ -157,6 +155,8 @@ def _read_cub(root: Path) -> list[Record]:
 
 def _read_cars196(root: Path) -> list[Record]:
     """Classes 1-98 train, 99-196 test: `cars_annos.mat` has path and class of each image."""
+    import scipy.io  # takes a second
+
     annotations = root / "cars_annos.mat"
     try:
         table = scipy.io.loadmat(annotations, squeeze_me=True)["annotations"]

@@ -166,6 +166,7 @@ SERVING = ("fastapi", "uvicorn", "faiss", "onnxruntime", "redis", "torch")
         ("kinlens.client", ("starlette", "numpy", "typer", *SERVING)),
         ("kinlens.values", ("numpy", "pydantic", "httpx")),
         ("kinlens.training.__main__", (*TRAINING, "scipy", "pandas")),
+        ("kinlens.training.runner", (*TRAINING[1:], "scipy", "pandas", "sklearn")),
         ("kinlens.service.encoding.decode_worker", ("structlog", "kinlens.indexer", *SERVING)),
     ],
 )

@@ -24,13 +24,11 @@ _WEIGHTS = {"determinant": "lambda1 and lambda2"}
 
 def before(job: Job, steps_per_epoch: int) -> list[str]:
     steps = job.optimizer.epochs * steps_per_epoch
-    if steps >= _FEW_STEPS:
-        return []
-    return [
+    few = (
         f"This run has {steps} steps ({job.optimizer.epochs} epochs of {steps_per_epoch}): too few "
-        f"to learn much, and enough to harm a good start. Set optimizer.min_steps to "
-        f"{_FEW_STEPS} or more: the epochs are then raised to fit."
-    ]
+        f"to learn much, and enough to harm a good start. Set optimizer.min_steps to {_FEW_STEPS}."
+    )
+    return [few] if steps < _FEW_STEPS else []
 
 
 def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:

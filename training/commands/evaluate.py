@@ -209,5 +209,7 @@ def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str
         vectors = [
             embed_with({"": model.embed}, part, model.spec, runtime, watch)[""] for part in parts
         ]
-    settings = {} if model.job is None else {"ks": model.job.recall_at, "seed": model.job.seed}
+    job, settings = model.job, dict[str, Any]()
+    if job is not None:
+        settings = {"ks": job.recall_at, "seed": job.seed}
     return evaluate_embeddings(*searched(vectors, parts), full=full, **settings)

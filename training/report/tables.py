@@ -95,7 +95,7 @@ def record_of(source: Path, by: str = "") -> Record:
         return _of_peer(source)
     result = _finished(source)
     last = _last_epoch(source)
-    method = source.parent.name if _SEED.fullmatch(source.name) else source.name
+    method: Any = source.parent.name if _SEED.fullmatch(source.name) else source.name
     if by and (method := settings(result.job, free=()).get(by)) is None:
         raise JobError(f"--by {by} is not a setting of a job. Use a name like loss.name.")
     return replace(

@@ -186,10 +186,7 @@ def worker_count(runtime: Runtime, device: torch.device, processes: int = 1) -> 
 
 
 def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of a loader; an error in an image is one line, also from a worker process.
-
-    Raises: DatasetError; TrainingError if a worker process dies.
-    """
+    """The batches of a loader. Raises: DatasetError; TrainingError if a worker dies."""
     try:
         yield from loader
     except RuntimeError as error:

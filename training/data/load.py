@@ -175,10 +175,7 @@ def _first_of(names: Sequence[str]) -> str:
 def split_by_class(
     root: Path, records: Sequence[Record], train_fraction: float, seed: int
 ) -> Split:
-    """Put a random part of the classes into train and the others into test, at least 2 in each.
-
-    Raises: DatasetError if there are fewer than 4 classes.
-    """
+    """At least 2 classes train and 2 test, drawn by seed. Raises: DatasetError."""
     names = sorted({record.label for record in records})
     if len(names) < 2 * FEWEST:
         raise DatasetError(

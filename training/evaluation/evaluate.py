@@ -102,11 +102,7 @@ def evaluate_embeddings(
 
 
 def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.float32]:
-    """Embeddings (N, D) of all images, in their order; several ranks share the work.
-
-    Computed in float32 whatever the precision of the training, like the bundle: in bf16 the figures
-    would be those of another network.
-    """
+    """Embeddings (N, D) of all images in float32, like the bundle; several ranks share the work."""
     if not net.frozen_trunk:
         return _computed(net, net, images, job)
     return through_head(net, pooled(net, images, job))

@@ -359,10 +359,7 @@ def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
 
 
 def golden_images(spec: Preprocessing) -> list[bytes]:
-    """Rendered products as JPEG files: known images without copyright.
-
-    Every second one is large enough to be decoded at a reduced scale; the last is rotated by EXIF.
-    """
+    """Rendered products as JPEGs: half are large enough to be scaled, the last is rotated."""
     files = []
     for number in range(_GOLDEN_IMAGES):
         size = round(spec.resize_px * _GOLDEN_SCALES[number % 2])

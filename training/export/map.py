@@ -79,7 +79,7 @@ class EmbeddingMap(nn.Module):
 
 
 def pooled_parts(pool: Pool, maps: Tensor) -> Tensor:
-    """Contribution of each position to the pooled features: (B, C, P) to the same shape."""
+    """Contribution of each position to the pooled features, (B, C, P)."""
     mean, largest = maps / maps.shape[-1], maps.amax(-1, keepdim=True)
     reached = (maps == largest).to(maps.dtype)
     at_most = largest * reached / reached.sum(-1, keepdim=True)

@@ -136,11 +136,9 @@ class MarginLoss(MetricLoss):
 
 
 def _hinge_sums(values: Tensor, mask: Tensor, thresholds: Tensor) -> Tensor:
-    """For each threshold t of a row, the sum of [v - t]_+ over its values v in the mask.
-
-    All (B, B). With a row's values in descending order, those above t are the first k of them, and
-    their sum is the k-th partial sum less k t.
-    """
+    """For each threshold t of a row, the sum of [v - t]_+ over its values v in the mask: (B, B)."""
+    # With a row's values in descending order, those above t are the first k of them, and their sum
+    # is the k-th partial sum less k t.
     order = values.detach().masked_fill(~mask, -torch.inf).argsort(dim=1, descending=True)
     falling = values.masked_fill(~mask, -torch.inf).gather(1, order).detach()
     k = torch.searchsorted(-falling, -thresholds.detach())  # (B, B)

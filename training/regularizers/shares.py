@@ -53,10 +53,7 @@ class Share:
     reach: float = -1.0
 
     def observe(self, loss: float, penalty: float, calibration: int) -> None:
-        """Record the norms of both gradients, with the penalty at scale 1.
-
-        The first `calibration` measurements with a gradient of the penalty set the scale.
-        """
+        """Record the norms of both gradients at scale 1; the first `calibration` set the scale."""
         if not loss > 0:
             return
         ratio = penalty / loss

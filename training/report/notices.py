@@ -88,10 +88,7 @@ def did_it_help(split: Split, result: Result) -> list[str]:
 
 
 def verdict_of(result: Result) -> str:
-    """Whether a training helped, and what to do if not; "" if nothing was held out.
-
-    A gain whose interval includes 0 may be chance, so it counts as none.
-    """
+    """Whether a training helped; a gain whose interval includes 0 counts as none."""
     parts: dict[str, list[str]] = {"worse": [], "no gain": [], "gain": []}
     chance = ""
     for part, (model, began, found) in _held_out(result).items():

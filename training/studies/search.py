@@ -63,10 +63,7 @@ class Trial:
 
 
 def load_space(path: Path) -> Space:
-    """Read a space: `table.key = {low = 1e-5, high = 1e-3, log = true}` or `{values = [...]}`.
-
-    Integer bounds give integers. A `[space]` table may contain all. Raises: JobError.
-    """
+    """`table.key = {low = 1e-5, high = 1e-3, log = true}` or `{values = [...]}`. Raises: JobError."""
     content = read_file(path)
     space = parse_space(content.get("space", content))
     if not space:

@@ -261,10 +261,7 @@ def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
 
 
 def run_in_process(job: Job, folder: Path) -> str | None:
-    """Train or resume `job` with `kinlens-train fit`, its output in `output.log`; see `play`.
-
-    An interrupt stops the run too; its checkpoint stays.
-    """
+    """Train or resume `job` in a process, with its output in `output.log`; see `play`."""
     replace_text(folder / "job.toml", job_toml(job, "A run of a tournament."))
     with (folder / _OUTPUT).open("wb") as output:
         # The child inherits our files, so a run that outlives a killed tournament keeps the lock.

@@ -63,7 +63,7 @@ class Trial:
 
 
 def load_space(path: Path) -> Space:
-    """`table.key = {low = 1e-5, high = 1e-3, log = true}` or `{values = [...]}`. Raises: JobError."""
+    """`table.key = {low = 1e-5, high = 1e-3, log = true}` or `{values = [...]}`, as TOML."""
     content = read_file(path)
     space = parse_space(content.get("space", content))
     if not space:

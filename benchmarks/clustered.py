@@ -6,12 +6,10 @@ a direction. The spread inside a cluster decays along axes that differ between t
 the intrinsic dimension, about 20, is far below the number of coordinates. Plain Gaussian noise has
 neither property: it is harder than any real gallery, and compresses worse.
 
-    python benchmarks/clustered.py [--rows 13000] [--dim 512]
-
-prints a row of this table: recall@10 of an IVF index by nprobe, and medians. The spread and the
-share of the super-class were set so that IVF finds them nearly as hard as real images: 13,146 of
-cars and groceries, embedded in 512 dimensions by a run of `cars196-half-determinant`, in 458 lists,
-against 13,000 synthetic ones in 456, with 500 held-out queries.
+The spread and the share of the super-class were set so that IVF finds them nearly as hard as real
+images: 13,146 of cars and groceries, embedded in 512 dimensions by a run of
+`cars196-half-determinant`, in 458 lists, against 13,000 synthetic ones in 456, with 500 held-out
+queries. recall@10 by nprobe, the median intrinsic dimension (Levina and Bickel 2004) and cosine:
 
 | | nprobe 1 | 2 | 4 | 8 | 16 | 32 | intrinsic dimension | cosine of the 10th |
 |---|---|---|---|---|---|---|---|---|
@@ -24,9 +22,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import faiss
 import numpy as np
-from harness import heading, options, row
 from numpy.typing import NDArray
 
 from kinlens.embedder.types import Embeddings
@@ -142,34 +138,3 @@ def _spectrum(dim: int, decay: float) -> NDArray[np.float32]:
 def _unit(rows: NDArray[np.float32]) -> Embeddings:
     rows /= np.sqrt(np.einsum("nd,nd->n", rows, rows))[:, None]
     return rows
-
-
-def lid(base: Embeddings, queries: Embeddings, k: int = 20) -> float:
-    """Median local intrinsic dimension at the queries: Levina and Bickel 2004, eq. 8."""
-    scores, _ = faiss.knn(queries, base, k, metric=faiss.METRIC_INNER_PRODUCT)
-    distances = np.sqrt(np.maximum(2 - 2 * scores.astype(np.float64), 1e-12))
-    return float(np.median(1 / np.log(distances[:, -1:] / distances[:, :-1]).mean(axis=1)))
-
-
-def main() -> None:
-    args = options(__doc__, rows=13_000, dim=512)
-    base, queries = clustered(args.rows, args.dim, queries=500)
-    scores, truth = faiss.knn(queries, base, 10, metric=faiss.METRIC_INNER_PRODUCT)
-    index = faiss.index_factory(
-        args.dim, f"IVF{int(4 * np.sqrt(len(base)))},Flat", faiss.METRIC_INNER_PRODUCT
-    )
-    index.train(base)
-    index.add(base)
-    probes = (1, 2, 4, 8, 16, 32)
-    heading("", *(f"nprobe {n}" for n in probes), "intrinsic dimension", "cosine of the 10th")
-    recalls = []
-    for index.nprobe in probes:
-        found = index.search(queries, 10)[1]
-        hits = sum(len(np.intersect1d(*pair)) for pair in zip(found, truth, strict=True))
-        recalls.append(hits / truth.size)
-    name = f"ours, {args.dim} dimensions"
-    row(name, *recalls, lid(base, queries), float(np.median(scores[:, -1])))
-
-
-if __name__ == "__main__":
-    main()

@@ -289,15 +289,16 @@ def test_every_benchmark_that_a_page_names_is_there() -> None:
         for page in pages
         for name in re.findall(r"benchmarks/[\w/]+\.py", page.read_text("utf-8"))
     }
-    assert len(named) > 10
+    assert len(named) > 5
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
 def test_make_bench_runs_every_benchmark() -> None:
     listed = (ROOT / "benchmarks" / "__main__.py").read_text("utf-8")
-    scripts = {path.name for path in (ROOT / "benchmarks").glob("[a-z]*.py")} - {"harness.py"}
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("[a-z]*.py")}
+    scripts -= {"clustered.py", "harness.py", "load.py"}  # they are imported
     assert [name for name in sorted(scripts) if f'"{name}' not in listed] == []
     command = [sys.executable, ROOT / "benchmarks", "mistyped.py"]
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 1
-    assert "mistyped.py: no such benchmark; there are attributes.py" in refused.stderr
+    assert "mistyped.py: no such benchmark; there are engines.py" in refused.stderr

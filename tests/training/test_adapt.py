@@ -210,7 +210,9 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
 
     with monkeypatch.context() as patch:
         patch.setattr("kinlens.training.runner.write_chosen", stopped)
-        assert CliRunner().invoke(app, command).exit_code != 0
+        begun = CliRunner().invoke(app, command)
+    assert begun.exit_code != 0
+    assert "fold 1 of 2" in begun.output
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert "chosen on 2 folds" in done.output.replace("\n", " ")

@@ -45,14 +45,14 @@ def test_a_view_depends_on_seed_epoch_image_and_use_alone(images: LabelledImages
 
 def test_a_damaged_image_is_named(images: LabelledImages) -> None:
     (images.root / images.paths[0]).write_bytes(b"damaged")
-    assert TrainingImages(images, SPEC, 0)[(0, 1, 0)][0].shape == (3, 16, 16)
-    with pytest.raises(DatasetError, match=f"{images.paths[0]}.*not an image"):
-        TrainingImages(images, SPEC, 0)[(0, 0, 0)]
-    with pytest.raises(DatasetError, match=f"{images.paths[0]}.*not an image"):
-        EvaluationImages(images, SPEC.preprocessing())[0]
+    views, served = TrainingImages(images, SPEC, 0), EvaluationImages(images, SPEC.preprocessing())
+    assert views[(0, 1, 0)][0].shape == (3, 16, 16)
+    for dataset, index in ((views, (0, 0, 0)), (served, 0)):
+        with pytest.raises(DatasetError, match=f"{images.paths[0]}.*not an image"):
+            dataset[index]
     (images.root / images.paths[0]).unlink()
     with pytest.raises(DatasetError, match="cannot be read"):
-        TrainingImages(images, SPEC, 0)[(0, 0, 0)]
+        views[(0, 0, 0)]
 
 
 SIDEWAYS = Image.Exif()

@@ -55,20 +55,20 @@ class Clusters:
     spreads: NDArray[np.float32]
     axes: NDArray[np.float32]
 
-    def draw(self, count: int, rng: np.random.Generator) -> tuple[Embeddings, NDArray[np.int64]]:
-        """Unit vectors (count, D) and the cluster of each."""
+    def draw(self, count: int, rng: np.random.Generator) -> Embeddings:
+        """Unit vectors (count, D) of random clusters."""
         chosen = np.searchsorted(self.cumulated, rng.random(count), side="right")
         spread = rng.standard_normal((count, self.axes.shape[0]), dtype=np.float32)
         spread *= self.spreads[self.kinds[chosen]]
         spread *= self.noise[chosen, None]
         vectors = spread @ self.axes
         vectors += self.centres[chosen]
-        return _unit(vectors), chosen
+        return _unit(vectors)
 
 
-def clusters_of(n: int, dim: int, seed: int = 0) -> Clusters:
+def clusters_of(n: int, dim: int) -> Clusters:
     """The clusters of a gallery of `n` images; their number grows with `n`."""
-    rng = np.random.default_rng((seed, _WORLD))
+    rng = np.random.default_rng((0, _WORLD))
     count = max(2, n // CLUSTER_SIZE)
     axes = np.linalg.qr(rng.standard_normal((dim, dim)))[0].astype(np.float32)
     spectrum = _spectrum(dim, CENTRE_DECAY)
@@ -92,36 +92,17 @@ def clusters_of(n: int, dim: int, seed: int = 0) -> Clusters:
     )
 
 
-def clustered(
-    n: int, dim: int, seed: int = 0, queries: int = 1000
-) -> tuple[Embeddings, Embeddings]:
-    """A gallery (n, dim), and queries (queries, dim) of the same products that are not in it."""
-    base = np.concatenate(list(clustered_batches(n, dim, seed)))
-    return base, clustered_queries(n, dim, seed, queries)
-
-
-def clustered_batches(
-    n: int, dim: int, seed: int = 0, batch: int = 100_000
-) -> Iterator[Embeddings]:
-    """The gallery of `clustered` in parts; its vectors do not depend on `batch`."""
-    world = clusters_of(n, dim, seed)
-    kept: list[Embeddings] = []
+def clustered_batches(n: int, dim: int) -> Iterator[Embeddings]:
+    """A gallery (n, dim), in parts."""
+    world = clusters_of(n, dim)
     for number, start in enumerate(range(0, n, BLOCK)):
-        rng = np.random.default_rng((seed, _BASE, number))
-        kept.append(world.draw(min(BLOCK, n - start), rng)[0])
-        while sum(map(len, kept)) >= batch:
-            rows = np.concatenate(kept)
-            yield rows[:batch]
-            kept = [rows[batch:]]
-    rows = np.concatenate(kept)
-    if len(rows):
-        yield rows
+        rng = np.random.default_rng((0, _BASE, number))
+        yield world.draw(min(BLOCK, n - start), rng)
 
 
-def clustered_queries(n: int, dim: int, seed: int = 0, queries: int = 1000) -> Embeddings:
-    """The queries of `clustered`."""
-    rng = np.random.default_rng((seed, _QUERIES))
-    return clusters_of(n, dim, seed).draw(queries, rng)[0]
+def clustered_queries(n: int, dim: int, queries: int = 1000) -> Embeddings:
+    """Queries (queries, dim) of the same products that are not in the gallery."""
+    return clusters_of(n, dim).draw(queries, np.random.default_rng((0, _QUERIES)))
 
 
 def _directions(count: int, spectrum: NDArray[np.float32], rng: np.random.Generator) -> Embeddings:

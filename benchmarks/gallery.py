@@ -92,7 +92,7 @@ class Setting:
     @property
     def rows(self) -> Path:
         """The file of its vectors, in the order of item numbers; a build leaves no gaps."""
-        (file,) = (GalleryFolder(self.folder).current() / VECTORS).glob(f"*/{ROWS}")
+        (file,) = (GalleryFolder(self.folder).current() / VECTORS).glob(f"*/{ROWS['fp32']}")
         return file
 
 
@@ -146,7 +146,7 @@ def build(setting: Setting, vector_type: VectorType = "fp32") -> float:
     started = time.perf_counter()
     made_gallery(
         setting.folder,
-        lambda: clustered_batches(n, dim, batch=10_000),
+        partial(clustered_batches, n, dim),
         n,
         dim,
         lambda number: {"bucket": int(bucket[number])},

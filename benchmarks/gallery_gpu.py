@@ -11,7 +11,8 @@ import gc
 import time
 from functools import partial
 
-from clustered import clustered
+import numpy as np
+from clustered import clustered_batches, clustered_queries
 from harness import heading, options, row, skip, timed_ms
 
 from kinlens.embedder.errors import PlanError
@@ -40,7 +41,8 @@ def main() -> None:
 
 def compare(n: int, dim: int, seconds: float) -> None:
     """A table of all indexes over one gallery."""
-    base, queries = clustered(n, dim, queries=QUERIES)
+    base = np.concatenate([*clustered_batches(n, dim)])
+    queries = clustered_queries(n, dim, QUERIES)
     held_out, others = queries[:1000], queries[1000:]
     print(f"\n{n:,} x {dim}", flush=True)
     rates = (f"QPS at {size}" for size in BATCHES)

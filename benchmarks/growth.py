@@ -138,7 +138,7 @@ def disk_mb(path: Path) -> Figures:
 def later(n: int, dim: int, count: int) -> Iterator[Entry]:
     """Later items of the same products, under new keys."""
     began = time.time_ns()
-    vectors, _ = clusters_of(n, dim).draw(count, np.random.default_rng(began))
+    vectors = clusters_of(n, dim).draw(count, np.random.default_rng(began))
     for number, vector in enumerate(vectors):
         key = f"later {began} {number}"
         yield Entry(key, vector, f"{began + number:064x}", attributes(n + number))

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import httpx
 import numpy as np
 from PIL import Image
-from scipy import stats
 
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.index.plan import IndexSettings
@@ -102,15 +101,6 @@ def columns(figures: Mapping[str, Mapping[str, object]]) -> None:
     heading("", *figures)
     for name in dict.fromkeys(itertools.chain.from_iterable(figures.values())):
         row(name, *(found.get(name, "") for found in figures.values()))
-
-
-def with_interval(differences: Sequence[float]) -> str:
-    """The mean of paired differences with its 95 % interval by Student's t."""
-    mean = statistics.mean(differences)
-    if len(differences) < 2:
-        return f"{mean:+.1f}"
-    half = stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences)
-    return f"{mean:+.1f} ± {half:.1f}"
 
 
 def shown(value: object) -> str:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from kinlens.indexer.live import compaction
 from tests.indexer.conftest import Run, failure, printed
 
 
@@ -54,8 +53,6 @@ def test_a_list_changes_many_items_or_none(run: Run, priced: Path, tmp_path: Pat
     ("arguments", "message"),
     [
         (["--set", "price=cheap"], "price is a number and cannot be 'cheap': expected a finite"),
-        (["--set", "sale=yes"], "sale is a boolean and cannot be 'yes': expected true or false"),
-        (["--set", "size:nubmer=1"], "names the type 'nubmer'; the types are text, number, bool"),
         (["--set", "price:text=1"], "'price' is a number"),
         (["--set", "price"], "--set price: there is no '='. Write --set name=value."),
         (["--set", "price=1", "--unset", "price"], "price occurs twice"),
@@ -92,26 +89,3 @@ def test_items_are_removed_by_filter_and_counted_before(run: Run, priced: Path) 
     removed = printed(run("remove", priced, *where, "--json"))
     assert removed == {"removed": 4, "dry_run": False, "unknown": []}
     assert size(run, priced) == 2
-
-
-def test_removing_much_of_a_gallery_makes_a_new_index_unless_told_not_to(
-    run: Run, built: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compaction, "MAX_DEAD", 0.3)
-    left = run("remove", built, "f.gif", "cup/a.png", "--no-compact")
-    assert "A compaction is due: 2 of the 6 items" in left.stderr
-    assert printed(run("stats", built, "--json"))["removed"] == 2
-    assert "Compacting: 3 of the 6 items" in run("remove", built, "cup/b.jpg").stderr
-    assert printed(run("stats", built, "--json"))["removed"] == 0
-
-
-def test_a_gallery_can_be_emptied_searched_and_filled_again(
-    run: Run, built: Path, shop: Path
-) -> None:
-    assert run("remove", built, "f.gif", "--json").exit_code == 0
-    assert run("remove", built, "--where", "class in ('cup', 'hat')").exit_code == 0
-    assert size(run, built) == 0
-    found = run("search", built, "--image", shop / "f.gif", "--bundle", "b")
-    assert (found.exit_code, found.stdout) == (0, "No match.\n")
-    assert run("verify", built).exit_code == 0
-    assert "6 added" in run("add", built, shop, "--bundle", "b").stdout

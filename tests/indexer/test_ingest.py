@@ -17,7 +17,7 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.types import Images
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.add import AddReport, add_source
-from kinlens.indexer.ingest.embed import Batch, Outcome, embedded_batches
+from kinlens.indexer.ingest.embed import Outcome, embedded_batches
 from kinlens.indexer.ingest.sources import Record, Source, csv_source, folder_source
 from kinlens.indexer.types import Entry, Written
 from tests.indexer.conftest import PHOTOS, CountingEmbedder, listed, query
@@ -70,29 +70,12 @@ def test_only_what_is_new_or_changed_is_embedded(
     np.testing.assert_array_equal(copy.vector, original.vector)
 
 
-def test_attributes_stay_unless_the_source_decides_on_them(
-    gallery: Gallery, shop: Path, tmp_path: Path, embedder: CountingEmbedder
-) -> None:
-    gallery.update({"f.gif": {"class": "toy", "price": 5}, "cup/a.png": {"price": 6}})
-    (shop / "cup" / "a.png").write_bytes(encoded(photo(50)))
-    report = add(gallery, embedder)
-    assert (report.replaced, report.updated, report.unchanged, report.embedded) == (1, 1, 4, 1)
-    items = gallery.stored(["f.gif", "cup/a.png"])
-    assert items["f.gif"].attributes == {"price": 5}
-    assert items["cup/a.png"].attributes == {"class": "cup", "price": 6}
-    (tmp_path / "list.csv").write_text("key,path,price:number\nf.gif,f.gif,\n")
-    add_source(gallery, csv_source(tmp_path / "list.csv", shop), embedder)
-    assert gallery.stored(["f.gif"])["f.gif"].attributes == {}
-
-
-@pytest.mark.parametrize("batch_size", [1, 100])
-def test_a_change_by_others_that_is_acknowledged_during_an_add_is_kept(
+def test_attributes_that_the_source_does_not_decide_on_stay_as_others_change_them_meanwhile(
     gallery: Gallery,
     built: Path,
     shop: Path,
     embedder: CountingEmbedder,
     monkeypatch: pytest.MonkeyPatch,
-    batch_size: int,
 ) -> None:
     gallery.update({"f.gif": {"class": "toy", "price": 5}, "cup/a.png": {"price": 6, "size": 1}})
     (shop / "cup" / "a.png").write_bytes(encoded(photo(50)))
@@ -103,15 +86,19 @@ def test_a_change_by_others_that_is_acknowledged_during_an_add_is_kept(
         return store(entries, owned)
 
     monkeypatch.setattr(gallery, "add", overtaken)
-    report = add(gallery, embedder, batch_size=batch_size)
+    report = add(gallery, embedder)
     other.close()
     assert (report.replaced, report.updated, report.unchanged) == (1, 1, 4)
     items = gallery.stored(["f.gif", "cup/a.png"])
     assert items["f.gif"].attributes == {"price": 7}
     assert items["cup/a.png"].attributes == {"class": "cup", "price": 8, "new": True}
+    monkeypatch.undo()
+    (shop / "list.csv").write_text("key,path,price:number\nf.gif,f.gif,\n")
+    add_source(gallery, csv_source(shop / "list.csv", shop), embedder)
+    assert gallery.stored(["f.gif"])["f.gif"].attributes == {}
 
 
-@pytest.mark.parametrize(("batch_size", "workers"), [(1, 1), (1, 4), (2, 3), (100, 2)])
+@pytest.mark.parametrize(("batch_size", "workers"), [(1, 4), (100, 2)])
 def test_every_copy_in_every_batch_is_stored_with_the_same_vector(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder, batch_size: int, workers: int
 ) -> None:
@@ -137,16 +124,6 @@ def test_an_item_whose_file_cannot_be_read_any_more_stays_and_is_reported(
     assert "The gallery keeps" not in reasons["new.jpg"]
     assert gallery.stored(["f.gif"]) == before
     assert (report.unchanged, gallery.size) == (5, 6)
-
-
-def test_content_that_another_process_removes_meanwhile_is_embedded_again(
-    gallery: Gallery, shop: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (shop / "copy.gif").write_bytes((shop / "f.gif").read_bytes())
-    monkeypatch.setattr(gallery, "vectors_of_contents", lambda sha256s: {})
-    report = add(gallery, embedder)
-    assert (report.added, report.embedded, report.failures) == (1, 1, ())
-    assert best(gallery, embedder, shop / "copy.gif") in {"copy.gif", "f.gif"}
 
 
 def test_what_does_not_belong_to_the_gallery_is_refused_before_the_work(
@@ -190,25 +167,9 @@ def test_a_model_that_fails_ends_its_threads_and_keeps_what_was_finished(
 # The stream of images that builds and additions take.
 
 
-def run(
-    source: Source, embedder: CountingEmbedder, *settings: int, known: set[str] | None = None
-) -> list[Batch]:
-    embed = EmbedSettings(*settings)
-    with embedded_batches(source, embedder, (known or set()).intersection, embed) as batches:
-        return [*batches]
-
-
-def outcomes_of(batches: list[Batch]) -> dict[str, Outcome]:
-    return {outcome.record.key: outcome for batch in batches for outcome in batch.outcomes}
-
-
-def test_a_record_with_a_known_hash_is_not_read(shop: Path, embedder: CountingEmbedder) -> None:
-    gone = Record("gone", "gone.png", {}, "a" * 64, "PNG")
-    [outcome] = outcomes_of(run(listed(shop, gone), embedder, known={"a" * 64})).values()
-    assert (outcome.failure, outcome.sha256, outcome.format) == (None, "a" * 64, "PNG")
-    other = Record("other", "f.gif", {}, "a" * 64, "GIF")
-    [outcome] = outcomes_of(run(listed(shop, other), embedder)).values()
-    assert "was changed" in str(outcome.failure)
+def outcomes_of(source: Source, embedder: CountingEmbedder, *settings: int) -> dict[str, Outcome]:
+    with embedded_batches(source, embedder, lambda _: (), EmbedSettings(*settings)) as batches:
+        return {outcome.record.key: outcome for batch in batches for outcome in batch.outcomes}
 
 
 def test_unreadable_images_are_reported_with_reasons_and_do_not_stop_the_rest(
@@ -220,14 +181,14 @@ def test_unreadable_images_are_reported_with_reasons_and_do_not_stop_the_rest(
     for name, (content, _) in wrong.items():
         (shop / f"{name}.png").write_bytes(content)
     records = [*folder_source(shop).records(), Record("gone", "gone.png"), Record("l", "x" * 300)]
-    outcomes = outcomes_of(run(listed(shop, *records), embedder, 2, 2))
+    outcomes = outcomes_of(listed(shop, *records), embedder, 2, 2)
     failures = {key: outcome.failure for key, outcome in outcomes.items() if outcome.failure}
     assert failures.keys() == {"gone", "l", *(f"{name}.png" for name in wrong)}
     for name, (_, reason) in wrong.items():
         assert reason in failures[f"{name}.png"]
     assert "missing" in failures["gone"]
     assert failures["l"] == "File name too long"
-    small = outcomes_of(run(folder_source(shop), embedder, 32, 1, 10))
+    small = outcomes_of(folder_source(shop), embedder, 32, 1, 10)
     assert "the limit is 10" in str(small["f.gif"].failure)
 
 
@@ -239,7 +200,7 @@ def test_all_workers_embed_at_once(shop: Path) -> None:
             barrier.wait()
             return super().embed(images)
 
-    assert len(outcomes_of(run(folder_source(shop), Meeting(), 1, 3))) == 6
+    assert len(outcomes_of(folder_source(shop), Meeting(), 1, 3)) == 6
 
 
 def test_only_a_bounded_number_of_batches_is_ahead_of_the_reader(

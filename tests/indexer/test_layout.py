@@ -2,11 +2,8 @@
 
 import contextlib
 import os
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -19,10 +16,9 @@ from kinlens.embedder.errors import (
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
-    GalleryWriteError,
 )
 from kinlens.indexer.gallery import Gallery
-from tests.indexer.conftest import as_nobody, faults, stops_at
+from tests.indexer.conftest import faults, stops_at
 from tests.support.seams import GalleryFolder
 
 
@@ -55,8 +51,12 @@ def test_open_generations_and_the_previous_one_stay_and_older_ones_are_removed(o
     assert (out / "CURRENT").read_text().strip() == last
 
 
-def test_builds_that_are_killed_before_they_become_current_do_not_pile_up(out: Path) -> None:
+def test_what_killed_builds_leave_does_not_pile_up_or_prevent_the_next(out: Path) -> None:
+    (out / "versions" / ".stage-a1b2_c3d").mkdir(parents=True)
+    for name in ("LOCK", ".CURRENT.tmp"):
+        (out / name).touch()
     current = publish(out)
+    assert names(out) == {current}
     for _ in range(3):
         left = killed_before_it_is_current(out)
         assert names(out) == {current, left}
@@ -64,7 +64,7 @@ def test_builds_that_are_killed_before_they_become_current_do_not_pile_up(out: P
     assert names(out) == {current, last}
 
 
-@pytest.mark.parametrize("content", [None, "", "f" * 12, "../../elsewhere", "f" * 300])
+@pytest.mark.parametrize("content", [None, "f" * 12])
 def test_no_generation_is_removed_while_current_is_damaged_or_missing(
     out: Path, content: str | None
 ) -> None:
@@ -77,17 +77,9 @@ def test_no_generation_is_removed_while_current_is_damaged_or_missing(
     assert names(out) == {*published, left}
 
 
-def test_a_folder_that_may_not_be_written_is_refused_with_the_reason() -> None:
-    with tempfile.TemporaryDirectory() as parent:
-        Path(parent).chmod(0o555)
-        with as_nobody(), pytest.raises(GalleryWriteError, match=r"Cannot write .*permissions"):
-            publish(Path(parent) / "gallery")
-
-
 @pytest.mark.parametrize(
     "files",
     [
-        ("notes.txt", "versions/2024-final/src/thesis.tex"),
         ("versions/0123456789ab/manifest.json", "versions/2024-final/thesis.tex"),
         ("versions/0123456789ABC/thesis.tex",),
         ("CURRENT", "LOCK", "work.sqlite"),
@@ -117,55 +109,15 @@ def test_a_folder_without_a_manifest_is_never_removed(out: Path) -> None:
     assert names(out) == {"0123456789ab", *published[1:]}
 
 
-def test_an_interrupted_removal_is_finished_by_the_next_build(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published = [publish(out) for _ in range(2)]
-
-    def cut_short(path: Path, ignore_errors: bool = False) -> None:
-        (path / "manifest.json").unlink(missing_ok=True)
-
-    monkeypatch.setattr(shutil, "rmtree", cut_short)
-    published.append(publish(out))
-    monkeypatch.undo()
-    assert len(names(out)) == 3
-    published.append(publish(out))
-    assert names(out) == {*published[2:]}
-
-
-def test_a_folder_that_an_interrupted_build_left_can_be_built_again(out: Path) -> None:
-    (out / "versions" / ".stage-a1b2_c3d").mkdir(parents=True)
-    for name in ("LOCK", ".CURRENT.tmp"):
-        (out / name).touch()
-    last = publish(out)
-    assert names(out) == {last}
-
-
-def nothing(out: Path) -> None:
-    pass
-
-
-def interrupted(out: Path) -> None:
+def test_a_folder_without_a_gallery_is_named_with_the_cure(out: Path) -> None:
+    with pytest.raises(GalleryNotFoundError, match=r"No gallery at .*kinlens-index build"):
+        Gallery.open(out)
     (out / "versions" / ".draft-bbbbbbbbbbbb").mkdir(parents=True)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (nothing, r"No gallery at .*kinlens-index build"),
-        (Path.touch, "No gallery at"),
-        (interrupted, r"was interrupted.*continues.*or reports the error"),
-    ],
-)
-def test_a_folder_without_a_gallery_is_named_with_the_cure(
-    out: Path, make: Callable[[Path], None], message: str
-) -> None:
-    make(out)
-    with pytest.raises(GalleryNotFoundError, match=message):
+    with pytest.raises(GalleryNotFoundError, match=r"was interrupted.*continues.*or reports"):
         Gallery.open(out)
 
 
-@pytest.mark.parametrize("content", [b"", b"../../etc", b"ffffffffffff\n", b"\xff\xfe", b"abc\n"])
+@pytest.mark.parametrize("content", [b"../../etc", b"ffffffffffff\n", b"\xff\xfe"])
 def test_a_current_file_that_points_nowhere_is_refused(out: Path, content: bytes) -> None:
     publish(out)
     (out / "CURRENT").write_bytes(content)

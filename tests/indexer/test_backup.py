@@ -66,17 +66,17 @@ def keys(path: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def filled(tmp_path_factory) -> Path:
     return fill(tmp_path_factory.mktemp("filled") / "shop")
 
 
 @pytest.fixture
-def shop(filled: Path, tmp_path: Path) -> Path:
+def shop(filled, tmp_path) -> Path:
     return Path(shutil.copytree(filled, tmp_path / "shop"))
 
 
 @pytest.fixture
-def saved(filled: Path, tmp_path: Path) -> Path:
+def saved(filled, tmp_path) -> Path:
     backup(filled, tmp_path / "saved")
     return tmp_path / "saved"
 
@@ -89,7 +89,7 @@ def repeated_page(file: Path) -> None:
 
 
 def test_a_backup_and_what_is_restored_from_it_are_the_same_under_other_generations(
-    filled: Path, tmp_path: Path
+    filled, tmp_path
 ) -> None:
     places = [tmp_path / name for name in ("saved", "one", "two")]
     copied: list[int] = []
@@ -112,7 +112,7 @@ def test_a_backup_and_what_is_restored_from_it_are_the_same_under_other_generati
 
 
 def test_a_backup_taken_during_changes_is_one_state_with_all_that_was_acknowledged(
-    shop: Path, tmp_path: Path
+    shop, tmp_path
 ) -> None:
     """Each change adds a pair, takes an older pair away and compacts now and then."""
     stop, acknowledged = threading.Event(), 0
@@ -150,7 +150,7 @@ def test_a_backup_taken_during_changes_is_one_state_with_all_that_was_acknowledg
     assert acknowledgements[-1] > 0
 
 
-def test_a_gallery_that_lacks_a_file_is_not_backed_up(shop: Path, tmp_path: Path) -> None:
+def test_a_gallery_that_lacks_a_file_is_not_backed_up(shop, tmp_path) -> None:
     file = segment_of(shop) / "gone.bin"
     file.unlink()
     with pytest.raises(GalleryCorruptError, match=rf"{file}"):
@@ -170,7 +170,7 @@ def test_a_gallery_that_lacks_a_file_is_not_backed_up(shop: Path, tmp_path: Path
     ],
 )
 def test_a_damaged_backup_is_refused_with_the_file_name_and_changes_nothing(
-    shop: Path, saved: Path, name: str, damage: Callable[[Path], object]
+    shop, saved, name: str, damage: Callable[[Path], object]
 ) -> None:
     (file,) = saved.rglob(name)
     damage(file)
@@ -183,7 +183,7 @@ def test_a_damaged_backup_is_refused_with_the_file_name_and_changes_nothing(
     assert content(shop) == before
 
 
-def test_a_backup_may_be_open_and_changed_while_it_is_restored(saved: Path, tmp_path: Path) -> None:
+def test_a_backup_may_be_open_and_changed_while_it_is_restored(saved, tmp_path) -> None:
     """It keeps its locks meanwhile, so that another process loses nothing."""
     with closing(Gallery.open(saved)) as gallery:
         gallery.add([entry("one")])

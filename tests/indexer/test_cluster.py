@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import SourceError
 from kinlens.indexer.__main__ import app
@@ -28,7 +27,7 @@ from kinlens.indexer.ingest.cluster import ShardEmbedder, UnreachableError, remo
 from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards, reader_at
 from kinlens.indexer.ingest.sources import Record, Source, folder_source
 from kinlens.indexer.types import Entry
-from tests.indexer.conftest import Run, failure, printed
+from tests.indexer.conftest import failure, printed
 from tests.indexer.oracle import contents
 from tests.support.own_process import children, command_of
 from tests.tiny import TINY_DIM, encoded, photo
@@ -40,7 +39,7 @@ OPEN = {"RAY_AUTH_MODE": "disabled"}
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shop(tmp_path_factory) -> Path:
     """Images, some of them copies, one that is none, and a list of some."""
     folder = tmp_path_factory.mktemp("shop")
     for number in range(COUNT):
@@ -96,7 +95,7 @@ def invoke(*words: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def plain(shop: Path, tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(shop, tiny_bundle, tmp_path_factory) -> Path:
     """The gallery of a build without a cluster."""
     out = tmp_path_factory.mktemp("plain") / "g"
     assert invoke("build", shop, "--bundle", tiny_bundle.path, "--out", out).exit_code == 0
@@ -118,7 +117,7 @@ def below(pid: int) -> list[int]:
 
 
 def test_a_killed_call_is_finished_on_a_cluster_and_its_gallery_is_that_of_a_build(
-    shop: Path, plain: Path, tiny_bundle: Bundle, request: pytest.FixtureRequest, tmp_path: Path
+    shop, plain, tiny_bundle, request, tmp_path
 ) -> None:
     """A worker and then the call are killed; the same call makes what is missing, and no more."""
     pytest.importorskip("ray", reason="Ray is not installed (pip install 'kinlens[ray]')")
@@ -162,9 +161,7 @@ def manifest_of(count: int, shard_size: int, **others: Any) -> ShardsManifest:
 
 
 @pytest.fixture
-def actor(
-    shop: Path, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., ShardEmbedder]:
+def actor(shop, tiny_bundle, tmp_path, monkeypatch) -> Callable[..., ShardEmbedder]:
     """A function that begins shards at an address, and makes an actor for them."""
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda found: found))
     monkeypatch.setattr(cluster_module, "PAUSE_S", 0.0)
@@ -183,9 +180,7 @@ def actor(
     return make
 
 
-def test_an_object_store_is_read_and_written(
-    shop: Path, actor: Callable[..., ShardEmbedder], plain: Path
-) -> None:
+def test_an_object_store_is_read_and_written(shop, actor, plain) -> None:
     files, _ = files_at("memory://shop")
     for file in shop.rglob("*.png"):
         files.pipe_file(f"/shop/{file.relative_to(shop)}", file.read_bytes())
@@ -200,9 +195,7 @@ def test_an_object_store_is_read_and_written(
     assert [one.key for one in mine.failures()] == ["class-0/none.png"]
 
 
-def test_the_paths_of_a_list_may_start_from_an_address(
-    shop: Path, actor: Callable[..., ShardEmbedder], run: Run, tmp_path: Path
-) -> None:
+def test_the_paths_of_a_list_may_start_from_an_address(shop, actor, run, tmp_path) -> None:
     source = remote_source(f"file://{shop}", shop / "list.csv")
     actor(source, str(tmp_path / "v"))({"shard": [0]})
     printed(run("build", "--vectors", tmp_path / "v", "--out", tmp_path / "g", "--json"))
@@ -213,10 +206,7 @@ def test_the_paths_of_a_list_may_start_from_an_address(
 
 
 def test_a_disk_or_network_that_fails_leaves_the_shard_to_be_made(
-    shop: Path,
-    actor: Callable[..., ShardEmbedder],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    shop, actor, tmp_path, monkeypatch
 ) -> None:
     def fail(record: Record, max_bytes: int) -> bytes:
         raise ConnectionError("no route")
@@ -228,7 +218,7 @@ def test_a_disk_or_network_that_fails_leaves_the_shard_to_be_made(
     assert VectorShards(str(tmp_path / "v")).missing() == [0]
 
 
-def test_a_link_that_leads_out_of_a_local_address_is_left_out(shop: Path, tmp_path: Path) -> None:
+def test_a_link_that_leads_out_of_a_local_address_is_left_out(shop, tmp_path) -> None:
     (tmp_path / "secret.png").write_bytes(encoded(photo(1)))
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "x.png").symlink_to(tmp_path / "secret.png")
@@ -237,7 +227,7 @@ def test_a_link_that_leads_out_of_a_local_address_is_left_out(shop: Path, tmp_pa
         read(Record("x.png", "x.png"), 10**6)
 
 
-def test_shards_are_begun_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_shards_are_begun_whole_or_not_at_all(tmp_path) -> None:
     shards = VectorShards(str(tmp_path / "v"))
     manifest = manifest_of(5, 2)
     with pytest.raises(SourceError, match="had 5 images, but their number changed"):
@@ -262,7 +252,7 @@ def test_shards_are_begun_whole_or_not_at_all(tmp_path: Path) -> None:
         list(shards.dump("v").entries())
 
 
-def test_vectors_and_images_that_cannot_be_opened_are_named(run: Run, tmp_path: Path) -> None:
+def test_vectors_and_images_that_cannot_be_opened_are_named(run, tmp_path) -> None:
     result = run("build", "--vectors", tmp_path, "--out", tmp_path / "g")
     assert "no manifest.json" in failure(result)
     result = run("embed", "xyz://nowhere/a", "--bundle", "b", "--out", tmp_path / "v")

@@ -9,14 +9,13 @@ import pytest
 from kinlens.embedder.errors import GalleryCorruptError, InvalidParameterError
 from kinlens.indexer.columns.columns import Chosen, Columns
 from kinlens.indexer.filters.tree import Equals, In
-from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.segment import read_manifest
 from kinlens.indexer.types import SearchOptions
 from tests.indexer.conftest import segment_of
 from tests.indexer.oracle import bitmap, entry, shop, units
 
 
-def test_a_file_that_is_damaged_is_refused_by_name(gallery: Gallery) -> None:
+def test_a_file_that_is_damaged_is_refused_by_name(gallery) -> None:
     gallery.add(shop(120))
     gallery.compact()
     path = segment_of(gallery.path) / "columns.bin"
@@ -38,7 +37,7 @@ def test_a_file_that_is_damaged_is_refused_by_name(gallery: Gallery) -> None:
         replace(column, codes=codes).counted(Chosen(bitmap(np.ones(count, bool)), count))
 
 
-def test_a_filter_that_was_cancelled_is_evaluated_by_the_next_search(gallery: Gallery) -> None:
+def test_a_filter_that_was_cancelled_is_evaluated_by_the_next_search(gallery) -> None:
     gallery.add(shop(100))
     gallery.compact()
     where = Equals("colour", "blue")
@@ -51,7 +50,7 @@ def test_a_filter_that_was_cancelled_is_evaluated_by_the_next_search(gallery: Ga
     assert len(gallery.search(units(1), 5, SearchOptions(where=where))[0]) == 5
 
 
-def test_a_facet_of_values_that_items_do_not_share_is_refused_by_name(gallery: Gallery) -> None:
+def test_a_facet_of_values_that_items_do_not_share_is_refused_by_name(gallery) -> None:
     vectors = units(10_100)
     gallery.add(
         entry(f"k{n}", vector, {"sku": f"sku{n}", "half": f"{n // 2}"})

@@ -10,12 +10,12 @@ import pytest
 
 from kinlens.indexer.gallery import Gallery, current_generation
 from kinlens.indexer.index.plan import IndexSettings
-from tests.indexer.conftest import Run, failure, flipped, printed, rows_of, segment_of, truncated
+from tests.indexer.conftest import failure, flipped, printed, rows_of, segment_of, truncated
 from tests.indexer.oracle import contents, entry, units
 from tests.tiny import encoded, photo
 
 
-def test_verify_exits_with_zero_or_one(run: Run, built: Path, shop: Path) -> None:
+def test_verify_exits_with_zero_or_one(run, built, shop) -> None:
     good = run("verify", built, "--bundle", "b")
     assert good.exit_code == 0
     assert "6 of 6 checked items (6 in all) find themselves" in good.stdout
@@ -28,9 +28,7 @@ def test_verify_exits_with_zero_or_one(run: Run, built: Path, shop: Path) -> Non
     assert "2 of 2 checked items" in run("verify", built, "--sample", "2").stdout
 
 
-def test_verify_reports_recall_and_exits_with_one_below_the_target(
-    run: Run, tmp_path: Path
-) -> None:
+def test_verify_reports_recall_and_exits_with_one_below_the_target(run, tmp_path) -> None:
     path, queries, rows = tmp_path / "large", tmp_path / "queries.npy", units(1100)
     np.save(queries, rows[1000:])
     with closing(Gallery.create(path, name="large", bundle_id="b", dim=16)) as gallery:
@@ -45,9 +43,7 @@ def test_verify_reports_recall_and_exits_with_one_below_the_target(
     assert json.loads(low.stdout)["recall"] < 0.99
 
 
-def test_compact_takes_in_what_came_since_and_says_the_recall(
-    run: Run, built: Path, shop: Path
-) -> None:
+def test_compact_takes_in_what_came_since_and_says_the_recall(run, built, shop) -> None:
     assert "Nothing has changed" in run("compact", built).stdout
     (shop / "new.png").write_bytes(encoded(photo(99)))
     run("add", built, shop, "--bundle", "b")
@@ -69,7 +65,7 @@ def test_compact_takes_in_what_came_since_and_says_the_recall(
     assert re.search(r"^formats +BMP 1, GIF 1, JPEG 1", table, re.MULTILINE)
 
 
-def test_a_plan_is_made_without_a_gallery_and_all_plans_are_compared(run: Run) -> None:
+def test_a_plan_is_made_without_a_gallery_and_all_plans_are_compared(run) -> None:
     lines = run("plan", 300_000, 512, "--memory-mb", 4000).stdout.splitlines()
     assert lines[0].split()[:4] == ["index", "hnsw", "on", "cpu"]
     plan = printed(run("plan", 1_000_000, 128, "--index", "flat", "--json"))
@@ -91,7 +87,7 @@ def content(path: Path) -> dict[str, tuple[object, ...]]:
 
 
 @pytest.fixture
-def changed(run: Run, built: Path) -> Path:
+def changed(run, built) -> Path:
     """The gallery of the shop with typed attributes and an item less."""
     for arguments in (
         ("update", built, "f.gif", "--set", "price:number=5", "--set", "sale:boolean=true"),
@@ -102,9 +98,7 @@ def changed(run: Run, built: Path) -> Path:
     return built
 
 
-def test_an_exported_gallery_is_imported_whole(
-    run: Run, changed: Path, tmp_path: Path, shop: Path
-) -> None:
+def test_an_exported_gallery_is_imported_whole(run, changed, tmp_path, shop) -> None:
     pytest.importorskip("pyarrow", reason="export writes Parquet")
     file, copy, new = tmp_path / "shop.parquet", tmp_path / "copy", tmp_path / "new"
     assert run("export", changed, "--out", file).stdout == f"5 items in {file}.\n"
@@ -127,7 +121,7 @@ def test_an_exported_gallery_is_imported_whole(
         assert current_generation(new) is None
 
 
-def test_a_backup_brings_back_what_was_lost(run: Run, changed: Path, tmp_path: Path) -> None:
+def test_a_backup_brings_back_what_was_lost(run, changed, tmp_path) -> None:
     folder = tmp_path / "backup"
     before = content(changed)
     result = run("backup", changed, "--out", folder)

@@ -26,7 +26,7 @@ def gallery(path: Path, noise: float) -> Gallery:
     return made
 
 
-def test_equal_galleries_overlap_fully_and_a_worse_model_has_other_answers(tmp_path: Path) -> None:
+def test_equal_galleries_overlap_fully_and_a_worse_model_has_other_answers(tmp_path) -> None:
     pair = gallery(tmp_path / "good", 0.01), gallery(tmp_path / "bad", 3.0)
     same, found = compare(pair[0], pair[0], k=5), compare(*pair, k=5)
     assert same.overlap_at_k == 1

@@ -1,7 +1,6 @@
 """Cores and memory: what this process may use, not what the machine has."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from kinlens.embedder.machine import core_count, memory_mb
 from tests.support.seams import EmbedSettings
 
 
-def test_threads_are_as_many_as_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_as_many_as_the_cores_of_this_process(monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 4, 7}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(cores, "quota_of", lambda group: None)
@@ -33,7 +32,7 @@ def test_threads_are_as_many_as_the_cores_of_this_process(monkeypatch: pytest.Mo
     ],
 )
 def test_the_share_of_time_of_a_container_counts_rounded_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], expected: int
+    monkeypatch, tmp_path, files: dict[str, str], expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     for name, text in files.items():
@@ -43,7 +42,7 @@ def test_the_share_of_time_of_a_container_counts_rounded_up(
 
 
 @pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
-def test_the_memory_limit_of_a_container_is_respected(tmp_path: Path, name: str) -> None:
+def test_the_memory_limit_of_a_container_is_respected(tmp_path, name: str) -> None:
     whole = memory_mb(tmp_path)
     assert whole > 1
     (tmp_path / name).parent.mkdir(exist_ok=True)

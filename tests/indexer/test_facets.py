@@ -76,7 +76,7 @@ def check_all(gallery: Gallery, entries: Sequence[Entry], query: np.ndarray) -> 
                 check(found[name], fitting, name)
 
 
-def test_counts_equal_a_naive_count_after_any_changes(gallery: Gallery) -> None:
+def test_counts_equal_a_naive_count_after_any_changes(gallery) -> None:
     """With filters, thresholds, removed items and missing attributes; before and after an index."""
     rng, query = np.random.default_rng(0), units(1, 7)
     truth = {e.key: e for e in stock(150)}
@@ -112,7 +112,7 @@ def test_counts_equal_a_naive_count_after_any_changes(gallery: Gallery) -> None:
     check_all(gallery, [*few.values()], query)
 
 
-def test_each_value_and_bin_is_a_filter_that_leaves_as_many(gallery: Gallery) -> None:
+def test_each_value_and_bin_is_a_filter_that_leaves_as_many(gallery) -> None:
     entries = stock(200)
     gallery.add(entries)
     found = gallery.facets(["label", "weight"])
@@ -125,9 +125,7 @@ def test_each_value_and_bin_is_a_filter_that_leaves_as_many(gallery: Gallery) ->
     assert gallery.page(0, 1, Range("weight", at_least=low, at_most=high)).total == last
 
 
-def test_above_a_threshold_an_index_counts_what_a_search_without_end_lists(
-    gallery: Gallery,
-) -> None:
+def test_above_a_threshold_an_index_counts_what_a_search_without_end_lists(gallery) -> None:
     """Few are taken from its candidates, more are compared one by one."""
     vectors = clumped(4000)
     entries = [entry(f"key{n}", v, {"tens": n % 10, "n": n}, str(n)) for n, v in enumerate(vectors)]
@@ -157,7 +155,7 @@ def test_above_a_threshold_an_index_counts_what_a_search_without_end_lists(
         [-(2**63), 2**63 - 1, *range(0, 100, 3)],
     ],
 )
-def test_any_numbers_have_a_histogram(gallery: Gallery, numbers: list[float]) -> None:
+def test_any_numbers_have_a_histogram(gallery, numbers: list[float]) -> None:
     vectors = units(len(numbers))
     gallery.add(
         entry(f"key{n}", v, {"n": x}) for n, (v, x) in enumerate(zip(vectors, numbers, strict=True))

@@ -9,7 +9,6 @@ from kinlens.indexer.columns import columns
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
-from kinlens.indexer.gallery import Gallery
 from kinlens.values import AttributeValue
 from tests.indexer.oracle import entry, random_filter, units
 
@@ -92,9 +91,7 @@ def test_the_text_and_json_forms_mean_the_same_as_the_classes() -> None:
             assert filter_from_json(as_json(where)) == where
 
 
-def test_a_gallery_finds_exactly_the_items_that_match(
-    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gallery_finds_exactly_the_items_that_match(gallery, monkeypatch) -> None:
     """Also in a segment whose columns are merged a few values at a time, as large ones are."""
     monkeypatch.setattr(columns, "MERGED_AT_ONCE", 20)
     monkeypatch.setattr(columns, "CHUNK", 64)

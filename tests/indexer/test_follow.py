@@ -37,7 +37,7 @@ def made(number: int, price: float | None = None) -> Entry:
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stored(tmp_path_factory) -> Path:
     """A gallery with lists of codes, trained on all of it."""
     path = tmp_path_factory.mktemp("follow") / "shop"
     with closing(Gallery.create(path, name="shop", bundle_id=BUNDLE, dim=DIM)) as gallery:
@@ -47,7 +47,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def gallery(stored: Path, tmp_path: Path) -> Iterator[Gallery]:
+def gallery(stored, tmp_path) -> Iterator[Gallery]:
     with closing(Gallery.open(shutil.copytree(stored, tmp_path / "shop"))) as gallery:
         yield gallery
 
@@ -83,7 +83,7 @@ def recall(gallery: Gallery) -> float:
 
 @pytest.mark.parametrize("keep_removed_s", [KEEP, 0.0])
 def test_what_came_and_went_is_brought_into_the_index_with_its_old_centroids(
-    gallery: Gallery, keep_removed_s: float
+    gallery, keep_removed_s: float
 ) -> None:
     change(gallery)
     before = seen(gallery)
@@ -104,9 +104,7 @@ def test_what_came_and_went_is_brought_into_the_index_with_its_old_centroids(
     assert seen(gallery) == before
 
 
-def test_vectors_of_removed_items_are_erased_by_a_compaction_that_keeps_nothing(
-    gallery: Gallery,
-) -> None:
+def test_vectors_of_removed_items_are_erased_by_a_compaction_that_keeps_nothing(gallery) -> None:
     def is_there() -> bool:
         files = [file for file in gallery.path.rglob("*") if file.is_file()]
         return any(VECTORS[9].tobytes() in file.read_bytes() for file in files)
@@ -122,7 +120,7 @@ def test_vectors_of_removed_items_are_erased_by_a_compaction_that_keeps_nothing(
     assert not is_there()
 
 
-def test_vectors_are_rewritten_when_a_third_of_the_rows_was_removed(gallery: Gallery) -> None:
+def test_vectors_are_rewritten_when_a_third_of_the_rows_was_removed(gallery) -> None:
     for part in (5, 4):
         gallery.remove([item.key for item in gallery.items() if item.id % part == 0])
         gallery.compact(keep_removed_s=KEEP)
@@ -130,7 +128,7 @@ def test_vectors_are_rewritten_when_a_third_of_the_rows_was_removed(gallery: Gal
     assert recall(gallery) >= 0.93
 
 
-def test_an_index_that_finds_too_little_of_what_is_new_is_trained_again(gallery: Gallery) -> None:
+def test_an_index_that_finds_too_little_of_what_is_new_is_trained_again(gallery) -> None:
     """The old ones are in clumps, the new ones everywhere."""
     others = units(2000, 4, DIM)
     gallery.add(Entry(f"o{n}", row, f"{n + 9**9:064x}") for n, row in enumerate(others))
@@ -139,7 +137,7 @@ def test_an_index_that_finds_too_little_of_what_is_new_is_trained_again(gallery:
     assert recall(gallery) >= 0.93
 
 
-def test_a_damaged_index_is_not_brought_up_to_date(gallery: Gallery) -> None:
+def test_a_damaged_index_is_not_brought_up_to_date(gallery) -> None:
     flipped(segment_of(gallery.path) / "index.faiss")
     change(gallery)
     manifest = gallery.compact(keep_removed_s=KEEP).manifest
@@ -148,7 +146,7 @@ def test_a_damaged_index_is_not_brought_up_to_date(gallery: Gallery) -> None:
 
 
 def test_an_item_added_and_removed_while_vectors_are_rewritten_leaves_a_valid_file(
-    gallery: Gallery, tmp_path: Path
+    gallery, tmp_path
 ) -> None:
     """Its number has no row in the new file, which has to have one all the same."""
 
@@ -168,7 +166,7 @@ def test_an_item_added_and_removed_while_vectors_are_rewritten_leaves_a_valid_fi
     assert recall(gallery) >= 0.93
 
 
-def test_a_damaged_file_of_row_ids_is_named(gallery: Gallery) -> None:
+def test_a_damaged_file_of_row_ids_is_named(gallery) -> None:
     gallery.remove(["k9"])
     gallery.compact()
     gallery.close()
@@ -177,9 +175,7 @@ def test_a_damaged_file_of_row_ids_is_named(gallery: Gallery) -> None:
         Gallery.open(gallery.path, verify_hashes=False)
 
 
-def test_one_damaged_vector_is_named_and_its_item_can_be_removed(
-    gallery: Gallery, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_damaged_vector_is_named_and_its_item_can_be_removed(gallery, caplog) -> None:
     gallery.close()
     file = rows_of(gallery.path)
     data = bytearray(file.read_bytes())

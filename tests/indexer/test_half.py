@@ -14,7 +14,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.live.backup import restore
 from kinlens.indexer.types import Entry, SearchOptions
-from tests.indexer.conftest import Run, generation_of, printed
+from tests.indexer.conftest import generation_of, printed
 from tests.indexer.oracle import BUNDLE, clumped
 from tests.support.fake_gpu import fake_gpu
 from tests.support.seams import backup, plan_index, recall_at
@@ -29,7 +29,7 @@ def item(number: int) -> Entry:
 
 
 @pytest.fixture
-def gallery(tmp_path: Path) -> Iterator[Gallery]:
+def gallery(tmp_path) -> Iterator[Gallery]:
     named = {"name": "shop", "bundle_id": BUNDLE, "dim": DIM}
     made = Gallery.create(tmp_path / "shop", vector_type="fp16", **named)
     with closing(made):
@@ -58,7 +58,7 @@ def rows_file(gallery: Gallery) -> Path:
 
 @pytest.mark.parametrize("kind", ["hnsw", "ivf-pq"])
 def test_every_kind_reaches_its_target_with_vectors_that_were_not_rounded(
-    gallery: Gallery, kind: str
+    gallery, kind: str
 ) -> None:
     assert recall_of(gallery) >= 0.99  # before there is an index
     gallery.compact(IndexSettings(kind, target_recall=0.98))
@@ -70,7 +70,7 @@ def test_every_kind_reaches_its_target_with_vectors_that_were_not_rounded(
 
 @pytest.mark.parametrize("keep_removed_s", [86_400.0, 0.0])
 def test_a_gallery_in_half_precision_is_changed_compacted_verified_and_restored(
-    gallery: Gallery, keep_removed_s: float, tmp_path: Path
+    gallery, keep_removed_s: float, tmp_path
 ) -> None:
     gallery.compact(IndexSettings("ivf-pq", target_recall=0.98))
     gallery.remove(f"k{number}" for number in range(0, N, 7))
@@ -93,7 +93,7 @@ def test_a_gallery_in_half_precision_is_changed_compacted_verified_and_restored(
 
 
 def test_the_command_line_makes_one_and_an_import_turns_one_into_the_other(
-    run: Run, shop: Path, tmp_path: Path
+    run, shop, tmp_path
 ) -> None:
     words = ("--bundle", "b", "--vector-type", "fp16", "--json")
     printed(run("build", shop, "--out", tmp_path / "half", *words))
@@ -110,7 +110,7 @@ def test_the_command_line_makes_one_and_an_import_turns_one_into_the_other(
         assert round(plan["mapped_mb"]) == (977 if words else 1953)
 
 
-def test_cagra_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cagra_is_refused_by_name(monkeypatch) -> None:
     fake_gpu(monkeypatch)
     with pytest.raises(PlanError, match=r"cagra needs vectors in fp32.*flat or ivf-pq"):
         plan_index(1000, 64, IndexSettings("cagra", device="cuda"), "fp16")

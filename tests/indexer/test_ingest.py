@@ -3,7 +3,6 @@ stream of images behind it: in order, all threads at work, memory bounded."""
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from tests.tiny import encoded, photo
 
 
 @pytest.fixture
-def gallery(built: Path, embedder: CountingEmbedder) -> Iterator[Gallery]:
+def gallery(built, embedder) -> Iterator[Gallery]:
     """The gallery of the shop, opened; the embedder has counted nothing yet."""
     embedder.batches.clear()
     gallery = Gallery.open(built)
@@ -43,14 +42,7 @@ def add(gallery: Gallery, embedder: CountingEmbedder, **settings: int) -> AddRep
     return report
 
 
-def best(gallery: Gallery, embedder: CountingEmbedder, file: Path) -> str:
-    [hits] = gallery.search(query(embedder, file), 1)
-    return hits[0].key
-
-
-def test_only_what_is_new_or_changed_is_embedded(
-    gallery: Gallery, shop: Path, embedder: CountingEmbedder
-) -> None:
+def test_only_what_is_new_or_changed_is_embedded(gallery, shop, embedder) -> None:
     version, before = gallery.version, gallery.stored([*PHOTOS])
     report = add(gallery, embedder)
     assert (report.unchanged, report.embedded, gallery.version) == (6, 0, version)
@@ -61,7 +53,7 @@ def test_only_what_is_new_or_changed_is_embedded(
     assert (report.added, report.replaced, report.unchanged, report.embedded) == (2, 1, 5, 2)
     assert sum(embedder.batches) == 2
     for key in ("hat/new.png", "cup/a.png"):
-        assert best(gallery, embedder, shop / key) == key
+        assert gallery.search(query(embedder, shop / key), 1)[0][0].key == key
     new = gallery.stored(["hat/new.png"])["hat/new.png"]
     assert (new.path, new.format, new.attributes) == ("hat/new.png", "PNG", {"class": "hat"})
     now = gallery.stored([*PHOTOS])
@@ -71,11 +63,7 @@ def test_only_what_is_new_or_changed_is_embedded(
 
 
 def test_attributes_that_the_source_does_not_decide_on_stay_as_others_change_them_meanwhile(
-    gallery: Gallery,
-    built: Path,
-    shop: Path,
-    embedder: CountingEmbedder,
-    monkeypatch: pytest.MonkeyPatch,
+    gallery, built, shop, embedder, monkeypatch
 ) -> None:
     gallery.update({"f.gif": {"class": "toy", "price": 5}, "cup/a.png": {"price": 6, "size": 1}})
     (shop / "cup" / "a.png").write_bytes(encoded(photo(50)))
@@ -98,22 +86,8 @@ def test_attributes_that_the_source_does_not_decide_on_stay_as_others_change_the
     assert gallery.stored(["f.gif"])["f.gif"].attributes == {}
 
 
-@pytest.mark.parametrize(("batch_size", "workers"), [(1, 4), (100, 2)])
-def test_every_copy_in_every_batch_is_stored_with_the_same_vector(
-    gallery: Gallery, shop: Path, embedder: CountingEmbedder, batch_size: int, workers: int
-) -> None:
-    for number in range(9):
-        (shop / f"copy{number}.png").write_bytes(encoded(photo(99)))
-    report = add(gallery, embedder, batch_size=batch_size, workers=workers)
-    assert (report.added, report.embedded) == (9, 1)
-    assert 1 <= sum(embedder.batches) <= 1 + 2 * workers  # those in work at the same moment
-    assert gallery.size == 15
-    entries = gallery.entries([f"copy{number}.png" for number in range(9)])
-    assert len({entry.vector.tobytes() for entry in entries}) == 1
-
-
 def test_an_item_whose_file_cannot_be_read_any_more_stays_and_is_reported(
-    gallery: Gallery, shop: Path, embedder: CountingEmbedder
+    gallery, shop, embedder
 ) -> None:
     before = gallery.stored(["f.gif"])
     (shop / "f.gif").write_bytes(b"")
@@ -127,7 +101,7 @@ def test_an_item_whose_file_cannot_be_read_any_more_stays_and_is_reported(
 
 
 def test_what_does_not_belong_to_the_gallery_is_refused_before_the_work(
-    gallery: Gallery, shop: Path, embedder: CountingEmbedder
+    gallery, shop, embedder
 ) -> None:
     other, root = CountingEmbedder(bundle_id="c" * 64), gallery.image_root
     kinds = Record("new", "f.gif", {"colour": "red"}), Record("other", "f.gif", {"class": 5})
@@ -153,7 +127,7 @@ class Breaking(CountingEmbedder):
 
 
 def test_a_model_that_fails_ends_its_threads_and_keeps_what_was_finished(
-    gallery: Gallery, shop: Path, embedder: CountingEmbedder
+    gallery, shop, embedder
 ) -> None:
     for number in range(10):
         (shop / f"a{number}.png").write_bytes(encoded(photo(100 + number)))
@@ -173,7 +147,7 @@ def outcomes_of(source: Source, embedder: CountingEmbedder, *settings: int) -> d
 
 
 def test_unreadable_images_are_reported_with_reasons_and_do_not_stop_the_rest(
-    shop: Path, embedder: CountingEmbedder
+    shop, embedder
 ) -> None:
     cut = (shop / "cup" / "b.jpg").read_bytes()[:-200]
     wrong = {"text": (b"not an image", "not an image"), "empty": (b"", "empty")}
@@ -192,7 +166,7 @@ def test_unreadable_images_are_reported_with_reasons_and_do_not_stop_the_rest(
     assert "the limit is 10" in str(small["f.gif"].failure)
 
 
-def test_all_workers_embed_at_once(shop: Path) -> None:
+def test_all_workers_embed_at_once(shop) -> None:
     barrier = threading.Barrier(3, timeout=20)
 
     class Meeting(CountingEmbedder):
@@ -203,9 +177,7 @@ def test_all_workers_embed_at_once(shop: Path) -> None:
     assert len(outcomes_of(folder_source(shop), Meeting(), 1, 3)) == 6
 
 
-def test_only_a_bounded_number_of_batches_is_ahead_of_the_reader(
-    shop: Path, embedder: CountingEmbedder
-) -> None:
+def test_only_a_bounded_number_of_batches_is_ahead_of_the_reader(shop, embedder) -> None:
     for number in range(34):
         (shop / f"{number:03d}.png").write_bytes(encoded(photo(100 + number)))
     ahead: list[int] = []

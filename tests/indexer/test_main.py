@@ -12,7 +12,7 @@ from kinlens.embedder.errors import ProviderError
 from kinlens.indexer.__main__ import app
 from kinlens.indexer.gallery import Gallery
 from tests.embedder.bundles import write_full_bundle
-from tests.indexer.conftest import CountingEmbedder, Run, failure, usage
+from tests.indexer.conftest import failure, usage
 from tests.support.seams import options
 from tests.tiny import encoded, photo
 
@@ -40,13 +40,13 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_has_help_with_an_example(run: Run, command: str) -> None:
+def test_each_command_has_help_with_an_example(run, command: str) -> None:
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert f"Example: kinlens-index {command} " in " ".join(result.stdout.split())
 
 
-def test_an_error_is_one_line_without_a_traceback(run: Run, tmp_path: Path) -> None:
+def test_an_error_is_one_line_without_a_traceback(run, tmp_path) -> None:
     places = {"gone": tmp_path / "gone", "IMAGES": tmp_path / "gone", "o": tmp_path / "out"}
     for command, arguments in COMMANDS.items():
         if arguments:
@@ -78,14 +78,12 @@ def test_an_error_is_one_line_without_a_traceback(run: Run, tmp_path: Path) -> N
         ("plan 100 8 --memory-mb 0", "--memory-mb"),
     ],
 )
-def test_wrong_usage_exits_with_two(run: Run, built: Path, arguments: str, message: str) -> None:
+def test_wrong_usage_exits_with_two(run, built, arguments: str, message: str) -> None:
     given = [built if word == "GALLERY" else word for word in arguments.split()]
     assert message in usage(run(*given))
 
 
-def test_a_device_that_is_not_there_is_an_error(
-    run: Run, shop: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_not_there_is_an_error(run, shop, out, monkeypatch) -> None:
     def refused(bundle: Path, *others: object) -> None:
         raise ProviderError(" ".join(map(str, (bundle, *others))))
 
@@ -104,13 +102,7 @@ def test_a_device_that_is_not_there_is_an_error(
     ],
 )
 def test_an_interrupted_build_says_what_to_do(
-    run: Run,
-    shop: Path,
-    out: Path,
-    embedder: CountingEmbedder,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    message: str,
+    run, shop, out, embedder, monkeypatch, error: BaseException, message: str
 ) -> None:
     def failing(images: object) -> None:
         raise error
@@ -131,7 +123,7 @@ def device_is_full(*_: object) -> None:
 
 
 def test_a_failure_inside_the_engine_is_one_line_without_a_traceback(
-    shop: Path, out: Path, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    shop, out, tiny_bundle, monkeypatch
 ) -> None:
     monkeypatch.setattr("kinlens.embedder.engines.models.run_plain", device_is_full)
     line = failure(invoke("build", shop, "--bundle", tiny_bundle.path, "--out", out))
@@ -140,7 +132,7 @@ def test_a_failure_inside_the_engine_is_one_line_without_a_traceback(
 
 
 def test_a_gallery_names_the_precision_that_it_was_made_in_and_mixes_no_two_others(
-    shop: Path, out: Path, tiny_bundle: Bundle, tmp_path: Path
+    shop, out, tiny_bundle, tmp_path
 ) -> None:
     bundle = write_full_bundle(tiny_bundle, tmp_path).path
     built = invoke("build", shop, "--bundle", bundle, "--out", out, "--precision", "int8")

@@ -1,7 +1,5 @@
 """The plan: the right kind for the size, within the memory, refused by name where nothing fits."""
 
-from pathlib import Path
-
 import pytest
 
 from kinlens.embedder.errors import PlanError
@@ -68,7 +66,7 @@ def test_a_plan_that_cannot_be_made_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", ["hnsw", "ivf-pq"])
-def test_the_memory_of_a_plan_is_that_of_the_index(tmp_path: Path, kind: str) -> None:
+def test_the_memory_of_a_plan_is_that_of_the_index(tmp_path, kind: str) -> None:
     vectors = clumped(8_000, 32)
     plan = planned(*vectors.shape, kind=kind)
     facts = SegmentIndex.build(plan, vectors).save(tmp_path / "index")

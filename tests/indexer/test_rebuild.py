@@ -55,7 +55,7 @@ def photos() -> Photos:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, photos: Photos) -> Iterator[Gallery]:
+def shop(tmp_path, photos) -> Iterator[Gallery]:
     """A gallery of 40 images in classes of four, made with OLD, opened."""
     path = tmp_path / "shop"
     gallery = Gallery.create(path, name="shop", bundle_id=OLD.bundle_id, dim=OLD.dim)
@@ -68,17 +68,17 @@ def shop(tmp_path: Path, photos: Photos) -> Iterator[Gallery]:
 
 
 @pytest.fixture
-def target(shop: Gallery, tmp_path: Path) -> Path:
+def target(shop, tmp_path) -> Path:
     return tmp_path / "shop"
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def made(tmp_path) -> Path:
     return tmp_path / "made"
 
 
 @pytest.fixture
-def other(tmp_path: Path, photos: Photos) -> Path:
+def other(tmp_path, photos) -> Path:
     """A gallery that has nothing in common with it."""
     path = tmp_path / "other"
     facts = {"name": "other", "bundle_id": "b" * 64, "source_root": "/elsewhere"}
@@ -90,7 +90,7 @@ def other(tmp_path: Path, photos: Photos) -> Path:
 
 
 @pytest.fixture
-def follower(target: Path, photos: Photos) -> Iterator[Follower]:
+def follower(target, photos) -> Iterator[Follower]:
     with closing(Follower(target, NEW, photos.read, EmbedSettings(4, 2))) as one:
         yield one
 
@@ -111,7 +111,7 @@ def content(path: Path) -> dict[str, tuple[str, dict[str, object]]]:
 
 
 def test_the_target_takes_state_and_bundle_but_keeps_its_name_and_image_root(
-    target: Path, other: Path, photos: Photos
+    target, other, photos
 ) -> None:
     before = content(other)
     manifest = adopt(target, other)
@@ -125,9 +125,7 @@ def test_the_target_takes_state_and_bundle_but_keeps_its_name_and_image_root(
     assert adopt(target, other, image_root="/pictures").source_root == "/pictures"
 
 
-def test_writes_are_refused_while_the_last_changes_are_replayed(
-    shop: Gallery, target: Path, other: Path
-) -> None:
+def test_writes_are_refused_while_the_last_changes_are_replayed(shop, target, other) -> None:
     refused = []
 
     def change(_: Path) -> None:
@@ -148,7 +146,7 @@ def test_writes_are_refused_while_the_last_changes_are_replayed(
 
 
 def test_every_item_gets_a_vector_of_the_new_model_and_keeps_the_rest(
-    follower: Follower, target: Path, made: Path, photos: Photos
+    follower, target, made, photos
 ) -> None:
     """An image that is gone or was changed is listed as missing."""
     photos.gone = {"item 3"}
@@ -168,7 +166,7 @@ def test_every_item_gets_a_vector_of_the_new_model_and_keeps_the_rest(
 
 
 def test_changes_during_a_rebuild_and_an_interrupted_swap_are_in_the_new_generation(
-    shop: Gallery, follower: Follower, target: Path, made: Path, photos: Photos
+    shop, follower, target, made, photos
 ) -> None:
     calls: list[Callable[[], object]] = [
         lambda: shop.add([photos.entry("added", 500, stock=1)]),
@@ -202,7 +200,7 @@ def test_changes_during_a_rebuild_and_an_interrupted_swap_are_in_the_new_generat
 
 
 def test_no_acknowledged_change_is_lost_under_steady_writes(
-    shop: Gallery, follower: Follower, target: Path, made: Path, photos: Photos
+    shop, follower, target, made, photos
 ) -> None:
     entries = [photos.entry(f"steady {n}", 1000 + n) for n in range(200)]
     acknowledged: set[str] = set()
@@ -231,7 +229,7 @@ def test_no_acknowledged_change_is_lost_under_steady_writes(
 
 
 def test_a_gallery_that_a_build_replaced_meanwhile_is_left_alone(
-    follower: Follower, target: Path, made: Path, photos: Photos
+    follower, target, made, photos
 ) -> None:
     rebuild(follower, made)
     with closing(

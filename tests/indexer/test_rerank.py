@@ -13,7 +13,6 @@ import pytest
 
 from kinlens.embedder.errors import FilterError
 from kinlens.indexer.filters.tree import Equals
-from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import (
     CANDIDATES,
     Boost,
@@ -81,7 +80,7 @@ def check_order(store: VectorStore, count: int, orders: Sequence[SearchOptions])
         assert [hit.score for hit in hits] == pytest.approx(scores, abs=1e-6)
 
 
-def test_a_group_is_ranked_by_its_best_item(gallery: Gallery) -> None:
+def test_a_group_is_ranked_by_its_best_item(gallery) -> None:
     entries = no_copies(CANDIDATES - 20)
     gallery.add(entries)
     oracle, [query] = Oracle(gallery, entries), units(1, seed=5)
@@ -94,9 +93,7 @@ def test_a_group_is_ranked_by_its_best_item(gallery: Gallery) -> None:
         assert [group.hits[0].key for group in found] == expected
 
 
-def test_a_boost_scales_by_the_range_of_the_gallery_and_leaves_the_unknown_behind(
-    gallery: Gallery,
-) -> None:
+def test_a_boost_scales_by_the_range_of_the_gallery_and_leaves_the_unknown_behind(gallery) -> None:
     vector = units(1)[0]
     prices = {"cheap": 1, "dear": 101, "middle": 26, "unknown": None}
     gallery.add([entry(k, vector, {} if p is None else {"price": p}) for k, p in prices.items()])
@@ -114,7 +111,7 @@ def test_a_boost_scales_by_the_range_of_the_gallery_and_leaves_the_unknown_behin
     assert order("price:0.1") == ["cheap", "dear", "middle", "unknown"]  # no range, no boost
 
 
-def test_only_a_known_number_boosts(gallery: Gallery) -> None:
+def test_only_a_known_number_boosts(gallery) -> None:
     wanted = SearchOptions(boost=boost_of("colour:0.1"))
     assert gallery.search(units(1), 5, wanted) == [[]]
     gallery.add(shop(20))

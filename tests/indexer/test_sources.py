@@ -7,12 +7,7 @@ import pytest
 
 from kinlens.embedder.errors import ImageTooManyBytesError, SourceError
 from kinlens.indexer.images import inside, read_image
-from kinlens.indexer.ingest.sources import (
-    Source,
-    csv_source,
-    folder_source,
-    split_source,
-)
+from kinlens.indexer.ingest.sources import Source, csv_source, folder_source, split_source
 from tests.indexer.conftest import PHOTOS
 
 
@@ -20,9 +15,7 @@ def keys(source: Source) -> list[str]:
     return [record.key for record in source.records()]
 
 
-def test_a_folder_that_cannot_be_read_is_named_instead_of_left_out(
-    shop: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_read_is_named_instead_of_left_out(shop, monkeypatch) -> None:
     scandir = os.scandir
 
     def closed(path: str) -> object:
@@ -36,9 +29,7 @@ def test_a_folder_that_cannot_be_read_is_named_instead_of_left_out(
         folder_source(shop)
 
 
-def test_the_sub_folder_is_the_class_and_what_is_no_image_is_left_out(
-    shop: Path, tmp_path: Path
-) -> None:
+def test_the_sub_folder_is_the_class_and_what_is_no_image_is_left_out(shop, tmp_path) -> None:
     """Links to folders are not followed; the root may be one."""
     for name in (".thumbnails/t.jpg", "._f.gif", "notes.txt", "Thumbs.db", "hat/red/g.PNG"):
         (shop / name).parent.mkdir(exist_ok=True)
@@ -59,7 +50,7 @@ def test_the_sub_folder_is_the_class_and_what_is_no_image_is_left_out(
         assert read_image(root, "f.gif", 10**6)
 
 
-def test_a_folder_that_is_no_source_is_refused_by_name(shop: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_source_is_refused_by_name(shop, tmp_path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("x")
@@ -72,9 +63,7 @@ def test_a_folder_that_is_no_source_is_refused_by_name(shop: Path, tmp_path: Pat
             folder_source(*arguments)
 
 
-def test_a_link_out_of_the_root_and_what_is_no_regular_file_are_not_read(
-    shop: Path, tmp_path: Path
-) -> None:
+def test_a_link_out_of_the_root_and_what_is_no_regular_file_are_not_read(shop, tmp_path) -> None:
     (tmp_path / "secret.png").write_bytes(b"secret")
     (shop / "out.png").symlink_to(tmp_path / "secret.png")
     (shop / "in.png").symlink_to(shop / "f.gif")
@@ -92,7 +81,7 @@ def test_a_link_out_of_the_root_and_what_is_no_regular_file_are_not_read(
             read_image(shop, name, 10**6)
 
 
-def test_a_name_that_is_not_unicode_gets_a_printable_key_and_a_reason(shop: Path) -> None:
+def test_a_name_that_is_not_unicode_gets_a_printable_key_and_a_reason(shop) -> None:
     Path(os.fsdecode(os.fsencode(shop) + b"/caf\xe9.png")).write_bytes(b"x")
     [record] = [r for r in folder_source(shop).records() if r.key.startswith("caf")]
     assert record.key == "caf\\xe9.png"
@@ -109,20 +98,25 @@ def listed(tmp_path: Path, content: str | bytes) -> Path:
     return file
 
 
-def test_further_columns_of_a_csv_are_attributes(tmp_path: Path) -> None:
+def test_further_columns_of_a_csv_are_attributes_of_a_type(tmp_path) -> None:
     file = listed(
         tmp_path,
-        "colour,key,path,note\n"
-        'rot,Tasse №2,b.png,"gross, ""sehr"" gross"\n'
-        '"",A1,"a, b.png","zwei\nZeilen"\n',
+        "colour,key,path,price:number,sale:boolean,size:text,ns:tag:text\n"
+        'rot,Tasse №2,b.png, 12.50 ,TRUE,12,"gross, ""sehr"" gross"\n'
+        '"",A1,"a, b.png",-12345678901234567,false,,"zwei\nZeilen"\n'
+        "blue,c,c.png,,,1e3,y\n",
     )
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))  # as Windows does
-    source = csv_source(file)
-    assert keys(source) == ["Tasse №2", "A1"]
-    second, first = source.records()
-    assert [first.path, second.path] == ["a, b.png", "b.png"]
-    assert first.attributes == {"colour": "", "note": "zwei\r\nZeilen"}
-    assert second.attributes == {"colour": "rot", "note": 'gross, "sehr" gross'}
+    a, b, c = csv_source(file).records()
+    assert [(one.key, one.path) for one in (a, b)] == [("Tasse №2", "b.png"), ("A1", "a, b.png")]
+    tag = 'gross, "sehr" gross'
+    expected = {"colour": "rot", "price": 12.5, "sale": True, "size": "12", "ns:tag": tag}
+    assert a.attributes == expected
+    assert a.attributes["sale"] is True
+    expected = {"colour": "", "price": -12345678901234567, "sale": False, "size": ""}
+    assert b.attributes == expected | {"ns:tag": "zwei\r\nZeilen"}
+    assert isinstance(b.attributes["price"], int)
+    assert c.attributes == {"colour": "blue", "size": "1e3", "ns:tag": "y"}
 
 
 @pytest.mark.parametrize(
@@ -138,9 +132,7 @@ def test_further_columns_of_a_csv_are_attributes(tmp_path: Path) -> None:
         ("key,path\na,\u00fc.png\n".encode("latin-1"), "not UTF-8.*Save it as UTF-8"),
     ],
 )
-def test_a_malformed_csv_is_refused_precisely(
-    tmp_path: Path, content: str | bytes, message: str
-) -> None:
+def test_a_malformed_csv_is_refused_precisely(tmp_path, content: str | bytes, message: str) -> None:
     with pytest.raises(SourceError, match=message):
         csv_source(listed(tmp_path, content))
 
@@ -153,14 +145,14 @@ def test_a_malformed_csv_is_refused_precisely(
     ],
 )
 def test_a_key_or_path_that_leaves_the_root_is_refused_with_its_line(
-    tmp_path: Path, key: str, path: str
+    tmp_path, key: str, path: str
 ) -> None:
     file = listed(tmp_path, f'key,path\ngood,a.png\n"{key}","{path}"\n')
     with pytest.raises(SourceError, match=rf"list\.csv:3.*{'path' if key == 'a' else 'key'}"):
         csv_source(file)
 
 
-def test_the_fields_of_a_split_are_classes_and_its_keys_are_checked(tmp_path: Path) -> None:
+def test_the_fields_of_a_split_are_classes_and_its_keys_are_checked(tmp_path) -> None:
     source = split_source(listed(tmp_path, "b/2.jpg, 7, 3\na/1.jpg,6\nplain.jpg\n"))
     assert keys(source) == ["b/2.jpg", "a/1.jpg", "plain.jpg"]
     attributes = [dict(record.attributes) for record in source.records()]
@@ -170,22 +162,6 @@ def test_the_fields_of_a_split_are_classes_and_its_keys_are_checked(tmp_path: Pa
         split_source(listed(tmp_path, "a.jpg, 1\n../b.jpg, 1\n"))
     with pytest.raises(SourceError, match=r"'a' is on line 2 and on line 3"):
         split_source(listed(tmp_path, "b, 1\na, 1\na, 2\n"))
-
-
-def test_typed_columns_become_numbers_booleans_and_text(tmp_path: Path) -> None:
-    file = listed(
-        tmp_path,
-        "key,path,colour,price:number,sale:boolean,size:text,ns:tag:text\n"
-        "a,a.png,red, 12.50 ,TRUE,12,x\n"
-        "b,b.png,,-12345678901234567,false,,\n"
-        "c,c.png,blue,,,1e3,y\n",
-    )
-    a, b, c = (dict(record.attributes) for record in csv_source(file).records())
-    assert a == {"colour": "red", "price": 12.5, "sale": True, "size": "12", "ns:tag": "x"}
-    assert b == {"colour": "", "price": -12345678901234567, "sale": False, "size": "", "ns:tag": ""}
-    assert c == {"colour": "blue", "size": "1e3", "ns:tag": "y"}
-    assert isinstance(b["price"], int)
-    assert a["sale"] is True
 
 
 @pytest.mark.parametrize(
@@ -201,7 +177,7 @@ def test_typed_columns_become_numbers_booleans_and_text(tmp_path: Path) -> None:
     ],
 )
 def test_a_value_of_another_type_is_named_with_line_and_column(
-    tmp_path: Path, column: str, value: str, message: str
+    tmp_path, column: str, value: str, message: str
 ) -> None:
     file = listed(tmp_path, f"key,path,{column}\na,a.png,\nb,b.png,{value}\n")
     with pytest.raises(SourceError, match=message):

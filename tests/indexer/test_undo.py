@@ -1,7 +1,6 @@
 """Removed items come back for a day, whole and as they were, or not at all."""
 
 import time
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery, stored_contents
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
 from kinlens.indexer.types import SearchOptions
-from tests.indexer.conftest import Run, failure, faults, printed, usage
+from tests.indexer.conftest import failure, faults, printed, usage
 from tests.indexer.oracle import contents, entry, units
 from tests.support.waiting import until
 
@@ -18,7 +17,7 @@ VECTORS = units(60)
 
 
 @pytest.fixture
-def stocked(gallery: Gallery) -> Gallery:
+def stocked(gallery) -> Gallery:
     """Sixty items, forty of them in a segment."""
     entries = [entry(f"k{n}", row, {"n": n, "even": n % 2 == 0}) for n, row in enumerate(VECTORS)]
     gallery.add(entries[:40])
@@ -37,7 +36,7 @@ def checked(gallery: Gallery) -> dict[str, tuple[object, ...]]:
     return found
 
 
-def test_what_was_removed_comes_back_as_it_was_under_new_numbers(stocked: Gallery) -> None:
+def test_what_was_removed_comes_back_as_it_was_under_new_numbers(stocked) -> None:
     before, other = checked(stocked), Gallery.open(stocked.path)
     old = {item.key: item.id for item in stocked.items()}
     keys = [f"k{n}" for n in range(30, 50)]  # of the segment, and later ones
@@ -58,7 +57,7 @@ def test_what_was_removed_comes_back_as_it_was_under_new_numbers(stocked: Galler
     other.close()
 
 
-def test_a_compaction_erases_the_removed_items_that_it_has_seen(stocked: Gallery) -> None:
+def test_a_compaction_erases_the_removed_items_that_it_has_seen(stocked) -> None:
     stocked.remove(["k1"])
     sha = [entry("k1", VECTORS[1]).sha256, entry("k2", VECTORS[2]).sha256]
 
@@ -77,9 +76,7 @@ def test_a_compaction_erases_the_removed_items_that_it_has_seen(stocked: Gallery
     assert checked(stocked).keys() == {f"k{n}" for n in range(60)} - {"k1", "k2"}
 
 
-def test_an_automatic_compaction_leaves_a_day_to_undo(
-    stocked: Gallery, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_automatic_compaction_leaves_a_day_to_undo(stocked, monkeypatch) -> None:
     keys = [f"k{n}" for n in range(30)]  # of the forty in the segment
     segment = stocked.facts().segment
     stocked.remove(keys[:10])
@@ -97,7 +94,7 @@ def test_an_automatic_compaction_leaves_a_day_to_undo(
 
 
 def test_a_key_that_has_another_item_stays_and_the_last_of_several_removed_ones_comes_back(
-    stocked: Gallery,
+    stocked,
 ) -> None:
     stocked.remove(["k1", "k2"])
     stocked.add([entry("k1", units(1, 7)[0], {"n": 1, "even": False}, content="new")])
@@ -112,7 +109,7 @@ def test_a_key_that_has_another_item_stays_and_the_last_of_several_removed_ones_
     assert stocked.restore(["k3"]) == []  # a replaced item is not a removed one
 
 
-def test_the_command_brings_items_back(run: Run, stocked: Gallery, tmp_path: Path) -> None:
+def test_the_command_brings_items_back(run, stocked, tmp_path) -> None:
     path = stocked.path
     run("remove", path, "k1", "k2", "k3")
     shown = run("unremove", path, "k1", "nobody")

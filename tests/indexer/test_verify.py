@@ -1,7 +1,6 @@
 """Verification finds what is wrong and accepts what only looks alike; statistics."""
 
 import shutil
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from kinlens.indexer.checks.verify import VerifySettings, measured_recall, verif
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.index.segment import read_manifest, write_manifest
-from kinlens.indexer.ingest.build import BuildReport
 from tests.indexer.conftest import (
     CountingEmbedder,
     catalog_of,
@@ -31,7 +29,7 @@ from tests.tiny import encoded, photo
 
 
 @pytest.fixture(scope="module")
-def random_gallery(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def random_gallery(tmp_path_factory) -> Path:
     """1,000 random vectors with an approximate index that has not to try hard; do not change."""
     path = tmp_path_factory.mktemp("random") / "large"
     with closing(Gallery.create(path, name="large", bundle_id="b" * 64, dim=DIM)) as gallery:
@@ -41,15 +39,12 @@ def random_gallery(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def large(random_gallery: Path, tmp_path: Path) -> Path:
+def large(random_gallery, tmp_path) -> Path:
     return Path(shutil.copytree(random_gallery, tmp_path / "large"))
 
 
 def test_a_good_gallery_has_no_problems_nor_have_copies_and_equal_pixels(
-    shop: Path,
-    build: Callable[[], BuildReport],
-    out: Path,
-    embedder: CountingEmbedder,
+    shop, build, out, embedder
 ) -> None:
     (shop / "a-copy.gif").write_bytes((shop / "f.gif").read_bytes())
     (shop / "z.bmp").write_bytes(encoded(photo(1), "BMP"))
@@ -61,9 +56,7 @@ def test_a_good_gallery_has_no_problems_nor_have_copies_and_equal_pixels(
         assert (report.recall, report.index, report.is_good) == (1.0, "flat", True)
 
 
-def test_vectors_under_the_wrong_items_are_found_with_the_images_only(
-    built: Path, embedder: CountingEmbedder
-) -> None:
+def test_vectors_under_the_wrong_items_are_found_with_the_images_only(built, embedder) -> None:
     gallery = Gallery.open(built)
     first, second = gallery.entries(["cup/a.png", "cup/b.jpg"])
     gallery.remove([first.key, second.key])
@@ -76,7 +69,7 @@ def test_vectors_under_the_wrong_items_are_found_with_the_images_only(
     assert verify_gallery(built).problems == ()
 
 
-def test_a_column_that_does_not_say_what_its_items_say_is_found(built: Path) -> None:
+def test_a_column_that_does_not_say_what_its_items_say_is_found(built) -> None:
     segment = segment_of(built)
     data = (segment / "columns.bin").read_bytes()
     (segment / "columns.bin").write_bytes(data.replace(b"cuphat", b"cuphut"))
@@ -91,9 +84,7 @@ def test_a_column_that_does_not_say_what_its_items_say_is_found(built: Path) -> 
     assert verify_gallery(built).problems == ()
 
 
-def test_images_that_are_gone_changed_or_moved_are_named(
-    built: Path, shop: Path, tmp_path: Path, embedder: CountingEmbedder
-) -> None:
+def test_images_that_are_gone_changed_or_moved_are_named(built, shop, tmp_path, embedder) -> None:
     moved = shop.rename(tmp_path / "moved")
     assert len(verify_gallery(built, embedder).problems) == 6
     settings = VerifySettings(image_root=moved)
@@ -107,7 +98,7 @@ def test_images_that_are_gone_changed_or_moved_are_named(
         verify_gallery(built, CountingEmbedder(bundle_id="c" * 64))
 
 
-def test_damaged_files_are_found_and_not_repaired_silently(built: Path) -> None:
+def test_damaged_files_are_found_and_not_repaired_silently(built) -> None:
     for name, damage, message in (
         ("columns.bin", flipped, r"columns\.bin has sha256 .*compact GALLERY --rebuild"),
         ("gone.bin", Path.unlink, r"compact GALLERY --rebuild"),
@@ -128,7 +119,7 @@ def test_damaged_files_are_found_and_not_repaired_silently(built: Path) -> None:
         verify_gallery(built)
 
 
-def test_recall_is_that_of_a_comparison_by_hand_and_below_the_target_not_good(large: Path) -> None:
+def test_recall_is_that_of_a_comparison_by_hand_and_below_the_target_not_good(large) -> None:
     queries = units(50, 1)
     gallery = Gallery.open(large)
     ids = np.array([item.id for item in gallery.items()])
@@ -149,7 +140,7 @@ def test_recall_is_that_of_a_comparison_by_hand_and_below_the_target_not_good(la
 # The facts about a gallery.
 
 
-def test_stats_count_what_was_indexed_and_what_was_changed_since(built: Path, shop: Path) -> None:
+def test_stats_count_what_was_indexed_and_what_was_changed_since(built, shop) -> None:
     stats = gallery_stats(built)
     assert (stats.size, stats.distinct_images, stats.left_out) == (6, 6, 0)
     assert stats.formats == dict.fromkeys(("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP"), 1)

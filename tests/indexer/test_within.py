@@ -23,9 +23,7 @@ def some(chance: random.Random) -> Entry:
     return Entry(made.key, made.vector, made.sha256, made.attributes, keeps=chance.random() < 0.3)
 
 
-def test_whatever_is_done_within_a_filter_the_items_outside_stay_as_they_are(
-    gallery: Gallery,
-) -> None:
+def test_whatever_is_done_within_a_filter_the_items_outside_stay_as_they_are(gallery) -> None:
     """By drawing changes; those that are refused have changed nothing at all."""
     chance = random.Random(7)
     others = [f"other{n}" for n in range(4)]

@@ -9,14 +9,7 @@ import pytest
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit
-from kinlens.indexer.calibration import (
-    CALIBRATION,
-    Calibrated,
-    Fit,
-    Labelled,
-    Shares,
-    choose,
-)
+from kinlens.indexer.calibration import CALIBRATION, Calibrated, Fit, Labelled, Shares, choose
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry
 from tests.embedder.bundles import CALIBRATION as BUNDLE

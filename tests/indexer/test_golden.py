@@ -14,13 +14,7 @@ from kinlens.embedder.errors import (
 from kinlens.golden import Label
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.golden import (
-    MAX_QUERIES,
-    GoldenResults,
-    GoldenSet,
-    NewQuery,
-    change,
-)
+from kinlens.indexer.golden import MAX_QUERIES, GoldenResults, GoldenSet, NewQuery, change
 from kinlens.indexer.golden import labelled as golden_labels
 from kinlens.indexer.live.backup import restore
 from tests.indexer.conftest import Run, failure, flipped, printed

@@ -332,19 +332,25 @@ def test_names_in_a_snapshot_cannot_leave_the_folder(original, address, tmp_path
             Follower(address, tmp_path / "copy").update()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "point",
+    [
+        "generation: before sync of segment.json",
+        "generation: before rename",
+        "generation: after rename",
+        "copy: before rename",
+        "current: before rename",
+        "follow: after commit",
+    ],
+)
 def test_a_first_copy_that_is_killed_anywhere_can_be_begun_again(
-    original: Gallery, address: str, tmp_path: Path
+    original: Gallery, address: str, follower: Follower, point: str
 ) -> None:
-    points = points_of(Follower(address, tmp_path / "whole").update)
-    names = [point for point in points if "generation" in point]
-    assert len(names) > 1
-    for number, name in enumerate([*names, "current: before rename", "follow: after commit"]):
-        copy = tmp_path / f"copy{number}"
-        assert killed_at(crasher.follow_shop, original.path, address, copy, name), name
-        Follower(address, copy).update()
-        check_same(original, copy)
-        assert {file.name for file in (copy / "downloads").iterdir()} == {"LOCK", "CHECKED"}
+    assert killed_at(crasher.follow_shop, original.path, address, follower.folder, point)
+    follower.update()
+    check_same(original, follower.folder)
+    left = {file.name for file in (follower.folder / "downloads").iterdir()}
+    assert left == {"LOCK", "CHECKED"}
 
 
 def test_what_was_downloaded_before_an_interruption_is_not_downloaded_again(

@@ -7,7 +7,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from kinlens.indexer.gallery import Gallery, delete_gallery
+from kinlens.indexer.gallery import delete_gallery
 from kinlens.service.api.items import MAX_KEYS
 from kinlens.service.galleries.items import MAX_ATTRIBUTES
 from kinlens.service.galleries.uploads import UploadFolder
@@ -349,20 +349,3 @@ def test_an_id_of_another_generation_removes_nothing(tmp_path, data, closes) -> 
     assert [*listed(shop)] == ["precious", "other"]
     assert shop.client.delete(url, params={"version": after}).json()["removed"] == 1
     assert [*listed(shop)] == ["other"]
-
-
-def test_an_item_replaced_during_its_removal_stays(shop, data, monkeypatch) -> None:
-    [item] = shop.put({"k": data[0]})["items"]
-    read = Gallery.item
-
-    def replace_after(gallery: Gallery, item_id: int) -> Any:
-        found = read(gallery, item_id)
-        monkeypatch.setattr(Gallery, "item", read)
-        shop.put({"k": data[1]})
-        return found
-
-    monkeypatch.setattr(Gallery, "item", replace_after)
-    assert_problem(shop.client.delete(f"{shop.url}/items/{item['id']}"), 404, "unknown-item")
-    [left] = shop.items()["items"]
-    assert (left["key"], left["sha256"]) == ("k", sha256(data[1]))
-    assert shop.photos() == {sha256(data[1])}

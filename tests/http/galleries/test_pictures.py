@@ -5,9 +5,8 @@ import errno
 import http.client
 import io
 import json
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -259,23 +258,3 @@ def test_an_image_is_converted_once_outside_the_service(tmp_path, monkeypatch, c
             assert opened(answer.content).size == (MAX_SIDE_PX, 273)
             assert answer.headers["content-type"] == "image/jpeg"
     assert made == 4
-
-
-def test_more_conversions_than_may_wait_are_refused(tmp_path, monkeypatch, closes) -> None:
-    shop = closes(start_shop(tmp_path, queue_size=1))
-    begun, go = threading.Event(), threading.Event()
-
-    async def held(*_: Any) -> bytes:
-        begun.set()
-        await asyncio.to_thread(go.wait, WAIT_S)
-        return b"jpeg"
-
-    shop.put({f"{n}": encoded(photo(n), "TIFF") for n in range(20)})
-    links = [shop.link(f"{n}") for n in range(20)]
-    monkeypatch.setattr(shop.running.runtime.search_threads, "render", held)
-    with ThreadPoolExecutor(20) as clients:
-        answers = [clients.submit(shop.client.get, link) for link in links]
-        assert begun.wait(WAIT_S)
-        assert_problem(next(as_completed(answers)).result(), 503, "overloaded")
-        go.set()
-    assert {answer.result().status_code for answer in answers} == {200, 503}

@@ -191,6 +191,18 @@ def test_all_parts_are_restored_and_unfinished_jobs_have_failed(made, tmp_path) 
     assert any("images of gallery shelf" in text for text in report.not_contained)
 
 
+def test_parts_stored_elsewhere_are_named_with_the_way_to_save_them(host) -> None:
+    settings = Settings(
+        state=host / "state",
+        galleries=("far=milvus://127.0.0.1:1/far", "copy=file:///elsewhere/shop"),
+        pictures=(f"far={host / 'shared'}",),
+    )
+    found = backups.back_up(settings, host / "other", lambda _: None).not_contained
+    assert any("kinlens-index export milvus://127.0.0.1:1/far" in text for text in found)
+    assert any(f"shared images far={host}" in text for text in found)
+    assert any("copy, a copy of file:///elsewhere/shop" in text for text in found)
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -227,6 +239,20 @@ def test_existing_parts_are_replaced_only_with_replace(host, tmp_path) -> None:
     arguments = ("--state", tmp_path / "other")
     assert "--gallery shelf=" in call("restore", host / "saved", *arguments, code=1).stderr
     assert "No backup at" in call("restore", tmp_path / "none", *arguments, code=1).stderr
+
+
+def test_a_restore_by_another_user_than_that_of_the_service_says_what_to_run(
+    host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, shelf, model = tmp_path / "state", tmp_path / "shelf of shoes", tmp_path / "model"
+    arguments = ["--state", state, "--bundle", model, "--gallery", f"shelf={shelf}"]
+    first = call("restore", host / "saved", *arguments).stderr
+    assert ("restored files belong to root" in first) == (os.geteuid() == 0)
+    owner = state.stat()
+    monkeypatch.setattr(os, "geteuid", lambda: owner.st_uid + 1)
+    warned = call("restore", host / "saved", *arguments, "--replace").stderr
+    ids = f"{owner.st_uid}:{owner.st_gid}"
+    assert f"chown -R {ids} {state} '{shelf}' {model}" in warned
 
 
 def dying(number: int, work: Callable[..., Any], *arguments: Any, **options: Any) -> None:

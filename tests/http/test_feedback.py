@@ -122,6 +122,15 @@ def test_while_it_is_off_nothing_is_accepted_or_written(tmp_path, photos) -> Non
     assert not list(shop.state.glob("feedback*"))
 
 
+def test_only_answers_to_one_whole_image_or_item_have_an_id(shop, photos) -> None:
+    assert answer_id(shop, photos[0], crop="0,0,0.5,0.5") is None
+    files = [("image", photos[0]), ("image", photos[1])]
+    assert shop.client.post("/search", files=files).json()["answer_id"] is None
+    apart = shop.client.post("/search/batch", files=files).json()
+    assert all(one["answer"]["answer_id"] for one in apart["answers"])
+    assert answer_id(shop, photos[0], negative="0.png") == answer_id(shop, photos[0])
+
+
 def test_a_forged_answer_id_is_refused(shop, tmp_path, photos) -> None:
     own = answer_id(shop, photos[7])
     with contextlib.closing(FeedbackStore(tmp_path / "other")) as store:

@@ -120,38 +120,28 @@ def refuses(layer: str, what: str) -> bool:
     return what not in SECCOMP_ONLY and sandbox.landlock_version() >= SINCE.get(what, 1)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_replacement_enters_the_same_layers(monkeypatch, target, name: str) -> None:
-    with hostile(monkeypatch, [name], restarts=1) as decoder:
-        [layer] = decoder.layers
-        if not layer.holds:
-            pytest.skip(f"{name} is absent here: {layer.absence}")
+def test_a_replacement_enters_the_same_layers(monkeypatch, target) -> None:
+    with hostile(monkeypatch, restarts=1) as decoder:
+        layers = decoder.layers
+        if not any(layer.holds for layer in layers):
+            pytest.skip(f"this kernel has no layer: {layers[0].absence}")
         code = START.format(layers=(), fault="")  # none if it were rehearsed
         monkeypatch.setattr(decoders, "_CODE", code)
         os.kill(decoder.pid, signal.SIGKILL)
         assert_decodes(decoder)
         assert attempt(decoder, "read", str(target.keys)) == "PermissionError"
-        assert decoder.layers == [layer]
+        assert decoder.layers == layers
 
 
-@pytest.mark.parametrize(
-    ("rehearse", "ended_by"),
-    [("time.sleep(60)", "SIGALRM"), ("os.kill(os.getpid(), 9)", "SIGKILL")],
-)
-def test_a_timeout_in_a_layer_ends_the_process(rehearse: str, ended_by: str) -> None:
+def test_a_timeout_in_a_layer_ends_the_process() -> None:
     """The service then starts another process, so none decodes without the layer."""
     code = (
-        "import os, time; from kinlens.service.encoding import sandbox; sandbox._REHEARSAL_S = 1; "
-        f"sandbox._LAYERS['slow'] = lambda: None; sandbox.enter(lambda: {rehearse}, ['slow'])"
+        "import time; from kinlens.service.encoding import sandbox; sandbox._REHEARSAL_S = 1; "
+        "sandbox._LAYERS['slow'] = lambda: None; sandbox.enter(lambda: time.sleep(60), ['slow'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    cause = f"decoding a small image in the layer slow was ended by {ended_by}; the limit is 1 s"
+    cause = "decoding a small image in the layer slow was ended by SIGALRM; the limit is 1 s"
     assert f"TimeoutError: {cause}" in done.stderr
-
-
-def test_every_format_is_decoded_in_all_layers(monkeypatch) -> None:
-    with hostile(monkeypatch) as decoder:
-        assert_decodes(decoder, FORMATS)
 
 
 def test_a_kernel_without_the_layers_decodes_and_names_the_cure(monkeypatch) -> None:
@@ -162,19 +152,13 @@ def test_a_kernel_without_the_layers_decodes_and_names_the_cure(monkeypatch) -> 
         assert_decodes(decoder, FORMATS)
 
 
-def test_a_layer_that_prevents_decoding_is_not_entered(monkeypatch) -> None:
+def test_every_format_is_decoded_and_a_layer_that_prevents_it_is_not_entered(monkeypatch) -> None:
+    with hostile(monkeypatch) as decoder:
+        assert_decodes(decoder, FORMATS)
     with hostile(monkeypatch, fault="foreign") as decoder:
         by_name = {layer.name: layer for layer in decoder.layers}
         assert not by_name["seccomp"].holds
         assert "No image can be decoded in it" in by_name["seccomp"].absence
-
-
-def test_another_system_has_no_layer_and_starts_no_child(monkeypatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.delattr("os.fork")
-    layers = sandbox.enter(lambda: None)
-    assert [layer.holds for layer in layers] == [False, False]
-    assert all("darwin has none. Run" in layer.absence for layer in layers)
 
 
 @pytest.mark.parametrize("machine", HEADERS)

@@ -1,4 +1,4 @@
-"""Every route and every kind of caller, in a table; and secrets that are never shown."""
+"""Every route, odd spelling and kind of caller; and secrets that are never shown."""
 
 import json
 import re

@@ -1,15 +1,21 @@
-"""Metrics and logs: what is counted, and what is never written."""
+"""Metrics and logs: what is counted, what is never written; and pages without a key or a rate
+limit, which are cheap to request often.
+"""
 
+import asyncio
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import structlog
 
-from kinlens.service.jobs.store import ACTIVE, ENDED
+from kinlens.service.http import openapi
+from kinlens.service.observe import metrics
 from kinlens.service.observe.metrics import CONTENT_TYPE
-from tests.support.seams import JobStore, KeyStore
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -53,11 +59,9 @@ def test_stages_batches_and_galleries_are_published(start_service, photos) -> No
     assert 'kinlens_gallery_items{gallery="shop"} 12.0' in text
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_a_deleted_gallery_has_no_metrics(start_service, tmp_path, monkeypatch, is_shared) -> None:
+def test_a_deleted_gallery_has_no_metrics(start_service, tmp_path, monkeypatch) -> None:
     service = start_service(state=tmp_path / "state", anonymous_scopes=("admin",))
-    if is_shared:  # as of several processes
-        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))  # as of several processes
     service.client.post("/galleries", json={"name": "gone"}).raise_for_status()
     line = 'kinlens_gallery_items{gallery="gone"}'
     assert line in service.client.get("/metrics").text
@@ -123,26 +127,67 @@ def test_a_log_line_has_nothing_of_the_upload(start_service, photos) -> None:
     assert str(photos[0][:40]) not in str(events)
 
 
-def test_jobs_are_counted_by_state(start_service, tmp_path) -> None:
-    (tmp_path / "state").mkdir()
-    store = JobStore(tmp_path / "state" / "service.sqlite")
-    ids = [store.create("compact", f"g{number}", {}, "test").id for number in range(3)]
-    assert all(store.begin(job_id) for job_id in ids)
-    assert store.succeed(ids[0])
-    assert all(store.fail(job_id, "why") for job_id in ids[1:])
-    service = start_service(state=tmp_path / "state")
-    service.client.get("/metrics").raise_for_status()
-    found = {state: service.metric("kinlens_jobs", state=state) for state in (*ACTIVE, *ENDED)}
-    assert found == {"queued": 0, "running": 0, "succeeded": 1, "failed": 2, "cancelled": 0}
+class Counted:
+    """Calls `work`, and counts the calls, apart those that held up the event loop."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self.calls = self.on_the_loop = 0
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.calls += 1
+        try:
+            asyncio.get_running_loop()
+            self.on_the_loop += 1
+        except RuntimeError:  # a thread without a loop
+            pass
+        return self._work(*given, **named)
 
 
-def test_requests_above_a_rate_are_counted(start_service, tmp_path) -> None:
-    secret = KeyStore(tmp_path / "state" / "keys.json").create("till", ("search",))
-    service = start_service(
-        state=tmp_path / "state", rate_limit_per_key="1/hour", rate_limit_per_address="2/hour"
-    )
-    for headers, count in (({"X-API-Key": secret}, 3), ({}, 5)):
-        for _ in range(count):
-            service.client.get("/galleries", headers=headers)
-    assert service.metric("kinlens_rate_limited_total", by="key") == 2
-    assert service.metric("kinlens_rate_limited_total", by="address") == 3
+def ask_often(url: str, path: str) -> list[httpx.Response]:
+    """Eighty answers, asked for by four clients at once."""
+
+    def ask(_: int) -> list[httpx.Response]:
+        with httpx.Client(base_url=url) as client:
+            return [client.get(path) for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as clients:
+        return [answer for answers in clients.map(ask, range(4)) for answer in answers]
+
+
+def test_scrapes_share_one_rendering(start_service, tmp_path, monkeypatch) -> None:
+    service = start_service()
+    # As of several processes, whose files are all read for a rendering.
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    rendered = Counted(metrics.render)
+    monkeypatch.setattr(metrics, "render", rendered)
+    started = time.monotonic()
+    answers = ask_often(service.url, "/metrics")
+    seconds = time.monotonic() - started
+    assert {answer.status_code for answer in answers} == {200}
+    assert all(b"kinlens_gallery_items" in answer.content for answer in answers)
+    assert 1 <= rendered.calls <= seconds + 1
+    assert rendered.on_the_loop == 0
+
+
+def test_the_document_and_its_page_are_rendered_once(start_service, monkeypatch) -> None:
+    made = Counted(openapi.render_docs), Counted(openapi.get_openapi)
+    monkeypatch.setattr(openapi, "render_docs", made[0])
+    monkeypatch.setattr(openapi, "get_openapi", made[1])
+    service = start_service()
+    for path in ("/docs", "/openapi.json"):
+        answers = ask_often(service.url, path)
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.content for answer in answers}) == 1
+    assert [one.calls for one in made] == [1, 1]
+    assert [one.on_the_loop for one in made] == [0, 0]
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+def test_a_known_document_is_304(running_service, path: str) -> None:
+    answer = running_service.client.get(path)
+    known = {"If-None-Match": answer.headers["etag"]}
+    again = running_service.client.get(path, headers=known)
+    assert (again.status_code, again.content) == (304, b"")
+    assert again.headers["etag"] == answer.headers["etag"]
+    assert running_service.client.get(path, headers={"If-None-Match": '"x"'}).status_code == 200

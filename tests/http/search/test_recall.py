@@ -1,6 +1,5 @@
 """Online recall: a sample of searches is repeated exactly, in the background."""
 
-import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from kinlens.embedder.types import Hit
 from kinlens.indexer.types import SearchOptions
-from tests.support.seams import recall_of
 from tests.support.servers import WAIT_S, FakeGallery
 from tests.support.waiting import until
 
@@ -63,7 +60,6 @@ def test_one_in_n_searches_is_measured(start_service, gallery, photos) -> None:
     ("kind", "sample", "fields"),
     [
         ("flat", 1, {}),
-        (None, 1, {}),
         ("hnsw", 0, {}),
         ("hnsw", 1, {"exact": "true"}),
         ("hnsw", 1, {"diversity": "0.1"}),  # in another order than that of the scores
@@ -77,39 +73,3 @@ def test_exact_search_is_not_measured(start_service, gallery, photos, kind, samp
     until(lambda: not service.runtime.sampler.is_running)
     assert gallery.exact == (4 if "exact" in fields else 0)
     assert sampled(service) == 0
-
-
-def test_only_one_measurement_runs_at_a_time(start_service, gallery, photos) -> None:
-    service = start_service(recall_sample=1, search_threads=1)
-    gallery.gate.clear()
-    for data in photos:
-        assert service.search(data).status_code == 200
-    assert gallery.exact == 1
-    gallery.gate.set()
-    until(lambda: sampled(service) == 1)
-
-
-def test_a_changed_gallery_is_not_measured(start_service, gallery, photos, monkeypatch) -> None:
-    service = start_service(recall_sample=1)
-    gallery.gate.clear()
-    service.search(photos[0])
-    until(lambda: gallery.exact == 1)
-    gallery.version = "changed"
-    gallery.gate.set()
-    new = itertools.count(1)  # another k each time, since a cached answer is not measured
-    until(lambda: gallery.exact > 1 or service.search(photos[1], k=next(new)).status_code != 200)
-    until(lambda: 1 <= sampled(service) == gallery.exact - 1)
-
-
-@pytest.mark.parametrize(
-    ("scores", "recall"),
-    [
-        ((0.9, 0.8, 0.8, 0.7), 1.0),
-        ((), 0.0),
-        ((0.9, 0.8, 0.6, 0.5), 0.5),
-        ((0.9, 0.8, 0.7, 0.7), 1.0),  # equals count as equal
-    ],
-)
-def test_recall_is_the_share_of_the_true_best(scores: tuple[float, ...], recall: float) -> None:
-    exact = [Hit(number, "", score) for number, score in enumerate((0.9, 0.8, 0.8, 0.7))]
-    assert recall_of([Hit(n, "", score) for n, score in enumerate(scores)], exact) == recall

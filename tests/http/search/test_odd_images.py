@@ -64,9 +64,10 @@ def test_every_odd_image_gets_its_status() -> None:
     assert sum(image.same for image in odd_images()) >= 100
     with started() as service:
         for number, image in enumerate(odd_images()):
-            after = replace(GOOD, data=GOOD.data + number.to_bytes(4, "big"))  # in no cache
-            fault = fault_of(image, send(service, image))
-            faults[image.name] = fault or fault_of(after, send(service, after))
+            faults[image.name] = fault_of(image, send(service, image))
+            if image.status != 200 and faults[image.name] is None:
+                after = replace(GOOD, data=GOOD.data + number.to_bytes(4, "big"))  # in no cache
+                faults[image.name] = fault_of(after, send(service, after))
         search_threads = service.runtime.search_threads
         assert (search_threads.restarts, search_threads.kills, search_threads.waiting) == (0, 0, 0)
         assert service.client.get("/ready").status_code == 200

@@ -1,8 +1,8 @@
 """Every route, odd spelling and kind of caller; and secrets that are never shown."""
 
+import contextlib
 import json
 import re
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
 from tests.support.own_process import own_process
 from tests.support.routes import FREE, RIGHTS, rights_of
-from tests.support.seams import KeyStore, RouteTable
+from tests.support.seams import KeyStore
 from tests.support.servers import DEFAULTS, Running, run
 from tests.tiny import encoded, photo
 
@@ -98,14 +98,6 @@ def test_without_keys_changes_are_closed_with_a_hint(start_service, store) -> No
     store.revoke("a")
     service = start_service(state=store.path.parent)
     assert ask(service, "PUT", "/galleries/a/items").status_code == 403
-
-
-def test_without_anonymous_scopes_a_search_needs_a_key(start_service, store, texts) -> None:
-    service = start_service(state=store.path.parent, anonymous_scopes=())
-    callers = ("none", "search", "garbage")
-    statuses = [ask(service, "GET", "/galleries", bearer(texts[n])).status_code for n in callers]
-    assert statuses == [401, 200, 401]
-    assert ask(service, "GET", "/live").status_code == 200
 
 
 def test_anonymous_scopes_do_not_apply_to_pages_of_other_sites(start_service, tmp_path) -> None:
@@ -234,28 +226,6 @@ def used(url: str, text: str) -> list[str]:
 ODD = ("%0A", "%0D", "%00", "%0D%0A", "%C2%85", "/", "%2F", "//", "/%0A", "%0Ax", "%20", "?%0A")
 
 
-@pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("state")
-
-
-@pytest.fixture(scope="module")
-def owner(state: Path) -> dict[str, str]:
-    """The headers of a key."""
-    return {"x-api-key": KeyStore(state / "keys.json").create("owner", ["admin"])}
-
-
-@pytest.fixture(scope="module")
-def closed(state: Path, owner: dict[str, str]) -> Iterator[Running]:
-    """A service where nobody may do anything without a key; `/export` has no rule."""
-    settings = Settings(**DEFAULTS | {"state": state, "anonymous_scopes": ()})
-    app = create_app(settings, FakeEmbedder(), {})
-    app.add_api_route("/export", lambda: Response("all of it"), methods=["GET"])
-    service = run(app)
-    yield service
-    service.close()
-
-
 def send_as_is(service: Running, method: str, target: str) -> tuple[int, bytes]:
     """Status and body, of a target that is sent just as it is."""
     body = b'{"name": "evil"}'
@@ -275,24 +245,25 @@ def variants(template: str) -> list[str]:
     return [path, encoded, "/%0A" + path[1:], *slashed, *(path + odd for odd in ODD)]
 
 
-def test_no_spelling_of_a_closed_path_is_open(closed) -> None:
+def test_no_spelling_of_a_closed_path_is_open_nor_a_route_without_a_rule(tmp_path) -> None:
+    owner = {"x-api-key": KeyStore(tmp_path / "keys.json").create("owner", ["admin"])}
+    settings = Settings(**DEFAULTS | {"state": tmp_path, "anonymous_scopes": ()})
+    app = create_app(settings, FakeEmbedder(), {})
+    app.add_api_route("/export", lambda: Response("all of it"), methods=["GET"])
     seen = set()
-    for route in RouteTable(closed.app.routes).served:
-        if route.rule.scope is None or route.method == "HEAD":
-            continue
-        for target in variants(route.template):
-            status, body = send_as_is(closed, route.method, target)
-            seen.add(status)
-            assert status in (400, 401, 404, 405), (route.method, target, status, body)
-            assert (status == 401) or target != variants(route.template)[0]
-    assert {400, 401, 404} <= seen
-    assert closed.runtime.registry.names() == []
-
-
-def test_a_route_that_is_served_but_has_no_rule_needs_an_admin(closed, owner) -> None:
-    assert closed.client.get("/export").status_code == 401
-    assert closed.client.get("/export", headers=owner).text == "all of it"
-    assert closed.client.get("/exports").status_code == 404
+    with contextlib.closing(run(app)) as service:
+        for route in (route for route, right in RIGHTS.items() if right.scope is not FREE):
+            method, template = route.split()
+            first, *others = variants(template)
+            assert send_as_is(service, method, first)[0] == 401
+            for target in others:
+                status, body = send_as_is(service, method, target)
+                seen.add(status)
+                assert status in (400, 401, 404, 405), (method, target, status, body)
+        assert {400, 401, 404} <= seen
+        assert service.runtime.registry.names() == []
+        assert service.client.get("/export").status_code == 401
+        assert service.client.get("/export", headers=owner).text == "all of it"
 
 
 @pytest.mark.parametrize(("path", "meant"), [("/galleries/", "/galleries"), ("/ui", "/ui/")])

@@ -5,8 +5,6 @@ import gc
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,13 +21,12 @@ from kinlens.embedder.manifest import FP32, Mode
 from kinlens.embedder.session import OnnxEmbedder
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS
-from tests.support.own_process import children
+from tests.support.own_process import children, own_process
 from tests.support.seams import NoProcessError, Workers, fork_server, workers_module
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
 pytestmark = pytest.mark.skipif(not Workers.can_run(), reason="fork servers need Linux")
-ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
@@ -179,37 +176,25 @@ def test_unreferenced_workers_end(tiny_bundle) -> None:
     until(lambda: all(is_gone(pid) for pid in pids))
 
 
-PARENT = """
-import sys, time
-from kinlens.embedder.session import OnnxEmbedder
-from kinlens.service.encoding.workers import Workers
+def test_server_and_workers_end_when_the_service_dies(tiny_settings, tmp_path) -> None:
+    with own_process(tmp_path / "log", may_be_killed=True, **tiny_settings) as service:
 
-embedder = OnnxEmbedder.open(sys.argv[1])
-workers = Workers(embedder, 1024, 20.0, 2)
-image = embedder.known_images()[0]
-workers.start(image, embedder.embed(embedder.preprocess(image)[None])[0])
-while not workers.is_ready:
-    time.sleep(0.05)
-print("pids", *[each.pid for each in workers.pool.decoders], flush=True)
-sys.stdin.read()
-"""
+        def workers() -> set[int]:
+            return {pid for server in children(service.pid) for pid in children(server)}
+
+        until(workers)
+        pids = workers() | children(service.pid)
+        service.process.kill()
+    until(lambda: all(is_gone(pid) for pid in pids))
 
 
-def test_server_and_workers_end_when_the_service_dies(tiny_bundle) -> None:
-    command = [sys.executable, "-c", PARENT, str(tiny_bundle.path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as parent:
-        line = next(line for line in parent.stdout if line.startswith("pids"))
-        pids = [int(word) for word in line.split()[1:]]
-        servers = children(parent.pid)
-        parent.kill()
-    assert pids
-    assert servers
-    until(lambda: all(is_gone(pid) for pid in [*pids, *servers]))
-
-
-def test_a_worker_is_confined_as_a_decoding_process_is(tiny_bundle, monkeypatch) -> None:
+def test_a_hostile_worker_is_confined_and_reaches_nothing(
+    tiny_bundle, monkeypatch, tmp_path
+) -> None:
+    code = START.format(layers=("landlock", "seccomp"), fault="")
+    monkeypatch.setattr(fork_server, "CODE", code.replace("decode_worker", "fork_server"))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    (tmp_path / "keys.json").write_text("{}")
     with running(tiny_bundle) as workers:
         until(lambda: workers.is_ready)
         [worker] = workers.pool.decoders
@@ -221,15 +206,6 @@ def test_a_worker_is_confined_as_a_decoding_process_is(tiny_bundle, monkeypatch)
         assert "Max core file size        0" in limits
         assert "Max file size             0" in limits
         assert len(list((process / "task").iterdir())) == 1
-
-
-def test_a_hostile_worker_reaches_nothing(tiny_bundle, monkeypatch, tmp_path) -> None:
-    code = START.format(layers=("landlock", "seccomp"), fault="")
-    monkeypatch.setattr(fork_server, "CODE", code.replace("decode_worker", "fork_server"))
-    (tmp_path / "keys.json").write_text("{}")
-    with running(tiny_bundle) as workers:
-        until(lambda: workers.is_ready)
-        [worker] = workers.pool.decoders
         if not any(layer.holds for layer in worker.layers):
             pytest.skip(f"this kernel has no layer: {worker.layers[0].absence}")
         for what in ("read", "remove"):

@@ -5,17 +5,23 @@ limit, which are cheap to request often.
 import asyncio
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import structlog
 
+from kinlens.indexer.types import SearchOptions
 from kinlens.service.http import openapi
 from kinlens.service.observe import metrics
 from kinlens.service.observe.metrics import CONTENT_TYPE
+from tests.support.servers import FakeGallery
+from tests.support.waiting import until
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -59,19 +65,7 @@ def test_stages_batches_and_galleries_are_published(start_service, photos) -> No
     assert 'kinlens_gallery_items{gallery="shop"} 12.0' in text
 
 
-def test_a_deleted_gallery_has_no_metrics(start_service, tmp_path, monkeypatch) -> None:
-    service = start_service(state=tmp_path / "state", anonymous_scopes=("admin",))
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))  # as of several processes
-    service.client.post("/galleries", json={"name": "gone"}).raise_for_status()
-    line = 'kinlens_gallery_items{gallery="gone"}'
-    assert line in service.client.get("/metrics").text
-    service.client.delete("/galleries/gone").raise_for_status()
-    clock = time.monotonic
-    monkeypatch.setattr("kinlens.service.concurrency.time.monotonic", lambda: clock() + 1.0)
-    assert line not in service.client.get("/metrics").text
-
-
-def test_every_metric_is_described_with_its_labels_and_nothing_else_is(start_service) -> None:
+def test_every_metric_is_described_and_the_pages_name_no_other_one(start_service) -> None:
     service = start_service()
     service.search(b"")
     service.client.get("/metrics").raise_for_status()
@@ -82,18 +76,14 @@ def test_every_metric_is_described_with_its_labels_and_nothing_else_is(start_ser
         for family in metrics.registry.collect()
     }
     assert described.keys() == families.keys()
+    pages = "\n".join(page.read_text("utf-8") for page in DOCS.glob("*.md"))
+    named = set(re.findall(r"\b(kinlens_\w+?)(?:_sum|_count|_bucket)?\b(?![/.])", pages))
+    assert len(named) > 5
+    assert named <= described.keys()
     for name, (labels, text) in described.items():
         assert text.endswith("."), name
         for sample in families[name].samples:
             assert sample.labels.keys() - {"le"} == set(labels), name
-
-
-def test_every_metric_that_a_page_names_is_there(start_service) -> None:
-    names = {name for name, *_ in start_service().runtime.metrics.described()}
-    text = "\n".join(page.read_text("utf-8") for page in DOCS.glob("*.md"))
-    found = set(re.findall(r"\b(kinlens_\w+?)(?:_sum|_count|_bucket)?\b(?![/.])", text))
-    assert len(found) > 5
-    assert found <= names
 
 
 @pytest.mark.parametrize("is_isolated", [False, True])
@@ -127,21 +117,14 @@ def test_a_log_line_has_nothing_of_the_upload(start_service, photos) -> None:
     assert str(photos[0][:40]) not in str(events)
 
 
-class Counted:
-    """Calls `work`, and counts the calls, apart those that held up the event loop."""
+def counted(work: Callable[..., Any], on_the_loop: list[bool]) -> Callable[..., Any]:
+    """Notes for each call of `work` whether it holds up the event loop."""
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
-        self.calls = self.on_the_loop = 0
+    def call(*given: Any, **named: Any) -> Any:
+        on_the_loop.append(asyncio._get_running_loop() is not None)
+        return work(*given, **named)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        self.calls += 1
-        try:
-            asyncio.get_running_loop()
-            self.on_the_loop += 1
-        except RuntimeError:  # a thread without a loop
-            pass
-        return self._work(*given, **named)
+    return call
 
 
 def ask_often(url: str, path: str) -> list[httpx.Response]:
@@ -159,35 +142,54 @@ def test_scrapes_share_one_rendering(start_service, tmp_path, monkeypatch) -> No
     service = start_service()
     # As of several processes, whose files are all read for a rendering.
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    rendered = Counted(metrics.render)
-    monkeypatch.setattr(metrics, "render", rendered)
+    rendered: list[bool] = []
+    monkeypatch.setattr(metrics, "render", counted(metrics.render, rendered))
     started = time.monotonic()
     answers = ask_often(service.url, "/metrics")
     seconds = time.monotonic() - started
     assert {answer.status_code for answer in answers} == {200}
     assert all(b"kinlens_gallery_items" in answer.content for answer in answers)
-    assert 1 <= rendered.calls <= seconds + 1
-    assert rendered.on_the_loop == 0
+    assert 1 <= len(rendered) <= seconds + 1
+    assert not any(rendered)
 
 
 def test_the_document_and_its_page_are_rendered_once(start_service, monkeypatch) -> None:
-    made = Counted(openapi.render_docs), Counted(openapi.get_openapi)
-    monkeypatch.setattr(openapi, "render_docs", made[0])
-    monkeypatch.setattr(openapi, "get_openapi", made[1])
+    made: list[bool] = []
+    for name in ("render_docs", "get_openapi"):
+        monkeypatch.setattr(openapi, name, counted(getattr(openapi, name), made))
     service = start_service()
     for path in ("/docs", "/openapi.json"):
         answers = ask_often(service.url, path)
         assert {answer.status_code for answer in answers} == {200}
         assert len({answer.content for answer in answers}) == 1
-    assert [one.calls for one in made] == [1, 1]
-    assert [one.on_the_loop for one in made] == [0, 0]
+    assert made == [False, False]
 
 
-@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
-def test_a_known_document_is_304(running_service, path: str) -> None:
-    answer = running_service.client.get(path)
-    known = {"If-None-Match": answer.headers["etag"]}
-    again = running_service.client.get(path, headers=known)
-    assert (again.status_code, again.content) == (304, b"")
-    assert again.headers["etag"] == answer.headers["etag"]
-    assert running_service.client.get(path, headers={"If-None-Match": '"x"'}).status_code == 200
+class Approximate(FakeGallery):
+    """Misses its best item unless it is asked to be exact."""
+
+    exact = 0
+
+    def facts(self) -> Any:
+        return SimpleNamespace(segment=SimpleNamespace(kind="hnsw"))
+
+    def search(self, queries: Any, k: int, options: SearchOptions | None = None) -> Any:
+        options = options or SearchOptions()
+        self.exact += options.exact
+        missed = options if options.exact else replace(options, offset=options.offset + 1)
+        return super().search(queries, k, missed)
+
+
+def sampled(service: Any) -> float:
+    return service.metric("kinlens_online_recall_count", gallery="shop")
+
+
+def test_one_in_n_searches_is_measured(start_service, embedder, photos) -> None:
+    gallery = Approximate(embedder, photos)
+    service = start_service(galleries={"shop": gallery}, recall_sample=3)
+    for number in range(9):
+        service.search(photos[number], k=4)
+        until(lambda number=number: sampled(service) == (number + 1) // 3)
+    assert gallery.exact == 3
+    total = service.metric("kinlens_online_recall_sum", gallery="shop")
+    assert total == pytest.approx(3 * 3 / 4)  # of four true ones the best is missing

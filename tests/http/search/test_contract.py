@@ -12,16 +12,6 @@ from tests.tiny import encoded
 GOOD = encoded(render(4))  # the fourth image of the gallery
 
 
-def test_an_image_of_the_gallery_is_found_at_rank_one(running_service, photos) -> None:
-    for number, data in enumerate(photos):
-        hits = running_service.search(data, k=10_000).json()["hits"]
-        assert hits[0]["id"] == number
-        assert hits[0]["score"] == pytest.approx(1, abs=1e-4)
-        scores = [hit["score"] for hit in hits]
-        assert len(hits) == len(photos)
-        assert scores == sorted(scores, reverse=True)
-
-
 def test_an_answer_has_every_field_of_the_contract(running_service, photos) -> None:
     response = running_service.search(photos[0], k=2, gallery="shop", min_score=-1)
     answer = response.json()
@@ -96,15 +86,6 @@ def test_each_bad_request_is_a_documented_problem(running_service, name: str) ->
         assert problem["errors"][0]["name"] in (*name.split(), "image", "crop")
     assert running_service.search(GOOD, k=1).json()["hits"][0]["id"] == 4
     assert running_service.client.get("/ready").status_code == 200
-
-
-def test_the_first_gallery_is_the_default(start_service, gallery, hung, photos) -> None:
-    service = start_service(galleries={"shop": gallery, "hung": hung})
-    assert service.search(photos[0]).json()["gallery"] == "shop"
-    answer = service.search(photos[0], gallery="hung").json()
-    assert (answer["gallery"], answer["count"]) == ("hung", 3)
-    listed = service.client.get("/galleries").json()
-    assert [entry["name"] for entry in listed["galleries"]] == ["shop", "hung"]
 
 
 def test_an_unexpected_error_is_a_plain_500(start_service, gallery, photos, monkeypatch) -> None:

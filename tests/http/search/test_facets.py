@@ -26,13 +26,6 @@ def naive(numbers: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def test_facets_are_absent_unless_requested(market) -> None:
-    assert "facets" not in found(market, photo(1))
-    page = market.client.get("/galleries/shop/items", params={"limit": 1}).json()
-    assert page.keys() == {"total", "offset", "items", "last", "generation"}
-    assert page["items"][0].keys() == {"id", "key", "attributes", "sha256", "image"}
-
-
 @pytest.mark.parametrize(
     ("asked", "fitting"),
     [

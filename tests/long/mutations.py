@@ -41,7 +41,7 @@ MUTATIONS = {
         "service/settings.py",
         "redis_timeout_ms: int = Field(default=50,",
         "redis_timeout_ms: int = Field(default=500,",
-        ("tests/http/load/test_redis_faults.py", "-k", "default"),
+        ("tests/http/load/test_redis.py", "-k", "default"),
     ),
     "workers": Mutation(
         "service/commands/serve.py",

@@ -24,7 +24,7 @@ PROOFS = {
         "training/test_trainer.py",
     ),
     "Readiness means it": ("http/observe/test_health.py",),
-    "Redis may die": ("http/load/test_redis_faults.py", "http/access/test_rates.py"),
+    "Redis may die": ("http/load/test_redis.py", "http/access/test_rates.py"),
 }
 RAW = "https://raw.githubusercontent.com/kinlens/kinlens/main/"
 

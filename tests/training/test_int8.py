@@ -8,13 +8,14 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from numpy.typing import NDArray
 from onnx import TensorProto
 from torch import nn
 
 from kinlens.embedder.types import Embeddings, Images
 from kinlens.training.export import int8 as int8_module
 from kinlens.training.export.bundle import write_onnx
-from kinlens.training.export.int8 import quantize_int8
+from kinlens.training.export.int8 import gptq, quantize_int8
 
 SIDE = 24
 Kind = Callable[[], nn.Module]
@@ -133,3 +134,41 @@ def test_other_layers_are_only_rounded(make: Callable[[Kind], Export]) -> None:
     export = make(Tokens)
     assert TensorProto.INT8 in {t.data_type for t in onnx.load(export.int8).graph.initializer}
     assert export.int8.read_bytes() == export.plain.read_bytes()
+
+
+def correlated(groups: int, columns: int, seed: int = 0) -> NDArray[np.float64]:
+    """A covariance (G, K, K) of full rank, far from diagonal."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(groups, 3 * columns, columns)) + 2 * rng.normal(
+        size=(groups, 3 * columns, 1)
+    )
+    x *= rng.uniform(0.5, 2, size=(groups, 1, columns))
+    return np.asarray(x.swapaxes(1, 2) @ x / x.shape[1])
+
+
+def by_the_definition(
+    weights: NDArray[np.float64], scales: NDArray[np.float64], covariance: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Equation 2 of the paper for one group: the inverse of each step is computed afresh."""
+    order = list(np.argsort(-np.diag(covariance), kind="stable"))
+    damped = covariance + 0.01 * np.diag(covariance).mean() * np.eye(len(order))
+    left, codes = weights.copy(), np.zeros_like(weights)
+    for position, column in enumerate(order):
+        inverse = np.linalg.inv(damped[np.ix_(order[position:], order[position:])])
+        codes[:, column] = np.clip(np.rint(left[:, column] / scales), -127, 127)
+        error = (left[:, column] - codes[:, column] * scales) / inverse[0, 0]
+        left[:, order[position:]] -= error[:, None] * inverse[0]
+    return codes
+
+
+def test_gptq_is_its_definition_in_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_module, "_BLOCK", 8)
+    weights = np.random.default_rng(1).normal(size=(3, 5, 20))
+    scales = np.abs(weights).max(axis=2, keepdims=True) / 20  # coarse; some codes leave ±127
+    scales[:, 0] /= 10
+    covariance = correlated(3, 20)
+    found = gptq(weights, scales, covariance)
+    assert np.abs(found).max() == 127
+    for group in range(3):
+        expected = by_the_definition(weights[group], scales[group, :, 0], covariance[group])
+        np.testing.assert_array_equal(found[group], expected)

@@ -12,6 +12,7 @@ import pooch
 from kinlens.embedder.errors import DatasetError
 
 _CHUNK = 2**18
+_SPACE_FACTOR = 2.1  # times the archive, as images unpack to about its size
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,12 @@ def obtain(
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not archive.exists():
+            free, needed = shutil.disk_usage(root).free / 1e9, _SPACE_FACTOR * source.gigabytes
+            if free < needed:
+                raise DatasetError(
+                    f"{root} has {free:.2f} GB free; {needed:.2f} GB are needed to download and "
+                    f"unpack {source.name}. Free space or choose another --root."
+                )
             report(f"{source.name} is being downloaded: {source.gigabytes:g} GB.")
         _fetch(source, (url,) if url else source.urls, archive)
         report(f"{source.name} is unpacked.")

@@ -153,6 +153,14 @@ def test_what_cannot_be_unpacked_is_named_and_leaves_nothing_behind(tmp_path: Pa
         obtain(source, tmp_path / "data" / "birds.tgz" / "below")
 
 
+def test_a_full_disk_is_told_before_the_download(tmp_path: Path) -> None:
+    with http_site(Site(tgz(BIRDS))) as site:
+        source = replace(source_of(site.content, site.url), gigabytes=10**9)
+        with pytest.raises(DatasetError, match=r"GB free; 2100000000.00 GB are needed .*--root"):
+            obtain(source, tmp_path)
+    assert site.asked == 0
+
+
 def test_nothing_is_unpacked_outside_the_folder(tmp_path: Path) -> None:
     source = put_archive(tmp_path / "data", tgz({"birds/1.jpg": b"1", "../../up.txt": b"2"}))
     with pytest.raises(tarfile.OutsideDestinationError):

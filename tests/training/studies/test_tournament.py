@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +202,25 @@ def test_a_run_leaves_its_job_its_output_and_why_it_died(
     assert run_in_process(JOB, tmp_path) == reason
     assert load_job(tmp_path / "job.toml") == JOB
     assert reason or (tmp_path / "output.log").read_text() == "epoch 1\n"
+
+
+def test_interrupting_a_tournament_stops_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import os, signal; print(os.getpid(), flush=True); "
+        "os.kill(os.getppid(), signal.SIGINT); signal.pause()"
+    )
+    monkeypatch.setattr(tournament, "command", lambda job, folder: [sys.executable, "-c", code])
+    # Where the tests run in the background of a shell, this signal is ignored from the start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_process(JOB, tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "output.log").read_text()), 0)
 
 
 def test_a_folder_has_one_tournament(tmp_path: Path) -> None:

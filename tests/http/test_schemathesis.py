@@ -23,7 +23,7 @@ from tests.support.seams import KeyStore
 from tests.tiny import encoded, photo
 
 LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
-PHASES = "examples,coverage,fuzzing" + (",stateful" if LONG else "")
+PHASES = "examples,coverage" + (",fuzzing,stateful" if LONG else "")
 EXAMPLES = 150 if LONG else 5
 SEEDS = (5, 6, 7) if LONG else (5,)
 PHOTO = encoded(photo(0))
@@ -112,38 +112,19 @@ GOOD, BAD = {200}, {400, 408, 411, 413, 415, 422, 431, 501}
 ODD: dict[str, tuple[str, list[str], bytes, set[int]]] = {
     "a form in chunks": (SEARCH, [FORM, CHUNKED], chunked(form()), GOOD),
     "a chunk of no size": (SEARCH, [FORM, CHUNKED], chunked(form(), "zz"), BAD),
-    "a chunk of a negative size": (SEARCH, [FORM, CHUNKED], chunked(form(), "-5"), BAD),
-    "a chunk larger than memory": (SEARCH, [FORM, CHUNKED], chunked(form(), "f" * 15), BAD),
     "two lengths": (SEARCH, [FORM, "Content-Length: 3", "Content-Length: 4"], b"abc", BAD),
     "a length and chunks": (SEARCH, [FORM, "Content-Length: 3", CHUNKED], b"0\r\n\r\n", BAD),
-    "a length of no number": (SEARCH, [FORM, "Content-Length: many"], b"", BAD),
     "a negative length": (SEARCH, [FORM, "Content-Length: -1"], b"", BAD),
-    "a transfer encoding of no use": (SEARCH, [FORM, "Transfer-Encoding: gzip"], b"", BAD),
-    "another boundary": (SEARCH, [FORM], form("c", "--c--\r\n"), BAD),
-    "no boundary": (SEARCH, ["Content-Type: multipart/form-data"], form(), BAD),
-    "an endless boundary": (SEARCH, [FORM + "x" * 5000], form(), BAD),
     "no end of the form": (SEARCH, [FORM], form(tail=""), BAD),
-    "an empty form": (SEARCH, [FORM], b"", BAD),
     "no content type": (SEARCH, [], form(), BAD),
     "a content type of no sense": (SEARCH, ["Content-Type: ;;;=\xff"], form(), BAD),
-    "two content types": (SEARCH, [FORM, JSON], form(), GOOD | BAD),
-    "a content type of 20 KB": (SEARCH, ["Content-Type: image/" + "x" * 20_000], PHOTO, GOOD),
     "JSON of another encoding": (SEARCH, [JSON], '{"k": 1}'.encode("utf-16"), BAD),
-    "JSON of a great depth": (SEARCH, [JSON], b"[" * 100_000, BAD),
     "JSON of a great number": (SEARCH, [JSON], b'{"k": ' + b"9" * 5_000 + b"}", BAD),
     "a body packed with gzip": (
         *(SEARCH, [FORM, "Content-Encoding: gzip"], gzip.compress(form()), BAD),
     ),
-    "JSON packed with gzip": (
-        *(SEARCH, [JSON, "Content-Encoding: gzip"], gzip.compress(b"{}"), BAD),
-    ),
-    "a header of 200 KB": (SEARCH, [FORM, "X-Odd: " + "x" * 200_000], form(), BAD),
-    "3,000 headers": (SEARCH, [FORM, *(f"X-{n}: 1" for n in range(3_000))], form(), GOOD | BAD),
     "a header without a colon": (SEARCH, [FORM, "nothing"], form(), BAD),
     "a zero byte in a header": (SEARCH, [FORM, "X-Odd: a\0b"], form(), BAD),
-    "a header that is no ASCII": (SEARCH, [FORM, "X-Odd: \xff\xfe"], form(), GOOD | BAD),
-    "a request id of another line": (SEARCH, [FORM, "X-Request-Id: a\r\n b"], form(), GOOD | BAD),
-    "a key that is no ASCII": (SEARCH, [FORM, "X-API-Key: \xff"], form(), {401, 429} | BAD),
     "ranges": (
         "GET /ui/shared/icon.svg HTTP/1.1",
         ["Range: bytes=9-1,-5,a"],
@@ -151,19 +132,12 @@ ODD: dict[str, tuple[str, list[str], bytes, set[int]]] = {
         {200, 206, 400, 416},
     ),
     "an address of 100 KB": (f"GET /{'x' * 100_000} HTTP/1.1", [], b"", {404, 414} | BAD),
-    "half a percent": ("GET /galleries/%f/items HTTP/1.1", [], b"", {404} | BAD),
-    "no UTF-8": ("GET /galleries/%ff%fe HTTP/1.1", [], b"", {404} | BAD),
-    "a zero byte in the address": ("GET /galleries/a%00b HTTP/1.1", [], b"", {404} | BAD),
     "a line in the address": ("GET /galleries/a%0d%0aX:%20b HTTP/1.1", [], b"", {404} | BAD),
     "a way up": ("GET /ui/..%2f..%2fapp.py HTTP/1.1", [], b"", {404} | BAD),
-    "another way up": ("GET /ui/../../../etc/passwd HTTP/1.1", [], b"", {404} | BAD),
     "a whole address": ("GET http://elsewhere/live HTTP/1.1", [], b"", {200, 404} | BAD),
     "a method of no sense": ("BREW /search HTTP/1.1", [], b"", {403, 405} | BAD),
-    "a trace": ("TRACE /search HTTP/1.1", [], b"", {403, 405} | BAD),
     "a tunnel": ("CONNECT elsewhere:80 HTTP/1.1", [], b"", {404, 405} | BAD),
-    "another protocol": ("GET /live HTTP/9.9", [], b"", {200, 505} | BAD),
     "no protocol": ("hello", [], b"", BAD),
-    "an upgrade": ("GET /live HTTP/1.1", ["Connection: Upgrade", "Upgrade: h2c"], b"", {200}),
 }
 
 

@@ -1,11 +1,15 @@
 """Near-duplicates over HTTP: groups, refusals, and searches that omit them."""
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from kinlens.service.api import duplicates
-from tests.support.shops import Shop, assert_problem
+from tests.support.shops import Shop, assert_problem, start_shop
+from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
 
@@ -72,3 +76,24 @@ def test_invalid_questions_are_refused_with_a_cure(twins, data, monkeypatch) -> 
     assert "removes equal content" in assert_problem(grouped, 422, "invalid-parameter")["detail"]
     monkeypatch.setattr(duplicates, "MAX_ITEMS", 5)
     assert "Run kinlens-index duplicates" in refused()
+
+
+def test_one_scan_runs_at_a_time_until_the_limit(tmp_path, monkeypatch, closes) -> None:
+    shop = closes(start_shop(tmp_path, request_timeout_ms=300))
+    seen, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: Any, on_progress: Callable[[int], None], **options: Any) -> None:
+        seen.set()
+        go_on.wait(30)
+        on_progress(1)
+        raise AssertionError("the client has disconnected")
+
+    ask = f"{shop.url}/duplicates?min_score=0.9"
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(duplicates, "find_duplicates", slow)
+        first = pool.submit(shop.client.get, ask)
+        assert seen.wait(30)
+        assert_problem(shop.client.get(ask), 503, "overloaded")
+        assert_problem(first.result(), 503, "deadline-exceeded")
+    go_on.set()
+    until(lambda: shop.client.get(ask).status_code == 200)

@@ -19,7 +19,6 @@ from tests.support.milvus_server import MilvusServer, started_server
 from tests.support.seams import KeyStore, Limits, MilvusStore
 from tests.support.servers import DEFAULTS, Running, run
 from tests.support.shops import Shop, assert_problem
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.milvus
 
@@ -96,54 +95,43 @@ def test_a_key_with_a_filter_is_read_only_on_milvus(server, start, photos, tmp_p
     assert_problem(refused, 403, "not-allowed")
 
 
-def test_every_replica_reads_and_writes_items(server, start, photos) -> None:
+def test_items_are_put_searched_changed_and_removed(server, start, photos) -> None:
     publish(server, "items", FakeEmbedder())
-    one, other = start("items"), start("items")
-    put = one.put({f"{n:03d}": data for n, data in enumerate(photos)}, colour="red")
+    shop = start("items")
+    put = shop.put({f"{n:03d}": data for n, data in enumerate(photos)}, colour="red")
     assert put["added"] == len(photos)
-
-    assert keys(other.running.search(photos[3], k=2))[0] == "003"
-    found = other.running.search(photos[3], k=2, filter='colour = "red"').json()
-    assert found["hits"][0]["score"] == pytest.approx(1, abs=1e-3)
-    photo = other.client.get(found["hits"][0]["image"])
-    assert photo.content == photos[3]
-    small = other.client.get(found["hits"][0]["image"] + "&size=160")
+    [hit] = shop.search(photos[3], k=1, filter='colour = "red"').json()["hits"]
+    assert (hit["key"], hit["score"]) == ("003", pytest.approx(1, abs=1e-3))
+    assert shop.client.get(hit["image"]).content == photos[3]
+    small = shop.client.get(f"{hit['image']}&size=160")
     assert small.headers["content-type"] == "image/jpeg"
 
     changes = {"003": {"colour": "blue", "price": 5}, "004": {"colour": "blue"}}
-    other.client.patch("/galleries/shop/items", json={"changes": changes}).raise_for_status()
-    blue = one.running.search(photos[3], k=9, filter='colour = "blue"')
-    assert sorted(keys(blue)) == ["003", "004"]
-    groups = one.running.search(photos[3], k=5, group_by="colour").json()["groups"]
+    shop.client.patch(f"{shop.url}/items", json={"changes": changes}).raise_for_status()
+    assert sorted(keys(shop.search(photos[3], k=9, filter='colour = "blue"'))) == ["003", "004"]
+    groups = shop.search(photos[3], k=5, group_by="colour").json()["groups"]
     assert sorted(group["value"] for group in groups) == ["blue", "red"]
-    assert [item["key"] for item in other.items(key_prefix="00", limit=200)["items"]]
-    assert other.gallery()["size"] == len(photos)
-    assert {one["name"] for one in other.gallery()["attributes"]} == {"colour", "price"}
-
-    similar = one.client.get(
-        f"/galleries/shop/items/{found['hits'][0]['id']}/similar", params={"k": 3}
-    )
-    assert "003" not in keys(similar)
-    assert len(keys(similar)) == 3
+    assert {one["name"] for one in shop.gallery()["attributes"]} == {"colour", "price"}
+    similar = shop.client.get(f"{shop.url}/items/{hit['id']}/similar", params={"k": 3})
+    assert len(set(keys(similar)) - {"003"}) == 3
     batch = [{"positives": ["004"], "k": 1}, {"positives": ["005"], "k": 2}]
-    answered = one.client.post("/search/batch", json={"queries": batch}).json()["answers"]
+    answered = shop.client.post("/search/batch", json={"queries": batch}).json()["answers"]
     assert [len(one["answer"]["hits"]) for one in answered] == [1, 2]
 
-    removed = one.client.delete("/galleries/shop/items", params={"key": "003"})
-    assert removed.json()["removed"] == 1
-    assert "003" not in keys(other.running.search(photos[3], k=12))
-    assert other.client.get(found["hits"][0]["image"]).status_code == 404
-    assert len(list((one.state / "pictures").glob("*/*"))) == len(photos) - 1
+    assert shop.remove("003") == 1
+    assert shop.client.get(hit["image"]).status_code == 404
+    assert len(list((shop.state / "pictures").glob("*/*"))) == len(photos) - 1
     many = {"filter": 'colour = "blue"'}
-    assert one.client.post("/galleries/shop/items/delete", json=many).json()["removed"] == 1
-    [hit] = other.running.search(photos[5], k=1).json()["hits"]
-    assert other.client.delete(f"/galleries/shop/items/{hit['id']}").json()["removed"] == 1
-    assert sorted(keys(one.running.search(photos[5], k=12))) == [
-        f"{n:03d}" for n in range(len(photos)) if n not in (3, 4, 5)
-    ]
-    one.client.get("/metrics")
-    assert one.running.metric("kinlens_milvus_seconds_count", call="upsert") >= 1
-    assert one.running.metric("kinlens_gallery_items", gallery="shop") == len(photos) - 3
+    assert shop.client.post(f"{shop.url}/items/delete", json=many).json()["removed"] == 1
+    [hit] = shop.search(photos[5], k=1).json()["hits"]
+    assert shop.client.delete(f"{shop.url}/items/{hit['id']}").json()["removed"] == 1
+    left = [f"{n:03d}" for n in range(len(photos)) if n not in (3, 4, 5)]
+    assert sorted(keys(shop.search(photos[5], k=12))) == left
+    listed = shop.items(key_prefix="00", limit=200)["items"]
+    assert sorted(item["key"] for item in listed) == [key for key in left if key.startswith("00")]
+    shop.client.get("/metrics")
+    assert shop.running.metric("kinlens_milvus_seconds_count", call="upsert") >= 1
+    assert shop.running.metric("kinlens_gallery_items", gallery="shop") == len(left)
 
 
 def test_a_new_alias_is_served(server, start, tmp_path, make_tiny_bundle, photos) -> None:
@@ -156,25 +144,10 @@ def test_a_new_alias_is_served(server, start, tmp_path, make_tiny_bundle, photos
     shop = start("swapped", embedder=old, state=tmp_path / "state", reload_interval_ms=100)
     shop.put({"old": photos[1]})
     publish(server, "swapped", new)
-    answer = shop.running.search(photos[0], k=1)
-    assert answer.status_code == 200
-    assert answer.json()["bundle_id"] == new.bundle_id
-    assert answer.json()["hits"] == []
+    answer = shop.search(photos[0], k=1).json()
+    assert (answer["bundle_id"], answer["hits"]) == (new.bundle_id, [])
     shop.put({"a": photos[0]})
-    assert keys(shop.running.search(photos[0], k=2)) == ["a"]
-
-    assert shop.client.get("/ready").status_code == 200
-    server.kill()
-    refused = shop.running.search(photos[0])
-    assert_problem(refused, 503, "gallery-unavailable")
-    assert int(refused.headers["retry-after"]) >= 1
-    assert_problem(shop.put_form({"b": photos[1]}), 503, "gallery-unavailable")
-    until(lambda: shop.client.get("/ready").status_code == 503)
-    assert shop.running.metric("kinlens_milvus_failures_total", call="describe_collection") > 0
-    server.restart()
-    until(lambda: shop.running.search(photos[0]).status_code == 200)
-    assert keys(shop.running.search(photos[0], k=2)) == ["a"]
-    until(lambda: shop.client.get("/ready").status_code == 200)
+    assert keys(shop.search(photos[0], k=2)) == ["a"]
 
 
 def test_unsupported_operations_are_refused(empty, start, tiny_bundle, tmp_path, photos) -> None:
@@ -199,27 +172,3 @@ def test_check_reads_milvus_or_names_the_missing_client(empty, tiny_bundle, monk
     reported = CliRunner().invoke(command, ["check", "--port", "0"])
     assert reported.exit_code == 1
     assert "kinlens[milvus]" in reported.output
-
-
-WRONG = {
-    "no name": ({"galleries": "shop=milvus://127.0.0.1:1"}, "milvus://HOST:PORT/NAME"),
-    "a password": ({"galleries": "shop=milvus://a:b@host:1/shop"}, "KINLENS_MILVUS_TOKEN"),
-    "nobody there": ({"galleries": "shop=milvus://127.0.0.1:1/shop"}, "does not respond"),
-    "unknown collection": ({"galleries": "shop=milvus://SERVER/none"}, "did not find it"),
-    "another bundle": ({"galleries": "shop=milvus://SERVER/empty"}, "Serve the bundle"),
-    "pictures of nobody": ({"pictures": "hats=/tmp"}, "not a gallery on Milvus"),
-    "pictures nowhere": ({"pictures": "shop=nope://x"}, "cannot be reached"),
-    "consistency": ({"milvus_consistency": "Sometimes"}, "milvus_consistency"),
-}
-
-
-def test_wrong_settings_are_refused_at_the_start(empty, make_tiny_bundle, monkeypatch) -> None:
-    usual = {"galleries": "shop=milvus://SERVER/none", "bundle": str(make_tiny_bundle(9).path)}
-    server = empty.removeprefix("milvus://").partition("/")[0]
-    for case, (wrong, text) in WRONG.items():
-        with monkeypatch.context() as patch:
-            for name, value in (usual | wrong).items():
-                patch.setenv(f"KINLENS_{name.upper()}", value.replace("SERVER", server))
-            done = CliRunner().invoke(command, ["--port", "0"])
-        assert done.exit_code == 1, case
-        assert text in " ".join(done.output.split()), case

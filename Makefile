@@ -38,23 +38,24 @@ $(VENV)/.gpu: $(VENV)/.uv pyproject.toml constraints.txt
 	$(PIP) --quiet --editable '.[gpu,training]'
 	@touch $@
 
+DEMO = $(BIN)/python scripts/demo.py
+DEMO_FLAGS = $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(PORT),--port $(PORT))
+SET_FLAGS = --root '$(ROOT)' $(DEMO_FLAGS) $(if $(QUERIES),--queries $(QUERIES)) $(if $(PARTIAL),--allow-partial) $(if $(CHECK),--check)
+
 demo: $(VENV)/.training  ## Train, index and serve a small catalogue; IMAGES=/my/shop [BUNDLE=/my/bundle, WEIGHTS=/my/mobilenet_v2.pth, PORT=8001] for yours
-	$(BIN)/python scripts/demo.py $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(PORT),--port $(PORT))
+	$(DEMO) $(DEMO_FLAGS)
 
 demo-check: $(VENV)/.training  ## The demo without a person; exits with status 0 or 1
-	$(BIN)/python scripts/demo.py --check $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(PORT),--port $(PORT))
-
-SHOP_DEMO = $(BIN)/python scripts/shop_demo.py
-SHOP_FLAGS = $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(QUERIES),--queries $(QUERIES)) $(if $(PARTIAL),--allow-partial) $(if $(CHECK),--check) $(if $(PORT),--port $(PORT))
+	$(DEMO) --check $(DEMO_FLAGS)
 
 demo-inshop: $(VENV)/.training  ## In-Shop as a shop: ROOT=/data/in-shop [BUNDLE=, WEIGHTS=, QUERIES=, PORT=]
-	$(SHOP_DEMO) in-shop --root '$(ROOT)' $(SHOP_FLAGS)
+	$(DEMO) in-shop $(SET_FLAGS)
 
 demo-sop: $(VENV)/.training  ## Stanford Online Products as a shop: ROOT=/data/Stanford_Online_Products
-	$(SHOP_DEMO) sop --root '$(ROOT)' $(SHOP_FLAGS)
+	$(DEMO) sop $(SET_FLAGS)
 
 demo-grocery: $(VENV)/.training  ## Groceries as a shop: ROOT=/data/GroceryStoreDataset/dataset
-	$(SHOP_DEMO) grocery --root '$(ROOT)' $(SHOP_FLAGS)
+	$(DEMO) grocery $(SET_FLAGS)
 
 TEST_PROCESSES ?= 4
 
@@ -64,7 +65,7 @@ test: $(VENV)/.dev  ## All tests, in TEST_PROCESSES=4 processes
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/http/test_schemathesis.py \
 	  tests/http/galleries/test_live_writes.py tests/promises/test_bar.py tests/units/test_decoding.py \
-	  tests/training/test_export.py tests/training/test_models.py tests/training/test_trunks.py \
+	  tests/training/test_models.py tests/training/test_trunks.py \
 	  tests/training/losses/test_laws.py --timeout 3600
 	$(BIN)/python scripts/soak.py $(if $(HOURS),--hours $(HOURS))
 

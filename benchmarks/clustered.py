@@ -6,12 +6,10 @@ a direction. The spread inside a cluster decays along axes that differ between t
 the intrinsic dimension, about 20, is far below the number of coordinates. Plain Gaussian noise has
 neither property: it is harder than any real gallery, and compresses worse.
 
-    python benchmarks/clustered.py [--rows 13000] [--dim 512]
-
-prints a row of this table: recall@10 of an IVF index by nprobe, and medians. The spread and the
-share of the super-class were set so that IVF finds them nearly as hard as real images: 13,146 of
-cars and groceries, embedded in 512 dimensions by a run of `cars196-half-determinant`, in 458 lists,
-against 13,000 synthetic ones in 456, with 500 held-out queries.
+The spread and the share of the super-class were set so that IVF finds them nearly as hard as real
+images: 13,146 of cars and groceries, embedded in 512 dimensions by a run of
+`cars196-half-determinant`, in 458 lists, against 13,000 synthetic ones in 456, with 500 held-out
+queries. recall@10 by nprobe, the median intrinsic dimension (Levina and Bickel 2004) and cosine:
 
 | | nprobe 1 | 2 | 4 | 8 | 16 | 32 | intrinsic dimension | cosine of the 10th |
 |---|---|---|---|---|---|---|---|---|
@@ -24,9 +22,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import faiss
 import numpy as np
-from harness import heading, options, row
 from numpy.typing import NDArray
 
 from kinlens.embedder.types import Embeddings
@@ -59,20 +55,20 @@ class Clusters:
     spreads: NDArray[np.float32]
     axes: NDArray[np.float32]
 
-    def draw(self, count: int, rng: np.random.Generator) -> tuple[Embeddings, NDArray[np.int64]]:
-        """Unit vectors (count, D) and the cluster of each."""
+    def draw(self, count: int, rng: np.random.Generator) -> Embeddings:
+        """Unit vectors (count, D) of random clusters."""
         chosen = np.searchsorted(self.cumulated, rng.random(count), side="right")
         spread = rng.standard_normal((count, self.axes.shape[0]), dtype=np.float32)
         spread *= self.spreads[self.kinds[chosen]]
         spread *= self.noise[chosen, None]
         vectors = spread @ self.axes
         vectors += self.centres[chosen]
-        return _unit(vectors), chosen
+        return _unit(vectors)
 
 
-def clusters_of(n: int, dim: int, seed: int = 0) -> Clusters:
+def clusters_of(n: int, dim: int) -> Clusters:
     """The clusters of a gallery of `n` images; their number grows with `n`."""
-    rng = np.random.default_rng((seed, _WORLD))
+    rng = np.random.default_rng((0, _WORLD))
     count = max(2, n // CLUSTER_SIZE)
     axes = np.linalg.qr(rng.standard_normal((dim, dim)))[0].astype(np.float32)
     spectrum = _spectrum(dim, CENTRE_DECAY)
@@ -96,36 +92,17 @@ def clusters_of(n: int, dim: int, seed: int = 0) -> Clusters:
     )
 
 
-def clustered(
-    n: int, dim: int, seed: int = 0, queries: int = 1000
-) -> tuple[Embeddings, Embeddings]:
-    """A gallery (n, dim), and queries (queries, dim) of the same products that are not in it."""
-    base = np.concatenate(list(clustered_batches(n, dim, seed)))
-    return base, clustered_queries(n, dim, seed, queries)
-
-
-def clustered_batches(
-    n: int, dim: int, seed: int = 0, batch: int = 100_000
-) -> Iterator[Embeddings]:
-    """The gallery of `clustered` in parts; its vectors do not depend on `batch`."""
-    world = clusters_of(n, dim, seed)
-    kept: list[Embeddings] = []
+def clustered_batches(n: int, dim: int) -> Iterator[Embeddings]:
+    """A gallery (n, dim), in parts."""
+    world = clusters_of(n, dim)
     for number, start in enumerate(range(0, n, BLOCK)):
-        rng = np.random.default_rng((seed, _BASE, number))
-        kept.append(world.draw(min(BLOCK, n - start), rng)[0])
-        while sum(map(len, kept)) >= batch:
-            rows = np.concatenate(kept)
-            yield rows[:batch]
-            kept = [rows[batch:]]
-    rows = np.concatenate(kept)
-    if len(rows):
-        yield rows
+        rng = np.random.default_rng((0, _BASE, number))
+        yield world.draw(min(BLOCK, n - start), rng)
 
 
-def clustered_queries(n: int, dim: int, seed: int = 0, queries: int = 1000) -> Embeddings:
-    """The queries of `clustered`."""
-    rng = np.random.default_rng((seed, _QUERIES))
-    return clusters_of(n, dim, seed).draw(queries, rng)[0]
+def clustered_queries(n: int, dim: int, queries: int = 1000) -> Embeddings:
+    """Queries (queries, dim) of the same products that are not in the gallery."""
+    return clusters_of(n, dim).draw(queries, np.random.default_rng((0, _QUERIES)))
 
 
 def _directions(count: int, spectrum: NDArray[np.float32], rng: np.random.Generator) -> Embeddings:
@@ -142,34 +119,3 @@ def _spectrum(dim: int, decay: float) -> NDArray[np.float32]:
 def _unit(rows: NDArray[np.float32]) -> Embeddings:
     rows /= np.sqrt(np.einsum("nd,nd->n", rows, rows))[:, None]
     return rows
-
-
-def lid(base: Embeddings, queries: Embeddings, k: int = 20) -> float:
-    """Median local intrinsic dimension at the queries: Levina and Bickel 2004, eq. 8."""
-    scores, _ = faiss.knn(queries, base, k, metric=faiss.METRIC_INNER_PRODUCT)
-    distances = np.sqrt(np.maximum(2 - 2 * scores.astype(np.float64), 1e-12))
-    return float(np.median(1 / np.log(distances[:, -1:] / distances[:, :-1]).mean(axis=1)))
-
-
-def main() -> None:
-    args = options(__doc__, rows=13_000, dim=512)
-    base, queries = clustered(args.rows, args.dim, queries=500)
-    scores, truth = faiss.knn(queries, base, 10, metric=faiss.METRIC_INNER_PRODUCT)
-    index = faiss.index_factory(
-        args.dim, f"IVF{int(4 * np.sqrt(len(base)))},Flat", faiss.METRIC_INNER_PRODUCT
-    )
-    index.train(base)
-    index.add(base)
-    probes = (1, 2, 4, 8, 16, 32)
-    heading("", *(f"nprobe {n}" for n in probes), "intrinsic dimension", "cosine of the 10th")
-    recalls = []
-    for index.nprobe in probes:
-        found = index.search(queries, 10)[1]
-        hits = sum(len(np.intersect1d(*pair)) for pair in zip(found, truth, strict=True))
-        recalls.append(hits / truth.size)
-    name = f"ours, {args.dim} dimensions"
-    row(name, *recalls, lid(base, queries), float(np.median(scores[:, -1])))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,6 @@
     python benchmarks/gallery.py --sizes 10k 100k 1m --parts speed peers filters
     python benchmarks/gallery.py --sizes 10m --dims 128 --parts speed filters
     python benchmarks/gallery.py --sizes 100k 1m --dims 128 --parts half
-    python benchmarks/gallery.py --sizes 100k --parts duplicates --rounds 1
 
 Vectors: benchmarks/clustered.py. The ceiling is raw FAISS: the gallery's own index file, read into
 memory and searched with its tuned parameters, in rounds that alternate with the gallery's.
@@ -18,8 +17,6 @@ The parts:
     peers       hnswlib and usearch for comparison, if the extra `bench` is installed
     filters     searches among 0.1 to 50 % of the items, one thread
     half        the same items in half precision: disk, recall, and time of single searches in turns
-    duplicates  near-duplicate search compared with a bare FAISS self-join, in CPU seconds
-    images      `build` of images compared with a bare loop of decoding, preprocessing, onnxruntime
 
 On 2 cores 10k and 100k take minutes, 1m and 10m about half an hour each.
 """
@@ -32,56 +29,43 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import faiss
 import numpy as np
-import onnxruntime as ort
-from clustered import clustered, clustered_batches, clustered_queries
+from clustered import clustered_batches, clustered_queries
 from harness import (
     columns,
+    count_of,
     fresh,
     in_turns,
-    kinlens,
     made_gallery,
-    memory_mb,
     options,
     ratio,
-    sample_images,
     timed_ms,
 )
 from numpy.typing import NDArray
 
-from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.machine import core_count
-from kinlens.embedder.preprocess import preprocess
-from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.catalog.vectors import ROWS, VECTORS
-from kinlens.indexer.checks.duplicates import K as NEIGHBOURS
-from kinlens.indexer.checks.duplicates import near_groups
 from kinlens.indexer.filters.tree import Range
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.index_types import INDEX_TYPES
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.index.segment import INDEX, read_manifest
-from kinlens.indexer.ingest.build import build_gallery
-from kinlens.indexer.ingest.embed import EmbedSettings
-from kinlens.indexer.ingest.sources import folder_source
 from kinlens.indexer.live.compaction import SEGMENTS
 from kinlens.indexer.types import SearchOptions, VectorType
 
 K, BATCH, RECALL = 10, 256, 0.98
-PARTS = ("speed", "peers", "filters", "half", "duplicates", "images")
+PARTS = ("speed", "peers", "filters", "half")
 BUCKETS = 1000
 FILTERS = {"0.1 %": 1, "1 %": 10, "10 %": 100, "50 %": 500}
 FILTER_QUERIES, HALF_QUERIES = 200, 500
-LEAST, COPIED = 0.99, 20
-"""The cosine of near-duplicates; one in 20 vectors has a near copy."""
 ROUND_S = 0.4
 LARGEST_PEERS = 128_000_000  # coordinates of all vectors
 EFFORTS = (10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 1024)
@@ -108,7 +92,7 @@ class Setting:
     @property
     def rows(self) -> Path:
         """The file of its vectors, in the order of item numbers; a build leaves no gaps."""
-        (file,) = (GalleryFolder(self.folder).current() / VECTORS).glob(f"*/{ROWS}")
+        (file,) = (GalleryFolder(self.folder).current() / VECTORS).glob(f"*/{ROWS['fp32']}")
         return file
 
 
@@ -125,21 +109,17 @@ class Contestant:
 def main() -> None:
     args = options(
         __doc__, sizes=["10k", "100k"], dims=[128, 512], parts=list(PARTS), rounds=11,
-        index="auto", images=512,
+        index="auto",
     )  # fmt: skip
     figures: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory(prefix="gallery-benchmark-") as name:
-        for size in args.sizes if args.parts != ["images"] else ():
-            for dim in args.dims:
-                n = int(size.lower().replace("k", "000").replace("m", "000000"))
-                setting = Setting(n, dim, Path(name, f"{n}x{dim}"), IndexSettings(args.index))
-                found: Figures = {}
-                figures[f"{size} x {dim}"] = found
-                for figure, value in measured(setting, args):
-                    found[figure] = value
-                    print(f"{size} x {dim}: {figure}: {value}", flush=True)
-        if "images" in args.parts:
-            figures["images"] = built_of_images(Path(name), args.images, args.rounds)
+        for size, dim in product(args.sizes, args.dims):
+            place = Path(name, f"{size}x{dim}")
+            setting = Setting(count_of(size.lower()), dim, place, IndexSettings(args.index))
+            found = figures[f"{size} x {dim}"] = {}
+            for figure, value in measured(setting, args):
+                found[figure] = value
+                print(f"{size} x {dim}: {figure}: {value}", flush=True)
     columns(figures)
 
 
@@ -157,8 +137,6 @@ def measured(setting: Setting, args: Namespace) -> Iterator[tuple[str, object]]:
             yield from filtered(setting, gallery, queries[:FILTER_QUERIES])
         if "half" in args.parts:
             yield from halved(setting, gallery, queries[:HALF_QUERIES], args.rounds)
-    if "duplicates" in args.parts:
-        yield from fresh(duplicated, setting, args.rounds).items()
 
 
 def build(setting: Setting, vector_type: VectorType = "fp32") -> float:
@@ -168,7 +146,7 @@ def build(setting: Setting, vector_type: VectorType = "fp32") -> float:
     started = time.perf_counter()
     made_gallery(
         setting.folder,
-        lambda: clustered_batches(n, dim, batch=10_000),
+        partial(clustered_batches, n, dim),
         n,
         dim,
         lambda number: {"bucket": int(bucket[number])},
@@ -190,7 +168,7 @@ def speed(
     setting: Setting, gallery: Gallery, queries: Embeddings, args: Namespace
 ) -> Iterator[tuple[str, object]]:
     """Recall, latencies and QPS of all contestants, in turns, so that noise affects all of them."""
-    truth = true_neighbours(setting.n, setting.dim, queries, {"": np.ones(setting.n, bool)})[""]
+    truth = true_neighbours(setting, queries)
     contestants = {"raw FAISS": of_faiss(setting, queries, truth)}
     contestants |= of_gallery(gallery, queries, truth)
     if "peers" in args.parts and setting.n * setting.dim <= LARGEST_PEERS:
@@ -307,7 +285,7 @@ def hnswlib_of(setting: Setting) -> Peer:
     index = hnswlib.Index(space="ip", dim=setting.dim)
     index.init_index(max_elements=setting.n, M=16, ef_construction=200, random_seed=0)
     index.set_num_threads(core_count())
-    for batch in clustered_batches(setting.n, setting.dim):
+    for _, batch in numbered(setting):
         index.add_items(batch)
     return lambda q: index.knn_query(q, K)[0], index.set_num_threads, index.set_ef
 
@@ -316,18 +294,14 @@ def usearch_of(setting: Setting) -> Peer:
     """Its defaults, in full precision."""
     from usearch.index import Index
 
-    index = Index(ndim=setting.dim, metric="ip", dtype="f32")
+    index, threads = Index(ndim=setting.dim, metric="ip", dtype="f32"), [1]
     for start, batch in numbered(setting):
         index.add(np.arange(start, start + len(batch)), batch, threads=core_count())
-    threads = [1]
-
-    def search(queries: Embeddings) -> object:
-        return index.search(queries, K, threads=threads[0]).keys
-
-    def set_ef(ef: int) -> None:
-        index.expansion_search = ef
-
-    return search, lambda count: threads.__setitem__(0, count), set_ef
+    return (
+        lambda q: index.search(q, K, threads=threads[0]).keys,
+        lambda count: threads.__setitem__(0, count),
+        lambda ef: setattr(index, "expansion_search", ef),
+    )
 
 
 def numbered(setting: Setting) -> Iterator[tuple[int, Embeddings]]:
@@ -339,23 +313,24 @@ def numbered(setting: Setting) -> Iterator[tuple[int, Embeddings]]:
 
 
 def true_neighbours(
-    n: int, dim: int, queries: Embeddings, among: Mapping[str, NDArray[np.bool_]]
-) -> dict[str, Positions]:
-    """The true best items of each set, found by exact search, batch by batch."""
-    scores = {name: np.full((len(queries), K), -np.inf, np.float32) for name in among}
-    found = {name: np.full((len(queries), K), -1, np.int64) for name in among}
-    for start, batch in numbered(Setting(n, dim, Path(), IndexSettings())):
-        for name, mask in among.items():
-            rows = np.flatnonzero(mask[start : start + len(batch)])
-            if len(rows):
-                best, near = faiss.knn(
-                    queries, batch[rows], min(K, len(rows)), metric=faiss.METRIC_INNER_PRODUCT
-                )
-                best = np.concatenate([scores[name], best], axis=1)
-                near = np.concatenate([found[name], start + rows[near]], axis=1)
-                order = np.argsort(-best, axis=1, kind="stable")[:, :K]
-                scores[name] = np.take_along_axis(best, order, axis=1)
-                found[name] = np.take_along_axis(near, order, axis=1)
+    setting: Setting, queries: Embeddings, among: NDArray[np.bool_] | None = None
+) -> Positions:
+    """The true best items, or those of a set, found by exact search, batch by batch."""
+    scores = np.full((len(queries), K), -np.inf, np.float32)
+    found = np.full((len(queries), K), -1, np.int64)
+    for start, batch in numbered(setting):
+        rows = np.arange(len(batch))
+        if among is not None:
+            rows = np.flatnonzero(among[start : start + len(batch)])
+        if len(rows):
+            best, near = faiss.knn(
+                queries, batch[rows], min(K, len(rows)), metric=faiss.METRIC_INNER_PRODUCT
+            )
+            best = np.concatenate([scores, best], axis=1)
+            near = np.concatenate([found, start + rows[near]], axis=1)
+            order = np.argsort(-best, axis=1, kind="stable")[:, :K]
+            scores = np.take_along_axis(best, order, axis=1)
+            found = np.take_along_axis(near, order, axis=1)
     return found
 
 
@@ -370,10 +345,8 @@ def filtered(
     setting: Setting, gallery: Gallery, queries: Embeddings
 ) -> Iterator[tuple[str, object]]:
     """recall@10 and latency of full hits on one thread, and the cost of a new filter."""
-    bucket = buckets(setting.n)
-    masks = {name: bucket < below for name, below in FILTERS.items()}
-    truth = true_neighbours(setting.n, setting.dim, queries, masks)
     for name, below in FILTERS.items():
+        truth = true_neighbours(setting, queries, buckets(setting.n) < below)
         filtering = SearchOptions(where=Range("bucket", at_least=0, below=below))
         times, rows = [], []
         for number in range(len(queries)):
@@ -382,12 +355,9 @@ def filtered(
             times.append(1e3 * (time.perf_counter() - started))
             found = [int(hit.key) for hit in hits]
             rows.append(found + [-1] * (K - len(found)))
-        yield f"filter {name}: recall@{K} (target {RECALL})", recall(np.array(rows), truth[name])
+        yield f"filter {name}: recall@{K} (target {RECALL})", recall(np.array(rows), truth)
         yield f"filter {name}: p50, ms", statistics.median(times[1:])
         yield f"filter {name}: first search, ms", times[0]
-
-
-# Half precision and near-duplicates
 
 
 def halved(
@@ -396,110 +366,20 @@ def halved(
     """Both vector types; recall is against the neighbours of the vectors before rounding."""
     half = replace(setting, folder=setting.folder.with_name(f"{setting.folder.name}-fp16"))
     fresh(build, half, "fp16")
-    truth = true_neighbours(setting.n, setting.dim, queries, {"": np.ones(setting.n, bool)})[""]
+    truth = true_neighbours(setting, queries)
     with contextlib.closing(Gallery.open(half.folder)) as other:
         both = {"fp32": (setting, gallery), "fp16": (half, other)}
-        turns = {name: partial(search_all, one, queries) for name, (_, one) in both.items()}
+        each = lambda one: [one.nearest(query[None], K) for query in queries]
+        turns = {name: partial(each, one) for name, (_, one) in both.items()}
         seconds = in_turns(turns, rounds, warm_up=1)
         for name, (where, one) in both.items():
             size = sum(f.stat().st_size for f in where.folder.rglob("*") if f.is_file())
-            exact = SearchOptions(exact=True)
+            exact = one.nearest(queries, K, SearchOptions(exact=True))[1] - 1
             yield f"{name}: disk, MB", size / 2**20
             yield f"{name}: recall@{K}", recall(one.nearest(queries, K)[1] - 1, truth)
-            yield (
-                f"{name}: of an exact search",
-                recall(one.nearest(queries, K, exact)[1] - 1, truth),
-            )
+            yield f"{name}: of an exact search", recall(exact, truth)
             yield f"{name}: ms per search", 1e3 * statistics.median(seconds[name]) / len(queries)
     yield "fp16 / fp32, time of a search", ratio(seconds["fp16"], seconds["fp32"])
-
-
-def search_all(gallery: Gallery, queries: Embeddings) -> None:
-    """A search for each query."""
-    for number in range(len(queries)):
-        gallery.nearest(queries[number : number + 1], K)
-
-
-def duplicated(setting: Setting, rounds: int) -> Figures:
-    """Near-duplicates of a gallery with planted copies, and a self-join of its vectors."""
-    vectors, dim = with_copies(setting.n, setting.dim), setting.dim
-    with tempfile.TemporaryDirectory() as folder:
-        path = made_gallery(Path(folder, "g"), lambda: [vectors], setting.n, dim)
-        with contextlib.closing(Gallery.open(path)) as gallery:
-            before = memory_mb()["VmHWM"]
-            groups = near_groups(gallery, LEAST)
-            grown = memory_mb()["VmHWM"] - before
-            bare = faiss.IndexFlatIP(dim)
-            bare.add(vectors)
-            faiss.omp_set_num_threads(core_count())
-            calls = {
-                "near": partial(near_groups, gallery, LEAST),
-                "bare": partial(bare.search, vectors, NEIGHBOURS + 1),
-            }
-            seconds = in_turns(calls, rounds, time.process_time)
-            keys = {item.id: int(item.key) for item in gallery.items()}
-    where = {keys[number]: position for position, group in enumerate(groups) for number, _ in group}
-    copies = setting.n // COPIED
-    found = sum(n in where and where[n] == where.get(setting.n - copies + n) for n in range(copies))
-    return {
-        "duplicates: bare self-join, s of CPU": statistics.median(seconds["bare"]),
-        "`near_groups`, s of CPU": statistics.median(seconds["near"]),
-        "`near_groups` / bare self-join": ratio(seconds["near"], seconds["bare"]),
-        "planted pairs found": found / copies,
-        "memory above the open gallery, MB": grown,
-    }
-
-
-def with_copies(items: int, dim: int) -> Embeddings:
-    """Unit vectors (N, D); those at the end are copies of the first, with noise (cosine 0.998)."""
-    copies = items // COPIED
-    vectors, _ = clustered(items - copies, dim)
-    noise = np.random.default_rng(1).standard_normal((copies, dim)).astype(np.float32)
-    near = vectors[:copies] + 0.06 * noise / np.sqrt(dim)
-    near /= np.linalg.norm(near, axis=1, keepdims=True)
-    return np.concatenate([vectors, near])
-
-
-# Images
-
-
-def built_of_images(folder: Path, images: int, rounds: int) -> Figures:
-    """Images/s of a build and of a bare loop, in turns: ResNet-50, random weights, 224 px."""
-    if importlib.util.find_spec("torch") is None:
-        return {"build": "skipped: no torch, so no bundle can be made"}
-    source = folder_source(sample_images(folder / "images", images))
-    kinlens("train", "export", "--backbone", "resnet50", "--weights", "none", "--out", folder / "b")
-    bundle = Bundle.open(folder / "b")
-    embedder = OnnxEmbedder.open(bundle)
-    files = [source.root / record.path for record in source.records()]
-    single = ort.SessionOptions()
-    single.intra_op_num_threads = single.inter_op_num_threads = 1
-    session = ort.InferenceSession(bundle.model_path, single, providers=["CPUExecutionProvider"])
-    settings = EmbedSettings()
-    size = settings.batch_size
-
-    def embed(batch: list[Path]) -> Embeddings:
-        spec = bundle.manifest.preprocessing
-        inputs = np.stack([preprocess(file.read_bytes(), spec) for file in batch])
-        vectors: Embeddings = session.run(None, {session.get_inputs()[0].name: inputs})[0]
-        return vectors
-
-    def bare() -> None:
-        with ThreadPoolExecutor(settings.worker_count) as pool:
-            list(pool.map(embed, [files[at : at + size] for at in range(0, len(files), size)]))
-
-    seconds = in_turns(
-        {
-            "bare": bare,
-            "build": lambda: build_gallery(source, embedder, folder / f"built-{time.monotonic()}"),
-        },
-        min(rounds, 3),
-    )
-    return {
-        "bare loop: images/s": len(files) / statistics.median(seconds["bare"]),
-        "build: images/s": len(files) / statistics.median(seconds["build"]),
-        "build / bare loop (target 0.97)": ratio(seconds["bare"], seconds["build"]),
-    }
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/growth.py --sizes 10k 100k 1m --dims 128 --adds 5000
     python benchmarks/growth.py --sizes 10m --dims 128 --path DIR [--parts sustained]
 
-Vectors: benchmarks/clustered.py; each item has five attributes, one of them unique. With --path
-the galleries are kept there and reused.
+Vectors: benchmarks/clustered.py; each item has five attributes, one of them unique. With --path the
+galleries are kept there and reused.
 
     build       seconds of an import, its peak memory, bytes on the disk by type
     write       bytes written to the disk for an added item, singly and in batches of 32, and the
@@ -12,6 +12,8 @@ the galleries are kept there and reused.
     search      recall@10 and p50 of one query, in a fresh process, and its memory
     catch-up    --adds items are added, then a compaction updates the index while one thread
                 searches; p50 and the longest search compared with before, and recall
+    attributes  filters, facets, groups and statistics of attributes: in a gallery that was just
+                opened and has searched once, the same again, and after a write
     sustained   --rate adds per second for --minutes with compactions in the background
 
 Each figure is from one run on idle cores. The last lines fit a power law in the number of items to
@@ -27,51 +29,62 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from clustered import clustered_batches, clustered_queries, clusters_of
-from harness import fresh, heading, made_gallery, memory_mb, options, row, timed_ms, verdict
+from harness import (
+    count_of,
+    fresh,
+    heading,
+    made_gallery,
+    memory_mb,
+    options,
+    row,
+    timed_ms,
+    verdict,
+)
 
 from kinlens.embedder.types import Embeddings
+from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
-from kinlens.indexer.types import Entry, SearchOptions
+from kinlens.indexer.types import Entry, Grouping, SearchOptions
 from kinlens.values import AttributeValue
 
-PARTS = ("build", "write", "search", "catch-up", "sustained")
+PARTS = ("build", "write", "search", "catch-up", "attributes", "sustained")
 COLOURS = ("red", "green", "blue", "black", "white", "grey", "pink", "brown")
+FACETS = ["colour", "brand", "price", "sale"]
+FILTERS = (
+    "colour = 'red'",
+    "10 <= price < 20",
+    "sku = 'SKU-000000777'",
+    "sku starts with 'SKU-00000'",
+    "not brand = 'brand 5' and (colour in ('red', 'blue') or price > 900)",
+)
 RECALL_QUERIES = 200
 Figures = dict[str, float]
 
 
 def main() -> None:
     args = options(
-        __doc__, sizes=["10k", "100k"], dims=[128], parts=list(PARTS[:4]), path=".",
+        __doc__, sizes=["10k", "100k"], dims=[128], parts=list(PARTS[:4]), path=None,
         adds=100_000, rate=1000, minutes=10.0,
     )  # fmt: skip
     found: dict[int, Figures] = {}
-    with contextlib.ExitStack() as stack:
-        root = Path(args.path)
-        if args.path == ".":
-            root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for size in args.sizes:
-            for dim in args.dims:
-                n = count_of(size)
-                found[n] = measured(root / f"{size}-{dim}", n, dim, args)
-                print(json.dumps({"items": n, "dim": dim, **found[n]}), flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for size, dim in product(args.sizes, args.dims):
+            n, path = count_of(size), (args.path or Path(scratch)) / f"{size}-{dim}"
+            found[n] = measured(path, n, dim, args)
+            print(json.dumps({"items": n, "dim": dim, **found[n]}), flush=True)
     if len(found) > 2:
         heading("figure", "exponent")
         for name in next(iter(found.values())):
             values = [figures[name] for figures in found.values()]
             if all(value > 0 for value in values):
                 row(name, float(np.polyfit(np.log([*found]), np.log(values), 1)[0]))
-
-
-def count_of(size: str) -> int:
-    """10k is 10,000."""
-    return int(size.rstrip("km")) * {"k": 1000, "m": 1_000_000}.get(size[-1], 1)
 
 
 def measured(path: Path, n: int, dim: int, args: Namespace) -> Figures:
@@ -83,6 +96,7 @@ def measured(path: Path, n: int, dim: int, args: Namespace) -> Figures:
         "write": lambda: written(path, n, dim),
         "search": lambda: fresh(searched, path, n, dim),
         "catch-up": lambda: caught_up(path, n, dim, args.adds),
+        "attributes": lambda: attributed(path, n, dim),
         "sustained": lambda: sustained(path, n, dim, args.rate, args.minutes),
     }
     for name, part in parts.items():
@@ -124,7 +138,7 @@ def disk_mb(path: Path) -> Figures:
 def later(n: int, dim: int, count: int) -> Iterator[Entry]:
     """Later items of the same products, under new keys."""
     began = time.time_ns()
-    vectors, _ = clusters_of(n, dim).draw(count, np.random.default_rng(began))
+    vectors = clusters_of(n, dim).draw(count, np.random.default_rng(began))
     for number, vector in enumerate(vectors):
         key = f"later {began} {number}"
         yield Entry(key, vector, f"{began + number:064x}", attributes(n + number))
@@ -177,24 +191,22 @@ def recall(gallery: Gallery, queries: Embeddings) -> float:
     return float((found >= truth[:, -1:] - 1e-6).mean())
 
 
-class Searching(threading.Thread):
-    """Searches one query after the other until stopped; `times_ms` has the time of each."""
+@contextlib.contextmanager
+def searching(gallery: Gallery, queries: Embeddings) -> Iterator[list[float]]:
+    """The milliseconds of searches, one after the other by another thread, until the block ends."""
+    times: list[float] = []
+    over = threading.Event()
 
-    def __init__(self, gallery: Gallery, queries: Embeddings) -> None:
-        super().__init__(daemon=True)
-        self.times_ms: list[float] = []
-        self._gallery, self._queries = gallery, queries
-        self._stopped = threading.Event()
+    def search() -> None:
+        while not over.wait(0.005):
+            query = queries[len(times) % len(queries)]
+            times.append(timed_ms(partial(gallery.search, query[None], 10)))
 
-    def run(self) -> None:
-        while not self._stopped.wait(0.005):
-            query = self._queries[len(self.times_ms) % len(self._queries)]
-            self.times_ms.append(timed_ms(partial(self._gallery.search, query[None], 10)))
-
-    def stop(self) -> list[float]:
-        self._stopped.set()
-        self.join()
-        return self.times_ms
+    thread = threading.Thread(target=search, daemon=True)
+    thread.start()
+    yield times
+    over.set()
+    thread.join()
 
 
 def caught_up(path: Path, n: int, dim: int, adds: int) -> Figures:
@@ -209,10 +221,8 @@ def caught_up(path: Path, n: int, dim: int, adds: int) -> Figures:
         added = time.perf_counter() - started - made
         gallery.search(queries[:1], 10)
         quiet = [timed_ms(partial(gallery.search, query[None], 10)) for query in queries]
-        searching = Searching(gallery, queries)
-        searching.start()
-        elapsed, trained_on = fresh(compacted, path)
-        during = searching.stop()
+        with searching(gallery, queries) as during:
+            elapsed = fresh(compacted, path)
         until = time.monotonic() + 60
         while gallery.facts().delta and time.monotonic() < until:
             gallery.search(queries[:1], 10)
@@ -223,7 +233,6 @@ def caught_up(path: Path, n: int, dim: int, adds: int) -> Figures:
         return {
             "adds per second in batches of 1,000": adds / added,
             "compaction, s": elapsed,
-            "items when the index was trained": trained_on,
             "p50 before it, ms": statistics.median(quiet),
             "p50 during it, ms": statistics.median(during),
             "longest search during it, ms": max(during),
@@ -231,11 +240,40 @@ def caught_up(path: Path, n: int, dim: int, adds: int) -> Figures:
         }
 
 
-def compacted(path: Path) -> tuple[float, int]:
+def compacted(path: Path) -> float:
+    """Seconds of a compaction."""
     with contextlib.closing(Gallery.open(path, load_index=False)) as gallery:
-        report = gallery.compact(keep_removed_s=KEEP_REMOVED_S)
-        assert report.manifest is not None
-        return report.elapsed_s, report.manifest.trained_on
+        return gallery.compact(keep_removed_s=KEEP_REMOVED_S).elapsed_s
+
+
+def attributed(path: Path, n: int, dim: int, rounds: int = 3) -> Figures:
+    """Milliseconds of each question, medians over the rounds."""
+    query = clustered_queries(n, dim)[:1]
+    wide = SearchOptions(where=parse_filter("sale = true"))
+    questions: dict[str, Callable[[Gallery], object]] = {
+        "facets": lambda gallery: gallery.facets(FACETS),
+        "facets of a third": lambda gallery: gallery.facets(FACETS, None, wide),
+        "group_by and search": lambda gallery: gallery.search_groups(query, 10, Grouping("sale")),
+        "attribute facts": lambda gallery: gallery.attribute_facts(),
+    }
+    for text in FILTERS:
+        questions[f"page: {text}"] = partial(
+            Gallery.page, offset=0, limit=10, where=parse_filter(text)
+        )
+    figures: Figures = {}
+    for name, ask in questions.items():
+        times = []
+        for number in range(rounds):
+            with contextlib.closing(Gallery.open(path)) as gallery:
+                gallery.search(query, 10)
+                first, again = (timed_ms(partial(ask, gallery)) for _ in range(2))
+                gallery.update({"000000000": {"price": number + time.time() % 1}})
+                times.append([first, again, timed_ms(partial(ask, gallery))])
+        for when, column in zip(
+            ("first", "again", "after a write"), zip(*times, strict=True), strict=True
+        ):
+            figures[f"{name}: {when}, ms"] = statistics.median(column)
+    return figures
 
 
 def sustained(path: Path, n: int, dim: int, rate: int, minutes: float) -> Figures:
@@ -243,21 +281,18 @@ def sustained(path: Path, n: int, dim: int, rate: int, minutes: float) -> Figure
     queries = clustered_queries(n, dim)
     with contextlib.closing(Gallery.open(path)) as gallery:
         items = [*later(n, dim, int(rate * minutes * 60))]
-        segments = {current(gallery)}
+        segments, deltas = {current(gallery)}, []
         gallery.compact_in_background()
-        searching = Searching(gallery, queries)
-        searching.start()
-        started, deltas = time.perf_counter(), []
         step = max(1, rate // 10)
-        for start in range(0, len(items), step):
-            gallery.add(items[start : start + step])
-            ahead = started + (start + step) / rate - time.perf_counter()
-            time.sleep(max(0.0, ahead))
-            if start % (100 * step) == 0:
+        with searching(gallery, queries) as times:
+            started = time.perf_counter()
+            for start in range(0, len(items), step):
+                gallery.add(items[start : start + step])
+                ahead = started + (start + step) / rate - time.perf_counter()
+                time.sleep(max(0.0, ahead))
                 deltas.append(gallery.facts().delta)
                 segments.add(current(gallery))
-        elapsed = time.perf_counter() - started
-        times = searching.stop()
+            elapsed = time.perf_counter() - started
         return {
             "adds per second": len(items) / elapsed,
             "compactions": len(segments) - 1,

@@ -7,7 +7,6 @@ table in docs/ that it makes, and `python benchmarks` runs each of them once at 
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import random
 import shutil
@@ -25,9 +24,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import httpx
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
-from scipy import stats
 
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.index.plan import IndexSettings
@@ -47,25 +44,27 @@ Seconds = dict[str, list[float]]
 def options(doc: str | None, *positional: str, **defaults: Any) -> argparse.Namespace:
     """The command line of a benchmark: an option for each default, of its type.
 
-    A list takes any number of values; an option with an empty list may be repeated. None means no
-    path. Names in `positional` become positional arguments, which may be omitted.
+    A list takes any number of values. None means no path. Names in `positional` become positional
+    arguments, which may be omitted.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default in defaults.items():
         flag = name if name in positional else f"--{name.replace('_', '-')}"
-        first = default[0] if isinstance(default, list) and default else default
-        kind = Path if first is None else str if isinstance(first, list) else type(first)
-        more: dict[str, Any] = {"type": kind}
-        if isinstance(default, bool):
-            more = {"action": argparse.BooleanOptionalAction}
-        elif isinstance(default, list):
-            more |= {"nargs": "*", "action": "store" if default else "extend"}
+        first = default[0] if isinstance(default, list) else default
+        more: dict[str, Any] = {"type": Path if first is None else type(first)}
+        if isinstance(default, list):
+            more["nargs"] = "*"
         elif name in positional:
             more["nargs"] = "?"
         parser.add_argument(flag, default=default, help=f"default: {default}", **more)
     return parser.parse_args()
+
+
+def count_of(size: str) -> int:
+    """10k is 10,000."""
+    return int(size.rstrip("km")) * {"k": 1000, "m": 1_000_000}.get(size[-1], 1)
 
 
 def skip(reason: str) -> NoReturn:
@@ -102,15 +101,6 @@ def columns(figures: Mapping[str, Mapping[str, object]]) -> None:
     heading("", *figures)
     for name in dict.fromkeys(itertools.chain.from_iterable(figures.values())):
         row(name, *(found.get(name, "") for found in figures.values()))
-
-
-def with_interval(differences: Sequence[float] | NDArray[np.floating[Any]]) -> str:
-    """The mean of paired differences with its 95 % interval by Student's t."""
-    mean = statistics.mean(differences)
-    if len(differences) < 2:
-        return f"{mean:+.1f}"
-    half = stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences)
-    return f"{mean:+.1f} ± {half:.1f}"
 
 
 def shown(value: object) -> str:
@@ -167,24 +157,38 @@ def timed_ms(work: Callable[[], object]) -> float:
 
 def fresh(part: Callable[..., T], *arguments: object) -> T:
     """The result of a function of the benchmark in a new process that has only imported it."""
-    with in_other_process() as pool:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(part, *arguments).result()
 
 
-def in_other_process() -> ProcessPoolExecutor:
-    """A pool of one other process, spawned and not forked."""
-    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-
-
 def memory_mb() -> dict[str, float]:
-    """MB of this process: VmRSS (RssAnon is its own, RssFile file pages), and VmHWM, the peak.
+    """MB of this process: RssAnon is its own memory, VmHWM its peak.
 
     `ru_maxrss` would include the memory of the parent.
     """
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
-    names = ("VmRSS", "RssAnon", "RssFile", "VmHWM")
-    return {name: int(fields[name].split()[0]) * 1024 / 1e6 for name in names}
+    return {name: int(fields[name].split()[0]) * 1024 / 1e6 for name in ("RssAnon", "VmHWM")}
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found = [pid]
+    with contextlib.suppress(OSError):  # it may end meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += tree(int(child))
+    return found
+
+
+def tree_mb(pid: int) -> float:
+    """MB of the tree: shared pages count once, file pages do not count."""
+    total_kb = 0
+    for process in tree(pid):
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{process}/smaps_rollup").read_text()
+            total_kb += int(text.split("Pss_Anon:")[1].split()[0])
+    return total_kb * 1024 / 1e6
 
 
 def kinlens(command: str, *arguments: object) -> None:
@@ -219,16 +223,9 @@ def serving(
 
 
 @contextlib.contextmanager
-def started(
-    command: Sequence[Path | str], port: int, every_s: float = 0.1, **environment: str
-) -> Iterator[Server]:
+def started(command: Sequence[Path | str], port: int, every_s: float = 0.1) -> Iterator[Server]:
     """A service that answers /ready at this port; stopped at the end of the block."""
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **environment},
-        start_new_session=True,
-    )
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + READY_S
@@ -244,18 +241,6 @@ def started(
         finally:
             with contextlib.suppress(ProcessLookupError):  # peers may leave processes running
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def load(
-    url: str, images: Path, connections: int, seconds: float, *flags: object
-) -> dict[str, float]:
-    """The result of benchmarks/load.py for a service, from a separate process."""
-    words = [url.removeprefix("http://"), images, "--connections", connections]
-    words += ["--seconds", seconds, *flags]
-    command = [sys.executable, Path(__file__).with_name("load.py"), *map(str, words)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
 
 
 def _is_ready(url: str) -> bool:
@@ -274,11 +259,9 @@ def shared_folder() -> Path | None:
 
 
 def sample_images(folder: Path, count: int, is_drawn: bool = False) -> Path:
-    """`folder` with JPEG files: photos of groceries if this machine has them, else generated ones.
+    """`folder` with JPEG files: photos of groceries if this machine has them, else smooth noise.
 
-    `is_drawn`: always generated.
-
-    Generated files are smooth noise of 400 x 300 px, about 8 KB.
+    `is_drawn`: always noise, of 400 x 300 px and about 8 KB.
     """
     folder.mkdir(parents=True)
     shared = None if is_drawn else shared_folder()
@@ -313,11 +296,3 @@ def made_gallery(
     dump = GalleryExport(facts, dim, count, entries)
     import_gallery(dump, path, settings=settings, vector_type=vector_type)
     return path
-
-
-def random_units(count: int, dim: int, seed: int = 0) -> Iterator[Embeddings]:
-    """Random unit vectors (count, dim), in blocks."""
-    rng = np.random.default_rng(seed)
-    for start in range(0, count, 10_000):
-        vectors = rng.standard_normal((min(10_000, count - start), dim), dtype=np.float32)
-        yield vectors / np.linalg.norm(vectors, axis=1, keepdims=True)

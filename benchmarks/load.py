@@ -1,16 +1,17 @@
-"""A load process: connections that send one search after another, over bare sockets.
+"""Load on a service: connections that send one search after another, over bare sockets.
 
-    python benchmarks/load.py HOST:PORT FOLDER --connections 16 --seconds 10 [--repeat]
+`load(URL, FOLDER, ...)` is a process of its own; benchmarks/search.py uses it.
 
-Every request is a new file (an image of FOLDER with other bytes after its end), unless --repeat
-sends the same files again and again. Prints JSON: answered requests, errors, qps, p50 and p99
-latency in milliseconds, all for responses with status 200 only, and its own CPU time per request.
-Plain asyncio on prebuilt bytes, since it shares the cores with the service.
+Every request is a new file (an image of FOLDER with other bytes after its end), or with `repeat`
+the same files again and again. QPS and latencies are of responses with status 200 only; `cpu_ms` is
+the CPU time of this process per request. Plain asyncio on prebuilt bytes, since it shares the cores
+with the service.
 """
 
-import argparse
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,14 +23,13 @@ HEAD = (
     b"Content-Type: image/jpeg\r\n\r\n"
 )
 TAIL = b"\r\n--part--\r\n"
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass
 class Load:
-    """The requests to one service and their results. `address` is HOST:PORT."""
+    """The requests to one service and their results; `start` is the number of the first file."""
 
-    address: str
+    url: str
     images: list[bytes]
     repeat: bool = False
     start: int = 0
@@ -37,20 +37,15 @@ class Load:
     latencies: list[float] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
 
-    async def connected(self) -> Connection:
-        host, port = self.address.rsplit(":", 1)
-        return await asyncio.open_connection(host, int(port), limit=2**20)
-
-    async def ask(self, connection: Connection) -> None:
+    async def ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One search."""
-        reader, writer = connection
         self.sent += 1
         data = self.images[self.sent % len(self.images)]
         if not self.repeat:
             data += b"%016d" % (self.start + self.sent)
         body = HEAD + data + TAIL
         head = (
-            f"POST /search HTTP/1.1\r\nHost: {self.address}\r\nContent-Length: {len(body)}\r\n"
+            f"POST /search HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
             "Content-Type: multipart/form-data; boundary=part\r\n\r\n"
         )
         started = time.perf_counter()
@@ -65,14 +60,13 @@ class Load:
 
     async def keep_asking(self, ends: float) -> None:
         """Use one connection until the time is over; a running request is completed."""
-        connection = await self.connected()
-        try:
-            while time.monotonic() < ends:
-                await self.ask(connection)
-        finally:
-            connection[1].close()
+        host, port = self.url.removeprefix("http://").rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port), limit=2**20)
+        while time.monotonic() < ends:
+            await self.ask(reader, writer)
+        writer.close()
 
-    async def run(self, connections: int, seconds: float) -> dict[str, object]:
+    async def run(self, connections: int, seconds: float) -> dict[str, float]:
         """Run all connections at once; returns the figures."""
         started, cpu = time.perf_counter(), time.process_time()
         ends = time.monotonic() + seconds
@@ -80,7 +74,6 @@ class Load:
         seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
         ordered = sorted(self.latencies) or [float("inf")]
         return {
-            "requests": len(self.latencies),
             "errors": sum(n for status, n in self.statuses.items() if status != "200"),
             "qps": len(self.latencies) / seconds,
             "p50_ms": 1e3 * ordered[len(ordered) // 2],
@@ -90,19 +83,17 @@ class Load:
         }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("address", help="HOST:PORT")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--connections", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--repeat", action="store_true", help="send the same files again")
-    parser.add_argument("--start", type=int, default=0, help="number of the first new file")
-    asked = parser.parse_args()
-    images = [path.read_bytes() for path in sorted(asked.folder.glob("*.jpg"))]
-    load = Load(asked.address, images, asked.repeat, asked.start)
-    print(json.dumps(asyncio.run(load.run(asked.connections, asked.seconds))))
+def load(
+    url: str, images: Path, connections: int, seconds: float, start: int = 0, repeat: bool = False
+) -> dict[str, float]:
+    """The figures of such a process."""
+    words = json.dumps([url, str(images), connections, seconds, start, repeat])
+    done = subprocess.run([sys.executable, __file__, words], check=True, stdout=subprocess.PIPE)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    url, folder, connections, seconds, start, repeat = json.loads(sys.argv[1])
+    files = [path.read_bytes() for path in sorted(Path(folder).glob("*.jpg"))]
+    print(json.dumps(asyncio.run(Load(url, files, repeat, start).run(connections, seconds))))

@@ -22,7 +22,8 @@ with files whose answers are cached. Each round runs in turns:
 All but the fast ones run fp32 in onnxruntime. The output shows the choice of `auto`. At 16
 connections the better of one process and one per core counts, for Kinlens and LitServe. The table
 shows medians over the rounds, ratios as medians of the pairs. The ceiling does not include the
-load, which shares the cores with the service; its CPU time per request is printed. Two networks at
+load, which shares the cores with the service; its CPU time per request is printed. Memory is that
+of all processes of a service after the load, without file cache. Two networks at
 224 px with 128 dimensions, hardly trained: ResNet50, usual in papers, and MobileNetV2, a tenth of
 its work, where the cost of HTTP is most visible. Images come from $KINLENS_SHARED if available,
 else they are generated.
@@ -47,7 +48,6 @@ from harness import (
     free_port,
     heading,
     kinlens,
-    load,
     made_gallery,
     options,
     row,
@@ -55,8 +55,10 @@ from harness import (
     serving,
     shared_folder,
     started,
+    tree_mb,
     verdict,
 )
+from load import load
 
 from kinlens.embedder.engines.models import SessionSettings, absence
 from kinlens.embedder.machine import core_count
@@ -91,28 +93,29 @@ def one_network(args: Namespace, backbone: str, folder: Path, images: Path) -> N
     made = gallery(folder / "gallery", bundle, args.items)
     vectors = folder / "vectors.npy"
     np.save(vectors, np.random.default_rng(0).standard_normal((args.items, DIM), "float32"))
+    services = {"usual": peer("usual_script.py", backbone, vectors, cores)}
+    modes = {"": FP32, " fast": fastest(bundle)}
+    print(f"fast: {modes[' fast']}")
+    for name, mode in modes.items():
+        words = mode.precision, mode.engine
+        flags = "--precision", mode.precision, "--engine", mode.engine
+        services[name.strip() or "new"] = serving(bundle, made, *flags)
+        each_core = serving(bundle, made, *flags, "--workers", str(cores))
+        services[f"{name} a core".strip()] = each_core
+        services[f"bare{name}"] = peer("bare_asgi.py", bundle, vectors, cores, *words)
+        for workers in {1, cores} if importlib.util.find_spec("litserve") else ():
+            litserve = peer("litserve_search.py", bundle, vectors, workers, *words)
+            services[f"litserve{name} {workers}"] = litserve
     with contextlib.ExitStack() as running:
-        servers = {
-            "usual": peer("usual_script.py", backbone, vectors, cores),
-        }
-        modes = {"": FP32, "fast": fastest(bundle)}
-        print(f"fast: {modes['fast']}")
-        for name, mode in modes.items():
-            flags = "--precision", mode.precision, "--engine", mode.engine
-            mode_words = mode.precision, mode.engine
-            each_core = "--workers", str(cores)
-            servers[name or "new"] = serving(bundle, made, *flags)
-            servers[f"{name} a core".strip()] = serving(bundle, made, *flags, *each_core)
-            servers[f"bare {name}".strip()] = peer(
-                "bare_asgi.py", bundle, vectors, cores, *mode_words
-            )
-            for workers in {1, cores} if importlib.util.find_spec("litserve") else ():
-                who = f"litserve {name} {workers}".replace("  ", " ")
-                servers[who] = peer("litserve_search.py", bundle, vectors, workers, *mode_words)
-        urls = {who: running.enter_context(server).url for who, server in servers.items()}
+        servers = {who: running.enter_context(one) for who, one in services.items()}
+        urls = {who: server.url for who, server in servers.items()}
         results = contest(args, bundle, made, images, urls)
+        memory = {who: tree_mb(servers[who].pid) for who in OURS}
     print(f"\n{backbone}: {args.items:,} items, {cores} cores, medians of {args.rounds} rounds")
     print_results(results, OF_CEILING.get(backbone, 0.75))
+    heading("memory of", "MB")
+    for who, mb in memory.items():
+        row(who, mb)
     made = gallery(folder / "start", bundle, args.start_items)
     seconds = statistics.median(seconds_to_ready(bundle, made) for _ in range(args.rounds))
     verdict(f"seconds from start to ready, {args.start_items:,} items", seconds, 1.5, at_most=True)
@@ -134,15 +137,15 @@ def contest(
             results["ceiling", 0].append(max(loops, key=lambda found: found["qps"]))
             loops = [bare_loop(each, opened, files, seconds / 2, 1, 1) for each in (one, every)]
             results["alone", 0].append(min(loops, key=lambda found: found["p50_ms"]))
-            load(urls["new"], images, 4, 1.0, "--repeat")  # fill the cache
+            load(urls["new"], images, 4, 1.0, repeat=True)  # fill the cache
             for connections in args.connections:
                 for who, url in urls.items():
                     if who == "new" or connections == 16 or (connections == 1 and who != "usual"):
-                        found = load(url, images, connections, seconds, "--start", sent)
+                        found = load(url, images, connections, seconds, sent)
                         results[who, connections].append(found)
                         sent += int(found["sent"])
                 if connections in (1, 16):
-                    found = load(urls["new"], images, connections, seconds / 2, "--repeat")
+                    found = load(urls["new"], images, connections, seconds / 2, repeat=True)
                     results["cached", connections].append(found)
     return results
 
@@ -219,9 +222,17 @@ def print_results(results: Results, share: float) -> None:
     def middle(who: str, connections: int, field: str) -> float:
         return statistics.median(found[field] for found in results[who, connections])
 
-    def paired(who: str, other: str, field: str, connections: int, at: int) -> float:
-        pairs = zip(results[who, connections], results[other, at], strict=True)
-        return statistics.median(a[field] / b[field] for a, b in pairs)
+    def judge(
+        text: str, ours: str, other: str, target: float, at: int = 16, field: str = "qps"
+    ) -> None:
+        """The median of the pairs; a latency counts as other / ours."""
+        pairs = zip(results[ours, at], results[other, at if other != "ceiling" else 0], strict=True)
+        ratios = (a[field] / b[field] for a, b in pairs)
+        found = [one if field == "qps" else 1 / one for one in ratios]
+        verdict(f"{text} at {at}", statistics.median(found), target)
+
+    def best(*names: str, at: int = 16) -> str:
+        return max(names, key=lambda who: middle(who, at, "qps"))
 
     top, alone = middle("ceiling", 0, "qps"), middle("alone", 0, "p50_ms")
     print(f"ceiling {top:.1f} images/s; alone {alone:.1f} ms per image")
@@ -230,44 +241,36 @@ def print_results(results: Results, share: float) -> None:
         if at:
             qps, *fields = (middle(who, at, f) for f in ("qps", "p50_ms", "p99_ms", "cpu_ms"))
             row(at, who, qps, qps / top, *fields, sum(f["errors"] for f in results[who, at]))
-    ours = [f for (who, _), each in results.items() for f in each if who in OURS]
-    verdict("requests without an answer", sum(f["errors"] for f in ours), 0, at_most=True)
+    errors = sum(f["errors"] for (who, _), each in results.items() if who in OURS for f in each)
+    verdict("requests without an answer", errors, 0, at_most=True)
     extra = middle("new", 1, "p50_ms") - 1.1 * alone
     verdict("ms above 1.1 x the bare loop at 1", extra, 2, at_most=True)
     verdict("ms of a cached answer at 1", middle("cached", 1, "p50_ms"), 1, at_most=True)
-    every = {who for who, at in results if at == 1}
-    fast_peers = sorted(who for who in every if who.startswith("litserve fast"))
-    peers = sorted(who for who in every if who.startswith("litserve") and who not in fast_peers)
-    if not peers:
+    litserve = sorted({who for who, _ in results if who.startswith("litserve")})
+    lit_fast = [who for who in litserve if "fast" in who]
+    lit_fp32 = [who for who in litserve if "fast" not in who]
+    if not litserve:
         print("skipped: LitServe needs the extra `bench`")
-
-    def at_one(ours: str, others: list[str], target: float, text: str) -> None:
-        other = min(others, key=lambda who: middle(who, 1, "p50_ms"))
-        verdict(f"{text} at 1", paired(other, ours, "p50_ms", 1, 1), target)
-
-    if peers:
-        at_one("new", peers, 1, "LitServe's p50 / ours")
-        at_one("fast", peers, 1.3, "LitServe's p50 / ours in the fastest mode")
-        at_one("fast", fast_peers, 1, "LitServe's p50 / ours, both in the fastest mode")
+    else:
+        quickest = best(*lit_fp32, at=1)
+        judge("LitServe's p50 / ours", "new", quickest, 1, 1, "p50_ms")
+        judge("LitServe's p50 / ours in the fastest mode", "fast", quickest, 1.3, 1, "p50_ms")
+        both = "LitServe's p50 / ours, both in the fastest mode"
+        judge(both, "fast", best(*lit_fast, at=1), 1, 1, "p50_ms")
     if ("new", 16) not in results:
         return
-    best, best_fast, fastest_lit = (
-        max(names, key=lambda who: middle(who, 16, "qps"))
-        for names in (("new", "a core"), ("fast", "fast a core"), peers or ("new",))
-    )
-    verdict("of the ceiling at 16", paired(best, "ceiling", "qps", 16, 0), share)
-    spread = statistics.median(f["p99_ms"] / f["p50_ms"] for f in results[best, 16])
+    ours, fast = best("new", "a core"), best("fast", "fast a core")
+    judge("of the ceiling", ours, "ceiling", share)
+    spread = statistics.median(f["p99_ms"] / f["p50_ms"] for f in results[ours, 16])
     verdict("p99 / p50 at 16", spread, 3, at_most=True)
-    verdict("ours / usual script at 16", paired(best, "usual", "qps", 16, 16), 2)
-    verdict("ours in the fastest mode / in fp32 at 16", paired(best_fast, best, "qps", 16, 16), 1.5)
-    verdict("ours / bare application at 16", paired(best, "bare", "qps", 16, 16), 0.97)
-    verdict("the same in the fastest mode", paired(best_fast, "bare fast", "qps", 16, 16), 0.97)
-    if peers:
-        lit_fast = max(fast_peers, key=lambda who: middle(who, 16, "qps"))
-        verdict("ours / LitServe at 16", paired(best, fastest_lit, "qps", 16, 16), 1.1)
-        in_fp32 = paired(best_fast, fastest_lit, "qps", 16, 16)
-        verdict("ours in the fastest mode / LitServe at 16", in_fp32, 1.6)
-        verdict("both in the fastest mode at 16", paired(best_fast, lit_fast, "qps", 16, 16), 1.1)
+    judge("ours / usual script", ours, "usual", 2)
+    judge("ours in the fastest mode / in fp32", fast, ours, 1.5)
+    judge("ours / bare application", ours, "bare", 0.97)
+    judge("the same in the fastest mode", fast, "bare fast", 0.97)
+    if litserve:
+        judge("ours / LitServe", ours, best(*lit_fp32), 1.1)
+        judge("ours in the fastest mode / LitServe", fast, best(*lit_fp32), 1.6)
+        judge("both in the fastest mode", fast, best(*lit_fast), 1.1)
 
 
 def fastest(bundle: Path) -> Mode:

@@ -10,15 +10,14 @@ the chosen share is tested. All images are decoded once and views are drawn on t
 trains a network in seconds. Runs in the JSON file are not repeated, and after `--minutes` the
 remaining runs are left to the next call.
 
-Measured on the test classes: R@1 and MAP@R; R@1 of the same network in bf16; R@1 on the groceries,
-which it never saw; and how well the similarity of the best answer separates products in the gallery
-from absent ones (AUROC). Intervals are over seeds, paired, with one variance for all rows of a
-table (variation between seeds is of the same kind), corrected by Bonferroni.
+Measured on the test classes: R@1 and MAP@R; R@1 on the groceries, which the network never saw; and
+how well the similarity of the best answer separates products in the gallery from absent ones
+(AUROC). Intervals are over seeds, paired, with one variance for all rows of a table (variation
+between seeds is of the same kind), corrected by Bonferroni.
 
 Hypotheses from before the first run: (H1) graph consistency is above with triplets at the shorter
 length; (H2) with Proxy-Anchor none is above; (H3) effects that are above at the shorter length are
-smaller at the longer; (H4) no reading of the determinant differs from another; (H5) nothing that is
-above on cars is above on the groceries.
+smaller at the longer; (H5) nothing that is above on cars is above on the groceries.
 """
 
 import json
@@ -28,6 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from multiprocessing import get_context
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -47,6 +47,7 @@ from kinlens.embedder.errors import TrainingError
 from kinlens.embedder.preprocess import decode, preprocess
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Input
+from kinlens.training.data.images import random_box
 from kinlens.training.data.load import load_split, read_folder
 from kinlens.training.device import tuned
 from kinlens.training.evaluation.evaluate import evaluate_embeddings
@@ -75,18 +76,6 @@ OF_PAPERS = {
     "non_isotropy": ("softmax", "proxy_anchor"),
     "graph_consistency": ("triplet", "n_pair", "binomial_deviance", "margin", "proxy_anchor"),
 }
-READINGS: dict[str, dict[str, Any]] = {
-    "determinant as it is": {},
-    "leaky ReLU": {"determinant": {"activation": "leaky_relu"}},
-    "input of length 1": {"determinant": {"input_norm": 1.0}},
-    "proxies of their own": {"determinant": {"proxies": "separate"}},
-    "tangent": {"determinant": {"direction": "tangent"}},
-    "mean over layers": {"determinant": {"depth": "mean"}},
-    "rate x 10": {"optimizer": {"lr_flows": 2e-4}},
-    "rate x 100": {"optimizer": {"lr_flows": 2e-3}},
-}
-"""Readings of the determinant at a share of 0.1, with Proxy-Anchor."""
-
 FOLDS = 3
 FOLD_SEEDS = 2
 
@@ -100,26 +89,18 @@ class Cell(NamedTuple):
     epochs: int
     seed: int
     fold: int | None = None
-    reading: str = ""
 
     def name(self) -> str:
         where = "test" if self.fold is None else f"fold {self.fold}"
-        what = self.reading or (f"{self.regularizer} {self.share:g}" if self.share else "none")
+        what = f"{self.regularizer} {self.share:g}" if self.share else "none"
         return f"{where}|{self.loss}|{what}|{self.epochs}|{self.seed}"
 
 
 def main() -> None:
     args = options(
-        __doc__,
-        seeds=5,
-        epochs=[5, 20],
-        losses=list(LOSSES),
-        processes=1,
-        minutes=600.0,
-        classes=98,
-        cache=None,
-        json=None,
-    )
+        __doc__, seeds=5, epochs=[5, 20], losses=list(LOSSES), processes=1, minutes=600.0,
+        classes=98, cache=None, json=None,
+    )  # fmt: skip
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
@@ -145,35 +126,30 @@ def _stages(
 ) -> Iterator[list[Cell]]:
     """Folds, then the test classes at each length; folds choose the shares of later stages."""
     pairs = [(loss, name) for name, of in OF_PAPERS.items() for loss in of if loss in losses]
-    short = lengths[0]
-    folds = [
-        Cell(loss, name, share, short, seed, fold=seed % FOLDS)
-        for seed in range(FOLD_SEEDS)
-        for loss, name in pairs
-        for share in SHARES[name]
+    yield [
+        cell
+        for pair in pairs
+        for share in SHARES[pair[1]]
+        for cell in folds(*pair, share, lengths[0])
     ]
-    yield folds
-    best = {pair: best_share(*pair, short, found) for pair in pairs}
+    best = {pair: best_share(*pair, lengths[0], found) for pair in pairs}
     for epochs in lengths:
         cells = []
         for seed in range(seeds):
             cells += [Cell(loss, "", 0, epochs, seed) for loss in losses]
             cells += [Cell(*pair, share, epochs, seed) for pair, share in best.items()]
         yield cells
-        if epochs == short and "proxy_anchor" in losses:
-            yield [
-                Cell("proxy_anchor", "determinant", 0.1, epochs, seed, reading=reading)
-                for seed in range(seeds)
-                for reading in READINGS
-            ]
+
+
+def folds(loss: str, name: str, share: float, epochs: int) -> list[Cell]:
+    return [Cell(loss, name, share, epochs, seed, seed % FOLDS) for seed in range(FOLD_SEEDS)]
 
 
 def best_share(loss: str, name: str, epochs: int, found: dict[str, dict[str, float]]) -> float:
     """The share with the best mean R@1 on held-out train classes."""
 
     def mean(share: float) -> float:
-        cells = (Cell(loss, name, share, epochs, seed, seed % FOLDS) for seed in range(FOLD_SEEDS))
-        names = [cell.name() for cell in cells]
+        names = [cell.name() for cell in folds(loss, name, share, epochs)]
         return float(np.mean([found[n]["R@1"] if n in found else 0.0 for n in names]))
 
     return max(SHARES[name], key=mean)
@@ -205,13 +181,8 @@ def _run_all(
 
 
 def base_job(shared: Path) -> Job:
-    return cars_job(
-        shared,
-        "input.size_px=112",
-        "input.resize_px=140",
-        "input.test_px=128",
-        "optimizer.lr_flows=2e-5",
-    )
+    sizes = "input.size_px=112", "input.resize_px=140", "input.test_px=128"
+    return cars_job(shared, *sizes, "optimizer.lr_flows=2e-5")
 
 
 # Images, decoded once
@@ -232,22 +203,18 @@ def make_views(shared: Path, folder: Path, classes: int) -> None:
     names = sorted({Path(record.label).name for record in records})[:classes]
     numbers = {name: number for number, name in enumerate(names)}
     records = [r for r in records if Path(r.label).name in numbers]
-    files = {
-        "train": [train.root / path for path in train.paths],
-        "test": [test.root / path for path in test.paths],
-        "groceries": [photos / record.path for record in records],
-    }
-    labels = {
-        "train": train.labels,
-        "test": test.labels,
-        "groceries": np.array([numbers[Path(record.label).name] for record in records]),
+    grown = [numbers[Path(record.label).name] for record in records]
+    parts = {
+        "train": ([train.root / path for path in train.paths], train.labels),
+        "test": ([test.root / path for path in test.paths], test.labels),
+        "groceries": ([photos / record.path for record in records], np.array(grown)),
     }
     with get_context("spawn").Pool(os.cpu_count()) as pool:
-        for part, paths in files.items():
+        for part, (paths, labels) in parts.items():
             jobs = [(path, job.input) for path in paths]
             np.save(folder / f"{part}.npy", np.stack(pool.starmap(_served, jobs, 64)))
-            np.save(folder / f"{part}-labels.npy", labels[part])
-        whole = pool.map(_whole, files["train"], 64)
+            np.save(folder / f"{part}-labels.npy", labels)
+        whole = pool.map(_whole, parts["train"][0], 64)
     np.save(folder / "whole.npy", np.stack([pixels for pixels, _ in whole]))
     np.save(folder / "sizes.npy", np.array([size for _, size in whole]))
     (folder / "done").touch()
@@ -269,24 +236,15 @@ def drawn_views(
 ) -> Tensor:
     """A random view of each image: uint8 (B, 3, H, W) to (B, 3, S, S).
 
-    Boxes are those of `kinlens.training.data.images.random_box`. A view is sampled at twice its
-    size and halved, so that downscaling averages pixels.
+    A view is sampled at twice its size and halved, so that downscaling averages pixels.
     """
-    count, tries = len(pixels), 10
-    width, height = sizes[:, :1].astype(np.float64), sizes[:, 1:].astype(np.float64)
-    area = width * height * rng.uniform(spec.min_crop_area, 1.0, (count, tries))
-    ratio = np.exp(rng.uniform(-np.log(4 / 3), np.log(4 / 3), (count, tries)))
-    w, h = np.sqrt(area * ratio), np.sqrt(area / ratio)
-    fits = (w <= width) & (h <= height)
-    first, rows = fits.argmax(axis=1), np.arange(count)
-    side = sizes.min(axis=1)
-    w = np.where(fits.any(axis=1), w[rows, first], side) / width[:, 0]
-    h = np.where(fits.any(axis=1), h[rows, first], side) / height[:, 0]
-    x, y = rng.uniform(w / 2, 1 - w / 2), rng.uniform(h / 2, 1 - h / 2)
+    count = len(pixels)
+    boxes = [random_box((w, h), spec.min_crop_area, rng) for w, h in sizes.tolist()]
+    left, top, right, bottom = (np.array(boxes) / np.tile(sizes, 2)).T
     mirror = np.where(rng.random(count) < 0.5, -1.0, 1.0) if spec.flip else 1.0
     theta = np.zeros((count, 2, 3), np.float32)
-    theta[:, 0, 0], theta[:, 0, 2] = w * mirror, 2 * x - 1
-    theta[:, 1, 1], theta[:, 1, 2] = h, 2 * y - 1
+    theta[:, 0, 0], theta[:, 0, 2] = (right - left) * mirror, right + left - 1
+    theta[:, 1, 1], theta[:, 1, 2] = bottom - top, bottom + top - 1
     there = torch.from_numpy(theta).to(pixels.device, non_blocking=True)
     shape = [count, 3, 2 * spec.size_px, 2 * spec.size_px]
     grid = F.affine_grid(there, shape, align_corners=False)
@@ -336,24 +294,19 @@ def _figures(cell: Cell) -> tuple[str, dict[str, float]]:
     except TrainingError as error:
         print(f"{cell.name()}: {error}", flush=True)
         return cell.name(), {}
-    seconds = time.perf_counter() - started
-    data = _data()
+    seconds, data = time.perf_counter() - started, _data()
+    where = "train" if held_out is not None else "test"
+    labels, pixels = data.labels[where], data.pixels[where]
     if held_out is not None:
-        vectors = _embedded(net, data.pixels["train"][torch.from_numpy(held_out)])
-        found = evaluate_embeddings(vectors, data.labels["train"][held_out], full=False)
-        figures = {"R@1": found["R@1"], "MAP@R": found["MAP@R"]}
-    else:
-        labels = data.labels["test"]
-        vectors = _embedded(net, data.pixels["test"])
-        found = evaluate_embeddings(vectors, labels, full=False)
-        figures = {"R@1": found["R@1"], "MAP@R": found["MAP@R"], "AUROC": auroc(vectors, labels)}
-        with torch.autocast(vectors.device.type, dtype=torch.bfloat16):
-            low = _embedded(net, data.pixels["test"])
-        figures["R@1 in bf16"] = evaluate_embeddings(low, labels, full=False)["R@1"]
+        labels, pixels = labels[held_out], pixels[torch.from_numpy(held_out)]
+    vectors = _embedded(net, pixels)
+    found = evaluate_embeddings(vectors, labels, full=False)
+    figures = {"R@1": found["R@1"], "MAP@R": found["MAP@R"], "seconds": seconds}
+    if held_out is None:
+        figures["AUROC"] = auroc(vectors, labels)
         others = _embedded(net, data.pixels["groceries"])
         found = evaluate_embeddings(others, data.labels["groceries"], full=False)
         figures["R@1 on groceries"] = found["R@1"]
-    figures["seconds"] = seconds
     return cell.name(), {name: round(value, 3) for name, value in figures.items()}
 
 
@@ -391,17 +344,11 @@ def _job(base: Job, cell: Cell) -> Job:
     content = base.as_dict()
     content["seed"], content["optimizer"]["epochs"] = cell.seed, cell.epochs
     content["loss"] = LOSSES[cell.loss]["loss"]
-    tables = [LOSSES[cell.loss]]
     if cell.share:
         regularizer = {"share": cell.share, **REGULARIZERS[cell.regularizer]}
         content["regularizers"] = {cell.regularizer: regularizer}
-    if cell.reading:
-        reading = READINGS[cell.reading]
-        content["regularizers"]["determinant"] |= reading.get("determinant", {})
-        tables.append(reading)
-    for table in tables:
-        for name in ("sampling", "start", "optimizer"):
-            content[name] |= table.get(name, {})
+    for name in ("sampling", "start", "optimizer"):
+        content[name] |= LOSSES[cell.loss].get(name, {})
     return parse_job(content)
 
 
@@ -428,43 +375,33 @@ def auroc(vectors: Tensor, labels: NDArray[np.int64]) -> float:
 
 
 def report(found: dict[str, dict[str, float]], lengths: list[int]) -> None:
-    cells: dict[tuple[str, int], dict[str, dict[str, dict[str, float]]]] = defaultdict(dict)
+    """A table for each length and figure: a row for each loss and each added regularizer."""
+    runs: dict[tuple[int, str, str], dict[str, dict[str, float]]] = defaultdict(dict)
     for name, figures in found.items():
         where, loss, what, epochs, seed = name.split("|")
         if where == "test":
-            cells[loss, int(epochs)].setdefault(what, {})[seed] = figures
-    for epochs in lengths:
-        for figure in ("R@1", "MAP@R", "AUROC", "R@1 in bf16", "R@1 on groceries"):
-            _table(epochs, figure, {loss: runs for (loss, e), runs in cells.items() if e == epochs})
-
-
-def _table(
-    epochs: int, figure: str, runs: dict[str, dict[str, dict[str, dict[str, float]]]]
-) -> None:
-    """A row for each loss and each added setting; a single seed has no interval."""
-    gains: dict[tuple[str, str], NDArray[np.float64]] = {}
-    bases: dict[str, NDArray[np.float64]] = {}
-    for loss, entries in runs.items():
-        none = entries.get("none", {})
-        bases[loss] = np.array([figures[figure] for figures in none.values()])
-        for what, seeds in entries.items():
+            runs[int(epochs), loss, what][seed] = figures
+    for epochs, figure in product(lengths, ("R@1", "MAP@R", "AUROC", "R@1 on groceries")):
+        gains: dict[tuple[str, str], NDArray[np.float64]] = {}
+        for (length, loss, what), seeds in runs.items():
+            none = runs.get((epochs, loss, "none"), {})
             both = sorted(none.keys() & seeds.keys())
-            if what != "none" and both:
+            if length == epochs and what != "none" and both:
                 differences = [seeds[s][figure] - none[s][figure] for s in both]
                 gains[loss, what] = np.array(differences)
-    if not gains:
-        return
-    freedom = sum(len(x) - 1 for x in gains.values())
-    squares = sum(((x - x.mean()) ** 2).sum() for x in gains.values())
-    bound = stats.t.ppf(1 - 0.025 / len(gains), freedom) if freedom else 0.0
-    spread = (squares / max(freedom, 1)) ** 0.5
-    heading(f"{figure}, {epochs} epochs", "without", "added", "difference", "seeds", "")
-    for (loss, what), differences in gains.items():
-        mean, half = differences.mean(), bound * spread / len(differences) ** 0.5
-        word = "above" if mean > half else "below" if mean < -half else ""
-        shown = f"{mean:+.2f} ± {half:.2f}" if freedom else f"{mean:+.2f}"
-        base = f"{bases[loss].mean():.1f}"
-        row(loss, base, what, shown, len(differences), word if freedom else "")
+        freedom = sum(len(x) - 1 for x in gains.values())
+        squares = sum(((x - x.mean()) ** 2).sum() for x in gains.values())
+        # A single seed has no interval.
+        bound = stats.t.ppf(1 - 0.025 / len(gains), freedom) if freedom else 0.0
+        spread = (squares / max(freedom, 1)) ** 0.5
+        if gains:
+            heading(f"{figure}, {epochs} epochs", "without", "added", "difference", "seeds", "")
+        for (loss, what), x in gains.items():
+            mean, half = x.mean(), bound * spread / len(x) ** 0.5
+            word = "above" if mean > half else "below" if mean < -half else ""
+            shown = f"{mean:+.2f} ± {half:.2f}" if freedom else f"{mean:+.2f}"
+            bases = [figures[figure] for figures in runs[epochs, loss, "none"].values()]
+            row(loss, f"{np.mean(bases):.1f}", what, shown, len(x), word if freedom else "")
 
 
 if __name__ == "__main__":

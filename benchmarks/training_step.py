@@ -3,24 +3,23 @@
     python benchmarks/training_step.py [--rounds 40]
 
 MobileNetV2 at 160 px, 512-d, batch 90, on the CPU, in bf16 if the processor has it. All contestants
-take their batches from one loader and run steps in turns, in a new random order each round, so that
-noise on the machine affects all alike; read the ratios, which are medians over rounds.
+take the same ten batches and run steps in turns, in a new random order each round, so that noise
+on the machine affects all alike; read the ratios, which are medians over rounds.
 
 The peer, "plain loop", is hand-written: the same network, AdamW, and the Proxy-Anchor of
 pytorch-metric-learning. The bounds: our loop is at least as fast as the plain one, a regularizer
 costs at most 10 % of a step. Images of $KINLENS_SHARED if available, else rendered products.
 """
 
-import random
+import itertools
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import heading, options, ratio, row, shared_folder
+from harness import heading, in_turns, options, ratio, row, shared_folder
 from pytorch_metric_learning.losses import ProxyAnchorLoss as PeerLoss
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -64,8 +63,10 @@ def main() -> None:
             batch_sampler=BatchSampler(paired, split.train.labels),
             num_workers=2,
         )
+        batches = itertools.cycle([*itertools.islice(loader, 10)])
+        calls = {name: lambda step=step: step(*next(batches)) for name, step in steps.items()}
         with tuned(torch.device("cpu")):
-            seconds = measure(steps, endless(loader), args.rounds)
+            seconds = in_turns(calls, args.rounds, warm_up=WARM_UP)
     heading("step", "images/s", "time / Proxy-Anchor alone")
     for name, values in seconds.items():
         alone = f"{ratio(values, seconds['Proxy-Anchor']):.3f}"
@@ -79,18 +80,16 @@ def job(regularizers: dict[str, dict[str, Any]], folder: Path, batch: int, size_
         data = {"kind": "rendered", "root": str(folder / "products"), "products": 40}
     else:
         data = {"kind": "cars196", "root": f"{shared}/data/cars196-half", "allow_partial": True}
-    return parse_job(
-        {
-            "name": "step",
-            "data": data,
-            "model": {"weights": "none", "dim": DIM, "batch_norm": "folded"},
-            "input": {"size_px": size_px, "resize_px": size_px * 11 // 10},
-            "sampling": {"kind": "paired", "per_class": 5},
-            "optimizer": {"batch_size": batch, "epochs": 1},
-            "regularizers": regularizers,
-            "runtime": {"device": "cpu"},
-        }
-    )
+    return parse_job({
+        "name": "step",
+        "data": data,
+        "model": {"weights": "none", "dim": DIM, "batch_norm": "folded"},
+        "input": {"size_px": size_px, "resize_px": size_px * 11 // 10},
+        "sampling": {"kind": "paired", "per_class": 5},
+        "optimizer": {"batch_size": batch, "epochs": 1},
+        "regularizers": regularizers,
+        "runtime": {"device": "cpu"},
+    })  # fmt: skip
 
 
 def ours(settings: Job, classes: int) -> Step:
@@ -105,13 +104,9 @@ def plain(settings: Job, classes: int) -> Step:
     """One step of a typical hand-written loop."""
     net = EmbeddingNet(settings.model).to(memory_format=torch.channels_last).train()
     loss_fn = PeerLoss(classes, DIM, margin=0.1, alpha=32)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in net.parameters() if p.requires_grad], "lr": 1e-4},
-            {"params": loss_fn.parameters(), "lr": 1e-2},
-        ],
-        weight_decay=1e-4,
-    )
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    rates = [{"params": trained, "lr": 1e-4}, {"params": loss_fn.parameters(), "lr": 1e-2}]
+    optimizer = torch.optim.AdamW(rates, weight_decay=1e-4)
 
     def step(images: Tensor, labels: Tensor) -> None:
         with autocast(settings.runtime, torch.device("cpu")):
@@ -123,26 +118,6 @@ def plain(settings: Job, classes: int) -> Step:
         loss.item()
 
     return step
-
-
-def endless(loader: DataLoader[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    while True:
-        yield from loader
-
-
-def measure(
-    steps: dict[str, Step], batches: Iterator[tuple[Tensor, Tensor]], rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of each contestant's step in each round."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(WARM_UP + rounds):
-        for name in random.sample(list(steps), len(steps)):
-            images, labels = next(batches)
-            started = time.perf_counter()
-            steps[name](images, labels)
-            if number >= WARM_UP:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
 
 
 if __name__ == "__main__":

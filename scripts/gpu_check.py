@@ -1,7 +1,6 @@
 """Check and time everything that Kinlens does on a GPU.
 
     make install-gpu                               # on a machine with an NVIDIA GPU
-    .venv-gpu/bin/uv pip install --python .venv-gpu/bin/python pytest pytest-timeout timm
     .venv-gpu/bin/python scripts/gpu_check.py      # --out gpu.json writes the figures
     .venv/bin/python scripts/gpu_check.py --device cpu --quick    # checks the script itself
 
@@ -10,25 +9,23 @@ Checks:
 - a training step of each loss and regularizer matches the CPU and never waits for the device;
 - a run on rendered products trains, resumes and can be exported;
 - evaluation matches the CPU;
-- the exported bundle on CUDA matches the CPU's vectors, also for odd batch sizes;
-- galleries on the GPU pass tests/indexer/test_gpu.py, which needs pytest.
+- the exported bundle on CUDA matches the CPU's vectors, also for odd batch sizes.
 
 Timings: steps, embedding by batch size, retrieval, and POST /search with the gallery on the same
-device, relative to the model alone (target: 0.75 of its images per second in batches of 32). With
---indexes also every index type at 1 and 10 million vectors (benchmarks/gallery_gpu.py).
+device, relative to the model alone (target: 0.75 of its images per second in batches of 32).
+Galleries have their own: `pytest -k "real or wheel" tests/indexer/test_gpu.py` (install pytest and
+pytest-timeout) and benchmarks/gallery_gpu.py.
 
 Exit code 1 if any check fails; each failure is one line.
 """
 
 import argparse
 import json
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -44,15 +41,22 @@ from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Precision
 from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.session import OnnxEmbedder
+from kinlens.embedder.types import Images
+from kinlens.training.checkpoint import load_chosen
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.load import load_split
 from kinlens.training.device import tuned
 from kinlens.training.evaluation.evaluate import evaluate_embeddings
 from kinlens.training.export.bundle import export_checkpoint
 from kinlens.training.losses.table import LOSSES
-from kinlens.training.runner import load_chosen, run_job
+from kinlens.training.runner import run_job
 from kinlens.training.state import Run, create_run
 from kinlens.training.trainer import train_step
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from clustered import clustered_batches
+from harness import Quiet, made_gallery, sample_images, serving, timed_ms
+from load import load
 
 ROUNDS = 20
 STEPS = 6  # fewer than 10 with the warm-up: step 10 measures shares, which waits
@@ -64,51 +68,13 @@ REGULARIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-class Checks:
-    """Prints a line for each check and keeps the figures."""
-
-    def __init__(self, only: list[str] | None = None) -> None:
-        self.only = only
-        self.figures: dict[str, Any] = {}
-        self.failed: list[str] = []
-
-    def run(self, name: str, check: Callable[[], dict[str, float]]) -> None:
-        """Run a check that returns figures by name; an exception fails it, and the others run."""
-        if self.only and not any(word in name for word in self.only):
-            return
-        try:
-            found = check()
-        except Exception as error:  # any error fails this check, not the others
-            self.failed.append(name)
-            print(f"FAILED  {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-            return
-        self.figures[name] = found
-        shown = "  ".join(f"{key} {value:,.4g}" for key, value in found.items())
-        print(f"ok      {name:32} {shown}", flush=True)
-
-
-class Silent:
-    """A listener that ignores everything."""
-
-    def note(self, sentence: str) -> None: ...
-    def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
-    def step_done(self, parts: dict[str, float]) -> None: ...
-    def epoch_done(self, row: dict[str, float]) -> None: ...
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--quick", action="store_true", help="A tiny timm network, few rounds, few losses."
-    )
-    parser.add_argument(
-        "--indexes", action="store_true", help="Also time indexes: half an hour, 64 GB of RAM."
-    )
-    parser.add_argument("--only", nargs="*", help="Run only checks with one of these words.")
-    parser.add_argument("--out", type=Path, help="JSON file for the figures.")
+    parser.add_argument("--quick", action="store_true", help="a tiny timm network, few losses")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: torch sees no GPU. Check the driver, or pass --device cpu.")
@@ -116,27 +82,41 @@ def main() -> int:
     device = torch.device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}")
-    checks = Checks(options.only)
+    checks: dict[str, Callable[[], dict[str, float]]] = {}
     for loss in list(LOSSES)[:2] if options.quick else LOSSES:
-        job = step_job(options, {"name": loss}, {})
-        checks.run(f"step {loss}", lambda job=job: step(job, options.quick))
+        checks[f"step {loss}"] = partial(step, options, {"name": loss}, {})
     for regularizer, settings in list(REGULARIZERS.items())[: 1 if options.quick else None]:
-        job = step_job(options, {"name": "proxy_anchor"}, {regularizer: settings})
-        checks.run(f"step proxy_anchor + {regularizer}", lambda job=job: step(job, options.quick))
-    checks.run("retrieval", lambda: retrieval(device, options.quick))
+        terms = {"name": "proxy_anchor"}, {regularizer: settings}
+        checks[f"step proxy_anchor + {regularizer}"] = partial(step, options, *terms)
+    checks["retrieval"] = partial(retrieval, device, options.quick)
     with tempfile.TemporaryDirectory() as folder:
-        checks.run("run, resume, export", lambda: whole_run(options, Path(folder)))
-        checks.run("bundle", lambda: bundle(Path(folder) / "bundle", options))
-        checks.run("service", lambda: service(Path(folder), options))
-    if device.type == "cuda":
-        checks.run("galleries", galleries)
-        if options.indexes:
-            checks.run("indexes", indexes)
+        checks["run, resume, export"] = partial(whole_run, options, Path(folder))
+        checks["bundle"] = partial(bundle, Path(folder) / "bundle", options)
+        checks["service"] = partial(service, Path(folder), options)
+        figures, failed = results_of(checks)
     if options.out is not None:
-        page = {"device": name, "torch": torch.__version__, "checks": checks.figures}
-        options.out.write_text(json.dumps(page | {"failed": checks.failed}, indent=2) + "\n")
-    print(f"{len(checks.figures)} checks passed, {len(checks.failed)} failed")
-    return 1 if checks.failed else 0
+        page = {"device": name, "torch": torch.__version__, "checks": figures, "failed": failed}
+        options.out.write_text(json.dumps(page, indent=2) + "\n")
+    print(f"{len(figures)} checks passed, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+def results_of(
+    checks: Mapping[str, Callable[[], dict[str, float]]],
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """The figures of each check, with a line for each, and the names of those that failed."""
+    figures, failed = {}, []
+    for name, check in checks.items():
+        try:
+            found = check()
+        except Exception as error:  # any error fails this check, not the others
+            failed.append(name)
+            print(f"FAILED  {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            continue
+        figures[name] = found
+        shown = "  ".join(f"{key} {value:,.4g}" for key, value in found.items())
+        print(f"ok      {name:32} {shown}", flush=True)
+    return figures, failed
 
 
 def step_job(
@@ -144,19 +124,17 @@ def step_job(
 ) -> Job:
     """A network with random weights; batches of each class twice."""
     side, batch = (32, 12) if options.quick else (224, 90)
-    return parse_job(
-        {
-            "name": "step",
-            "data": {"kind": "folder", "root": "unused"},
-            "model": model(options),
-            "input": {"size_px": side, "resize_px": side},
-            "loss": loss,
-            "regularizers": regularizers,
-            "sampling": {"kind": "paired", "per_class": 1},
-            "optimizer": {"batch_size": batch, "lr_trunk": 1e-5, "average": 0.99},
-            "runtime": {"device": options.device, "precision": "fp32"},
-        }
-    )
+    return parse_job({
+        "name": "step",
+        "data": {"kind": "folder", "root": "unused"},
+        "model": model(options),
+        "input": {"size_px": side, "resize_px": side},
+        "loss": loss,
+        "regularizers": regularizers,
+        "sampling": {"kind": "paired", "per_class": 1},
+        "optimizer": {"batch_size": batch, "lr_trunk": 1e-5, "average": 0.99},
+        "runtime": {"device": options.device, "precision": "fp32"},
+    })  # fmt: skip
 
 
 def model(options: argparse.Namespace) -> dict[str, Any]:
@@ -164,8 +142,11 @@ def model(options: argparse.Namespace) -> dict[str, Any]:
     return {"backbone": backbone, "weights": "none", "batch_norm": "train", "dim": 64}
 
 
-def step(job: Job, quick: bool) -> dict[str, float]:
+def step(
+    options: argparse.Namespace, loss: dict[str, Any], regularizers: dict[str, Any]
+) -> dict[str, float]:
     """Compare the first loss with the CPU; then time steps, where a wait for the device fails."""
+    job = step_job(options, loss, regularizers)
     side, count = job.input.size_px, job.optimizer.batch_size
     images = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8)
     labels = torch.arange(count) % (count // 2)
@@ -177,7 +158,7 @@ def step(job: Job, quick: bool) -> dict[str, float]:
     if abs(losses[0] - losses[1]) > 0.02 * max(1.0, abs(losses[1])):
         raise AssertionError(f"the loss is {losses[0]:.5g}, but {losses[1]:.5g} on the CPU")
     images, labels = images.to(here.device), labels.to(here.device)
-    rounds = 2 if quick else STEPS
+    rounds = 2 if options.quick else STEPS
     with tuned(here.device):
         for _ in range(2):
             _step(here, images, labels)
@@ -245,33 +226,28 @@ def retrieval(device: torch.device, quick: bool) -> dict[str, float]:
 def whole_run(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Two epochs on rendered products, the second one resumed, and the export of the bundle."""
     side = 48 if options.quick else 224
-    job = parse_job(
-        {
-            "name": "drawn",
-            "data": {
-                "kind": "rendered",
-                "root": str(folder / "products"),
-                "products": 12 if options.quick else 40,
-                "views": 4,
-                "size_px": side,
-            },
-            "model": model(options),
-            "input": {"size_px": side, "resize_px": side},
-            "regularizers": {"determinant": {"share": 0.1}},
-            "optimizer": {"epochs": 2, "batch_size": 16, "average": 0.9},
-            "runtime": {"device": options.device},
-        }
-    )
+    job = parse_job({
+        "name": "drawn",
+        "data": {
+            "kind": "rendered", "root": str(folder / "products"),
+            "products": 12 if options.quick else 40, "views": 4, "size_px": side,
+        },
+        "model": model(options),
+        "input": {"size_px": side, "resize_px": side},
+        "regularizers": {"determinant": {"share": 0.1}},
+        "optimizer": {"epochs": 2, "batch_size": 16, "average": 0.9},
+        "runtime": {"device": options.device},
+    })  # fmt: skip
     split = load_split(job.data)
 
-    class Stopping(Silent):
+    class Stopping(Quiet):
         def epoch_done(self, row: dict[str, float]) -> None:
             raise KeyboardInterrupt(row)
 
     try:
         run_job(job, split, folder / "run", Stopping())
     except KeyboardInterrupt:
-        result = run_job(job, split, folder / "run", Silent())
+        result = run_job(job, split, folder / "run", Quiet())
     faster: list[Precision] = ["fp16"] if options.device == "cuda" else []
     refused = lambda refusal: print(f"note: {refusal}")
     checkpoint, precisions = load_chosen(folder / "run"), ("fp32", *faster)
@@ -296,15 +272,10 @@ def bundle(path: Path, options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def _rate(
-    embedder: OnnxEmbedder, batch: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]", quick: bool
-) -> float:
-    seconds = []
-    for _ in range(3 if quick else ROUNDS):
-        started = time.perf_counter()
-        embedder.embed(batch)
-        seconds.append(time.perf_counter() - started)
-    return len(batch) / statistics.median(seconds)
+def _rate(embedder: OnnxEmbedder, batch: Images, quick: bool) -> float:
+    """Images per second."""
+    times = [timed_ms(partial(embedder.embed, batch)) for _ in range(3 if quick else ROUNDS)]
+    return len(batch) / statistics.median(times) * 1e3
 
 
 def service(folder: Path, options: argparse.Namespace) -> dict[str, float]:
@@ -312,9 +283,6 @@ def service(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 
     The network has random weights, which do not affect the speed.
     """
-    sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-    from harness import load, made_gallery, random_units, sample_images, serving
-
     path, seconds = folder / "bundle", 1.0 if options.quick else 10.0
     embedder = OnnxEmbedder.open(path, SessionSettings(device=options.device, precision="auto"))
     images = sample_images(folder / "photographs", 64, is_drawn=True)
@@ -327,51 +295,19 @@ def service(folder: Path, options: argparse.Namespace) -> dict[str, float]:
         started = time.perf_counter()
         list(cores.map(decode, files))
         found["decoded images/s, all cores"] = len(files) / (time.perf_counter() - started)
-    batches = lambda: random_units(1000, embedder.dim)
+    batches = lambda: clustered_batches(1000, embedder.dim)
     made = folder / "gallery", batches, 1000, embedder.dim
     gallery = made_gallery(*made, bundle_id=embedder.bundle_id)
     flags = "--device", options.device, "--precision", "auto"
     with serving(path, gallery, *flags) as server:
         load(server.url, images, 64, seconds)  # prepares each batch size once
-        many = load(server.url, images, 64, seconds, "--start", 10**6)
-        one = load(server.url, images, 1, seconds, "--start", 10**7)
+        many = load(server.url, images, 64, seconds, start=10**6)
+        one = load(server.url, images, 1, seconds, start=10**7)
     if many["errors"] or one["errors"]:
         raise AssertionError(f"{many['errors'] + one['errors']} searches were not answered")
     found["searches/s at 64"] = many["qps"]
     found["of the model alone"] = many["qps"] / found["model alone, images/s of 32"]
     return found | {"ms p50 at 1": one["p50_ms"], "ms p99 at 64": many["p99_ms"]}
-
-
-def galleries() -> dict[str, float]:
-    """Run the GPU tests of galleries on this device, and measure its memory."""
-    from kinlens.indexer.gallery import gpu_memory
-
-    memory = gpu_memory()
-    output = _ran("-m", "pytest", "-q", "-k", "real or wheel", "tests/indexer/test_gpu.py")
-    passed = re.search(r"(\d+) passed", output)
-    if passed is None or "skipped" in output:
-        raise AssertionError(f"not all tests ran: {output[-300:]}")
-    return {"free MB": memory.free_mb, "MB": memory.total_mb, "laws": float(passed[1])}
-
-
-def indexes() -> dict[str, float]:
-    """Print the table of docs/benchmarks.md."""
-    started = time.perf_counter()
-    print(_ran("benchmarks/gallery_gpu.py"), flush=True)
-    return {"s": time.perf_counter() - started}
-
-
-def _ran(*words: str) -> str:
-    """The output of a script of this project. Raises: AssertionError if it failed."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise AssertionError(f"{words[0]} exited with {done.returncode}: {done.stdout[-500:]}")
-    return done.stdout
 
 
 if __name__ == "__main__":

@@ -15,33 +15,52 @@ less than half an hour print the slope without judging it.
 """
 
 import argparse
+import contextlib
+import itertools
+import os
+import random
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
-from demo_steps import DemoError, show
-from soak_load import KINDS, SEARCHERS, Tally, changes, faults, rebuilds, samples, searches
-from soak_memory import slope, slope_range
-from soak_shop import Plan, Shop, open_shop
+import numpy as np
+from demo import BIN, DemoError, free_port, kinlens, serve, show
+from scipy import stats
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from harness import tree, tree_mb
 
 JUDGED_S = 1200.0
 """Minimum duration of the last two thirds for their slope to count."""
 
 MOST_REFUSED = 0.05
-READY_S = 60.0
+READY_S, JOB_S = 60.0, 120.0
+SEARCHERS = 3
+KINDS = ("again", "new", "crop", "filter", "damaged", "like")
+EXPECTED, REFUSED = {200, 202, 422, 429, 503}, {429, 503}
+SMALL_CACHE = {"KINLENS_CACHE_MAX_BYTES": "2000000", "KINLENS_CACHE_MAX_ENTRIES": "500"}
+"""Few enough that the caches are full, and stop growing, after the first minutes."""
+
+RESAMPLES, MOST_POINTS = 400, 120
+Points = list[tuple[float, float]]
+"""Pairs of seconds and MB."""
 
 
 def main() -> int:
     options = _options()
     with tempfile.TemporaryDirectory() as name:
-        plan = Plan(Path(name), options.workers, options.images, options.bundle)
         try:
-            with open_shop(plan) as shop:
+            with open_shop(Path(name), options) as shop:
                 tally = run(shop, 3600 * options.hours, options.period_s)
         except (DemoError, subprocess.CalledProcessError, httpx.HTTPError) as error:
             print(f"soak: {error}", file=sys.stderr)
@@ -49,6 +68,133 @@ def main() -> int:
     if shop.process.returncode != 0:
         tally.fault(f"the service exited with status {shop.process.returncode}")
     return report(tally, options.limit_mb_per_hour)
+
+
+# The service, and its parts: images, model, gallery, key and Redis
+
+
+class Redis:
+    """A redis-server of this script that can be paused, killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self._folder = folder
+        self.start()
+
+    def start(self) -> None:
+        """Start it; it answers only after a moment."""
+        words = ["--port", self.port, "--bind", "127.0.0.1", "--save", "", "--dir", self._folder]
+        command = ["redis-server", *map(str, words), "--maxmemory", "64mb"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        """Kill it without a clean shutdown."""
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass(frozen=True)
+class Shop:
+    """A running service; `images` are the images of its gallery `shop`, below `root`."""
+
+    url: str
+    key: str
+    root: Path
+    images: list[Path]
+    build: list[str]
+    process: "subprocess.Popen[bytes]"
+    redis: Redis | None
+
+    def client(self) -> httpx.Client:
+        """A client with the key of an administrator."""
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return httpx.Client(base_url=self.url, timeout=60, headers=headers)
+
+    def name(self, image: Path) -> str:
+        """The key of an image in the gallery."""
+        return image.relative_to(self.root).as_posix()
+
+
+@contextlib.contextmanager
+def open_shop(folder: Path, options: argparse.Namespace) -> Iterator[Shop]:
+    """Create images, model, gallery, key, Redis and a service; it must stop cleanly."""
+    root, bundle = options.images or folder / "images", options.bundle or folder / "bundle"
+    gallery, state = folder / "gallery", folder / "state"
+    if options.images is None:
+        sizes = ("--products", 20, "--views", 10, "--size-px", 160)
+        kinlens("train", "data", "render", root, *sizes)
+    if options.bundle is None:
+        plain = ("--backbone", "mobilenet_v2", "--weights", "none")
+        sizes = ("--size-px", 96, "--resize-px", 96)
+        kinlens("train", "export", "--out", bundle, *plain, *sizes)
+    words = ("build", root, "--bundle", bundle, "--out", gallery)
+    build = [str(BIN / "kinlens-index"), *map(str, words)]
+    subprocess.run(build, check=True)
+    command = [BIN / "kinlens-serve", "keys", "create", "soak", "--scope", "admin"]
+    made = subprocess.run([*command, "--state", state], check=True, capture_output=True, text=True)
+    key = next(word for word in made.stdout.split() if word.startswith("kl_"))
+    redis = Redis(folder) if shutil.which("redis-server") else None
+    port = free_port()
+    while redis is not None and port == redis.port:  # Redis may not listen yet
+        port = free_port()
+    flags = ["--bundle", str(bundle), "--gallery", f"shop={gallery}", "--state", str(state)]
+    flags += ["--workers", str(options.workers)]
+    if redis is not None:
+        flags += ["--redis-url", f"redis://127.0.0.1:{redis.port}/0"]
+    os.environ.update(SMALL_CACHE)
+    images = sorted(path for path in root.rglob("*") if path.suffix in (".jpg", ".png"))
+    try:
+        process = serve(port, *flags)
+        shop = Shop(f"http://127.0.0.1:{port}", key, root, images, build, process, redis)
+        try:
+            with shop.client() as client:
+                client.post("/galleries", json={"name": "live"}).raise_for_status()
+            yield shop
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    finally:
+        if redis is not None:
+            redis.kill()
+
+
+# The concurrent load, and the checks of its answers
+
+
+@dataclass
+class Tally:
+    """Results of all threads. `period` is the number of seconds between faults."""
+
+    period: float
+    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    memory: Points = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, what: str, status: int) -> None:
+        """Count an answer; an unexpected status is a fault."""
+        with self.lock:
+            self.statuses[what, status] += 1
+        if status not in EXPECTED:
+            self.fault(f"{what} returned status {status}")
+
+    def fault(self, text: str) -> None:
+        """Record a wrong answer."""
+        with self.lock:
+            self.wrong.append(text)
+
+    @contextlib.contextmanager
+    def requests(self, what: str) -> Iterator[None]:
+        """A block of requests that must all be answered."""
+        try:
+            yield
+        except (httpx.HTTPError, TimeoutError) as error:
+            self.fault(f"{what}: {type(error).__name__} {error}")
 
 
 def run(shop: Shop, seconds: float, period: float) -> Tally:
@@ -63,48 +209,210 @@ def run(shop: Shop, seconds: float, period: float) -> Tally:
     while (left := ends - time.monotonic()) > 0 and shop.process.poll() is None:
         time.sleep(min(60.0, left))
         mb = tally.memory[-1][1] if tally.memory else 0
-        print(
-            f"  {tally.statuses.total():,} answers, {len(tally.wrong)} wrong, {mb:.0f} MB",
-            flush=True,
-        )
+        counts = f"{tally.statuses.total():,} answers, {len(tally.wrong)} wrong"
+        print(f"  {counts}, {mb:.0f} MB", flush=True)
     tally.over.set()
     for thread in threads:
         thread.join(120)
         if thread.is_alive():
             tally.fault("a request hangs")
-    if not _is_ready(shop):
+    deadline, is_ready = time.monotonic() + READY_S, False
+    with shop.client() as client:
+        while not is_ready and time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                is_ready = client.get("/ready").status_code == 200
+            time.sleep(0.5)
+    if not is_ready:
         tally.fault(f"not ready {READY_S:g} s after the load")
     return tally
 
 
-def _is_ready(shop: Shop) -> bool:
-    deadline = time.monotonic() + READY_S
+def searches(shop: Shop, tally: Tally) -> None:
+    """Search in a loop; an image of the gallery must find itself."""
+    rng = random.Random(threading.get_ident())
     with shop.client() as client:
-        while time.monotonic() < deadline:
-            try:
-                if client.get("/ready").status_code == 200:
-                    return True
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.5)
-    return False
+        while not tally.over.is_set():
+            kind, image = rng.choice(KINDS), rng.choice(shop.images)
+            data, fields = image.read_bytes(), {"k": "5", "gallery": "shop"}
+            if kind == "new":
+                data += os.urandom(12)
+            elif kind == "crop":
+                fields["crop"] = "0.1,0.1,0.8,0.8"
+            elif kind == "filter":
+                fields["filter"] = f'class = "{image.parent.name}"'
+            elif kind == "like":
+                fields["positive"] = shop.name(image)
+            elif kind == "damaged":
+                data = data[: len(data) // 2]
+            with tally.requests(kind):
+                answer = client.post("/search", data=fields, files={"image": data})
+                tally.count(kind, answer.status_code)
+                if answer.status_code == 200:
+                    _check(kind, shop.name(image), answer.json(), tally)
+
+
+def _check(kind: str, name: str, answer: dict[str, Any], tally: Tally) -> None:
+    keys = [hit["key"] for hit in answer["hits"]]
+    if kind in ("again", "new", "filter") and name not in keys:
+        tally.fault(f"{kind}: {name} did not find itself but {keys[:3]}")
+    if kind == "damaged":
+        tally.fault(f"{kind}: got only half of {name}")
+    if kind == "like" and name in keys:
+        tally.fault(f"{kind}: {name} was liked, but is in the answer")
+
+
+def changes(shop: Shop, tally: Tally) -> None:
+    """Add an item, find it, delete it, never find it again."""
+    with shop.client() as client:
+        for number in itertools.count():
+            if tally.over.wait(0.2):
+                return
+            key, data = f"soak/{number}", shop.images[number % len(shop.images)].read_bytes()
+            with tally.requests("change"):
+                _change(client, key, data + key.encode(), tally)
+
+
+def _change(client: httpx.Client, key: str, data: bytes, tally: Tally) -> None:
+    fields = {"key": key, "attributes": '{"class": "soak"}'}
+    put = client.put("/galleries/live/items", data=fields, files={"image": data})
+    tally.count("put", put.status_code)
+    if put.status_code != 200:
+        return
+    if key not in _found(client, data, tally):
+        tally.fault(f"{key} was acknowledged, but is not found")
+    deleted = client.delete("/galleries/live/items", params={"key": key})
+    tally.count("delete", deleted.status_code)
+    if deleted.status_code == 200 and key in _found(client, data, tally):
+        tally.fault(f"{key} was deleted, but is found")
+
+
+def _found(client: httpx.Client, data: bytes, tally: Tally) -> list[str]:
+    fields = {"k": "3", "gallery": "live"}
+    for _ in range(20):
+        answer = client.post("/search", data=fields, files={"image": data})
+        tally.count("find", answer.status_code)
+        if answer.status_code == 200:
+            return [hit["key"] for hit in answer.json()["hits"]]
+        time.sleep(0.5)
+    raise TimeoutError("no answer in twenty tries")
+
+
+def rebuilds(shop: Shop, tally: Tally) -> None:
+    """Rebuild one gallery next to the service, which reloads it; compact the other by a job."""
+    with shop.client() as client:
+        while not tally.over.wait(2 * tally.period):
+            done = subprocess.run(shop.build, capture_output=True, text=True)
+            tally.count("rebuild", 503 if done.returncode else 200)
+            if done.returncode:
+                tally.fault(f"rebuild: {done.stderr[-200:]}")
+            with tally.requests("compact"):
+                _compact(client, tally)
+
+
+def _compact(client: httpx.Client, tally: Tally) -> None:
+    """Compact, as removed items stay in memory until then, or until 10,000 further changes."""
+    started = client.post("/galleries/live/compact")
+    tally.count("compact", started.status_code)
+    if started.status_code != 202:
+        return
+    address, deadline = started.headers["Location"], time.monotonic() + JOB_S
+    while time.monotonic() < deadline:
+        answer = client.get(address)
+        tally.count("job", answer.status_code)
+        job = answer.json() if answer.status_code == 200 else {"state": "unknown"}
+        if job["state"] in ("succeeded", "failed", "cancelled"):
+            if job["state"] != "succeeded":
+                tally.fault(f"compact: {job['state']}, {job['error']}")
+            return
+        time.sleep(0.5)
+    tally.fault(f"compact: {job['state']} after {JOB_S:g} s")
+
+
+def faults(shop: Shop, tally: Tally) -> None:
+    """Inject faults in rotation; the service must recover automatically."""
+    for number in itertools.count():
+        if tally.over.wait(tally.period):
+            return
+        if number % 3 == 2:
+            for pid in decoders(shop.process.pid)[:1]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        elif shop.redis is not None and number % 3 == 0:
+            shop.redis.process.send_signal(signal.SIGSTOP)
+            tally.over.wait(tally.period / 5)
+            shop.redis.process.send_signal(signal.SIGCONT)
+        elif shop.redis is not None:
+            shop.redis.kill()
+            tally.over.wait(tally.period / 5)
+            shop.redis.start()
+
+
+def samples(shop: Shop, tally: Tally) -> None:
+    """Sample the memory of the process tree every few seconds."""
+    started = time.monotonic()
+    while not tally.over.wait(tally.period / 6):
+        tally.memory.append((time.monotonic() - started, tree_mb(shop.process.pid)))
+
+
+# Memory, and the confidence that it grows
+
+
+def decoders(pid: int) -> list[int]:
+    """The decoding processes of a service."""
+    named = []
+    for child in tree(pid)[1:]:
+        with contextlib.suppress(OSError):
+            if b"kinlens.service.encoding" in Path(f"/proc/{child}/cmdline").read_bytes():
+                named.append(child)
+    return named
+
+
+def slope(points: Points) -> float:
+    """MB an hour: the median over all pairs of points, so that single peaks do not count."""
+    seconds, mb = np.array(points).T
+    return 3600 * float(stats.theilslopes(mb, seconds).slope)
+
+
+def slope_range(points: Points, seed: int = 0) -> tuple[float, float]:
+    """The range in which nearly all such runs would have their slope.
+
+    The residuals from the slope are resampled in blocks of neighbours, because memory a few seconds
+    apart is correlated.
+    """
+    # At most MOST_POINTS, each the median of its neighbours.
+    groups = np.array_split(np.array(points), min(len(points), MOST_POINTS))
+    seconds, mb = np.array([(g[:, 0].mean(), np.median(g[:, 1])) for g in groups]).T
+    line = slope([*zip(seconds, mb, strict=True)]) / 3600 * seconds
+    left, count = mb - line, len(mb)
+    block, rng = max(2, round(count**0.5)), np.random.default_rng(seed)
+    found = []
+    for _ in range(RESAMPLES):
+        starts = rng.integers(count, size=-(-count // block))
+        order = (starts[:, None] + np.arange(block)).ravel()[:count] % count
+        found.append(slope([*zip(seconds, line + left[order], strict=True)]))
+    low, high = np.quantile(found, [0.005, 0.995])
+    return float(low), float(high)
+
+
+# The report
 
 
 def report(tally: Tally, limit: float) -> int:
     """Print the results; 1 if there was a failure."""
     for what in (*KINDS, "put", "delete", "find"):
-        if not tally.answered(what):
+        if not any(tally.statuses[what, status] for status in (200, 422)):
             tally.fault(f"no {what} request was answered")
-    if tally.refused() > MOST_REFUSED:
-        tally.fault(f"{tally.refused():.0%} of all requests were refused")
+    refused = sum(n for (_, status), n in tally.statuses.items() if status in REFUSED)
+    if refused > MOST_REFUSED * tally.statuses.total():
+        tally.fault(f"{refused / tally.statuses.total():.0%} of all requests were refused")
     show("answers")
     for (what, status), count in sorted(tally.statuses.items()):
         print(f"  {what:10} {status} {count:8,}")
     for text in tally.wrong[:20]:
         print(f"  WRONG: {text}")
-    good = not tally.wrong and not _grows(tally, limit)
-    show("passed" if good else "FAILED")
-    return 0 if good else 1
+    is_good = not tally.wrong and not _grows(tally, limit)
+    show("passed" if is_good else "FAILED")
+    return 0 if is_good else 1
 
 
 def _grows(tally: Tally, limit: float) -> bool:

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 _MIB = 2**20
 _BASE_BUILD_MB = 100.0  # batches read from the catalogue, and held-out queries
-_BUILD_ITEM_BYTES = 60  # keys and ids of items, measured by benchmarks/sizing.py
+_BUILD_ITEM_BYTES = 60  # keys and ids of items, as measured
 ITEM_DISK_BYTES = 400
 """Disk space per item in addition to its vector: its row in the catalogue with five attributes, and
 their columns. 310 for short texts."""

@@ -47,9 +47,7 @@ from kinlens.service.encoding.decoders import NoProcessError, ProcessDecoder
 from kinlens.service.encoding.model import Batcher
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.feedback import FeedbackStore, Question
-from kinlens.service.galleries.locations import GalleryLocation, Locations
-from kinlens.service.galleries.registry import Failures
-from kinlens.service.galleries.renditions import Renditions
+from kinlens.service.galleries.locations import Locations
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.http.forms import Part, parse_form
 from kinlens.service.http.gate import RouteTable

@@ -56,7 +56,3 @@ from kinlens.service.jobs.manager import JobManager
 from kinlens.service.jobs.params import params_of
 from kinlens.service.jobs.rebuild import store_bundle
 from kinlens.service.jobs.store import Job, JobStore
-from kinlens.service.search.query import (
-    HitRenderer,
-    encode_results,
-)

@@ -1,7 +1,6 @@
 """Inside a search: shared calls of a model, and what caches accept."""
 
 import itertools
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,16 +9,7 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.manifest import FP32, Mode
-from kinlens.embedder.types import Hit
-from kinlens.indexer.types import Group
-from tests.support.seams import (
-    Batcher,
-    HitRenderer,
-    LruCache,
-    answer_key,
-    embedding_key,
-    encode_results,
-)
+from tests.support.seams import Batcher, LruCache, answer_key, embedding_key
 from tests.support.waiting import until
 
 WAIT_S = 10.0
@@ -102,22 +92,3 @@ def test_every_part_of_a_request_changes_its_cache_key(key: Any, parts: list[Any
     modes = [FP32, Mode("openvino", "bf16"), Mode("openvino", "fp32")]
     combinations = list(itertools.product(["b1", "b2"], modes, *parts))
     assert len({key(*parts) for parts in combinations}) == len(combinations)
-
-
-VALUES = {"class": "ä", "1": "1", "stock": 2**53 + 1, "price": 1.0, "half": 0.5, "sale": True}
-HITS = [Hit(3, "a.jpg", 0.9, VALUES), Hit(1, "ü.jpg", -0.2, {"sale": False, "stock": 0})]
-SHOWN = HitRenderer("/galleries/shop/items/", "/image?version=0123456789ab")
-GROUPS = [Group("shoes", 0.9, HITS[:1]), Group(None, -0.2, HITS[1:])]
-GOOD = encode_results(SHOWN, HITS, None, match=True)
-
-
-def test_the_cached_format_has_a_versioned_prefix() -> None:
-    assert answer_key("b", FP32, "g", "1", "q").startswith("kinlens:3:a:")
-    kept, grouped = json.loads(GOOD), json.loads(encode_results(SHOWN, [], GROUPS, match=True))
-    names = {"count", "match", "no_match_probability", "hits", "groups"}
-    assert kept.keys() == grouped.keys() == names
-    hit = {"id", "key", "score", "probability", "attributes", "image"}
-    assert kept["hits"][0].keys() == grouped["groups"][0]["hits"][0].keys() == hit
-    assert grouped["groups"][0].keys() == {"value", "score", "probability", "hits"}
-    # 1, 1.0 and True are equal in Python
-    assert list(map(repr, kept["hits"][0]["attributes"].items())) == list(map(repr, VALUES.items()))

@@ -17,11 +17,6 @@ from tests.support.job_shops import JobShop, processes_of
 from tests.support.servers import Running, run
 from tests.support.waiting import repeating, until
 
-FIELDS = {
-    *("id", "kind", "gallery", "state", "step", "done", "total", "created_at", "started_at"),
-    *("ended_at", "by", "params", "error", "report"),
-}
-
 
 @contextmanager
 def load(url: str, gallery: str, photo: bytes, every_s: float = 0.1) -> Iterator[list[Any]]:
@@ -89,7 +84,6 @@ def test_a_rebuild_under_load_causes_no_error_or_mixed_answer(shop, served) -> N
         answer = served.client.post("/galleries/shop/rebuild", json=body)
         assert answer.status_code == 202, answer.text
         assert answer.headers["Location"] == f"/jobs/{answer.json()['id']}"
-        assert set(answer.json()) == FIELDS
         job = ended(served, answer.json()["id"])
         assert job["state"] == "succeeded", job
         report = job["report"]
@@ -139,11 +133,7 @@ def test_options_of_jobs_are_listed_by_name_alone(shop, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "reason"),
-    [
-        ("kinlens-train", "torch is not installed"),
-        ('"', "cannot be read"),
-    ],
+    ("command", "reason"), [("kinlens-train", "torch is not installed"), ('"', "cannot be read")]
 )
 def test_a_service_that_cannot_train_reports_why(shop, command, reason, monkeypatch) -> None:
     find, before = params.find_spec, shop.manager.store.newest()

@@ -19,11 +19,7 @@ from kinlens.indexer.golden import GoldenSet, NewQuery
 from kinlens.indexer.types import Entry
 from kinlens.service.jobs.manager import LOG_PAGE
 from tests.support.job_shops import JobShop, processes_of, size_of
-from tests.support.seams import (
-    FeedbackStore,
-    Job,
-    Question,
-)
+from tests.support.seams import FeedbackStore, Job, Question
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 

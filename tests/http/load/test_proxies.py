@@ -31,9 +31,7 @@ class Setup:
 
 @pytest.fixture(scope="module", params=["nginx", "caddy"])
 def setup(
-    request: pytest.FixtureRequest,
-    photos: list[bytes],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, photos: list[bytes], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Setup]:
     embedder = GatedEmbedder()
     settings = Settings(**DEFAULTS, trusted_proxies=(OPERATOR,), allowed_hosts=(HOST,))

@@ -71,7 +71,7 @@ soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 
 scale-check: $(VENV)/.dev  ## Replicas over a real Milvus, Redis and HAProxy: writes, kills and outages
 	$(BIN)/pytest -ra --durations 0 tests/http/galleries/test_milvus_served.py \
-	  tests/http/load/test_redis.py tests/http/load/test_rolling_restart.py
+	  tests/http/load/test_redis.py tests/http/load/test_rolling_restart.py tests/http/load/test_scale.py
 
 mutations: $(VENV)/.dev  ## Break the product on purpose: do the tests notice? NAMES="workers redis"
 	$(BIN)/python -m tests.long.mutations $(NAMES)

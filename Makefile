@@ -65,13 +65,13 @@ test: $(VENV)/.dev  ## All tests, in TEST_PROCESSES=4 processes
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/http/test_schemathesis.py \
 	  tests/http/galleries/test_live_writes.py tests/promises/test_bar.py tests/units/test_decoding.py \
-	  tests/training/test_export.py tests/training/test_models.py tests/training/test_trunks.py \
+	  tests/training/test_models.py tests/training/test_trunks.py \
 	  tests/training/losses/test_laws.py --timeout 3600
 	$(BIN)/python scripts/soak.py $(if $(HOURS),--hours $(HOURS))
 
-scale-check: $(VENV)/.dev  ## Three replicas over Milvus and Redis, all real: puts, kills and outages
-	$(BIN)/pytest -ra --durations 0 tests/http/load/test_scale.py tests/http/load/test_balancer.py \
-	  tests/http/galleries/test_milvus_served.py
+scale-check: $(VENV)/.dev  ## Replicas over a real Milvus, Redis and HAProxy: writes, kills and outages
+	$(BIN)/pytest -ra --durations 0 tests/http/galleries/test_milvus_served.py \
+	  tests/http/load/test_redis.py tests/http/load/test_rolling_restart.py
 
 mutations: $(VENV)/.dev  ## Break the product on purpose: do the tests notice? NAMES="workers redis"
 	$(BIN)/python -m tests.long.mutations $(NAMES)

@@ -1,29 +1,38 @@
-"""Effect of each regularizer on heads of a frozen trunk, by loss, epochs and number of classes.
+"""Effect of each regularizer on heads of a frozen trunk: where it is above, below or equal.
 
     KINLENS_SHARED=DIR python benchmarks/regularizers.py --json docs/results/heads/cars.json
 
-Heads of 512 dimensions on cached features of MobileNetV2 at 176 px; the public half of Cars196,
-tested on classes 99-196. A row differs from its baseline only in the regularizer: loss, start,
-batches, steps and seed are the same. A difference is paired by seed. A bold one is not zero by
-Student's 95 % interval, corrected for all comparisons of the table (Bonferroni); "above" and
-"below" mean that.
+Heads on cached features of MobileNetV2 at 176 px; the public half of Cars196, tested on classes
+99-196. Each condition changes one thing of "20 epochs": 512 dimensions, all classes, images and
+labels. A row differs from its baseline only in the regularizer: loss, start, batches, steps and
+seed are the same. A difference is paired by seed. A bold one is not zero by Student's 95 %
+interval, corrected for all comparisons of the table (Bonferroni); "above" and "below" mean that.
 
-Hypotheses from before the first run: (H1) with Proxy-Anchor none is above its baseline; (H2) graph
-consistency is above with triplets; (H3) the determinant is neither, since its flow stays near the
-identity; (H4) effects with few classes that are above are above with all. From before the rows with
-noise, margin loss and a tenth of the classes: (H5) noise, which bounds the likelihood of
-non-isotropy, changes its R@1 by less than a point; (H6) graph consistency is above with the margin
-loss; (H7) at 100 epochs on a tenth of the classes, where a head overfits, only graph consistency is
-above. The shares come from the jobs or from the papers' nearest values; none was searched here.
+Figures: R@1 and MAP@R; R@1 with a gallery of one image a class (five draws); the share of queries
+whose best hit is nearer if their product is in the gallery (AUROC); the expected calibration error
+of the best hit on half of the test classes, with a curve fitted on the others; R@1 on groceries.
+
+Hypotheses from before the first run with four seeds: (H1) with Proxy-Anchor none is above its
+baseline; (H2) graph consistency is above with triplets; (H3) the determinant is neither; (H4)
+effects with few classes that are above are above with all; (H5) noise, which bounds the likelihood
+of non-isotropy, changes its R@1 by less than a point; (H6) graph consistency is above with the
+margin loss; (H7) at 100 epochs on a tenth of the classes only graph consistency is above. From
+before the run with the other conditions: (H8) with triplets, graph consistency is above in each
+condition, and most with wrong labels; (H9) with Proxy-Anchor and four images a class none is
+above; (H10) in 64 dimensions skewed mean is even; (H11) three times the share keeps the sign of
+each effect; (H12) AUROC and R@1 on groceries have the sign of MAP@R where that is above or below;
+(H13) the determinant with a slow flow is even in each condition that was run. The shares come from
+the jobs or from the papers' nearest values; none was searched here.
 """
 
-import itertools
 import json
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,14 +40,16 @@ from harness import heading, options, row, shared_folder, skip
 from numpy.typing import NDArray
 from scipy import stats
 
+from kinlens.embedder.calibration import Searches, fit_curve
 from kinlens.training.checkpoint import Average
 from kinlens.training.config.job import Job, load_job, parse_job
 from kinlens.training.data.features import CachedFeatures, pooled_views
 from kinlens.training.data.images import build_loader
-from kinlens.training.data.load import load_split
-from kinlens.training.data.records import Split
+from kinlens.training.data.load import load_split, read_folder
+from kinlens.training.data.records import Split, labelled
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.evaluation.evaluate import evaluate_embeddings, through_head
+from kinlens.training.export.calibration import candidates_of
 from kinlens.training.start import start_from_features
 from kinlens.training.state import Run, create_run
 from kinlens.training.trainer import train_step
@@ -64,6 +75,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 REGULARIZERS: dict[str, dict[str, Any]] = {
     "none": {},
     "determinant 0.1": {"determinant": {"activation": "none", "share": 0.1}},
+    "determinant 0.1, slow flow": {"determinant": {"activation": "none", "share": 0.1}},
     "skewed mean 0.2": {"skewed_mean": {"hinge": True, "delta": 0.45, "gamma": 10.0, "share": 0.2}},
     "non-isotropy 0.02": {
         "non_isotropy": {"exponentiate": False, "weight": 0.005, "fit_epochs": 1, "share": 0.02}
@@ -79,46 +91,89 @@ REGULARIZERS: dict[str, dict[str, Any]] = {
     },
     "graph consistency 0.3": {"graph_consistency": {"share": 0.3}},
 }
+_SLOW_FLOW = 2e-5  # the rate of the flow; the job has 1e-4
+_BEFORE = ("determinant 0.1", "non-isotropy 0.02")  # only in the conditions of the first run
 _ON_PROXIES = ("skewed_mean", "non_isotropy")
 _WITH_PROXIES = ("proxy_anchor", "softmax")
+
+
+class Condition(NamedTuple):
+    """What a head is trained on; `images` of each class, all if 0; `factor` of each share."""
+
+    epochs: int = 20
+    classes: float = 1.0
+    images: int = 0
+    wrong_labels: float = 0.0
+    dim: int = 512
+    factor: int = 1
+
+
+CONDITIONS = {
+    "20 epochs": Condition(),
+    "3 times the share": Condition(factor=3),
+    "4 images a class": Condition(images=4),
+    "a tenth of the classes": Condition(classes=0.1),
+    "a tenth of the classes, 100 epochs": Condition(classes=0.1, epochs=100),
+    "40 % wrong labels": Condition(wrong_labels=0.4),
+    "64 dimensions": Condition(dim=64),
+    "5 epochs": Condition(epochs=5),
+    "5 epochs, half of the classes": Condition(epochs=5, classes=0.5),
+    "20 epochs, half of the classes": Condition(classes=0.5),
+}
+_WITH_DETERMINANT = ("20 epochs", "4 images a class", "a tenth of the classes")
+"""Its flow takes five times as long as a head."""
+FIGURES = ("R@1", "MAP@R", "1 image", "AUROC", "calibration error", "groceries")
+Cell = tuple[int, str, str, str]
 
 
 def main() -> None:
     args = options(
         __doc__,
-        seeds=4,
-        epochs=[5, 20],
-        classes=[0.5, 1.0],
+        seeds=5,
         losses=["proxy_anchor", "triplet"],
+        conditions=list(CONDITIONS)[:7],
+        before=False,
+        processes=2,
         json=None,
     )
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
-    job = base_job(shared)
-    features(job, load_split(job.data))  # computed once, before the processes need them
+    _data()  # computes the features once, before the processes need them
     found: dict[str, dict[str, float]] = {}
     if args.json is not None and args.json.is_file():
         found = json.loads(args.json.read_text(encoding="utf-8"))
     wanted = [
         cell
-        for cell in itertools.product(
-            range(args.seeds), args.losses, args.epochs, args.classes, REGULARIZERS
-        )
-        if cell[1] in _WITH_PROXIES or not REGULARIZERS[cell[4]].keys() & set(_ON_PROXIES)
-        if name_of(*cell) not in found
+        for seed in range(args.seeds)
+        for cell in cells_of(seed, args.losses, args.conditions, args.before)
+        if len(found.get(name_of(*cell), ())) < len(FIGURES)
     ]
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         for cell, figures in zip(wanted, pool.map(run, wanted), strict=True):
             found[name_of(*cell)] = figures
             if args.json is not None:
                 args.json.parent.mkdir(parents=True, exist_ok=True)
                 args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    report(found, args.seeds)
+    report(found)
 
 
-def name_of(seed: int, loss: str, epochs: int, classes: float, regularizer: str) -> str:
-    return f"{loss}|{epochs}|{classes:g}|{regularizer}|{seed}"
+def cells_of(seed: int, losses: list[str], conditions: list[str], before: bool) -> Iterator[Cell]:
+    """Every training of a seed; those of the first run with `before`."""
+    for condition, loss, (name, settings) in product(conditions, losses, REGULARIZERS.items()):
+        if settings.keys() & set(_ON_PROXIES) and loss not in _WITH_PROXIES:
+            continue
+        if name in _BEFORE and not before:
+            continue
+        if name == "none" and CONDITIONS[condition].factor > 1:
+            continue  # the baseline of "20 epochs"
+        if "determinant" in settings and condition not in _WITH_DETERMINANT and not before:
+            continue
+        yield seed, loss, condition, name
+
+
+def name_of(seed: int, loss: str, condition: str, regularizer: str) -> str:
+    return f"{loss}|{condition}|{regularizer}|{seed}"
 
 
 def cars_job(shared: Path, *changes: str) -> Job:
@@ -147,53 +202,127 @@ def features(job: Job, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+class _Data(NamedTuple):
+    job: Job
+    split: Split
+    train: torch.Tensor
+    test: torch.Tensor
+    groceries: torch.Tensor
+    grocery_labels: NDArray[np.int64]
+
+
 @cache
-def _data() -> tuple[Job, Split, torch.Tensor, torch.Tensor]:
+def _data() -> _Data:
     """The job, its images and their features, read once per process."""
     shared = shared_folder()
     assert shared is not None
     job = base_job(shared)
     split = load_split(job.data)
-    return job, split, *features(job, split)
+    root = shared / "data/grocery-store"
+    photos = [record.path for record in read_folder(root) if "iconic" not in record.path]
+    groceries = labelled(root, [(path, Path(path).parent.name) for path in photos])
+    net = create_run(job, split.train.classes).net
+    pooled = pooled_views(net, groceries, job.input, job.runtime)[:, 0]
+    return _Data(job, split, *features(job, split), pooled, groceries.labels)
 
 
-def run(cell: tuple[int, str, int, float, str]) -> dict[str, float]:
+def run(cell: Cell) -> dict[str, float]:
     """Train a head and evaluate it on the test classes."""
     torch.set_num_threads(1)
-    seed, loss, epochs, part, regularizer = cell
-    base, split, train, test = _data()
+    seed, loss, name, regularizer = cell
+    condition, data = CONDITIONS[name], _data()
+    every = data.split.train
+    job = _job(data.job, loss, condition, regularizer, seed, every.classes)
+    rng = np.random.default_rng(seed)
+    classes = rng.choice(every.classes, round(condition.classes * every.classes), replace=False)
+    rows = np.flatnonzero(np.isin(every.labels, classes))
+    if condition.images:
+        shuffled = rng.permutation(rows)
+        rows = np.sort(
+            np.concatenate(
+                [shuffled[every.labels[shuffled] == c][: condition.images] for c in classes]
+            )
+        )
+    labels = np.unique(every.labels[rows], return_inverse=True)[1]
+    is_wrong = rng.random(len(labels)) < condition.wrong_labels
+    moved = (labels + rng.integers(1, len(classes), len(labels))) % len(classes)
+    labels = np.where(is_wrong, moved, labels)
+    torch.manual_seed(seed)
+    views = data.train[torch.from_numpy(rows)]  # (N, V, C)
+    state, order = begin(job, views[:, 0], labels)
+    runtime = job.runtime.model_copy(update={"workers": 0})
+    loader = build_loader(CachedFeatures(views, labels, seed), order, runtime, state.device, seed)
+    while state.epoch < condition.epochs:
+        order.epoch = state.epoch
+        model = state.begin_epoch(trunk_frozen=False)
+        for pixels, chosen in loader:
+            train_step(state, model, pixels, chosen, len(order))
+        state.epoch += 1
+    test = through_head(state.served, data.test)
+    found = evaluate_embeddings(test, data.split.test.labels, full=False)
+    others = through_head(state.served, data.groceries)
+    figures = {
+        **{figure: found[figure] for figure in ("R@1", "MAP@R")},
+        **open_set(test, data.split.test.labels),
+        "groceries": evaluate_embeddings(others, data.grocery_labels, full=False)["R@1"],
+    }
+    return {figure: round(value, 3) for figure, value in figures.items()}
+
+
+def _job(
+    base: Job, loss: str, condition: Condition, regularizer: str, seed: int, classes: int
+) -> Job:
     content = base.as_dict()
-    content["seed"], content["optimizer"]["epochs"] = seed, epochs
+    content["seed"], content["optimizer"]["epochs"] = seed, condition.epochs
+    content["model"]["dim"] = condition.dim
     content["loss"] = LOSSES[loss]["loss"]
     for table in ("sampling", "start", "optimizer"):
         content[table] |= LOSSES[loss].get(table, {})
     # A batch draws a class at most twice.
-    largest = 2 * content["sampling"]["per_class"] * round(part * split.train.classes)
+    largest = 2 * content["sampling"]["per_class"] * round(condition.classes * classes)
     content["optimizer"]["batch_size"] = min(content["optimizer"]["batch_size"], largest)
-    content["regularizers"] = REGULARIZERS[regularizer]
-    job = parse_job(content)
-    chosen = np.sort(
-        np.random.default_rng(seed).choice(
-            split.train.classes, round(part * split.train.classes), replace=False
-        )
+    if "slow flow" in regularizer:
+        content["optimizer"]["lr_flows"] = _SLOW_FLOW
+    content["regularizers"] = {
+        name: settings | {"share": settings["share"] * condition.factor}
+        for name, settings in REGULARIZERS[regularizer].items()
+    }
+    return parse_job(content)
+
+
+def open_set(vectors: NDArray[np.float32], labels: NDArray[np.int64]) -> dict[str, float]:
+    """One-shot R@1, AUROC of absent products and calibration error, in percent."""
+    rng = np.random.default_rng(0)
+    names = np.unique(labels)
+    right = []
+    for _ in range(5):
+        gallery = np.array([rng.choice(np.flatnonzero(labels == name)) for name in names])
+        asked = np.setdiff1d(np.arange(len(labels)), gallery)
+        best = (vectors[asked] @ vectors[gallery].T).argmax(axis=1)
+        right.append(float((names[best] == labels[asked]).mean()))
+    scores = vectors @ vectors.T
+    np.fill_diagonal(scores, -1.0)
+    present = scores.max(axis=1)
+    absent = np.where(labels[:, None] == labels, -1.0, scores).max(axis=1)
+    below = np.searchsorted(np.sort(absent), present).mean() / len(absent)
+    fitted, judged = (
+        _searches(vectors, labels, part, rng) for part in np.array_split(rng.permutation(names), 2)
     )
-    rows = np.flatnonzero(np.isin(split.train.labels, chosen))
-    images = split.train.of_classes(chosen)
-    torch.manual_seed(seed)
-    views = train[torch.from_numpy(rows)]  # (N, V, C)
-    state, order = begin(job, views[:, 0], images.labels)
-    data = CachedFeatures(views, images.labels, seed)
-    runtime = job.runtime.model_copy(update={"workers": 0})
-    loader = build_loader(data, order, runtime, state.device, seed)
-    while state.epoch < epochs:
-        order.epoch = state.epoch
-        model = state.begin_epoch(trunk_frozen=False)
-        for pixels, labels in loader:
-            train_step(state, model, pixels, labels, len(order))
-        state.epoch += 1
-    vectors = through_head(state.served, test)
-    found = evaluate_embeddings(vectors, split.test.labels, full=False)
-    return {name: round(found[name], 3) for name in ("R@1", "MAP@R")}
+    error, _ = judged.error(fit_curve(fitted), prior=0.5)
+    return {"1 image": 100 * np.mean(right), "AUROC": 100 * below, "calibration error": 100 * error}
+
+
+def _searches(
+    vectors: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    names: NDArray[np.int64],
+    rng: np.random.Generator,
+) -> Searches:
+    """Searches among four images of each of these classes, with and without the right class."""
+    shuffled = [rng.permutation(np.flatnonzero(labels == name)) for name in names]
+    gallery = np.concatenate([images[:4] for images in shuffled])
+    queries = np.concatenate([images[4:] for images in shuffled])
+    return Searches.joined(candidates_of(vectors, labels, queries, gallery))
 
 
 def begin(job: Job, features: torch.Tensor, labels: NDArray[np.int64]) -> tuple[Run, BatchSampler]:
@@ -208,35 +337,58 @@ def begin(job: Job, features: torch.Tensor, labels: NDArray[np.int64]) -> tuple[
     return state, order
 
 
-def report(found: dict[str, dict[str, float]], seeds: int) -> None:
-    """One row per loss, length and part of the classes that has all seeds."""
-    cells = dict.fromkeys(key.rsplit("|", 1)[0] for key in found)
-    complete = [cell for cell in cells if all(f"{cell}|{seed}" in found for seed in range(seeds))]
+def report(found: dict[str, dict[str, float]]) -> None:
+    """A table for each two figures: a row for each loss and condition with paired seeds."""
     names = [name for name in REGULARIZERS if name != "none"]
-    comparisons = 2 * sum(not cell.endswith("|none") for cell in complete)
-    heading("loss", "epochs", "part of the classes", "without", *(f"{name}, Δ" for name in names))
+    rows = dict.fromkeys(tuple(key.split("|")[:2]) for key in found)
+    gains: dict[tuple[str, str, str, str], NDArray[np.float64]] = {}
+    bases: dict[tuple[str, str, str], NDArray[np.float64]] = {}
+    for (loss, condition), figure in product(rows, FIGURES):
+        base = runs_of(found, loss, condition, "none", figure)
+        if CONDITIONS[condition].factor > 1:
+            base = runs_of(found, loss, "20 epochs", "none", figure)
+        bases[loss, condition, figure] = np.array([*base.values()])
+        for name in names:
+            runs = runs_of(found, loss, condition, name, figure)
+            paired = [runs[seed] - base[seed] for seed in runs.keys() & base.keys()]
+            if len(paired) > 1:
+                gains[loss, condition, name, figure] = np.array(paired)
 
-    def figures(condition: str, name: str) -> NDArray[np.float64]:
-        runs = [found[f"{condition}|{name}|{seed}"] for seed in range(seeds)]
-        return np.array([[run["R@1"], run["MAP@R"]] for run in runs])  # (seeds, 2)
-
-    def difference(gains: NDArray[np.float64]) -> str:
-        error = gains.std(ddof=1) / seeds**0.5
-        is_sure = abs(gains.mean()) > stats.t.ppf(1 - 0.025 / comparisons, seeds - 1) * error
-        text = f"{gains.mean():+.1f}" if abs(gains.mean()) >= 1 else f"{gains.mean():+.2f}"
+    def difference(cell: tuple[str, str, str, str]) -> str:
+        if cell not in gains:
+            return ""
+        mean, count = gains[cell].mean(), len(gains[cell])
+        error = gains[cell].std(ddof=1) / count**0.5
+        is_sure = abs(mean) > stats.t.ppf(1 - 0.025 / len(gains), count - 1) * error
+        text = f"{mean:+.1f}" if abs(mean) >= 1 else f"{mean:+.2f}"
         return f"**{text}**" if is_sure else text
 
-    for condition in [cell.removesuffix("|none") for cell in complete if cell.endswith("|none")]:
-        base = figures(condition, "none")
-        differences = [
-            ", ".join(map(difference, (figures(condition, name) - base).T))
-            if f"{condition}|{name}" in complete
-            else ""
-            for name in names
-        ]
-        without = ", ".join(f"{mean:.1f}" for mean in base.mean(axis=0))
-        row(*condition.split("|"), without, *differences)
-    print(f"\nR@1, MAP@R; bold: significant among {comparisons} comparisons, {seeds} seeds")
+    for pair in (FIGURES[:2], FIGURES[2:4], FIGURES[4:]):
+        heading(", ".join(pair), "condition", "seeds", "without", *(f"{name}, Δ" for name in names))
+        for loss, condition in rows:
+            columns = [
+                ", ".join(filter(None, (difference((loss, condition, name, f)) for f in pair)))
+                for name in names
+            ]
+            if not any(columns):
+                continue  # measured before these figures
+            counts = {len(gains[cell]) for cell in gains if cell[:2] == (loss, condition)}
+            without = ", ".join(f"{bases[loss, condition, f].mean():.1f}" for f in pair)
+            row(loss, condition, "-".join(map(str, sorted(counts))), without, *columns)
+        print()
+    print(f"bold: significant among {len(gains)} comparisons")
+
+
+def runs_of(
+    found: dict[str, dict[str, float]], loss: str, condition: str, regularizer: str, figure: str
+) -> dict[str, float]:
+    """The figure by seed."""
+    runs = {
+        key.split("|")[3]: key
+        for key in found
+        if key.split("|")[:3] == [loss, condition, regularizer]
+    }
+    return {seed: found[key][figure] for seed, key in runs.items() if figure in found[key]}
 
 
 if __name__ == "__main__":

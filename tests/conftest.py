@@ -23,7 +23,6 @@ LONGEST_FIRST = (
     "jobs/test_api.py",
     "training/test_distributed.py",
     "jobs/test_faults.py",
-    "load/test_scale.py",
     "jobs/test_manager.py",
     "indexer/test_crash.py",
     "indexer/test_cluster.py",

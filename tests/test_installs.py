@@ -134,28 +134,3 @@ def test_the_extra_training_trains_and_names_extras(wheel: Path, tmp_path: Path)
     install.run("kinlens-train", "fit", "demo", "--out", "run", *small)
     output = install.run("kinlens-train", "export", "run", "--out", "bundle", ok=False)
     assert "pip install 'kinlens[cpu]' or pip install 'kinlens[gpu]'" in output
-
-
-def test_the_extra_gpu_resolves_without_the_cpu_twins(wheel: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text(f"kinlens[gpu,training] @ {wheel.as_uri()}\n")
-    command = ("pip", "compile", "--quiet", "--constraint", ROOT / "constraints.txt", "in.txt")
-    resolved = run(UV, *command, cwd=tmp_path)
-    names = {line.split("==")[0] for line in resolved.splitlines() if "==" in line}
-    assert {"faiss-gpu-cuvs", "onnxruntime-gpu"} <= names
-    assert not {"faiss-cpu", "onnxruntime"} & names
-
-
-def test_a_checkout_without_links_builds_no_broken_wheel(tmp_path: Path) -> None:
-    listed = run(
-        "git", "ls-files", "kinlens", "*.toml", "*.md", "LICENSE", "hatch_build.py", cwd=ROOT
-    )
-    for name in listed.splitlines():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_symlink():
-            (tmp_path / name).write_text(str((ROOT / name).readlink()))
-        else:
-            (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    output = run(
-        UV, "build", "--wheel", "--out-dir", tmp_path / "dist", tmp_path, cwd=tmp_path, ok=False
-    )
-    assert "kinlens/embedder is not a link" in output

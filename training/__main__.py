@@ -1,8 +1,9 @@
 """kinlens-train: adapt, new, fit, evaluate, compare, report, export, search, ..., data."""
 
+import os
 from typing import Annotated
 
-from kinlens.embedder.errors import KinlensError
+from kinlens.embedder.errors import JobError, KinlensError
 from kinlens.embedder.machine import print_version
 from kinlens.installs import missing_package
 
@@ -35,7 +36,8 @@ app.add_typer(data_app, name="data")
 
 @app.callback()
 def start(
-    version: Annotated[
+    context: typer.Context,
+    _version: Annotated[
         bool,
         typer.Option(
             "--version", callback=print_version, is_eager=True, help="Print the version and exit."
@@ -43,6 +45,11 @@ def start(
     ] = False,
 ) -> None:
     """Train an embedding, compare methods, and export a model bundle."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and context.invoked_subcommand != "fit":
+        raise JobError(
+            f"torchrun started {os.environ['WORLD_SIZE']} processes, but only `fit` shares its "
+            "work. Call this command without torchrun."
+        )
 
 
 def main() -> None:

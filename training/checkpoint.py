@@ -1,7 +1,6 @@
 """Checkpoints: all that a run needs to continue as if it had not stopped."""
 
 import copy
-import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from kinlens.embedder.errors import CheckpointError
 from kinlens.training.config.job import Job, parse_job
-from kinlens.training.folder import UNTRAINED
+from kinlens.training.folder import UNTRAINED, replacing
 from kinlens.training.models.embedding import EmbeddingNet
 
 FILE = "checkpoint.pt"
@@ -52,10 +51,7 @@ class Checkpoint:
     trunk_alone: bool = False
 
     def network(self) -> tuple[Job, EmbeddingNet]:
-        """The job and its network, in evaluation mode on the CPU.
-
-        With `trunk_alone` it is the trunk that the run began with, without a projection.
-        """
+        """The job and its network (with `trunk_alone` its first trunk), evaluating on the CPU."""
         job = parse_job(self.job, origin="the job in the checkpoint")
         random_start = job.model.model_copy(update={"weights": "none"})
         net = EmbeddingNet(random_start, job.regularizers.determinant)
@@ -69,8 +65,8 @@ class Checkpoint:
 class Average:
     """The exponential moving average of the weights and buffers of a network.
 
-    The decay is `decay`, but smaller in the first steps, min(decay, (1 + n) / (10 + n)), so that a
-    short run is not dominated by its initial weights.
+    The decay is min(`decay`, (1 + n) / (10 + n)) after n steps, so that a short run is not
+    dominated by its initial weights.
     """
 
     def __init__(self, net: EmbeddingNet, decay: float) -> None:
@@ -93,18 +89,15 @@ class Average:
         torch._foreach_lerp_(means, values, 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state for `load_state_dict` and `weights`."""
         own = {f"module.{name}": value for name, value in self.net.state_dict().items()}
         return {"n_averaged": torch.tensor(self.steps), **own}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state of a stopped run."""
         self.net.load_state_dict(self.weights(state))
         self.steps = int(state["n_averaged"])
 
     @staticmethod
     def weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state dict of the network from the state dict of an average."""
         return {k.removeprefix("module."): v for k, v in state.items() if k != "n_averaged"}
 
 
@@ -114,13 +107,8 @@ def _tensors(net: EmbeddingNet) -> list[Tensor]:
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write to `path`, replacing an older checkpoint only when the new one is complete."""
-    stage = path.with_suffix(".tmp")
-    with stage.open("wb") as file:
+    with replacing(path) as file:
         torch.save({"format": _FORMAT, **vars(checkpoint)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    stage.replace(path)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -146,8 +134,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
         ) from error
 
 
+def load_chosen(folder: Path) -> Checkpoint:
+    """The checkpoint that the run's protocol chose: last epoch or best. Raises: CheckpointError."""
+    last = load_checkpoint(folder)
+    return load_checkpoint(folder / BEST) if (folder / BEST).exists() else last
+
+
 def seed_everything(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

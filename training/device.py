@@ -22,10 +22,7 @@ def choose_device(runtime: Runtime) -> torch.device:
     """The device of the job. Raises: TrainingError if CUDA is requested and absent."""
     available = torch.cuda.is_available()
     if runtime.device == "cuda" and not available:
-        raise TrainingError(
-            'runtime.device = "cuda", but torch sees no GPU. Check the driver, or set it to '
-            '"auto" or "cpu".'
-        )
+        raise TrainingError('runtime.device = "cuda", but torch sees no GPU. Check the driver.')
     return torch.device("cuda" if available and runtime.device != "cpu" else "cpu")
 
 
@@ -44,8 +41,8 @@ def tuned(device: torch.device) -> Iterator[None]:
     """A block of training and evaluation; process-wide settings are restored at its end.
 
     On a GPU, cuDNN times its algorithms once, since all steps have one shape. On a CPU with glibc,
-    freed memory is kept for the next step: each step allocates and frees the same hundreds of
-    megabytes, and having the system zero every page again costs a tenth of its time.
+    freed memory is kept for the next step: having the system zero the same hundreds of megabytes
+    again costs a tenth of its time.
     """
     on_gpu, benchmark = device.type == "cuda", torch.backends.cudnn.benchmark
     if on_gpu:
@@ -68,8 +65,7 @@ def _set_malloc(options: dict[int, int]) -> None:
 
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on `device`; on a GPU each is copied from pinned memory while the previous one is
-    in use."""
+    """The batches on `device`; a GPU copies each while the previous one is in use."""
     if device.type != "cuda":
         yield from batches
         return
@@ -78,10 +74,7 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
     ready: Batch | None = None
     for images, labels in batches:
         with torch.cuda.stream(copies):
-            arriving = (
-                images.to(device, non_blocking=True),
-                labels.to(device, non_blocking=True),
-            )
+            arriving = (images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
         if ready is not None:
             yield ready
         work.wait_stream(copies)

@@ -15,19 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kinlens.embedder.errors import JobError, TrainingError
+from kinlens.embedder.errors import TrainingError
 
 _LONGEST_WAIT = timedelta(hours=2)
 """Timeout in which the other processes wait while one clusters a large test set."""
 
 
 def rank() -> int:
-    """Number of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world() -> int:
-    """Number of processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -43,10 +41,7 @@ def is_main() -> bool:
 
 @contextmanager
 def process_group(device: str = "auto") -> Iterator[None]:
-    """Join the processes that `torchrun` started, over NCCL or gloo; do nothing without torchrun.
-
-    Raises: TrainingError if there are fewer GPUs than local ranks and a GPU was requested.
-    """
+    """Join the processes that `torchrun` started, over NCCL or gloo. Raises: TrainingError."""
     if "RANK" not in os.environ or dist.is_initialized():
         yield
         return
@@ -67,10 +62,7 @@ def process_group(device: str = "auto") -> Iterator[None]:
 
 
 def gather(x: Tensor) -> Tensor:
-    """The rows of all ranks in the order of the ranks, with gradient: (B, ...) to (W B, ...).
-
-    Every rank must have the same number of rows.
-    """
+    """The rows of all ranks, equally many, with gradient: (B, ...) to (W B, ...)."""
     if world() == 1:
         return x
     gathered: Tensor = _Gather.apply(x)
@@ -78,7 +70,6 @@ def gather(x: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The values of all ranks, in rank order."""
     if world() == 1:
         return [value]
     values: list[Any] = [None] * world()
@@ -87,18 +78,8 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def wait_for_all() -> None:
-    """Return when every rank has called this."""
     if world() > 1:
         dist.barrier()
-
-
-def require_single_process() -> None:
-    """Raises: JobError under torchrun, for commands that gain nothing from several processes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise JobError(
-            f"torchrun started {os.environ['WORLD_SIZE']} processes, but only `fit` shares its "
-            "work. Call this command without torchrun."
-        )
 
 
 @contextmanager

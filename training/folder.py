@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.config.job import Job, parse_job
@@ -21,16 +21,12 @@ FREE = frozenset(("name", "description", "licence", "runtime", "data.root"))
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether the folder has a run to resume: a checkpoint, or a fold."""
     return (folder / "checkpoint.pt").exists() or any(folder.glob("fold-*"))
 
 
 @contextmanager
 def exclusive(folder: Path, *, with_children: bool = False) -> Iterator[None]:
-    """Create `folder` and lock it until this process or, with children, the last child ends.
-
-    Raises: JobError if another run or study uses it.
-    """
+    """Lock `folder` until this process or, with children, the last child ends. Raises: JobError."""
     folder.mkdir(parents=True, exist_ok=True)
     lock_by = fcntl.flock if with_children else fcntl.lockf
     with (folder / ".lock").open("w") as lock:
@@ -50,11 +46,9 @@ class Result:
     """The outcome of a finished run; stored as `result.json` in its folder.
 
     `figures` are measured on the test classes ({} if the protocol never tests), `validation` on the
-    validation classes ({} if there are none). `trunk` has both for the model that the run began
-    with (`began_with`: the untrained trunk, or the model that it continued), with a prefix for
-    validation classes. `verdict` states whether the model is better than that, `choice` what folds
-    chose and why. `seconds_per_epoch` is the median, without evaluation; `split_sha256` identifies
-    the images, `versions` the packages that trained.
+    validation classes. `trunk` has both for the model that the run began with (`began_with`), with
+    a prefix for validation classes. `verdict` states whether the model is better than that,
+    `choice` what folds chose and why. `seconds_per_epoch` is the median, without evaluation.
     """
 
     job: dict[str, Any]
@@ -72,16 +66,18 @@ class Result:
 
 
 def read_result(folder: Path) -> Result | None:
-    """The result of the run in `folder`; None if it has not finished. Raises: CheckpointError."""
     path = folder / RESULT
     if not path.is_file():
         return None
+    return Result(**read_json(path, "Remove it and run the job again with --resume."))
+
+
+def read_json(path: Path, cure: str) -> Any:
+    """Raises: CheckpointError."""
     try:
-        return Result(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged ({error}). Remove it and run the job again with --resume."
-        ) from error
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}). {cure}") from error
 
 
 def finished_result(job: Job, folder: Path) -> Result | None:
@@ -94,35 +90,34 @@ def finished_result(job: Job, folder: Path) -> Result | None:
 
 
 def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
-    """Write `content` to `file` of `folder`, or check that the file has the same content.
-
-    Raises: JobError naming the differences.
-    """
+    """Write `content` to `file` of `folder`, or check that it has the same. Raises: JobError."""
     path = folder / file
     if not path.exists():
         replace_json(path, content)
         return
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise JobError(f"{path} is damaged ({error}). Use another --out.") from error
+    found = read_json(path, "Use another --out.")
     known = json.loads(json.dumps(content))
     _require_same(folder, changes(found, known, {f"job.{name}" for name in FREE}))
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write `path` atomically; a reader, or a crash, sees the complete old or new text."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that replaces `path`; a reader, or a crash, sees the complete old or new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stage = path.with_name(path.name + ".tmp")
-    with stage.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
+    with stage.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     stage.replace(path)
 
 
+def replace_text(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
 def replace_json(path: Path, content: Any) -> None:
-    """`replace_text` with indented JSON."""
     replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 

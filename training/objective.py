@@ -34,9 +34,7 @@ class Objective(nn.Module):
     .. math:: w L + c_d (\lambda_1 R_{g_1} - \lambda_2 R_{g_2}) + \sum_r c_r \lambda_r R_r
 
     The scales c are 1 for fixed weights. For a regularizer with a `share` they are calibrated, see
-    `kinlens.training.regularizers.shares`, which also measures the share of each in some training
-    steps: at flow 1 for the determinant, at the proxies for a skewed mean of proxies, otherwise at
-    the features. The share of the determinant's gradient at the features is measured as well.
+    `kinlens.training.regularizers.shares`.
 
     Under determinant regularization L is the mean over both branches; in a batch of two draws it is
     the mean over both (`sampling.draws`). So the scale of L, and the meaning of each lambda, is the
@@ -83,12 +81,10 @@ class Objective(nn.Module):
         return Terms(total, {name: value.detach() for name, value in parts.items()})
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """Parameters, buffers and shares, for `restore`."""
         shares = {f"shares.{name}": value for name, value in self.shares.state_dict().items()}
         return {**self.state_dict(), **shares}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `checkpoint`. Raises: RuntimeError for other parameters."""
         shares = {name for name in state if name.startswith("shares.")}
         self.load_state_dict({name: state[name] for name in state if name not in shares})
         self.shares.load_state_dict({n.removeprefix("shares."): state[n] for n in shares})
@@ -99,14 +95,12 @@ class Objective(nn.Module):
             self.non_isotropy.fitting = epoch < self.non_isotropy.settings.fit_epochs
 
     def _over_draws(self, loss: MetricLoss, vectors: Tensor, labels: Tensor) -> Tensor:
-        """The loss of one branch, the mean over the draws of the batch."""
         if loss.normalized:
             vectors = F.normalize(vectors, dim=1)
         parts = zip(vectors.chunk(self.draws), labels.chunk(self.draws), strict=True)
         return torch.stack([loss(x, y) for x, y in parts]).mean()
 
     def _regularize(self, embeddings: Tensor, labels: Tensor) -> Parts:
-        """The weighted penalties on unit embeddings (B, D) and on centres."""
         penalties: Parts = {}
         if (skewed := self.tables.skewed_mean) is not None:
             of_batch = skewed.centres == "batch"
@@ -137,12 +131,7 @@ class Objective(nn.Module):
 
 
 class TrainingStep(nn.Module):
-    """Network and objective as one module, so that one backward pass covers both on all ranks.
-
-    Args:
-        net: the network to train.
-        objective: the objective to minimise.
-    """
+    """Network and objective as one module, so that one backward pass covers both on all ranks."""
 
     def __init__(self, net: EmbeddingNet, objective: Objective) -> None:
         super().__init__()
@@ -150,10 +139,7 @@ class TrainingStep(nn.Module):
         self.objective = objective
 
     def forward(self, images: Tensor, labels: Tensor) -> Terms:
-        """This rank's batch and its labels (B,) to the terms of all ranks.
-
-        `images` are uint8 (B, 3, S, S) or, of a frozen trunk, the pooled features (B, C).
-        """
+        """This rank's images, or pooled features (B, C), and labels (B,) to all terms."""
         net = self.net
         features = gather(net.features(images) if images.ndim == 4 else net.project(images))
         if not features.requires_grad:  # the whole network is frozen

@@ -7,7 +7,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.checkpoint import BEST, FILE, Checkpoint, load_checkpoint, save_checkpoint
+from kinlens.training.checkpoint import (
+    BEST,
+    FILE,
+    Checkpoint,
+    load_checkpoint,
+    load_chosen,
+    save_checkpoint,
+)
 from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.device import choose_device, tuned
@@ -25,16 +32,7 @@ _OF_TRAINING = (VALIDATION, *OF_TERMS, "epoch", "loss", "seconds", "images_per_s
 
 
 def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
-    """Train `job` in `folder` and test the model that its protocol chooses.
-
-    A stopped run is resumed.
-
-    Args:
-        split: with the validation classes of the protocol, or a fold of a cross validation.
-        folder: created if missing; gets checkpoint, log, curves, report and result.
-
-    Raises: TrainingError; JobError if another process trains in `folder`.
-    """
+    """Train or resume `job`, and test its chosen model. Raises: TrainingError, JobError."""
     with exclusive(folder) if is_main() else nullcontext():
         return _run(job, split, folder, listener)
 
@@ -93,7 +91,6 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
 
 
 def require_fresh_or_resumable(folder: Path, resume: bool) -> None:
-    """Raises: JobError if `folder` has a run but `resume` is False, or the reverse."""
     if is_begun(folder) and not resume:
         raise JobError(
             f"{folder} has a run already. Pass --resume to continue it, or another --out."
@@ -102,17 +99,7 @@ def require_fresh_or_resumable(folder: Path, resume: bool) -> None:
         raise JobError(f"{folder} has no checkpoint to resume from. Start without --resume.")
 
 
-def load_chosen(folder: Path) -> Checkpoint:
-    """The checkpoint that the run's protocol chose: the last epoch or the best.
-
-    Raises: CheckpointError.
-    """
-    last = load_checkpoint(folder)
-    return load_checkpoint(folder / BEST) if (folder / BEST).exists() else last
-
-
 def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row:
-    """The figures of the chosen model on the test classes."""
     if job.protocol.evaluate_test == "never":
         return {}
     row = history[-1] if history else {}
@@ -120,6 +107,5 @@ def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row
     if is_last and all(f"R@{k}" in row for k in job.recall_at):
         return {name: value for name, value in row.items() if not name.startswith(_OF_TRAINING)}
     _, net = chosen.network()
-    before = chosen.trunk_ranks.get("")
     net = net.to(choose_device(job.runtime))
-    return evaluate(net, split.test, job, split.gallery, full=True, before=before)
+    return evaluate(net, split.tested, job, full=True, before=chosen.trunk_ranks.get(""))

@@ -1,7 +1,4 @@
-"""Initial weights of a run: a projection from the trunk's features, proxies at the class means.
-
-Shapes: N images, C channels of the trunk, D dimensions of an embedding.
-"""
+"""Initial weights of a run: a projection from the trunk's features, proxies at the class means."""
 
 import numpy as np
 import torch
@@ -27,10 +24,7 @@ _FLOOR = 0.1  # of the mean variance: lower bound for directions that few images
 
 
 def start_from_trunk(run: Run, images: LabelledImages) -> None:
-    """Set projection and proxies of a fresh run to the start values of its job.
-
-    A projection loaded from a bundle (`model.weights`) is unchanged.
-    """
+    """Set projection and proxies of a fresh run; a projection of a bundle is unchanged."""
     settings = run.job.start
     if settings.projection == "random" and settings.proxies == "random":
         return
@@ -84,27 +78,20 @@ def set_projection(layer: nn.Linear, pooled: Tensor) -> None:
     top = min(layer.out_features, len(variances))
     variances, directions = variances.flip(0)[:top], directions.flip(1)[:, :top]
     scales = variances.clamp(min=_FLOOR * float(variances.mean()) + 1e-12).pow(-WHITENING)
-    rows = (directions * scales).T  # (top, C)
-    rows *= layer.weight.detach().double().norm() / rows.norm()
-    _set(layer, rows, mean)
+    _set(layer, (directions * scales).T, mean)
 
 
 def whiten_within(layer: nn.Linear, pooled: Tensor, labels: NDArray[np.int64]) -> None:
     r"""Set `layer` to a whitening that shrinks directions in which images of one class vary.
 
-    With S the covariance of features around the mean of their class, its mean eigenvalue s, the
-    mean mu of all features, and the first D principal directions U of :math:`(S / s + 3)^{-1/2} x`,
+    With S the covariance of features (N, C) around the mean of their class, its mean eigenvalue s,
+    the mean mu of all features, and the first D principal directions U of
+    :math:`(S / s + 3)^{-1/2} x`,
 
     .. math:: y = U^T (S / s + 3)^{-1/2} (x - \mu)
 
-    times a constant that gives the weights the norm of a random start. Differences between views of
-    one product (light, place, background) also occur in unseen products, so few classes are enough
-    to estimate them. Directions beyond C are 0.
-
-    Args:
-        layer: C inputs, D outputs.
-        pooled: (N, C).
-        labels: (N,), the class of each image.
+    scaled as by `set_projection`. Differences between views of one product (light, place,
+    background) also occur in unseen products, so few classes are enough to estimate them.
 
     References:
         Mikolajczyk, Matas, Improving descriptors for fast tree matching by optimal linear
@@ -123,12 +110,12 @@ def whiten_within(layer: nn.Linear, pooled: Tensor, labels: NDArray[np.int64]) -
     moved = (x - centre) @ whitening
     _, directions = torch.linalg.eigh(moved.T @ moved)
     top = min(layer.out_features, x.shape[1])
-    rows = directions.flip(1)[:, :top].T @ whitening  # (top, C)
-    rows *= layer.weight.detach().double().norm() / rows.norm()
-    _set(layer, rows, centre)
+    _set(layer, directions.flip(1)[:, :top].T @ whitening, centre)
 
 
 def _set(layer: nn.Linear, rows: Tensor, centre: Tensor) -> None:
+    """Set the layer to rows (top, C), with the norm of its own weights, around a centre (C,)."""
+    rows = rows * (layer.weight.detach().double().norm() / rows.norm())
     with torch.no_grad():
         layer.weight.zero_()
         layer.weight[: len(rows)] = rows.to(layer.weight)

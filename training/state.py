@@ -38,7 +38,6 @@ _PROGRESS = (
 
 
 def on_validation(row: Row) -> Row:
-    """The figures on validation classes, without their prefix."""
     return {k.removeprefix(VALIDATION): v for k, v in row.items() if k.startswith(VALIDATION)}
 
 
@@ -46,9 +45,9 @@ def on_validation(row: Row) -> Row:
 class Run:
     """Everything that a step changes. `history` has a row of figures per epoch.
 
-    `evaluated` is the last evaluated epoch; `best_score` is the score of the `best_epoch`. `trunk`
-    and `start` are the figures before the first step, of the trunk alone and of the network.
-    `trunk_ranks` are the ranks of the trunk for each query, by prefix, to compare later models.
+    `evaluated` is the last evaluated epoch. `trunk` and `start` are the figures before the first
+    step, of the trunk alone and of the network; `trunk_ranks` are the ranks of the trunk for each
+    query, by prefix, to compare later models.
     """
 
     job: Job
@@ -83,7 +82,6 @@ class Run:
         return protocol.choose_by == "folds" or is_fold
 
     def checkpoint(self, split: Split) -> Checkpoint:
-        """The state for `restore`."""
         return Checkpoint(
             job=self.job.as_dict(),
             classes=split.train.classes,
@@ -101,8 +99,7 @@ class Run:
     def begin_epoch(self, *, trunk_frozen: bool) -> nn.Module:
         """Freeze or unfreeze the trunk; returns the module whose forward pass gives the loss.
 
-        Under several ranks the module is wrapped to average gradients. The wrapper is rebuilt only
-        when the trunk is frozen or unfrozen.
+        Under several ranks it averages gradients, and is rebuilt only when the trunk changes state.
         """
         self.objective.begin_epoch(self.epoch)
         if self._model is not None and self._model[0] == trunk_frozen:
@@ -143,15 +140,10 @@ def create_run(job: Job, classes: int) -> Run:
 
 
 def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[dict[str, Any]]:
-    """Groups for trunk, head, proxies and flows, each with its own rate and weight decay.
-
-    Proxies are all parameters of the loss; flows are those of the regularizers and the network.
-    """
+    """Groups for trunk, head, proxies (all of the loss) and flows, each with its own rate."""
     rates = job.optimizer
-    decay = rates.weight_decay
-    criterion_decay = (
-        decay if rates.weight_decay_criterion is None else rates.weight_decay_criterion
-    )
+    decay, own = rates.weight_decay, rates.weight_decay_criterion
+    criterion_decay = decay if own is None else own
     losses = [objective.loss, objective.second_loss]
     flows = [net.flow, objective.determinant, objective.non_isotropy]
     members: list[tuple[str, float, float, list[Any]]] = [
@@ -172,10 +164,7 @@ def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[
 
 
 def restore(run: Run, split: Split, path: Path) -> None:
-    """Restore `run` from the checkpoint at `path`.
-
-    Raises: DatasetError for other images; CheckpointError for other settings or a damaged file.
-    """
+    """Restore `run` from a checkpoint. Raises: DatasetError, CheckpointError."""
     checkpoint = load_checkpoint(path)
     split.require(checkpoint.split_sha256, str(path))
     if (checkpoint.learnt_sha256 or checkpoint.split_sha256) != split.learnt_sha256():

@@ -23,8 +23,8 @@ from kinlens.training.data.records import LabelledImages, Split, write_table
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.device import autocast, on_device
 from kinlens.training.distributed import is_main, local_world, main_first, rank, wait_for_all, world
-from kinlens.training.evaluation.evaluate import evaluate, pooled, retrieved
-from kinlens.training.evaluation.retrieval import gain
+from kinlens.training.evaluation.evaluate import evaluate, pooled, searched
+from kinlens.training.evaluation.retrieval import gain, retrieval
 from kinlens.training.folder import UNTRAINED
 from kinlens.training.losses.base import check_labels
 from kinlens.training.models.embedding import evaluating
@@ -41,8 +41,6 @@ READ_EVERY_STEPS = {"cpu": 1, "cuda": 10}
 
 
 class Listener(Protocol):
-    """Receives the progress of a run; `kinlens.training.report.log` prints it."""
-
     def note(self, sentence: str) -> None: ...
     def computed(self, done: int, total: int) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
@@ -64,9 +62,7 @@ def fit(
     is the last epoch, in `checkpoint.pt`, unless the job's protocol chooses the best one, which is
     then in `best.pt`. With `resume` the run continues from its last checkpoint; on a CPU the result
     is bit for bit the same as without a stop. If `trains` is False, the run ends before the first
-    step. Returns a row of figures per epoch.
-
-    Raises: TrainingError.
+    step. Returns a row of figures per epoch. Raises: TrainingError.
     """
     seed_everything(job.seed)
     images = split.to_learn()
@@ -131,7 +127,6 @@ class _Training:
     listener: Listener
 
     def write_inputs(self) -> None:
-        """Write the job and the lists of images."""
         if not is_main():
             return
         content = self.run.job.model_dump_json(indent=2) + "\n"
@@ -144,26 +139,23 @@ class _Training:
     def begin(self) -> None:
         """Epoch 0: figures of the trunk, or of the continued model, and of the start."""
 
+        (self.folder / BEST).unlink(missing_ok=True)  # of a start that was cut short
+        run, job, split = self.run, self.run.job, self.split
+        images = {} if split.validation is None else {VALIDATION: [split.validation]}
+        if job.protocol.evaluate_test != "never":
+            images[""] = split.tested
+        features = {p: [pooled(run.net, x, job) for x in images[p]] for p in images}
+
         def embedded(x: Tensor) -> Tensor:
             return run.net.embed(run.net.project(x))
 
-        (self.folder / BEST).unlink(missing_ok=True)  # of a start that was cut short
-        run, job = self.run, self.run.job
-        held_out = {VALIDATION: [self.split.validation], "": [self.split.test, self.split.gallery]}
-        if job.protocol.evaluate_test == "never":
-            del held_out[""]
-        images = {p: [x for x in parts if x is not None] for p, parts in held_out.items()}
-        images = {prefix: parts for prefix, parts in images.items() if parts}
-        features = {p: [pooled(run.net, x, job) for x in images[p]] for p in images}
-
         def measured(function: Callable[[Tensor], Tensor]) -> tuple[Row, dict[str, Tensor]]:
-            """Figures and ranks of the unit vectors that `function` makes of pooled features."""
             found: Row = {}
             ranks: dict[str, Tensor] = {}
             for prefix, parts in images.items():
                 with evaluating(run.net), torch.inference_mode():
                     vectors = [function(x.to(run.device)) for x in features[prefix]]
-                answers = retrieved([x.cpu().numpy() for x in vectors], parts, job)
+                answers = retrieval(*searched(vectors, parts), ks=job.recall_at)
                 ranks[prefix] = answers.ranks
                 before = run.trunk_ranks.get(prefix)
                 row = answers.as_dict() | gain(before, answers.ranks, parts[0].labels)
@@ -194,7 +186,6 @@ class _Training:
                 self.listener.note(f"{name}: {recalls}")
 
     def epoch(self, loader: DataLoader[tuple[Tensor, Tensor]]) -> Row:
-        """One pass over the images; returns the figures of the epoch."""
         started, run = time.perf_counter(), self.run
         run.net.train()
         run.objective.train()
@@ -219,7 +210,6 @@ class _Training:
         }
 
     def finish_epoch(self) -> None:
-        """Evaluate the last finished epoch if needed; choose, save and report it."""
         run = self.run
         if run.evaluated == run.epoch:
             return
@@ -254,11 +244,10 @@ class _Training:
             return row
         if self.split.validation is not None:
             before = run.trunk_ranks.get(VALIDATION)
-            figures = evaluate(run.served, self.split.validation, job, before=before)
+            figures = evaluate(run.served, [self.split.validation], job, before=before)
             row |= {VALIDATION + name: value for name, value in figures.items()}
         if job.protocol.evaluate_test == "every":
-            split, before = self.split, run.trunk_ranks.get("")
-            row |= evaluate(run.served, split.test, job, split.gallery, last, before)
+            row |= evaluate(run.served, self.split.tested, job, last, run.trunk_ranks.get(""))
         return row
 
     def _choose(self, row: Row) -> None:
@@ -273,10 +262,7 @@ class _Training:
 def _steps(
     run: Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[int, Row]]:
-    """One step per batch; yields their numbers, terms and shares, on a GPU some steps later.
-
-    Raises: TrainingError for a loss or a gradient that is not finite.
-    """
+    """A step per batch; yields numbers, terms and shares. Raises: TrainingError if not finite."""
     unread: list[tuple[int, dict[str, Tensor], Row]] = []
     for number, (images, labels) in enumerate(on_device(batches(loader), run.device), start=1):
         terms = train_step(run, model, images, labels, len(loader))
@@ -299,7 +285,7 @@ def _steps(
 def train_step(
     run: Run, model: nn.Module, images: Tensor, labels: Tensor, steps_per_epoch: int
 ) -> dict[str, Tensor]:
-    """One step of `model` from `run.warm_up`; returns the terms of the objective, each ().
+    """One step of `model` from `run.begin_epoch`; returns the terms of the objective, each ().
 
     Images and labels are on the device of the run, and nothing is read from it. If the loss or its
     gradient is not finite, no parameter changes.

@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -207,12 +206,8 @@ def test_parts_stored_elsewhere_are_named_with_the_way_to_save_them(host) -> Non
 @pytest.mark.parametrize(
     "pattern",
     [
-        *("backup.json", "SHA256SUMS", "galleries/shop/backup.json", "galleries/shop/CURRENT"),
-        *("galleries/shop/golden.sqlite", "galleries/shop/pictures/*/*"),
-        *("galleries/shelf/versions/*/catalog.sqlite", "galleries/shelf/versions/*/manifest.json"),
-        *("galleries/shelf/versions/*/segments/*/*.bin", "bundles/*/*.onnx"),
-        *("state/keys.json", "state/feedback.sqlite", "state/feedback/pictures/*"),
-        *("state/service.sqlite", "state/audit.jsonl"),
+        *("backup.json", "SHA256SUMS", "galleries/shop/pictures/*/*", "bundles/*/*.onnx"),
+        *("galleries/shelf/versions/*/catalog.sqlite", "state/keys.json", "state/feedback.sqlite"),
     ],
 )
 def test_a_damaged_byte_is_named_and_nothing_is_changed(host, pattern: str) -> None:
@@ -227,12 +222,8 @@ def test_a_damaged_byte_is_named_and_nothing_is_changed(host, pattern: str) -> N
         assert expected in refusal
         assert "Use another backup" in refusal
     assert content(host) == before
-
-
-@pytest.mark.parametrize("change", [Path.unlink, lambda file: file.rename(f"{file}.other")])
-def test_a_missing_or_extra_file_is_named(host, change: Callable[[Path], Any]) -> None:
-    change(host / "saved" / "state" / "keys.json")
-    assert "keys.json" in call("restore", host / "saved", "--check", code=1).stderr
+    file.unlink()
+    assert file.name in call("restore", host / "saved", "--check", code=1).stderr
 
 
 def test_existing_parts_are_replaced_only_with_replace(host, tmp_path) -> None:
@@ -248,12 +239,6 @@ def test_existing_parts_are_replaced_only_with_replace(host, tmp_path) -> None:
     arguments = ("--state", tmp_path / "other")
     assert "--gallery shelf=" in call("restore", host / "saved", *arguments, code=1).stderr
     assert "No backup at" in call("restore", tmp_path / "none", *arguments, code=1).stderr
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").write_text("mine")
-    shelf = ("--gallery", f"shelf={tmp_path / 'shelf'}", "--bundle", tmp_path / "mine")
-    refusal = call("restore", host / "saved", *arguments, *shelf, "--replace", code=1).stderr
-    assert "not a model bundle" in " ".join(refusal.split())
-    assert (tmp_path / "mine" / "letter.txt").is_file()
 
 
 def test_a_restore_by_another_user_than_that_of_the_service_says_what_to_run(
@@ -268,17 +253,6 @@ def test_a_restore_by_another_user_than_that_of_the_service_says_what_to_run(
     warned = call("restore", host / "saved", *arguments, "--replace").stderr
     ids = f"{owner.st_uid}:{owner.st_gid}"
     assert f"chown -R {ids} {state} '{shelf}' {model}" in warned
-
-
-def test_a_full_disk_is_refused_before_the_first_write(host, monkeypatch, tmp_path) -> None:
-    usage = SimpleNamespace(free=1_000_000)
-    monkeypatch.setattr(backups.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(KinlensError, match=r"need \d+ MB.* has 1 MB free"):
-        save(host, "other")
-    assert not (host / "other").exists()
-    with pytest.raises(KinlensError, match=r"need \d+ MB.* has 1 MB free"):
-        put_back(host / "saved", tmp_path / "new")
-    assert not (tmp_path / "new" / "shelf").exists()
 
 
 def dying(number: int, work: Callable[..., Any], *arguments: Any, **options: Any) -> None:
@@ -297,8 +271,8 @@ def killed(number: int, work: Callable[..., Any], *arguments: Any, **options: An
 
 
 def states(folder: Path, work: Callable[[], Any]) -> list[Path]:
-    """Copies of `folder` as a kill at some fault points of the work would leave it: the first, the
-    last, and seven between.
+    """Copies of `folder` as a kill at five fault points of the work would leave it, from the first
+    to the last.
     """
     seen: list[Path] = []
 
@@ -312,7 +286,7 @@ def states(folder: Path, work: Callable[[], Any]) -> list[Path]:
         work()
     finally:
         set_fault_hook(None)
-    return [seen[place * (len(seen) - 1) // 8] for place in range(9)]
+    return [seen[place * (len(seen) - 1) // 4] for place in range(5)]
 
 
 def test_a_killed_backup_leaves_nothing_that_looks_like_a_backup(host) -> None:
@@ -323,8 +297,8 @@ def test_a_killed_backup_leaves_nothing_that_looks_like_a_backup(host) -> None:
     assert not list(host.glob(".kinlens-backup-*"))
     backups.check(host / "next", lambda _: None)
     for number, left in enumerate(states(host, lambda: save(host, "half"))):
-        assert (left / "half").exists() is (number == 8)
-        if number == 8:  # renamed, so that it is whole
+        assert (left / "half").exists() is (number == 4)
+        if number == 4:  # renamed, so that it is whole
             backups.check(left / "half", lambda _: None)
 
 

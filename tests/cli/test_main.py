@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.service.__main__ import app
-from tests.support.own_process import OwnProcess, own_process
+from tests.support.own_process import own_process
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
@@ -28,21 +28,6 @@ def item(self, item_id):
     threading.Event().wait()
 
 Gallery.item = item
-app(sys.argv[1:])
-"""
-
-IMPATIENT = """
-import os, signal, sys, typer
-from kinlens.service.__main__ import app
-
-echo = typer.echo
-
-def echo_and_interrupt(text, **how):
-    echo(text, **how)
-    if text.startswith("Kinlens is at"):
-        os.kill(os.getpid(), signal.SIGINT)
-
-typer.echo = echo_and_interrupt
 app(sys.argv[1:])
 """
 
@@ -64,13 +49,6 @@ def test_help_shows_every_option_and_an_example() -> None:
     for command in ("check", "keys", "work"):
         assert f"{command} " in text
     assert "Example: kinlens-serve --bundle" in text
-
-
-def test_settings_that_exclude_each_other_are_named(monkeypatch) -> None:
-    monkeypatch.setenv("KINLENS_FEEDBACK", "pairs")
-    line = refused("--bundle", "x")
-    assert "settings: feedback = pairs needs a state folder" in line
-    assert "--state DIR or KINLENS_STATE" in line
 
 
 @pytest.fixture(scope="module")
@@ -110,32 +88,20 @@ def places(
     [
         ("", ["--bundle or KINLENS_BUNDLE"]),
         ("--bundle NOWHERE --gallery GALLERY", ["NOWHERE"]),
-        ("--bundle DAMAGED --gallery GALLERY", ["DAMAGED/manifest.json"]),
         ("--bundle CUT --gallery GALLERY", ["model.onnx", "sha256"]),
         ("--bundle OTHER --gallery GALLERY", ["BUNDLEID", "OTHERID"]),
         ("--bundle BUNDLE", ["--gallery or KINLENS_GALLERIES", "--state"]),
         ("--bundle BUNDLE --gallery NOWHERE", ["NOWHERE"]),
         ("--bundle BUNDLE --gallery BROKEN", ["catalog.sqlite"]),
-        ("--bundle BUNDLE --gallery shop=GALLERY --gallery shop=GALLERY", ["'shop'"]),
         ("--bundle BUNDLE --gallery GALLERY --image-root shoes=/data", ["'shoes'", "shop"]),
         ("--bundle BUNDLE --gallery GALLERY --state DAMAGED", ["DAMAGED/keys.json"]),
         ("--bundle BUNDLE --state /proc/foo", ["state = /proc/foo cannot", "another folder"]),
-        ("--bundle BUNDLE --state MANIFEST", ["state = MANIFEST is not a folder"]),
         ("--bundle BUNDLE --workers 2 --state MANIFEST", ["state = MANIFEST is not a folder"]),
         ("work --once --state MANIFEST", ["state = MANIFEST is not a folder"]),
-        ("keys list --state MANIFEST", ["state = MANIFEST is not a folder"]),
-        ("keys create a --scope admin --state MANIFEST", ["state = MANIFEST is not a folder"]),
-        ("keys create a --scope admin --state /proc/foo", ["/proc/foo", "another folder"]),
-        ("feedback show --state /proc/foo", ["/proc/foo (", "another folder"]),
         ("--bundle BUNDLE --gallery GALLERY --port TAKEN", ["127.0.0.1:TAKEN"]),
-        ("--bundle NOWHERE --gallery GALLERY --workers 2 --port TAKEN", ["127.0.0.1:TAKEN"]),
         ("--port 9000 check", ["after the command"]),
         ("--port 99999", ["port = '99999' is too large; use 65,535 or less."]),
-        ("--port web", ["port = 'web' is not a whole number; use only digits."]),
-        ("--workers 0", ["workers = '0' is too small; use 1 or more."]),
-        ("--device tpu", ["device = 'tpu' is not a valid choice; use 'cpu' or 'cuda'."]),
         ("--redis-url redis://user:hunter2@cache:abc/0", ["redis_url"]),
-        ("--image-root /data", ["image_roots"]),
     ],
 )
 def test_what_cannot_be_served_is_named(words, expected, places, monkeypatch) -> None:
@@ -151,63 +117,34 @@ def test_what_cannot_be_served_is_named(words, expected, places, monkeypatch) ->
     assert "Errno" not in line
 
 
-@pytest.fixture(scope="module")
-def ended(
-    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[OwnProcess, dict[str, httpx.Response]]:
-    """A service on every address that has ended, and its answers.
-
-    The images of `shop`, which is named in itself, are in another folder, where one has changed;
-    those of `other` are nowhere.
-    """
-    folder = tmp_path_factory.mktemp("start")
-    shutil.copytree(tiny_gallery.parent / "pictures", folder / "moved")
-    (folder / "moved" / "0.png").write_bytes(b"changed")
+def test_it_answers_logs_each_request_warns_and_ends_with_ctrl_c(
+    tiny_bundle, tiny_gallery, tmp_path
+) -> None:
+    """One image of `shop` has changed; those of `other` are nowhere."""
+    shutil.copytree(tiny_gallery.parent / "pictures", tmp_path / "moved")
+    (tmp_path / "moved" / "0.png").write_bytes(b"changed")
     settings = {
         "bundle": tiny_bundle.path,
         "galleries": f"{tiny_gallery},other={tiny_gallery}",
-        "image_roots": f"shop={folder / 'moved'},other={folder / 'missing'}",
+        "image_roots": f"shop={tmp_path / 'moved'},other={tmp_path / 'missing'}",
         "log_level": "info",
     }
     with (
-        own_process(folder / "log", "--host", "0.0.0.0", **settings) as service,
+        own_process(tmp_path / "log", "--host", "0.0.0.0", **settings) as service,
         httpx.Client(base_url=service.url.replace("0.0.0.0", "127.0.0.1")) as client,
     ):
-        answers = {
-            f"{name}/{number}": client.get(f"/galleries/{name}/items/{number}/image")
-            for name in ("shop", "other")
-            for number in (1, 2)
-        }
-        for number in range(4):
-            files = {"image": encoded(photo(number))}
-            answers[f"search {number}"] = client.post("/search", files=files, data={"k": "2"})
-        answers["ready"] = client.get("/ready")
-    return service, answers
-
-
-def test_it_answers_logs_each_request_and_ends_with_ctrl_c(ended) -> None:
-    service, answers = ended
-    for number in range(4):
-        hit = answers[f"search {number}"].json()["hits"][0]
-        assert hit["key"] == f"{number}.png"
-        assert hit["score"] == pytest.approx(1, abs=1e-4)
-    assert answers["ready"].json()["provider"] == "CPUExecutionProvider"
+        for item, status in (("shop/items/1", 404), ("shop/items/2", 200), ("other/items/2", 404)):
+            assert client.get(f"/galleries/{item}/image").status_code == status
+        found = client.post("/search", files={"image": encoded(photo(3))}, data={"k": "1"})
+        [hit] = found.json()["hits"]
+        assert (hit["key"], hit["score"]) == ("3.png", pytest.approx(1, abs=1e-4))
     assert service.process.returncode == 0
     requests = service.events("request")
-    assert len(requests) == len(answers)
+    assert len(requests) == 4
     assert all(event["request_id"] and event["level"] == "info" for event in requests)
-
-
-def test_missing_images_and_what_the_network_can_reach_are_warnings(ended) -> None:
-    service, answers = ended
-    statuses = {name: answer.status_code for name, answer in answers.items() if "/" in name}
-    assert statuses == {"shop/1": 404, "shop/2": 200, "other/1": 404, "other/2": 404}
     (event,) = service.events("image root is missing")
-    assert event["level"] == "warning"
     assert "missing is not a folder" in event["detail"]
-    lines = service.output.splitlines()
-    assert all(line.startswith("Warning: ") for line in lines)
-    assert f"Warning: {event['detail']}" in lines
+    assert f"Warning: {event['detail']}" in service.output.splitlines()
     hints = ("--image-root other=DIR", "KINLENS_RATE_LIMIT_PER_ADDRESS", "KINLENS_ALLOWED_HOSTS")
     assert all(hint in service.output for hint in hints)
 
@@ -223,14 +160,6 @@ def test_ctrl_c_ends_it_despite_a_hung_read_and_upload(tiny_settings, tmp_path) 
     assert photo_of.status_code == 503
     assert photo_of.json()["type"] == "urn:kinlens:problem:deadline-exceeded"
     assert "Traceback" not in service.errors()
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_ctrl_c_right_after_the_start_exits_with_0(workers: int, tiny_settings, tmp_path) -> None:
-    settings = tiny_settings | {"workers": workers}
-    with own_process(tmp_path / "log", code=["-c", IMPATIENT], **settings) as service:
-        assert service.process.wait(timeout=60) == 0
-    assert service.errors() == ""
 
 
 def test_accepted_requests_are_finished_until_a_second_signal(tiny_settings, tmp_path) -> None:

@@ -1,12 +1,12 @@
 """Two engines, several precisions: which one runs, why not the others, and that it is right."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,21 +19,17 @@ from kinlens.embedder.engines.models import (
     OnnxRuntimeModel,
     SessionSettings,
     absence,
-    load,
 )
 from kinlens.embedder.errors import (
-    BundleCorruptError,
     BundleError,
-    BundleMismatchError,
     GoldenMismatchError,
     ProviderError,
 )
-from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.machine import cache_folder
-from kinlens.embedder.manifest import FP32, Comparison, Engine, Mode, Precision
-from kinlens.embedder.session import OnnxEmbedder, check_precision, may_mix
+from kinlens.embedder.manifest import FP32, Comparison, Engine, Mode
+from kinlens.embedder.session import OnnxEmbedder, may_mix
 from kinlens.embedder.types import Embed, Embeddings, Images
-from tests.embedder.bundles import INT8, write_full_bundle
+from tests.embedder.bundles import INT8
 from tests.tiny import TINY, tiny_embed
 
 AUTO = SessionSettings(precision="auto", engine="auto")
@@ -94,9 +90,8 @@ class Gains:
 
 
 @needs_openvino
-@pytest.mark.parametrize("callers", [1, 2])
-def test_openvino_serves_several_threads_at_once(tiny_bundle: Bundle, callers: int) -> None:
-    settings = SessionSettings(engine="openvino", callers=callers)
+def test_openvino_serves_several_threads_at_once(tiny_bundle: Bundle) -> None:
+    settings = SessionSettings(engine="openvino", callers=2)
     embedder = OnnxEmbedder.open(tiny_bundle, settings)
     assert (embedder.mode, embedder.provider) == (OPENVINO_FP32, OPENVINO)
     images = images_of(70)
@@ -116,26 +111,13 @@ def test_openvino_serves_several_threads_at_once(tiny_bundle: Bundle, callers: i
 
 
 @EACH_ENGINE
-def test_threads_for_a_single_caller_change_nothing(tiny_bundle: Bundle, engine: Engine) -> None:
-    embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings(engine=engine, single_threads=2))
-    images = images_of(3)
-    np.testing.assert_allclose(embedder.embed_single(images), embedder.embed(images), atol=1e-6)
-
-
-@EACH_ENGINE
 def test_a_refused_image_does_not_affect_the_next(tiny_bundle: Bundle, engine: Engine) -> None:
-    embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings(engine=engine))
+    embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings(engine=engine, single_threads=2))
     with pytest.raises(BundleError, match=r"failed on 2 image\(s\) of shape \(3, 5, 5\)"):
         embedder.embed(np.zeros((2, 3, 5, 5), dtype=np.uint8))
     images = images_of(2)
-    np.testing.assert_allclose(embedder.embed(images), tiny_embed(images), atol=1e-5)
-
-
-@needs_openvino
-def test_a_file_that_openvino_cannot_read_is_refused_with_a_cure(tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").write_bytes(b"not a model")
-    with pytest.raises(BundleCorruptError, match=r"cannot be loaded by OpenVINO.*--engine onnx"):
-        load(tmp_path / "model.onnx", SessionSettings(), OPENVINO_FP32)
+    for embed in (embedder.embed, embedder.embed_single):
+        np.testing.assert_allclose(embed(images), tiny_embed(images), atol=1e-5)
 
 
 @needs_openvino
@@ -151,7 +133,7 @@ def test_unmeasured_bf16_runs_only_if_asked_for(tiny_bundle: Bundle) -> None:
     assert OnnxEmbedder.open(tiny_bundle, AUTO).mode == FP32
 
 
-@pytest.mark.parametrize(("times", "taken"), [(1.0, FP32), (1.19, FP32), (1.21, BF16), (2.0, BF16)])
+@pytest.mark.parametrize(("times", "taken"), [(1.19, FP32), (1.21, BF16)])
 @pytest.mark.usefixtures("any_engine")
 def test_auto_takes_what_was_measured_at_the_export_where_the_processor_gains_from_it(
     tiny_bundle: Bundle, tmp_path: Path, times: float, taken: Mode
@@ -160,14 +142,9 @@ def test_auto_takes_what_was_measured_at_the_export_where_the_processor_gains_fr
     embedder = OnnxEmbedder.open(bundle, AUTO, gains=Gains(fp32=1.0, bf16=times))
     assert embedder.mode == taken
     assert f"bf16 with openvino is {times:.2f} times as fast as fp32" in embedder.precision_reason
-
-
-@pytest.mark.usefixtures("any_engine")
-def test_auto_leaves_out_what_was_not_measured_at_the_export(tiny_bundle: Bundle) -> None:
-    gains = Gains(fp32=1.0, bf16=9.0)
-    embedder = OnnxEmbedder.open(tiny_bundle, AUTO, gains=gains)
-    assert (embedder.mode, gains.asked) == (FP32, 0)
-    assert "bf16 with openvino: the export did not measure it" in embedder.precision_reason
+    unmeasured = OnnxEmbedder.open(tiny_bundle, AUTO, gains=Gains(fp32=1.0, bf16=9.0))
+    assert unmeasured.mode == FP32
+    assert "bf16 with openvino: the export did not measure it" in unmeasured.precision_reason
 
 
 @pytest.mark.usefixtures("any_engine")
@@ -189,14 +166,11 @@ def test_the_next_start_measures_nothing_until_something_changes(
         OnnxEmbedder.open(bundle, AUTO, gains=gains)
     assert gains.asked == 4
 
-
-@pytest.mark.usefixtures("any_engine")
-def test_an_unwritable_cache_is_tolerated(tiny_bundle: Bundle, tmp_path: Path, cache: Path) -> None:
+    shutil.rmtree(cache)
     cache.write_text("a file, where the folder should be")
-    bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=2.0)
     for _ in range(2):
         assert OnnxEmbedder.open(bundle, AUTO, gains=gains).mode == BF16
-    assert gains.asked == 2
+    assert gains.asked == 6
 
 
 @pytest.mark.usefixtures("any_engine")
@@ -214,25 +188,6 @@ def test_auto_omits_modes_that_fail_golden_vectors(tiny_bundle: Bundle, tmp_path
 
 
 @pytest.mark.usefixtures("any_engine")
-def test_what_was_fast_before_and_no_longer_holds_is_measured_again(
-    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=2.0)
-    assert OnnxEmbedder.open(bundle, AUTO, gains=gains).mode == BF16
-
-    class Broken(OnnxRuntimeModel):
-        def run(self, images: Images) -> Embeddings:
-            return np.roll(super().run(images), 1, axis=1)
-
-    def load_broken(path: Path, settings: SessionSettings, mode: Mode) -> object:
-        return (Broken if mode == BF16 else OnnxRuntimeModel)(path, settings)
-
-    monkeypatch.setattr("kinlens.embedder.session.load", load_broken)
-    assert OnnxEmbedder.open(bundle, AUTO, gains=gains).mode == FP32
-    assert gains.asked == 2
-
-
-@pytest.mark.usefixtures("any_engine")
 def test_auto_mixes_only_compared_precisions(tiny_bundle: Bundle, tmp_path: Path) -> None:
     bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=9.0)
     for galleries, taken in (({"fp32", "bf16"}, BF16), ({"fp32", "int8"}, FP32)):
@@ -245,11 +200,8 @@ def test_auto_mixes_only_compared_precisions(tiny_bundle: Bundle, tmp_path: Path
 @pytest.mark.parametrize(
     ("one", "other", "may"),
     [
-        ("fp32", "bf16", True),
         ("int8", "fp32", True),
-        ("int8", "int8", True),
         ("int8", "bf16", False),
-        ("bf16", "fp16", False),
         ("fp32+int8", "int8", True),
         ("fp32+int8", "bf16", False),
     ],
@@ -259,90 +211,21 @@ def test_which_precisions_may_be_mixed(one: str, other: str, may: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made_in", "cure"),
+    ("settings", "cure"),
     [
-        ("int8", "--precision fp32 or --precision int8,"),
-        ("fp32+int8", "--precision fp32 or --precision int8,"),
-        ("bf16+int8", "--precision fp32,"),
-    ],
-)
-def test_a_refused_pair_names_precisions_that_can_be_asked_for(made_in: str, cure: str) -> None:
-    gallery, embedder = SimpleNamespace(name="shop", precision=made_in), FakeEmbedder()
-    embedder.mode = Mode("onnxruntime", "fp16")
-    with pytest.raises(BundleMismatchError, match=cure):
-        check_precision(gallery, embedder)
-
-
-@pytest.mark.parametrize(
-    ("engine", "precision", "cure"),
-    [
-        ("openvino", "fp32", r"not installed.*pip install 'kinlens\[openvino\]'"),
-        ("onnxruntime", "bf16", "only on ARM.*--engine openvino"),
+        (SessionSettings(engine="openvino"), r"not installed.*pip install 'kinlens\[openvino\]'"),
+        (SessionSettings(precision="bf16"), "only on ARM.*--engine openvino"),
+        (SessionSettings(device="cuda", engine="openvino"), "OpenVINO runs on the CPU only"),
     ],
 )
 def test_what_this_machine_lacks_is_named_with_its_cure(
-    tiny_bundle: Bundle,
-    monkeypatch: pytest.MonkeyPatch,
-    engine: Engine,
-    precision: Precision,
-    cure: str,
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, settings: SessionSettings, cure: str
 ) -> None:
     monkeypatch.setattr(models_module.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(models_module.platform, "machine", lambda: "x86_64")
     with pytest.raises(ProviderError, match=cure):
-        OnnxEmbedder.open(tiny_bundle, SessionSettings(precision=precision, engine=engine))
+        OnnxEmbedder.open(tiny_bundle, settings)
     assert OnnxEmbedder.open(tiny_bundle, AUTO).mode == FP32
-
-
-@needs_openvino
-def test_a_processor_without_units_for_bf16_is_told_so(
-    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(models_module, "_has_bf16", lambda: False)
-    monkeypatch.setattr(models_module.platform, "machine", lambda: "x86_64")
-    with pytest.raises(ProviderError, match=r"no bf16 units.*--precision fp32 or int8"):
-        OnnxEmbedder.open(tiny_bundle, SessionSettings(precision="bf16", engine="auto"))
-    found = OnnxEmbedder.open(measured_bundle(tiny_bundle, tmp_path), AUTO)
-    assert found.mode == FP32
-    assert "not bf16 with openvino: This processor has no bf16 units" in found.precision_reason
-
-
-def test_openvino_on_a_gpu_is_refused(tiny_bundle: Bundle) -> None:
-    settings = SessionSettings(device="cuda", engine="openvino", allow_cpu_fallback=True)
-    with pytest.raises(ProviderError, match="OpenVINO runs on the CPU only"):
-        OnnxEmbedder.open(tiny_bundle, settings)
-
-
-def test_onnxruntime_has_bf16_on_arm(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models_module.platform, "machine", lambda: "aarch64")
-    settings = SessionSettings(precision="bf16", engine="onnxruntime")
-    monkeypatch.setattr(models_module, "processor", lambda: "Features : fp asimd")
-    with pytest.raises(ProviderError, match="bf16 units, with Linux"):
-        OnnxEmbedder.open(tiny_bundle, settings)
-    monkeypatch.setattr(models_module, "processor", lambda: "Features : fp asimd bf16")
-    entries: dict[str, str] = {}
-    real = models_module.ort.InferenceSession
-
-    def session(model: Path, options: object, **more: object) -> object:
-        name = "mlas.enable_gemm_fastmath_arm64_bfloat16"
-        entries[name] = options.get_session_config_entry(name)
-        return real(model, options, **more)
-
-    monkeypatch.setattr(models_module.ort, "InferenceSession", session)
-    assert OnnxEmbedder.open(tiny_bundle, settings).mode == ("onnxruntime", "bf16")
-    assert list(entries.values()) == ["1"]
-
-
-@pytest.mark.usefixtures("any_engine")
-def test_a_measured_engine_beats_an_unmeasured_one(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    bundle = write_full_bundle(tiny_bundle, tmp_path)
-
-    def gains(embeds: Mapping[Mode, Embed], _: Images) -> dict[Mode, float]:
-        return {mode: 9.0 if mode.engine == "openvino" else 1.0 for mode in embeds}
-
-    settings = SessionSettings(precision="int8", engine="auto")
-    found = OnnxEmbedder.open(bundle, settings, gains=gains)
-    assert found.mode == ("onnxruntime", "int8")
 
 
 def test_an_openvino_that_does_not_start_is_named_and_onnxruntime_runs(
@@ -360,41 +243,10 @@ def test_an_openvino_that_does_not_start_is_named_and_onnxruntime_runs(
         OnnxEmbedder.open(tiny_bundle, SessionSettings(engine="openvino"))
 
 
-@pytest.mark.usefixtures("any_engine")
-def test_a_failure_that_may_pass_is_not_kept_and_stops_no_start(
-    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=2.0)
-
-    def load_full(path: Path, settings: SessionSettings, mode: Mode) -> object:
-        if mode == BF16:
-            raise BundleCorruptError("out of memory")
-        return load_any(path, settings, mode)
-
-    for loader, taken in ((load_full, FP32), (load_any, BF16), (load_full, FP32)):
-        monkeypatch.setattr("kinlens.embedder.session.load", loader)
-        found = OnnxEmbedder.open(bundle, AUTO, gains=gains)
-        assert found.mode == taken
-    assert "out of memory" in found.precision_reason
-
-
-@pytest.mark.usefixtures("any_engine")
-def test_auto_ignores_measurements_of_older_versions(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    known = {"held_out_cosine", "recall_at_1_interval", "gallery_recall_at_1_loss"}
-    old = Comparison(**INT8.model_dump(exclude={"sha256", *known}))
-    manifest = tiny_bundle.manifest.model_copy(update={"modes": {BF16.key: old}})
-    bundle = measured_bundle(tiny_bundle, tmp_path)
-    bundle.manifest = manifest
-    found = OnnxEmbedder.open(bundle, AUTO, gains=Gains(fp32=1.0, bf16=9.0))
-    assert found.mode == FP32
-    assert "by an earlier version" in found.precision_reason
-
-
-@pytest.mark.parametrize("module", ["kinlens.embedder.session", "kinlens.training.export.int8"])
-def test_onnxruntime_sends_no_telemetry(tiny_bundle: Bundle, tmp_path: Path, module: str) -> None:
+def test_onnxruntime_sends_no_telemetry(tiny_bundle: Bundle, tmp_path: Path) -> None:
     """Its telemetry leaves a queue and the id of the device in the home of the user."""
     code = (
-        f"import importlib, sys; importlib.import_module({module!r});"
+        "import sys, kinlens.embedder.session;"
         "import onnxruntime.quantization; onnxruntime.InferenceSession(sys.argv[1])"
     )
     quiet = {key: value for key, value in os.environ.items() if key not in ("CI", "XDG_CACHE_HOME")}

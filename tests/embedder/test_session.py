@@ -18,9 +18,8 @@ from kinlens.embedder.errors import (
     GoldenMismatchError,
     ProviderError,
 )
-from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.manifest import FP32, BundleManifest, Mode
-from kinlens.embedder.session import Embedder, OnnxEmbedder, speed_gains
+from kinlens.embedder.session import OnnxEmbedder, speed_gains
 from kinlens.embedder.types import Embed, Images
 from tests.embedder.bundles import write_full_bundle
 from tests.tiny import TINY, TINY_DIM, encoded, photo, tiny_embed, write_tiny_onnx
@@ -53,7 +52,7 @@ def random_images(count: int) -> np.ndarray:
 
 
 def test_vectors_are_those_of_the_model(embedder: OnnxEmbedder) -> None:
-    images = random_images(5)
+    images = random_images(70)  # more than one run takes
     vectors = embedder.embed(images)
     np.testing.assert_allclose(vectors, tiny_embed(images), atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
@@ -61,13 +60,7 @@ def test_vectors_are_those_of_the_model(embedder: OnnxEmbedder) -> None:
     assert embedder.dim == TINY_DIM
 
 
-def test_a_batch_of_more_than_one_run_takes_equals_singles(embedder: OnnxEmbedder) -> None:
-    images = random_images(70)
-    singles = np.concatenate([embedder.embed(images[n : n + 1]) for n in range(70)])
-    np.testing.assert_allclose(embedder.embed(images), singles, atol=1e-6)
-
-
-@pytest.mark.parametrize("count", [1, 3, 8, 9])
+@pytest.mark.parametrize("count", [1, 3, 9])
 def test_a_padded_batch_gives_the_same_vectors(tiny_bundle: Bundle, count: int) -> None:
     session = models_module.create_session(tiny_bundle.model_path, SessionSettings())
     images = random_images(count)
@@ -101,9 +94,8 @@ def test_a_silent_fallback_is_found(tiny_bundle: Bundle, monkeypatch: pytest.Mon
 def test_another_model_under_right_hashes_fails_its_golden_vectors(copy: Path) -> None:
     write_tiny_onnx(copy / MODEL, seed=9)
     restamp(copy)
-    for settings in (SessionSettings(), SessionSettings(precision="auto")):
-        with pytest.raises(GoldenMismatchError, match=r"The fp32 model .* vectors: cosine"):
-            OnnxEmbedder.open(copy, settings)
+    with pytest.raises(GoldenMismatchError, match=r"The fp32 model .* vectors: cosine"):
+        OnnxEmbedder.open(copy)
 
 
 def test_another_preprocessing_fails_its_golden_inputs(copy: Path) -> None:
@@ -113,10 +105,9 @@ def test_another_preprocessing_fails_its_golden_inputs(copy: Path) -> None:
         OnnxEmbedder.open(copy)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a model", None])
-def test_a_corrupt_onnx_file_is_refused(copy: Path, content: bytes | None) -> None:
+def test_a_corrupt_onnx_file_is_refused(copy: Path) -> None:
     whole = (copy / MODEL).read_bytes()
-    (copy / MODEL).write_bytes(whole[: len(whole) // 2] if content is None else content)
+    (copy / MODEL).write_bytes(whole[: len(whole) // 2])
     restamp(copy)
     with pytest.raises(BundleCorruptError, match="cannot be loaded"):
         OnnxEmbedder.open(copy)
@@ -194,14 +185,6 @@ def test_auto_keeps_fp32_where_int8_does_not_hold_however_fast_it_is(
     assert "cosine" in embedder.precision_reason
 
 
-def test_auto_without_another_precision_is_fp32_and_says_so(tiny_bundle: Bundle) -> None:
-    embedder = OnnxEmbedder.open(tiny_bundle, AUTO)
-    assert embedder.mode == FP32
-    assert "not int8 with onnxruntime or int8 with openvino: the bundle has no int8" in (
-        embedder.precision_reason
-    )
-
-
 def test_the_gain_compares_the_fastest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(session_module, "perf_counter", lambda: clock[0])
@@ -219,13 +202,3 @@ def test_vectors_must_be_finite(embedder: OnnxEmbedder, monkeypatch: pytest.Monk
     monkeypatch.setattr(models_module, "run_plain", lambda *_: nothing)
     with pytest.raises(BundleError, match="not finite"):
         embedder.embed(random_images(1))
-
-
-def test_the_fake_has_the_calls_of_the_real_one(embedder: OnnxEmbedder) -> None:
-    both: list[Embedder] = [embedder, FakeEmbedder()]
-    for one in both:
-        vectors = one.embed(np.stack([one.preprocess(data) for data in one.known_images()]))
-        assert vectors.shape == (len(one.known_images()), one.dim)
-        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
-        assert one.provider.endswith("Provider")
-        assert (one.mode, one.precision_reason) == (FP32, "asked for")

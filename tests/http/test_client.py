@@ -5,13 +5,11 @@ import doctest
 import inspect
 import io
 import re
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import mypy.api
 import pytest
 
 from kinlens import errors
@@ -205,47 +203,6 @@ def test_the_examples_in_the_help_of_both_clients_run(tmp_path, monkeypatch, clo
         assert doctest.DocTestRunner().run(example).failed == 0
 
 
-USER = """
-from collections.abc import AsyncIterator, Iterator
-from typing import assert_type
-
-from kinlens.client import AsyncClient, Client, NewItem
-from kinlens.models import ItemModel, JobModel, PutAnswer, SearchAnswer
-
-
-def in_a_thread(client: Client) -> None:
-    assert_type(client.search("a.jpg", k=5, filter={"n": 1}), SearchAnswer)
-    assert_type(client.put_many("g", [NewItem("a", b"")], per_request=9), PutAnswer)
-    assert_type(client.each_item("g", filter="n = 1"), Iterator[ItemModel])
-    assert_type(client.wait("job", timeout_s=9), JobModel)
-    client.search("a.jpg", k="5")  # type: ignore[arg-type]
-    client.search("a.jpg", limit=5)  # type: ignore[call-arg]
-    client.put("g", "k")  # type: ignore[call-arg]
-    client.nothing()  # type: ignore[attr-defined]
-    Client(retries="2")  # type: ignore[arg-type]
-
-
-async def in_a_loop(client: AsyncClient) -> None:
-    assert_type(await client.search("a.jpg", k=5, filter={"n": 1}), SearchAnswer)
-    assert_type(client.each_item("g", filter="n = 1"), AsyncIterator[ItemModel])
-    client.search("a.jpg").hits  # type: ignore[attr-defined]
-    await client.search("a.jpg", k="5")  # type: ignore[arg-type]
-
-
-class Shop(Client):
-    def job(self, job_id: str) -> JobModel:
-        return super().job(job_id)
-"""
-
-
-def test_arguments_and_answers_of_both_clients_are_typed(tmp_path) -> None:
-    file = tmp_path / "user.py"
-    file.write_text(USER)
-    options = ["--strict", "--config-file=", f"--cache-dir={tmp_path}", "--follow-imports=silent"]
-    reported, failures, status = mypy.api.run([*options, str(file)])
-    assert (status, failures) == (0, ""), reported
-
-
 def test_a_gallery_is_made_filled_searched_and_deleted(client, data, tmp_path) -> None:
     file = tmp_path / "0.png"
     file.write_bytes(data[0])
@@ -264,9 +221,6 @@ def test_a_gallery_is_made_filled_searched_and_deleted(client, data, tmp_path) -
     assert client.image("life", first.id) == data[0]
     for image in (data[1], tmp_path / "0.png", str(file), io.BytesIO(data[2])):
         assert client.search(image, gallery="life", k=2, exact=True).match
-    order: dict[str, Any] = {"diversity": 0.9, "boost": "price:-0.2"}
-    mixed = client.search(data[1], gallery="life", **order)
-    assert sorted(hit.key for hit in mixed.hits) == ["a/0", "a/1", "c"]
     assert client.search(gallery="life", positives=["a/0"], negatives=["c"]).hits[0].key == "a/1"
     queries = [Query(data[1], {"gallery": "life", "k": 1}), Query(b"", {"gallery": "life"})]
     assert [one.status for one in client.search_batch(queries).answers] == [200, 400]
@@ -281,16 +235,6 @@ def test_a_gallery_is_made_filled_searched_and_deleted(client, data, tmp_path) -
     client.delete_gallery("life")
     with pytest.raises(errors.NotFoundError):
         client.gallery("life")
-
-
-def test_a_key_is_sent_and_a_missing_one_is_an_error(tmp_path, closes) -> None:
-    shop = closes(start_shop(tmp_path, create=False, anonymous_scopes=("search",)))
-    keys = shop.running.runtime.keys
-    with Client(shop.running.url, key=keys.create("office", ["admin"])) as client:
-        assert client.create_gallery("shop").size == 0
-    with Client(shop.running.url) as client, pytest.raises(errors.KeyNeededError) as caught:
-        client.delete_gallery("shop")
-    assert caught.value.request_id
 
 
 ERRORS = {
@@ -316,14 +260,12 @@ def test_a_problem_is_an_error_with_its_fields(status: int, ask) -> None:
     assert len(answers.requests) == 1
 
 
-def test_a_busy_service_is_retried_after_its_retry_after(waits, ask) -> None:
+def test_a_busy_service_is_retried_after_its_retry_after_a_few_times(waits, ask) -> None:
     busy = [problem(503, **{"retry-after": "3"}), problem(429, **{"retry-after": "7"})]
     answers = Answers(*busy, httpx.Response(200, json={"bundle_id": "b", "galleries": []}))
     assert ask(lambda c: c.galleries(), answers).bundle_id == "b"
     assert waits == [3.0, 7.0]
-
-
-def test_retries_are_bounded_and_report_the_last_answer(waits, ask) -> None:
+    waits.clear()
     answers = Answers(problem(429, **{"retry-after": "9999"}))
     with pytest.raises(errors.RateLimitedError) as caught:
         ask(lambda c: c.search(b"x"), answers, retries=3)
@@ -350,7 +292,9 @@ def test_requests_that_are_not_idempotent_are_sent_once(operation: str, ask) -> 
 
 def test_no_service_is_a_connection_error(ask) -> None:
     answers = Answers(httpx.ConnectError("refused"))
-    with pytest.raises(errors.ConnectionFailedError, match="refused"):
+    with pytest.raises(
+        errors.ConnectionFailedError, match=r"GET http://x/live got no answer.*refused"
+    ):
         ask(lambda c: c.live(), answers, retries=1)
     assert len(answers.requests) == 2
 
@@ -361,14 +305,6 @@ def test_an_answer_of_another_service_is_an_error(status: int, ask) -> None:
         ask(lambda c: c.galleries(), Answers(httpx.Response(status, text="<html>")))
 
 
-def test_a_service_that_is_not_ready_is_no_error(ask) -> None:
-    content = {"status": "not ready", "provider": "p", "bundle_id": "b", "galleries": {}}
-    content |= {"queue_depth": 0, "redis": "off", "checks": {"model": "failed"}, "last_error": None}
-    answers = Answers(httpx.Response(503, json=content))
-    assert ask(lambda c: c.ready(), answers).checks == {"model": "failed"}
-    assert len(answers.requests) == 1
-
-
 def job(state: str, done: int) -> httpx.Response:
     known = {"id": JOB, "kind": "compact", "gallery": "g", "state": state, "done": done, "by": "me"}
     known |= {"step": "s", "created_at": "2026-01-01T00:00:00.000+00:00", "params": {}}
@@ -376,14 +312,11 @@ def job(state: str, done: int) -> httpx.Response:
     return httpx.Response(200, json=known | unknown)
 
 
-def test_waiting_for_a_job_reports_each_step_once(ask) -> None:
+def test_a_job_is_waited_for_with_its_steps_and_its_failure(ask) -> None:
     answers = Answers(*(job("running", n // 2) for n in range(6)), job("succeeded", 9))
     seen: list[int] = []
     ended = ask(lambda c: c.wait(JOB, lambda one: seen.append(one.done)), answers)
     assert (ended.state, seen) == ("succeeded", [0, 1, 2, 9])
-
-
-def test_a_job_that_fails_or_hangs_is_an_error(ask) -> None:
     with pytest.raises(errors.JobFailedError) as caught:
         ask(lambda c: c.wait(JOB), Answers(job("failed", 3)))
     assert caught.value.job.done == 3
@@ -401,17 +334,6 @@ def test_each_item_is_yielded_once_despite_removals(client, shop, data) -> None:
         seen.append(item.key)
         client.remove("walk", [item.key])
     assert seen == keys
-
-    async def replaced() -> list[str]:
-        async with AsyncClient(shop.running.url) as other:
-            await other.put_many("walk", items)
-            seen = []
-            async for item in other.each_item("walk"):
-                seen.append(item.key)
-                await other.put("walk", item.key, data[1])
-            return seen
-
-    assert asyncio.run(replaced()) == keys
 
 
 def test_items_of_another_generation_are_an_error(ask) -> None:
@@ -466,33 +388,12 @@ def test_large_images_are_read_and_sent_a_few_at_a_time(ask) -> None:
     assert ahead == [0, 0, 0, 2, 3, 4]
 
 
-def test_a_failed_item_does_not_stop_the_others(client, data) -> None:
-    items = [NewItem("a/0", data[0]), NewItem("a/1", b"no image"), NewItem("a/2", data[0])]
-    client.create_gallery("alone")
-    answer = client.put_many("alone", items, per_request=1)
-    assert [item.status for item in answer.items] == ["added", "failed", "added"]
-    assert (answer.failed, answer.version) == (1, client.gallery("alone").version)
-    assert client.put_many("alone", items[1:2]).version == answer.version
-    assert client.put_many("alone", []).version == answer.version
-    with pytest.raises(errors.UnsupportedError):
-        client.put("alone", "a/1", b"no image")
-    with pytest.raises(errors.NotFoundError):
-        client.put_many("nowhere", items[1:2])
-
-
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
         (lambda c: c.search("/nope.jpg"), errors.ImageReadError),
-        (lambda c: c.search_batch([Query(Path("/nope.jpg"))]), errors.ImageReadError),
-        (lambda c: c.put_many("g", [NewItem("k", "\0")]), errors.ImageReadError),
-        (lambda c: c.search_batch([Query("/nope.jpg")]), errors.ImageReadError),
         (lambda c: c.search(io.StringIO("x")), errors.ArgumentError),
-        (lambda c: c.search([17]), errors.ArgumentError),
-        (lambda c: c.put("g", "\ud800", b"x"), errors.ArgumentError),
         (lambda c: c.put("g", "k", b"x", {"a": float("nan")}), errors.ArgumentError),
-        (lambda c: c.patch("g", {"k": {"a": float("nan")}}), errors.ArgumentError),
-        (lambda c: c.remove_where("g", {"a": {1, 2}}), errors.ArgumentError),
         (lambda c: c.items("g", filter={"a": object()}), errors.ArgumentError),
         (lambda c: c.gallery("\ud800"), errors.ArgumentError),
         (lambda c: c.put_many("g", [NewItem("k", b"x")], per_request=0), errors.ArgumentError),
@@ -506,24 +407,7 @@ def test_what_cannot_be_sent_is_a_client_error(call, expected, ask) -> None:
     assert answers.requests == []
 
 
-@pytest.mark.parametrize("name", [".", ".."])
-def test_a_name_of_dots_is_escaped(name: str, ask) -> None:
-    answers = Answers(problem(404))
-    with pytest.raises(errors.NotFoundError):
-        ask(lambda c: c.items(name), answers)
-    assert answers.requests[0].url.raw_path.startswith(b"/galleries/%2E")
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000", "shop.example", ""])
+@pytest.mark.parametrize("url", ["localhost:8000", "shop.example", ""])
 def test_an_address_without_a_scheme_is_refused_with_the_cure(url: str) -> None:
     with pytest.raises(errors.ArgumentError, match=f"has no scheme. Write http://{url}"):
         Client(url)
-
-
-def test_a_refused_connection_names_the_address() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    with Client(url, retries=0) as client, pytest.raises(errors.ConnectionFailedError) as failure:
-        client.ready()
-    assert f"GET {url}/ready got no answer" in str(failure.value)
-    assert ".." not in str(failure.value)

@@ -3,20 +3,17 @@
 import contextlib
 import csv
 import io
-import json
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
 from kinlens.service.__main__ import app
-from tests.support.own_process import own_process
 from tests.support.seams import FeedbackStore, Question
 from tests.support.servers import render
 from tests.support.shops import Shop, assert_problem, sha256, start_shop
@@ -67,12 +64,9 @@ def similar(shop: Shop, key: str) -> str:
 
 
 def test_feedback_is_stored_and_exported_once_in_order(shop, photos, tmp_path) -> None:
-    """Against a list: an image, an item, a batch; each sent twice."""
+    """Against a list: two images and an item; each sent twice."""
     asked = {"": "", "5.png": similar(shop, "5.png")}
     asked |= {f"pictures/{sha256(d)}.jpg": answer_id(shop, d) for d in photos[8:10]}
-    body = {"queries": [{"positives": ["3.png", "4.png"], "gallery": "shop"}]}
-    [outcome] = shop.client.post("/search/batch", json=body).json()["answers"]
-    asked["3.png"] = outcome["answer"]["answer_id"]
     by_name = {sha256(data): data for data in photos}
     expected: list[Row] = []
     for place, (asked_with, named) in enumerate(sorted(asked.items())[1:]):
@@ -85,11 +79,11 @@ def test_feedback_is_stored_and_exported_once_in_order(shop, photos, tmp_path) -
             expected.append((*pair, f"{place}.png", action))
     assert sent_to(shop) == expected
     counts = shop.client.get(f"{shop.url}/feedback", params={"format": "json"}).json()
-    assert counts == {"clicked": 4, "bought": 4, "wrong": 4, "pairs": 12}
-    assert shop.running.metric("kinlens_feedback_total", action="bought") == 4
+    assert counts == {"clicked": 3, "bought": 3, "wrong": 3, "pairs": 9}
+    assert shop.running.metric("kinlens_feedback_total", action="bought") == 3
     out = tmp_path / "out"
     reported = call("export", "--state", str(shop.state), "--out", str(out))
-    assert "12 pairs of 12" in reported
+    assert "9 pairs of 9" in reported
     assert rows_of((out / "pairs.csv").read_text("utf-8")) == expected
     exported = {f"pictures/{file.name}" for file in (out / "pictures").iterdir()}
     assert exported == {row[0] for row in expected if row[0]}
@@ -101,30 +95,19 @@ def call(*arguments: str) -> str:
     return result.output
 
 
-def test_two_processes_store_each_feedback_once(tiny_settings, tmp_path) -> None:
-    state = tmp_path / "state"
-    settings = tiny_settings | {"state": state, "feedback": "pairs", "decode_isolation": "false"}
-    with own_process(tmp_path / "log", workers=2, search_threads=2, **settings) as service:
-
-        def post(path: str, **sent: Any) -> httpx.Response:
-            # a connection each, so that either process may get it
-            return httpx.post(f"{service.url}{path}", timeout=60, **sent)
-
-        body = {"positives": ["0.png"]}
-        named = [post("/search", json=body).json()["answer_id"] for _ in range(6)]
-        assert len(set(named)) == 1, "the secret of the signatures is shared"
-        wanted = [(f"{n}.png", action) for n in range(1, 8) for action in ("clicked", "wrong")]
+def test_two_services_store_each_feedback_once(shop) -> None:
+    with contextlib.closing(start_shop(shop.state, feedback="pictures")) as other:
+        named = similar(shop, "0.png")
+        assert similar(other, "0.png") == named, "the secret of the signatures is shared"
+        wanted = [(f"{n}.png", action) for n in range(1, 6) for action in ("clicked", "wrong")]
 
         def judge(number: int) -> int:
-            item, action = wanted[number % len(wanted)]
-            shown = {"answer_id": named[0], "item": item, "action": action}
-            return post("/feedback", json=shown).status_code
+            item, action = wanted[number // 2 % len(wanted)]
+            return send((shop, other)[number % 2], named, item, action).status_code
 
         with ThreadPoolExecutor(8) as senders:
             assert set(senders.map(judge, range(4 * len(wanted)))) == {204}
-    with contextlib.closing(FeedbackStore(state)) as store:
-        pairs = store.pairs("shop")
-    assert sorted(pairs) == sorted(("", "0.png", *shown) for shown in wanted)
+    assert sorted(sent_to(shop)) == sorted(("", "0.png", *shown) for shown in wanted)
 
 
 def test_while_it_is_off_nothing_is_accepted_or_written(tmp_path, photos) -> None:
@@ -160,26 +143,14 @@ def test_a_forged_answer_id_is_refused(shop, tmp_path, photos) -> None:
     assert sent_to(shop) == []
 
 
-def test_items_with_the_longest_keys_can_be_judged(shop, photos) -> None:
-    asked_with, item = "🛒" * 1_024, "ü" * 1_024
-    shop.put({asked_with: photos[10], item: photos[11]})
-    assert send(shop, similar(shop, asked_with), item, "bought").status_code == 204
-    assert sent_to(shop) == [("", asked_with, item, "bought")]
-
-
 def test_invalid_feedback_is_refused_by_name(shop, photos) -> None:
     named = answer_id(shop, photos[7])
     problem = assert_problem(send(shop, named, "away.png", "wrong"), 404, "unknown-item")
     assert "'away.png'" in problem["detail"]
     problem = assert_problem(send(shop, named, "1.png", "seen"), 422, "invalid-parameter")
     assert "'clicked', 'bought' or 'wrong'" in problem["detail"]
-    assert_problem(send(shop, named, "x" * 2_000, "wrong"), 422, "invalid-parameter")
     other = send(shop, named, "1.png", "wrong", photos[6])
     assert "not the image" in assert_problem(other, 422, "invalid-parameter")["detail"]
-    by_item = send(shop, similar(shop, "1.png"), "2.png", "wrong", photos[6])
-    assert_problem(by_item, 422, "invalid-parameter")
-    huge = {"answer_id": named, "item": "1.png", "action": "x" * 20_000}
-    assert_problem(shop.client.post("/feedback", json=huge), 413, "body-too-large")
     assert sent_to(shop) == []
 
 
@@ -226,13 +197,6 @@ def test_pairs_mode_stores_no_image(tmp_path, photos) -> None:
     assert row.split() == ["shop", "1", "0", "1", "1"]
 
 
-def test_a_flood_is_refused_by_the_rate_limit(tmp_path, photos, closes) -> None:
-    settings = {"feedback": "pairs", "rate_limit_per_address": "6/hour"}
-    shop = closes(start_shop(tmp_path / "state", create=False, **settings))
-    statuses = [send(shop, "x", "a", "wrong").status_code for _ in range(8)]
-    assert statuses == [422] * 6 + [429] * 2
-
-
 def test_searches_continue_while_feedback_cannot_be_written(shop, photos) -> None:
     named = answer_id(shop, photos[7])
     holder = sqlite3.connect(shop.state / "feedback.sqlite", isolation_level=None)
@@ -248,35 +212,23 @@ def test_searches_continue_while_feedback_cannot_be_written(shop, photos) -> Non
     assert shop.client.get(f"{shop.url}/feedback?format=json").json()["wrong"] == 4
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[FeedbackStore]:
-    """Five rows at most, for thirty days."""
+def test_what_is_old_cleared_or_above_the_limit_is_deleted_with_its_image(tmp_path) -> None:
+    photos = tmp_path / "feedback" / "pictures"
     with contextlib.closing(FeedbackStore(tmp_path, max_rows=5, days=30)) as store:
-        yield store
-
-
-def test_the_oldest_rows_are_deleted_and_repeats_count_once(store) -> None:
-    question = Question("shop", "1" * 64, item="q")
-    for number in range(8):
-        for _ in range(9):
-            store.add(question, f"{number}", "clicked")
-    assert [pair.item for pair in store.pairs("shop")] == ["3", "4", "5", "6", "7"]
-
-
-def test_old_or_cleared_feedback_is_deleted_with_its_image(store, tmp_path) -> None:
-    for gallery, photo in (("a", "1" * 64), ("b", "1" * 64), ("b", "2" * 64)):
-        store.add(Question(gallery, "v", image=photo), "item", "bought", b"jpeg")
-    (tmp_path / "feedback" / "pictures" / ".stage-1").touch()  # of a write that was cut short
-    database = sqlite3.connect(tmp_path / "feedback.sqlite")
-    database.execute("UPDATE feedback SET day = '2020-02-02' WHERE gallery = 'a'")
-    database.commit()
-    database.close()
-    store.tidy()
-    kept = sorted((tmp_path / "feedback" / "pictures").iterdir())
-    assert [file.name for file in kept] == [f"{n * 64}.jpg" for n in "12"]
-    assert store.galleries() == ["b"]
-    assert "2 feedbacks" in call("clear", "--state", str(tmp_path), "--gallery", "b")
-    assert not list((tmp_path / "feedback" / "pictures").iterdir())
+        for number in range(8):
+            store.add(Question("shop", "v", item="q"), f"{number}", "clicked")
+        assert [pair.item for pair in store.pairs("shop")] == ["3", "4", "5", "6", "7"]
+        for gallery, photo in (("a", "1" * 64), ("b", "1" * 64), ("b", "2" * 64)):
+            store.add(Question(gallery, "v", image=photo), "item", "bought", b"jpeg")
+        (photos / ".stage-1").touch()  # of a write that was cut short
+        with contextlib.closing(sqlite3.connect(tmp_path / "feedback.sqlite")) as database:
+            database.execute("UPDATE feedback SET day = '2020-02-02' WHERE gallery != 'b'")
+            database.commit()
+        store.tidy()
+        assert sorted(file.name for file in photos.iterdir()) == [f"{n * 64}.jpg" for n in "12"]
+        assert store.galleries() == ["b"]
+        assert "2 feedbacks" in call("clear", "--state", str(tmp_path), "--gallery", "b")
+    assert not list(photos.iterdir())
 
 
 def test_a_deleted_gallery_loses_its_feedback(shop, photos) -> None:
@@ -286,14 +238,3 @@ def test_a_deleted_gallery_loses_its_feedback(shop, photos) -> None:
     assert_problem(send(shop, named, "1.png", "wrong"), 404, "unknown-gallery")
     shop.create("shop")
     assert sent_to(shop) == []
-
-
-def test_an_export_of_several_galleries_asks_which_one(store, tmp_path) -> None:
-    for name in ("a", "b"):
-        store.add(Question(name, "v", item="q"), "item", "wrong")
-    arguments = ["feedback", "export", "--state", str(tmp_path), "--out", str(tmp_path / "out")]
-    refused = CliRunner().invoke(app, arguments)
-    assert refused.exit_code == 1
-    assert "a, b" in refused.output
-    assert "1 pairs of 1" in call(*arguments[1:], "--gallery", "b")
-    assert json.dumps(store.counts("b")) == '{"clicked": 0, "bought": 0, "wrong": 1}'

@@ -160,9 +160,6 @@ def flipped(file: Path) -> None:
     file.write_bytes(data)
 
 
-DAMAGES: tuple[Callable[[Path], object], ...] = (truncated, flipped, Path.unlink)
-
-
 @contextmanager
 def faults(hook: Callable[[str], None]) -> Iterator[None]:
     """Call this at every fault point."""

@@ -157,11 +157,7 @@ class Oracle:
                 found.append((kept[0][0], kept, None if kind is None else value))
         found.sort(key=lambda group: (-round(group[0], 7), self.numbers[group[1][0][1].key]))
         return [
-            (
-                value,
-                score,
-                [e.key for _, e in kept][: grouping.size],
-            )
+            (value, score, [e.key for _, e in kept][: grouping.size])
             for score, kept, value in found[options.offset :][:k]
         ]
 

@@ -9,17 +9,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner, Result
 
-from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import SourceError
+from kinlens.indexer.__main__ import app
 from kinlens.indexer.exchange.objects import files_at
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest import cluster as cluster_module
@@ -27,24 +27,25 @@ from kinlens.indexer.ingest.cluster import ShardEmbedder, UnreachableError, remo
 from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards, reader_at
 from kinlens.indexer.ingest.sources import Record, Source, folder_source
 from kinlens.indexer.types import Entry
-from tests.indexer.conftest import Run, failure, printed
+from tests.indexer.conftest import failure, printed
 from tests.indexer.oracle import contents
+from tests.support.own_process import children, command_of
 from tests.tiny import TINY_DIM, encoded, photo
 
 COMMAND = Path(sys.executable).with_name("kinlens-index")
-COUNT, SHARD = 260, 64
+COUNT = 130
 OPEN = {"RAY_AUTH_MODE": "disabled"}
 """Nobody else reaches a cluster on the loopback address."""
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of images, some of them copies, one that is none, and a list of some."""
+def shop(tmp_path_factory) -> Path:
+    """Images, some of them copies, one that is none, and a list of some."""
     folder = tmp_path_factory.mktemp("shop")
     for number in range(COUNT):
         file = folder / f"class-{number % 3}" / f"{number:04}.png"
         file.parent.mkdir(exist_ok=True)
-        file.write_bytes(encoded(photo(number % 250)))
+        file.write_bytes(encoded(photo(number % 120)))
     (folder / "class-0" / "none.png").write_bytes(b"no picture")
     rows = [f"sku-{n},class-{n % 3}/{n:04}.png,{n / 2},S|M" for n in range(100)]
     (folder / "list.csv").write_text("\n".join(["key,path,price:number,sizes:text[]", *rows]))
@@ -64,7 +65,7 @@ def command(*words: object) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(vectors: object) -> Iterator[str]:
+def cluster() -> Iterator[str]:
     """The address of a Ray cluster of two nodes on this machine, with four logical CPUs."""
     script = Path(__file__).parents[1] / "support" / "ray_cluster.py"
     with subprocess.Popen(
@@ -89,22 +90,16 @@ def wait_for_parts(process: subprocess.Popen[str], out: Path, count: int) -> Non
         time.sleep(0.05)
 
 
-def embedded(*words: object) -> Any:
-    process = command("embed", *words, "--json")
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    return json.loads(out)
+def invoke(*words: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, words)))
 
 
 @pytest.fixture(scope="module")
-def vectors(
-    shop: Path, tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Any]:
-    """The vectors of the shop, and the output of the command."""
-    pytest.importorskip("ray", reason="Ray is not installed (pip install 'kinlens[ray]')")
-    out = tmp_path_factory.mktemp("embedded") / "vectors"
-    words = (shop, "--bundle", tiny_bundle.path, "--out", out, "--shard-size", SHARD)
-    return out, embedded(*words)
+def plain(shop, tiny_bundle, tmp_path_factory) -> Path:
+    """The gallery of a build without a cluster."""
+    out = tmp_path_factory.mktemp("plain") / "g"
+    assert invoke("build", shop, "--bundle", tiny_bundle.path, "--out", out).exit_code == 0
+    return out
 
 
 def items_of(path: Path) -> dict[str, tuple[Any, ...]]:
@@ -112,97 +107,68 @@ def items_of(path: Path) -> dict[str, tuple[Any, ...]]:
         return contents(gallery)
 
 
-def test_a_gallery_of_shards_is_that_of_a_build_bit_for_bit(
-    vectors: tuple[Path, Any], shop: Path, tiny_bundle: Bundle, run: Run, tmp_path: Path
-) -> None:
-    folder, report = vectors
-    assert (report["images"], report["items"], report["shards"]) == (COUNT + 1, COUNT, 5)
-    assert [one["key"] for one in report["failures"]] == ["class-0/none.png"]
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["bundle_id"] == tiny_bundle.bundle_id
-    printed(run("build", "--vectors", folder, "--out", tmp_path / "a", "--json"))
-    process = command("build", shop, "--bundle", tiny_bundle.path, "--out", tmp_path / "b")
-    process.communicate(timeout=200)
-    assert process.returncode == 0
-    assert items_of(tmp_path / "a") == items_of(tmp_path / "b")
-    printed(run("import", folder, "--out", tmp_path / "c", "--vector-type", "fp16", "--json"))
-    with closing(Gallery.open(tmp_path / "c")) as made:
-        assert (made.size, made.bundle_id) == (COUNT, tiny_bundle.bundle_id)
-
-
-def test_what_is_there_is_not_embedded_again_and_another_source_is_refused(
-    vectors: tuple[Path, Any], shop: Path, tiny_bundle: Bundle, tmp_path: Path
-) -> None:
-    folder, _ = vectors
-    words = ("--bundle", tiny_bundle.path, "--out", folder)
-    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*.parquet")}
-    assert embedded(shop, *words)["embedded"] == 0
-    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*.parquet")} == before
-    for source, more in ((shop / "class-0", ()), (shop, ("--precision", "bf16"))):
-        process = command("embed", source, *words, *more)
-        _, err = process.communicate(timeout=100)
-        assert process.returncode == 1
-        assert "or another --out" in " ".join(err.split())
-
-
-def actors_of() -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            title = (entry / "cmdline").read_bytes()
-            found += [int(entry.name)] * title.startswith(b"ray::MapWorker")
+def below(pid: int) -> list[int]:
+    """The processes that this one has started, directly or through others."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError):  # it has ended
+        for child in children(pid):
+            found += [child, *below(child)]
     return found
 
 
-def test_a_worker_and_then_the_call_are_killed_and_the_same_call_makes_what_is_missing(
-    shop: Path, tiny_bundle: Bundle, vectors: tuple[Path, Any], cluster: str, tmp_path: Path
+def test_a_killed_call_is_finished_on_a_cluster_and_its_gallery_is_that_of_a_build(
+    shop, plain, tiny_bundle, request, tmp_path
 ) -> None:
-    """A worker that is killed costs the shard that it was making, and the call continues."""
-    words = (shop, "--bundle", tiny_bundle.path, "--out", tmp_path / "v", "--shard-size", 8)
-    words = (*words, "--ray", cluster)
-    process = command("embed", *words)
-    wait_for_parts(process, tmp_path / "v", 1)
-    os.kill(actors_of()[0], signal.SIGKILL)
-    wait_for_parts(process, tmp_path / "v", 6)
+    """A worker and then the call are killed; the same call makes what is missing, and no more."""
+    pytest.importorskip("ray", reason="Ray is not installed (pip install 'kinlens[ray]')")
+    folder = tmp_path / "v"
+    words = ("--bundle", tiny_bundle.path, "--out", folder, "--shard-size", 8)
+    process = command("embed", shop, *words)
+    wait_for_parts(process, folder, 1)
+    worker = next(pid for pid in below(process.pid) if command_of(pid).startswith("ray::MapWorker"))
+    os.kill(worker, signal.SIGKILL)
+    wait_for_parts(process, folder, 6)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    shards = VectorShards(str(tmp_path / "v"))
+    shards = VectorShards(str(folder))
     left = shards.missing()
     assert 0 < len(left) < shards.manifest.shards
-    with pytest.raises(SourceError, match=r"lacks \d+ of 33 shards.*To resume, run"):
-        shards.dump("v")
-    report = embedded(*words)
+    address = request.getfixturevalue("cluster")
+    process = command("embed", shop, *words, "--ray", address, "--json")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    report = json.loads(out)
     assert report["embedded"] == shards.manifest.images_in(left)
-    assert report["items"] == COUNT
-    whole = VectorShards(str(vectors[0]))
-    mine, theirs = (
-        {e.key: e.vector.tobytes() for e in each.dump("v").entries()} for each in (whole, shards)
-    )
-    assert mine == theirs
+    assert (report["images"], report["items"], report["shards"]) == (COUNT + 1, COUNT, 17)
+    assert [one["key"] for one in report["failures"]] == ["class-0/none.png"]
+    printed(invoke("build", "--vectors", folder, "--out", tmp_path / "a", "--json"))
+    assert items_of(tmp_path / "a") == items_of(plain)
+    printed(invoke("import", folder, "--out", tmp_path / "c", "--vector-type", "fp16", "--json"))
+    with closing(Gallery.open(tmp_path / "c")) as made:
+        assert (made.size, made.bundle_id) == (COUNT, tiny_bundle.bundle_id)
+    assert printed(invoke("embed", shop, *words, "--json"))["embedded"] == 0
+    for other in ((shop / "class-0",), (shop, "--precision", "bf16")):
+        assert "or another --out" in failure(invoke("embed", *other, *words))
 
 
 # What needs no Ray.
 
 
+def manifest_of(count: int, shard_size: int, **others: Any) -> ShardsManifest:
+    facts = {"bundle_id": "b" * 64, "dim": TINY_DIM, "source": "folder", "source_root": "/shop"}
+    sizes = {"images": count, "shard_size": shard_size}
+    return ShardsManifest(precision="fp32", engine="onnxruntime", **facts | sizes | others)
+
+
 @pytest.fixture
-def actor(
-    shop: Path, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., ShardEmbedder]:
+def actor(shop, tiny_bundle, tmp_path, monkeypatch) -> Callable[..., ShardEmbedder]:
     """A function that begins shards at an address, and makes an actor for them."""
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda found: found))
     monkeypatch.setattr(cluster_module, "PAUSE_S", 0.0)
 
     def make(source: Source, out: str) -> ShardEmbedder:
-        manifest = ShardsManifest(
-            bundle_id=tiny_bundle.bundle_id,
-            precision="fp32",
-            engine="onnxruntime",
-            dim=TINY_DIM,
-            source=source.description,
-            source_root=source.address,
-            images=source.count,
-            shard_size=1000,
-        )
+        origin = {"source": source.description, "source_root": source.address}
+        manifest = manifest_of(source.count, 1000, bundle_id=tiny_bundle.bundle_id, **origin)
         VectorShards(out).begin(manifest, source.records())
         files = {
             str(file.relative_to(tiny_bundle.path)): file.read_bytes()
@@ -214,9 +180,7 @@ def actor(
     return make
 
 
-def test_an_object_store_is_read_and_written(
-    shop: Path, actor: Callable[..., ShardEmbedder], vectors: tuple[Path, Any]
-) -> None:
+def test_an_object_store_is_read_and_written(shop, actor, plain) -> None:
     files, _ = files_at("memory://shop")
     for file in shop.rglob("*.png"):
         files.pipe_file(f"/shop/{file.relative_to(shop)}", file.read_bytes())
@@ -224,17 +188,14 @@ def test_an_object_store_is_read_and_written(
     source = remote_source("memory://shop")
     assert source.count == COUNT + 1
     assert actor(source, "memory://out")({"shard": [0]})["images"].tolist() == [COUNT + 1]
-    mine, theirs = VectorShards("memory://out"), VectorShards(str(vectors[0]))
+    mine = VectorShards("memory://out")
     assert mine.missing() == []
-    assert [(e.key, e.vector.tobytes()) for e in mine.dump("v").entries()] == [
-        (e.key, e.vector.tobytes()) for e in theirs.dump("v").entries()
-    ]
+    made = {e.key: e.vector.tobytes() for e in mine.dump("v").entries()}
+    assert made == {key: one[-1] for key, one in items_of(plain).items()}
     assert [one.key for one in mine.failures()] == ["class-0/none.png"]
 
 
-def test_the_paths_of_a_list_may_start_from_an_address(
-    shop: Path, actor: Callable[..., ShardEmbedder], run: Run, tmp_path: Path
-) -> None:
+def test_the_paths_of_a_list_may_start_from_an_address(shop, actor, run, tmp_path) -> None:
     source = remote_source(f"file://{shop}", shop / "list.csv")
     actor(source, str(tmp_path / "v"))({"shard": [0]})
     printed(run("build", "--vectors", tmp_path / "v", "--out", tmp_path / "g", "--json"))
@@ -244,16 +205,11 @@ def test_the_paths_of_a_list_may_start_from_an_address(
     assert len(items) == 100
 
 
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ConnectionError("no route")])
 def test_a_disk_or_network_that_fails_leaves_the_shard_to_be_made(
-    shop: Path,
-    actor: Callable[..., ShardEmbedder],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
+    shop, actor, tmp_path, monkeypatch
 ) -> None:
     def fail(record: Record, max_bytes: int) -> bytes:
-        raise error
+        raise ConnectionError("no route")
 
     made = actor(folder_source(shop), str(tmp_path / "v"))
     monkeypatch.setattr(made, "_read", fail)
@@ -262,15 +218,7 @@ def test_a_disk_or_network_that_fails_leaves_the_shard_to_be_made(
     assert VectorShards(str(tmp_path / "v")).missing() == [0]
 
 
-def test_a_root_that_a_worker_does_not_see_is_named(
-    shop: Path, actor: Callable[..., ShardEmbedder], tmp_path: Path
-) -> None:
-    source = replace(folder_source(shop), root=Path("/nowhere"))
-    with pytest.raises(SourceError, match="worker has no access to the folder /nowhere"):
-        actor(source, str(tmp_path / "v"))
-
-
-def test_a_link_that_leads_out_of_a_local_address_is_left_out(shop: Path, tmp_path: Path) -> None:
+def test_a_link_that_leads_out_of_a_local_address_is_left_out(shop, tmp_path) -> None:
     (tmp_path / "secret.png").write_bytes(encoded(photo(1)))
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "x.png").symlink_to(tmp_path / "secret.png")
@@ -279,21 +227,9 @@ def test_a_link_that_leads_out_of_a_local_address_is_left_out(shop: Path, tmp_pa
         read(Record("x.png", "x.png"), 10**6)
 
 
-def test_shards_are_begun_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_shards_are_begun_whole_or_not_at_all(tmp_path) -> None:
     shards = VectorShards(str(tmp_path / "v"))
-    manifest = ShardsManifest(
-        bundle_id="b" * 64,
-        precision="fp32",
-        engine="onnxruntime",
-        dim=4,
-        source="folder",
-        source_root="/shop",
-        images=5,
-        shard_size=2,
-    )
-    assert not shards.has_begun
-    with pytest.raises(SourceError, match=r"no manifest\.json.*Check the address"):
-        _ = shards.manifest
+    manifest = manifest_of(5, 2)
     with pytest.raises(SourceError, match="had 5 images, but their number changed"):
         shards.begin(manifest, [Record(f"k{n}", f"{n}.png") for n in range(6)])
     assert not shards.has_begun
@@ -302,11 +238,11 @@ def test_shards_are_begun_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [one for shard in range(3) for one in shards.records(shard)] == records
     assert (shards.missing(), manifest.images_in([0, 2])) == ([0, 1, 2], 3)
     for shard in range(3):
+        with pytest.raises(SourceError, match=rf"lacks {3 - shard} of 3 shards.*To resume, run"):
+            shards.dump("v")
+        unit = np.eye(TINY_DIM, dtype=np.float32)[0]
         entries = [
-            Entry(
-                one.key, np.eye(4, dtype=np.float32)[0], "0" * 64, one.attributes, one.path, "PNG"
-            )
-            for one in shards.records(shard)
+            Entry(r.key, unit, "0" * 64, r.attributes, r.path, "PNG") for r in shards.records(shard)
         ]
         shards.write(shard, entries, [])
     assert [entry.key for entry in shards.dump("v").entries()] == [one.key for one in records]
@@ -314,12 +250,9 @@ def test_shards_are_begun_whole_or_not_at_all(tmp_path: Path) -> None:
     part.write_bytes(part.read_bytes()[:-20])
     with pytest.raises(SourceError, match=r"000001\.parquet is damaged.*Remove it and run"):
         list(shards.dump("v").entries())
-    (tmp_path / "v/manifest.json").write_text("{")
-    with pytest.raises(SourceError, match=r"manifest\.json cannot be read"):
-        _ = VectorShards(str(tmp_path / "v")).manifest
 
 
-def test_vectors_and_images_that_cannot_be_opened_are_named(run: Run, tmp_path: Path) -> None:
+def test_vectors_and_images_that_cannot_be_opened_are_named(run, tmp_path) -> None:
     result = run("build", "--vectors", tmp_path, "--out", tmp_path / "g")
     assert "no manifest.json" in failure(result)
     result = run("embed", "xyz://nowhere/a", "--bundle", "b", "--out", tmp_path / "v")

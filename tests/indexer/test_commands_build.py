@@ -4,16 +4,14 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
-from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live import compaction
-from tests.indexer.conftest import Run, failure, printed
+from tests.indexer.conftest import failure, printed
 from tests.support.seams import GalleryFolder
 from tests.tiny import encoded, photo
 
 
-def test_build_says_the_cost_before_and_the_result_after(run: Run, shop: Path, out: Path) -> None:
+def test_build_says_the_cost_before_and_the_result_after(run, shop, out) -> None:
     for number in range(12):
         (shop / f"bad[{number:02d}].jpg").write_text("not an image")
     options = ("--name", "shoes", "--index", "hnsw", "--target-recall", "0.9")
@@ -35,29 +33,18 @@ def test_build_says_the_cost_before_and_the_result_after(run: Run, shop: Path, o
     assert (stats["name"], stats["index"]) == ("shoes", "hnsw")
 
 
-def test_build_reports_in_json_alone(run: Run, shop: Path, out: Path) -> None:
-    (shop / "bad.jpg").write_text("not an image")
-    report = printed(run("build", shop, "--bundle", "b", "--out", out, "--json"))
-    assert (report["found"], report["indexed"]) == (7, 6)
-    assert [f["key"] for f in report["failures"]] == ["bad.jpg"]
-    assert report["generation"] == current_generation(out)
+def test_lists_are_indexed_with_their_images_below_a_root(run, shop, out) -> None:
+    for root, option, content, expected in (
+        ([shop], "--csv", "key,path,colour\nA,f.gif,red\nB,cup/a.png,blue\n", {"colour": 2}),
+        (["--root", shop], "--split", "f.gif, 3, 1\ncup/a.png, 3, 2\n", {"class": 1, "class_2": 2}),
+    ):
+        (shop / "list").write_text(content)
+        run("build", *root, option, shop / "list", "--bundle", "b", "--out", out)
+        stats = printed(run("stats", out, "--json"))
+        assert (stats["size"], stats["attributes"]) == (2, expected)
 
 
-def test_lists_are_indexed_with_their_images_below_a_root(run: Run, shop: Path, out: Path) -> None:
-    for root in ([shop], ["--root", shop]):
-        for option, content, expected in (
-            ("--csv", "key,path,colour\nA,f.gif,red\nB,cup/a.png,blue\n", {"colour": 2}),
-            ("--split", "f.gif, 3, 1\ncup/a.png, 3, 2\n", {"class": 1, "class_2": 2}),
-        ):
-            (shop / "list").write_text(content)
-            run("build", *root, option, shop / "list", "--bundle", "b", "--out", out)
-            stats = printed(run("stats", out, "--json"))
-            assert (stats["size"], stats["attributes"]) == (2, expected)
-
-
-def test_add_brings_a_gallery_up_to_date_and_says_what_it_did(
-    run: Run, built: Path, shop: Path
-) -> None:
+def test_add_brings_a_gallery_up_to_date_and_says_what_it_did(run, built, shop) -> None:
     (shop / "hat" / "new.png").write_bytes(encoded(photo(99)))
     (shop / "hat" / "bad.png").write_text("not an image")
     result = run("add", built, shop / "hat", "--bundle", "b")
@@ -70,9 +57,7 @@ def test_add_brings_a_gallery_up_to_date_and_says_what_it_did(
     assert [f["key"] for f in again["failures"]] == ["hat/bad.png"]
 
 
-def test_a_list_is_added_with_the_types_that_the_gallery_knows(
-    run: Run, shop: Path, out: Path
-) -> None:
+def test_a_list_is_added_with_the_types_that_the_gallery_knows(run, shop, out) -> None:
     old, new = shop / "old.csv", shop / "new.csv"
     old.write_text("key,path,price:number\nA,f.gif,5\n")
     new.write_text("key,path,price,sale:boolean\nA,f.gif,6,\nB,cup/a.png,7,true\n")
@@ -84,7 +69,7 @@ def test_a_list_is_added_with_the_types_that_the_gallery_knows(
 
 
 def test_add_makes_a_new_index_when_it_is_due_unless_told_not_to(
-    run: Run, built: Path, shop: Path, monkeypatch: pytest.MonkeyPatch
+    run, built, shop, monkeypatch
 ) -> None:
     monkeypatch.setattr(compaction, "_SMALL_DELTA", 2)
     for number in range(4):
@@ -97,9 +82,7 @@ def test_add_makes_a_new_index_when_it_is_due_unless_told_not_to(
     assert printed(run("stats", built, "--json"))["delta"] == 0
 
 
-def test_images_are_added_from_another_root_that_is_named(
-    run: Run, built: Path, shop: Path, tmp_path: Path
-) -> None:
+def test_images_are_added_from_another_root_that_is_named(run, built, shop, tmp_path) -> None:
     moved, vectors = shop.rename(tmp_path / "moved"), tmp_path / "vectors"
     Gallery.create(vectors, name="vectors", bundle_id="b" * 64, dim=32).close()
     for gallery, message, done in (
@@ -111,9 +94,7 @@ def test_images_are_added_from_another_root_that_is_named(
         assert done in run(*arguments, "--image-root", moved).stdout
 
 
-def test_a_gallery_that_is_being_built_cannot_be_changed_meanwhile(
-    run: Run, built: Path, shop: Path
-) -> None:
+def test_a_gallery_that_is_being_built_cannot_be_changed_meanwhile(run, built, shop) -> None:
     (shop / "new.png").write_bytes(encoded(photo(99)))
     with GalleryFolder(built).locked():
         for arguments in (

@@ -1,6 +1,5 @@
 """The commands search and show: every kind of question, and what cannot be asked."""
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +7,9 @@ import pytest
 from PIL import Image
 from typer.testing import Result
 
-from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.calibration import GalleryCalibration
 from kinlens.indexer.gallery import Gallery
-from tests.indexer.conftest import PHOTOS, Run, failure, printed, query
-from tests.indexer.oracle import entry, units
+from tests.indexer.conftest import PHOTOS, failure, printed, query
 from tests.support.market import CALIBRATION
 
 
@@ -21,14 +18,14 @@ def found(result: Result, query: int = 0) -> list[str]:
 
 
 @pytest.fixture
-def vectors(shop: Path, tmp_path: Path, embedder: FakeEmbedder) -> Path:
+def vectors(shop, tmp_path, embedder) -> Path:
     """The vectors of f.gif and cup/a.png in a file."""
     file = tmp_path / "queries.npy"
     np.save(file, np.concatenate([query(embedder, shop / n) for n in ("f.gif", "cup/a.png")]))
     return file
 
 
-def test_an_image_finds_itself_first(run: Run, built: Path, shop: Path) -> None:
+def test_an_image_finds_itself_first(run, built, shop) -> None:
     ask = ("search", built, "--image", shop / "f.gif", "--bundle", "b")
     [first, *_] = run(*ask, "-k", "2").stdout.splitlines()
     assert first == "1.0000  f.gif"
@@ -39,7 +36,7 @@ def test_an_image_finds_itself_first(run: Run, built: Path, shop: Path) -> None:
 
 
 def test_a_calibrated_gallery_says_how_likely_each_answer_is_right(
-    run: Run, built: Path, shop: Path, embedder: FakeEmbedder, monkeypatch: pytest.MonkeyPatch
+    run, built, shop, embedder, monkeypatch
 ) -> None:
     ask = ("search", built, "--image", shop / "f.gif", "--bundle", "b", "-k", "2")
     assert printed(run(*ask, "--json"))["probabilities"] is None
@@ -61,16 +58,14 @@ def test_a_calibrated_gallery_says_how_likely_each_answer_is_right(
     assert surer < answer["no_match_probability"]
 
 
-def test_vectors_of_a_file_are_answered_one_by_one(run: Run, built: Path, vectors: Path) -> None:
+def test_vectors_of_a_file_are_answered_one_by_one(run, built, vectors) -> None:
     result = run("search", built, "--vector", vectors, "-k", "1", "--json")
     assert [found(result, n) for n in (0, 1)] == [["f.gif"], ["cup/a.png"]]
     lines = run("search", built, "--vector", vectors, "-k", "1").stdout.splitlines()
     assert lines == ["Query 0:", "1.0000  f.gif", "Query 1:", "1.0000  cup/a.png  class=cup"]
 
 
-def test_the_search_command_passes_on_its_options(
-    run: Run, built: Path, shop: Path, vectors: Path
-) -> None:
+def test_the_search_command_passes_on_its_options(run, built, shop, vectors) -> None:
     ask = ("search", built, "--vector", vectors, "--json")
     assert sorted(found(run(*ask, "--where", "class = 'cup'"))) == ["cup/a.png", "cup/b.jpg"]
     assert found(run(*ask, "--min-score", "0.999")) == ["f.gif"]
@@ -84,9 +79,7 @@ def test_the_search_command_passes_on_its_options(
     assert "copy.gif" not in found(run(*ask, "-k", "2", "--distinct"))
 
 
-def test_the_search_command_passes_on_diversity_and_boost(
-    run: Run, built: Path, vectors: Path
-) -> None:
+def test_the_search_command_passes_on_diversity_and_boost(run, built, vectors) -> None:
     ask = ("search", built, "--vector", vectors, "--json")
     plain = found(run(*ask))
     mixed = found(run(*ask, "--diversity", "1"))
@@ -102,7 +95,7 @@ def test_the_search_command_passes_on_diversity_and_boost(
     assert "from -0.2 to 0.2" in failure(run(*ask, "--boost", "price:1"))
 
 
-def test_liked_items_are_not_in_their_own_answer(run: Run, built: Path) -> None:
+def test_liked_items_are_not_in_their_own_answer(run, built) -> None:
     keys = found(run("search", built, "--like", "f.gif", "--json"))
     assert sorted(keys) == sorted(set(PHOTOS) - {"f.gif"})
     mixed = ("search", built, "--like", "f.gif", "--unlike", keys[0], "--json")
@@ -112,7 +105,7 @@ def test_liked_items_are_not_in_their_own_answer(run: Run, built: Path) -> None:
     assert sorted(grouped) == sorted(set(PHOTOS) - {"f.gif", keys[0]})
 
 
-def test_groups_are_shown_with_their_items(run: Run, built: Path, shop: Path) -> None:
+def test_groups_are_shown_with_their_items(run, built, shop) -> None:
     ask = ("search", built, "--image", shop / "cup" / "a.png", "--bundle", "b")
     options = ("--group-by", "class", "--group-size", "2", "-k", "3")
     [groups] = printed(run(*ask, *options, "--json"))["groups"]
@@ -128,49 +121,38 @@ def test_groups_are_shown_with_their_items(run: Run, built: Path, shop: Path) ->
     ("option", "name", "message"),
     [
         ("--vector", "short.npy", "dimension 32"),
-        ("--vector", "deep.npy", "float32 (2, 3, 4); expected float32 vectors of shape"),
         ("--vector", "none.npy", "contains no vectors: its shape is (0, 32)"),
-        ("--vector", "texts.npy", "expected float32 vectors"),
-        ("--vector", "text.npy", "is not a .npy file of numbers"),
         ("--vector", "many.npz", "is not a .npy file of numbers"),
         ("--vector", "gone.npy", "Cannot read the vectors in"),
         ("--image", "text.jpg", "The image"),
-        ("--image", "gone.jpg", "gone.jpg is missing"),
     ],
 )
 def test_a_file_without_usable_vectors_or_image_is_refused_by_name(
-    run: Run, built: Path, tmp_path: Path, option: str, name: str, message: str
+    run, built, tmp_path, option: str, name: str, message: str
 ) -> None:
     for array, file in (
         (np.ones((1, 5), np.float32), "short.npy"),
-        (np.zeros((2, 3, 4), np.float32), "deep.npy"),
         (np.zeros((0, 32), np.float32), "none.npy"),
-        (np.array(["a"]), "texts.npy"),
     ):
         np.save(tmp_path / file, array)
     np.savez(tmp_path / "many.npz", a=np.ones(3))
-    for file in ("text.npy", "text.jpg"):
-        (tmp_path / file).write_text("neither an array nor an image")
+    (tmp_path / "text.jpg").write_text("not an image")
     bundle = ["--bundle", "b"] if option == "--image" else []
     line = failure(run("search", built, option, tmp_path / name, *bundle))
     assert message in line
     assert name in line or name == "short.npy"
 
 
-def test_an_item_is_shown_with_all_that_is_known(run: Run, built: Path) -> None:
+def test_an_item_is_shown_with_all_that_is_known(run, built) -> None:
     lines = run("show", built, "cup/a.png").stdout.splitlines()
     assert "key        cup/a.png" in lines
     assert "attributes class=cup" in lines
     shown = printed(run("show", built, "cup/a.png", "--json"))
     assert (shown["key"], shown["format"], len(shown["sha256"])) == ("cup/a.png", "PNG", 64)
     assert "no item with the key 'gone'" in failure(run("show", built, "gone"))
-    for address in ("milvus://", "milvus://host:1", "milvus://host:1/a/b"):
-        assert "Write milvus://HOST:PORT/NAME" in failure(run("show", address, "key"))
 
 
-def test_the_values_of_attributes_are_counted_over_all_that_fits(
-    run: Run, built: Path, shop: Path, vectors: Path
-) -> None:
+def test_the_values_of_attributes_are_counted_over_all_that_fits(run, built, shop, vectors) -> None:
     ask = ("search", built, "-k", "1", "--facets", "class")
     counts = {"hat": 3, "cup": 2}
     answer = printed(run(*ask, "--vector", vectors, "--json"))
@@ -180,25 +162,10 @@ def test_the_values_of_attributes_are_counted_over_all_that_fits(
     assert lines == ["1.0000  f.gif", "class: hat (3), cup (2), missing (1)"]
     [*_, last] = run(*ask, "--like", "f.gif", "--where", "class = 'cup'").stdout.splitlines()
     assert last == "class: cup (2)"
-    [*_, last] = run(*ask, "--like", "f.gif", "--min-score", "0.9999").stdout.splitlines()
-    assert last == "class: "
-    assert "'kind' to count" in failure(run("search", built, "--like", "f.gif", "--facets", "kind"))
-    [*_, last] = run("search", built, "--like", "f.gif", "-k", str(10**20)).stdout.splitlines()
-    assert last
-
-
-def test_the_ends_of_bins_are_written_in_full(run: Run, gallery: Gallery) -> None:
-    vectors = units(60)
-    gallery.add(entry(f"k{n}", v, {"at": 1767225600 + 30 * n}) for n, v in enumerate(vectors))
-    path = gallery.path
-    [*_, last] = run("search", path, "--like", "k0", "--facets", "at").stdout.splitlines()
-    ends = re.findall(r"(\S+) to (\S+) \(", last)
-    assert len(ends) > 2
-    assert all(float(low) < float(high) for low, high in ends)
 
 
 def test_two_images_are_drawn_with_the_regions_where_they_match(
-    run: Run, shop: Path, embedder: FakeEmbedder, tmp_path: Path
+    run, shop, embedder, tmp_path
 ) -> None:
     pair = (shop / "f.gif", shop / "cup" / "a.png")
     answer = printed(run("explain", *pair, "--bundle", "b", "--out", tmp_path / "m.png", "--json"))

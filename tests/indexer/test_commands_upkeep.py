@@ -10,12 +10,12 @@ import pytest
 
 from kinlens.indexer.gallery import Gallery, current_generation
 from kinlens.indexer.index.plan import IndexSettings
-from tests.indexer.conftest import Run, failure, flipped, printed, rows_of, segment_of, truncated
+from tests.indexer.conftest import failure, flipped, printed, rows_of, segment_of, truncated
 from tests.indexer.oracle import contents, entry, units
 from tests.tiny import encoded, photo
 
 
-def test_verify_exits_with_zero_or_one(run: Run, built: Path, shop: Path) -> None:
+def test_verify_exits_with_zero_or_one(run, built, shop) -> None:
     good = run("verify", built, "--bundle", "b")
     assert good.exit_code == 0
     assert "6 of 6 checked items (6 in all) find themselves" in good.stdout
@@ -28,9 +28,7 @@ def test_verify_exits_with_zero_or_one(run: Run, built: Path, shop: Path) -> Non
     assert "2 of 2 checked items" in run("verify", built, "--sample", "2").stdout
 
 
-def test_verify_reports_recall_and_exits_with_one_below_the_target(
-    run: Run, tmp_path: Path
-) -> None:
+def test_verify_reports_recall_and_exits_with_one_below_the_target(run, tmp_path) -> None:
     path, queries, rows = tmp_path / "large", tmp_path / "queries.npy", units(1100)
     np.save(queries, rows[1000:])
     with closing(Gallery.create(path, name="large", bundle_id="b", dim=16)) as gallery:
@@ -45,16 +43,7 @@ def test_verify_reports_recall_and_exits_with_one_below_the_target(
     assert json.loads(low.stdout)["recall"] < 0.99
 
 
-def test_queries_to_verify_with_must_fit(run: Run, built: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "bad.npy", np.eye(5, dtype=np.float32))
-    result = run("verify", built, "--queries", tmp_path / "bad.npy")
-    assert "dimension 32" in failure(result)
-    assert "6 of 6" not in result.stderr
-
-
-def test_compact_takes_in_what_came_since_and_says_the_recall(
-    run: Run, built: Path, shop: Path
-) -> None:
+def test_compact_takes_in_what_came_since_and_says_the_recall(run, built, shop) -> None:
     assert "Nothing has changed" in run("compact", built).stdout
     (shop / "new.png").write_bytes(encoded(photo(99)))
     run("add", built, shop, "--bundle", "b")
@@ -71,36 +60,22 @@ def test_compact_takes_in_what_came_since_and_says_the_recall(
     aimed = printed(run("compact", built, "--target-recall", "0.9", "--json"))["manifest"]
     assert (aimed["kind"], aimed["target_recall"]) == ("hnsw", 0.9)
     assert "--memory-mb" in failure(run("compact", built, "--memory-mb", "0.001"))
-    assert "too few to train" in failure(run("compact", built, "--index", "ivf-pq"))
-    assert re.search(r"^index +hnsw$", run("stats", built).stdout, re.MULTILINE)
-
-
-def test_an_empty_gallery_is_compacted_to_nothing(run: Run, tmp_path: Path) -> None:
-    Gallery.create(tmp_path / "empty", name="empty", bundle_id="b", dim=4).close()
-    result = run("compact", tmp_path / "empty", "--rebuild")
-    assert (result.exit_code, result.stdout) == (0, "The gallery is empty, so it has no index.\n")
-
-
-def test_stats_print_a_table_for_people(run: Run, built: Path) -> None:
     table = run("stats", built).stdout
-    assert re.search(r"^size +6$", table, re.MULTILINE)
+    assert re.search(r"^index +hnsw$", table, re.MULTILINE)
     assert re.search(r"^formats +BMP 1, GIF 1, JPEG 1", table, re.MULTILINE)
 
 
-def test_a_plan_is_made_without_a_gallery_and_all_plans_are_compared(run: Run) -> None:
+def test_a_plan_is_made_without_a_gallery_and_all_plans_are_compared(run) -> None:
     lines = run("plan", 300_000, 512, "--memory-mb", 4000).stdout.splitlines()
     assert lines[0].split()[:4] == ["index", "hnsw", "on", "cpu"]
     plan = printed(run("plan", 1_000_000, 128, "--index", "flat", "--json"))
     assert (plan["n"], plan["dim"], plan["plans"][0]["kind"]) == (1_000_000, 128, "flat")
     assert "--memory-mb" in failure(run("plan", 1_000_000, 128, "--memory-mb", "10"))
-    assert "0 vectors" in failure(run("plan", 0, 128))
     lines = run("plan", 1_000_000, 128, "--all", "--memory-mb", 1200).stdout.splitlines()
     by_kind = {line.split()[0]: line for line in lines}
     assert [*by_kind] == ["index", "flat", "hnsw", "ivf-pq", "cagra"]
     assert re.search(r"\d MB +\d[\d,]* MB .* 0\.980$", by_kind["ivf-pq"])
     assert "cannot be built on cpu" in by_kind["cagra"]
-    plans = printed(run("plan", 100, 8, "--all", "--json"))["plans"]
-    assert {plan["kind"]: plan["refused"] is None for plan in plans}["ivf-pq"] is False
 
 
 # Export, import, backup, restore.
@@ -112,7 +87,7 @@ def content(path: Path) -> dict[str, tuple[object, ...]]:
 
 
 @pytest.fixture
-def changed(run: Run, built: Path) -> Path:
+def changed(run, built) -> Path:
     """The gallery of the shop with typed attributes and an item less."""
     for arguments in (
         ("update", built, "f.gif", "--set", "price:number=5", "--set", "sale:boolean=true"),
@@ -123,9 +98,7 @@ def changed(run: Run, built: Path) -> Path:
     return built
 
 
-def test_an_exported_gallery_is_imported_whole(
-    run: Run, changed: Path, tmp_path: Path, shop: Path
-) -> None:
+def test_an_exported_gallery_is_imported_whole(run, changed, tmp_path, shop) -> None:
     pytest.importorskip("pyarrow", reason="export writes Parquet")
     file, copy, new = tmp_path / "shop.parquet", tmp_path / "copy", tmp_path / "new"
     assert run("export", changed, "--out", file).stdout == f"5 items in {file}.\n"
@@ -135,23 +108,20 @@ def test_an_exported_gallery_is_imported_whole(
     stats = printed(run("stats", copy, "--json"))
     assert (stats["index"], stats["source_root"]) == ("hnsw", str(shop.resolve()))
     assert run("verify", copy, "--bundle", "b").exit_code == 0
-    named = run("import", file, "--out", tmp_path / "other", "--name", "other")
-    assert "(other): 5 items imported" in named.stdout
     run("remove", copy, "f.gif")
-    assert run("import", file, "--out", copy).exit_code == 0
+    named = run("import", file, "--out", copy, "--name", "other")
+    assert "(other): 5 items imported" in named.stdout
     assert content(copy) == content(changed)
     (tmp_path / "cut.parquet").write_bytes(file.read_bytes()[:-100])
     for arguments, message in (
         ([tmp_path / "cut.parquet"], "cut.parquet"),
-        ([tmp_path], "No gallery"),
-        ([file, "--name", "a/b"], "cannot be used in a URL"),
         ([file, "--memory-mb", "0.001"], "--memory-mb"),
     ):
         assert message in failure(run("import", *arguments, "--out", new))
         assert current_generation(new) is None
 
 
-def test_a_backup_brings_back_what_was_lost(run: Run, changed: Path, tmp_path: Path) -> None:
+def test_a_backup_brings_back_what_was_lost(run, changed, tmp_path) -> None:
     folder = tmp_path / "backup"
     before = content(changed)
     result = run("backup", changed, "--out", folder)

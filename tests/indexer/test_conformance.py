@@ -28,8 +28,6 @@ from kinlens.embedder.errors import (
     KinlensError,
 )
 from kinlens.embedder.types import Hit
-from kinlens.indexer.exchange.milvus import Consistency
-from kinlens.indexer.exchange.parquet import export_gallery, read_dump
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
 from kinlens.indexer.gallery import Gallery
@@ -44,14 +42,7 @@ from kinlens.indexer.types import (
     Written,
 )
 from kinlens.values import AttributeValue
-from tests.indexer.conftest import (
-    Run,
-    collections,
-    failure,
-    milvus_client,
-    printed,
-    published,
-)
+from tests.indexer.conftest import Run, collections, failure, milvus_client, printed, published
 from tests.indexer.oracle import (
     BUNDLE,
     DIM,
@@ -97,22 +88,17 @@ milvus_alone = pytest.mark.parametrize(
 
 FILTERS: list[Filter] = [
     Equals("colour", 'gr"een\\'),
-    Equals("colour", "no such colour"),
     Not(Equals("colour", "red")),
-    Not(Equals("sale", False)),
-    In("price", (3, 4.5, -2)),
     Not(In("price", (3, 4.5, -2, 7, 8.5))),
     Range("price", above=-1.5, below=6),
     Not(Range("price", at_least=0)),
     Range("colour", above="blue"),
-    Or((Equals("colour", "red"), Equals("sale", True), Equals("price", 3))),
     Not(And((Equals("colour", "red"), Not(Equals("sale", True))))),
     parse_filter('colour = "red" and (price < 4 or not sku in ("sku1", "sku2")) and sale = true'),
 ]
 OPTIONS = [
     SearchOptions(),
-    SearchOptions(min_score=0.2),
-    SearchOptions(offset=4),
+    SearchOptions(min_score=0.2, offset=4),
     SearchOptions(distinct=True),
     SearchOptions(exact=True),
     SearchOptions(min_score=-0.1, offset=2, distinct=True, where=Not(Equals("colour", "red"))),
@@ -125,15 +111,16 @@ def stock(store: VectorStore, count: int = 120) -> Oracle:
     return Oracle(store, entries)
 
 
-def test_what_is_added_is_found_at_once_with_its_key_score_and_attributes(
-    store: VectorStore,
-) -> None:
+def test_what_is_added_is_found_at_once_with_its_key_score_and_attributes(store) -> None:
     entries = shop(20)
     assert store.add(entries) == Written(added=20)
     assert store.size == 20
     [[hit]] = store.search(entries[3].vector[None], 1)
     assert hit == Hit(ids_of(store)["key3"], "key3", hit.score, entries[3].attributes)
     assert 1 - 1e-6 <= hit.score <= 1.0
+    assert [len(hits) for hits in store.search(units(2), 500)] == [20, 20]
+    assert store.search(units(1), 500, SearchOptions(offset=20)) == [[]]
+    assert store.search(np.empty((0, DIM), np.float32), 3) == []
 
 
 def test_searches_groups_and_filters_equal_brute_force(store: VectorStore) -> None:
@@ -179,17 +166,15 @@ def full_of_ties(draw: random.Random, count: int) -> list[Entry]:
     return entries
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_ties_copies_and_clusters_are_ranked_as_by_brute_force(
-    store: VectorStore, seed: int
-) -> None:
+@pytest.mark.parametrize("count", [120, 5])
+def test_ties_copies_and_clusters_are_ranked_as_by_brute_force(store, count: int) -> None:
     """Equal scores are ordered by number, wherever the engine cuts them off."""
-    draw = random.Random(seed)
-    entries = full_of_ties(draw, (120, 40, 5)[seed])
+    draw = random.Random(count)
+    entries = full_of_ties(draw, count)
     store.add(entries)
     oracle, numbers = Oracle(store, entries), [*ids_of(store).values()]
     query = np.array([[0.5, 0.5, 0.5, 0.5] + [0] * (DIM - 4)], np.float32)
-    for _ in range(150 if isinstance(store, Gallery) else 15):
+    for _ in range(100 if isinstance(store, Gallery) else 10):
         options = SearchOptions(
             min_score=draw.choice([None, None, -1.0, 0.0, 0.3, 1.0]),
             offset=draw.choice([0, 0, 1, 3, 200]),
@@ -201,14 +186,6 @@ def test_ties_copies_and_clusters_are_ranked_as_by_brute_force(
         grouping = Grouping(draw.choice(sorted(store.schema())), draw.choice([1, 2, 50]))
         [groups] = store.search_groups(query, k, grouping, options)
         assert_groups(groups, oracle.groups(query[0], k, grouping, options))
-
-
-def test_k_may_exceed_the_gallery(store: VectorStore) -> None:
-    entries = shop(12)
-    store.add(entries)
-    assert [len(hits) for hits in store.search(units(2), 500)] == [12, 12]
-    assert store.search(units(1), 500, SearchOptions(offset=12)) == [[]]
-    assert store.search(np.empty((0, DIM), np.float32), 3) == []
 
 
 def test_an_empty_gallery_has_a_name_and_answers_with_nothing(store: VectorStore) -> None:
@@ -223,18 +200,17 @@ def test_an_empty_gallery_has_a_name_and_answers_with_nothing(store: VectorStore
     assert store.remove(["key1"]) == 0
 
 
-@pytest.mark.parametrize(("liked", "disliked"), [(["key5"], []), (["key1", "key2"], ["key3"])])
-def test_items_like_some_and_unlike_others(
-    store: VectorStore, liked: list[str], disliked: list[str]
-) -> None:
+def test_items_like_some_and_unlike_others(store: VectorStore) -> None:
     oracle = stock(store, 60)
     vectors = {e.key: e.vector.astype(np.float64) for e in oracle.entries}
-    target = sum(vectors[key] for key in liked) - sum(vectors[key] for key in disliked)
-    query = (target / np.linalg.norm(target)).astype(np.float32)
-    for where in (None, Not(Equals("colour", "red"))):
+    for liked, disliked in ((["key5"], []), (["key1", "key2"], ["key3"])):
+        target = sum(vectors[key] for key in liked) - sum(vectors[key] for key in disliked)
+        query = (target / np.linalg.norm(target)).astype(np.float32)
         chosen = frozenset(oracle.numbers[key] for key in (*liked, *disliked))
-        expected = oracle.hits(query, 6, SearchOptions(where=where, exclude=chosen))
-        assert_hits(store.search_like(liked, disliked, 6, SearchOptions(where=where)), expected)
+        for where in (None, Not(Equals("colour", "red"))):
+            expected = oracle.hits(query, 6, SearchOptions(where=where, exclude=chosen))
+            found = store.search_like(liked, disliked, 6, SearchOptions(where=where))
+            assert_hits(found, expected)
 
 
 def test_each_entry_is_added_replaced_updated_or_left(store: VectorStore) -> None:
@@ -245,11 +221,13 @@ def test_each_entry_is_added_replaced_updated_or_left(store: VectorStore) -> Non
     new = [
         old[0],
         entry("key1", fresh[0], {"colour": "blue"}, content="other content"),
-        replace(old[2], attributes={"colour": "red", "price": 1.5}),
+        replace(old[2], attributes={"colour": "red", "price": 1.5}),  # its vector stays
         replace(old[3], path="moved.png"),
         entry("key99", fresh[1]),
     ]
-    assert store.add(new) == Written(added=1, replaced=1, updated=2, unchanged=1)
+    other_vector = replace(new[2], vector=fresh[0])
+    sent = [*new[:2], other_vector, *new[3:]]
+    assert store.add(sent) == Written(added=1, replaced=1, updated=2, unchanged=1)
     now = ids_of(store)
     assert store.size == 9
     assert [now[f"key{n}"] == numbers[f"key{n}"] for n in range(8)] == [True, False, *[True] * 6]
@@ -258,13 +236,6 @@ def test_each_entry_is_added_replaced_updated_or_left(store: VectorStore) -> Non
     everything = {e.key: e for e in old} | {e.key: e for e in new}
     oracle = Oracle(store, list(everything.values()))
     assert_hits(store.search(fresh[:1], 20)[0], oracle.hits(fresh[0], 20, SearchOptions()))
-
-
-def test_equal_content_keeps_its_stored_vector(store: VectorStore) -> None:
-    first, second = units(2)
-    store.add([entry("key", first, {"price": 1})])
-    store.add([entry("key", second, {"price": 2})])
-    assert same(store.entries(["key"])[0], entry("key", first, {"price": 2}))
 
 
 def test_an_add_takes_away_only_attributes_whose_names_it_owns(store: VectorStore) -> None:
@@ -324,16 +295,6 @@ def test_a_removed_item_never_comes_back(store: VectorStore) -> None:
         store.search_like(["key3"], [], 1)
 
 
-def test_what_fits_a_filter_is_removed_and_nothing_else(store: VectorStore) -> None:
-    entries = shop(60)
-    store.add(entries)
-    where = Or((Equals("colour", "red"), Not(Range("price", at_least=2))))
-    kept = [e for e in entries if not where.matches(e.attributes)]
-    assert store.remove_where(where) == 60 - len(kept)
-    assert store.remove_where(where) == 0
-    assert ids_of(store).keys() == {e.key for e in kept}
-
-
 @faiss_alone
 def test_ids_grow_and_are_never_reused(store: Gallery) -> None:
     entries = shop(10)
@@ -386,9 +347,7 @@ def test_the_version_changes_with_every_change_and_with_nothing_else(store: Vect
         seen.add(store.version)
 
 
-def test_a_score_is_the_cosine_also_of_vectors_that_were_not_quite_of_norm_one(
-    store: VectorStore,
-) -> None:
+def test_a_score_is_the_cosine_also_of_vectors_that_were_not_quite_of_norm_one(store) -> None:
     near, far = units(2)
     store.add([entry("near", near * np.float32(1.0009)), entry("far", far * np.float32(0.9992))])
     [stored] = store.entries(["near"])
@@ -399,32 +358,40 @@ def test_a_score_is_the_cosine_also_of_vectors_that_were_not_quite_of_norm_one(
 
 
 QUERY = units(1)
-SKU = Grouping("sku")
 BAD_QUERIES: dict[str, Any] = {
     r"shape \(1, 15\).*dimension 16": QUERY[:, :-1],
-    r"shape \(16,\).*dimension 16": QUERY[0],
     "Query 1 has norm 2": np.vstack([QUERY, 2 * QUERY]),
     "Query 0 has norm nan": QUERY * np.nan,
-    "Query 0 has norm 0": QUERY * 0,
     "Queries of type <U1": np.array([["a"] * DIM]),
-    "Queries of type object": np.array([[None] * DIM]),
     "Queries are not an array": [[1, 0], [1]],
 }
 BAD_OPTIONS: dict[str, dict[str, Any]] = {
     "offset = -1": {"offset": -1},
     "effort = 0": {"effort": 0},
     "min_score = 1.1": {"min_score": 1.1},
-    "min_score = nan": {"min_score": math.nan},
     "min_score = 'x'": {"min_score": "x"},
     r"exclude = \[1\]": {"exclude": [1]},
 }
 WRONG = entry("wrong", QUERY[0])
+BAD_ENTRIES: dict[str, dict[str, Any]] = {
+    r"'wrong' has the shape \(3,\)": {"vector": QUERY[0, :3]},
+    "'wrong' has NaN or infinity": {"vector": QUERY[0] + np.inf},
+    "of type list": {"vector": [0.0] * DIM},
+    r"'\.\./up' is not a valid key": {"key": "../up"},
+    r"'a\\nb' is not a valid key": {"key": "a\nb"},
+    r"'\\ud800' is not a valid key": {"key": "\ud800"},
+    "'aaa.* is not a valid key": {"key": "a" * 1025},
+    "None is not a valid key": {"key": None},
+    "sha256 of 'wrong' is None": {"sha256": None},
+    "invalid Unicode": {"path": "\udcff.png"},
+}
 REFUSED: dict[type[KinlensError], list[tuple[str, Callable[[VectorStore], object]]]] = {
     FilterError: [
         ("unheard", lambda s: s.search(QUERY, 3, SearchOptions(Equals("unheard", 1)))),
         ("unheard", lambda s: s.page(0, 5, Equals("unheard", 1))),
         ("colour", lambda s: s.search(QUERY, 3, SearchOptions(Equals("colour", 1)))),
         ("sale", lambda s: s.remove_where(Equals("sale", 1))),
+        ("size", lambda s: s.update_where(Equals("size", 1), {"price": 1})),
         ("'no' to group by. Known are", lambda s: s.search_groups(QUERY, 3, Grouping("no"))),
     ],
     ItemNotFoundError: [
@@ -442,17 +409,17 @@ REFUSED: dict[type[KinlensError], list[tuple[str, Callable[[VectorStore], object
             for text, bad in BAD_OPTIONS.items()
         ),
         ("size = 0", lambda s: s.search_groups(QUERY, 1, Grouping("sku", size=0))),
-        ("size = True", lambda s: s.search_groups(QUERY, 1, Grouping("sku", size=True))),
-        ("offset = -1", lambda s: s.search_groups(QUERY, 1, SKU, SearchOptions(offset=-1))),
         ("min_score = 2", lambda s: s.search_like(["key1"], [], 1, SearchOptions(min_score=2))),
         ("sale", lambda s: s.update({"key1": {"sale": 1}})),
+        ("price", lambda s: s.update_where(Equals("sale", True), {"price": "dear"})),
         ("price", lambda s: s.update({"key1": {"price": math.nan}})),
         ("price", lambda s: s.add([entry("a", QUERY[0]), entry("b", QUERY[0], {"price": "x"})])),
         ("wrong.*norm", lambda s: s.add([*shop(3), entry("wrong", np.ones(DIM, np.float32))])),
         ("wrong.*twice", lambda s: s.add([WRONG, *shop(3), WRONG])),
-        ("'../up' is not a valid key", lambda s: s.add([replace(WRONG, key="../up")])),
-        ("None is not a valid key", lambda s: s.add([replace(WRONG, key=None)])),
-        ("sha256 of 'wrong' is None", lambda s: s.add([replace(WRONG, sha256=None)])),
+        *(
+            (text, lambda s, bad=bad: s.add([replace(WRONG, **bad)]))
+            for text, bad in BAD_ENTRIES.items()
+        ),
         *(
             ("Give a list of", lambda s, keys=keys: s.remove(keys))
             for keys in ("key1", b"key1", [5], [None])
@@ -479,13 +446,11 @@ def test_what_is_scanned_is_what_was_added(store: VectorStore) -> None:
     scanned = [e for batch in batches for e in batch]
     items = list(store.items())
     assert [item.id for item in items] == sorted(item.id for item in items)
-    assert [e.key for e in scanned] == [item.key for item in items]
     originals = {e.key: e for e in entries}
     for found, item in zip(scanned, items, strict=True):
-        expected = originals[item.key]
-        assert same(found, expected)
+        assert same(found, originals[item.key])
         facts = (item.sha256, item.attributes, item.path, item.format)
-        assert same(Entry(item.key, found.vector, *facts), expected)
+        assert same(Entry(item.key, found.vector, *facts), found)
     assert [e.key for e in store.entries(["key9", "key2", "key9"])] == ["key9", "key2", "key9"]
 
 
@@ -556,26 +521,6 @@ def test_the_values_of_attributes_are_counted(store: VectorStore) -> None:
     assert (facts["price"].kind, facts["colour"].kind) == ("number", "text")
 
 
-def test_threads_add_and_search_at_once(store: VectorStore) -> None:
-    entries, queries = shop(60), units(2)
-
-    def add(part: int) -> None:
-        for start in range(20 * part, 20 * part + 20, 5):
-            store.add(entries[start : start + 5])
-
-    def search() -> None:
-        for _ in range(10):
-            for hits in store.search(queries, 5):
-                assert [h.score for h in hits] == sorted((h.score for h in hits), reverse=True)
-
-    with ThreadPoolExecutor(5) as pool:
-        work = [pool.submit(add, part) for part in range(3)]
-        work += [pool.submit(search) for _ in range(2)]
-        for each in work:
-            each.result()
-    assert ids_of(store).keys() == {e.key for e in entries}
-
-
 # What only a gallery on Milvus has: generations behind an alias, and a server to lose.
 
 
@@ -615,9 +560,7 @@ def test_a_searching_thread_sees_one_generation_or_the_other_and_none_of_another
 
 
 @milvus_alone
-def test_a_publication_that_fails_changes_nothing(
-    store: MilvusStore, milvus_server: MilvusServer
-) -> None:
+def test_a_publication_that_fails_changes_nothing(store, milvus_server) -> None:
     store.add(shop(10))
     before, version = ids_of(store), store.version
     many = [entry(f"key{n}", vector) for n, vector in enumerate(units(5000))]
@@ -632,59 +575,32 @@ def test_a_publication_that_fails_changes_nothing(
 
 
 @pytest.mark.milvus
-def test_a_large_gallery_gets_an_index_that_is_exact_on_demand_and_comes_back_unchanged(
-    milvus_server: MilvusServer, tmp_path: Path, gallery: Gallery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("pyarrow", reason="export writes Parquet")
+def test_a_large_gallery_gets_an_index_that_is_exact_on_demand(milvus_server, monkeypatch) -> None:
     monkeypatch.setattr("kinlens.indexer.exchange.milvus_index.EXACT_BELOW", 100)
-    entries = shop(2000)  # below 1,024 rows Milvus makes no index
-    gallery.add(entries)
-    file, back = tmp_path / "file.parquet", tmp_path / "back.parquet"
-    facts = {"name": "shop", "bundle_id": BUNDLE}
-    export_gallery(gallery, file, facts)
-    dump = read_dump(file)
-    store = published(milvus_server, "large", dump.entries(), index="ivf-flat")
-    (collection,) = collections(milvus_server, "large")
-    with closing(milvus_client(milvus_server)) as there:
-        assert there.describe_index(collection, "vector")["index_type"] == "IVF_FLAT"
-    oracle, queries = Oracle(store, entries), units(20, seed=9)
-    for where in (None, Not(Equals("colour", "red")), FILTERS[-1]):
-        exact = SearchOptions(exact=True, where=where)
-        for query, hits in zip(queries, store.search(queries, 10, exact), strict=True):
-            assert_hits(hits, oracle.hits(query, 10, exact))
-
-    def recall(options: SearchOptions) -> float:
-        found = store.search(queries, 10, options)
+    entries, queries = shop(2000), units(20, seed=9)  # below 1,024 rows Milvus makes no index
+    with closing(published(milvus_server, "large", entries, index="ivf-flat")) as store:
+        (collection,) = collections(milvus_server, "large")
+        with closing(milvus_client(milvus_server)) as there:
+            assert there.describe_index(collection, "vector")["index_type"] == "IVF_FLAT"
+        oracle = Oracle(store, entries)
+        for where in (None, Not(Equals("colour", "red")), FILTERS[-1]):
+            exact = SearchOptions(exact=True, where=where)
+            for query, hits in zip(queries, store.search(queries, 10, exact), strict=True):
+                assert_hits(hits, oracle.hits(query, 10, exact))
         best = [{key for _, key in oracle.hits(query, 10, SearchOptions())} for query in queries]
-        pairs = zip(found, best, strict=True)
-        return float(np.mean([len({h.key for h in hits} & keys) / 10 for hits, keys in pairs]))
-
-    assert recall(SearchOptions(effort=1)) < recall(SearchOptions(effort=10**6)) == 1.0
-    assert export_gallery(store, back, facts) == 2000
-    store.close()
-    one, other = ({e.key: e for e in read_dump(path).entries()} for path in (file, back))
-    assert one.keys() == other.keys()
-    for key, sent in one.items():
-        assert sent.vector.tobytes() == other[key].vector.tobytes()
-        assert same(sent, other[key])
+        found = {
+            effort: [{hit.key for hit in hits} for hits in store.search(queries, 10, options)]
+            for effort in (1, 10**6)
+            for options in [SearchOptions(effort=effort)]
+        }
+        assert found[1] != found[10**6] == best
 
 
 @milvus_alone
 def test_the_server_reads_filters_as_python_does(store: MilvusStore) -> None:
     draw = random.Random(7)
     values: dict[str, list[Any]] = {
-        'odd "name\\': [
-            "",
-            "a",
-            "A",
-            "b",
-            "q\"uo'te",
-            "back\\slash",
-            "new\nline",
-            "%_",
-            "äß",
-            "😀",
-        ],
+        'odd "name\\': ["", "a", "A", "q\"uo'te", "back\\slash", "new\nline", "%_", "äß", "😀"],
         "n.um[0]": [0, -1, 7, 7.0, 7.5, -3.25, 1e-7, 1e30, -(2**63), 2**63 - 1, 2**53 + 1, 0.1],
         "yes/no": [True, False],
     }
@@ -696,26 +612,26 @@ def test_the_server_reads_filters_as_python_does(store: MilvusStore) -> None:
         entries.append(entry(f"key{number}", vector, attributes))
     store.add(entries)
     query = units(1, seed=9)
-    for _ in range(150):
+    for _ in range(80):
         where = random_filter(draw, values, 3)
         found = {hit.key for hit in store.search(query, 200, SearchOptions(where=where))[0]}
         assert found == {e.key for e in entries if where.matches(e.attributes)}, where
 
 
-def test_one_change_is_made_in_all_items_that_fit(store: VectorStore) -> None:
+def test_all_items_that_fit_are_changed_or_removed_and_no_other(store: VectorStore) -> None:
     store.add(shop(120))
-    where = Range("price", at_least=3)
+    where, given = Range("price", at_least=3), {"price": 100, "colour": None, "new": True}
     expected = {item.key for item in store.items() if where.matches(item.attributes)}
-    assert store.update_where(where, {"price": 100, "colour": None, "new": True}) == len(expected)
-    assert store.update_where(where, {"price": 100, "colour": None, "new": True}) == 0
+    assert store.update_where(where, given) == len(expected)
+    assert store.update_where(where, given) == 0
     for item in store.items():
         changed = item.attributes.get("price") == 100
         assert changed == (item.key in expected) == item.attributes.get("new", False)
         assert not (changed and "colour" in item.attributes)
-    with pytest.raises(FilterError, match="'size'"):
-        store.update_where(Equals("size", 1), {"price": 1})
-    with pytest.raises(InvalidParameterError, match="'price'"):
-        store.update_where(where, {"price": "dear"})
+    kept = ids_of(store).keys() - expected
+    assert store.remove_where(Equals("price", 100)) == len(expected)
+    assert store.remove_where(Equals("price", 100)) == 0
+    assert ids_of(store).keys() == kept
 
 
 @milvus_alone
@@ -743,9 +659,7 @@ def test_a_filter_as_large_as_they_may_be_is_answered(store: MilvusStore) -> Non
 
 
 @milvus_alone
-def test_two_processes_that_write_at_once_leave_one_item_for_each_key(
-    store: MilvusStore, milvus_server: MilvusServer
-) -> None:
+def test_two_processes_that_write_at_once_leave_one_item_for_each_key(store, milvus_server) -> None:
     with closing(MilvusStore.open(milvus_server.uri, store.name)) as other:
 
         def write(writer: MilvusStore, name: str) -> None:
@@ -766,30 +680,20 @@ def test_two_processes_that_write_at_once_leave_one_item_for_each_key(
 
 
 @milvus_alone
-def test_an_unknown_gallery_another_bundle_and_a_foreign_collection_are_refused(
-    store: MilvusStore, milvus_server: MilvusServer
-) -> None:
-    uri = milvus_server.uri
-    with pytest.raises(GalleryNotFoundError, match=r"nowhere.*import"):
-        MilvusStore.open(uri, "nowhere")
-    with pytest.raises(BundleMismatchError, match=r"b{12}.*c{12}"):
-        MilvusStore.open(uri, store.name, expected_bundle_id="c" * 64)
+def test_a_foreign_collection_is_no_gallery(store, milvus_server) -> None:
     with closing(milvus_client(milvus_server)) as there:
         there.create_collection("foreign", dimension=4)
-    with pytest.raises(GalleryCorruptError, match="is not a gallery"):
-        MilvusStore.open(uri, "foreign")
-    with pytest.raises(GalleryCorruptError, match="is not a gallery"):
-        published(milvus_server, "foreign")
+    for call in (partial(MilvusStore.open, milvus_server.uri), partial(published, milvus_server)):
+        with pytest.raises(GalleryCorruptError, match="is not a gallery"):
+            call("foreign")
+    with pytest.raises(GalleryNotFoundError, match=r"nowhere.*import"):
+        MilvusStore.open(milvus_server.uri, "nowhere")
 
 
 @milvus_alone
-def test_weaker_consistency_levels_see_writes_eventually(
-    store: MilvusStore, milvus_server: MilvusServer
-) -> None:
-    levels: tuple[Consistency, ...] = ("Session", "Bounded", "Eventually")
-    for number, level in enumerate(levels):
-        opened = MilvusStore.open(milvus_server.uri, store.name, consistency=level)
-        with closing(opened) as other:
+def test_weaker_consistency_levels_see_writes_eventually(store, milvus_server) -> None:
+    for number, level in enumerate(("Session", "Bounded", "Eventually")):
+        with closing(MilvusStore.open(milvus_server.uri, store.name, consistency=level)) as other:
             store.add([entry(level, units(1)[0])])
             while len(other.search(units(1), 9)[0]) <= number:
                 time.sleep(0.01)
@@ -799,19 +703,16 @@ def test_weaker_consistency_levels_see_writes_eventually(
 def test_what_a_gallery_on_milvus_does_not_support_is_refused_by_name(store: MilvusStore) -> None:
     store.add(shop(20))
     version, long = store.version, {f"a{n}": "x" * 4096 for n in range(17)}
+    boost = Boost("price", 0.1)
     several = "has several values, which a gallery on Milvus does not store"
     refused: list[tuple[str, Callable[[], object]]] = [
         (f"'sizes' of 'a' {several}", lambda: store.add([entry("a", QUERY[0], {"sizes": ["S"]})])),
-        (f"'sizes' of 'key1' {several}", lambda: store.update({"key1": {"sizes": ["S", "M"]}})),
         (r"attributes.*65536", lambda: store.add([entry("key", QUERY[0], long)])),
         (r"'price'.*lists items by id only", lambda: store.page(0, 5, sort_by=SortBy("price"))),
         (r"facets = colour: .* is on Milvus", lambda: store.facets(["colour"])),
         (r"16,385.*16,384", lambda: store.search(QUERY, 16_000, SearchOptions(offset=385))),
         ("distinct = true", lambda: store.search(QUERY, 3, SearchOptions(near=0.9))),
-        (
-            "needs from and to",
-            lambda: store.search(QUERY, 5, SearchOptions(boost=Boost("price", 0.1))),
-        ),
+        ("needs from and to", lambda: store.search(QUERY, 5, SearchOptions(boost=boost))),
     ]
     for message, call in refused:
         with pytest.raises(InvalidParameterError, match=message):
@@ -846,47 +747,16 @@ def test_a_gallery_moves_to_milvus_by_command_and_comes_back(
     assert ("new.png" in keys, "cup/a.png" in keys, len(keys)) == (True, False, 6)
 
 
-@pytest.mark.milvus
-def test_a_killed_server_is_an_error_and_keeps_what_it_had_acknowledged(
-    milvus_server: MilvusServer,
-) -> None:
-    """The last test that needs the server: it is another process afterwards."""
-    entries, uri = shop(30), milvus_server.uri
-    with closing(published(milvus_server, "killed")) as made:
-        made.add(entries)
-        made.remove(["key0"])
-    with closing(MilvusStore.open(uri, "killed", timeout_s=2)) as store:
-        version = store.version
-        milvus_server.kill()
-        for call in (partial(store.search, units(1), 3), partial(store.add, entries)):
-            with pytest.raises(EngineUnavailableError, match="does not respond"):
-                call()
-        milvus_server.restart()
-    with closing(MilvusStore.open(uri, "killed")) as store:
-        assert ids_of(store).keys() == {e.key for e in entries[1:]}
-        assert store.version == version
-
-
 # Without a server.
 
 
-@pytest.mark.parametrize("name", ["", "1shop", "my-shop", f"shop_{'0a' * 6}", "s" * 65, "a.b"])
-def test_a_name_that_milvus_cannot_have_is_refused_before_asking(name: str) -> None:
-    with pytest.raises(InvalidParameterError, match="is not a valid gallery name on Milvus"):
-        MilvusStore.open("http://127.0.0.1:1", name)
-
-
-@pytest.mark.parametrize(
-    "uri", ["http://127.0.0.1:1", "nonsense", "http://127.0.0.1:99999", "shop.db"]
-)
-def test_a_wrong_address_is_named(uri: str) -> None:
+def test_a_wrong_name_address_or_installation_is_named(run, monkeypatch) -> None:
     pytest.importorskip("pymilvus", reason="pymilvus is not installed")
-    with pytest.raises(EngineUnavailableError, match=uri):
-        MilvusStore.open(uri, "shop", timeout_s=2)
-
-
-def test_without_pymilvus_the_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("", "1shop", "my-shop", f"shop_{'0a' * 6}", "s" * 65, "a.b"):
+        with pytest.raises(InvalidParameterError, match="is not a valid gallery name on Milvus"):
+            MilvusStore.open("http://127.0.0.1:1", name)
+    for uri in ("http://127.0.0.1:1", "nonsense", "http://127.0.0.1:99999", "shop.db"):
+        with pytest.raises(EngineUnavailableError, match=uri):
+            MilvusStore.open(uri, "shop", timeout_s=2)
     monkeypatch.setitem(sys.modules, "pymilvus", None)
-    with pytest.raises(EngineUnavailableError, match=r"kinlens\[milvus\]"):
-        MilvusStore.open("http://127.0.0.1:1", "shop")
     assert "kinlens[milvus]" in failure(run("show", "milvus://127.0.0.1:1/shop", "key"))

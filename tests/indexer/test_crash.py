@@ -18,12 +18,12 @@ from tests.indexer.conftest import faults
 from tests.indexer.crasher import BUNDLE, DIM, Model, forks
 from tests.support.waiting import until
 
-KILLS = 200
+KILLS = 100
 SEED = 20_261_121
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """An empty gallery that knows the attribute `stock`."""
     path = tmp_path / "gallery"
     gallery = Gallery.create(path, name="g", bundle_id=BUNDLE, dim=DIM)
@@ -34,8 +34,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(600)
-def test_no_acknowledged_change_is_lost_in_200_kills_and_nothing_removed_returns(
-    folder: Path, tmp_path: Path
+def test_no_acknowledged_change_is_lost_in_100_kills_and_nothing_removed_returns(
+    folder, tmp_path
 ) -> None:
     """Odd processes die at a fault point, each in turn, the others at a random moment; every fourth
     has a second process that does nothing but compact, and is killed too."""
@@ -83,7 +83,7 @@ def points_of(path: Path) -> list[str]:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path) -> Path:
     """Two galleries, a backup, and space for what a test makes of them."""
     place = tmp_path / "place"
     crasher.build(place / "target", 6)
@@ -115,7 +115,7 @@ def dying(work: Callable[[Path], object], place: Path) -> Iterator[tuple[int, Pa
 
 @pytest.mark.parametrize("work", [crasher.rebuild, crasher.adopt_source, crasher.restore_saved])
 def test_a_gallery_is_replaced_or_stays_although_the_process_dies_at_any_step(
-    place: Path, work: Callable[[Path], object]
+    place, work: Callable[[Path], object]
 ) -> None:
     finished = Path(shutil.copytree(place, place.parent / "finished"))
     work(finished)
@@ -135,7 +135,7 @@ def test_a_gallery_is_replaced_or_stays_although_the_process_dies_at_any_step(
     assert len(seen) > 10
 
 
-def test_a_backup_that_dies_at_any_step_is_whole_or_not_there(place: Path) -> None:
+def test_a_backup_that_dies_at_any_step_is_whole_or_not_there(place) -> None:
     whole = crasher.contents(place / "target")
     seen = []
     for _, copy in dying(crasher.save, place):
@@ -149,9 +149,7 @@ def test_a_backup_that_dies_at_any_step_is_whole_or_not_there(place: Path) -> No
     assert len(seen) > 5
 
 
-def test_a_removal_and_its_undo_that_die_at_any_step_are_whole_and_can_be_undone(
-    place: Path,
-) -> None:
+def test_a_removal_and_its_undo_that_die_at_any_step_are_whole_and_can_be_undone(place) -> None:
     before = crasher.contents(place / "target")
     less = {key: one for key, one in before.items() if key not in ("new-1", "new-4")}
     seen = []

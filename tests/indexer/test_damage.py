@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinlens.embedder import durable
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.filters.tree import Range
@@ -18,13 +17,12 @@ from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.live import compaction
 from kinlens.indexer.types import SearchOptions
 from tests.indexer.conftest import (
-    DAMAGES,
     as_nobody,
     catalog_of,
     fails_at,
     faults,
+    flipped,
     generation_of,
-    rows_of,
     segment_of,
     small_files,
     truncated,
@@ -35,7 +33,7 @@ COUNT = 300
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory) -> Path:
     """A gallery with a segment, and some items after it, that no test changes."""
     folder = tmp_path_factory.mktemp("made") / "gallery"
     with closing(Gallery.create(folder, name="g", bundle_id=BUNDLE, dim=DIM)) as gallery:
@@ -46,12 +44,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def path(made: Path, tmp_path: Path) -> Path:
+def path(made, tmp_path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "gallery"))
 
 
 @pytest.fixture
-def gallery(path: Path) -> Iterator[Gallery]:
+def gallery(path) -> Iterator[Gallery]:
     with closing(Gallery.open(path)) as opened:
         yield opened
 
@@ -64,36 +62,28 @@ def check(gallery: Gallery) -> None:
     assert [row[0].key for row in hits] == [f"k{n}" for n in range(0, COUNT, 7)]
 
 
-@pytest.mark.parametrize("name", ["index.faiss", "gone.bin", "columns.bin", "segment.json", "."])
-@pytest.mark.parametrize("damage", [*DAMAGES, lambda file: file.write_bytes(b"")])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("index.faiss", truncated),
+        ("index.faiss", flipped),
+        ("gone.bin", flipped),
+        ("columns.bin", Path.unlink),
+        ("segment.json", truncated),
+        (".", shutil.rmtree),
+    ],
+)
 def test_a_damaged_segment_is_rebuilt_from_the_catalogue(
-    path: Path, name: str, damage: Callable[[Path], object]
+    path, name: str, damage: Callable[[Path], object]
 ) -> None:
     damaged = segment_of(path)
-    if name == ".":
-        shutil.rmtree(damaged)
-    else:
-        damage(damaged / name)
-    for _ in range(2):
-        with closing(Gallery.open(path)) as gallery:
-            check(gallery)
-        assert segment_of(path) != damaged
+    damage(damaged / name)
+    with closing(Gallery.open(path)) as gallery:
+        check(gallery)
+    assert segment_of(path) != damaged
 
 
-def test_a_damaged_segment_that_cannot_be_rebuilt_is_named_with_the_fix(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    truncated(segment_of(path) / "index.faiss")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise GalleryWriteError("read-only")
-
-    monkeypatch.setattr("kinlens.indexer.gallery.compact", refuse)
-    with pytest.raises(GalleryCorruptError, match=r"index\.faiss.*compact GALLERY --rebuild"):
-        Gallery.open(path)
-
-
-def test_a_flipped_bit_of_the_catalogue_is_a_named_error_or_harmless(path: Path) -> None:
+def test_a_damaged_catalogue_is_a_named_error_or_harmless(path) -> None:
     def seen() -> list[object]:
         with closing(Gallery.open(path)) as gallery:
             entries = [entry for batch in gallery.scan() for entry in batch]
@@ -104,7 +94,7 @@ def test_a_flipped_bit_of_the_catalogue_is_a_named_error_or_harmless(path: Path)
     catalog = catalog_of(path)
     expected, good = seen(), catalog.read_bytes()
     rng, noticed = np.random.default_rng(3), 0
-    for place in rng.integers(100, len(good), 60):
+    for place in rng.integers(100, len(good), 40):
         data = bytearray(good)
         data[place] ^= 1 << int(rng.integers(8))
         catalog.write_bytes(data)
@@ -115,20 +105,12 @@ def test_a_flipped_bit_of_the_catalogue_is_a_named_error_or_harmless(path: Path)
         except GalleryCorruptError:
             noticed += 1
     assert noticed > 3
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"")])
-def test_a_catalogue_that_is_gone_is_a_named_error(
-    path: Path, damage: Callable[[Path], object]
-) -> None:
-    damage(catalog_of(path))
+    catalog.unlink()
     with pytest.raises(GalleryCorruptError, match=r"catalog\.sqlite"):
         Gallery.open(path)
 
 
-def test_a_full_disk_refuses_a_change_and_a_compaction_and_loses_nothing(
-    path: Path, gallery: Gallery
-) -> None:
+def test_a_full_disk_refuses_a_change_and_a_compaction_and_loses_nothing(path, gallery) -> None:
     largest = max(file.stat().st_size for file in path.rglob("*") if file.is_file())
     many = [entry(f"new{n}", f"new {n}", n) for n in range(5_000)]
     with small_files(largest + 50_000), pytest.raises(GalleryWriteError, match=r"[Ff]ree space"):
@@ -146,8 +128,7 @@ def test_a_full_disk_refuses_a_change_and_a_compaction_and_loses_nothing(
     assert gallery.size == COUNT + 10
 
 
-@pytest.mark.parametrize("step", ["segment", "adopt", "write"])
-def test_an_error_at_any_step_leaves_the_state_before_or_after(gallery: Gallery, step: str) -> None:
+def test_an_error_at_any_step_leaves_the_state_before_or_after(gallery) -> None:
     """The same points at which the crash test kills, here with an error of the disk."""
 
     def change() -> None:
@@ -158,16 +139,17 @@ def test_an_error_at_any_step_leaves_the_state_before_or_after(gallery: Gallery,
     points: list[str] = []
     with faults(points.append):
         change()
-    numbers = [n for n, point in enumerate(points) if point.startswith(step)]
-    assert numbers
-    for number in numbers:
+    first = {point.partition(" of ")[0]: n for n, point in reversed([*enumerate(points)])}
+    assert {"segment: after rename", "adopt: before commit", "write: after commit"} <= first.keys()
+    steps = ("segment", "adopt", "write")
+    for number in (number for point, number in first.items() if point.startswith(steps)):
         with faults(fails_at(number)), pytest.raises((GalleryError, OSError)):
             change()
         gallery.remove(["new"])
         check(gallery)
 
 
-def test_a_folder_that_may_not_be_written_or_read(path: Path) -> None:
+def test_a_folder_that_may_not_be_written_or_read(path) -> None:
     """It is searched and refuses changes; or it is refused by name."""
     with tempfile.TemporaryDirectory() as parent:
         Path(parent).chmod(0o755)
@@ -189,32 +171,11 @@ def test_a_folder_that_may_not_be_written_or_read(path: Path) -> None:
             part.chmod(0o755)
 
 
-def test_removing_old_segments_does_not_look_like_a_compaction(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A search that lets go of a segment must not make a compaction believe that another runs."""
-    looked: list[Path] = []
-
-    def in_use(folder: Path) -> bool:
-        with compaction.compaction_lock(generation_of(path), wait=False):
-            looked.append(folder)
-        return durable.in_use(folder)
-
-    monkeypatch.setattr(compaction, "in_use", in_use)
-    compaction.collect(generation_of(path))
-    assert looked == [segment_of(path), rows_of(path).parent]
-
-
-@pytest.mark.parametrize("moment", ["segment: after rename", "adopt: before commit"])
-def test_a_new_segment_stays_although_nobody_reads_it_yet(
-    path: Path, gallery: Gallery, moment: str
-) -> None:
+def test_a_new_segment_stays_although_nobody_reads_it_yet(path, gallery) -> None:
     def collecting(point: str) -> None:
-        if point == moment:
+        if point in ("segment: after rename", "adopt: before commit"):
             compaction.collect(generation_of(path))
 
     with faults(collecting):
         gallery.compact()
     check(gallery)
-    with closing(Gallery.open(path)) as again:
-        check(again)

@@ -2,7 +2,6 @@
 
 from contextlib import closing
 from datetime import UTC, date, datetime, timedelta, timezone
-from pathlib import Path
 
 import pytest
 
@@ -53,7 +52,7 @@ def test_a_column_of_dates_is_read_checked_and_written_in_utc() -> None:
         split_kind("added:day")
 
 
-def test_dates_are_filtered_and_sorted_from_python_and_parquet(tmp_path: Path) -> None:
+def test_dates_are_filtered_and_sorted_from_python_and_parquet(tmp_path) -> None:
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     entries = [

@@ -5,10 +5,10 @@ import random
 import pytest
 
 from kinlens.embedder.errors import FilterError
+from kinlens.indexer.columns import columns
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
-from kinlens.indexer.gallery import Gallery
 from kinlens.values import AttributeValue
 from tests.indexer.oracle import entry, random_filter, units
 
@@ -91,31 +91,27 @@ def test_the_text_and_json_forms_mean_the_same_as_the_classes() -> None:
             assert filter_from_json(as_json(where)) == where
 
 
-def fitting(gallery: Gallery, where: Filter) -> bool:
-    """Whether a page of the gallery has exactly the items that pass this filter."""
-    expected = [item for item in gallery.items() if where.matches(item.attributes)]
-    return gallery.page(0, 5000, where).items == expected
-
-
-def test_a_gallery_finds_exactly_the_items_that_match(gallery: Gallery) -> None:
+def test_a_gallery_finds_exactly_the_items_that_match(gallery, monkeypatch) -> None:
+    """Also in a segment whose columns are merged a few values at a time, as large ones are."""
+    monkeypatch.setattr(columns, "MERGED_AT_ONCE", 20)
+    monkeypatch.setattr(columns, "CHUNK", 64)
     rng = random.Random(2)
     entries = []
     for number in range(300):
         names = [name for name in SCHEMA if rng.random() < 0.6]
         attributes = {name: rng.choice(KNOWN[name]) for name in names}
+        attributes["sku"] = f"sku {number}"
         entries.append(entry(f"k{number}", units(1)[0], attributes))
     gallery.add(entries)
-    assert gallery.schema() == SCHEMA
+    assert gallery.schema() == {**SCHEMA, "sku": "text"}
+    known = {**KNOWN, "sku": [f"sku {number}" for number in range(0, 400, 9)]}
     gallery.remove(f"k{number}" for number in range(1, 300, 7))
-    for _ in range(200):
-        where = random_filter(rng, KNOWN)
-        assert fitting(gallery, where), as_text(where)
-
-
-def test_selective_and_broad_filters_find_exactly_the_items_that_match(gallery: Gallery) -> None:
-    gallery.add(entry(f"k{n}", units(1)[0], {"half": n % 2 == 0, "n": n}) for n in range(5000))
-    for text in ("half = true and n < 3000", "n < 100 and half = true", "n < 20"):
-        assert fitting(gallery, parse_filter(text)), text
+    for _ in range(2):
+        for _ in range(100):
+            where = random_filter(rng, known)
+            expected = [item for item in gallery.items() if where.matches(item.attributes)]
+            assert gallery.page(0, 5000, where).items == expected, as_text(where)
+        gallery.compact()
 
 
 @pytest.mark.parametrize(
@@ -126,13 +122,10 @@ def test_selective_and_broad_filters_find_exactly_the_items_that_match(gallery: 
         ("a not in (1, 2)", Not(In("a", (1, 2)))),
         ("1 < a <= 2.5", Range("a", above=1, at_most=2.5)),
         ("3 >= a > 2", Range("a", above=2, at_most=3)),
-        ("5 > a", Range("a", below=5)),
         ("'x' = a", Equals("a", "x")),
         ("a = -1e-3", Equals("a", -0.001)),
-        ("notable = true", Equals("notable", True)),
         ("`a``b` = 1", Equals("a`b", 1)),
         ("a = 1 or b = 2 and not c = 3", Or((A, And((B, Not(C)))))),
-        ("(a = 1 or b = 2) and c = 3", And((Or((A, B)), C))),
         ("(a = 1 and b = 2) and c = 3", And((And((A, B)), C))),
         (r"a = 'it\'s \n \\'", Equals("a", "it's \n \\")),
     ],
@@ -145,16 +138,12 @@ def test_several_names_and_signs_in_one_object_are_joined_by_and() -> None:
     value = {"a": "x", "b": {"<": 20, ">=": 5, "!=": 7}, "not": {"c": {"not in": [True]}}}
     text = 'a = "x" and (b != 7 and 5 <= b < 20) and not c not in (true)'
     assert filter_from_json(value) == parse_filter(text)
-    assert filter_from_json({"and": [{"or": [{"a": 1}]}]}) == Equals("a", 1)
 
 
-def test_a_condition_on_a_missing_attribute_is_false_and_its_negation_true() -> None:
+def test_kinds_never_compare_and_a_condition_on_a_missing_attribute_is_false() -> None:
     for leaf in (Equals("a", 1), In("a", (1,)), Range("a", at_least=1)):
         assert not leaf.matches({"b": 1})
         assert Not(leaf).matches({"b": 1})
-
-
-def test_kinds_never_compare_with_each_other() -> None:
     values: list[AttributeValue] = [True, 1, "1"]
     for wanted in values:
         for value in values:
@@ -171,25 +160,17 @@ def test_kinds_never_compare_with_each_other() -> None:
     ("text", "position", "expected"),
     [
         ("", 0, "an attribute"),
-        ("a", 1, "a comparison"),
-        ("a =", 3, "Expected a value"),
         ("a = red", 4, 'Expected a value such as "red" or 12.5'),
         ("(a = 1", 6, "Expected ')'"),
         ("a = 1)", 5, "Expected the end"),
         ("a = 1 b = 2", 6, "'and' or 'or' or the end"),
-        ("a in ()", 6, "Expected a value"),
-        ("a in (1 2)", 8, "')' or ','"),
         ("a not 5", 6, "Expected 'in'"),
         ("a = 'x", 4, "Expected a value"),
-        (r"a = '\q'", 4, "Expected a value"),
         ("b = 1 and a in (1, 'x')", 10, "values of one type"),
         ("b = 1 and a < true", 10, "only with ="),
-        ("b = 1 and a = 1e999", 10, "not a finite number"),
-        ("a = 9223372036854775808", 0, "64 bits"),
         (f"a = {'9' * 5000}", 0, "64 bits"),
         ("1 < a > 2", 2, "5 <= name <= 9"),
         (f"`{'a' * 129}` = 1", 0, "1 to 128 printable"),
-        ("\0", 0, "an attribute"),
     ],
 )
 def test_malformed_text_is_refused_with_its_position(
@@ -203,25 +184,16 @@ def test_malformed_text_is_refused_with_its_position(
 @pytest.mark.parametrize(
     ("value", "place"),
     [
-        (None, "$"),
         ({}, "$"),
         ("a = 1", "$"),
         ({"a": None}, "$.a"),
-        ({"a": [1]}, "$.a"),
-        ({"a": {}}, "$.a"),
         ({"a": {"~": 1}}, "$.a"),
         ({"a": {"in": "xyz"}}, "$.a.in"),
-        ({"a": {"in": [1, True]}}, "$.a.in"),
-        ({"a": {"=": {"b": 1}}}, "$.a.="),
         ({"a": {"<": None}}, "$.a"),
-        ({"a": {"<": 1, "<=": 2}}, "$.a"),
         ({"a": {">": 1, "<": "b"}}, "$.a"),
         ({"a": float("nan")}, "$.a"),
         ({"a": 2**63}, "$.a"),
         ({"a": "\ud800"}, "$.a"),
-        ({"": 1}, "$."),
-        ({"and": {}}, "$.and"),
-        ({"or": []}, "$.or"),
         ({"not": 3}, "$.not"),
         ({"and": [{"b": 1}, {"or": [{"a": 1}, 1]}]}, "$.and[1].or[1]"),
     ],
@@ -249,10 +221,6 @@ def test_depth_and_size_are_limited_however_the_filter_is_made() -> None:
             make()
     with pytest.raises(FilterError, match=r"1,001 conditions, the limit is 1,000"):
         Or((leaf,) * 1001)
-    with pytest.raises(FilterError, match=r"1,001 conditions"):
-        parse_filter(" or ".join(["a = 1"] * 1001))
-    with pytest.raises(FilterError, match=r"10,001 values, the limit is 10,000"):
-        In("a", tuple(range(10_001)))
     with pytest.raises(FilterError, match=r"12,000 values"):
         And((In("a", tuple(range(6000))), In("b", tuple(range(6000)))))
     with pytest.raises(FilterError, match=r"characters, the limit is 200,000"):
@@ -267,31 +235,11 @@ def test_depth_and_size_are_limited_however_the_filter_is_made() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: In("a", ()), "at least one value"),
-        (lambda: And((Equals("a", 1),)), "at least two filters"),
-        (lambda: Or(()), "at least two filters"),
-        (lambda: Range("a"), "0 limits"),
-        (lambda: Range("a", at_least=1, above=2), "2 limits"),
-        (lambda: Range("a", at_least=False), "only with ="),
-        (lambda: Equals("a", None), "None must be a string"),
-        (lambda: Equals("a" * 129, 1), "1 to 128 printable"),
-        (lambda: Equals("a", float("inf")), "not a finite number"),
-    ],
-)
-def test_a_filter_that_means_nothing_cannot_be_made(make: object, match: str) -> None:
-    with pytest.raises(FilterError, match=match):
-        make()
-
-
-@pytest.mark.parametrize(
     ("text", "schema", "message"),
     [
         ("not (price = 1 or color = 'red')", None, "no attribute 'color'. Known are 'colour', 'p"),
         ("price = 'red'", None, "'price' is a number, but 'red' is a text"),
         ("sale in (1, 0)", None, "'sale' is a boolean, but 1 is a number"),
-        ("price = true", None, "'price' is a number, but True is a boolean"),
         ("price = 1", {}, "No item of this gallery has attributes"),
         ("a = 1", {f"name{n}": "text" for n in range(100)}, "and 80 more"),
     ],

@@ -6,8 +6,6 @@ The fake refuses what the classes of the wheel would refuse (tests/support/fake_
 import gc
 import json
 import logging
-import runpy
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import faiss
 import numpy as np
@@ -25,29 +22,14 @@ from kinlens.embedder.errors import EngineUnavailableError, PlanError, ProviderE
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.gallery import Gallery, gpu_memory
 from kinlens.indexer.index import gpu
-from kinlens.indexer.index.gpu import MAX_K, MAX_ROWS, failed_trial, require_gpu, why_no_gpu
+from kinlens.indexer.index.gpu import MAX_K, MAX_ROWS, failed_trial, why_no_gpu
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.index.segment import read_manifest
 from kinlens.indexer.types import Entry, Ids, Scores, SearchOptions
-from tests.indexer.conftest import Run, segment_of, truncated
+from tests.indexer.conftest import Run, segment_of
 from tests.indexer.oracle import BUNDLE, bitmap, clumped, units
-from tests.support.fake_gpu import (
-    METHODS,
-    PROTOTYPES,
-    SETTINGS,
-    Device,
-    fake_gpu,
-    real_argument,
-    real_prototypes,
-)
-from tests.support.seams import (
-    Effort,
-    GpuThread,
-    SegmentIndex,
-    plan_index,
-    plans_for,
-    recall_at,
-)
+from tests.support.fake_gpu import SETTINGS, Device, fake_gpu
+from tests.support.seams import Effort, GpuThread, SegmentIndex, plan_index, plans_for, recall_at
 from tests.support.waiting import until
 
 N, DIM = 6000, 32
@@ -97,9 +79,7 @@ def truth_of(index: SegmentIndex, k: int = 10) -> tuple[Scores, Ids]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_answers_on_the_gpu_with_scores_of_full_precision(
-    device: object, kind: str
-) -> None:
+def test_every_kind_answers_on_the_gpu_with_scores_of_full_precision(device, kind: str) -> None:
     with closing(index_of(kind)) as index:
         assert index.is_on_gpu
         scores, found = index.search(QUERIES, 10, EFFORT)
@@ -107,66 +87,41 @@ def test_every_kind_answers_on_the_gpu_with_scores_of_full_precision(
         assert recall_at(found, truth[1]) >= (0.999 if kind in ("flat", "hnsw") else TARGET)
         products = np.einsum("qd,qkd->qk", QUERIES, index.vectors(found))
         np.testing.assert_allclose(scores, products, atol=1e-4 if kind == "cagra" else 2e-6)
-        for row in range(3):
-            alone = index.search(QUERIES[row : row + 1], 10, EFFORT)
-            assert recall_at(alone[1], found[row : row + 1]) >= 0.9
+        for part in (1.0, 0.75, 0.02):
+            allowed = bitmap(np.random.default_rng(3).random(N) < part)
+            filtered = index.search(QUERIES, 10, EFFORT, allowed)[1]
+            assert recall_at(filtered, index.exact(QUERIES, 10, allowed)[1]) >= TARGET
+            assert (allowed[filtered >> 3] >> (filtered & 7) & 1).all()
+        for k in (MAX_K, MAX_K + 1, 9999):  # more than a GPU selects come from the CPU
+            scores, many = index.search(QUERIES[:3], k, Effort(512, 16))
+            assert many.shape == (3, min(k, N))
+            assert (np.diff(scores, axis=1) <= 0).all()
+            assert recall_at(many, truth_of(index, k)[1][:3]) >= 0.9
         assert index.search(QUERIES[:0], 10, EFFORT)[1].shape == (0, 10)
 
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("part", [1.0, 0.75, 0.02])
-def test_a_filter_holds_on_the_gpu(device: object, kind: str, part: float) -> None:
-    allowed = bitmap(np.random.default_rng(3).random(N) < part)
-    with closing(index_of(kind)) as index:
-        found = index.search(QUERIES, 10, EFFORT, allowed)[1]
-        truth = index.exact(QUERIES, 10, allowed)[1]
-        assert recall_at(found, truth) >= TARGET
-        assert (allowed[found >> 3] >> (found & 7) & 1).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_answers_than_a_gpu_selects_come_from_the_cpu(device: object, kind: str) -> None:
-    with closing(index_of(kind, 3000)) as index:
-        for k in (MAX_K, MAX_K + 1, 3000, 9999):
-            scores, found = index.search(QUERIES[:3], k, Effort(512, 16))
-            assert found.shape == (3, min(k, 3000))
-            assert (np.diff(scores, axis=1) <= 0).all()
-            assert recall_at(found, truth_of(index, k)[1][:3]) >= 0.9
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_threads_search_at_once_and_each_gets_its_own_answers(
-    device: object, kind: str
-) -> None:
-    with closing(index_of(kind)) as index:
-        alone = index.search(QUERIES, 10, EFFORT)[1]
-
-        def ask(number: int) -> Ids:
-            row = number % len(QUERIES)
+        def ask(row: int) -> Ids:
             return index.search(QUERIES[row : row + 1], 10, EFFORT)[1]
 
         with ThreadPoolExecutor(16) as pool:
-            for number, found in enumerate(pool.map(ask, range(400))):
-                assert recall_at(found, alone[number % len(QUERIES)][None]) >= 0.9
+            for row, alone in enumerate(pool.map(ask, range(len(QUERIES)))):
+                assert recall_at(alone, found[row : row + 1]) >= 0.9
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ends", ["closed", "dropped"])
-def test_the_memory_of_the_gpu_is_freed_after_the_last_search(
-    device: object, kind: str, ends: str
-) -> None:
-    index_of(kind).close()  # CUDA keeps what it has loaded once
+def test_the_memory_of_the_gpu_is_freed_after_the_last_search(device: object, kind: str) -> None:
+    index_of(kind, 1000).close()  # CUDA keeps what it has loaded once
     gc.collect()
     before = gpu_memory().free_mb
-    index = index_of(kind)
-    index.search(QUERIES, 10, EFFORT)
-    assert gpu_memory().free_mb < before
-    if ends == "closed":
-        index.close()
-        assert recall_at(index.search(QUERIES, 10, EFFORT)[1], truth_of(index)[1]) >= TARGET
-    del index
-    gc.collect()
-    until(lambda: gpu_memory().free_mb >= before - 16)
+    for ends in ("closed", "dropped"):
+        index = index_of(kind, 1000)
+        index.search(QUERIES, 10, EFFORT)
+        assert gpu_memory().free_mb < before
+        if ends == "closed":
+            index.close()
+            assert recall_at(index.search(QUERIES, 10, EFFORT)[1], truth_of(index)[1]) >= TARGET
+        del index
+        gc.collect()
+        until(lambda: gpu_memory().free_mb >= before - 16)
 
 
 def made_for_gpu(path: Path, kind: str) -> Gallery:
@@ -281,10 +236,14 @@ def test_the_command_line_builds_for_a_gpu_and_says_where_model_and_index_are(
 # What can happen to a GPU. A real one cannot be asked to do so.
 
 
-def test_without_gpu_support_every_way_to_a_gpu_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
+def test_without_gpu_support_every_way_to_a_gpu_is_refused_by_name(fake, monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "failed_trial", lambda: "no driver")
+    with pytest.raises(ProviderError, match=r"cannot be used: no driver.*nvidia-smi"):
+        gpu_memory()
+    monkeypatch.setattr(faiss, "get_compile_options", lambda: "OPTIMIZE GPU")
+    with pytest.raises(ProviderError, match=r"without cuVS.*kinlens\[gpu\]"):
+        gpu_memory()
+    monkeypatch.delattr(faiss, "StandardGpuResources")
     with pytest.raises(PlanError, match=r"no GPU support.*--index-device cpu"):
         plan_index(100, 16, IndexSettings(device="cuda"))
     with pytest.raises(ProviderError, match=r"no GPU support.*kinlens\[gpu\]"):
@@ -296,79 +255,41 @@ def test_without_gpu_support_every_way_to_a_gpu_is_refused_by_name(
     assert index.search(units(1), 1, Effort(0))[1].tolist() == [[0]]
 
 
-@pytest.mark.parametrize(
-    ("options", "fault", "message"),
-    [
-        ("OPTIMIZE GPU", None, r"without cuVS.*kinlens\[gpu\]"),
-        ("OPTIMIZE GPU CUVS", "no driver", "cannot be used: no driver.*nvidia-smi"),
-        ("OPTIMIZE GPU CUVS", None, None),
-    ],
-)
-def test_the_reason_names_what_is_missing(
-    fake: Device,
-    monkeypatch: pytest.MonkeyPatch,
-    options: str,
-    fault: str | None,
-    message: str | None,
-) -> None:
-    monkeypatch.setattr(faiss, "get_compile_options", lambda: options)
-    monkeypatch.setattr(gpu, "failed_trial", lambda: fault)
-    if message is None:
-        assert why_no_gpu() is None
-    else:
-        with pytest.raises(ProviderError, match=message):
-            require_gpu()
+TRIALS = {
+    "pass": None,
+    "import sys; sys.exit('faiss finds no NVIDIA GPU')": "faiss finds no NVIDIA GPU",
+    "raise RuntimeError('Error in f() at a.cu:1: Error: CUDA error 35')": "CUDA error 35",
+    "import os; os.abort()": "a test search was killed by signal 6",
+    "import time; time.sleep(60)": "a test search did not end within 1 s",
+}
 
 
-@pytest.mark.parametrize(
-    ("program", "fault"),
-    [
-        ("pass", None),
-        ("import sys; sys.exit('faiss finds no NVIDIA GPU')", "faiss finds no NVIDIA GPU"),
-        ("raise RuntimeError('Error in f() at a.cu:1: Error: CUDA error 35')", "CUDA error 35"),
-        ("import os; os.abort()", "a test search was killed by signal 6"),
-        ("import time; time.sleep(60)", "a test search did not end within 1 s"),
-    ],
-)
-def test_the_first_search_may_fail_die_or_hang_in_a_process_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, program: str, fault: str | None
-) -> None:
-    monkeypatch.setattr(gpu, "TRIAL", program)
-    monkeypatch.setattr(gpu, "TRIAL_S", 1.0 if "sleep" in program else 60.0)
-    failed_trial.cache_clear()
-    try:
-        assert failed_trial() == fault
-    finally:
+def test_the_first_search_may_fail_die_or_hang_in_a_process_of_its_own(monkeypatch) -> None:
+    for program, fault in TRIALS.items():
+        monkeypatch.setattr(gpu, "TRIAL", program)
+        monkeypatch.setattr(gpu, "TRIAL_S", 1.0 if "sleep" in program else 60.0)
         failed_trial.cache_clear()
+        try:
+            assert failed_trial() == fault
+        finally:
+            failed_trial.cache_clear()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_an_index_that_lacks_memory_is_on_the_cpu_until_there_is_some(
-    fake: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+    fake: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(gpu, "RETRY_S", 0.0)
     taken = fake.free
-    index = index_of(kind, before=lambda: setattr(fake, "free", 2**20))
+    index = index_of("ivf-pq", before=lambda: setattr(fake, "free", 2**20))
     assert not index.is_on_gpu
     assert "MB of GPU memory, of which 1 MB are free" in str(index.gpu.reason)
     assert caplog.messages == [f"The index is searched on the CPU: {index.gpu.reason}"]
-    for _ in range(3):
-        assert recall_at(index.search(QUERIES, 10, EFFORT)[1], truth_of(index)[1]) >= TARGET
+    assert recall_at(index.search(QUERIES, 10, EFFORT)[1], truth_of(index)[1]) >= TARGET
     fake.free = taken
     until(lambda: index.search(QUERIES, 10, EFFORT) and index.is_on_gpu)
     assert index.gpu.reason is None
     assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
     index.close()
-
-
-def test_gpu_memory_taken_by_others_at_the_same_moment_is_not_an_error(
-    fake: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "cuda_memory", lambda: (fake.total, fake.total))
-    fake.free = 2**20
-    index = index_of("flat")
-    assert "cudaMalloc error out of memory [2]" in str(index.gpu.reason)
-    assert (index.search(QUERIES, 10, EFFORT)[1] == truth_of(index)[1]).all()
 
 
 def test_a_gpu_that_fails_is_replaced_by_the_cpu_within_the_same_search(
@@ -389,9 +310,7 @@ def test_a_gpu_that_fails_is_replaced_by_the_cpu_within_the_same_search(
     index.close()
 
 
-def test_a_gpu_that_hangs_costs_a_few_seconds_once(
-    fake: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_that_hangs_costs_a_few_seconds_once(fake, monkeypatch, caplog) -> None:
     monkeypatch.setattr(gpu, "SEARCH_S", 0.3)
     monkeypatch.setattr(gpu, "RETRY_S", 0.0)
     index = index_of("flat")
@@ -409,19 +328,7 @@ def test_a_gpu_that_hangs_costs_a_few_seconds_once(
     fake.gate.set()
 
 
-def test_an_index_that_the_gpu_does_not_take_is_on_the_cpu(
-    fake: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = threading.Event()
-    monkeypatch.setattr(fake, "take", lambda *_: gate.wait())
-    with pytest.raises(ProviderError, match=r"copying it to the GPU took over 0 s"):
-        GpuThread(lambda: fake.take() and None, 0.1)
-    gate.set()
-
-
-def test_the_plan_counts_the_memory_of_the_gpu_and_of_the_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_plan_counts_the_memory_of_the_gpu_and_of_the_machine(monkeypatch) -> None:
     def planned(n: int, free_gb: int, memory_mb: float = 1e6, **changes: object) -> str:
         device = fake_gpu(monkeypatch)
         device.free = free_gb * 2**30
@@ -441,11 +348,14 @@ def test_the_plan_counts_the_memory_of_the_gpu_and_of_the_machine(
         planned(10_000_000, 4, kind="flat")
     with pytest.raises(PlanError, match=r"hnsw cannot be built on cuda.*--index-device cpu"):
         planned(1000, 80, kind="hnsw")
+    flat = IndexSettings("flat", memory_mb=8000, device="cuda")
+    [plan] = plans_for(10_000_000, 512, flat)  # which only the GPU can hold
+    assert (plan.kind, plan.device) == ("flat", "cuda")
+    with pytest.raises(PlanError, match="flat"):
+        plans_for(10_000_000, 512, replace(flat, device="cpu"))
 
 
-def test_a_gallery_of_a_gpu_without_memory_is_compacted_for_the_cpu(
-    fake: Device, graph: Gallery, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gallery_of_a_gpu_without_memory_is_compacted_for_the_cpu(fake, graph, caplog) -> None:
     fake.free = 2**28 + 2**18  # for what each index keeps, and little more
     graph.remove(["k7"])
     made = graph.compact().manifest
@@ -457,61 +367,7 @@ def test_a_gallery_of_a_gpu_without_memory_is_compacted_for_the_cpu(
     assert graph.compact().manifest.kind == "cagra"
 
 
-def test_a_damaged_index_of_a_gpu_without_memory_is_rebuilt_for_the_cpu(
-    fake: Device, graph: Gallery
-) -> None:
-    graph.close()
-    truncated(segment_of(graph.path) / "index.faiss")
-    fake.free = 2**20
-    with closing(Gallery.open(graph.path, device="cuda")) as opened:
-        assert recall_of(opened) == 1.0
-
-
-@pytest.mark.parametrize("lost", ["trial", "memory"])
-def test_a_gpu_that_is_lost_later_stops_no_compaction(
-    graph: Gallery, monkeypatch: pytest.MonkeyPatch, lost: str
-) -> None:
-    def fail() -> tuple[int, int]:
-        raise ProviderError("CUDA does not tell the memory of the GPU")
-
-    graph.remove(["k7"])
-    if lost == "trial":
-        monkeypatch.setattr(gpu, "failed_trial", lambda: "no driver")
-    monkeypatch.setattr(gpu, "cuda_memory", fail)
-    assert graph.compact().manifest.kind == "flat"
-
-
-def test_the_kind_stays_while_the_index_that_is_replaced_is_on_the_gpu(fake: Device) -> None:
-    settings = IndexSettings(memory_mb=1e6, device="cuda")
-    for total_gb in (24, 40, 48, 80):
-        fake.total = fake.free = total_gb * 2**30
-        for n in (1_000_000, 5_000_000, 10_000_000):
-            first = plan_index(n, 512, settings)
-            fake.free = fake.total - int(first.gpu_memory_mb * 2**20)
-            assert plans_for(n, 512, settings)[0].kind == first.kind
-            fake.free = fake.total
-
-
-def test_a_gallery_that_only_the_gpu_can_hold_is_compacted(fake: Device) -> None:
-    settings = IndexSettings("flat", memory_mb=8000, device="cuda")
-    [plan] = plans_for(10_000_000, 512, settings)
-    assert (plan.kind, plan.device) == ("flat", "cuda")
-    with pytest.raises(PlanError, match="flat"):
-        plans_for(10_000_000, 512, replace(settings, device="cpu"))
-
-
-def test_a_request_of_many_queries_reaches_the_gpu_in_parts(fake: Device) -> None:
-    index = index_of("flat")
-    many = np.tile(QUERIES, (10, 1))
-    assert (index.search(many, 10, EFFORT)[1] == index.exact(many, 10)[1]).all()
-    assert max(fake.rows) <= MAX_ROWS
-    assert index.is_on_gpu
-    index.close()
-
-
-def test_queue_time_is_not_mistaken_for_a_gpu_that_hangs(
-    fake: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queue_time_is_not_mistaken_for_a_gpu_that_hangs(fake, monkeypatch) -> None:
     monkeypatch.setattr(gpu, "SEARCH_S", 0.3)
     index = index_of("flat")
     search = fake.search
@@ -519,21 +375,9 @@ def test_queue_time_is_not_mistaken_for_a_gpu_that_hangs(
     with ThreadPoolExecutor(8) as pool:  # 800 queries in 13 parts, 1.3 seconds for the last
         for found in pool.map(lambda _: index.search(QUERIES[:100], 10, EFFORT)[1], range(8)):
             assert (found == truth_of(index)[1][:100]).all()
+    assert max(fake.rows) == MAX_ROWS
     assert index.is_on_gpu
     index.close()
-
-
-def test_a_search_that_fails_leaves_no_memory_behind_without_a_collection(fake: Device) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        index = index_of("ivf-pq")
-        fake.breaks = True
-        index.search(QUERIES, 10, EFFORT)
-        until(lambda: fake.free == fake.total)
-        index.close()
-    finally:
-        gc.enable()
 
 
 def test_a_small_index_stays_on_the_cpu(fake: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,27 +389,9 @@ def test_a_small_index_stays_on_the_cpu(fake: Device, monkeypatch: pytest.Monkey
     assert not fake.searches
 
 
-def test_the_benchmark_of_indexes_on_a_gpu_runs(
-    fake: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = Path(__file__).parents[2] / "benchmarks"
-    monkeypatch.syspath_prepend(str(folder))
-    words = ("--rows", "2000", "--dims", "16", "--seconds", "0.1")
-    monkeypatch.setattr(sys, "argv", ["gallery_gpu.py", *words])
-    runpy.run_path(str(folder / "gallery_gpu.py"), run_name="__main__")
-    reported = capsys.readouterr().out
-    for kind in ("flat", "ivf-pq", "cagra"):
-        assert f"| {kind} on the GPU |" in reported
-        assert f"| {kind} on the CPU |" in reported
-
-
-def test_the_fake_takes_what_the_classes_of_the_wheel_take() -> None:
+def test_the_fields_of_the_fake_are_those_of_the_wheel() -> None:
     if not hasattr(faiss, "GpuIndexFlatIP"):
         pytest.skip("faiss-gpu-cuvs is not installed (make install-gpu)")
-    for name, prototypes in PROTOTYPES.items():
-        assert set(prototypes) <= set(real_prototypes(name)), name
-    for name, kinds in METHODS.items():
-        assert f"argument 2 of type 'faiss::{kinds[0]}" in real_argument(name)
     for name, fields in SETTINGS.items():
         real = getattr(faiss, name)()
         assert {field: getattr(real, field) for field in fields} == fields
@@ -574,132 +400,42 @@ def test_the_fake_takes_what_the_classes_of_the_wheel_take() -> None:
 # One thread has an index on a GPU.
 
 
-class FakeEngine:
-    """Answers with what was asked; can be held up, and fails for an effort of 13."""
-
-    def __init__(self) -> None:
-        self.threads: set[int] = set()
-        self.batches: list[tuple[int, int, int]] = []
-        self.gate = threading.Event()
-        self.gate.set()
-        self.is_busy = threading.Event()
-
-    def make(self) -> Callable[[Embeddings, int, int], tuple[Scores, Ids]]:
-        self.threads.add(threading.get_ident())
-        return self.search
-
-    def search(self, queries: Embeddings, k: int, effort: int) -> tuple[Scores, Ids]:
-        self.threads.add(threading.get_ident())
-        self.batches.append((len(queries), k, effort))
-        self.is_busy.set()
-        self.gate.wait()
-        if effort == 13:
-            raise RuntimeError("out of memory")
-        first = queries[:, :1].astype(np.int64)
-        return np.full((len(queries), k), effort, np.float32), first + np.arange(k)
-
-
 def rows(*values: int) -> Embeddings:
     return np.full((len(values), 4), np.array(values)[:, None], np.float32)
 
 
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def thread(engine: FakeEngine) -> Iterator[GpuThread]:
-    thread = GpuThread(engine.make)
-    yield thread
-    thread.close()
-
-
-def test_each_caller_gets_its_own_rows_from_one_thread_that_is_not_the_callers(
-    engine: FakeEngine, thread: GpuThread
+def test_waiting_requests_are_answered_in_batches_each_with_its_own_rows_or_error(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = [[100 * n + i for i in range(n % 4)] for n in range(60)]
+    """A batch has equal parameters and few queries; what waits at a close is answered."""
+    monkeypatch.setattr(gpu, "MAX_ROWS", 4)
+    batches: list[tuple[int, int, int]] = []
+    gate, busy = threading.Event(), threading.Event()
 
-    def ask(values: list[int]) -> list[list[int]]:
-        found: list[list[int]] = thread.search(rows(*values), 1 + len(values), 5)[1].tolist()
-        return found
+    def search(queries: Embeddings, k: int, effort: int) -> tuple[Scores, Ids]:
+        batches.append((len(queries), k, effort))
+        busy.set()
+        gate.wait()
+        if effort == 13:
+            raise RuntimeError("out of memory")
+        ids = queries[:, :1].astype(np.int64) + np.arange(k)
+        return np.zeros(ids.shape, np.float32), ids
 
-    with ThreadPoolExecutor(16) as pool:
-        for values, found in zip(asked, pool.map(ask, asked), strict=True):
-            assert found == [[value + j for j in range(1 + len(values))] for value in values]
-    assert len(engine.threads) == 1
-    assert threading.get_ident() not in engine.threads
-
-
-def held_up(
-    engine: FakeEngine,
-    thread: GpuThread,
-    requests: list[tuple[Embeddings, int, int]],
-    then: Callable[[], object] = int,
-) -> list[Any]:
-    """The answers (or errors) of requests that all came in while the engine was busy."""
-    engine.gate.clear()
-    with ThreadPoolExecutor(len(requests) + 2) as pool:
+    thread = GpuThread(lambda: search)
+    requests = [(rows(n, n), 3, 5) for n in range(4)] + [(rows(7), 4, 5), (rows(8), 3, 13)]
+    with ThreadPoolExecutor(len(requests) + 1) as pool:
         first = pool.submit(thread.search, rows(0), 1, 1)
-        engine.is_busy.wait()
+        busy.wait()
         waiting = [pool.submit(thread.search, *request) for request in requests]
         until(lambda: thread.waiting == len(requests))
-        afterwards = pool.submit(then)
-        engine.gate.set()
-        afterwards.result()
-        first.result()
-        return [future.exception() or future.result() for future in waiting]
-
-
-@pytest.mark.parametrize(
-    ("asked", "most_rows", "batches"),
-    [
-        ([(rows(n, n), 3, 5) for n in range(10)], 1000, [(20, 3, 5)]),
-        (
-            [(rows(1), 3, 5), (rows(2), 4, 5), (rows(3), 3, 6), (rows(4), 3, 5)],
-            1000,
-            [(1, 3, 6), (1, 4, 5), (2, 3, 5)],
-        ),
-        ([(rows(1, 2, 3), 3, 5)] * 4, 4, [(2, 3, 5), (2, 3, 5), (4, 3, 5), (4, 3, 5)]),
-    ],
-    ids=["equal parameters", "other parameters", "many rows"],
-)
-def test_waiting_requests_are_answered_in_batches_of_equal_parameters_up_to_a_limit(
-    engine: FakeEngine,
-    thread: GpuThread,
-    monkeypatch: pytest.MonkeyPatch,
-    asked: list[tuple[Embeddings, int, int]],
-    most_rows: int,
-    batches: list[tuple[int, int, int]],
-) -> None:
-    monkeypatch.setattr(gpu, "MAX_ROWS", most_rows)
-    held_up(engine, thread, asked)
-    assert engine.batches[0] == (1, 1, 1)
-    assert sorted(engine.batches[1:]) == batches
-
-
-def test_an_error_reaches_only_the_caller_of_the_failed_search(
-    engine: FakeEngine, thread: GpuThread
-) -> None:
-    bad, good = held_up(engine, thread, [(rows(1), 2, 13), (rows(2), 2, 5)])
+        thread.end()
+        gate.set()
+        assert first.result()[1].tolist() == [[0]]
+        *answers, other, bad = [one.exception() or one.result()[1].tolist() for one in waiting]
+    assert answers == [[[n, n + 1, n + 2]] * 2 for n in range(4)]
+    assert other == [[7, 8, 9, 10]]
     assert isinstance(bad, RuntimeError)
-    assert isinstance(good, tuple)
-    assert thread.search(rows(9), 1, 5)[1].tolist() == [[9]]
-
-
-def test_an_engine_that_cannot_be_made_is_an_error_at_once() -> None:
-    def make() -> Callable[[Embeddings, int, int], tuple[Scores, Ids]]:
-        raise RuntimeError("no GPU memory")
-
-    with pytest.raises(RuntimeError, match="no GPU memory"):
-        GpuThread(make)
-
-
-def test_closing_answers_waiting_requests_and_refuses_later_ones(
-    engine: FakeEngine, thread: GpuThread
-) -> None:
-    [waited] = held_up(engine, thread, [(rows(5), 2, 5)], thread.close)
-    assert waited[1].tolist() == [[5, 6]]
+    assert sum(size for size, k, effort in batches if (k, effort) == (3, 5)) == 8
+    assert max(size for size, _, _ in batches) == 4
     with pytest.raises(EngineUnavailableError, match="closed"):
         thread.search(rows(1), 1, 1)
-    thread.close()

@@ -1,12 +1,10 @@
-"""The folder of a gallery: one builder, one current generation, nothing half done."""
+"""The folder of a gallery: one builder, one current generation, nothing half done or foreign."""
 
 import contextlib
+import json
 import os
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -15,15 +13,16 @@ import pytest
 
 from kinlens.embedder.durable import in_use, lock_folder
 from kinlens.embedder.errors import (
+    BundleMismatchError,
     GalleryBusyError,
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
-    GalleryWriteError,
 )
 from kinlens.indexer.gallery import Gallery
-from tests.indexer.conftest import as_nobody, faults, stops_at
+from tests.indexer.conftest import faults, generation_of, query, stops_at
 from tests.support.seams import GalleryFolder
+from tests.tiny import encoded, photo
 
 
 def publish(out: Path) -> str:
@@ -45,7 +44,7 @@ def killed_before_it_is_current(out: Path) -> str:
     return left
 
 
-def test_open_generations_and_the_previous_one_stay_and_older_ones_are_removed(out: Path) -> None:
+def test_open_generations_and_the_previous_one_stay_and_older_ones_are_removed(out) -> None:
     first = Gallery.create(out, name="shop", bundle_id="b", dim=4)
     published = [publish(out) for _ in range(2)]
     assert names(out) == {first.generation, *published}
@@ -55,8 +54,12 @@ def test_open_generations_and_the_previous_one_stay_and_older_ones_are_removed(o
     assert (out / "CURRENT").read_text().strip() == last
 
 
-def test_builds_that_are_killed_before_they_become_current_do_not_pile_up(out: Path) -> None:
+def test_what_killed_builds_leave_does_not_pile_up_or_prevent_the_next(out) -> None:
+    (out / "versions" / ".stage-a1b2_c3d").mkdir(parents=True)
+    for name in ("LOCK", ".CURRENT.tmp"):
+        (out / name).touch()
     current = publish(out)
+    assert names(out) == {current}
     for _ in range(3):
         left = killed_before_it_is_current(out)
         assert names(out) == {current, left}
@@ -64,37 +67,31 @@ def test_builds_that_are_killed_before_they_become_current_do_not_pile_up(out: P
     assert names(out) == {current, last}
 
 
-@pytest.mark.parametrize("content", [None, "", "f" * 12, "../../elsewhere", "f" * 300])
-def test_no_generation_is_removed_while_current_is_damaged_or_missing(
-    out: Path, content: str | None
+@pytest.mark.parametrize("content", [None, b"ffffffffffff\n", b"../../etc", b"\xff\xfe"])
+def test_while_current_is_damaged_no_generation_is_opened_or_removed(
+    out, content: bytes | None
 ) -> None:
     """Any generation may be the one to go back to."""
     published = {publish(out) for _ in range(2)}
     (out / "CURRENT").unlink()
     if content is not None:
-        (out / "CURRENT").write_text(content)
+        (out / "CURRENT").write_bytes(content)
+        with pytest.raises(GalleryCorruptError, match=r"CURRENT points to .*Build the gallery"):
+            Gallery.open(out)
     left = killed_before_it_is_current(out)
     assert names(out) == {*published, left}
-
-
-def test_a_folder_that_may_not_be_written_is_refused_with_the_reason() -> None:
-    with tempfile.TemporaryDirectory() as parent:
-        Path(parent).chmod(0o555)
-        with as_nobody(), pytest.raises(GalleryWriteError, match=r"Cannot write .*permissions"):
-            publish(Path(parent) / "gallery")
 
 
 @pytest.mark.parametrize(
     "files",
     [
-        ("notes.txt", "versions/2024-final/src/thesis.tex"),
         ("versions/0123456789ab/manifest.json", "versions/2024-final/thesis.tex"),
         ("versions/0123456789ABC/thesis.tex",),
         ("CURRENT", "LOCK", "work.sqlite"),
     ],
 )
 def test_a_folder_with_foreign_files_is_refused_and_left_alone(
-    tmp_path: Path, files: tuple[str, ...]
+    tmp_path, files: tuple[str, ...]
 ) -> None:
     project = tmp_path / "project"
     for name in files:
@@ -108,7 +105,7 @@ def test_a_folder_with_foreign_files_is_refused_and_left_alone(
     assert {file.read_text() for file in left} == {"years of work"}
 
 
-def test_a_folder_without_a_manifest_is_never_removed(out: Path) -> None:
+def test_a_folder_without_a_manifest_is_never_removed(out) -> None:
     work = out / "versions" / "0123456789ab" / "thesis.tex"
     work.parent.mkdir(parents=True)
     work.write_text("years of work")
@@ -117,63 +114,15 @@ def test_a_folder_without_a_manifest_is_never_removed(out: Path) -> None:
     assert names(out) == {"0123456789ab", *published[1:]}
 
 
-def test_an_interrupted_removal_is_finished_by_the_next_build(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published = [publish(out) for _ in range(2)]
-
-    def cut_short(path: Path, ignore_errors: bool = False) -> None:
-        (path / "manifest.json").unlink(missing_ok=True)
-
-    monkeypatch.setattr(shutil, "rmtree", cut_short)
-    published.append(publish(out))
-    monkeypatch.undo()
-    assert len(names(out)) == 3
-    published.append(publish(out))
-    assert names(out) == {*published[2:]}
-
-
-def test_a_folder_that_an_interrupted_build_left_can_be_built_again(out: Path) -> None:
-    (out / "versions" / ".stage-a1b2_c3d").mkdir(parents=True)
-    for name in ("LOCK", ".CURRENT.tmp"):
-        (out / name).touch()
-    last = publish(out)
-    assert names(out) == {last}
-
-
-def nothing(out: Path) -> None:
-    pass
-
-
-def interrupted(out: Path) -> None:
+def test_a_folder_without_a_gallery_is_named_with_the_cure(out) -> None:
+    with pytest.raises(GalleryNotFoundError, match=r"No gallery at .*kinlens-index build"):
+        Gallery.open(out)
     (out / "versions" / ".draft-bbbbbbbbbbbb").mkdir(parents=True)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (nothing, r"No gallery at .*kinlens-index build"),
-        (Path.touch, "No gallery at"),
-        (interrupted, r"was interrupted.*continues.*or reports the error"),
-    ],
-)
-def test_a_folder_without_a_gallery_is_named_with_the_cure(
-    out: Path, make: Callable[[Path], None], message: str
-) -> None:
-    make(out)
-    with pytest.raises(GalleryNotFoundError, match=message):
+    with pytest.raises(GalleryNotFoundError, match=r"was interrupted.*continues.*or reports"):
         Gallery.open(out)
 
 
-@pytest.mark.parametrize("content", [b"", b"../../etc", b"ffffffffffff\n", b"\xff\xfe", b"abc\n"])
-def test_a_current_file_that_points_nowhere_is_refused(out: Path, content: bytes) -> None:
-    publish(out)
-    (out / "CURRENT").write_bytes(content)
-    with pytest.raises(GalleryCorruptError, match=r"CURRENT points to .*Build the gallery again"):
-        Gallery.open(out)
-
-
-def test_what_another_process_writes_aside_stays_when_a_build_begins(out: Path) -> None:
+def test_what_another_process_writes_aside_stays_when_a_build_begins(out) -> None:
     publish(out)
     with GalleryFolder(out).aside() as stage:
         (stage / "copy").write_text("half way")
@@ -182,7 +131,7 @@ def test_what_another_process_writes_aside_stays_when_a_build_begins(out: Path) 
     assert not stage.exists()
 
 
-def test_a_build_acquires_the_lock_although_writes_never_pause(out: Path) -> None:
+def test_a_build_acquires_the_lock_although_writes_never_pause(out) -> None:
     """Four writers overlap: at every moment one of them holds the lock."""
     first = publish(out)
     done = threading.Event()
@@ -204,7 +153,7 @@ def test_a_build_acquires_the_lock_although_writes_never_pause(out: Path) -> Non
         assert gallery.generation == second
 
 
-def test_a_folder_lock_holds_while_others_ask_for_it(tmp_path: Path) -> None:
+def test_a_folder_lock_holds_while_others_ask_for_it(tmp_path) -> None:
     done = threading.Event()
 
     def ask() -> None:
@@ -219,3 +168,57 @@ def test_a_folder_lock_holds_while_others_ask_for_it(tmp_path: Path) -> None:
             os.close(descriptor)
         done.set()
         asking.result()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, r"manifest\.json is not a gallery manifest"),
+        ("{", r"manifest\.json is not a gallery manifest"),
+        ({"source_root": "/etc"}, "does not match its digest"),
+        ({"colour": "red"}, "colour: Extra inputs are not permitted"),
+        ({"schema_version": 1}, "schema 1, .* reads 2.*kinlens-index build"),
+        ({"schema_version": 3}, "schema 3, .* reads 2.*or a newer one"),
+    ],
+)
+def test_a_missing_damaged_edited_or_foreign_manifest_is_refused(
+    built, change: dict[str, object] | str | None, message: str
+) -> None:
+    file = generation_of(built) / "manifest.json"
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(file.read_text()) | change)
+    file.unlink()
+    if change is not None:
+        file.write_text(change)
+    with pytest.raises(GalleryCorruptError, match=message):
+        Gallery.open(built)
+
+
+def test_an_open_gallery_answers_while_newer_ones_are_published(
+    built, shop, build, embedder
+) -> None:
+    gallery = Gallery.open(built)
+    version = generation_of(built)
+    for number in range(3):
+        (shop / f"new{number}.png").write_bytes(encoded(photo(90 + number)))
+        build()
+    with ThreadPoolExecutor(1) as pool:  # a thread that has no connection yet
+        hits = pool.submit(gallery.search, query(embedder, shop / "f.gif"), 100).result()[0]
+    assert (hits[0].key, len(hits)) == ("f.gif", 6)
+    assert version.exists()
+    gallery.close()
+    build()
+    assert not version.exists()
+
+
+def test_closing_and_a_refused_opening_leave_no_descriptor_open(built) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    Gallery.open(built).close()
+    before = descriptors()
+    Gallery.open(built).close()
+    message = r"bundle b{12}, .* bundle in use is c{12}:.*kinlens-index build .*--bundle"
+    with pytest.raises(BundleMismatchError, match=message):
+        Gallery.open(built, expected_bundle_id="c" * 64)
+    assert descriptors() == before

@@ -2,28 +2,25 @@
 
 import dataclasses
 import itertools
-import shutil
-import sqlite3
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kinlens.embedder.errors import GalleryBusyError, GalleryWriteError, KinlensError, RecallError
-from kinlens.indexer.filters.tree import And, Equals, Filter, Not, Range
+from kinlens.embedder.errors import GalleryBusyError, KinlensError
+from kinlens.indexer.filters.tree import Equals, Filter, Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.live import compaction
 from kinlens.indexer.types import Entry, Facet, SearchOptions
-from tests.indexer.conftest import catalog_of, faults, generation_of
+from tests.indexer.conftest import faults, generation_of
 from tests.indexer.oracle import BUNDLE, DIM, clumped, units
-from tests.support.seams import CatalogView, Segment, State
+from tests.support.seams import Segment
 from tests.support.waiting import until
 
 QUERY = units(1, 99)
@@ -40,22 +37,6 @@ def entries(names: range, seed: int = 0, **attributes: object) -> list[Entry]:
 def keys(gallery: Gallery, where: Filter | None = None) -> set[str]:
     [hits] = gallery.search(QUERY, 10_000, SearchOptions(where=where))
     return {hit.key for hit in hits}
-
-
-def test_changes_by_one_gallery_are_seen_by_another_at_the_next_search(
-    gallery: Gallery, out: Path
-) -> None:
-    other = Gallery.open(out)
-    assert keys(other) == set()
-    gallery.add(entries(range(10)))
-    assert keys(other) == {f"k{n}" for n in range(10)}
-    gallery.compact()
-    gallery.remove(["k3"])
-    assert keys(other) == {f"k{n}" for n in range(10)} - {"k3"}
-    other.add(entries(range(10, 12)))
-    assert keys(gallery) == keys(other)
-    assert gallery.version == other.version
-    other.close()
 
 
 def test_searches_and_facets_see_whole_changes_while_items_come_go_and_are_compacted(
@@ -75,7 +56,7 @@ def test_searches_and_facets_see_whole_changes_while_items_come_go_and_are_compa
     with ThreadPoolExecutor(3) as pool:
         looking = [pool.submit(look) for _ in range(3)]
         try:
-            for number in range(30):
+            for number in range(15):
                 moving = range(1000 + 10 * number, 1010 + 10 * number)
                 gallery.add(entries(moving, round=number))
                 if number % 3 == 0:
@@ -87,40 +68,6 @@ def test_searches_and_facets_see_whole_changes_while_items_come_go_and_are_compa
             one.result()
     assert seen <= {(200,), (10, 200)}
     assert gallery.facets(["round"])["round"] == Facet(((-1, 200),))
-
-
-def test_filters_are_right_after_any_changes(gallery: Gallery) -> None:
-    """What the cache carries over from state to state equals the rows of SQLite."""
-    rng = np.random.default_rng(0)
-    filters: list[Filter] = [
-        Equals("colour", "red"),
-        Not(Equals("colour", "red")),
-        And((Range("n", at_least=20, below=90), Not(Equals("colour", "blue")))),
-    ]
-    truth: dict[str, dict[str, object]] = {}
-    for step in range(60):
-        start = int(rng.integers(120))
-        changed = range(start, start + int(rng.integers(1, 15)))
-        match int(rng.integers(5)):
-            case 0 | 1:
-                new = entries(changed, step, colour=str(rng.choice(["red", "blue", "grey"])))
-                gallery.add(new)
-                truth |= {item.key: dict(item.attributes) for item in new}
-            case 2:
-                known = [f"k{n}" for n in changed if f"k{n}" in truth]
-                gallery.update({key: {"colour": "red"} for key in known})
-                for key in known:
-                    truth[key]["colour"] = "red"
-            case 3:
-                gallery.remove(f"k{n}" for n in changed)
-                truth = {k: v for k, v in truth.items() if k not in {f"k{n}" for n in changed}}
-            case _:
-                gallery.compact()
-        if "colour" in gallery.schema():
-            for where in filters:
-                expected = {key for key, attributes in truth.items() if where.matches(attributes)}
-                assert keys(gallery, where) == expected, (step, where)
-    assert len(truth) > 20
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
@@ -139,22 +86,21 @@ def test_removed_items_do_not_reduce_the_number_of_hits(gallery: Gallery, kind: 
     }
 
 
-def test_old_segments_are_removed_when_their_last_reader_closes(
-    gallery: Gallery, out: Path
-) -> None:
+def test_old_segments_are_removed_when_their_last_reader_closes(gallery, out) -> None:
     gallery.add(entries(range(30)))
     gallery.compact()
     segments = generation_of(out) / "segments"
     [first] = segments.iterdir()
     reader = Gallery.open(out)
     gallery.remove(["k0"])
+    gallery.update({"k3": {"n": -3}})
+    assert keys(gallery, Equals("n", -3)) == {"k3"}  # a filter that is cached
     gallery.compact()
     assert "k0" not in keys(gallery)
     assert first.is_dir()  # the reader has not searched since
     assert "k0" not in keys(reader)
     until(lambda: len([*segments.iterdir()]) == 1)
     [second] = segments.iterdir()
-    assert second != first
     gallery.compact()
     [third] = set(segments.iterdir()) - {second}
     reader.close()
@@ -182,14 +128,13 @@ def test_equal_vectors_are_in_the_order_of_their_numbers_also_among_many_queries
         found = [hit for hit in hits if (hit.id - 1) % 150 == 0 or hit.id in (701, 1501)]
         assert [hit.id for hit in found] == sorted(hit.id for hit in found)
         assert len({hit.score for hit in found}) <= 1
+        assert max(hit.score for hit in hits) <= 1
         seen += len(found) == 12
     assert seen > 100
     gallery.close()
 
 
-def test_searches_go_on_while_a_new_segment_is_opened(
-    gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_searches_go_on_while_a_new_segment_is_opened(gallery, out, monkeypatch) -> None:
     """Also through changes, which they see at once."""
     gallery.add(entries(range(30)))
     gallery.compact()
@@ -205,19 +150,15 @@ def test_searches_go_on_while_a_new_segment_is_opened(
     with closing(Gallery.open(out)) as reader:
         assert len(keys(reader)) == 30
         monkeypatch.setattr(Segment, "open", slow)
-        gallery.remove(["k0"])
-        assert len(keys(reader)) == 29
         gallery.compact()
-        assert keys(reader) == keys(gallery)
         gallery.add(entries(range(30, 33)))
         gallery.remove(["k1", "k31"])
         gallery.update({"k2": {"n": 7}})
         assert keys(reader) == keys(gallery)
-        assert reader.page(0, 9, Equals("n", 7)).total == gallery.page(0, 9, Equals("n", 7)).total
+        assert keys(reader, Equals("n", 7)) == {"k2", "k7"}
         assert (reader.facts().delta, opened) == (2, [])
         gate.set()
-        until(lambda: opened)
-        until(lambda: reader.facts().segment == gallery.facts().segment)
+        until(lambda: opened and reader.facts().segment == gallery.facts().segment)
         assert keys(reader) == keys(gallery)
 
 
@@ -276,8 +217,7 @@ def small_delta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_delta")
 def test_many_items_after_the_segment_make_a_compaction_due(gallery: Gallery) -> None:
-    for seed in range(6):
-        assert gallery.needs_compaction() is None
+    for seed in range(6):  # the same items again
         gallery.add(entries(range(9), seed))
     assert gallery.facts().delta == 9
     assert gallery.needs_compaction() is not None
@@ -287,15 +227,11 @@ def test_many_items_after_the_segment_make_a_compaction_due(gallery: Gallery) ->
     gallery.add(entries(range(149, 150)))
     assert "50 items were added or changed" in (gallery.needs_compaction() or "")
     gallery.compact()
-    gallery.update({item.key: {"n": -1} for item in [*gallery.items()][:49]})
-    assert gallery.needs_compaction() is None
     gallery.update({item.key: {"n": -1} for item in gallery.items()})
     assert "59 items were added or changed" in (gallery.needs_compaction() or "")
 
 
-def test_background_compaction_begins_at_a_fifth_removed_and_searches_go_on(
-    gallery: Gallery,
-) -> None:
+def test_background_compaction_begins_at_a_fifth_removed_and_searches_go_on(gallery) -> None:
     gallery.add(entries(range(500)))
     gallery.compact()
     assert gallery.needs_compaction() is None
@@ -308,28 +244,25 @@ def test_background_compaction_begins_at_a_fifth_removed_and_searches_go_on(
     assert background.last_error is None
 
 
-@pytest.mark.parametrize("failure", [RecallError("too low"), MemoryError("out of memory")])
 def test_a_failed_background_compaction_is_reported_and_the_gallery_answers(
-    gallery: Gallery, failure: Exception, monkeypatch: pytest.MonkeyPatch
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gallery.add(entries(range(100)))
     gallery.compact()
 
     def fail(*_: object, **__: object) -> None:
-        raise failure
+        raise MemoryError("out of memory")
 
     monkeypatch.setattr("kinlens.indexer.gallery.compact", fail)
     seen: list[KinlensError] = []
     background = gallery.compact_in_background(seen.append)
     gallery.remove(f"k{n}" for n in range(50))
     until(lambda: seen)
-    assert str(failure) in str(background.last_error)
+    assert "out of memory" in str(background.last_error)
     assert keys(gallery) == {f"k{n}" for n in range(50, 100)}
 
 
-def test_a_second_compaction_is_refused_by_the_process_of_the_first(
-    gallery: Gallery, out: Path
-) -> None:
+def test_a_second_compaction_is_refused_by_the_process_of_the_first(gallery, out) -> None:
     gallery.add(entries(range(10)))
     generation = generation_of(out)
     with compaction.compaction_lock(generation, wait=False):
@@ -348,20 +281,12 @@ def test_a_gallery_may_be_searched_and_changed_while_it_is_scanned(gallery: Gall
         gallery.remove([batch[0].key])
         assert len(keys(gallery)) == gallery.size
     assert [item.key for item in scanned] == [f"k{n}" for n in range(50)]
-    assert gallery.size == 45
-    unfinished = gallery.scan(10)
-    next(unfinished)
-    gallery.remove(["k1"])
-    assert "k1" not in keys(gallery)
-    del unfinished
     gallery.compact()
-    assert gallery.facts().tombstones == 0
+    assert (gallery.size, gallery.facts().tombstones) == (45, 0)
 
 
 @pytest.mark.usefixtures("small_delta")
-def test_closing_does_not_wait_for_a_compaction(
-    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_does_not_wait_for_a_compaction(gallery, monkeypatch) -> None:
     began, release = threading.Event(), threading.Event()
 
     def endless(*_: object, **__: object) -> None:
@@ -379,48 +304,6 @@ def test_closing_does_not_wait_for_a_compaction(
     assert background.last_error is None
 
 
-def test_a_compaction_releases_the_catalogue_while_it_builds_the_index(
-    gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gallery.add(entries(range(100)))
-    busy: list[int] = []
-
-    def look(*_: object) -> None:
-        with sqlite3.connect(catalog_of(out)) as connection:
-            [(is_busy, _, _)] = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        connection.close()
-        busy.append(is_busy)
-
-    gallery.compact(on_progress=look)
-    assert busy
-    assert not any(busy)
-
-
-def test_a_search_that_loses_every_race_is_not_reported_as_damage(
-    gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A search whose transaction is always older than what others have seen keeps trying."""
-    gallery.add(entries(range(10)))
-    other = Gallery.open(out)
-    state = CatalogView.state
-    tries = 0
-
-    def slow(view: CatalogView) -> State:
-        nonlocal tries
-        found = state(view)
-        if threading.current_thread() is threading.main_thread() and tries < 20:
-            tries += 1
-            gallery.add(entries(range(10 + tries, 11 + tries)))
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(keys, other).result()
-        return found
-
-    monkeypatch.setattr(CatalogView, "state", slow)
-    assert len(keys(other)) >= 10
-    assert tries == 20
-    other.close()
-
-
 def test_a_removal_in_steps_that_a_build_interrupts_reports_its_progress(
     gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,36 +315,8 @@ def test_a_removal_in_steps_that_a_build_interrupts_reports_its_progress(
         if step == "write: after commit" and next(steps) == 1:
             Gallery.create(out, name="g", bundle_id="b", dim=DIM).close()
 
-    with (
-        faults(replaced),
-        pytest.raises(GalleryBusyError, match="14 of 20 items were removed"),
-    ):
+    with faults(replaced), pytest.raises(GalleryBusyError, match="14 of 20 items were removed"):
         gallery.remove_where(Range("n", below=30))
     assert keys(gallery) == {f"k{n}" for n in range(14, 20)}  # what is open answers on
     with pytest.raises(GalleryBusyError, match=r"was replaced by a build.*Open it again"):
         gallery.remove(["k15"])
-
-
-def test_a_compaction_without_room_is_refused_before_it_begins(
-    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gallery.add(entries(range(9)))
-    gallery.compact()
-    gallery.add(entries(range(9, 12)))
-    before = gallery.facts().segment
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-    with pytest.raises(GalleryWriteError, match=r"The compaction needs about .* MB are free"):
-        gallery.compact()
-    assert gallery.facts().segment == before
-    assert keys(gallery) == {f"k{n}" for n in range(12)}
-
-
-def test_a_cached_filter_keeps_no_replaced_segment(gallery: Gallery) -> None:
-    gallery.add(entries(range(20)))
-    gallery.compact()
-    gallery.update({"k3": {"n": -3}})
-    assert keys(gallery, Equals("n", -3)) == {"k3"}
-    gallery.compact()
-    gallery.search(entries(range(1))[0].vector[None], 1)
-    compaction.collect(generation_of(gallery.path))
-    assert len([*(generation_of(gallery.path) / "segments").iterdir()]) == 1

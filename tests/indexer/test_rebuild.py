@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinlens.embedder.errors import GalleryBusyError, GalleryNotFoundError, SourceError
+from kinlens.embedder.errors import GalleryBusyError, SourceError
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.gallery import Gallery, current_generation
 from kinlens.indexer.ingest.rebuild import Follower, adopt, rebuild, swap_in
 from kinlens.indexer.types import Entry, Item
-from tests.support.seams import EmbedSettings, GalleryFolder
+from tests.support.seams import EmbedSettings
 from tests.tiny import encoded, photo
 
 OLD = FakeEmbedder(bundle_id="a" * 64)
@@ -55,7 +55,7 @@ def photos() -> Photos:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, photos: Photos) -> Iterator[Gallery]:
+def shop(tmp_path, photos) -> Iterator[Gallery]:
     """A gallery of 40 images in classes of four, made with OLD, opened."""
     path = tmp_path / "shop"
     gallery = Gallery.create(path, name="shop", bundle_id=OLD.bundle_id, dim=OLD.dim)
@@ -68,17 +68,17 @@ def shop(tmp_path: Path, photos: Photos) -> Iterator[Gallery]:
 
 
 @pytest.fixture
-def target(shop: Gallery, tmp_path: Path) -> Path:
+def target(shop, tmp_path) -> Path:
     return tmp_path / "shop"
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def made(tmp_path) -> Path:
     return tmp_path / "made"
 
 
 @pytest.fixture
-def other(tmp_path: Path, photos: Photos) -> Path:
+def other(tmp_path, photos) -> Path:
     """A gallery that has nothing in common with it."""
     path = tmp_path / "other"
     facts = {"name": "other", "bundle_id": "b" * 64, "source_root": "/elsewhere"}
@@ -90,7 +90,7 @@ def other(tmp_path: Path, photos: Photos) -> Path:
 
 
 @pytest.fixture
-def follower(target: Path, photos: Photos) -> Iterator[Follower]:
+def follower(target, photos) -> Iterator[Follower]:
     with closing(Follower(target, NEW, photos.read, EmbedSettings(4, 2))) as one:
         yield one
 
@@ -111,7 +111,7 @@ def content(path: Path) -> dict[str, tuple[str, dict[str, object]]]:
 
 
 def test_the_target_takes_state_and_bundle_but_keeps_its_name_and_image_root(
-    target: Path, other: Path, photos: Photos
+    target, other, photos
 ) -> None:
     before = content(other)
     manifest = adopt(target, other)
@@ -125,9 +125,7 @@ def test_the_target_takes_state_and_bundle_but_keeps_its_name_and_image_root(
     assert adopt(target, other, image_root="/pictures").source_root == "/pictures"
 
 
-def test_writes_are_refused_while_the_last_changes_are_replayed(
-    shop: Gallery, target: Path, other: Path
-) -> None:
+def test_writes_are_refused_while_the_last_changes_are_replayed(shop, target, other) -> None:
     refused = []
 
     def change(_: Path) -> None:
@@ -144,82 +142,31 @@ def test_writes_are_refused_while_the_last_changes_are_replayed(
         shop.remove(["item 1"])  # the old generation takes no change that would be lost
 
 
-def test_there_must_be_two_galleries_and_no_build(
-    target: Path, other: Path, tmp_path: Path
-) -> None:
-    before = content(target)
-    for pair in ((tmp_path / "nothing", other), (target, tmp_path / "nothing")):
-        with pytest.raises(GalleryNotFoundError):
-            adopt(*pair)
-    with GalleryFolder(target).locked(), pytest.raises(GalleryBusyError, match="Another build"):
-        adopt(target, other)
-    assert content(target) == before
-
-
 # Rebuild.
 
 
 def test_every_item_gets_a_vector_of_the_new_model_and_keeps_the_rest(
-    follower: Follower, target: Path, made: Path
+    follower, target, made, photos
 ) -> None:
+    """An image that is gone or was changed is listed as missing."""
+    photos.gone = {"item 3"}
+    _, second, third, *_ = photos.data
+    photos.data[second] = photos.data[third]
     reported: list[int] = []
-    report = rebuild(follower, made, on_progress=reported.append)
-    assert (report.found, report.items, report.embedded, report.missing) == (40, 40, 40, 0)
+    report = rebuild(follower, made, max_missing=0.05, on_progress=reported.append)
+    assert (report.found, report.items, report.embedded, report.missing) == (40, 38, 38, 2)
     assert sum(reported) == 40
-    assert content(made) == content(target)
+    reasons = {failure.key: failure.reason for failure in report.failures}
+    assert "changed" in reasons["item 1"]
+    assert "was removed" in reasons["item 3"]
+    kept = {key: one for key, one in content(target).items() if key not in reasons}
+    assert content(made) == kept
     with closing(Gallery.open(made, expected_bundle_id=NEW.bundle_id)) as gallery:
         assert gallery.dim == NEW.dim != OLD.dim
-        assert gallery.facts().delta == 0
 
 
-def test_items_whose_image_is_gone_are_listed_and_a_limit_decides(
-    follower: Follower, target: Path, made: Path, photos: Photos
-) -> None:
-    photos.gone = {"item 3", "item 7"}
-    with (
-        closing(Follower(target, NEW, photos.read)) as refused,
-        pytest.raises(SourceError, match=r"2 of 40 items.*4\.9%.*'item 3'.*max_missing"),
-    ):
-        rebuild(refused, made.with_name("none"), max_missing=0.049)
-    report = rebuild(follower, made, max_missing=0.05)
-    assert (report.items, report.missing) == (38, 2)
-    assert [f.key for f in report.failures] == ["item 3", "item 7"]
-    assert "was removed" in report.failures[0].reason
-    assert content(target).keys() - content(made).keys() == photos.gone
-
-
-def test_an_image_that_was_changed_is_reported_as_missing(
-    follower: Follower, made: Path, photos: Photos
-) -> None:
-    first, second, *_ = photos.data
-    photos.data[first] = photos.data[second]
-    report = rebuild(follower, made, max_missing=1)
-    assert report.missing == 1
-    assert "changed" in report.failures[0].reason
-
-
-def test_a_rebuild_that_was_stopped_continues_where_it_was(
-    follower: Follower, shop: Gallery, target: Path, made: Path, photos: Photos
-) -> None:
-    done = 0
-
-    def stop(count: int) -> None:
-        nonlocal done
-        done += count
-        if done >= 20:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        rebuild(follower, made, on_progress=stop)
-    shop.remove(["item 0"])
-    with closing(Follower(target, NEW, photos.read)) as again:
-        report = rebuild(again, made)
-    assert (report.items, report.embedded) == (39, 20)
-    assert content(made) == content(target)
-
-
-def test_changes_during_the_rebuild_are_in_the_new_generation(
-    shop: Gallery, follower: Follower, target: Path, made: Path, photos: Photos
+def test_changes_during_a_rebuild_and_an_interrupted_swap_are_in_the_new_generation(
+    shop, follower, target, made, photos
 ) -> None:
     calls: list[Callable[[], object]] = [
         lambda: shop.add([photos.entry("added", 500, stock=1)]),
@@ -234,8 +181,14 @@ def test_changes_during_the_rebuild_are_in_the_new_generation(
         if calls:
             calls.pop(0)()
 
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
     rebuild(follower, made, on_progress=change)
     assert not calls
+    shop.update({"item 5": {"stock": 999}})
+    with pytest.raises(KeyboardInterrupt):
+        swap_in(follower, made, before_publish=interrupt)
     swap_in(follower, made)
     found = content(target)
     with closing(Gallery.open(target)) as gallery:
@@ -247,7 +200,7 @@ def test_changes_during_the_rebuild_are_in_the_new_generation(
 
 
 def test_no_acknowledged_change_is_lost_under_steady_writes(
-    shop: Gallery, follower: Follower, target: Path, made: Path, photos: Photos
+    shop, follower, target, made, photos
 ) -> None:
     entries = [photos.entry(f"steady {n}", 1000 + n) for n in range(200)]
     acknowledged: set[str] = set()
@@ -275,20 +228,8 @@ def test_no_acknowledged_change_is_lost_under_steady_writes(
     assert len(found) == 40 + len(acknowledged)
 
 
-def test_a_candidate_is_swapped_in_later_by_another_process_with_the_changes_since(
-    shop: Gallery, follower: Follower, target: Path, made: Path, photos: Photos
-) -> None:
-    rebuild(follower, made)
-    shop.remove(["item 5"])
-    shop.add([photos.entry("added", 500)])
-    with closing(Follower(target, NEW, photos.read)) as later:
-        swap_in(later, made)
-    assert {"item 5", "added"} & content(target).keys() == {"added"}
-    assert later.embedded == 1
-
-
 def test_a_gallery_that_a_build_replaced_meanwhile_is_left_alone(
-    follower: Follower, target: Path, made: Path, photos: Photos
+    follower, target, made, photos
 ) -> None:
     rebuild(follower, made)
     with closing(
@@ -298,41 +239,3 @@ def test_a_gallery_that_a_build_replaced_meanwhile_is_left_alone(
     with pytest.raises(GalleryBusyError, match="replaced"):
         swap_in(follower, made)
     assert content(target).keys() == {"the only one"}
-
-
-def test_changes_without_end_are_refused(
-    shop: Gallery, follower: Follower, target: Path, made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rebuild(follower, made)
-    before = current_generation(target)
-    real = Follower.catch_up
-    rounds: list[int] = []
-
-    def catch_up(self: Follower, made: Gallery) -> int:
-        rounds.append(len(rounds))
-        shop.update({f"item {n}": {"stock": 1000 * len(rounds) + n} for n in range(40)})
-        return real(self, made) + 60
-
-    monkeypatch.setattr(Follower, "catch_up", catch_up)
-    with pytest.raises(GalleryBusyError, match="faster"):
-        swap_in(follower, made)
-    assert len(rounds) == 8
-    assert current_generation(target) == before
-
-
-def test_an_interrupted_swap_is_repeated_with_every_change(
-    shop: Gallery, follower: Follower, target: Path, made: Path, photos: Photos
-) -> None:
-    rebuild(follower, made)
-    shop.remove(["item 0"])
-    shop.add([photos.entry("late", 500)])
-    shop.update({"item 5": {"stock": 999}})
-    wanted = {item.key: (item.sha256, dict(item.attributes)) for item in shop.items()}
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        swap_in(follower, made, before_publish=interrupt)
-    swap_in(follower, made)
-    assert content(target) == wanted

@@ -3,7 +3,6 @@
 The law that it equals its definition is run for every engine, in test_conformance.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -12,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kinlens.embedder.errors import FilterError, InvalidParameterError
+from kinlens.embedder.errors import FilterError
 from kinlens.indexer.filters.tree import Equals
-from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import (
     CANDIDATES,
     Boost,
@@ -82,32 +80,7 @@ def check_order(store: VectorStore, count: int, orders: Sequence[SearchOptions])
         assert [hit.score for hit in hits] == pytest.approx(scores, abs=1e-6)
 
 
-@pytest.mark.parametrize("options", ORDERS, ids=str)
-def test_pages_leave_nothing_out_and_show_nothing_twice(
-    gallery: Gallery, options: SearchOptions
-) -> None:
-    count, step = CANDIDATES + 50, 83
-    gallery.add(shop(count))
-    query = units(1, seed=4)
-    plain = SearchOptions(where=options.where, min_score=options.min_score)
-
-    def hits(k: int, wanted: SearchOptions) -> list[Any]:
-        return [hit.id for hit in gallery.search(query, k, wanted)[0]]
-
-    def groups(k: int, wanted: SearchOptions) -> list[Any]:
-        [found] = gallery.search_groups(query, k, Grouping("sku", size=2), wanted)
-        return [(group.value, [hit.id for hit in group.hits]) for group in found]
-
-    for search in (hits, groups):
-        whole, found = search(count, options), search(count, plain)
-        pages = [search(step, replace(options, offset=n)) for n in range(0, count, step)]
-        assert [one for page in pages for one in page] == whole
-        assert whole[CANDIDATES:] == found[CANDIDATES:]
-        assert whole != found
-        assert sorted(map(str, whole)) == sorted(map(str, found))
-
-
-def test_a_group_is_ranked_by_its_best_item(gallery: Gallery) -> None:
+def test_a_group_is_ranked_by_its_best_item(gallery) -> None:
     entries = no_copies(CANDIDATES - 20)
     gallery.add(entries)
     oracle, [query] = Oracle(gallery, entries), units(1, seed=5)
@@ -120,9 +93,7 @@ def test_a_group_is_ranked_by_its_best_item(gallery: Gallery) -> None:
         assert [group.hits[0].key for group in found] == expected
 
 
-def test_a_boost_scales_by_the_range_of_the_gallery_and_leaves_the_unknown_behind(
-    gallery: Gallery,
-) -> None:
+def test_a_boost_scales_by_the_range_of_the_gallery_and_leaves_the_unknown_behind(gallery) -> None:
     vector = units(1)[0]
     prices = {"cheap": 1, "dear": 101, "middle": 26, "unknown": None}
     gallery.add([entry(k, vector, {} if p is None else {"price": p}) for k, p in prices.items()])
@@ -131,6 +102,7 @@ def test_a_boost_scales_by_the_range_of_the_gallery_and_leaves_the_unknown_behin
         options = SearchOptions(boost=boost_of(text))
         return [hit.key for hit in gallery.search(vector[None], 9, options)[0]]
 
+    assert boost_of("a:b:0.1:-5:1e3") == Boost("a:b", 0.1, -5.0, 1000.0)
     assert order("price:0.1") == ["dear", "middle", "cheap", "unknown"]
     assert order("price:-0.1") == ["cheap", "middle", "dear", "unknown"]
     assert order("price:0.1:0:20") == ["dear", "middle", "cheap", "unknown"]  # two at the end
@@ -139,39 +111,10 @@ def test_a_boost_scales_by_the_range_of_the_gallery_and_leaves_the_unknown_behin
     assert order("price:0.1") == ["cheap", "dear", "middle", "unknown"]  # no range, no boost
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"diversity": 1.5}, "diversity = 1.5; give a number, from 0 to 1"),
-        ({"diversity": math.nan}, "diversity = nan"),
-        ({"diversity": True}, "diversity = True"),
-        ({"boost": Boost("price", 0.3)}, "0.3; give a number, from -0.2 to 0.2"),
-        ({"boost": Boost("price", 0.1, low=math.inf)}, "from or to of a boost = inf"),
-        ({"boost": Boost("price", 0.1, 5.0, 5.0)}, "from 5 to 5 is an empty range"),
-    ],
-)
-def test_what_is_out_of_range_is_named(
-    gallery: Gallery, options: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(InvalidParameterError, match=named):
-        gallery.search(units(1), 5, SearchOptions(**options))
-
-
-def test_only_a_known_number_boosts(gallery: Gallery) -> None:
+def test_only_a_known_number_boosts(gallery) -> None:
     wanted = SearchOptions(boost=boost_of("colour:0.1"))
     assert gallery.search(units(1), 5, wanted) == [[]]
     gallery.add(shop(20))
     for name in ("colour", "no such"):
-        with pytest.raises(
-            FilterError, match=f"no numeric attribute '{name}' to boost by"
-        ) as error:
+        with pytest.raises(FilterError, match=f"no numeric attribute '{name}' to boost by"):
             gallery.search(units(1), 5, replace(wanted, boost=Boost(name, 0.1)))
-        assert "'colour'" not in str(error.value).partition("Known are")[2]
-
-
-def test_a_boost_is_read_with_and_without_a_range_and_otherwise_shows_how_it_is_written() -> None:
-    assert boost_of("price:-0.1") == Boost("price", -0.1)
-    assert boost_of("a:b:0.1:-5:1e3") == Boost("a:b", 0.1, -5.0, 1000.0)
-    for text in ("price", "price:", "price:x", "price:0.1:a:b"):
-        with pytest.raises(InvalidParameterError, match=r"Write price:-0\.1, or price:-0\.1:0:50"):
-            boost_of(text)

@@ -7,13 +7,7 @@ import pytest
 
 from kinlens.embedder.errors import ImageTooManyBytesError, SourceError
 from kinlens.indexer.images import inside, read_image
-from kinlens.indexer.ingest.sources import (
-    Source,
-    csv_changes,
-    csv_source,
-    folder_source,
-    split_source,
-)
+from kinlens.indexer.ingest.sources import Source, csv_source, folder_source, split_source
 from tests.indexer.conftest import PHOTOS
 
 
@@ -21,33 +15,21 @@ def keys(source: Source) -> list[str]:
     return [record.key for record in source.records()]
 
 
-def test_a_folder_gives_every_image_sorted_by_its_relative_path(shop: Path) -> None:
-    source = folder_source(shop)
-    assert keys(source) == sorted(PHOTOS)
-    assert source.root == shop.resolve()
-    assert all(record.path == record.key for record in source.records())
-
-
-@pytest.mark.parametrize("name", ["", "hat"])
-def test_a_folder_that_cannot_be_read_is_named_instead_of_left_out(
-    shop: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_read_is_named_instead_of_left_out(shop, monkeypatch) -> None:
     scandir = os.scandir
 
     def closed(path: str) -> object:
-        if Path(path) == shop / name:
+        if Path(path) == shop / "hat":
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", closed)
-    message = rf"{shop / name} cannot be read: Permission denied\. Allow .*--csv"
+    message = rf"{shop / 'hat'} cannot be read: Permission denied\. Allow .*--csv"
     with pytest.raises(SourceError, match=message):
         folder_source(shop)
 
 
-def test_the_sub_folder_is_the_class_and_what_is_no_image_is_left_out(
-    shop: Path, tmp_path: Path
-) -> None:
+def test_the_sub_folder_is_the_class_and_what_is_no_image_is_left_out(shop, tmp_path) -> None:
     """Links to folders are not followed; the root may be one."""
     for name in (".thumbnails/t.jpg", "._f.gif", "notes.txt", "Thumbs.db", "hat/red/g.PNG"):
         (shop / name).parent.mkdir(exist_ok=True)
@@ -58,21 +40,22 @@ def test_the_sub_folder_is_the_class_and_what_is_no_image_is_left_out(
     (shop / "loop").symlink_to(shop)
     (tmp_path / "alias").symlink_to(shop)
     for root in (shop, tmp_path / "alias"):
-        classes = {r.key: dict(r.attributes) for r in folder_source(root).records()}
-        assert sorted(classes) == sorted([*PHOTOS, "hat/red/g.PNG"])
+        source = folder_source(root)
+        assert source.root == shop.resolve()
+        classes = {r.key: dict(r.attributes) for r in source.records()}
+        assert [*classes] == sorted([*PHOTOS, "hat/red/g.PNG"])
         assert classes["cup/a.png"] == {"class": "cup"}
         assert classes["hat/red/g.PNG"] == {"class": "hat/red"}
         assert classes["f.gif"] == {}
         assert read_image(root, "f.gif", 10**6)
 
 
-def test_a_folder_that_is_no_source_is_refused_by_name(shop: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_source_is_refused_by_name(shop, tmp_path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("x")
     for arguments, message in (
         ((tmp_path / "nowhere",), r"no folder .*nowhere.*Check the name"),
-        ((shop / "f.gif",), r"is a file.*--csv or --split"),
         ((other,), r"have no images.*\.jpg.*--csv"),
         ((other, shop), r"other is outside .*shop, the image root.*Move or copy"),
     ):
@@ -80,9 +63,7 @@ def test_a_folder_that_is_no_source_is_refused_by_name(shop: Path, tmp_path: Pat
             folder_source(*arguments)
 
 
-def test_a_link_inside_the_root_is_read_and_one_out_of_it_is_not(
-    shop: Path, tmp_path: Path
-) -> None:
+def test_a_link_out_of_the_root_and_what_is_no_regular_file_are_not_read(shop, tmp_path) -> None:
     (tmp_path / "secret.png").write_bytes(b"secret")
     (shop / "out.png").symlink_to(tmp_path / "secret.png")
     (shop / "in.png").symlink_to(shop / "f.gif")
@@ -94,43 +75,18 @@ def test_a_link_inside_the_root_is_read_and_one_out_of_it_is_not(
         inside(shop, "../shop2/a.png")
     with pytest.raises(ImageTooManyBytesError, match=r"has [\d,]+ bytes; the limit is 10\."):
         read_image(shop, "f.gif", 10)
-
-
-def test_what_is_no_regular_file_is_refused(shop: Path) -> None:
     os.mkfifo(shop / "pipe.png")
     for name in ("pipe.png", "cup"):
         with pytest.raises(SourceError, match=rf"{name} below .* is not a regular file"):
             read_image(shop, name, 10**6)
-    for name in ("gone.png", "f.gif/gone.png"):
-        with pytest.raises(SourceError, match=rf"{name} is missing below "):
-            read_image(shop, name, 10**6)
 
 
-def test_a_file_that_cannot_be_read_is_not_taken_for_a_missing_one(
-    shop: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(path: Path, *arguments: object, **options: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(PermissionError):
-        read_image(shop, "f.gif", 10**6)
-
-
-def test_a_name_that_is_not_unicode_gets_a_printable_key_and_a_reason(shop: Path) -> None:
+def test_a_name_that_is_not_unicode_gets_a_printable_key_and_a_reason(shop) -> None:
     Path(os.fsdecode(os.fsencode(shop) + b"/caf\xe9.png")).write_bytes(b"x")
     [record] = [r for r in folder_source(shop).records() if r.key.startswith("caf")]
     assert record.key == "caf\\xe9.png"
     with pytest.raises(SourceError, match="not valid UTF-8"):
         read_image(shop, record.path, 10**6)
-
-
-def test_a_sub_folder_keeps_the_keys_that_the_whole_folder_gives(shop: Path) -> None:
-    part = folder_source(shop / "hat", shop)
-    whole = {record.key: record for record in folder_source(shop).records()}
-    assert part.root == shop.resolve()
-    assert keys(part) == [key for key in sorted(PHOTOS) if key.startswith("hat/")]
-    assert all(whole[record.key] == record for record in part.records())
 
 
 # Lists.
@@ -142,137 +98,87 @@ def listed(tmp_path: Path, content: str | bytes) -> Path:
     return file
 
 
-def test_further_columns_of_a_csv_are_attributes(tmp_path: Path) -> None:
+def test_further_columns_of_a_csv_are_attributes_of_a_type(tmp_path) -> None:
     file = listed(
         tmp_path,
-        "colour,key,path,note\n"
-        'rot,Tasse №2,b.png,"gross, ""sehr"" gross"\n'
-        '"",A1,"a, b.png","zwei\nZeilen"\n',
+        "colour,key,path,price:number,sale:boolean,size:text,ns:tag:text\n"
+        'rot,Tasse №2,b.png, 12.50 ,TRUE,12,"gross, ""sehr"" gross"\n'
+        '"",A1,"a, b.png",-12345678901234567,false,,"zwei\nZeilen"\n'
+        "blue,c,c.png,,,1e3,y\n",
     )
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))  # as Windows does
-    source = csv_source(file)
-    assert keys(source) == ["Tasse №2", "A1"]
-    second, first = source.records()
-    assert [first.path, second.path] == ["a, b.png", "b.png"]
-    assert first.attributes == {"colour": "", "note": "zwei\r\nZeilen"}
-    assert second.attributes == {"colour": "rot", "note": 'gross, "sehr" gross'}
-
-
-def test_paths_of_a_csv_start_from_the_given_root(tmp_path: Path, shop: Path) -> None:
-    file = listed(tmp_path, f"key,path\na,cup/a.png\nf,{shop}/./hat/../f.gif\n")
-    source = csv_source(file, shop)
-    assert [record.path for record in source.records()] == ["cup/a.png", "f.gif"]
-    assert source.root == shop.resolve()
+    a, b, c = csv_source(file).records()
+    assert [(one.key, one.path) for one in (a, b)] == [("Tasse №2", "b.png"), ("A1", "a, b.png")]
+    tag = 'gross, "sehr" gross'
+    expected = {"colour": "rot", "price": 12.5, "sale": True, "size": "12", "ns:tag": tag}
+    assert a.attributes == expected
+    assert a.attributes["sale"] is True
+    expected = {"colour": "", "price": -12345678901234567, "sale": False, "size": ""}
+    assert b.attributes == expected | {"ns:tag": "zwei\r\nZeilen"}
+    assert isinstance(b.attributes["price"], int)
+    assert c.attributes == {"colour": "blue", "size": "1e3", "ns:tag": "y"}
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("key,path\na,1.png\nb,2.png\na,3.png\n", "'a' is on line 2 and on line 4"),
-        ("", "no column key and no column path"),
         ("key;path\na;b\n", r"no column key.*'key;path'.*commas"),
         ("key,file\na,b\n", r"no column path; its first line has the columns \['key', 'file'\]"),
-        ("key,path,path\na,b,c\n", "columns with the same name"),
         ("key,path,\na,b,c\n", "same name or without a name"),
         ("key,path\n", "lists no images"),
-        ("key,path\na\n", r"list\.csv:2 has 1 values for 2 columns"),
         ("key,path\na,b,c\n", r"list\.csv:2 has 3 values for 2 columns.*quotes"),
         ('key,path\na,"b\n', "not a valid CSV file.*quotes"),
         ("key,path\na,\u00fc.png\n".encode("latin-1"), "not UTF-8.*Save it as UTF-8"),
     ],
 )
-def test_a_malformed_csv_is_refused_precisely(
-    tmp_path: Path, content: str | bytes, message: str
-) -> None:
+def test_a_malformed_csv_is_refused_precisely(tmp_path, content: str | bytes, message: str) -> None:
     with pytest.raises(SourceError, match=message):
         csv_source(listed(tmp_path, content))
-    for read in (csv_source, split_source, csv_changes):
-        with pytest.raises(SourceError, match=r"none: No such file"):
-            read(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
     ("key", "path"),
     [
-        *(("a", path) for path in ("../a.png", "/etc/passwd", "cup/../../a.png", "..", "", "a\0b")),
-        *((key, "a.png") for key in ("../a", "x/../../y", "", "  ", "a\tb")),
+        *(("a", path) for path in ("/etc/passwd", "cup/../../a.png", "..", "", "a\0b")),
+        *((key, "a.png") for key in ("x/../../y", "  ", "a\tb")),
     ],
 )
 def test_a_key_or_path_that_leaves_the_root_is_refused_with_its_line(
-    tmp_path: Path, key: str, path: str
+    tmp_path, key: str, path: str
 ) -> None:
     file = listed(tmp_path, f'key,path\ngood,a.png\n"{key}","{path}"\n')
     with pytest.raises(SourceError, match=rf"list\.csv:3.*{'path' if key == 'a' else 'key'}"):
         csv_source(file)
 
 
-def test_the_fields_of_a_split_are_classes(tmp_path: Path) -> None:
+def test_the_fields_of_a_split_are_classes_and_its_keys_are_checked(tmp_path) -> None:
     source = split_source(listed(tmp_path, "b/2.jpg, 7, 3\na/1.jpg,6\nplain.jpg\n"))
     assert keys(source) == ["b/2.jpg", "a/1.jpg", "plain.jpg"]
     attributes = [dict(record.attributes) for record in source.records()]
     assert attributes == [{"class": "7", "class_2": "3"}, {"class": "6"}, {}]
 
-
-def test_a_split_that_leaves_its_root_or_repeats_a_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"list\.csv:2.*leads out"):
         split_source(listed(tmp_path, "a.jpg, 1\n../b.jpg, 1\n"))
     with pytest.raises(SourceError, match=r"'a' is on line 2 and on line 3"):
         split_source(listed(tmp_path, "b, 1\na, 1\na, 2\n"))
 
 
-def test_typed_columns_become_numbers_booleans_and_text(tmp_path: Path) -> None:
-    file = listed(
-        tmp_path,
-        "key,path,colour,price:number,sale:boolean,size:text,ns:tag:text\n"
-        "a,a.png,red, 12.50 ,TRUE,12,x\n"
-        "b,b.png,,-12345678901234567,false,,\n"
-        "c,c.png,blue,,,1e3,y\n",
-    )
-    a, b, c = (dict(record.attributes) for record in csv_source(file).records())
-    assert a == {"colour": "red", "price": 12.5, "sale": True, "size": "12", "ns:tag": "x"}
-    assert b == {"colour": "", "price": -12345678901234567, "sale": False, "size": "", "ns:tag": ""}
-    assert c == {"colour": "blue", "size": "1e3", "ns:tag": "y"}
-    assert isinstance(b["price"], int)
-    assert a["sale"] is True
-
-
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
         ("price:number", "12;50", r"list\.csv:3: column price has '12;50', expected a finite num"),
-        ("price:number", "nan", "column price has 'nan', expected a finite number"),
         ("price:number", "1e999", "column price has '1e999', expected a finite number"),
-        ("price:number", "1_000", "column price has '1_000', expected a finite number"),
         ("sale:boolean", "yes", "column sale has 'yes', expected true or false.*sale:text"),
-        (
-            "price:nubmer",
-            "1",
-            "names the type 'nubmer'; the types are text, number, boolean.*:text",
-        ),
+        ("price:nubmer", "1", "names the type 'nubmer'; the types are text, number.*:text"),
         ("weight:number", "1", "conflicts with the gallery, where weight has the type text"),
         ("sale", "True", r"list\.csv:3: column sale has 'True'.*sale:boolean, or sale:text"),
-        ("sale", "false", "sale:boolean"),
         ("n:number", "9" * 19, "64-bit integer, or a number with a point"),
-        ("n:number", "9" * 5000, "64-bit integer"),
     ],
 )
 def test_a_value_of_another_type_is_named_with_line_and_column(
-    tmp_path: Path, column: str, value: str, message: str
+    tmp_path, column: str, value: str, message: str
 ) -> None:
     file = listed(tmp_path, f"key,path,{column}\na,a.png,\nb,b.png,{value}\n")
     with pytest.raises(SourceError, match=message):
         csv_source(file, kinds={"weight": "text"})
-
-
-def test_changes_are_listed_by_key_and_empty_cells_take_values_away(tmp_path: Path) -> None:
-    assert csv_changes(listed(tmp_path, "key,price:number,colour\na,5,\nb,,red\n")) == {
-        "a": {"price": 5, "colour": ""},
-        "b": {"price": None, "colour": "red"},
-    }
-    for content, message in (
-        ("key,colour\na,red\nb,blue\na,green\n", "'a' is on line 2 and on line 4"),
-        ("name,colour\na,red\n", "no column key; its first line has the columns .*key,colour"),
-        ("key,colour\n", "lists no changes"),
-    ):
-        with pytest.raises(SourceError, match=message):
-            csv_changes(listed(tmp_path, content))

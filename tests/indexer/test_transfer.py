@@ -25,9 +25,8 @@ from kinlens.embedder.errors import (
 )
 from kinlens.indexer.exchange import parquet as transfer
 from kinlens.indexer.exchange.parquet import export_gallery, read_dump
-from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry, GalleryExport, Item, SearchOptions, VectorStore
+from kinlens.indexer.types import Entry, GalleryExport, Item
 from tests.indexer import oracle
 from tests.indexer.conftest import small_files, truncated
 from tests.indexer.crasher import forks
@@ -112,57 +111,16 @@ def test_every_item_comes_back_with_the_types_of_its_attributes(file: Path) -> N
         written(file, written_ones)
         assert [typed(entry) for entry in read(file)] == [typed(entry) for entry in written_ones]
     assert (read_dump(file).count, read_dump(file).dim) == (0, DIM)
-
-
-def test_the_facts_come_back_and_any_parquet_tool_can_read_the_columns(file: Path) -> None:
     written(file, made(3, price=[1.5], stock=[2]))
     assert read_dump(file).facts == {**FACTS, "dim": "8", "schema": "1"}
-    schema = pq.read_schema(file)
+    schema = pq.read_schema(file)  # any Parquet tool can read the columns
     assert schema.metadata[b"kinlens.name"] == b"shop"
     assert {field.name: str(field.type) for field in schema} == {
-        "key": "string",
-        "path": "string",
-        "format": "string",
-        "sha256": "string",
+        **dict.fromkeys(("key", "path", "format", "sha256"), "string"),
         "vector": "fixed_size_list<element: float>[8]",
         "attribute.price": "double",
         "attribute.stock": "int64",
     }
-
-
-def test_rows_come_in_groups_and_are_numbered_through_all_of_them(file: Path) -> None:
-    counts: list[int] = []
-    export_gallery(
-        MemoryStore(made(25_000, size=[1, 0.5], colour=["red"])), file, FACTS, counts.append
-    )
-    assert sum(counts) == 25_000
-    metadata = pq.ParquetFile(file).metadata
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    assert [group.num_rows for group in groups] == [10_000, 10_000, 5_000]
-    table = pq.read_table(file)
-    paths = table["path"].to_pylist()
-    paths[24_000] = None
-    number = table.schema.get_field_index("path")
-    pq.write_table(table.set_column(number, "path", pa.array(paths)), file)
-    with pytest.raises(SourceError, match=r"row 24,001 has no path"):
-        read(file)
-
-
-def test_a_new_type_of_attribute_during_an_export_is_an_error(file: Path) -> None:
-    class Growing(MemoryStore):
-        def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
-            self.contents = made(5, colour=["red"], stock=[1])
-            return super().scan(batch_size)
-
-    store = Growing(made(5, colour=["red"]))
-    with pytest.raises(GalleryBusyError, match="new type"):
-        export_gallery(store, file, FACTS)
-    export_gallery(store, file, FACTS)
-    assert [entry.attributes["stock"] for entry in read(file)] == [1] * 5
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def die() -> None:
@@ -171,21 +129,16 @@ def die() -> None:
 
 def test_an_export_that_fails_leaves_the_old_file_and_nothing_else(file: Path) -> None:
     before = written(file, made(2)).read_bytes()
-    with pytest.raises(KeyboardInterrupt):
-        export_gallery(MemoryStore(made(9), interrupt), file, FACTS)
     with small_files(20_000), pytest.raises(GalleryWriteError, match=r"shop\.parquet.*free space"):
         written(file, made(5000))
+    store = MemoryStore(made(2))
+    store.scan = lambda size: iter([made(2, stock=[1])])
+    with pytest.raises(GalleryBusyError, match="new type"):  # that came meanwhile
+        export_gallery(store, file, FACTS)
     assert file.read_bytes() == before
     assert list(file.parent.iterdir()) == [file]
     with pytest.raises(GalleryWriteError, match="nowhere"):
         written(file.parent / "nowhere" / "shop.parquet", made(1))
-
-
-def test_of_two_exports_to_one_file_at_the_same_time_the_later_one_stays(file: Path) -> None:
-    store = MemoryStore(made(4), lambda: written(file, made(1)))
-    export_gallery(store, file, FACTS)
-    assert len(read(file)) == 4
-    assert list(file.parent.iterdir()) == [file]
 
 
 def test_a_killed_export_leaves_no_half_file_and_the_next_one_cleans_up(file: Path) -> None:
@@ -202,18 +155,18 @@ def test_a_killed_export_leaves_no_half_file_and_the_next_one_cleans_up(file: Pa
 
 def test_an_export_holds_one_row_group_in_memory(file: Path) -> None:
     alive: list[int] = []
-
-    class Counting(MemoryStore):
-        def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
-            for start in range(0, 200_000, batch_size):
-                alive.append(pa.total_allocated_bytes())
-                yield [Entry(f"{start}-{n}", row, "", {}) for n, row in enumerate(block)]
-
     block = vectors(transfer.ROWS)
-    export_gallery(Counting([]), file, FACTS)
-    row_group = block.nbytes + transfer.ROWS * 100
-    assert max(alive) - alive[0] < 3 * row_group
-    assert file.stat().st_size > 15 * block.nbytes
+
+    def scan(batch_size: int = 1000) -> Iterator[list[Entry]]:
+        for start in range(0, 100_000, batch_size):
+            alive.append(pa.total_allocated_bytes())
+            yield [Entry(f"{start}-{n}", row, "", {}) for n, row in enumerate(block)]
+
+    store = MemoryStore([])
+    store.scan = scan
+    export_gallery(store, file, FACTS)
+    assert max(alive) - alive[0] < 3 * (block.nbytes + transfer.ROWS * 100)
+    assert file.stat().st_size > 7 * block.nbytes
 
 
 # Damage: the file, its columns, its rows.
@@ -240,57 +193,40 @@ ROWS = [row.tolist() for row in vectors(4)]
 COLUMNS = ("key", "path", "format", "sha256", "vector")
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "reason"),
-    [
-        *((name, None, f"no column {name}") for name in COLUMNS),
-        ("key", pa.array([1, 2, 3, 4]), "column key is int64, not string"),
-        ("vector", pa.array(ROWS, pa.list_(pa.float32())), "column vector is list"),
-        ("vector", pa.array(ROWS, pa.list_(pa.float64(), DIM)), "column vector is fixed_size_list"),
-        ("vector", fixed([row[:4] for row in ROWS], 4), "kinlens.dim is '8', expected 4"),
-        ("attribute.price", pa.array([b"x"] * 4), "attribute.price is binary"),
-        ("attribute.price", pa.array([[b"x"]] * 4), "attribute.price is list"),
-    ],
-)
-def test_a_column_that_is_missing_or_of_another_type_is_named(
-    file: Path, name: str, values: Any, reason: str
-) -> None:
-    with pytest.raises(SourceError, match=reason):
-        read_dump(changed(file, **{name: values}))
+WRONG: list[tuple[str, Any, str]] = [
+    *((name, None, f"no column {name}") for name in COLUMNS),
+    ("key", pa.array([1, 2, 3, 4]), "column key is int64, not string"),
+    ("vector", pa.array(ROWS, pa.list_(pa.float32())), "column vector is list"),
+    ("vector", fixed([row[:4] for row in ROWS], 4), "kinlens.dim is '8', expected 4"),
+    ("attribute.price", pa.array([[b"x"]] * 4), "attribute.price is list"),
+    ("key", pa.array(["a", "b", None, "d"]), "row 3 has no key"),
+    ("vector", fixed([*ROWS[:2], None, ROWS[3]]), "row 3 has no vector"),
+    ("key", pa.array(["a", "b", "c", "b"]), "'b'"),
+    ("vector", fixed([*ROWS[:3], [float("nan")] * DIM]), "'key 3' has NaN"),
+    ("vector", fixed([[None, *ROWS[0][1:]], *ROWS[1:]]), "'key 0' has NaN"),
+    ("vector", fixed([ROWS[0], [0.0] * DIM, *ROWS[2:]]), "'key 1' has norm 0"),
+    ("attribute.price", pa.array([1.0, 2.0, float("nan"), None]), "'price' of 'key 2': nan"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "reason"),
-    [
-        ("key", pa.array(["a", "b", None, "d"]), "row 3 has no key"),
-        ("path", pa.array(["a", None, "c", "d"]), "row 2 has no path"),
-        ("sha256", pa.array(["a", "b", "c", None]), "row 4 has no sha256"),
-        ("vector", fixed([*ROWS[:2], None, ROWS[3]]), "row 3 has no vector"),
-        ("key", pa.array(["a", "b", "c", "b"]), "'b'"),
-        ("vector", fixed([*ROWS[:3], [float("nan")] * DIM]), "'key 3' has NaN"),
-        ("vector", fixed([[None, *ROWS[0][1:]], *ROWS[1:]]), "'key 0' has NaN"),
-        ("vector", fixed([ROWS[0], [0.0] * DIM, *ROWS[2:]]), "'key 1' has norm 0"),
-        ("attribute.price", pa.array([1.0, 2.0, float("nan"), None]), "'price' of 'key 2': nan"),
-    ],
-)
-def test_an_invalid_row_is_named_and_the_existing_gallery_stays(
-    tmp_path: Path, file: Path, name: str, values: Any, reason: str
-) -> None:
+def test_a_wrong_column_or_row_is_named_and_the_existing_gallery_stays(tmp_path, file) -> None:
     import_gallery(dump(varied(10)), tmp_path / "shop")
-    with pytest.raises(KinlensError, match=reason):
-        import_gallery(read_dump(changed(file, **{name: values})), tmp_path / "shop")
+    for name, values, reason in WRONG:
+        with pytest.raises(KinlensError, match=reason):
+            import_gallery(read_dump(changed(file, **{name: values})), tmp_path / "shop")
     with closing(Gallery.open(tmp_path / "shop")) as again:
         assert contents(again).keys() == {entry.key for entry in varied(10)}
 
 
-@pytest.mark.parametrize("fact", ["name", "bundle_id", "schema", "dim"])
-def test_a_missing_fact_is_named(file: Path, fact: str) -> None:
+def test_a_missing_fact_is_named(file: Path) -> None:
     assert len(read(changed(file, vector=fixed(ROWS)))) == 4  # a file like this is read
-    table = pq.read_table(written(file, made(2)))
-    metadata = {k: v for k, v in table.schema.metadata.items() if k != f"kinlens.{fact}".encode()}
-    pq.write_table(table.replace_schema_metadata(metadata), file)
-    with pytest.raises(SourceError, match=rf"kinlens\.{fact}"):
-        read_dump(file)
+    for fact in ("name", "bundle_id", "schema", "dim"):
+        table = pq.read_table(written(file, made(2)))
+        facts = table.schema.metadata
+        facts.pop(f"kinlens.{fact}".encode())
+        pq.write_table(table.replace_schema_metadata(facts), file)
+        with pytest.raises(SourceError, match=rf"kinlens\.{fact}"):
+            read_dump(file)
 
 
 @pytest.mark.parametrize(
@@ -323,16 +259,12 @@ def test_without_pyarrow_the_extra_is_named(file: Path, monkeypatch: pytest.Monk
 
 
 def varied(count: int) -> list[Entry]:
-    """Items of three kinds of attributes; one key in ten is not ASCII, one in seven a copy."""
-    entries: list[Entry] = []
-    for number, vector in enumerate(vectors(count, seed=1)):
-        values: dict[str, Any] = {"colour": ["red", "grün", "青"][number % 3], "stock": number % 50}
-        values |= {"price": number / 4} if number % 2 else {"sale": number % 5 == 0}
-        name = f"schuh/größe {number}" if number % 10 == 0 else f"shoe/{number}"
-        made = Entry(name, vector, f"{number:064x}", values, f"{number}.png", "PNG")
-        if number % 7 == 3:
-            made = replace(made, vector=entries[-1].vector, sha256=entries[-1].sha256)
-        entries.append(made)
+    """Items of three kinds of attributes; one in seven is a copy."""
+    colours, prices, sales = ["red", "grün", "青"], [0.25, None, 1.5, 7], [True, None, False]
+    entries = made(count, colour=colours, stock=[*range(50)], price=prices, sale=sales)
+    for n in range(3, count, 7):
+        copied = entries[n - 1]
+        entries[n] = replace(entries[n], vector=copied.vector, sha256=copied.sha256)
     return entries
 
 
@@ -342,26 +274,14 @@ def dump(entries: Sequence[Entry]) -> GalleryExport:
     )
 
 
-def answers(store: VectorStore) -> list[Any]:
-    """By content, with scores: which copy is shown, numbers decide; and what fits a filter."""
-    found = store.search(vectors(20, seed=2), 15, SearchOptions(exact=True, distinct=True))
-    items = store.stored(sorted({hit.key for hits in found for hit in hits}))
-    where = parse_filter('colour = "青" and stock < 30 and (sale = true or price >= 100)')
-    fitting = store.search(vectors(3, seed=3), 10_000, SearchOptions(where=where))
-    return [
-        {items[hit.key].sha256: pytest.approx(hit.score, abs=1e-5) for hit in hits}
-        for hits in found
-    ] + [{hit.key for hit in hits} for hits in fitting]
-
-
 def test_an_exported_gallery_answers_alike_when_it_is_imported(tmp_path: Path, file: Path) -> None:
     with closing(
         Gallery.create(tmp_path / "first", name="shop", bundle_id="b" * 64, dim=DIM)
     ) as first:
-        first.add(varied(3_000))
+        first.add(varied(1_200))
         first.compact()
-        first.remove([f"shoe/{number}" for number in range(1, 900)])
-        first.update({"shoe/1001": {"colour": None, "new": "x"}})
+        first.remove([f"key {number}" for number in range(1, 300)])
+        first.update({"key 1001": {"colour": None, "new": "x"}})
         assert export_gallery(first, file, FACTS) == first.size
         reported: list[int] = []
         report = import_gallery(read_dump(file), tmp_path / "second", on_progress=reported.append)
@@ -369,7 +289,6 @@ def test_an_exported_gallery_answers_alike_when_it_is_imported(tmp_path: Path, f
         with closing(Gallery.open(tmp_path / "second")) as second:
             assert (second.name, second.bundle_id, second.size) == ("shop", "b" * 64, first.size)
             assert contents(second) == contents(first)
-            assert answers(second) == answers(first)
 
 
 def test_an_import_that_was_stopped_goes_on_and_leaves_nothing_of_another(tmp_path: Path) -> None:
@@ -398,26 +317,17 @@ def test_an_import_that_was_stopped_goes_on_and_leaves_nothing_of_another(tmp_pa
     assert not draft.exists()
 
 
-def test_attribute_types_of_a_stopped_import_do_not_bind_the_next_one(tmp_path: Path) -> None:
-    entries = [replace(entry, attributes={"price": 5}) for entry in made(10)]
-    texts = [replace(entry, attributes={"price": "low"}) for entry in made(4500)]
-    with pytest.raises(InvalidParameterError):
-        import_gallery(dump([*texts, replace(texts[0], key="")]), tmp_path / "shop")
-    import_gallery(dump(entries), tmp_path / "shop")
-    with closing(Gallery.open(tmp_path / "shop")) as gallery:
-        assert [item.attributes for item in gallery.items()] == [{"price": 5}] * 10
-
-
-@pytest.mark.parametrize("distance", [1, 4500])
-@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize(("distance", "is_resumed"), [(1, False), (4500, False), (4500, True)])
 def test_a_key_twice_is_named_and_changes_nothing(
     tmp_path: Path, distance: int, is_resumed: bool
 ) -> None:
-    entries = made(5000)
+    """What an import had that was stopped, like the types of its attributes, binds no other."""
+    entries, out = made(5000), tmp_path / "shop"
     if is_resumed:
+        texts = [replace(one, attributes={"price": "low"}) for one in entries]
         with pytest.raises(InvalidParameterError):
-            import_gallery(dump([*entries, replace(entries[0], key="")]), tmp_path / "shop")
-    twins = [*entries[: 400 + distance], replace(entries[7], sha256="f" * 64)]
+            import_gallery(dump([*texts, replace(entries[0], key="")]), out)
+    priced = [replace(one, attributes={"price": 5}) for one in entries[: 400 + distance]]
     with pytest.raises(InvalidParameterError, match=r"Key 'key 7' .* twice"):
-        import_gallery(dump(twins), tmp_path / "shop")
-    assert not (tmp_path / "shop" / "CURRENT").exists()
+        import_gallery(dump([*priced, replace(entries[7], sha256="f" * 64)]), out)
+    assert not (out / "CURRENT").exists()

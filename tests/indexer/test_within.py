@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
@@ -25,9 +23,7 @@ def some(chance: random.Random) -> Entry:
     return Entry(made.key, made.vector, made.sha256, made.attributes, keeps=chance.random() < 0.3)
 
 
-def test_whatever_is_done_within_a_filter_the_items_outside_stay_as_they_are(
-    gallery: Gallery,
-) -> None:
+def test_whatever_is_done_within_a_filter_the_items_outside_stay_as_they_are(gallery) -> None:
     """By drawing changes; those that are refused have changed nothing at all."""
     chance = random.Random(7)
     others = [f"other{n}" for n in range(4)]
@@ -60,23 +56,3 @@ def test_whatever_is_done_within_a_filter_the_items_outside_stay_as_they_are(
         assert outside(gallery) == before
     assert done > 80
     assert refused > 40
-
-
-def test_the_last_copy_to_keep_must_be_one_that_fits(gallery: Gallery) -> None:
-    gallery.add([entry("a", VECTORS[0], {"tenant": 7}), entry("b", VECTORS[1], {"tenant": 8})])
-    with pytest.raises(Exception, match="Nothing was removed"):
-        gallery.remove(["a"], keep=["b"], within=SEVEN)
-    assert gallery.remove(["a"], keep=["b"]) == 1
-
-
-def test_the_facts_of_attributes_are_of_the_items_that_fit(gallery: Gallery) -> None:
-    gallery.add(
-        entry(f"k{n}", VECTORS[n], {"tenant": 7 + n % 2, "price": n, "colour": f"c{n % 4}"})
-        for n in range(20)
-    )
-    gallery.compact()
-    gallery.update({"k0": {"price": 500}, "k1": {"price": 900}})
-    facts = {one.name: one for one in gallery.attribute_facts(SEVEN)}
-    assert (facts["price"].minimum, facts["price"].maximum) == (2, 500)
-    assert facts["colour"].values == (("c0", 5), ("c2", 5))
-    assert facts["tenant"].values == ((7, 10),)

@@ -41,7 +41,7 @@ MUTATIONS = {
         "service/settings.py",
         "redis_timeout_ms: int = Field(default=50,",
         "redis_timeout_ms: int = Field(default=500,",
-        ("tests/http/load/test_redis_faults.py", "-k", "default"),
+        ("tests/http/load/test_redis.py", "-k", "default"),
     ),
     "workers": Mutation(
         "service/commands/serve.py",
@@ -91,12 +91,12 @@ MUTATIONS = {
 
 
 def copy(folder: Path) -> None:
-    """Every tracked file, as it is in the working tree."""
+    """Every tracked file and link, as it is in the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     for name in filter(None, listed.stdout.decode().split("\0")):
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():  # the links of kinlens/ lead to folders
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
 
 
 def apply(mutation: Mutation, folder: Path) -> None:

@@ -321,21 +321,6 @@ def test_the_tutorial_runs_as_printed_from_an_empty_folder(
         terminal.follow(TUTORIAL)
 
 
-def test_the_service_finds_each_image_that_the_readme_has_indexed(terminal: Terminal) -> None:
-    bundle = Bundle.open(terminal.folder / "bundles/shop")
-    with terminal.page():
-        terminal.serve_by_default()
-        assert terminal.running is not None
-        with httpx.Client(base_url=terminal.running.url) as client:
-            for path in sorted((terminal.folder / "shop").glob("*/*.jpg"))[:8]:
-                answer = client.post(
-                    "/search", files={"image": path.read_bytes()}, data={"k": "3"}
-                ).json()
-                assert answer["bundle_id"] == bundle.bundle_id
-                assert answer["hits"][0]["score"] > 0.999
-                assert client.get(answer["hits"][0]["image"]).content == path.read_bytes()
-
-
 @pytest.mark.parametrize(
     "page", dict.fromkeys(block.page for block in BLOCKS if block.reason is None)
 )

@@ -25,7 +25,7 @@ from kinlens.indexer.ingest.rebuild import adopt
 from kinlens.indexer.live.backup import backup
 from kinlens.indexer.types import GalleryExport
 from kinlens.service.access.audit import AuditLog, Change
-from kinlens.service.access.keys import FreshKeys, KeyStore, Limits, open_keys
+from kinlens.service.access.keys import FreshKeys, KeyStore, Limits
 from kinlens.service.access.rates import (
     FIRST,
     Account,
@@ -41,17 +41,13 @@ from kinlens.service.encoding import workers as workers_module
 from kinlens.service.encoding.cache import (
     LruCache,
     answer_key,
-    decode_vector,
     embedding_key,
-    encode_vector,
 )
-from kinlens.service.encoding.decoders import InlineDecoder, NoProcessError, ProcessDecoder
+from kinlens.service.encoding.decoders import NoProcessError, ProcessDecoder
 from kinlens.service.encoding.model import Batcher
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.feedback import FeedbackStore, Question
-from kinlens.service.galleries.locations import GalleryLocation, Locations
-from kinlens.service.galleries.registry import Failures
-from kinlens.service.galleries.renditions import Renditions
+from kinlens.service.galleries.locations import Locations
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.http.forms import Part, parse_form
 from kinlens.service.http.gate import RouteTable
@@ -60,7 +56,6 @@ from kinlens.service.jobs.manager import JobManager
 from kinlens.service.jobs.params import params_of
 from kinlens.service.jobs.rebuild import store_bundle
 from kinlens.service.jobs.store import Job, JobStore
-from kinlens.service.search.pipeline import recall_of
 from kinlens.service.search.query import (
     HitRenderer,
     encode_results,

@@ -1,6 +1,5 @@
 """Waiting for what another thread or process makes true."""
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,10 +36,3 @@ def repeating(work: Callable[[int], object], threads: int = 1) -> Iterator[None]
             ended.set()
             for call in calls:
                 call.result()
-
-
-async def until_async(condition: Callable[[], object]) -> None:
-    """The same in an event loop, which keeps running."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -6,8 +6,10 @@ from typing import Any
 import timm
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from kinlens.embedder.preprocess import to_chw
+from kinlens.training.__main__ import app
 from kinlens.training.config.job import Job, job_toml, parse_job
 from kinlens.training.rendered.catalogue import render_view
 
@@ -74,6 +76,13 @@ def step_job(
 def write_job(path: Path, job: Job) -> Path:
     path.write_text(job_toml(job), encoding="utf-8")
     return path
+
+
+def called(*words: object, code: int = 0) -> str:
+    """What `kinlens-train` prints; errors of ours are raised."""
+    done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done.output
 
 
 class Silent:

@@ -1,9 +1,8 @@
-"""Gradients of one training step for every loss and regularizer, alone or on several ranks.
+"""Gradients of one training step, alone or on several ranks.
 
 `python -m tests.training.ranks FOLDER` writes what each of two ranks found, which then train
-FOLDER/job.toml as `kinlens-train fit` does; called in one process, `gradients` gives what the ranks
-must equal. The ranks are started by torchrun's own launcher, as forks of the process that has
-loaded torch: to load it in each takes longer than all that they do.
+FOLDER/job.toml as `kinlens-train fit` does. The ranks are forks of a process that has loaded torch:
+to load it in each takes longer than all that they do.
 """
 
 import sys
@@ -19,7 +18,6 @@ from kinlens.training.__main__ import main
 from kinlens.training.checkpoint import seed_everything
 from kinlens.training.config.job import Job
 from kinlens.training.distributed import process_group, rank, world
-from kinlens.training.losses.table import LOSSES
 from kinlens.training.state import create_run
 from tests.training.jobs import step_job
 
@@ -44,10 +42,13 @@ REGULARIZERS: dict[str, dict[str, Any]] = {
 
 
 def cases(weights: Path) -> dict[str, Job]:
-    """A job for each loss alone, and Proxy-Anchor with each regularizer."""
-    jobs = {name: step_job({}, weights, {"name": name}) for name in LOSSES}
-    for name, tables in REGULARIZERS.items():
-        jobs[f"proxy_anchor + {name}"] = step_job(tables, weights)
+    """A job for a loss with proxies, one that draws, and every kind of regularizer.
+
+    The objective sees the whole batch on each rank, so other losses add nothing.
+    """
+    jobs = {name: step_job({}, weights, {"name": name}) for name in ("soft_triple", "margin")}
+    for name in ("nice", "skewed_mean_subset", "skewed_mean_of_the_batch", "all"):
+        jobs[f"proxy_anchor + {name}"] = step_job(REGULARIZERS[name], weights)
     return jobs
 
 

@@ -1,7 +1,7 @@
 """A head on a frozen trunk, what is kept of its features, and which model is chosen on folds."""
 
 import json
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +11,19 @@ from torch import nn
 from typer.testing import CliRunner
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import DatasetError, JobError
+from kinlens.embedder.errors import DatasetError
 from kinlens.training.__main__ import app
-from kinlens.training.checkpoint import BEST, START, load_checkpoint
+from kinlens.training.checkpoint import BEST, START, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Input, Runtime
 from kinlens.training.data.features import FeatureStore, pooled_views
 from kinlens.training.data.load import load_split
 from kinlens.training.data.records import Split
-from kinlens.training.evaluation import choice as choice_module
-from kinlens.training.evaluation.choice import between, choose, too_few
-from kinlens.training.evaluation.evaluate import embed
+from kinlens.training.evaluation.choice import between
 from kinlens.training.export.bundle import export_checkpoint
-from kinlens.training.models.embedding import EmbeddingNet, Head
+from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.from_bundle import new_network
-from kinlens.training.runner import load_chosen, run_job
+from kinlens.training.runner import run_job
 from kinlens.training.start import whiten_within
 from kinlens.training.trainer import fit
 from tests.training.jobs import Silent, Stopping, small_job
@@ -67,49 +65,43 @@ def test_the_trunk_keeps_its_weights_and_its_features_are_computed_once(
 
     monkeypatch.setattr(EmbeddingNet, "pooled", counted)
     split, _ = ran(job, tmp_path / "run")
-    train, test = len(split.train), len(split.test)
     looked_at = [size for size in batches if size > 1]  # the sizes are checked with one image
-    assert sum(looked_at) == 2 * train + test
-    _, net = load_checkpoint(tmp_path / "run").network()
-    assert not torch.equal(net.projection.weight, new_network(job).projection.weight)
-    fresh = new_network(job).trunk.state_dict()
-    assert all(torch.equal(value, fresh[name]) for name, value in net.trunk.state_dict().items())
-
+    assert sum(looked_at) == 2 * len(split.train) + len(split.test)
+    net, fresh = load_checkpoint(tmp_path / "run").network()[1], new_network(job)
+    assert not torch.equal(net.projection.weight, fresh.projection.weight)
+    for name, value in net.trunk.state_dict().items():
+        assert torch.equal(value, fresh.trunk.state_dict()[name])
     batches.clear()
     ran(job.model_copy(update={"seed": 1}), tmp_path / "again")
-    assert [size for size in batches if size > 1] == []
+    assert not [size for size in batches if size > 1]
 
 
-def test_features_depend_on_content_and_trunk_alone(tmp_path: Path, weights: Path) -> None:
+def test_features_depend_on_content_trunk_and_size_alone(tmp_path: Path, weights: Path) -> None:
     job = head_job(tmp_path / "products", weights)
     images = load_split(job.data).train
     net, store = new_network(job), FeatureStore(tmp_path / "features.sqlite")
 
-    def features(net: EmbeddingNet, spec: Input = job.input) -> tuple[torch.Tensor, int]:
-        reported: list[int] = []
+    def features(spec: Input = job.input) -> tuple[torch.Tensor, bool]:
+        """The features, and whether any of them was computed."""
+        made: list[int] = []
         runtime = Runtime(workers=0, device="cpu")
-        found = pooled_views(net, images, spec, runtime, 2, store, lambda n, _: reported.append(n))
-        return found, len(reported)
+        found = pooled_views(net, images, spec, runtime, 2, store, lambda n, _: made.append(n))
+        return found, bool(made)
 
-    first, made = features(net)
-    assert made > 0
+    first, is_made = features()
+    assert is_made
     assert first.shape == (len(images), 2, net.channels)
-    for path in images.paths[:2]:  # another name and time, the same content
-        content = (images.root / path).read_bytes()
-        (images.root / path).unlink()
-        (images.root / path).write_bytes(content)
-    again, made = features(net)
-    assert made == 0
-    torch.testing.assert_close(again, first, rtol=0, atol=0)
-    with torch.no_grad():
-        next(net.trunk.parameters()).mul_(1.5)
-    other, made = features(net)
-    assert made > 0
+    path = images.root / images.paths[0]
+    path.rename(path.with_suffix(".old"))
+    shutil.copy(path.with_suffix(".old"), path)  # another file of the same content
+    again, is_made = features()
+    assert not is_made
+    assert torch.equal(again, first)
+    assert features(job.input.model_copy(update={"resize_px": 40}))[1]
+    next(net.trunk.parameters()).data.mul_(1.5)
+    other, is_made = features()
+    assert is_made
     assert not torch.equal(other, first)
-    served = embed(new_network(job), images, job)
-    _, made = features(net, job.input.model_copy(update={"resize_px": 40}))
-    assert made > 0
-    assert served.shape == (len(images), 16)
 
 
 def test_a_store_that_cannot_be_used_is_named_with_its_cure(tmp_path: Path) -> None:
@@ -138,79 +130,31 @@ def test_a_stopped_head_resumes_as_if_never_stopped(tmp_path: Path, weights: Pat
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
     whole = fit(job, split, tmp_path / "whole", Silent())
-
     with pytest.raises(KeyboardInterrupt):
         fit(job, split, tmp_path / "stopped", Stopping(7))
     rest = fit(job, split, tmp_path / "stopped", Silent(), resume=True)
     assert [row["loss"] for row in rest] == [row["loss"] for row in whole]
 
 
-def test_models_between_start_and_end_are_mixtures(tmp_path: Path, weights: Path) -> None:
-    job = head_job(tmp_path / "products", weights)
-    ran(job, tmp_path / "run")
-    start, last = load_checkpoint(tmp_path / "run" / START), load_checkpoint(tmp_path / "run")
-    for alpha, end in ((0.0, start), (1.0, last)):
-        state = end.network()[1].state_dict()
-        found = between(start, last, alpha)
-        assert all(torch.equal(found[name], value) for name, value in state.items())
-    found, before, after = (
-        state["projection.weight"]
-        for state in (between(start, last, 0.25), between(start, last, 0), between(start, last, 1))
-    )
-    torch.testing.assert_close(found, 0.75 * before + 0.25 * after)
-
-
 def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: Path) -> None:
     harmful = {"lr_head": 30.0, "epochs": 6}
     job = head_job(tmp_path / "products", weights, products=16, optimizer=harmful)
-    split, listener = ran(job, tmp_path / "run")
+    _, listener = ran(job, tmp_path / "run")
     found = json.loads((tmp_path / "run" / "choice.json").read_text())
     assert found["recall"]["1"] < found["recall"]["trunk"]
     assert found["alpha"] != 1.0
+    assert load_chosen(tmp_path / "run").trunk_alone == (found["alpha"] is None)
     assert sum("chosen on 2 folds" in sentence for sentence in listener.sentences) == 2
     report = (tmp_path / "run" / "report.md").read_text()
     assert "chosen on 2 folds of the train classes" in report
     assert not list((tmp_path / "run").glob("fold-*/*.pt"))
-    assert len(split.test) > 0
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_the_trunk_itself_is_tested_and_exported_where_it_was_chosen(
-    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, frozen: bool
-) -> None:
-    monkeypatch.setattr(choice_module, "max", lambda *_, **__: "trunk", raising=False)
-    job = head_job(tmp_path / "products", weights, model={"frozen_trunk": frozen})
-    split, listener = ran(job, tmp_path / "run")
-    chosen = load_chosen(tmp_path / "run")
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["figures"]["R@1"] == result["trunk"]["R@1"]
-    assert result["figures"]["MAP@R"] == pytest.approx(result["trunk"]["MAP@R"])
-    assert not any("No gain" in sentence for sentence in listener.sentences)
-    bundle = export_checkpoint(chosen, split, tmp_path / "bundle")
-    assert bundle.manifest.dim == new_network(job).channels
-    if frozen:
-        last = load_checkpoint(tmp_path / "run")
-        by_hand = export_checkpoint(last, split, tmp_path / "trunk", trunk=True)
-        np.testing.assert_array_equal(bundle.golden_vectors(), by_hand.golden_vectors())
-
-
-def test_folds_that_are_finished_are_not_trained_again(tmp_path: Path, weights: Path) -> None:
-    job = head_job(tmp_path / "products", weights)
-    split = load_split(job.data)
-    trained: list[int | None] = []
-
-    def train(one: Job, part: Split, place: Path) -> None:
-        trained.append(one.protocol.fold)
-        place.mkdir(parents=True, exist_ok=True)
-        fit(one, part, place, Silent())
-
-    first = choose(job, split, tmp_path, train)
-    assert trained == [0, 1]
-    assert choose(job, split, tmp_path, train) == first
-    assert trained == [0, 1]
-    other = parse_job(job.as_dict() | {"seed": 5})
-    choose(other, split, tmp_path, train)
-    assert trained == [0, 1, 0, 1]
+    start, last = load_checkpoint(tmp_path / "run" / START), load_checkpoint(tmp_path / "run")
+    mixed, before, after = (
+        between(start, last, alpha)["projection.weight"] for alpha in (0.25, 0.0, 1.0)
+    )
+    torch.testing.assert_close(mixed, 0.75 * before + 0.25 * after)
+    assert torch.equal(before, start.network()[1].projection.weight)
+    assert torch.equal(after, last.network()[1].projection.weight)
 
 
 def test_a_shop_too_small_to_choose_gets_the_trunk(tmp_path: Path, weights: Path) -> None:
@@ -219,11 +163,11 @@ def test_a_shop_too_small_to_choose_gets_the_trunk(tmp_path: Path, weights: Path
     assert split.train.classes == 3
     assert listener.steps == []
     assert "There are 6 classes, 3 of them to train on: too few" in listener.sentences[0]
-    assert load_chosen(tmp_path / "run").trunk_alone
+    assert "too few" in (tmp_path / "run" / "report.md").read_text()
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["figures"]["R@1"] == result["trunk"]["R@1"]
-    assert "too few" in (tmp_path / "run" / "report.md").read_text()
-    assert too_few(load_split(head_job(tmp_path / "more", weights).data)) == ""
+    bundle = export_checkpoint(load_chosen(tmp_path / "run"), split, tmp_path / "bundle")
+    assert bundle.manifest.dim == new_network(job).channels
 
 
 def test_the_whitening_shrinks_the_directions_in_which_a_class_varies() -> None:
@@ -241,21 +185,10 @@ def test_the_whitening_shrinks_the_directions_in_which_a_class_varies() -> None:
     residuals = x - torch.stack([x[labels == c].mean(0) for c in range(20)])[labels]
     within = residuals.T @ residuals / len(x)
     scaled = within / within.diagonal().mean() + 3 * torch.eye(12).double()
-    one, other = x[0] - x[1], x[2] - x[3]
-    expected = [step @ torch.linalg.solve(scaled, step) for step in (one, other)]
-    found = [(layer.weight.double() @ step).square().sum() for step in (one, other)]
-    ratio = found[0] / found[1]
-    torch.testing.assert_close(ratio, expected[0] / expected[1], rtol=1e-4, atol=1e-4)
-
-
-def test_a_head_with_a_hidden_layer_starts_as_its_linear_layer() -> None:
-    torch.manual_seed(0)
-    head = Head(12, 5, 7)
-    x = torch.randn(4, 12)
-    torch.testing.assert_close(head(x), head.linear(x))
-    with torch.no_grad():
-        head.outer.weight.normal_()
-    assert not torch.allclose(head(x), head.linear(x))
+    steps = x[:40:2] - x[1:40:2]
+    expected = (steps @ torch.linalg.inv(scaled) * steps).sum(1)
+    found = (steps @ layer.weight.double().T).square().sum(1)
+    torch.testing.assert_close(found / found[0], expected / expected[0], rtol=1e-4, atol=1e-4)
 
 
 def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
@@ -271,45 +204,25 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
         "model.batch_norm=frozen",
     ):  # fmt: skip
         command += ["--set", setting]
-    wait: Callable[..., object] = choice_module.write_chosen
 
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kinlens.training.runner.write_chosen", stopped)
-    assert CliRunner().invoke(app, command).exit_code != 0
-    monkeypatch.setattr("kinlens.training.runner.write_chosen", wait)
+    with monkeypatch.context() as patch:
+        patch.setattr("kinlens.training.runner.write_chosen", stopped)
+        begun = CliRunner().invoke(app, command)
+    assert begun.exit_code != 0
+    assert "fold 1 of 2" in begun.output
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert "chosen on 2 folds" in done.output.replace("\n", " ")
+    assert "fold 1 of 2" not in done.output, "it was finished before"
     bundle = Bundle.open(out)
     assert bundle.manifest.map is not None
     assert bundle.manifest.dim in (16, 96)
     assert (run / BEST).is_file()
-    refused = CliRunner().invoke(app, command)
-    assert "exists already" in str(refused.exception)
+    assert "exists already" in str(CliRunner().invoke(app, command).exception)
     first = sorted(p for p in shop.glob("*/*.*") if p.is_file())[0]
     first.with_name(f"another{first.suffix}").write_bytes(first.read_bytes())
     command[command.index(str(out))] = str(tmp_path / "other")
-    refused = CliRunner().invoke(app, command)
-    assert "Give another --run" in str(refused.exception)
-
-
-def test_a_report_compares_head_and_whole_network(tmp_path: Path, weights: Path) -> None:
-    last = {"choose_by": "last", "folds": None}
-    head = head_job(tmp_path / "products", weights, protocol=last)
-    whole = head_job(tmp_path / "products", weights, protocol=last, model={"frozen_trunk": False})
-    for name, job in (("adapt", head), ("fit", whole), ("other", whole)):
-        ran(job, tmp_path / "runs" / name)
-    report = (tmp_path / "runs" / "fit" / "report.md").read_text()
-    rows = [line for line in report.splitlines() if line.endswith(" |") and "| a head |" in line]
-    assert len(rows) == 1
-    assert rows[0].startswith("| adapt |")
-    assert "Compared" not in (tmp_path / "runs" / "adapt" / "report.md").read_text()
-
-
-def test_folds_that_do_not_fit_each_other_are_refused(tmp_path: Path, weights: Path) -> None:
-    with pytest.raises(JobError, match="needs folds = 2 or more"):
-        head_job(tmp_path, weights, protocol={"folds": None})
-    with pytest.raises(JobError, match="need a projection; set dim"):
-        head_job(tmp_path, weights, model={"dim": None})
+    assert "Give another --run" in str(CliRunner().invoke(app, command).exception)

@@ -1,4 +1,5 @@
 import csv
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,16 +37,13 @@ def published_file(folder: Path, counts: bool = True) -> Path:
     return folder / "w.pth"
 
 
-def randomise(trunk: nn.Module) -> None:
+def randomise(network: nn.Module) -> None:
     torch.manual_seed(0)
-    for module in trunk.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.weight, 0.8, 1.2)
-            nn.init.uniform_(module.running_var, 0.5, 2.0)
-            for tensor in (module.bias, module.running_mean):
-                nn.init.normal_(tensor, std=0.2)
-        elif isinstance(module, nn.Conv2d):
-            nn.init.normal_(module.bias, std=0.2)
+    for name, tensor in network.state_dict().items():
+        if name.endswith(("bias", "running_mean")):
+            nn.init.normal_(tensor, std=0.2)
+        elif "_bn" in name and tensor.ndim:
+            nn.init.uniform_(tensor, 0.5, 2.0)
 
 
 def test_all_485_names_and_shapes_are_the_published_ones() -> None:
@@ -60,27 +58,13 @@ def test_the_published_layout_loads_strictly(tmp_path: Path, counts: bool) -> No
     trunk = build_trunk("bn_inception", str(path))
     state = torch.load(path, weights_only=True)
     loaded = {name.removeprefix("0."): tensor for name, tensor in trunk.state_dict().items()}
-    assert not any(name.startswith("last_linear") for name in loaded)
     for name, tensor in loaded.items():
         if not name.endswith("num_batches_tracked"):
             assert torch.equal(tensor, state[name].reshape(tensor.shape)), name
-
-
-def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
-    path = published_file(tmp_path)
-    state = torch.load(path, weights_only=True)
-    torch.save({k: v for k, v in state.items() if k != "inception_4a_1x1.bias"}, path)
+    del state["inception_4a_1x1.bias"]
+    torch.save(state, path)
     with pytest.raises(CheckpointError, match=r"do not fit.*inception_4a_1x1.bias"):
         build_trunk("bn_inception", str(path))
-
-
-@pytest.mark.parametrize(
-    ("side", "size"), [(32, 1), (64, 2), (90, 3), (224, 7), (225, 7), (232, 8)]
-)
-def test_the_map_is_about_a_32nd_of_the_image_at_even_and_odd_sides(side: int, size: int) -> None:
-    trunk = build_trunk("bn_inception", "none").eval()
-    with torch.no_grad():
-        assert trunk(torch.zeros(1, 3, side, side)).shape == (1, 1024, size, size)
 
 
 def test_its_input_is_bgr_in_0_to_255_less_the_mean() -> None:
@@ -90,29 +74,24 @@ def test_its_input_is_bgr_in_0_to_255_less_the_mean() -> None:
     torch.testing.assert_close(normalization_of("bn_inception", trunk)(red), expected)
 
 
-def layer(network: BNInception, name: str, x: torch.Tensor) -> torch.Tensor:
-    return torch.relu(network.get_submodule(f"{name}_bn")(network.get_submodule(name)(x)))
-
-
 def chain(network: BNInception, x: torch.Tensor, *names: str) -> torch.Tensor:
     for name in names:
-        x = layer(network, name, x)
+        x = torch.relu(network.get_submodule(f"{name}_bn")(network.get_submodule(name)(x)))
     return x
 
 
 def by_hand(network: BNInception, x: torch.Tensor) -> torch.Tensor:
     """The figure of the paper, branch by branch, for sides that halve evenly."""
-    x = F.max_pool2d(layer(network, "conv1_7x7_s2", x), 3, 2, ceil_mode=True)
-    x = chain(network, x, "conv2_3x3_reduce", "conv2_3x3")
-    x = F.max_pool2d(x, 3, 2, ceil_mode=True)
+    halved = partial(F.max_pool2d, kernel_size=3, stride=2, ceil_mode=True)
+    x = halved(chain(network, x, "conv1_7x7_s2"))
+    x = halved(chain(network, x, "conv2_3x3_reduce", "conv2_3x3"))
     for block in ("3a", "3b", "3c", "4a", "4b", "4c", "4d", "4e", "5a", "5b"):
         at = f"inception_{block}_"
         triple = chain(network, x, f"{at}3x3_reduce", f"{at}3x3")
-        double = chain(
-            network, x, f"{at}double_3x3_reduce", f"{at}double_3x3_1", f"{at}double_3x3_2"
-        )
+        names = ("double_3x3_reduce", "double_3x3_1", "double_3x3_2")
+        double = chain(network, x, *(at + name for name in names))
         if block in ("3c", "4e"):
-            x = torch.cat([triple, double, F.max_pool2d(x, 3, 2, ceil_mode=True)], 1)
+            x = torch.cat([triple, double, halved(x)], 1)
             continue
         pooled = F.max_pool2d(x, 3, 1, 1) if block == "5b" else F.avg_pool2d(x, 3, 1, 1)
         single = chain(network, x, f"{at}1x1")

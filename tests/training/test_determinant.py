@@ -6,12 +6,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kinlens.training.config.settings import Determinant, Flow
-from kinlens.training.flows import NICE, RealNVP, build_flow
+from kinlens.training.models.flows import NICE, RealNVP, build_flow
 from kinlens.training.regularizers.determinant import (
     DeterminantRegularizer,
     augment,
     local_lipschitz,
-    log_scale_penalty,
 )
 
 DIM = 6
@@ -33,28 +32,25 @@ KINDS = pytest.mark.parametrize("kind", ["real_nvp", "nice"])
 
 
 def duel(
-    kind: str = "real_nvp", **settings: object
+    kind: str = "real_nvp", stir: float = 0.1, **settings: object
 ) -> tuple[DeterminantRegularizer, RealNVP | NICE]:
+    """The regularizer and flow 1, both moved off the identity by `stir`."""
     torch.manual_seed(0)
     shape = Flow(kind=kind, layers=4, hidden=8)
     regularizer = DeterminantRegularizer(Determinant(flow=shape, **settings), DIM)
     first = build_flow(shape, DIM)
     with torch.no_grad():
-        for flow in (first, regularizer.second_flow):
-            for parameter in flow.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
+        for parameter in (*first.parameters(), *regularizer.parameters()):
+            parameter.add_(stir * torch.randn_like(parameter))
     return regularizer, first
 
 
 @KINDS
 @pytest.mark.parametrize("depth", ["composed", "mean"])
 def test_r_of_an_untrained_flow_is_log_2(kind: str, depth: str) -> None:
-    z, labels = features()
-    shape = Flow(kind=kind, layers=4, hidden=8)
-    regularizer = DeterminantRegularizer(Determinant(flow=shape, depth=depth), DIM)
-    output = regularizer(z, labels, build_flow(shape, DIM))
-    assert float(output.r_first) == pytest.approx(math.log(2))
-    assert float(output.r_second) == pytest.approx(math.log(2))
+    regularizer, first = duel(kind, stir=0, depth=depth)
+    output = regularizer(*features(), first)
+    assert float(output.r_first) == float(output.r_second) == pytest.approx(math.log(2))
     assert float(output.penalty.detach()) == pytest.approx(0.0, abs=1e-7)
 
 
@@ -62,44 +58,19 @@ def test_r_of_an_untrained_flow_is_log_2(kind: str, depth: str) -> None:
 @pytest.mark.parametrize("depth", ["composed", "mean", "sum"])
 def test_the_penalty_presses_one_flow_down_and_the_other_up(kind: str, depth: str) -> None:
     regularizer, first = duel(kind, lambda1=0.3, lambda2=0.7, depth=depth)
-    second = regularizer.second_flow
     z, labels = features()
-    output = regularizer(z, labels, first)
-    expected = 0.3 * output.r_first - 0.7 * output.r_second
-    torch.testing.assert_close(output.penalty.detach(), expected)
-    output.penalty.backward()
-    before = (float(output.r_first), float(output.r_second))
+    before = regularizer(z, labels, first)
+    expected = 0.3 * before.r_first - 0.7 * before.r_second
+    torch.testing.assert_close(before.penalty.detach(), expected)
+    before.penalty.backward()
     with torch.no_grad():
-        for flow in (first, second):
+        for flow in (first, regularizer.second_flow):
             for parameter in flow.parameters():
-                if kind == "real_nvp" or parameter is flow.scaling.raw:
+                if kind == "real_nvp" or parameter is flow.scaling.raw:  # NICE's only scales
                     parameter -= 0.05 * parameter.grad
     after = regularizer(z, labels, first)
-    assert float(after.r_first) < before[0]
-    assert float(after.r_second) > before[1]
-
-
-def test_the_penalty_presses_the_last_layer_of_nice_and_nothing_else() -> None:
-    regularizer, first = duel("nice")
-    z, labels = features()
-    z.requires_grad_()
-    regularizer(z, labels, first).penalty.backward()
-    for flow, sign in ((first, 1), (regularizer.second_flow, -1)):
-        assert (sign * flow.scaling.raw.grad > 0).all()
-        assert all(parameter.grad is None for parameter in flow.layers.parameters())
-    assert z.grad is None
-
-
-@KINDS
-def test_the_gradient_reaches_both_flows_and_the_features(kind: str) -> None:
-    regularizer, first = duel(kind)
-    z, labels = features()
-    z.requires_grad_()
-    output = regularizer(z, labels, first)
-    (output.penalty + output.first.sum() + output.second.sum()).backward()
-    for parameter in (*first.parameters(), *regularizer.parameters()):
-        assert parameter.grad.abs().sum() > 0
-    assert (z.grad.norm(dim=1) > 0).all()
+    assert float(after.r_first) < float(before.r_first)
+    assert float(after.r_second) > float(before.r_second)
 
 
 @KINDS
@@ -114,22 +85,6 @@ def test_the_composed_diagonal_is_the_jacobian_of_independent_dimensions(kind: s
     torch.testing.assert_close(jacobian, torch.diag(jacobian.diagonal()))
 
 
-def test_the_composed_diagonal_has_the_gradient_of_12_layers_where_their_mean_has_one() -> None:
-    z, labels = features()
-    gradients = {}
-    for depth in ("composed", "mean", "sum"):
-        torch.manual_seed(0)
-        shape = Flow(layers=12, hidden=8)
-        regularizer = DeterminantRegularizer(Determinant(flow=shape, depth=depth), DIM)
-        flow = build_flow(shape, DIM)  # the identity
-        regularizer(z, labels, flow).penalty.backward()
-        gradients[depth] = [parameter.grad for parameter in flow.parameters()]
-    for composed, mean, total in zip(*gradients.values(), strict=True):
-        torch.testing.assert_close(composed, 12 * mean)
-        torch.testing.assert_close(composed, total)
-    assert any(gradient.abs().sum() > 0 for gradient in gradients["composed"])
-
-
 def test_augmented_points_lie_between_a_sample_and_its_nearest_neighbour() -> None:
     z = torch.tensor([[0.0, 0.0], [1.0, 0.0], [5.0, 0.0]])
     labels = torch.tensor([0, 1, 0])
@@ -139,25 +94,17 @@ def test_augmented_points_lie_between_a_sample_and_its_nearest_neighbour() -> No
     torch.testing.assert_close(beyond[0], torch.tensor([-0.4, 0.0]))
 
 
-def test_tangent_steps_are_orthogonal_to_the_sample_and_end_in_its_tangent_hyperplane() -> None:
+def test_tangent_steps_are_chords_without_their_radial_part() -> None:
     z, labels = features()
-    z = z.double()
-    between = augmented(z, labels)
-    tangent = augmented(z, labels, direction="tangent")
-    step, chord = tangent - z, between - z
-    torch.testing.assert_close((step * z).sum(1), torch.zeros(len(z)).double())
-    assert (step.norm(dim=1) > 0).all()
+    chord, step = (augmented(z, labels, direction=name) - z for name in ("between", "tangent"))
     radial = (chord * z).sum(1, keepdim=True) * z / z.square().sum(1, keepdim=True)
     torch.testing.assert_close(step, chord - radial)
-    assert (tangent.norm(dim=1) >= 5).all()
-    assert (between.norm(dim=1) < 5).all()
+    assert (step.norm(dim=1) > 0).all()
 
 
 @pytest.mark.parametrize(
     ("settings", "count"),
     [
-        ({"direction": "between"}, 6),
-        ({"direction": "beyond"}, 6),
         ({"direction": "tangent"}, 6),
         ({"same_class": True}, 2),  # the sample alone in its class adds nothing
     ],
@@ -168,8 +115,8 @@ def test_r_is_taken_at_samples_and_added_points(settings: dict[str, object], cou
     regularizer, first = duel(**settings)
     added = augmented(z, labels, **settings)
     assert len(added) == count
-    expected = log_scale_penalty(first(torch.cat([z, added])).log_diagonal[None]).mean()
-    torch.testing.assert_close(regularizer(z, labels, first).r_first, expected.detach())
+    diagonal = first(torch.cat([z, added])).log_diagonal.detach().exp()
+    torch.testing.assert_close(regularizer(z, labels, first).r_first, (1 + diagonal).log().mean())
 
 
 @KINDS

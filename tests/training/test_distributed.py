@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from kinlens.embedder.errors import JobError, TrainingError
-from kinlens.training import distributed
 from kinlens.training.config.job import load_job
 from kinlens.training.data.load import load_split
 from kinlens.training.folder import read_result
 from kinlens.training.runner import run_job
 from kinlens.training.state import create_run
-from tests.training.jobs import Silent, calibrated_weights, small_job, write_job
+from tests.training.jobs import Silent, calibrated_weights, called, small_job, write_job
 from tests.training.ranks import cases, gradients
 
 ROOT = Path(__file__).parents[2]
@@ -80,17 +79,10 @@ def test_batch_norm_that_trains_is_refused_on_several_cpu_processes(
         create_run(small_job(tmp_path), 3)
 
 
-def test_commands_of_one_process_refuse_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", ["evaluate run", "export run", "adapt --data . --out b"])
+def test_commands_of_one_process_refuse_torchrun(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(JobError, match="without torchrun"):
-        distributed.require_single_process()
-    for command in ("studies", "evaluate", "export"):
-        page = (ROOT / "training" / "commands" / f"{command}.py").read_text()
-        assert "    require_single_process()" in page, command
-
-
-def test_alone_nothing_is_gathered() -> None:
-    x = torch.ones(2, requires_grad=True)
-    assert distributed.gather(x) is x
-    assert distributed.gather_objects({"a": 1}) == [{"a": 1}]
-    assert distributed.is_main()
+        called(*words.split())

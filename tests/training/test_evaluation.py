@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 
 from kinlens.embedder.errors import DatasetError, EvaluationError
 from kinlens.training.evaluation.clustering import agreement, clustering
@@ -16,6 +15,7 @@ from kinlens.training.evaluation.structure import structure
 from kinlens.training.report.tables import paired_difference
 
 KS = (1, 2, 4, 8, 10_000)
+SCORES = "kinlens.training.evaluation.retrieval.SCORES"
 TIE = 1e-5
 
 
@@ -28,17 +28,6 @@ def random_set(
 ) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     return unit(rng.standard_normal((count, dim))), rng.integers(0, classes, count)
-
-
-def tied_set(count: int = 90) -> tuple[np.ndarray, np.ndarray]:
-    """Few directions, so that most scores are ties, inside and across classes."""
-    rng = np.random.default_rng(1)
-    directions = unit(rng.standard_normal((12, 4)))
-    return directions[rng.integers(0, 12, count)], rng.integers(0, 9, count)
-
-
-def two_classes() -> tuple[np.ndarray, np.ndarray]:
-    return random_set(classes=2)
 
 
 def good_set() -> tuple[np.ndarray, np.ndarray]:
@@ -75,28 +64,18 @@ def naive(
     return recall | {"MAP@R": 100 * float(np.mean(precisions))}
 
 
-@pytest.mark.parametrize("make", [random_set, tied_set, two_classes, good_set])
-@pytest.mark.parametrize("scores", [1, 300, 700, 1 << 20])
-def test_retrieval_equals_a_naive_reference_whatever_the_blocks(make, scores) -> None:
+@pytest.mark.parametrize("make", [random_set, good_set])
+@pytest.mark.parametrize("scores", [1, 300, 1 << 20])
+def test_retrieval_equals_a_naive_reference_whatever_the_blocks(
+    make, scores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SCORES, scores)
     vectors, labels = make()
+    vectors[10:40] = vectors[:30]  # ties, inside and across classes
+    vectors.flags.writeable = labels.flags.writeable = False
     for sets in ((vectors, labels), (vectors[:30], labels[:30], vectors[20:], labels[20:])):
-        found = retrieval(*sets, ks=KS, scores_at_a_time=scores)
+        found = retrieval(*sets, ks=KS)
         assert found.as_dict() == pytest.approx(naive(*sets), rel=1e-12)
-
-
-@pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_map_at_r_equals_that_of_pytorch_metric_learning(spread) -> None:
-    labels = np.random.default_rng(3).integers(0, 12, 200)
-    vectors = unit(np.eye(12)[labels] + spread * random_set(200, 12)[0])
-    names = ("mean_average_precision_at_r", "precision_at_1")
-    peer = AccuracyCalculator(include=names, k="max_bin_count")
-    theirs = peer.get_accuracy(vectors, labels)
-    ours = retrieval(vectors, labels)
-    assert ours.map_at_r == pytest.approx(100 * theirs["mean_average_precision_at_r"], abs=1e-4)
-    assert ours.recall[1] == pytest.approx(100 * theirs["precision_at_1"], abs=1e-4)
-    theirs = peer.get_accuracy(vectors[:50], labels[:50], vectors[50:], labels[50:], False)
-    ours = retrieval(vectors[:50], labels[:50], vectors[50:], labels[50:])
-    assert ours.map_at_r == pytest.approx(100 * theirs["mean_average_precision_at_r"], abs=1e-4)
 
 
 def test_the_query_is_left_out_by_its_number_and_not_by_its_score() -> None:
@@ -105,18 +84,8 @@ def test_the_query_is_left_out_by_its_number_and_not_by_its_score() -> None:
     assert retrieval(vectors, np.zeros(4, int)).map_at_r == 100
     mixed = retrieval(vectors, np.array([0, 0, 1, 1]), ks=(1, 2, 3))
     assert mixed.as_dict() == {"R@1": 0, "R@2": 0, "R@3": 100, "MAP@R": 0}
-
-
-def test_rounding_decides_nothing() -> None:
-    vectors = np.array([[1, 0], [1, 0], [1, 3e-4]], dtype=np.float32)
-    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
-        found = retrieval(vectors[order], np.array([0, 1, 0])[order], ks=(1,))
-        assert found.recall == {1: 0.0}
-
-
-def test_a_copy_in_the_gallery_counts_as_any_other_image() -> None:
-    vectors = unit(np.array([[1, 0], [1, 0], [1, 1], [1, 2]]))
-    labels = np.array([0, 0, 1, 0])
+    # A copy in the gallery counts as any other image.
+    vectors, labels = unit(np.array([[1, 0], [1, 0], [1, 1], [1, 2]])), np.array([0, 0, 1, 0])
     found = retrieval(vectors[:1], labels[:1], vectors, labels, ks=(1,))
     assert found.as_dict() == {"R@1": 100, "MAP@R": pytest.approx(100 * 2 / 3)}
 
@@ -127,6 +96,8 @@ def test_queries_without_a_positive_are_left_out_and_counted() -> None:
     assert (lone.queries, lone.without_positive) == (3, 3)
     absent = retrieval(vectors[:3], np.array([4, 3, 2]), vectors[3:], np.array([3, 3, 9]))
     assert (absent.queries, absent.without_positive) == (1, 2)
+    with pytest.raises(DatasetError, match="recall is not defined"):
+        retrieval(vectors, np.arange(6))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -138,23 +109,9 @@ def test_a_tensor_is_ranked_where_it_lies_and_in_full_precision(device) -> None:
     torch.set_float32_matmul_precision("high")  # as a training may have set it
     try:
         found = retrieval(torch.from_numpy(vectors).to(device), labels, ks=KS)
-        assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
     assert found == retrieval(vectors, labels, ks=KS)
-
-
-def test_arrays_that_may_not_be_written_are_read() -> None:
-    vectors, labels = random_set()
-    expected = retrieval(vectors, labels)
-    vectors.flags.writeable = labels.flags.writeable = False
-    assert retrieval(vectors, labels) == expected
-    assert retrieval(vectors, labels, vectors, labels).without_positive == 0
-
-
-def test_no_positive_at_all_is_an_error() -> None:
-    with pytest.raises(DatasetError, match="recall is not defined"):
-        retrieval(np.eye(3, dtype=np.float32), np.arange(3))
 
 
 def blobs(classes: int = 5, each: int = 8, spread: float = 0.01) -> tuple[np.ndarray, np.ndarray]:
@@ -174,18 +131,13 @@ def naive_f1(labels: np.ndarray, clusters: np.ndarray) -> float:
     return 100 * 2 * precision * recall / (precision + recall)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_f1_equals_a_loop_over_pairs(seed) -> None:
-    rng = np.random.default_rng(seed)
+def test_f1_equals_a_loop_over_pairs() -> None:
+    rng = np.random.default_rng(0)
     labels, clusters = rng.integers(0, 6, 60), rng.integers(-2, 3, 60)
     found = agreement(labels, clusters)
     assert found["F1"] == pytest.approx(naive_f1(labels, clusters), rel=1e-12)
-
-
-@pytest.mark.parametrize("labels", [np.zeros(5, int), np.arange(5)])
-def test_partitions_without_entropy_or_without_pairs_are_defined(labels) -> None:
-    same = agreement(labels, labels)
-    assert same == {"NMI": pytest.approx(100), "F1": 100}
+    for same in (np.zeros(5, int), np.arange(5)):  # without entropy, or without pairs
+        assert agreement(same, same) == {"NMI": pytest.approx(100), "F1": 100}
 
 
 def test_separate_classes_are_found_by_any_name_also_with_one_image_each() -> None:
@@ -193,21 +145,8 @@ def test_separate_classes_are_found_by_any_name_also_with_one_image_each() -> No
     for step in (1, 8):
         found = clustering(vectors[::step], labels[::step])
         assert found == {"NMI": pytest.approx(100), "F1": 100}
-
-
-def test_the_seed_decides_and_many_classes_start_from_random_embeddings(monkeypatch) -> None:
-    vectors, labels = blobs(12, 8, spread=1.0)
-    by_distance = clustering(vectors, labels, seed=3)
-    assert clustering(vectors, labels, seed=3) == by_distance
-    assert len({clustering(vectors, labels, seed)["F1"] for seed in range(4)}) > 1
-    monkeypatch.setattr("kinlens.training.evaluation.clustering.MOST_CLASSES_FOR_PLUS_PLUS", 11)
-    assert clustering(vectors, labels, seed=3) != by_distance
-
-
-def test_a_collapsed_network_gets_figures_and_no_warning() -> None:
-    labels = np.repeat(np.arange(4), 3)
-    found = clustering(np.ones((12, 3), np.float32), labels)
-    assert found["NMI"] == pytest.approx(0)
+    collapsed = clustering(np.ones((12, 3), np.float32), np.repeat(np.arange(4), 3))
+    assert collapsed["NMI"] == pytest.approx(0)
 
 
 def skewed_set(count: int = 50, dim: int = 6) -> tuple[np.ndarray, np.ndarray]:
@@ -235,20 +174,19 @@ def test_uniformity_densities_and_class_variance_equal_double_loops() -> None:
 
     groups = [vectors[labels == c] for c in np.unique(labels)]
     spreads = [inner(group) for group in groups if len(group) > 1]
-    centres = [group.mean(axis=0) for group in groups]
-    between = inner(np.array([centre / np.linalg.norm(centre) for centre in centres]))
+    centres = np.array([group.mean(axis=0) for group in groups])
+    between = inner(centres / np.linalg.norm(centres, axis=1, keepdims=True))
     assert found["density"] == pytest.approx(np.mean(spreads) / between, rel=1e-6)
     assert found["class_variance"] == pytest.approx(np.var(spreads), rel=1e-5)
 
-    pairs = list(combinations(range(len(labels)), 2))
-    inside, across = (
-        np.mean([distance(vectors[i], vectors[j]) for i, j in pairs if same(labels[i], labels[j])])
-        for same in (np.equal, np.not_equal)
-    )
+    of_pairs: dict[bool, list[float]] = {True: [], False: []}
+    for i, j in combinations(range(len(labels)), 2):
+        of_pairs[bool(labels[i] == labels[j])].append(distance(vectors[i], vectors[j]))
+    inside, across = (np.mean(of_pairs[same]) for same in (True, False))
     assert found["density_pairs"] == pytest.approx(inside / across, rel=1e-6)
 
 
-@pytest.mark.parametrize("count", [4, 50, 9000])
+@pytest.mark.parametrize("count", [4, 9000])
 def test_spectral_decay_equals_the_divergence_of_the_spectrum(count) -> None:
     vectors, labels = skewed_set(count)
     labels[1:3] = 98
@@ -258,53 +196,46 @@ def test_spectral_decay_equals_the_divergence_of_the_spectrum(count) -> None:
     assert structure(vectors, labels)["spectral_decay"] == pytest.approx(naive, rel=1e-5)
 
 
-@pytest.mark.parametrize("scores", [1, 350, 2450, 2500])
-def test_neither_blocks_nor_the_norms_of_vectors_change_the_structure(scores) -> None:
+def test_neither_blocks_nor_the_norms_of_vectors_change_the_structure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     vectors, labels = skewed_set()
     whole = structure(vectors, labels)
-    assert structure(vectors, labels, scores_at_a_time=scores) == pytest.approx(whole, abs=1e-6)
     scales = np.linspace(0.1, 9, 50, dtype=np.float32)[:, None]
-    assert structure(vectors * scales, labels) == pytest.approx(whole, rel=1e-5)
+    for scores in (1, 350, 2450):
+        monkeypatch.setattr(SCORES, scores)
+        found = structure(vectors * scales, labels)
+        assert found == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("length", [1.0, 0.0])
-def test_collapsed_embeddings_have_finite_figures(length) -> None:
-    vectors = length * np.tile(skewed_set()[0][:1], (12, 1))
-    found = structure(vectors, np.repeat(np.arange(4), 3))
-    assert np.isfinite(list(found.values())).all()
-    assert 5 < found["spectral_decay"] < 16
-    if length:
-        for name in ("uniformity", "density", "density_pairs", "class_variance"):
-            assert found[name] == pytest.approx(0, abs=1e-6), name
+def test_collapsed_embeddings_have_finite_figures() -> None:
+    for length in (1.0, 0.0):
+        vectors = length * np.tile(skewed_set()[0][:1], (12, 1))
+        found = structure(vectors, np.repeat(np.arange(4), 3))
+        assert np.isfinite(list(found.values())).all()
 
 
-@pytest.mark.parametrize("labels", [np.arange(5), np.zeros(5, int)])
-def test_too_few_classes_or_images_are_refused(labels) -> None:
-    with pytest.raises(DatasetError, match="at least 2 classes"):
-        structure(skewed_set(5)[0], labels)
+def test_what_has_no_figures_is_refused() -> None:
+    for labels in (np.arange(5), np.zeros(5, int)):
+        with pytest.raises(DatasetError, match="at least 2 classes"):
+            structure(skewed_set(5)[0], labels)
+    vectors, labels = random_set(10, classes=2)
+    vectors[3, 1] = np.nan
+    for measure in (retrieval, clustering, structure):
+        with pytest.raises(EvaluationError, match="1 of 10 embeddings are not finite"):
+            measure(vectors, labels)
 
 
-def test_all_measures_come_in_one_call() -> None:
+def test_all_measures_come_in_one_call_and_retrieval_alone_asks_in_the_gallery() -> None:
     vectors, labels = random_set()
-    figures = evaluate_embeddings(vectors, labels, ks=(1, 10), seed=4)
-    assert figures == {
-        **retrieval(vectors, labels, ks=(1, 10)).as_dict(),
-        **clustering(vectors, labels, 4),
-        **structure(vectors, labels),
-    }
-
-
-def test_clusters_and_structure_are_left_out_where_not_asked_for() -> None:
-    assert list(evaluate_embeddings(*random_set(), ks=(2,), full=False)) == ["R@2", "MAP@R"]
-
-
-def test_with_a_gallery_retrieval_asks_in_it_and_the_rest_sees_both() -> None:
-    vectors, labels = random_set()
-    sets = vectors[:20], labels[:20], vectors[20:], labels[20:]
-    figures = evaluate_embeddings(*sets, ks=(1,))
-    assert figures["R@1"] == retrieval(*sets, ks=(1,)).recall[1]
-    assert figures["uniformity"] == structure(vectors, labels)["uniformity"]
-    assert figures["NMI"] == clustering(vectors, labels)["NMI"]
+    split = vectors[:20], labels[:20], vectors[20:], labels[20:]
+    for sets in ((vectors, labels), split):
+        assert evaluate_embeddings(*sets, ks=(1, 10), seed=4) == {
+            **retrieval(*sets, ks=(1, 10)).as_dict(),
+            **clustering(vectors, labels, 4),
+            **structure(vectors, labels),
+        }
+    assert list(evaluate_embeddings(vectors, labels, ks=(2,), full=False)) == ["R@2", "MAP@R"]
 
 
 def memory_mb(name: str) -> float:
@@ -324,14 +255,6 @@ def test_memory_beside_the_embeddings_is_a_few_blocks(measure) -> None:
     before = memory_mb("VmRSS")
     measure(vectors, labels)
     assert memory_mb("VmHWM") - before < 150  # the whole matrix would be 324 MB
-
-
-@pytest.mark.parametrize("measure", [retrieval, clustering, structure])
-def test_embeddings_that_are_not_finite_are_refused(measure) -> None:
-    vectors, labels = random_set(10, classes=2)
-    vectors[3, 1] = np.nan
-    with pytest.raises(EvaluationError, match="1 of 10 embeddings are not finite"):
-        measure(vectors, labels)
 
 
 def ranks_of(right: np.ndarray) -> torch.Tensor:
@@ -354,6 +277,4 @@ def test_queries_without_an_answer_and_comparisons_without_a_pair_have_no_gain()
     before, after = torch.tensor([0, 2, -1, 0]), torch.tensor([0, 0, -1, 1])
     found = gain(before, after, np.array([0, 0, 1, 2]))
     assert found == pytest.approx(gain(before[[0, 1, 3]], after[[0, 1, 3]], np.array([0, 0, 2])))
-    assert gain(None, after, np.arange(4)) == {}
-    assert gain(before, after, np.zeros(4, int)) == {}
-    assert set(gain(before, before, np.arange(4)).values()) == {0.0}
+    assert gain(None, after, np.arange(4)) == gain(before, after, np.zeros(4, int)) == {}

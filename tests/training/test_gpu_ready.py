@@ -30,17 +30,9 @@ def tables() -> Iterator[dict[str, str]]:
         yield from [{"name": name, "mining": kind} for kind in kinds] or [{"name": name}]
 
 
-# Each needs a number, or how many elements there are, on the host before it can go on.
-READS = {
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "equal",
-    "is_nonzero",
-}
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim"}
+READS |= {"unique_consecutive", "equal", "is_nonzero"}
+"""Each needs a number, or how many elements there are, on the host before it can go on."""
 
 
 class Reads(TorchDispatchMode):

@@ -7,8 +7,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.config.settings import SkewedMean
-from kinlens.training.regularizers.skewed_mean import skewed_mean
 from kinlens.training.state import Run, create_run, parameter_groups
 from tests.training.jobs import step_job
 from tests.training.ranks import NIR, REGULARIZERS
@@ -22,7 +20,10 @@ def features(run: Run) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", REGULARIZERS)
-def test_the_total_is_the_loss_and_the_weighted_penalties(weights: Path, name: str) -> None:
+def test_the_total_is_loss_and_weighted_penalties_and_reaches_every_group(
+    weights: Path, name: str
+) -> None:
+    torch.manual_seed(0)
     run = create_run(step_job(REGULARIZERS[name], weights), CLASSES)
     terms = run.objective(run.net, *features(run))
     watched = {"r_first", "r_second"}
@@ -30,13 +31,7 @@ def test_the_total_is_the_loss_and_the_weighted_penalties(weights: Path, name: s
     torch.testing.assert_close(terms.total.detach(), torch.as_tensor(expected))
     wanted = {part for part, value in run.job.regularizers if value is not None}
     assert terms.parts.keys() - watched == {"loss"} | wanted
-
-
-@pytest.mark.parametrize("name", REGULARIZERS)
-def test_a_step_reaches_every_group(weights: Path, name: str) -> None:
-    torch.manual_seed(0)
-    run = create_run(step_job(REGULARIZERS[name], weights), CLASSES)
-    run.objective(run.net, *features(run)).total.backward()
+    terms.total.backward()
     for group in run.optimizer.param_groups:
         assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in group["params"]), group
 
@@ -49,11 +44,11 @@ def test_the_authors_of_nir_weight_the_loss_beside_it(weights: Path) -> None:
     torch.testing.assert_close(terms.total.detach(), expected)
 
 
-@pytest.mark.parametrize("loss", ["proxy_nca", "proxy_anchor", "soft_triple"])
-def test_nir_is_fitted_first_and_then_regularizes(weights: Path, loss: str) -> None:
+def test_nir_is_fitted_first_and_then_regularizes(weights: Path) -> None:
     torch.manual_seed(0)
     tables, random = {"non_isotropy": {**NIR, "fit_epochs": 2}}, {"kind": "random"}
-    run = create_run(step_job(tables, weights, loss={"name": loss}, sampling=random), CLASSES)
+    loss = {"name": "soft_triple"}
+    run = create_run(step_job(tables, weights, loss=loss, sampling=random), CLASSES)
     x, labels = features(run)
 
     def gradients(value: Tensor) -> list[Tensor]:
@@ -72,17 +67,11 @@ def test_nir_is_fitted_first_and_then_regularizes(weights: Path, loss: str) -> N
         assert (with_nir - alone).norm() > 0.01 * alone.norm()
 
 
-PAIRED = {"kind": "paired", "per_class": 2}
-GRAPH: dict[str, Any] = {"graph_consistency": {}}
-
-
 @pytest.mark.parametrize(
     ("sampling", "regularizers", "draws"),
     [
-        (PAIRED, {}, 2),
-        (PAIRED, GRAPH, 2),
-        (PAIRED | {"draws": 1}, {}, 1),
-        (PAIRED | {"draws": 1}, GRAPH, 1),
+        ({"kind": "paired", "per_class": 2}, {"graph_consistency": {}}, 2),
+        ({"kind": "paired", "per_class": 2, "draws": 1}, {"graph_consistency": {}}, 1),
         ({"kind": "random"}, {}, 1),
         ({"kind": "random", "draws": 2}, {}, 2),
     ],
@@ -100,13 +89,6 @@ def test_the_loss_is_the_mean_over_the_draws_of_the_sampling_whatever_regularize
     assert not torch.isclose(expected, other)
 
 
-def test_n_pair_gets_features_of_any_length(weights: Path) -> None:
-    run = create_run(step_job({}, weights, loss={"name": "n_pair"}), CLASSES)
-    x, labels = features(run)
-    longer = run.objective(run.net, 2 * x, labels).parts["loss"]
-    assert not torch.isclose(longer, run.objective(run.net, x, labels).parts["loss"])
-
-
 def test_flows_of_regularizers_and_proxies_have_their_own_rates(weights: Path) -> None:
     rates = {"lr_trunk": 1e-5, "lr_head": "x10", "lr_proxies": "x4000", "lr_flows": "x50"}
     decay = {"weight_decay": 4e-4, "weight_decay_criterion": 0.0}
@@ -121,51 +103,24 @@ def test_flows_of_regularizers_and_proxies_have_their_own_rates(weights: Path) -
     }  # fmt: skip
 
 
-def test_skewed_mean_does_not_part_the_centres_of_one_class(weights: Path) -> None:
-    loss = {"name": "soft_triple", "centres_per_class": 2}
-    run = create_run(step_job({"skewed_mean": {}}, weights, loss=loss), 2)
-    soft_triple = run.objective.loss
-    # Centres in a plane: class 0 at -20 and 20 degrees, class 1 at 160 and 200.
-    angles = torch.deg2rad(torch.tensor([-20.0, 20.0, 160.0, 200.0]))
-    with torch.no_grad():
-        soft_triple.proxies.zero_()
-        soft_triple.proxies[:, 0], soft_triple.proxies[:, 1] = angles.cos(), angles.sin()
-    skewed_mean(soft_triple.class_centres(), SkewedMean()).backward()
-    # The classes are opposite already: nothing is pushed, least of all centres of one class.
-    assert soft_triple.proxies.grad.abs().max() < 1e-6
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("tables", "loss", "message"),
     [
-        ({"gamma": 0}, "gamma must not be 0"),
-        ({"gamma": -4, "hinge": True}, "needs a finite gamma above 0"),
-        ({"subset": 1}, "greater than or equal to 2"),
-    ],
-)
-def test_useless_skewed_means_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(JobError, match=message):
-        step_job({"skewed_mean": settings})
-
-
-@pytest.mark.parametrize(
-    ("tables", "loss", "sampling", "message"),
-    [
-        ({"non_isotropy": {}}, "triplet", "random", "non_isotropy acts on proxies"),
-        ({"skewed_mean": {}}, "margin", "random", 'without centres = "batch"'),
-        ({"graph_consistency": {}}, "proxy_anchor", "random", 'sampling.kind = "paired"'),
+        ({"skewed_mean": {"gamma": 0}}, "proxy_anchor", "gamma must not be 0"),
+        ({"skewed_mean": {"gamma": -4, "hinge": True}}, "proxy_anchor", "above 0 with hinge"),
+        ({"non_isotropy": {}}, "triplet", "non_isotropy acts on proxies"),
+        ({"skewed_mean": {}}, "margin", 'without centres = "batch"'),
+        ({"graph_consistency": {}}, "proxy_anchor", 'sampling.kind = "paired"'),
     ],
 )
 def test_regularizers_that_do_not_fit_the_job_are_refused(
-    tables: dict[str, Any], loss: str, sampling: str, message: str
+    tables: dict[str, Any], loss: str, message: str
 ) -> None:
     with pytest.raises(JobError, match=message):
-        step_job(tables, loss={"name": loss}, sampling={"kind": sampling})
+        step_job(tables, loss={"name": loss}, sampling={"kind": "random"})
 
 
 def test_the_skewed_mean_of_the_batch_needs_no_proxies(weights: Path) -> None:
     tables = {"skewed_mean": {"centres": "batch"}}
     run = create_run(step_job(tables, weights, loss={"name": "triplet"}), CLASSES)
-    terms = run.objective(run.net, *features(run))
-    assert torch.isfinite(terms.total)
-    assert terms.parts["skewed_mean"] != 0
+    assert run.objective(run.net, *features(run)).parts["skewed_mean"].abs() > 0

@@ -1,6 +1,5 @@
 """What finished runs report: lines of the log, tables of studies, comparisons side by side."""
 
-import csv
 import io
 import json
 import shutil
@@ -11,14 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 from rich.progress import Progress
-from typer.testing import CliRunner
 
 from kinlens.embedder.errors import JobError, KinlensError
-from kinlens.training.__main__ import app
-from kinlens.training.config.job import parse_job
 from kinlens.training.config.settings import Input, Model, RenderedData
 from kinlens.training.data.load import load_split
-from kinlens.training.data.protocol import with_protocol
 from kinlens.training.evaluation.retrieval import with_interval
 from kinlens.training.export.bundle import export_backbone
 from kinlens.training.folder import Result
@@ -31,14 +26,14 @@ from kinlens.training.report.tables import (
     methods,
     paired_difference,
     read_study,
+    record,
     record_of,
     records_of,
 )
 from kinlens.training.runner import run_job
-from tests.training.jobs import TINY_TRUNK, Silent, small_job
+from tests.training.jobs import TINY_TRUNK, Silent, called, small_job
 
 DOCS = Path(__file__).parents[2] / "docs"
-runner = CliRunner()
 
 
 def study(**recalls: list[float]) -> Study:
@@ -53,40 +48,31 @@ def study(**recalls: list[float]) -> Study:
 def test_a_difference_is_paired_by_seed_with_students_interval() -> None:
     mean, half = paired_difference([50.0, 52.0, 54.0], [49.0, 50.0, 53.0])
     # Differences 1, 2, 1: deviation 1/sqrt(3), t(0.975, 2) = 4.3027.
-    assert mean == pytest.approx(4 / 3)
-    assert half == pytest.approx(4.3027 / 3, abs=1e-4)
-
-
-def test_only_seeds_that_both_methods_have_are_compared() -> None:
+    assert (mean, half) == pytest.approx((4 / 3, 4.3027 / 3), abs=1e-4)
     rows = methods(study(recipe=[50.0, 60.0], more=[51.0, 61.0, 10.0]))
-    assert "+1.0 ± 0.0 (recipe)" in rows[-1]
+    assert "+1.0 ± 0.0 (recipe)" in rows[-1]  # of the seeds that both have
     assert "| more | 3 |  | 40.7 ± 27.0 |" in rows[-1]
-
-
-def test_one_seed_has_no_interval() -> None:
     assert "| -2.0 (recipe) |" in methods(study(recipe=[50.0], less=[48.0]))[-1]
 
 
 def test_runs_and_peers_are_kept_in_a_file_that_makes_the_table_again(tmp_path: Path) -> None:
-    job = small_job(tmp_path / "products", epochs=2, min_steps=10)
-    split = load_split(job.data)
+    job = small_job(tmp_path / "products", epochs=1, min_steps=20)
     folder = tmp_path / "runs" / "determinant" / "seed-0"
-    run_job(job, split, folder, Silent())
+    run_job(job, load_split(job.data), folder, Silent())
     peer = tmp_path / "plain.json"
     peer.write_text(json.dumps({"name": "plain loop", "seed": 0, "figures": {"R@1": 10.0}}))
     kept, page = tmp_path / "small.json", tmp_path / "page.md"
     page.write_text("before\n<!-- small -->\n<!-- end small -->\nafter\n")
-    words = ["report", str(kept), str(folder), str(peer), "--against", "plain loop"]
-    assert runner.invoke(app, [*words, "--page", str(page)]).exit_code == 0
+    words = ["report", kept, folder, peer, "--against", "plain loop", "--page", page]
+    called(*words)
     written = page.read_text()
     assert written.startswith("before\n<!-- small -->\n\n| method |")
     assert written.endswith("<!-- end small -->\nafter\n")
     assert "| determinant | 1 |" in written
     assert "(plain loop)" in written
-    record = record_of(folder)
-    assert record.terms["share determinant"] > 0
-    assert record.trunk["R@1"] > 0
-    assert runner.invoke(app, ["report", str(kept), "--page", str(page)]).exit_code == 0
+    assert record_of(folder).terms["share determinant"] > 0
+    assert record_of(folder).trunk["R@1"] > 0
+    called("report", kept, "--page", page)
     assert page.read_text() == written
     assert record_of(folder, by="loss.name").method == job.loss.name
     with pytest.raises(JobError, match="Use a name like"):
@@ -96,25 +82,22 @@ def test_runs_and_peers_are_kept_in_a_file_that_makes_the_table_again(tmp_path: 
 
 
 def test_a_run_that_saw_no_test_class_is_known_by_its_validation_classes(tmp_path: Path) -> None:
-    content = small_job(tmp_path / "products").as_dict()
-    content["data"]["products"] = 12
-    content["protocol"] |= {"validation_fraction": 0.5, "evaluate_test": "never"}
-    job = parse_job(content)
-    run_job(job, with_protocol(load_split(job.data), job.protocol), tmp_path / "run", Silent())
-    record = record_of(tmp_path / "run")
-    assert record.figures["R@1"] == record.validation["R@1"]
-    assert record.trunk.keys() >= {"R@1", "R@2"}
+    trunk = {"validation R@1": 40.0}
+    job = small_job(tmp_path).as_dict()
+    found = record("a", Result(job, {}, {"R@1": 70.0}, 3, "last", 12.0, trunk=trunk))
+    assert (found.figures["R@1"], found.trunk["R@1"]) == (70.0, 40.0)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with pytest.raises(JobError, match="no finished run"):
-        record_of(tmp_path / "run")
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(JobError, match="is not a study"):
-        read_study(tmp_path / "bad.json")
-    with pytest.raises(JobError, match=r"is a folder.*kinlens-train compare"):
-        read_study(tmp_path / "run")
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    for read, path, message in (
+        (record_of, tmp_path, "no finished run"),
+        (read_study, bad, "is not a study"),
+        (read_study, tmp_path, r"is a folder.*kinlens-train compare"),
+    ):
+        with pytest.raises(JobError, match=message):
+            read(path)
 
 
 def test_the_page_of_results_has_the_tables_of_the_committed_studies() -> None:
@@ -125,15 +108,6 @@ def test_the_page_of_results_has_the_tables_of_the_committed_studies() -> None:
         assert "\n".join(methods(read_study(path))) in page, path
 
 
-def test_figures_on_other_images_are_not_compared() -> None:
-    records = [
-        Record("recipe", 0, {"R@1": 50.0}, split_sha256="a"),
-        Record("more", 0, {"R@1": 51.0}, split_sha256="b"),
-    ]
-    with pytest.raises(JobError, match="were tested on different images"):
-        methods(Study(tuple(records), {"": "recipe"}))
-
-
 def run_folder(folder: Path, recall: float, split: str = "a" * 64, **settings: Any) -> Path:
     """What a finished run leaves: 10 classes of 20 test images, one of a single image."""
     folder.mkdir()
@@ -142,30 +116,17 @@ def run_folder(folder: Path, recall: float, split: str = "a" * 64, **settings: A
     result = Result(job, figures, {"R@1": 70.0}, 3, "last", 12.0, split)
     (folder / "result.json").write_text(json.dumps(asdict(result)))
     for name, classes in (("test", 10), ("validation", 5)):
-        with (folder / f"{name}.csv").open("w", newline="") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(("key", "path", "class"))
-            writer.writerows((f"{c}-{n}", f"{c}-{n}", c) for c in range(classes) for n in range(20))
-            writer.writerow(("lone", "lone", "lone"))
+        rows = [f"{c}-{n},{c}-{n},{c}" for c in range(classes) for n in range(20)]
+        (folder / f"{name}.csv").write_text("\n".join(["key,path,class", *rows, "lone,lone,lone"]))
     return folder
-
-
-def compared(*folders: Path) -> str:
-    done = runner.invoke(app, ["compare", *map(str, folders)], catch_exceptions=False)
-    assert done.exit_code == 0
-    return done.stdout
-
-
-def test_figures_come_with_the_interval_of_their_queries(tmp_path: Path) -> None:
-    text = compared(run_folder(tmp_path / "one", 60.0))
-    assert f"| {with_interval(60, 200)} | 12.3 | -1.23 | 12 |" in text
-    assert f"| {with_interval(70, 100)} |" in text
 
 
 def test_only_settings_that_differ_and_matter_are_shown(tmp_path: Path) -> None:
     one = run_folder(tmp_path / "one", 60.0)
     two = run_folder(tmp_path / "two", 62.5, lr_trunk=1e-4)
-    text = compared(one, two)
+    text = called("compare", one, two)
+    assert f"| {with_interval(60, 200)} | 12.3 | -1.23 | 12 |" in text
+    assert f"| {with_interval(70, 100)} |" in text
     assert "| `optimizer.lr_trunk` | 0.001 | 0.0001 |" in text
     assert "batch_size" not in text
     assert "data.root" not in text, "where the images lie changes nothing"
@@ -174,62 +135,51 @@ def test_only_settings_that_differ_and_matter_are_shown(tmp_path: Path) -> None:
 
 
 def test_runs_on_other_images_are_not_subtracted(tmp_path: Path) -> None:
-    one = run_folder(tmp_path / "one", 60.0)
-    text = compared(one, run_folder(tmp_path / "two", 62.5, split="b" * 64))
+    one, two = (run_folder(tmp_path / name, 60.0, split=name * 64) for name in "ab")
+    text = called("compare", one, two)
     assert "tested on other images" in text
     assert "points of R@1" not in text
-
-
-def test_a_folder_without_a_finished_run_is_named(tmp_path: Path) -> None:
+    records = [Record(name, 0, {"R@1": 50.0}, split_sha256=name) for name in ("recipe", "more")]
+    with pytest.raises(JobError, match="were tested on different images"):
+        methods(Study(tuple(records), {"": "recipe"}))
     with pytest.raises(KinlensError, match="has no finished run"):
-        runner.invoke(app, ["compare", str(tmp_path)], catch_exceptions=False)
+        called("compare", tmp_path)
 
 
 def test_a_bundle_without_a_job_is_evaluated_on_images(weights: Path, tmp_path: Path) -> None:
     model, spec = Model(backbone=TINY_TRUNK, weights=str(weights)), Input(size_px=32, resize_px=36)
-    bundle = str(export_backbone("trunk", model, spec, tmp_path / "trunk").path)
+    bundle = export_backbone("trunk", model, spec, tmp_path / "trunk").path
     shop = tmp_path / "shop"
     drawn = RenderedData(kind="rendered", root=str(shop), products=3, views=4, size_px=40)
     write_catalogue(shop, drawn)
-
-    def evaluate(*words: object) -> str:
-        words = ("evaluate", bundle, *map(str, words))
-        done = runner.invoke(app, words, catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-        return done.output
-
-    with pytest.raises(KinlensError, match="--data /my/shop"):
-        evaluate()
-    with pytest.raises(KinlensError, match="--data nowhere: there is no such folder or CSV"):
-        evaluate("--data", "nowhere")
-    found = json.loads(evaluate("--data", shop, "--json").splitlines()[-1])
-    assert found.keys() == {"R@1", "R@2", "R@4", "R@8", "MAP@R"}
     paths = sorted(path.relative_to(shop) for path in shop.rglob("*.jpg"))
     rows = [f"{path},{path.parent}" for path in paths]
-    (shop / "list.csv").write_text("path,label\n" + "\n".join(rows))
-    listed = evaluate("--data", shop / "list.csv")
+    for name, listed in (("list", rows), ("same", rows[:4])):
+        (shop / f"{name}.csv").write_text("path,label\n" + "\n".join(listed))
+    for more, message in (
+        ((), "--data /my/shop"),
+        (("--data", "nowhere"), "--data nowhere: there is no such folder or CSV"),
+        (("--data", shop / "same.csv"), "every answer would be right"),
+    ):
+        with pytest.raises(KinlensError, match=message):
+            called("evaluate", bundle, *more)
+    found = json.loads(called("evaluate", bundle, "--data", shop, "--json").splitlines()[-1])
+    assert found.keys() == {"R@1", "R@2", "R@4", "R@8", "MAP@R"}
+    listed = called("evaluate", bundle, "--data", shop / "list.csv")
     assert f"R@1 {with_interval(found['R@1'], 12)}" in listed
-
-    (shop / "list.csv").write_text("path,label\n" + "\n".join(rows[:4]))
-    with pytest.raises(KinlensError, match="every answer would be right"):
-        evaluate("--data", shop / "list.csv")
 
 
 def test_a_line_has_the_epoch_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = io.StringIO()
-    console = Console(file=text, width=200)
+    console = Console(file=io.StringIO(), width=200)
     monkeypatch.setattr(log, "console", console)
     now = 1000.0
     listener = ConsoleListener(Progress(console=console), clock=lambda: now)
-    row = {"loss": 9.438, "images_per_s": 44.0, "R@1": 72.04}
-    listener.epoch_done({"epoch": 4.0, **row})  # of a run that is resumed
-    for epoch, seconds in ((4, 700.0), (5, 100.0), (48, 4.0), (49, 1.0)):
+    for epoch, seconds in ((4, 700.0), (5, 100.0), (49, 1.0)):
         listener.epoch_started(epoch, 50, 10)
         now += seconds
-        listener.epoch_done({"epoch": epoch + 1.0, **row})
-    *lines, last = text.getvalue().splitlines()
-    assert lines[0] == "epoch 4  loss 9.438  R@1 72.0  44 images/s"
-    assert lines[1] == "epoch 5 of 50  loss 9.438  R@1 72.0  44 images/s  about 8 h 45 min left"
-    assert lines[2].endswith("about 4 h 54 min left")
-    assert lines[3].endswith("about 18 s left")
+        row = {"epoch": epoch + 1.0, "loss": 9.438, "images_per_s": 44.0, "R@1": 72.04}
+        listener.epoch_done(row)
+    first, second, last = console.file.getvalue().splitlines()
+    assert first == "epoch 5 of 50  loss 9.438  R@1 72.0  44 images/s  about 8:45:00 left"
+    assert second.endswith("about 4:53:20 left")
     assert last.endswith("images/s")

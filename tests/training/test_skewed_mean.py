@@ -1,31 +1,24 @@
-import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from kinlens.training.config.job import load_job
 from kinlens.training.config.settings import SkewedMean
-from kinlens.training.losses.table import build_loss
 from kinlens.training.regularizers.skewed_mean import (
     class_means,
-    log_exp_mean,
-    power_mean,
     skewed_mean,
 )
-
-Regularizer = Callable[[Tensor], Tensor]
 
 SETTINGS: list[dict[str, object]] = [
     {"kind": "r1"},
     {"kind": "r1", "gamma": -16.0},
     {"kind": "r1", "gamma": 2.0, "delta": 0.1},
-    {"kind": "r1", "gamma": math.inf},
-    {"kind": "r1", "gamma": -math.inf},
     {"kind": "r1", "hinge": True},
     {"kind": "r2"},
+    {"kind": "r2", "exponent": 50.0},
     {"kind": "r2", "exponent": -3.0},
     {"kind": "r2", "exponent": 0.0},
     {"kind": "distance"},
@@ -38,7 +31,7 @@ SETTINGS: list[dict[str, object]] = [
 ]
 
 
-def skewed(kind: str = "r1", **settings: object) -> Regularizer:
+def skewed(kind: str = "r1", **settings: object) -> Callable[[Tensor], Tensor]:
     made = SkewedMean(kind=kind, **settings)
     return lambda centres: skewed_mean(centres, made)
 
@@ -49,47 +42,30 @@ def centres_of(count: int = 6, dim: int = 4, dtype: torch.dtype = torch.double) 
 
 
 def naive(centres: Tensor, settings: dict[str, object]) -> float:
-    """Equations 8 and 10 and the energies, term by term."""
+    """Equations 8 and 10 and the energies, from the cosines of all ordered pairs."""
     kind, gamma = settings["kind"], float(settings.get("gamma", 16.0))
     delta, lam = float(settings.get("delta", 0.55)), float(settings.get("exponent", 8.0))
-    points = centres.tolist()
-    rows = []
-    for i, p in enumerate(points):
-        others = [q for j, q in enumerate(points) if j != i]
-        rows.append([sum(a * b for a, b in zip(p, q, strict=True)) for q in others])
-    if kind == "r1" and math.isinf(gamma):
-        return sum((max if gamma > 0 else min)(row) - delta for row in rows) / len(rows)
+    cosines = (centres @ centres.T).detach().numpy()
+    rows = cosines[~np.eye(len(cosines), dtype=bool)].reshape(len(cosines), -1)
     if kind == "r1":
-        one = 1.0 if settings.get("hinge") else 0.0
-        sums = [one + sum(math.exp(gamma * (s - delta)) for s in row) for row in rows]
-        return sum(math.log(x) / gamma for x in sums) / len(rows)
-    pairs = [s for row in rows for s in row]
+        sums = np.exp(gamma * (rows - delta)).sum(1) + bool(settings.get("hinge"))
+        return np.log(sums).mean() / gamma
     if kind == "r2":
-        halves = [(1 + s) / 2 for s in pairs]
-        return mean_of(halves, lam)
-    distances = [math.sqrt(2 - 2 * s) for s in pairs]
+        return mean_of((1 + rows) / 2, lam)
+    distances = np.sqrt(2 - 2 * rows)
     if kind == "distance":
         return -mean_of(distances, -lam)
     if kind == "mhe0":
-        return sum(-math.log(d) for d in distances) / len(distances)
-    return sum(d ** (-2 if kind == "mhe2" else -1) for d in distances) / len(distances)
+        return -np.log(distances).mean()
+    return (distances ** (-2.0 if kind == "mhe2" else -1.0)).mean()
 
 
-def mean_of(values: list[float], lam: float) -> float:
-    if lam == 0:
-        return math.prod(values) ** (1 / len(values))
-    return (sum(v**lam for v in values) / len(values)) ** (1 / lam)
+def mean_of(values: np.ndarray, lam: float) -> float:
+    return np.exp(np.log(values).mean()) if lam == 0 else (values**lam).mean() ** (1 / lam)
 
 
 def named(settings: dict[str, object]) -> str:
     return " ".join(str(value) for value in settings.values())
-
-
-def gradient(regularizer: Regularizer, centres: Tensor) -> Tensor:
-    """Of the regularizer, along the sphere: (C, D)."""
-    raw = centres.clone().requires_grad_()
-    regularizer(F.normalize(raw, dim=1)).backward()
-    return raw.grad
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=named)
@@ -103,117 +79,26 @@ def test_value_and_gradient_are_those_of_the_formula(settings: dict[str, object]
 
 
 def test_a_subset_touches_only_its_centres() -> None:
-    centres = centres_of(20)
-    torch.manual_seed(5)
-    touched = [gradient(skewed("mhe1", subset=4), centres).norm(dim=1) > 0 for _ in range(3)]
-    assert [int(one.sum()) for one in touched] == [4, 4, 4]
-    assert not torch.equal(touched[0], touched[1])
+    centres = centres_of(20).requires_grad_()
     torch.manual_seed(5)
     chosen = torch.randperm(20)[:4]
-    assert touched[0][chosen].all()
     torch.manual_seed(5)
     value = skewed("mhe1", subset=4)(centres)
     torch.testing.assert_close(value, skewed("mhe1")(centres[chosen]))
+    value.backward()
+    touched = centres.grad.norm(dim=1).nonzero().flatten()
+    assert touched.tolist() == sorted(chosen.tolist())
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=named)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_are_finite_everywhere(settings: dict[str, object], dtype: torch.dtype) -> None:
-    point = centres_of(1, dtype=dtype)
-    for centres in (
-        torch.cat([point, point, -point, centres_of(2, dtype=dtype)]),
-        torch.cat([point, point]),
-        torch.cat([point, -point]),
-    ):
-        raw = centres.clone().requires_grad_()
+def test_gradients_are_finite_everywhere(settings: dict[str, object]) -> None:
+    point, others = (centres_of(count, dtype=torch.float32) for count in (1, 2))
+    for rows in ([point, point, -point, others], [point, point], [point, -point]):
+        raw = torch.cat(rows).requires_grad_()
         value = skewed(**settings)(raw)
         value.backward()
         assert value.isfinite()
         assert raw.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=named)
-def test_it_is_computed_in_float32_whatever_the_autocast(settings: dict[str, object]) -> None:
-    centres = centres_of(dtype=torch.float32)
-    regularizer = skewed(**settings)
-    expected = regularizer(centres)
-    with torch.autocast("cpu", torch.bfloat16):
-        value = regularizer(centres)
-        low = regularizer(centres.bfloat16())
-    assert value.dtype == low.dtype == torch.float32
-    torch.testing.assert_close(value, expected, rtol=0, atol=0)
-    torch.testing.assert_close(low, expected, rtol=0.05, atol=0.02)
-    exact = skewed(**settings)(centres.double())
-    assert exact.dtype == torch.float64
-    torch.testing.assert_close(expected.double(), exact, rtol=1e-4, atol=1e-5)
-
-
-def unit_rows(*shape: int) -> Tensor:
-    return F.normalize(torch.randn(*shape), dim=-1)
-
-
-@pytest.mark.parametrize(
-    ("name", "classes"),
-    [
-        ("cub-skewed-mean", 100),
-        ("cars196-skewed-mean", 98),
-        ("cars196-half-skewed-mean", 88),
-        ("sop-skewed-mean", 11_318),
-        ("in-shop-skewed-mean", 3997),
-    ],
-)
-def test_the_hinge_of_the_jobs_acts_on_new_proxies(name: str, classes: int) -> None:
-    """At least a third of what is pushed without it, and no less than 1 % of the loss's push."""
-    job = load_job(name)
-    torch.manual_seed(0)
-    loss = build_loss(job.loss, classes, 512)
-    embeddings, labels = unit_rows(90, 512), torch.randint(0, classes, (90,))
-    of_loss = pushes(loss, loss(embeddings, labels))
-    settings = job.regularizers.skewed_mean
-    found = []
-    for hinge in (True, False):
-        torch.manual_seed(1)
-        found.append(
-            skewed_mean(loss.class_centres(), settings.model_copy(update={"hinge": hinge}))
-        )
-    hinged, free = (pushes(loss, value) for value in found)
-    assert hinged > free / 3
-    assert settings.weight * hinged > 0.01 * of_loss
-
-
-def pushes(loss: nn.Module, value: Tensor) -> float:
-    """The norm of the gradient of `value` at the proxies of `loss`."""
-    (gradient,) = torch.autograd.grad(value, loss.proxies, retain_graph=True)
-    return float(gradient.norm())
-
-
-VALUES = torch.tensor([0.2, 1.5, 0.7, 3.0, 0.4], dtype=torch.double)
-
-
-@pytest.mark.parametrize("mean", [log_exp_mean, power_mean])
-def test_the_limits_of_the_smooth_means(mean: object) -> None:
-    middle = VALUES.mean() if mean is log_exp_mean else VALUES.log().mean().exp()
-    for lam, expected in ((0.0, middle), (math.inf, VALUES.max()), (-math.inf, VALUES.min())):
-        torch.testing.assert_close(mean(VALUES, lam), expected)
-    for lam in (1e-12, -1e-12):
-        torch.testing.assert_close(mean(VALUES, lam), middle)
-    torch.testing.assert_close(mean(VALUES, 1e6), VALUES.max(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(mean(VALUES, -1e6), VALUES.min(), rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("lam", [0.0, 1e-30, 1e-7, 1e-3, 1.0, 50.0, 1e4, 1e30, math.inf])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("mean", [log_exp_mean, power_mean])
-def test_the_means_are_stable_in_float32(mean: object, lam: float, sign: float) -> None:
-    values = (100 * VALUES).float().requires_grad_()
-    result = mean(values, sign * lam)
-    result.backward()
-    exact = mean(100 * VALUES, sign * lam)
-    torch.testing.assert_close(result.detach().double(), exact, rtol=1e-5, atol=0)
-    assert values.grad.isfinite().all()
-    assert (values.grad >= 0).all()
-    if mean is log_exp_mean:
-        assert float(values.grad.sum()) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_class_means_are_unit_means_in_order_of_label() -> None:

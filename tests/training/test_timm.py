@@ -11,9 +11,10 @@ from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.config.settings import Model
 from kinlens.training.export.bundle import write_onnx
 from kinlens.training.models.backbones import build_trunk, normalization_of
-from kinlens.training.models.embedding import EmbeddingNet
+from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 
 timm = pytest.importorskip("timm", reason="the extra kinlens[timm] is not installed")
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 VIT = "timm:test_vit.r160_in1k"
 RESNET = "timm:test_resnet.r160_in1k"
@@ -33,9 +34,7 @@ def net_of(backbone: str, **settings: object) -> EmbeddingNet:
     ("backbone", "pooling", "side"),
     [
         (VIT, "cls", 64),
-        (VIT, "gem", 96),
-        (RESNET, "gap+gmp", 96),
-        (RESNET, "gem", 64),
+        (RESNET, "gem", 96),
         ("timm:test_convnext", "gmp", 64),
         ("timm:test_mambaout", "gap", 96),
     ],
@@ -48,12 +47,6 @@ def test_any_network_of_timm_embeds_and_learns(backbone: str, pooling: str, side
     vectors[:, 0].sum().backward()
     missing = [n for n, p in net.named_parameters() if p.requires_grad and p.grad is None]
     assert not missing
-
-
-@pytest.mark.parametrize("backbone", [VIT, "timm:test_mambaout"])
-def test_without_a_dimension_the_embedding_has_the_channels_of_the_trunk(backbone: str) -> None:
-    net = net_of(backbone, dim=None)
-    assert net.eval()(images()).shape == (2, net.dim)
 
 
 def test_the_trunk_normalises_as_its_weights_were_trained() -> None:
@@ -72,29 +65,19 @@ def test_only_tokens_of_patches_are_pooled_and_cls_takes_the_class_token() -> No
     torch.testing.assert_close(net.features(images()), tokens[:, 0])
 
 
-@pytest.mark.parametrize("backbone", [RESNET, "timm:test_vit3"])
-def test_cls_needs_a_class_token(backbone: str) -> None:
+def test_what_a_network_cannot_do_is_named() -> None:
     with pytest.raises(JobError, match=r'pooling = "cls" needs a class token'):
-        net_of(backbone, pooling="cls")
-
-
-def test_a_side_that_is_no_multiple_of_the_patch_is_named() -> None:
+        net_of("timm:test_vit3", pooling="cls")
     net = net_of(VIT)
     net.check_sizes(64, 96)
     with pytest.raises(JobError, match=r"images of 100 px \(.*16.*accepts 160"):
         net.check_sizes(64, 100)
-
-
-def test_a_network_of_one_size_names_it() -> None:
     with pytest.raises(JobError, match=r"images of 96 px.*accepts 160"):
         net_of("timm:test_vit_relpos", pooling="gap").check_sizes(96)
-
-
-def test_a_network_that_pools_by_itself_is_refused() -> None:
     with pytest.raises(JobError, match="cannot be built without its own pooling"):
         build_trunk("timm:crossvit_tiny_240", "none")
-    with pytest.raises(JobError, match="returns one vector per image"):
-        build_trunk("timm:deit_tiny_distilled_patch16_224", "none")(torch.zeros(1, 3, 32, 32))
+    with pytest.raises(JobError, match=r'"folded" needs a convolution before each batch norm'):
+        net_of("timm:test_coatnet", batch_norm="folded")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +85,6 @@ def test_a_network_that_pools_by_itself_is_refused() -> None:
     [
         ("vit_smal_patch14_dinov2", "timm has no network.*timm:vit_small_patch14_dinov2"),
         ("qqqqq", "timm has no network 'qqqqq'.*timm.list_models"),
-        ("test_vit.imagenet", "no network 'test_vit.imagenet'.*test_vit"),
     ],
 )
 def test_an_unknown_name_lists_close_ones(name: str, message: str) -> None:
@@ -116,36 +98,22 @@ def test_without_timm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         build_trunk(VIT, "none")
 
 
-def test_weights_that_cannot_be_downloaded_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    create = timm.create_model
-
-    def offline(name: str, pretrained: bool, **options: object) -> nn.Module:
-        if pretrained:
-            raise OSError("offline")
-        return create(name, pretrained=pretrained, **options)
-
-    monkeypatch.setattr(timm, "create_model", offline)
-    with pytest.raises(CheckpointError, match=r"could not be downloaded \(offline\).*torch.save"):
-        build_trunk(VIT, "imagenet")
-
-
-@pytest.mark.parametrize("kind", ["pth", "safetensors"])
-@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
+@pytest.mark.parametrize(("name", "kind"), [("test_vit", "pth"), ("test_resnet", "safetensors")])
 def test_a_state_dict_of_timm_loads(name: str, kind: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     network = timm.create_model(name, pretrained=False)
     path = tmp_path / f"w.{kind}"
-    if kind == "pth":
-        torch.save(network.state_dict(), path)
-    else:
-        from safetensors.torch import save_file
-
-        save_file(network.state_dict(), path)
+    save = torch.save if kind == "pth" else save_file
+    save(network.state_dict(), path)
     trunk = build_trunk(f"timm:{name}", str(path)).eval()
     x = torch.randn(2, 3, 160, 160)
     with torch.no_grad():
         network.reset_classifier(0, "")
         torch.testing.assert_close(trunk(x), network.eval()(x))
+    if kind == "safetensors":
+        path.write_bytes(b"no weights")
+        with pytest.raises(CheckpointError, match="state dict"):
+            build_trunk(f"timm:{name}", str(path))
 
 
 def test_a_norm_behind_the_pooling_keeps_its_weights(tmp_path: Path) -> None:
@@ -159,24 +127,11 @@ def test_a_norm_behind_the_pooling_keeps_its_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(trunk(x), network.fc_norm(tokens))
 
 
-def test_a_safetensors_file_that_holds_no_weights_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "w.safetensors").write_bytes(b"no weights")
-    with pytest.raises(CheckpointError, match="state dict"):
-        build_trunk(VIT, str(tmp_path / "w.safetensors"))
-
-
-def test_batch_norm_that_cannot_be_folded_is_refused() -> None:
-    with pytest.raises(JobError, match=r'"folded" needs a convolution before each batch norm'):
-        net_of("timm:test_coatnet", batch_norm="folded")
-
-
 def test_onnx_computes_what_torch_computes_of_a_transformer(tmp_path: Path) -> None:
     net = net_of(VIT, pooling="gap+gmp").eval()
     write_onnx(net, 96, tmp_path / "m.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
     for count in (1, 3):
-        batch = images(count, 96)
-        with torch.no_grad():
-            expected = net(batch).numpy()
-        (found,) = session.run(None, {"images": batch.numpy()})
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        batch = images(count, 96).numpy()
+        (found,) = session.run(None, {"images": batch})
+        np.testing.assert_allclose(found, torch_embed(net, batch), atol=1e-4)

@@ -5,15 +5,12 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import onnxruntime
 import pytest
 import torch
 
-from kinlens.training.config.settings import TIMM, Model
-from kinlens.training.export.bundle import MAX_DIFFERENCE, write_onnx
+from kinlens.training.config.settings import TIMM, Input, Model
+from kinlens.training.export.bundle import MAX_DIFFERENCE, export_backbone
 from kinlens.training.models.backbones import BACKBONES, build_trunk, channels_of
-from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 
 timm = pytest.importorskip("timm", reason="the extra kinlens[timm] is not installed")
 
@@ -21,8 +18,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "trunks.md").read_text(encoding="ut
 LONG = pytest.mark.skipif(
     not os.environ.get("KINLENS_LONG_TESTS"), reason="tracing takes a minute; make soak runs it"
 )
-SHORT = ("timm:mobilenetv4_conv_small.e2400_r224_in1k",)
-SMALL_PX = 64
 
 
 class Row(NamedTuple):
@@ -44,7 +39,6 @@ def test_the_page_has_its_table_and_names_no_trunk_besides() -> None:
     names = [row.name for row in ROWS]
     assert len(names) >= 8
     assert len(set(names)) == len(names)
-    assert set(SHORT) <= set(names)
     assert set(re.findall(rf"{TIMM}[\w.]+\w", PAGE)) <= set(names)
 
 
@@ -60,21 +54,12 @@ def test_a_row_has_the_width_and_licence_that_the_package_states(row: Row) -> No
     assert row.licence.lower() == settings.license.lower()
 
 
-def marked(row: Row) -> object:
-    return pytest.param(row, id=row.name, marks=() if row.name in SHORT else LONG)
-
-
-@pytest.mark.parametrize("row", [marked(row) for row in ROWS])
-def test_onnx_computes_what_torch_does_of_every_trunk(row: Row, tmp_path: Path) -> None:
-    """The short one on few pixels, all others at the size of the page."""
+@LONG
+@pytest.mark.parametrize("name", dict.fromkeys((*BACKBONES, *(row.name for row in ROWS))))
+def test_every_trunk_exports_to_what_torch_computes(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net = EmbeddingNet(Model(backbone=row.name, weights="none", dim=None)).eval()
-    side = SMALL_PX if row.name in SHORT else row.size_px
-    write_onnx(net, side, tmp_path / "m.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
-    rng = np.random.default_rng(0)
-    for count in (1, 3):
-        images = rng.integers(0, 256, (count, 3, side, side), dtype=np.uint8)
-        (found,) = session.run(None, {"images": images})
-        assert found.shape == (count, row.width)
-        assert np.abs(found - torch_embed(net, images)).max() <= MAX_DIFFERENCE
+    side = next((row.size_px for row in ROWS if row.name == name), 224)
+    spec, model = Input(size_px=side, resize_px=side), Model(backbone=name, weights="none")
+    bundle = export_backbone("plain", model, spec, tmp_path / "bundle")
+    assert bundle.manifest.parity is not None
+    assert bundle.manifest.parity.max_abs_difference <= MAX_DIFFERENCE

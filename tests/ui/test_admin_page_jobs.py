@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, Page, expect
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.service.app import create_app
 from tests.support.admin_page import fill_row, job, opening
 from tests.support.job_shops import JobShop
 from tests.support.page_browser import OpenPage, until
-from tests.support.servers import Running, StartService, run
+from tests.support.servers import Running, run
 
 pytestmark = pytest.mark.browser
 
@@ -36,7 +36,7 @@ def shop(
         training_weights=("mobilenet=/weights/mobilenet.pth",),
     )
     made.build("other")
-    slow = made.trainer(seconds=0.5, epochs=200)
+    slow = made.trainer(seconds=0.2, epochs=500)
     made.settings = made.settings.model_copy(update={"training_command": slow})
     return made
 
@@ -96,35 +96,20 @@ def test_the_model_is_compared_first_and_put_in_place_by_hand(page: Page, shop: 
         expect(detail.get_by_test_id("job-log")).to_contain_text(step)
     expect(detail.get_by_test_id("job-step")).to_contain_text("ready to be put in place")
     expect(detail.get_by_test_id("report-gate")).to_contain_text("Good enough")
-    table = detail.get_by_test_id("report-table")
-    expect(table.locator("thead")).to_contain_text("Difference")
-    expect(table).to_contain_text("recall@1")
-    expect(table).to_contain_text(shop.new.bundle_id[:12])
-    expect(detail.get_by_test_id("report-basis")).to_contain_text("agree on")
+    expect(detail.get_by_test_id("report-table")).to_contain_text(shop.new.bundle_id[:12])
     assert shop.bundle_id() == shop.old.bundle_id
     detail.get_by_test_id("job-swap").click()
     expect(detail).to_contain_text("Swap: shop")
     ended(page, "done")
     expect(detail.get_by_test_id("report-swapped")).to_be_visible()
     assert shop.bundle_id() == shop.new.bundle_id
-    page.get_by_test_id("job").nth(1).get_by_role("button").click()
-    expect(detail.get_by_test_id("report-gate")).to_be_visible()
-    expect(detail.get_by_test_id("job-step")).to_contain_text("Put in place by a swap")
-    expect(detail.get_by_test_id("job-swap")).to_have_count(0)
 
 
 def test_a_training_shows_progress_and_a_log_that_follows_and_is_cancelled(page: Page) -> None:
     form = page.get_by_test_id("open-train")
     expect(form.get_by_test_id("field-job")).to_have_value("shop")
     expect(form.get_by_test_id("field-data").locator("option")).to_have_count(1)
-    expect(form).to_contain_text("KINLENS_TRAINING_DATA=NAME=DIR")
-    expect(form).not_to_contain_text("KINLENS_TRAINING_WEIGHTS")
-    form.locator("summary").first.click()
-    expect(form.get_by_test_id("field-job")).to_be_hidden()
-    form.get_by_test_id("research-jobs").locator("summary").click()
-    expect(form.get_by_test_id("field-job").locator("option").first).to_have_text("shop")
-    form.locator("summary").first.click()
-    chosen = {"job": "sop-nir", "weights": "mobilenet", "epochs": "3", "max_recall_loss": "2"}
+    chosen = {"weights": "mobilenet", "epochs": "3", "max_recall_loss": "2"}
     start(page, "train", **chosen, feedback="yes")
     detail = page.get_by_test_id("job-detail")
     expect(detail.get_by_test_id("job-step")).to_contain_text("epochs", timeout=LONG_MS)
@@ -139,9 +124,6 @@ def test_a_training_shows_progress_and_a_log_that_follows_and_is_cancelled(page:
     detail.get_by_test_id("job-cancel").click()
     page.get_by_test_id("confirm-yes").click()
     ended(page, "cancelled")
-    page.get_by_test_id("to-status").click()
-    expect(page.get_by_test_id("status-feedback")).to_contain_text("Marked wrong")
-    page.get_by_test_id("to-jobs").click()
     expect(page.get_by_test_id("to-jobs")).to_have_text("Jobs")
     expect(detail.get_by_test_id("job-resume")).to_be_visible()
 
@@ -187,7 +169,7 @@ REFUSED = {
 }
 
 
-def test_a_refused_gallery_shows_the_figures_that_decided(page: Page) -> None:
+def test_a_finished_job_shows_the_figures_that_decided(page: Page) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(f"{request.method} {request.url}"))
     open_job(page, REFUSED)
@@ -205,10 +187,6 @@ def test_a_refused_gallery_shows_the_figures_that_decided(page: Page) -> None:
     detail.get_by_test_id("report-others").locator("summary").click()
     expect(detail.get_by_test_id("report-table")).to_be_visible()
     expect(detail.get_by_test_id("report-gain")).to_contain_text("Worse")
-    log = detail.get_by_test_id("job-log")
-    assert log.evaluate("node => getComputedStyle(node, '::before').content") == (
-        '"This job wrote nothing"'
-    )
     expect(detail.locator(".job-buttons .primary")).to_have_text("Keep the old version")
     detail.get_by_test_id("job-swap").click()
     page.get_by_test_id("confirm-no").click()
@@ -216,18 +194,13 @@ def test_a_refused_gallery_shows_the_figures_that_decided(page: Page) -> None:
     detail.get_by_test_id("job-keep").click()
     expect(detail).to_be_hidden()
 
-
-def test_a_gallery_that_passed_has_a_main_button_that_puts_it_in_place(page: Page) -> None:
     gate = {"passed": True, "by": "items", "reason": "recall@1 0.57 after 0.50.", "note": ""}
     report = {name: value for name, value in REFUSED.items() if name != "golden"}
     open_job(page, report | {"gate": gate})
-    detail = page.get_by_test_id("job-detail")
     expect(detail.get_by_test_id("job-state")).to_have_text("done")
     expect(detail.get_by_test_id("report-table")).to_be_visible()
     expect(detail.locator(".job-buttons .primary")).to_have_text("Put the new version in place")
 
-
-def test_recalls_of_a_training_are_rounded_and_shown_with_those_before_it(page: Page) -> None:
     figures = {"R@1": 200 / 3, "MAP@R": 11.456619, "density_pairs": 0.891141}
     training = {"figures": figures, "trunk": {"R@1": 61.0}, "epochs": [2, 2]}
     open_job(page, {"training": training, "swapped": True})
@@ -237,21 +210,12 @@ def test_recalls_of_a_training_are_rounded_and_shown_with_those_before_it(page: 
     )
 
 
-def test_forms_start_jobs_or_show_what_is_wrong(
-    open_admin: OpenPage, served: Running, allowed: list[str]
-) -> None:
+def test_forms_start_jobs_or_show_what_is_wrong(open_admin: OpenPage, allowed: list[str]) -> None:
     allowed.append("422")
     page = open_admin("/admin?gallery=other#jobs")
     start(page, "compact")
     expect(page.get_by_test_id("job-detail")).to_contain_text("Compact: other")
     ended(page, "done")
-    expect(page.get_by_test_id("job-cancel")).to_have_count(0)
-    expect(page.get_by_test_id("job").first).to_contain_text("done")
-    before = served.client.get("/galleries/other").json()["generation"]
-    start(page, "swap", **{"with": "shop"})
-    expect(page.get_by_test_id("job-detail")).to_contain_text("Swap: other")
-    ended(page, "done")
-    assert served.client.get("/galleries/other").json()["generation"] != before
 
     form = page.get_by_test_id("open-train")
     form.locator("summary").first.click()
@@ -263,22 +227,10 @@ def test_forms_start_jobs_or_show_what_is_wrong(
     expect(form.get_by_label("Name")).to_have_value("data.root")
 
 
-def test_without_options_the_page_shows_why_and_what_to_do(page: Page, shop: JobShop) -> None:
-    def lacking(route: Route) -> None:
-        known = route.fetch().json()
-        assert {one["bundle_id"] for one in known["bundles"]} >= {shop.new.bundle_id}
-        route.fulfill(json=known | {"bundles": [], "no_training": "Install the extra training."})
-
-    page.route("**/jobs/options", lacking)
-    page.reload()
-    for kind, message in (("rebuild", "put its bundle into"), ("train", "Install the extra")):
-        form = page.get_by_test_id(f"open-{kind}")
-        form.locator("summary").click()
-        expect(form).to_contain_text(message)
-        expect(form.locator("form")).to_have_count(0)
-
-
-def test_a_new_gallery_gets_a_model_that_the_service_knows(page: Page, shop: JobShop) -> None:
+def test_a_new_gallery_gets_a_model_and_the_status_shows_index_and_readiness(
+    page: Page, shop: JobShop, allowed: list[str]
+) -> None:
+    allowed.append("503")
     page.get_by_test_id("to-galleries").click()
     form = page.get_by_test_id("gallery-form")
     form.get_by_label("Model").select_option(shop.new.bundle_id)
@@ -286,17 +238,15 @@ def test_a_new_gallery_gets_a_model_that_the_service_knows(page: Page, shop: Job
     page.get_by_test_id("gallery-create").click()
     row = page.get_by_test_id("gallery-row").filter(has_text="spring")
     expect(row).to_contain_text(f"model {shop.new.bundle_id[:12]}")
+    page.get_by_test_id("gallery").select_option("shop")
 
-
-def test_the_status_shows_the_index_the_model_and_readiness(page: Page, allowed: list[str]) -> None:
-    allowed.append("503")
     page.get_by_test_id("to-status").click()
     index = page.get_by_test_id("status-index")
     expect(index).to_contain_text("No compaction needed")
-    for term in ("Kind of index", "Added since", "Removed since", "Recall", "Generation"):
-        expect(index).to_contain_text(term)
+    expect(index).to_contain_text("Recall")
     expect(page.get_by_test_id("status-model")).to_contain_text("CPUExecutionProvider")
     expect(page.get_by_test_id("status-attributes")).to_contain_text("class-0 (4)")
+    expect(page.get_by_test_id("status-feedback")).to_contain_text("Marked wrong")
     expect(page.get_by_test_id("status-ready")).to_contain_text("Ready to answer")
 
     answer = {
@@ -305,7 +255,6 @@ def test_the_status_shows_the_index_the_model_and_readiness(page: Page, allowed:
         "indexes": {
             "shop": {"device": "cuda", "gpu_memory_mb": 2048.4, "reason": None},
             "hats": {"device": "cpu", "gpu_memory_mb": 0, "reason": "it takes 90,000 MB"},
-            "cups": {"device": "cpu", "gpu_memory_mb": 0, "reason": None},
         },
         "queue_depth": 3,
         "redis": "down",
@@ -321,12 +270,3 @@ def test_the_status_shows_the_index_the_model_and_readiness(page: Page, allowed:
         "on the CPU: it takes 90,000 MB",
     ):
         expect(box).to_contain_text(text)
-    expect(box).not_to_contain_text("Index of cups")
-
-
-def test_jobs_need_a_state_folder(browser: Browser, start_service: StartService) -> None:
-    service = start_service(anonymous_scopes=("admin",))
-    with opening(browser, service.url, None, ["409"]) as open_it:
-        page = open_it("/admin#galleries")
-        page.get_by_test_id("to-jobs").click()
-        expect(page.get_by_test_id("starts")).to_contain_text("--state")

@@ -1,12 +1,18 @@
-"""Decoding in a process: right pixels, exact errors, enforced limits, no leftovers."""
+"""Decoding in a process: right pixels, exact errors, no leftovers, and a sandbox.
+
+Each layer is tested alone, so none hides a fault of the other; and no layer at all, to show that
+each attempt would succeed.
+"""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +23,13 @@ from PIL import Image
 from kinlens.embedder import errors
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import ImageLimits, preprocess
+from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS
 from tests.support.own_process import children
-from tests.support.seams import InlineDecoder, ProcessDecoder
+from tests.support.seams import ProcessDecoder, decoders, sandbox
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
-ROOT = Path(__file__).parents[2]
 LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
 SPEC = Preprocessing(resize_px=40, crop_px=32)
 LIMITS = ImageLimits()
@@ -60,32 +66,26 @@ def no_leftovers() -> Iterator[None]:
     assert children() <= before
 
 
-@pytest.mark.parametrize("make", [lambda: ProcessDecoder(1024, 30), InlineDecoder])
-def test_pixels_and_errors_equal_a_direct_call(make: Callable[[], Any]) -> None:
-    decoder = make()
-    decoder.start()
-    for kind in FORMATS:
-        data = encoded(photo(1, (320, 200)), kind)
-        for box in (None, (0.25, 0.1, 0.5, 0.6)):
-            pixels = decoder.decode(data, SPEC, LIMITS, box)
-            assert np.array_equal(pixels, preprocess(data, SPEC, LIMITS, box))
-            assert (pixels.dtype, pixels.shape) == (np.uint8, (3, 32, 32))
-    cases = [
-        (b"", LIMITS, None),
-        (b"no image", LIMITS, None),
+def test_pixels_and_errors_equal_a_direct_call() -> None:
+    cases: list[tuple[bytes, ImageLimits, Any]] = [
         (GOOD[:-40], LIMITS, None),
-        (GOOD, ImageLimits(max_bytes=10), None),
         (GOOD, ImageLimits(max_side_px=10), None),
         (GOOD, LIMITS, (0.0, 0.0, 1e-4, 1e-4)),
     ]
-    for data, limits, box in cases:
-        with pytest.raises(errors.KinlensError) as direct:
-            preprocess(data, SPEC, limits, box)
-        with pytest.raises(type(direct.value)) as remote:
-            decoder.decode(data, SPEC, limits, box)
-        assert str(remote.value) == str(direct.value)
-    assert (decoder.restarts, decoder.kills) == (0, 0)
-    decoder.close()
+    with running() as decoder:
+        for kind in FORMATS:
+            data = encoded(photo(1, (320, 200)), kind)
+            for box in (None, (0.25, 0.1, 0.5, 0.6)):
+                pixels = decoder.decode(data, SPEC, LIMITS, box)
+                assert np.array_equal(pixels, preprocess(data, SPEC, LIMITS, box))
+                assert (pixels.dtype, pixels.shape) == (np.uint8, (3, 32, 32))
+        for data, limits, box in cases:
+            with pytest.raises(errors.KinlensError) as direct:
+                preprocess(data, SPEC, limits, box)
+            with pytest.raises(type(direct.value)) as remote:
+                decoder.decode(data, SPEC, limits, box)
+            assert str(remote.value) == str(direct.value)
+        assert (decoder.restarts, decoder.kills) == (0, 0)
 
 
 def test_an_upload_larger_than_every_socket_buffer_arrives() -> None:
@@ -94,45 +94,14 @@ def test_an_upload_larger_than_every_socket_buffer_arrives() -> None:
     assert len(data) > 13 * 2**20
     spec = Preprocessing(resize_px=1024, crop_px=1024)
     with running() as decoder:
-        for _ in range(2):
-            assert np.array_equal(decoder.decode(data, spec, LIMITS), preprocess(data, spec))
-        assert decoder.restarts == 0
-
-
-def test_signals_to_the_group_do_not_stop_the_process() -> None:
-    with running() as decoder:
-        assert decodes(decoder)
-        pid = decoder.pid
-        assert os.getsid(pid) != os.getsid(0)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(pid, number)
-            assert decodes(decoder)
-        assert (decoder.pid, decoder.restarts) == (pid, 0)
-
-
-@pytest.mark.parametrize("python", ["/nonexistent/python", "/bin/false"])
-def test_a_process_that_cannot_start_is_tried_again(monkeypatch, python: str) -> None:
-    monkeypatch.setattr(sys, "executable", python)
-    with running() as decoder:
-        for _ in range(2):
-            with pytest.raises(errors.SearchError, match="cannot be started"):
-                decoder.decode(GOOD, SPEC, LIMITS)
-        monkeypatch.undo()
-
-        def is_back() -> bool:
-            try:
-                return decodes(decoder)
-            except errors.SearchError:
-                return False
-
-        until(is_back)
+        assert np.array_equal(decoder.decode(data, spec, LIMITS), preprocess(data, spec))
 
 
 def test_many_kills_leave_no_zombie_and_no_file_descriptor() -> None:
     """Most are killed while they start, which is quick; some once they wait for an image."""
     before = len(list(FDS.iterdir()))
     with running() as decoder:
-        for number in range(200 if LONG else 12):
+        for number in range(200 if LONG else 7):
             if number % 6 == 0:
                 assert decodes(decoder)
             os.kill(decoder.pid, signal.SIGKILL)
@@ -143,30 +112,6 @@ def test_many_kills_leave_no_zombie_and_no_file_descriptor() -> None:
         assert decodes(decoder)
         decoder.close()
     assert len(list(FDS.iterdir())) <= before
-
-
-PARENT = """
-import sys
-from kinlens.embedder.manifest import Preprocessing
-from kinlens.embedder.preprocess import ImageLimits
-from kinlens.service.encoding.decoders import ProcessDecoder
-
-decoder = ProcessDecoder(1024, 20.0)
-decoder.start()
-print(decoder.pid, flush=True)
-data = open(sys.argv[1], "rb").read()
-while True:
-    decoder.decode(data, Preprocessing(resize_px=40, crop_px=32), ImageLimits())
-"""
-
-
-def test_the_process_ends_when_the_service_dies(heavy, tmp_path) -> None:
-    (tmp_path / "held.png").write_bytes(heavy)
-    command = [sys.executable, "-c", PARENT, str(tmp_path / "held.png")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
-        pid = int(parent.stdout.readline())
-        parent.kill()
-    until(lambda: state(pid) in ("", "Z"))
 
 
 def test_a_process_inherits_no_secret_socket_or_file(monkeypatch, tmp_path) -> None:
@@ -192,3 +137,154 @@ def test_a_process_inherits_no_secret_socket_or_file(monkeypatch, tmp_path) -> N
     assert "Max core file size        0" in limits
     assert "Max file size             0" in limits
     assert threads == 1
+
+
+ALL = ("landlock", "seccomp")
+HEADERS = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/unistd.h"}
+SECCOMP_ONLY = ("new socket", "fork")
+SINCE = {"connect": 4, "signal parent": 6}
+"""The version of Landlock that has a right over this; it has none over the others of ALL."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a hostile process tries to reach."""
+
+    port: int
+    keys: Path
+
+    def attempts(self) -> list[tuple[str, ...]]:
+        new = str(self.keys.with_name("new"))
+        return [
+            ("connect", self.port),
+            ("new socket",),
+            ("read", "/etc/passwd"),
+            ("read", str(self.keys)),
+            ("read", "/proc/self/environ"),
+            ("list", "/"),
+            ("memory of parent",),
+            ("write", new),
+            ("execute",),
+            ("fork",),
+            ("signal parent",),
+            ("remove", str(self.keys)),
+        ]
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Target]:
+    keys = tmp_path / "keys.json"
+    keys.write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield Target(server.getsockname()[1], keys)
+
+
+@contextmanager
+def hostile(
+    monkeypatch: Any, layers: Sequence[str] = ALL, fault: str = "", restarts: int = 0
+) -> Iterator[Any]:
+    """A hostile worker in these layers."""
+    monkeypatch.setattr(decoders, "_CODE", START.format(layers=tuple(layers), fault=fault))
+    decoder = ProcessDecoder(1024, 30.0)
+    decoder.start()
+    try:
+        assert_decodes(decoder)
+        yield decoder
+        assert_decodes(decoder)
+        assert decoder.restarts == restarts
+    finally:
+        decoder.close()
+
+
+def assert_decodes(decoder: Any, kinds: Sequence[str] = ("JPEG",)) -> None:
+    for kind in kinds:
+        data = encoded(photo(1, (320, 200)), kind)
+        expected = preprocess(data, SPEC, LIMITS)
+        assert np.array_equal(decoder.decode(data, SPEC, LIMITS), expected), kind
+
+
+def test_without_a_layer_every_attempt_succeeds(monkeypatch, target) -> None:
+    with hostile(monkeypatch, ()) as decoder:
+        assert not decoder.layers
+        reported = [attempt(decoder, *one) for one in target.attempts()]
+    assert reported == ["done"] * len(reported)
+    assert not target.keys.exists()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_layer_refuses_every_attempt(monkeypatch, target, name: str) -> None:
+    with hostile(monkeypatch, [name]) as decoder:
+        [layer] = decoder.layers
+        if not layer.holds:
+            pytest.skip(f"{name} is absent here: {layer.absence}")
+        refused = [one for one in target.attempts() if refuses(name, one[0])]
+        reported = {one: attempt(decoder, *one) for one in refused}
+    assert set(reported.values()) == {"PermissionError"}, reported
+    assert len(reported) >= (8 if name == "landlock" else 12)
+    assert target.keys.exists()
+    assert not target.keys.with_name("new").exists()
+
+
+def refuses(layer: str, what: str) -> bool:
+    """Whether this layer of this kernel refuses the attempt."""
+    if layer == "seccomp":
+        return True
+    return what not in SECCOMP_ONLY and sandbox.landlock_version() >= SINCE.get(what, 1)
+
+
+def test_a_replacement_enters_the_same_layers(monkeypatch, target) -> None:
+    with hostile(monkeypatch, restarts=1) as decoder:
+        layers = decoder.layers
+        if not any(layer.holds for layer in layers):
+            pytest.skip(f"this kernel has no layer: {layers[0].absence}")
+        code = START.format(layers=(), fault="")  # none if it were rehearsed
+        monkeypatch.setattr(decoders, "_CODE", code)
+        os.kill(decoder.pid, signal.SIGKILL)
+        assert_decodes(decoder)
+        assert attempt(decoder, "read", str(target.keys)) == "PermissionError"
+        assert decoder.layers == layers
+
+
+def test_a_timeout_in_a_layer_ends_the_process() -> None:
+    """The service then starts another process, so none decodes without the layer."""
+    code = (
+        "import time; from kinlens.service.encoding import sandbox; sandbox._REHEARSAL_S = 1; "
+        "sandbox._LAYERS['slow'] = lambda: None; sandbox.enter(lambda: time.sleep(60), ['slow'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    cause = "decoding a small image in the layer slow was ended by SIGALRM; the limit is 1 s"
+    assert f"TimeoutError: {cause}" in done.stderr
+
+
+def test_a_kernel_without_the_layers_decodes_and_names_the_cure(monkeypatch) -> None:
+    with hostile(monkeypatch, fault="lacking") as decoder:
+        assert [layer.holds for layer in decoder.layers] == [False, False]
+        assert "Use Linux 5.13" in decoder.layers[0].absence
+        assert "CONFIG_SECCOMP_FILTER" in decoder.layers[1].absence
+        assert_decodes(decoder, FORMATS)
+
+
+def test_every_format_is_decoded_and_a_layer_that_prevents_it_is_not_entered(monkeypatch) -> None:
+    with hostile(monkeypatch) as decoder:
+        assert_decodes(decoder, FORMATS)
+    with hostile(monkeypatch, fault="foreign") as decoder:
+        by_name = {layer.name: layer for layer in decoder.layers}
+        assert not by_name["seccomp"].holds
+        assert "No image can be decoded in it" in by_name["seccomp"].absence
+
+
+@pytest.mark.parametrize("machine", HEADERS)
+def test_the_numbers_of_the_system_calls_are_those_of_the_kernel(machine: str) -> None:
+    header = Path("/usr/include", HEADERS[machine])
+    if not header.exists():
+        pytest.skip(f"{header} is absent here: install linux-libc-dev on Debian for x86_64")
+    lines = [line.split() for line in header.read_text().splitlines()]
+    numbers = {
+        re.sub("__NR(3264)?_", "", name): number
+        for define, name, number in (line for line in lines if len(line) == 3)
+        if define == "#define" and number.isdigit()
+    }
+    words = sandbox.ALLOWED_CALLS.split()
+    column = 1 + [*HEADERS].index(machine)
+    for name, number in zip(words[::3], words[column::3], strict=True):
+        assert number == numbers.get(name, "-"), name

@@ -31,13 +31,10 @@ K = Part("k", False, b"3")
     "body",
     [
         form(),
-        form(end=b"\r\n--B--"),
         form(end=END + b"an epilogue\r\n--B\r\n"),
-        b"\r\n" + form(),
         b"a preamble\r\n" + form(),
         form(b"name=k"),
         form(b"  name = k ;"),
-        form(b'NAME="k"'),
         form(b"name*=utf-8''other; name=k"),
         form().replace(b"Content-Disposition", b"content-DISPOSITION"),
         form().replace(b"Content", b"Content-Type: text/plain\r\nContent", 1),
@@ -51,13 +48,10 @@ def test_a_field_is_read_in_every_spelling(body: bytes) -> None:
     ("parameters", "name"),
     [
         (b'name="image"; filename="q.png"', "image"),
-        (b'filename="q.png"; name="image"', "image"),
         (b'name="image"; filename=""', "image"),
         (b'name="image"; filename="a;b; name=other.png"', "image"),
         (b'name="image"; filename="a\\"b; name=\\"other\\".png"', "image"),
-        (b'name="image"; filename="a%22b.png"', "image"),
         (b'name="image"; filename="a"b".png"', "image"),
-        (b'name="image"; filename="C:\\fakepath\\q.png"', "image"),
         (b'name="image"; filename="C:\\fakepath\\"', "image"),
         (b'name="a\\"b"; filename=q.png', 'a"b'),
         ('name="größe"; filename="größe.png"'.encode(), "größe"),
@@ -68,17 +62,10 @@ def test_a_file_is_read_under_every_name(parameters: bytes, name: str) -> None:
     assert parse_form(form(parameters, content), FORM) == [Part(name, True, content)]
 
 
-@pytest.mark.parametrize(
-    ("content_type", "boundary"),
-    [
-        ('multipart/form-data; boundary="B"', b"B"),
-        ("multipart/form-data; charset=utf-8; BOUNDARY=B", b"B"),
-        ('multipart/form-data; boundary="a; b"', b"a; b"),
-        ("multipart/form-data; boundary=" + "x" * 71, b"x" * 71),
-    ],
-)
-def test_a_boundary_is_read_in_every_spelling(content_type: str, boundary: bytes) -> None:
-    assert parse_form(form().replace(b"--B", b"--" + boundary), content_type) == [K]
+def test_a_boundary_is_read_in_every_spelling() -> None:
+    for given, boundary in (('"B"', b"B"), ('"a; b"', b"a; b"), ("x" * 71, b"x" * 71)):
+        content_type = f"multipart/form-data; charset=utf-8; BOUNDARY={given}"
+        assert parse_form(form().replace(b"--B", b"--" + boundary), content_type) == [K]
 
 
 def test_parts_keep_their_order_and_may_be_empty() -> None:
@@ -92,33 +79,18 @@ def test_parts_keep_their_order_and_may_be_empty() -> None:
     [
         (b"", "its end is missing"),
         (form(end=b""), "its end is missing"),
-        (form(end=b"\r\n--B"), "followed by a line break"),
         (form().replace(b"\r\n", b"\n"), "followed by a line break"),
         (form(content=b"a\r\n--B-x\r\nb"), "followed by a line break"),
-        (form().replace(b"\r\n\r\n", b"\n\n"), "no end within"),
         (form(b'name="k"; filename="' + b"x" * 5_000 + b'"'), "no end within"),
-        (form(b'filename="a"'), "no name"),
         (form(b'name=""'), "no name"),
         (form(b'name="\xe4"'), "a name is not UTF-8"),
         (form().replace(b"Content-Disposition:", b"Content-Disposition :"), "up to 8 lines"),
-        (form(b'\r\n name="k"'), "up to 8 lines"),
         (form().replace(b"Content", b"A: b\r\n" * 9 + b"Content"), "up to 8 lines"),
         (form(end=b"\r\n") * 1_001 + b"--B--", "more than 1,000 parts"),
     ],
 )
 def test_an_unreadable_form_is_refused_with_the_reason(body: bytes, reason: str) -> None:
     assert reason in why_not(body)
-
-
-def test_text_that_is_not_utf8_is_refused() -> None:
-    [part] = parse_form(form(content=b"\xff"), FORM)
-    with pytest.raises(HTTPException, match="'k' is not UTF-8 text"):
-        _ = part.text
-
-
-def test_a_form_without_a_boundary_is_refused() -> None:
-    for content_type in ("multipart/form-data", "multipart/form-data; boundary="):
-        assert "boundary" in why_not(form(), content_type)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,7 @@ import gc
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +21,12 @@ from kinlens.embedder.manifest import FP32, Mode
 from kinlens.embedder.session import OnnxEmbedder
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS
-from tests.support.own_process import children
+from tests.support.own_process import children, own_process
 from tests.support.seams import NoProcessError, Workers, fork_server, workers_module
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
 pytestmark = pytest.mark.skipif(not Workers.can_run(), reason="fork servers need Linux")
-ROOT = Path(__file__).parents[2]
-ALL = ("landlock", "seccomp")
 
 
 @contextlib.contextmanager
@@ -79,8 +74,9 @@ def no_leftovers() -> Iterator[None]:
     assert not children() - OTHERS
 
 
-def test_vectors_are_those_of_the_service_bit_for_bit(tiny_bundle) -> None:
-    with running(tiny_bundle) as workers:
+def test_vectors_are_those_of_the_service_bit_for_bit(tiny_bundle, monkeypatch) -> None:
+    monkeypatch.chdir(tiny_bundle.path.parent)
+    with running(Bundle.open(tiny_bundle.path.name)) as workers:
         until(lambda: workers.is_ready)
         for kind in FORMATS:
             data = encoded(photo(1, (320, 200)), kind)
@@ -99,30 +95,6 @@ def test_openvino_answers_in_a_forked_process(tiny_bundle) -> None:
         data = encoded(photo(3))
         vector, _ = workers.embed(data)
         assert float(vector @ vector_of(tiny_bundle, data, mode=mode)) > 0.9999
-
-
-def test_threads_have_their_own_workers_and_share_one_server(tiny_bundle) -> None:
-    images = [encoded(photo(number)) for number in range(24)]
-    expected = [vector_of(tiny_bundle, data) for data in images]
-    with running(tiny_bundle) as workers, ThreadPoolExecutor(4) as threads:
-        until(lambda: workers.is_ready)
-        found = list(threads.map(lambda data: workers.embed(data)[0], images))
-        assert np.array_equal(found, expected)
-        assert 1 <= len(workers.pool.decoders) <= 4
-        assert len({worker.pid for worker in workers.pool.decoders}) == len(workers.pool.decoders)
-        assert len(fork_servers()) == 1
-
-
-def test_a_worker_of_another_model_is_not_used(tiny_bundle, make_tiny_bundle) -> None:
-    """A search thread may hold a worker of any model, where a service has several."""
-    other, data = make_tiny_bundle(seed=7), encoded(photo(1))
-    with running(tiny_bundle) as workers, running(other) as others:
-        until(lambda: workers.is_ready and others.is_ready)
-        with workers.pool.one() as decoder:
-            assert np.array_equal(others.embed(data, None, decoder)[0], vector_of(other, data))
-            expected = vector_of(tiny_bundle, data)
-            assert np.array_equal(workers.embed(data, None, decoder)[0], expected)
-            assert not np.array_equal(expected, vector_of(other, data))
 
 
 @pytest.mark.parametrize(
@@ -177,13 +149,6 @@ def test_a_server_that_does_not_start_is_tried_again(tiny_bundle, monkeypatch) -
         until(lambda: workers.is_ready)
 
 
-def test_a_bundle_in_a_relative_folder_has_workers(tiny_bundle, monkeypatch, tmp_path) -> None:
-    shutil.copytree(tiny_bundle.path, tmp_path / "bundle")
-    monkeypatch.chdir(tmp_path)
-    with running(Bundle.open("bundle")) as workers:
-        until(lambda: workers.is_ready)
-
-
 def test_a_replaced_bundle_is_refused(make_tiny_bundle, tiny_bundle, tmp_path) -> None:
     """Its vectors would be stored, and cached, under the id of the first."""
     path = Path(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
@@ -196,35 +161,6 @@ def test_a_replaced_bundle_is_refused(make_tiny_bundle, tiny_bundle, tmp_path) -
         until(lambda: not answers(workers, encoded(photo(1)), None) and not workers.is_ready)
         until(lambda: any(event["event"] == "workers do not embed" for event in events))
     assert "has become the bundle" in str(events)
-
-
-def test_a_model_that_fails_in_a_worker_is_reported(tiny_bundle, monkeypatch) -> None:
-    last = (len(tiny_bundle.golden_inputs()) + 1) // 2 + 1  # the calls of the start
-    code = f"""
-from kinlens.embedder.session import OnnxEmbedder
-from kinlens.embedder.errors import BundleError
-embed, calls = OnnxEmbedder.embed, []
-def fail(self, images):
-    calls.append(1)
-    if len(calls) > {last}:
-        raise BundleError("no memory")
-    return embed(self, images)
-OnnxEmbedder.embed = fail
-"""
-    monkeypatch.setattr(fork_server, "CODE", code + fork_server.CODE)
-    with running(tiny_bundle) as workers:
-        until(lambda: workers.is_ready)
-        with pytest.raises(NoProcessError, match="cannot run in a decoding process"):
-            workers.embed(encoded(photo(1)))
-
-
-def test_a_worker_cannot_write_nonsense_into_the_metrics(tiny_bundle, monkeypatch) -> None:
-    code = "from kinlens.service.encoding import decode_worker; "
-    code += "decode_worker.perf_counter = lambda: float('nan'); "
-    monkeypatch.setattr(fork_server, "CODE", code + fork_server.CODE)
-    with running(tiny_bundle) as workers:
-        until(lambda: workers.is_ready)
-        assert workers.embed(encoded(photo(1)))[1] == 0.0
 
 
 def test_unreferenced_workers_end(tiny_bundle) -> None:
@@ -240,37 +176,25 @@ def test_unreferenced_workers_end(tiny_bundle) -> None:
     until(lambda: all(is_gone(pid) for pid in pids))
 
 
-PARENT = """
-import sys, time
-from kinlens.embedder.session import OnnxEmbedder
-from kinlens.service.encoding.workers import Workers
+def test_server_and_workers_end_when_the_service_dies(tiny_settings, tmp_path) -> None:
+    with own_process(tmp_path / "log", may_be_killed=True, **tiny_settings) as service:
 
-embedder = OnnxEmbedder.open(sys.argv[1])
-workers = Workers(embedder, 1024, 20.0, 2)
-image = embedder.known_images()[0]
-workers.start(image, embedder.embed(embedder.preprocess(image)[None])[0])
-while not workers.is_ready:
-    time.sleep(0.05)
-print("pids", *[each.pid for each in workers.pool.decoders], flush=True)
-sys.stdin.read()
-"""
+        def workers() -> set[int]:
+            return {pid for server in children(service.pid) for pid in children(server)}
+
+        until(workers)
+        pids = workers() | children(service.pid)
+        service.process.kill()
+    until(lambda: all(is_gone(pid) for pid in pids))
 
 
-def test_server_and_workers_end_when_the_service_dies(tiny_bundle) -> None:
-    command = [sys.executable, "-c", PARENT, str(tiny_bundle.path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as parent:
-        line = next(line for line in parent.stdout if line.startswith("pids"))
-        pids = [int(word) for word in line.split()[1:]]
-        servers = children(parent.pid)
-        parent.kill()
-    assert pids
-    assert servers
-    until(lambda: all(is_gone(pid) for pid in [*pids, *servers]))
-
-
-def test_a_worker_is_confined_as_a_decoding_process_is(tiny_bundle, monkeypatch) -> None:
+def test_a_hostile_worker_is_confined_and_reaches_nothing(
+    tiny_bundle, monkeypatch, tmp_path
+) -> None:
+    code = START.format(layers=("landlock", "seccomp"), fault="")
+    monkeypatch.setattr(fork_server, "CODE", code.replace("decode_worker", "fork_server"))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    (tmp_path / "keys.json").write_text("{}")
     with running(tiny_bundle) as workers:
         until(lambda: workers.is_ready)
         [worker] = workers.pool.decoders
@@ -282,19 +206,8 @@ def test_a_worker_is_confined_as_a_decoding_process_is(tiny_bundle, monkeypatch)
         assert "Max core file size        0" in limits
         assert "Max file size             0" in limits
         assert len(list((process / "task").iterdir())) == 1
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_hostile_worker_reaches_nothing(tiny_bundle, monkeypatch, tmp_path, name: str) -> None:
-    code = START.format(layers=(name,), fault="").replace("decode_worker", "fork_server")
-    monkeypatch.setattr(fork_server, "CODE", code)
-    (tmp_path / "keys.json").write_text("{}")
-    with running(tiny_bundle) as workers:
-        until(lambda: workers.is_ready)
-        [worker] = workers.pool.decoders
-        [layer] = worker.layers
-        if not layer.holds:
-            pytest.skip(f"{name} is absent here: {layer.absence}")
+        if not any(layer.holds for layer in worker.layers):
+            pytest.skip(f"this kernel has no layer: {worker.layers[0].absence}")
         for what in ("read", "remove"):
             assert attempt(worker, what, str(tmp_path / "keys.json")) == "PermissionError"
         os.kill(worker.pid, signal.SIGKILL)

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from kinlens.embedder.errors import BundleError, JobError
-from kinlens.training.commands.export import describe, precisions_of
-from kinlens.training.commands.jobs import Overrides, load_images, shop_of, summary
+from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
+from kinlens.training.commands.jobs import Overrides, load_images, shop_of, stoppable, summary
 from kinlens.training.config.job import load_job
-from kinlens.training.report.log import console, console_listener
+from kinlens.training.report.log import console, console_listener, note
 
 
 def adapt(
@@ -29,15 +29,8 @@ def adapt(
         typer.Option(help="Run folder with the report; default runs/adapt-NAME-DIGEST."),
     ] = None,
     overrides: Overrides = None,
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Also in this precision, if it passes its gate: int8, bf16 or fp16. Repeatable."
-        ),
-    ] = None,
-    with_map: Annotated[
-        bool, typer.Option("--map", help="Also a map that shows where images match.")
-    ] = False,
+    precision: Precisions = None,
+    with_map: WithMap = False,
 ) -> None:
     """Adapt a pretrained network to your images in about a minute, and export the bundle.
 
@@ -53,12 +46,11 @@ def adapt(
       --backbone timm:vit_base_patch32_siglip_256.v2_webli \
       --set input.size_px=256 --set input.resize_px=288 --set input.test_px=256
     """
-    from kinlens.training.distributed import require_single_process
+    from kinlens.training.checkpoint import load_chosen
     from kinlens.training.export.bundle import export_checkpoint
     from kinlens.training.folder import finished_result, settings, stamp
-    from kinlens.training.runner import load_chosen, run_job
+    from kinlens.training.runner import run_job
 
-    require_single_process()
     if out.exists():
         raise BundleError(f"{out} exists already. Choose another --out or remove it first.")
     precisions = precisions_of(precision)
@@ -69,7 +61,7 @@ def adapt(
     job = load_job("adapt", [*content, *(overrides or ())])
     job = job.model_copy(update={"data": job.data.model_copy(update={"root": str(root)})})
     split = load_images(job)
-    console.print(f"{name}: {summary(split)}", markup=False)
+    note(f"{name}: {summary(split)}")
     contents = [part.content_sha256() for part in split.parts.values()]
     digest = hashlib.sha256(repr((settings(job.as_dict()), contents)).encode()).hexdigest()
     folder = run or Path("runs") / f"adapt-{name}-{digest[:8]}"
@@ -81,13 +73,10 @@ def adapt(
             "delete that folder."
         ) from error
     if finished_result(job, folder) is None:
-        try:
-            with console_listener() as listener:
-                run_job(job, split, folder, listener)
-        except KeyboardInterrupt:
-            console.print("Stopped. Run the same command again to resume.")
-            raise typer.Exit(130) from None
-    console.print(f"Report: {folder / 'report.md'}", markup=False)
+        resume_it = "Run the same command again to resume."
+        with stoppable(resume_it), console_listener() as listener:
+            run_job(job, split, folder, listener)
+    note(f"Report: {folder / 'report.md'}")
     describe(
         export_checkpoint(
             load_chosen(folder),

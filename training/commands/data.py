@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kinlens.training.commands.jobs import section
+from kinlens.training.commands.jobs import AllowPartial, section
 from kinlens.training.config.settings import RenderedData
 from kinlens.training.rendered.catalogue import write_catalogue
 from kinlens.training.report.log import progress_bar
@@ -75,7 +75,7 @@ def split(
     kind: Annotated[
         str | None, typer.Option(help="cub, cars196, sop, in_shop, aircraft; default: detect.")
     ] = None,
-    allow_partial: Annotated[bool, typer.Option(help="Accept a subset of the data set.")] = False,
+    allow_partial: AllowPartial = False,
 ) -> None:
     """Write the official split as lists for `kinlens-index build --csv`: train, test, gallery.
 
@@ -103,9 +103,7 @@ def doctor(
         str | None, typer.Option(help="The CSV that lists its images, if not images.csv.")
     ] = None,
     quick: Annotated[bool, typer.Option(help="Check headers only, not the pixels.")] = False,
-    allow_partial: Annotated[
-        bool, typer.Option(help="Accept a subset of an official data set.")
-    ] = False,
+    allow_partial: AllowPartial = False,
     feedback: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of `kinlens-serve feedback export` on these images. Repeatable."),

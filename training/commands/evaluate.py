@@ -14,7 +14,7 @@ from kinlens.embedder.manifest import AskedEngine, AskedPrecision, Preprocessing
 from kinlens.training.commands.jobs import Overrides, load_images, with_settings
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Runtime
-from kinlens.training.data.records import LabelledImages, labelled, labels_in
+from kinlens.training.data.records import LabelledImages, labelled
 from kinlens.training.folder import replace_json
 from kinlens.training.report.log import console, progress_bar
 
@@ -43,10 +43,8 @@ def evaluate(
 
     kinlens-train evaluate bundles/shop --precision bf16
     """
-    from kinlens.training.distributed import require_single_process
     from kinlens.training.evaluation.retrieval import queries_in, with_interval
 
-    require_single_process()
     if (source / MANIFEST).is_file():
         model = _of_bundle(source, precision, engine)
     elif precision != "fp32" or engine != "auto":
@@ -99,8 +97,7 @@ def report(
         ),
     ] = None,
     by: Annotated[
-        str,
-        typer.Option(help="Setting that names the method, e.g. loss.name; default: folder."),
+        str, typer.Option(help="Setting that names the method, e.g. loss.name; default: folder.")
     ] = "",
     page: Annotated[
         Path | None,
@@ -159,9 +156,9 @@ def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> 
 
 
 def _of_run(source: Path) -> _Model:
+    from kinlens.training.checkpoint import load_chosen
     from kinlens.training.device import choose_device
     from kinlens.training.models.embedding import torch_embed
-    from kinlens.training.runner import load_chosen
 
     checkpoint = load_chosen(source)
     job, net = checkpoint.network()
@@ -181,12 +178,10 @@ def _with_test_images(
     job = with_settings(model.job, overrides, ("data.", "recall_at="))
     split = load_images(job)
     split.require(model.split_sha256, str(source))
-    parts = [split.test] if split.gallery is None else [split.test, split.gallery]
-    return replace(model, job=job), parts
+    return replace(model, job=job), split.tested
 
 
 def _images(data: Path) -> LabelledImages:
-    """The images of a folder or a CSV. Raises: DatasetError."""
     from kinlens.training.data.load import read_folder, read_table
 
     if not data.exists():
@@ -205,29 +200,16 @@ def _images(data: Path) -> LabelledImages:
 
 
 def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str, float]:
-    """Figures of images searched among the others or, with two parts, in the second part."""
-    from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings
+    from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings, searched
 
     runtime = Runtime() if model.job is None else model.job.runtime
     with progress_bar() as bar:
         task = bar.add_task("embed", total=sum(map(len, parts)))
-
-        def advance(images: int) -> None:
-            bar.advance(task, images)
-
+        watch = partial(bar.advance, task)
         vectors = [
-            embed_with({"model": model.embed}, part, model.spec, runtime, advance)["model"]
-            for part in parts
+            embed_with({"": model.embed}, part, model.spec, runtime, watch)[""] for part in parts
         ]
-    gallery = labels = None
-    if len(parts) > 1:
-        gallery, labels = vectors[1], labels_in(parts[1], parts[0].class_names)
-    return evaluate_embeddings(
-        vectors[0],
-        parts[0].labels,
-        gallery,
-        labels,
-        ks=(1, 2, 4, 8) if model.job is None else model.job.recall_at,
-        full=full,
-        seed=0 if model.job is None else model.job.seed,
-    )
+    job, settings = model.job, dict[str, Any]()
+    if job is not None:
+        settings = {"ks": job.recall_at, "seed": job.seed}
+    return evaluate_embeddings(*searched(vectors, parts), full=full, **settings)

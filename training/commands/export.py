@@ -1,5 +1,6 @@
 """kinlens-train export."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -12,15 +13,21 @@ from kinlens.training.config.job import parse_job
 from kinlens.training.config.settings import Input, Model
 from kinlens.training.report.log import progress_bar
 
+Precisions = Annotated[
+    list[str] | None,
+    typer.Option(help="Also in this precision: int8 or bf16 (CPU), fp16 (GPU). Repeatable."),
+]
+WithMap = Annotated[
+    bool,
+    typer.Option("--map", help="Also a map that shows where images match, as large as the model."),
+]
+
 
 def export(
     run: Annotated[Path | None, typer.Argument(help="Run folder.")] = None,
     out: Annotated[Path, typer.Option(help="Bundle folder to write.")] = Path("bundle"),
     overrides: Overrides = None,
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(help="Also in this precision: int8 or bf16 (CPU), fp16 (GPU). Repeatable."),
-    ] = None,
+    precision: Precisions = None,
     skip_refused: Annotated[
         bool,
         typer.Option(
@@ -39,22 +46,15 @@ def export(
     resize_px: Annotated[
         int, typer.Option(help="With --backbone: shorter side before the crop.")
     ] = 256,
-    with_map: Annotated[
-        bool,
-        typer.Option(
-            "--map", help="Also a map that shows where images match, as large as the model."
-        ),
-    ] = False,
+    with_map: WithMap = False,
 ) -> None:
     """Write the model bundle of a run; fails unless ONNX and torch agree.
 
     Example: kinlens-train export runs/cars --out bundles/cars --precision int8
     """
-    from kinlens.training.distributed import require_single_process
+    from kinlens.training.checkpoint import load_chosen
     from kinlens.training.export.bundle import export_backbone, export_checkpoint, images_to_embed
-    from kinlens.training.runner import load_chosen
 
-    require_single_process()
     if trunk and run is None:
         raise typer.BadParameter("--trunk needs a run; give its folder")
     if (run is None) == (backbone is None):
@@ -74,21 +74,14 @@ def export(
         with progress_bar() as bar:
             refused = bar.console.print if skip_refused else None
             task = bar.add_task("check recall", total=images_to_embed(split))
+            watch = partial(bar.advance, task)
             bundle = export_checkpoint(
-                checkpoint,
-                split,
-                out,
-                lambda n: bar.advance(task, n),
-                precisions,
-                refused,
-                trunk,
-                with_map,
+                checkpoint, split, out, watch, precisions, refused, trunk, with_map
             )
         describe(bundle)
 
 
 def precisions_of(given: list[str] | None) -> tuple[Precision, ...]:
-    """fp32 and the precisions of `--precision`. Raises: BadParameter."""
     unknown = set(given or ()) - set(get_args(OtherPrecision))
     if unknown:
         known = ", ".join(get_args(OtherPrecision))
@@ -104,11 +97,6 @@ def describe(bundle: Bundle) -> None:
         f"bundle {bundle.bundle_id[:12]} in {bundle.path}: {manifest.dim}-d  "
         f"{_figures(manifest.recall)}"
     )
-    if manifest.job.get("regularizers", {}).get("determinant"):
-        typer.echo(
-            "determinant regularization: only flow 1 is in the bundle; flow 2, proxies and "
-            "augmented points are used in training only"
-        )
     if manifest.baseline is not None:
         queries, before = manifest.baseline.queries, manifest.baseline.recall["R@1"]
         typer.echo(
@@ -140,10 +128,10 @@ def describe(bundle: Bundle) -> None:
         f"probabilities from {known.gallery_images:,} {known.split} images of {known.classes} "
         f"classes, for galleries with {views} images of each product"
     )
-    for threshold in known.thresholds:
+    for at in known.thresholds:
         typer.echo(
-            f"{threshold.false_matches:.0%} false matches: of pairs at {threshold.pair_score:.3f}, "
-            f"of searches at {threshold.search_score:.3f}"
+            f"{at.false_matches:.0%} false matches: of pairs at {at.pair_score:.3f}, of searches "
+            f"at {at.search_score:.3f}"
         )
 
 

@@ -15,8 +15,9 @@ from kinlens.training.commands.jobs import (
     JobName,
     Overrides,
     load_images,
-    named_job,
+    settings_of,
     shop_of,
+    stoppable,
     summary,
 )
 from kinlens.training.config.job import load_job
@@ -45,7 +46,7 @@ def fit(
     from kinlens.training.distributed import is_main, main_first, process_group
     from kinlens.training.runner import require_fresh_or_resumable, run_job
 
-    settings = named_job(job, overrides, allow_partial)
+    settings = load_job(job, settings_of(overrides, allow_partial))
     settings.protocol.require_flag(choose_by_test)
     folder = out or Path("runs") / settings.name
     require_fresh_or_resumable(folder, resume)
@@ -54,12 +55,9 @@ def fit(
         with main_first():
             split = load_images(settings)
         console.print(f"{settings.name}: {summary(split)}")
-        try:
-            with console_listener() as listener:
-                run_job(settings, split, folder, listener)
-        except KeyboardInterrupt:
-            console.print(f"Stopped. Finished epochs are kept. Resume: --out {folder} --resume.")
-            raise typer.Exit(130) from None
+        resume_it = f"Finished epochs are kept. Resume: --out {folder} --resume."
+        with stoppable(resume_it), console_listener() as listener:
+            run_job(settings, split, folder, listener)
         console.print(f"Report: {folder / 'report.md'}")
 
 

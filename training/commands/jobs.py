@@ -1,7 +1,8 @@
 """Shared code of the commands: options, and loading of jobs and their images."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,11 +10,11 @@ import typer
 from pydantic import ValidationError
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.config.job import Job, apply_override, load_job, parse_job
+from kinlens.training.config.job import Job, apply_override, parse_job
 from kinlens.training.config.layers import known_jobs
 from kinlens.training.config.settings import RenderedData
 from kinlens.training.data.records import Split
-from kinlens.training.report.log import console, progress_bar
+from kinlens.training.report.log import console, note, progress_bar
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -33,13 +34,7 @@ ChooseByTest = Annotated[
 ]
 
 
-def named_job(name: str, overrides: Sequence[str] | None, allow_partial: bool) -> Job:
-    """The job of a command with its options. Raises: JobError."""
-    return load_job(name, settings_of(overrides, allow_partial))
-
-
 def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[str]:
-    """The overrides of a command, including `--allow-partial`."""
     return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
 
 
@@ -54,10 +49,7 @@ def shop_of(data: Path) -> tuple[Path, str]:
 
 
 def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str, ...]) -> Job:
-    """`job` with the overrides that a trained model allows, and without feedback. Raises: JobError.
-
-    A model is tested and exported without feedback, whose images may have been deleted.
-    """
+    """`job` with the overrides that a trained model allows, without feedback. Raises: JobError."""
     content = job.as_dict()
     content["data"]["feedback"] = []
     for override in overrides or ():
@@ -71,12 +63,7 @@ def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str,
 
 
 def load_images(job: Job, hold_out: bool = True) -> Split:
-    """The images of a job, with a progress bar for rendering and a line for each remark.
-
-    With `hold_out` the protocol of the job takes validation classes from the train classes.
-
-    Raises: DatasetError.
-    """
+    """The images of a job, with a line for each remark. Raises: DatasetError."""
     from kinlens.training.data.feedback import sentences
     from kinlens.training.data.load import load_split, remarks
     from kinlens.training.data.protocol import with_protocol
@@ -91,8 +78,17 @@ def load_images(job: Job, hold_out: bool = True) -> Split:
     if hold_out:
         split = with_protocol(split, job.protocol)
     for remark in [*notes, *sentences(split)]:
-        console.print(remark, markup=False)
+        note(remark)
     return split
+
+
+@contextmanager
+def stoppable(how_to_resume: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(f"Stopped. {how_to_resume}")
+        raise typer.Exit(130) from None
 
 
 def section(kind: type[Any], /, **values: Any) -> Any:
@@ -105,7 +101,6 @@ def section(kind: type[Any], /, **values: Any) -> Any:
 
 
 def summary(split: Split) -> str:
-    """The number of images and classes of each part."""
     return "; ".join(
         f"{name} {len(images):,} images of {images.classes:,} classes"
         for name, images in split.parts.items()

@@ -1,7 +1,5 @@
 """kinlens-train crossval, search and tournament."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,10 +11,13 @@ from kinlens.training.commands.jobs import (
     JobName,
     Overrides,
     load_images,
-    named_job,
     settings_of,
+    stoppable,
 )
-from kinlens.training.report.log import console, console_listener
+from kinlens.training.config.job import load_job
+from kinlens.training.report.log import console, console_listener, note
+
+_RESUME = "Call again with the same --out to resume."
 
 
 def crossval(
@@ -33,9 +34,9 @@ def crossval(
     """
     from kinlens.training.studies.crossval import cross_validate, scores
 
-    settings = named_job(job, overrides, allow_partial)
+    settings = load_job(job, settings_of(overrides, allow_partial))
     folder = out or Path("runs") / f"{settings.name}-crossval"
-    with _stoppable():
+    with stoppable(_RESUME):
         split = load_images(settings, hold_out=False)
         with console_listener() as listener:
             found = cross_validate(settings, split, folder, listener, folds, seed)
@@ -65,10 +66,10 @@ def search(
     """
     from kinlens.training.studies import search as study
 
-    settings = named_job(job, overrides, allow_partial)
+    settings = load_job(job, settings_of(overrides, allow_partial))
     plan = study.Plan(study.load_space(space), trials, validation, seed, epochs)
     folder = out or Path("runs") / f"{settings.name}-search"
-    with _stoppable():
+    with stoppable(_RESUME):
         split = load_images(settings, hold_out=False)
         with console_listener() as listener:
             best = study.search(settings, split, plan, folder, listener)
@@ -109,24 +110,8 @@ def tournament(
         typer.echo(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
         return
 
-    def report(line: str) -> None:
-        console.print(line, markup=False)
-
-    with _stoppable():
-        found = play(runs, folder, report, missing_last=missing == "last")
+    with stoppable(_RESUME):
+        found = play(runs, folder, note, missing_last=missing == "last")
     console.print(f"Report: {folder / 'report.md'}")
     if any(run.result is None for run in found):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Run a study in a single process; on Ctrl-C print how to resume it."""
-    from kinlens.training.distributed import require_single_process
-
-    require_single_process()
-    try:
-        yield
-    except KeyboardInterrupt:
-        console.print("Stopped. Call again with the same --out to resume.")
-        raise typer.Exit(130) from None

@@ -59,7 +59,6 @@ class Loss(Section):
 
 
 def proxy_anchor() -> Loss:
-    """The default loss."""
     return _settings()["proxy_anchor"](name="proxy_anchor")
 
 
@@ -159,12 +158,7 @@ class Job(Section):
 
 
 def load_job(source: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """Read a job from a TOML file, or by the name of a job that ships with Kinlens.
-
-    `overrides` are `table.key=value` with TOML values (a bare word is a string).
-
-    Raises: JobError.
-    """
+    """A job of a TOML file or a shipped one; overrides are `table.key=value`. Raises: JobError."""
     content, origin = read_layers(source)
     for override in overrides:
         apply_override(content, override)
@@ -221,23 +215,16 @@ def _explain(problem: dict[str, Any]) -> str:
 
 
 def _known_keys(table: type[BaseModel] = Section) -> set[str]:
-    """The keys of a table and of its subclasses."""
     below = (_known_keys(kind) for kind in table.__subclasses__())
     return set(table.model_fields).union(*below)
 
 
 def job_toml(job: Job, *comments: str) -> str:
-    """`job` as a TOML file with all its settings, after one line for each comment.
-
-    Raises: JobError for a setting that is None although its default is not, since TOML has no null.
-    """
+    """`job` as TOML, after comments. Raises: JobError for a none, which TOML lacks."""
     content = job.as_dict()
     text = "".join(f"# {line}\n" for line in comments) + toml(content)
     if parse_job(_without_none(content)) != job:
-        raise JobError(
-            f"The job {job.name} sets a value to none whose default is not none, and TOML has no "
-            "none. Choose a value for it."
-        )
+        raise JobError(f"TOML has no none: {job.name} needs a value where the default is not none.")
     return text
 
 

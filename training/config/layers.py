@@ -17,13 +17,7 @@ _SAME_KEYS = ("optimizer", "job")  # same keys whatever `kind` or `name` is, e.g
 
 
 def read_layers(source: str | Path) -> tuple[dict[str, Any], str]:
-    """The tables of a job merged over the tables of its bases, and the origin of the job.
-
-    Args:
-        source: a TOML file, or the name of a shipped job.
-
-    Raises: JobError.
-    """
+    """The tables of a file or shipped job over its bases, and its origin. Raises: JobError."""
     path = _file(source)
     if path is not None:
         return read_file(path), str(path)
@@ -33,12 +27,10 @@ def read_layers(source: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def job_names() -> list[str]:
-    """The names of all shipped jobs."""
     return sorted({*_products(), *(path.stem for path in JOBS.glob("*.toml"))})
 
 
 def known_jobs() -> str:
-    """The list of shipped jobs, for help and error messages."""
     files, data, methods = (
         ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
         for folder in (JOBS, JOBS / "data", JOBS / "methods")
@@ -47,11 +39,7 @@ def known_jobs() -> str:
 
 
 def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge the tables `above` over `below`, key by key.
-
-    A table of another `kind` (`name` for a loss) has other keys, so it replaces the whole table
-    below it.
-    """
+    """Merge the tables `above` over `below`; one of another `kind` (loss: `name`) replaces it."""
     result = dict(below)
     for key, value in above.items():
         old = result.get(key)
@@ -88,10 +76,7 @@ def _product(data: Path, method: Path) -> dict[str, Any]:
 
 
 def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tables of a TOML file over those of its base; `above` is the chain of files to it.
-
-    Raises: JobError.
-    """
+    """The tables of a file over its base; `above` is the chain of files to it. Raises: JobError."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

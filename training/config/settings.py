@@ -116,13 +116,9 @@ class Model(Section):
     """Width of a second layer of the projection; none: one layer."""
 
     @model_validator(mode="after")
-    def _head_to_train(self) -> "Model":
+    def _check(self) -> "Model":
         if self.dim is None and (self.frozen_trunk or self.hidden):
             raise ValueError("frozen_trunk and hidden need a projection; set dim")
-        return self
-
-    @model_validator(mode="after")
-    def _token_to_pool(self) -> "Model":
         if self.pooling == "cls" and not self.backbone.startswith(TIMM):
             raise ValueError(
                 f'pooling = "cls" needs a class token, which {self.backbone} does not have; choose '
@@ -229,17 +225,6 @@ class Determinant(Section):
     share: Share | None = None
     """Target share of the gradient; without it the weights are fixed."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_old_name(cls, content: Any) -> Any:
-        """Translate `normalize_depth` of stored jobs, the older name, into `depth`."""
-        if not isinstance(content, dict) or "normalize_depth" not in content:
-            return content
-        if "depth" in content:
-            raise ValueError("normalize_depth is the old name of depth; remove it")
-        rest = {name: value for name, value in content.items() if name != "normalize_depth"}
-        return rest | {"depth": "mean" if content["normalize_depth"] else "sum"}
-
 
 class SkewedMean(Section):
     """Skewed mean of class centres (kinlens.training.regularizers.skewed_mean)."""
@@ -249,16 +234,16 @@ class SkewedMean(Section):
     kind: Literal["r1", "r2", "distance", "uniform_face", "mhe0", "mhe1", "mhe2"] = "r1"
     """Form of the mean. Only `r1` reads `gamma`, `delta` and `hinge`; only `r2` and `distance` read
     `exponent`."""
-    gamma: float = 16.0
+    gamma: float = Field(16.0, allow_inf_nan=False)
     """Sharpness: above 0 the nearest pairs of centres dominate, below 0 the farthest; not 0."""
     delta: float = Field(0.55, allow_inf_nan=False)
     """Cosine of two centres; has no effect without `hinge`."""
-    exponent: float = 8.0
+    exponent: float = Field(8.0, allow_inf_nan=False)
     """Exponent of the power mean."""
     subset: int | None = Field(None, ge=2)
     """Number of centres drawn at each step; none: all. Memory grows with its square."""
     hinge: bool = False
-    """Push only centres nearer to each other than about `delta`; needs a finite `gamma` above 0."""
+    """Push only centres nearer to each other than about `delta`; needs a `gamma` above 0."""
     centres: Literal["proxies", "batch"] = "proxies"
     """The proxies of the loss, or the class means of the batch for a loss without proxies."""
     share: Share | None = None
@@ -266,10 +251,8 @@ class SkewedMean(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "SkewedMean":
-        if self.gamma == 0 or math.isnan(self.gamma) or math.isnan(self.exponent):
-            raise ValueError("gamma must not be 0; gamma and exponent must be numbers")
-        if self.hinge and not 0 < self.gamma < math.inf:
-            raise ValueError(f"hinge = true needs a finite gamma above 0, not {self.gamma}")
+        if self.gamma == 0 or (self.hinge and self.gamma < 0):
+            raise ValueError("gamma must not be 0, and above 0 with hinge = true")
         return self
 
 
@@ -352,7 +335,6 @@ class Sampling(Section):
 
     @property
     def parts(self) -> int:
-        """Number of parts of a batch over which the loss is averaged."""
         return self.draws or (2 if self.kind == "paired" else 1)
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import scipy.io
-
 from kinlens.embedder.errors import DatasetError
 from kinlens.training.data.records import Record, Split, labelled
 
@@ -21,23 +19,16 @@ _PARTIAL = "For a subset set data.allow_partial = true (--allow-partial)."
 
 
 class Count(NamedTuple):
-    """Size of a part."""
-
     images: int
     classes: int
 
 
 @dataclass(frozen=True)
 class Official:
-    """A data set.
+    """A data set: the reader of its lists, and the size of each part.
 
-    Args:
-        name: for messages.
-        needs: required files and folders; of a tuple one is enough.
-        expected: size of each part: "train", "test" and perhaps "gallery". With a gallery the
-            test images are the queries.
-        read: returns the records of a folder that has `needs`.
-        image_root: returns the folder that the paths of records are relative to.
+    Of a tuple in `needs` one file or folder is enough. With a "gallery" the test images are the
+    queries. `image_root` is the folder that the paths of records are relative to.
     """
 
     name: str
@@ -47,7 +38,6 @@ class Official:
     image_root: Callable[[Path], Path] = lambda root: root
 
     def lacks(self, root: Path) -> list[str]:
-        """The required files and folders that `root` lacks."""
         return [
             " or ".join(names)
             for names in self.needs
@@ -55,10 +45,7 @@ class Official:
         ]
 
     def records(self, root: Path) -> list[Record]:
-        """The records of the lists in `root`, whether the images exist or not.
-
-        Raises: DatasetError if a list is missing or malformed.
-        """
+        """The records of the lists, whether the images exist or not. Raises: DatasetError."""
         lacking = self.lacks(root)
         if not lacking:
             return self.read(root)
@@ -101,13 +88,7 @@ def data_sets_in(root: Path) -> list[Path]:
 
 
 def read_official(official: Official, root: Path, allow_partial: bool = False) -> Split:
-    """Read the data set in the folder `root` and check its counts.
-
-    `allow_partial` accepts missing images and other counts: a subset.
-
-    Raises: DatasetError if lists are missing or malformed, images are missing, counts differ, or
-        a part is empty.
-    """
+    """Read a data set and check its counts; a partial one may differ. Raises: DatasetError."""
     records, base = official.records(root), official.image_root(root)
     missing = [record for record in records if not (base / record.path).is_file()]
     if missing and not allow_partial:
@@ -174,6 +155,8 @@ def _read_cub(root: Path) -> list[Record]:
 
 def _read_cars196(root: Path) -> list[Record]:
     """Classes 1-98 train, 99-196 test: `cars_annos.mat` has path and class of each image."""
+    import scipy.io  # takes a second
+
     annotations = root / "cars_annos.mat"
     try:
         table = scipy.io.loadmat(annotations, squeeze_me=True)["annotations"]

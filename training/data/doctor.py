@@ -22,12 +22,9 @@ from kinlens.training.data.records import FEWEST, Record
 Watch = Callable[[int], Callable[[], object]]
 """Called with the number of images; returns a function to call after each image."""
 
-Severity = Literal["problem", "note"]
-
 Cases = dict[str, list[str]]
 """Findings by code."""
 
-_EXAMPLES = 5
 _FINDINGS = {
     "layout": "fault of the layout",
     "counts": "difference from the official counts. Unpack again, or pass --allow-partial",
@@ -55,7 +52,7 @@ _NOTES_IF_PARTIAL = {"missing", "counts"}
 class Finding:
     """A problem prevents training, or makes its figures wrong; a note does not."""
 
-    severity: Severity
+    severity: Literal["problem", "note"]
     code: str
     count: int
     message: str
@@ -73,11 +70,9 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether the data set can be trained on."""
         return all(finding.severity == "note" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return {
             "root": str(self.root),
             "kind": self.kind,
@@ -87,7 +82,6 @@ class Report:
         }
 
     def lines(self) -> Iterator[str]:
-        """Layout, sizes, findings (problems first) and verdict, as text."""
         yield f"{self.root}: layout {self.kind or 'unknown'}"
         for part, size in self.parts.items():
             yield f"  {part}: {size.images:,} images of {size.classes:,} classes"
@@ -111,15 +105,9 @@ def examine(
 ) -> Report:
     """Read the lists of a data set and check every image.
 
-    Args:
-        root: its folder.
-        kind: one of KINDS; None detects it.
-        file: the CSV that lists its images, as in `data.file`; implies the kind "csv".
-        quick: check headers only; damage inside an image is not found.
-        allow_partial: accept a subset of an official data set.
-        watch: called to report progress.
-        feedback: folders of feedback on the images. The report covers all classes, while a
-            training ignores feedback on its test classes.
+    `file` is the CSV that lists its images and implies the kind "csv". `quick` does not find damage
+    inside an image. The report covers the `feedback` on all classes, while a training ignores that
+    on its test classes.
 
     Raises: DatasetError if there is no such folder or kind.
     """
@@ -149,16 +137,15 @@ def examine(
     images = _check_feedback(feedback, records, quick, cases) if feedback else []
     notes = _NOTES | (_NOTES_IF_OFFICIAL if official else set())
     notes |= _NOTES_IF_PARTIAL if allow_partial else set()
-    findings = []
-    for code, message in _FINDINGS.items():
-        severity: Severity = "note" if code in notes else "problem"
-        if found := cases[code]:
-            findings.append(Finding(severity, code, len(found), message, tuple(found[:_EXAMPLES])))
+    findings = [
+        Finding("note" if code in notes else "problem", code, len(found), message, tuple(found[:5]))
+        for code, message in _FINDINGS.items()
+        if (found := cases[code])
+    ]
     return Report(root, kind, counts(records) | counts(images), tuple(findings))
 
 
 def _listed(root: Path, kind: str | None, file: str, cases: Cases) -> list[Record]:
-    """The usable records."""
     if kind is None:
         inside = data_sets_in(root)
         hint = f" {inside[0]} looks like one: try that." if inside else ""

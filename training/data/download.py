@@ -1,6 +1,5 @@
 """Download official data sets: fetch, verify, unpack, and only then move into place."""
 
-import ftplib
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping
@@ -13,22 +12,11 @@ import pooch
 from kinlens.embedder.errors import DatasetError
 
 _CHUNK = 2**18
-_FTP_TIMEOUT_S = 60
-_SPACE_FACTOR = 2.1  # times the archive, as images unpack to about its size
 
 
 @dataclass(frozen=True)
 class Source:
-    """An archive with a stable address.
-
-    Args:
-        name: of the data set.
-        urls: addresses of the same file, tried in order.
-        md5: of the file, as its authors or several independent users publish it.
-        folder: the folder that it unpacks to, and the value of `data.root`.
-        gigabytes: size of the file.
-        licence: what its authors require.
-    """
+    """An archive with stable addresses, its MD5 as published, and the folder that it unpacks to."""
 
     name: str
     urls: tuple[str, ...]
@@ -39,7 +27,6 @@ class Source:
 
     @property
     def archive(self) -> str:
-        """Name of the file."""
         return self.urls[0].rpartition("/")[2]
 
 
@@ -65,10 +52,7 @@ SOURCES: Mapping[str, Source] = {
     ),
     "sop": Source(
         name="Stanford Online Products",
-        urls=(
-            "http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",
-            "ftp://cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",
-        ),
+        urls=("http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",),
         md5="7f73d41a2f44250d4779881525aea32e",
         folder="Stanford_Online_Products",
         gigabytes=3.08,
@@ -100,7 +84,6 @@ Then check it: kinlens-train data doctor {root}/in_shop""",
 
 
 def find_source(name: str) -> Source:
-    """The source of a data set. Raises: DatasetError if there is none of that name."""
     if name not in SOURCES:
         raise DatasetError(
             f"Unknown data set {name!r}. Give one of {', '.join((*SOURCES, *BY_HAND))}."
@@ -117,28 +100,14 @@ def obtain(
 ) -> Path:
     """Download a data set into `root`, unless it exists; returns its folder.
 
-    An archive that is in `root` already is used. The folder appears only when it is complete.
-
-    Args:
-        source: the data set.
-        root: the parent of the data set's folder.
-        url: another address of the same file.
-        keep_archive: keep the archive in `root`.
-        report: called with progress messages.
-
-    Raises: DatasetError.
+    An archive that is in `root` already is used. The folder appears only when it is complete. `url`
+    is another address of the same file. Raises: DatasetError.
     """
     folder, archive = root / source.folder, root / source.archive
     if folder.exists():
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
-        free, needed = shutil.disk_usage(root).free / 1e9, _SPACE_FACTOR * source.gigabytes
-        if free < needed and not archive.exists():
-            raise DatasetError(
-                f"{root} has {free:.2f} GB free; {needed:.2f} GB are needed to download and unpack "
-                f"{source.name}. Free space or choose another --root."
-            )
         if not archive.exists():
             report(f"{source.name} is being downloaded: {source.gigabytes:g} GB.")
         _fetch(source, (url,) if url else source.urls, archive)
@@ -153,26 +122,23 @@ def obtain(
 
 def _fetch(source: Source, urls: tuple[str, ...], archive: Path) -> None:
     """Download the file to `archive` from the first address that works, unless it exists."""
+    headers, hooks = {"Accept-Encoding": "identity"}, {"response": _as_stored}
+    downloader = pooch.HTTPDownloader(
+        progressbar=True, chunk_size=_CHUNK, headers=headers, hooks=hooks
+    )
     faults = []
     for url in urls:
-        settings = {"progressbar": True, "chunk_size": _CHUNK}
-        if url.startswith("ftp:"):
-            downloader = pooch.FTPDownloader(timeout=_FTP_TIMEOUT_S, **settings)
-        else:
-            headers, hooks = {"Accept-Encoding": "identity"}, {"response": _as_stored}
-            downloader = pooch.HTTPDownloader(headers=headers, hooks=hooks, **settings)
-        known = f"md5:{source.md5}"
         try:
+            known = f"md5:{source.md5}"
             pooch.retrieve(url, known, archive.name, archive.parent, downloader=downloader)
             return
-        except (ValueError, OSError, EOFError, ftplib.Error) as error:
+        except (ValueError, OSError) as error:
             faults.append(f"{url}: {error}")
     raise DatasetError(
         "\n".join(faults)
-        + f"\n{source.name} could not be downloaded. Check the network and run this "
-        "command again; or pass --url with another address of the same file; or download it "
-        f"by other means, such as curl -L -C - -o {archive} {urls[0]}, and run it again: it "
-        "uses the archive that it finds there."
+        + f"\n{source.name} could not be downloaded. Check the network and run this command again; "
+        "pass --url with another address of the same file; or get it by other means, such as "
+        f"curl -L -C - -o {archive} {urls[0]}, and run this again: it uses the archive there."
     )
 
 
@@ -182,7 +148,7 @@ def _as_stored(response: Any, *_: object, **__: object) -> None:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Unpack the verified archive to a temporary folder and rename it when complete."""
+    """Unpack to a temporary folder, which is renamed when it is complete."""
     aside = folder.with_name(f".{folder.name}.unpacking")
     shutil.rmtree(aside, ignore_errors=True)
     try:

@@ -35,9 +35,9 @@ _FORMAT = "1"  # increase it when features of the same image and trunk change
 
 
 class CachedFeatures(Dataset[Item]):
-    """The views of a training as rows of `pooled` (N, V, C), indexed by (epoch, image, view).
+    """Rows of `pooled` (N, V, C), indexed by (epoch, image, view): (C,) and the label.
 
-    Only index and seed choose one of the V views. Items are (C,) and the label.
+    Only index and seed choose one of the V views.
     """
 
     def __init__(self, pooled: Tensor, labels: NDArray[np.int64], seed: int) -> None:
@@ -55,12 +55,9 @@ class CachedFeatures(Dataset[Item]):
 
 
 class FeatureStore:
-    """Features in an SQLite file. The key identifies image, view and trunk.
+    """Features in an SQLite file, whose keys identify image, view and trunk.
 
-    Args:
-        path: created if missing. Several trainings may use it at the same time. It may be deleted
-            between trainings and is filled again.
-        largest: bytes, above which the oldest features are removed.
+    Several trainings may use it at the same time. Above `largest` bytes the oldest are removed.
     """
 
     def __init__(self, path: Path, largest: int = _LARGEST) -> None:
@@ -86,7 +83,6 @@ class FeatureStore:
             ) from error
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, Vectors]:
-        """The vectors (C,) of those keys that are stored."""
         found = {}
         with self._opened() as connection:
             for key in keys:
@@ -98,7 +94,6 @@ class FeatureStore:
         return found
 
     def put(self, keys: Sequence[bytes], vectors: Vectors) -> None:
-        """Store the vectors (P, C)."""
         rows = [(key, vector.tobytes()) for key, vector in zip(keys, vectors, strict=True)]
         with self._opened() as connection, connection:
             connection.executemany("INSERT OR REPLACE INTO vectors VALUES (NULL, ?, ?)", rows)
@@ -113,11 +108,6 @@ class FeatureStore:
                 )
 
 
-def default_store() -> FeatureStore:
-    """The store of this user, below XDG_CACHE_HOME or ~/.cache."""
-    return FeatureStore(cache_folder() / "features.sqlite")
-
-
 def pooled_views(
     net: EmbeddingNet,
     images: LabelledImages,
@@ -130,12 +120,11 @@ def pooled_views(
     """The pooled features (N, V, C) of `views` views of each image, on the CPU.
 
     View 0 is the image as the service preprocesses it, the others are random training views, seeded
-    by the content of the image. Features in the store are not computed again. `on_batch` is called
-    with the number of available features and the total.
+    by the content of the image. `on_batch` gets the number of available features and the total.
 
     Raises: DatasetError naming an image that cannot be read.
     """
-    store = store or default_store()
+    store = store or FeatureStore(cache_folder() / "features.sqlite")
     base = _digest(net, spec)
     contents = [_content(images, number) for number in range(len(images))]
     wanted = [(number, view) for number in range(len(images)) for view in range(views)]

@@ -12,14 +12,13 @@ the item, a wrong answer a vote against it. Without a single winner above 0 it h
 item that is wrong for a query image of another class means that these two classes are confused.
 """
 
-import csv
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from kinlens.embedder.errors import DatasetError
-from kinlens.training.data.records import Confused, Feedback, QueryImage, Split
+from kinlens.training.data.records import Confused, Feedback, QueryImage, Split, read_rows
 
 FILE = "pairs.csv"
 _LIKED = ("clicked", "bought")
@@ -34,8 +33,6 @@ UNKNOWN_PRODUCT = "call an answer wrong for a query image of unknown product"
 
 
 class Row(NamedTuple):
-    """One row of `pairs.csv`."""
-
     query: str
     query_key: str
     item: str
@@ -72,31 +69,15 @@ def read_feedback(folders: Sequence[Path], classes: Mapping[str, str]) -> Feedba
 
 
 def scan_feedback(folder: Path) -> tuple[list[Row], list[str]]:
-    """The readable rows, and an error for each other row.
-
-    Raises: DatasetError if `pairs.csv` is missing, not a text, or lacks a column.
-    """
+    """The readable rows, and an error for each other row. Raises: DatasetError."""
     path, rows, faults = folder / FILE, [], []
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as stream:
-            reader = csv.DictReader(stream)
-            if not set(Row._fields) <= set(reader.fieldnames or ()):
-                raise DatasetError(
-                    f"The first line of {path} must name the columns {', '.join(Row._fields)}; it "
-                    f"names {', '.join(reader.fieldnames or ()) or 'none'}."
-                )
-            for content in reader:
-                row = Row(*(content[name] or "" for name in Row._fields))
-                fault = _fault(row)
-                if fault:
-                    faults.append(f"{path}, line {reader.line_num}: {fault}.")
-                else:
-                    rows.append(row)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DatasetError(
-            f"The feedback {path} cannot be read as a CSV in UTF-8 ({error}). Check data.feedback: "
-            "it names folders that `kinlens-serve feedback export` wrote."
-        ) from error
+    cure = "Check data.feedback: it names folders that `kinlens-serve feedback export` wrote."
+    for line, content in read_rows(path, *Row._fields, cure=cure):
+        row = Row(*(content[name] for name in Row._fields))
+        if fault := _fault(row):
+            faults.append(f"{path}, line {line}: {fault}.")
+        else:
+            rows.append(row)
     return rows, faults
 
 
@@ -117,16 +98,11 @@ def sentences(split: Split) -> list[str]:
             f"feedback: {held_out[0]:,} query image(s) and {held_out[1]:,} pair(s) of held-out "
             "classes are not used"
         )
-    return lines + [f"feedback: {line}" for line in unused_rows(feedback)]
-
-
-def unused_rows(feedback: Feedback) -> list[str]:
-    """The number of unused rows, for each reason."""
-    return [f"{n:,} of {feedback.rows:,} rows {reason}" for reason, n in feedback.unused.items()]
+    unused = feedback.unused.items()
+    return lines + [f"feedback: {n:,} of {feedback.rows:,} rows {why}" for why, n in unused]
 
 
 def _classes_of_queries(rows: Sequence[Row], classes: Mapping[str, str]) -> dict[str, str]:
-    """The class of each query image that has a single winner."""
     votes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
         if row.query and row.item in classes:
@@ -160,7 +136,6 @@ def _use(
 
 
 def _fault(row: Row) -> str:
-    """Why a row cannot be read; empty if it can."""
     if row.action not in _ACTIONS:
         return f"the action {row.action!r} must be one of {', '.join(_ACTIONS)}"
     if not row.item or not (row.query or row.query_key):

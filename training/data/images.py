@@ -40,8 +40,6 @@ _SPARE = 2  # a whole image is decoded at `size_px` times this, at least
 
 
 class ImageFiles(Dataset[Item]):
-    """Images whose files are read on access."""
-
     def __init__(self, images: LabelledImages) -> None:
         self.images = images
 
@@ -93,10 +91,7 @@ class EvaluationImages(ImageFiles):
 
 
 def random_view(data: bytes, spec: Input, rng: np.random.Generator) -> Image.Image:
-    """A view of an encoded image, `spec.size_px` wide and high.
-
-    Raises: the errors of `decode`.
-    """
+    """A view of an encoded image, `spec.size_px` wide and high. Raises: the errors of `decode`."""
     image, box = random_part(data, spec, rng)
     view = resize_box(image, box, spec.size_px, spec.interpolation)
     if spec.flip and rng.random() < 0.5:
@@ -107,10 +102,8 @@ def random_view(data: bytes, spec: Input, rng: np.random.Generator) -> Image.Ima
 def random_part(data: bytes, spec: Input, rng: np.random.Generator) -> tuple[Image.Image, PixelBox]:
     """An image, decoded only as finely as a random box in it needs, and that box in its pixels.
 
-    The box is drawn from the full size of the image, which is in the header of a JPEG. A JPEG is
-    then decoded at a reduced scale at which the box still has `size_px` pixels, or at full size.
-
-    Raises: the errors of `decode`.
+    The box is drawn from the full size in the header of a JPEG, which is then decoded at a reduced
+    scale at which the box still has `size_px` pixels. Raises: the errors of `decode`.
     """
     header = read_header(data)
     if header.format != "JPEG":
@@ -134,10 +127,7 @@ def _box_of(size: tuple[int, int], spec: Input, rng: np.random.Generator) -> Pix
 
 
 def random_box(size: tuple[int, int], min_area: float, rng: np.random.Generator) -> PixelBox:
-    """A box of at least `min_area` of the image's area, width : height within 3:4 to 4:3.
-
-    Falls back to the central square if ten attempts do not fit.
-    """
+    """A box of at least `min_area`, 3:4 to 4:3; after ten attempts the central square."""
     width, height = size
     for _ in range(_ATTEMPTS):
         area = width * height * rng.uniform(min_area, 1.0)
@@ -161,17 +151,10 @@ def build_loader(
 ) -> DataLoader[Item]:
     """Batches of images, uint8 (B, 3, S, S), and their labels (B,), read in parallel.
 
-    For a GPU the batches are in pinned memory, so that copies do not block, and each worker reads
-    two of them ahead. A training keeps its workers from epoch to epoch.
-
-    Args:
-        dataset: TrainingImages, EvaluationImages or a part of them.
-        batches: the order of a training, or the size of batches in the order of the images.
-        runtime: sets the number of reading processes, see `worker_count`.
-        device: the device that computes.
-        seed: of the loader's own generator. Otherwise each pass would draw from the global one,
-            which losses also use.
-        processes: number of processes that train together on this machine and share its cores.
+    `batches` is the order of a training, whose workers stay from epoch to epoch, or a batch size.
+    For a GPU the batches are in pinned memory, so that copies do not block. The loader has a
+    generator of its own: otherwise each pass would draw from the global one, which losses also use.
+    `processes` train together on this machine and share its cores.
     """
     workers, on_gpu = worker_count(runtime, device, processes), device.type == "cuda"
     order = None if isinstance(batches, int) else batches
@@ -190,7 +173,7 @@ def build_loader(
 def worker_count(runtime: Runtime, device: torch.device, processes: int = 1) -> int:
     """Number of processes that read images for one that computes; 0 reads in the same process.
 
-    "auto" is 2 for a CPU, where computing takes longer than reading. For a GPU it is the share of
+    "auto" is 2 for a CPU, where computing takes longer than reading; for a GPU it is the share of
     the available cores, less one for the process itself, at most 16.
     """
     if runtime.workers != "auto":
@@ -203,11 +186,7 @@ def worker_count(runtime: Runtime, device: torch.device, processes: int = 1) -> 
 
 
 def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of a loader; an error in an image is one line, also from a worker process.
-
-    Raises: DatasetError; TrainingError if a worker process dies, for example for lack of shared
-        memory.
-    """
+    """The batches of a loader. Raises: DatasetError; TrainingError if a worker dies."""
     try:
         yield from loader
     except RuntimeError as error:

@@ -1,6 +1,5 @@
 """Load train and test images from the `data` table of a job, or from a folder."""
 
-import csv
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from kinlens.training.data.records import (
     Record,
     Split,
     labelled,
+    read_rows,
     write_table,
 )
 from kinlens.training.rendered.catalogue import write_catalogue
@@ -35,10 +35,7 @@ _WHY = (
 
 
 def load_split(data: Data, on_image: Callable[[], None] | None = None) -> Split:
-    """Load the images that `data` describes; `on_image` is called for each rendered view.
-
-    Raises: DatasetError, JobError.
-    """
+    """`on_image` is called for each rendered view. Raises: DatasetError, JobError."""
     split = _load(data, on_image)
     if not data.feedback:
         return split
@@ -94,9 +91,8 @@ def remarks(data: Data, split: Split) -> list[str]:
 def read_folder(root: Path, setting: str = "data.root") -> list[Record]:
     """The images of a folder; hidden files and folders are skipped.
 
-    The class is the folder of the image, named by its path below root: "mug", or "Women/Dress",
-    which is another class than "Men/Dress". Galleries built from a folder use the same names. An
-    error names the `setting` or the option that gave the folder.
+    The class is the folder of the image, named by its path below root as in galleries: "mug", or
+    "Women/Dress". An error names the `setting` or the option that gave the folder.
 
     Raises: DatasetError if the folder is missing or holds no images in sub-folders.
     """
@@ -108,7 +104,13 @@ def read_folder(root: Path, setting: str = "data.root") -> list[Record]:
         hidden = any(part.startswith(".") for part in relative.parts)
         if path.suffix.lower() in SUFFIXES and len(relative.parts) > 1 and not hidden:
             records.append(Record(relative.as_posix(), relative.parent.as_posix()))
-            _check_name(records[-1].path)
+            try:
+                records[-1].path.encode()
+            except UnicodeEncodeError as error:
+                raise DatasetError(
+                    f"The name {records[-1].path!a} is not UTF-8, as from an old archive. Rename "
+                    "that file or folder."
+                ) from error
     if not records:
         raise DatasetError(
             f"{root} has no images in sub-folders. Put the images of each class into a sub-folder "
@@ -117,22 +119,8 @@ def read_folder(root: Path, setting: str = "data.root") -> list[Record]:
     return records
 
 
-def _check_name(path: str) -> None:
-    try:
-        path.encode()
-    except UnicodeEncodeError as error:
-        raise DatasetError(
-            f"The name {path!a} is not UTF-8, as from an old archive. Rename that file or folder."
-        ) from error
-
-
 def read_table(root: Path, file: str, setting: str = "data.root and data.file") -> list[Record]:
-    """The images of a CSV with the columns path, label and perhaps split ("train", "test").
-
-    An error names the `setting` or the option that gave the file.
-
-    Raises: DatasetError naming the line of the first fault.
-    """
+    """The images of a CSV; `setting` is named in errors. Raises: DatasetError."""
     records, faults = scan_table(root, file, setting)
     if faults:
         raise DatasetError(faults[0])
@@ -142,60 +130,40 @@ def read_table(root: Path, file: str, setting: str = "data.root and data.file") 
 def scan_table(
     root: Path, file: str, setting: str = "data.root and data.file"
 ) -> tuple[list[Record], list[str]]:
-    """Usable rows of a CSV, and an error for each other row. The class is in the column `label`,
-    or `class` as in a list for a gallery.
+    """Usable rows of a CSV, and an error for each other row; the class is `label` or `class`.
 
     Raises: DatasetError if the file is missing, is not a text or lacks a column.
     """
     path = root / file
     records: dict[str, Record] = {}
     faults = []
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as stream:
-            reader = csv.DictReader(stream)
-            names = reader.fieldnames or ()
-            column = "label" if "label" in names else "class"
-            if not {"path", column} <= set(names):
-                raise DatasetError(
-                    f"The first line of {path} must name the columns path and label (or class); "
-                    f"it names {', '.join(names) or 'none'}."
-                )
-            for row in reader:
-                image, label = row["path"], row[column]
-                if not image or not label:
-                    fault = f"path and {column} must not be empty"
-                elif image in records:
-                    fault = f"{image} is listed a second time"
-                elif not (root / image).is_file():
-                    fault = f"the image {root / image} is missing"
-                else:
-                    records[image] = Record(image, label, (row.get("split") or "").strip())
-                    continue
-                faults.append(f"{path}, line {reader.line_num}: {fault}.")
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DatasetError(
-            f"{path} cannot be read as a CSV in UTF-8 ({error}). Check {setting}."
-        ) from error
+    for line, row in read_rows(path, "path", "label|class", cure=f"Check {setting}."):
+        column = "label" if "label" in row else "class"
+        image, label = row["path"], row[column]
+        if not image or not label:
+            fault = f"path and {column} must not be empty"
+        elif image in records:
+            fault = f"{image} is listed a second time"
+        elif not (root / image).is_file():
+            fault = f"the image {root / image} is missing"
+        else:
+            records[image] = Record(image, label, row.get("split", "").strip())
+            continue
+        faults.append(f"{path}, line {line}: {fault}.")
     return list(records.values()), faults
 
 
 def without_small_classes(
     root: Path, records: Sequence[Record], policy: str
 ) -> tuple[list[Record], tuple[str, ...]]:
-    """Apply `small_classes`: a class with one image has no positive pair.
-
-    Returns the remaining records, and the names of the dropped classes.
-
-    Raises: DatasetError under "refuse" if there is such a class.
-    """
+    """The other records, and the classes with one image. Raises: DatasetError under "refuse"."""
     sizes = Counter(record.label for record in records)
     small = tuple(sorted(label for label, size in sizes.items() if size < 2))
     if small and policy == "refuse":
         raise DatasetError(
             f"{len(small)} of the {len(sizes)} classes in {root} have only one image "
-            f"({_first_of(small)}); "
-            "a class needs at least 2 to have a pair. Add images, remove these classes, or set "
-            'data.small_classes = "drop".'
+            f"({_first_of(small)}); a class needs at least 2 to have a pair. Add images, remove "
+            'these classes, or set data.small_classes = "drop".'
         )
     return [record for record in records if sizes[record.label] >= 2], small
 
@@ -207,10 +175,7 @@ def _first_of(names: Sequence[str]) -> str:
 def split_by_class(
     root: Path, records: Sequence[Record], train_fraction: float, seed: int
 ) -> Split:
-    """Put a random part of the classes into train and the others into test, at least 2 in each.
-
-    Raises: DatasetError if there are fewer than 4 classes.
-    """
+    """At least 2 classes train and 2 test, drawn by seed. Raises: DatasetError."""
     names = sorted({record.label for record in records})
     if len(names) < 2 * FEWEST:
         raise DatasetError(
@@ -227,10 +192,7 @@ def split_by_class(
 
 
 def split_by_column(root: Path, records: Sequence[Record]) -> Split:
-    """The split in the column `split` of a CSV.
-
-    Raises: DatasetError if a class is in both parts, or a part has a single class.
-    """
+    """Raises: DatasetError if a class is in both parts, or a part has a single class."""
     found = {record.part for record in records}
     if found != {"train", "test"}:
         raise DatasetError(
@@ -270,11 +232,7 @@ def recognise(root: Path) -> str | None:
 def write_lists(
     root: Path, out: Path, kind: str | None, allow_partial: bool
 ) -> dict[str, LabelledImages]:
-    """Write the official split as train.csv, test.csv and, where there is one, gallery.csv.
-
-    Returns the images of each list. Raises: DatasetError if `root` is not a complete official data
-    set.
-    """
+    """Write the official split as train.csv, test.csv, gallery.csv. Raises: DatasetError."""
     official = OFFICIAL.get(kind or recognise(root) or "")
     if official is None:
         raise DatasetError(

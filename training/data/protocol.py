@@ -27,42 +27,26 @@ def with_protocol(split: Split, protocol: Protocol) -> Split:
 
 
 def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
-    """Move a random `fraction` of the train classes, at least 2, to validation.
-
-    Train labels are numbered from 0 again, in the old order. **Reading**: fraction * C is rounded
-    to the nearest number of classes.
-
-    Raises: DatasetError if train or validation would have fewer than 2 classes, or if no validation
-        class has 2 images.
-    """
+    """Move a random `fraction` of the train classes to validation. Raises: DatasetError."""
     classes = split.train.classes
     count = max(round(classes * fraction), FEWEST)
     if classes - count < FEWEST:
         raise DatasetError(
-            f"{split.train.root} has {classes} train classes; holding out {count} of them for "
-            f"validation leaves {classes - count} to train on, at least {FEWEST} are needed. Add "
-            "classes, hold out fewer, or none: protocol.validation_fraction = 0 with choose_by = "
-            '"last".'
+            f"{split.train.root} has {classes} train classes; holding out {count} leaves "
+            f"{classes - count} to train on, at least {FEWEST} are needed. Add classes, or hold "
+            'out none: protocol.validation_fraction = 0 with choose_by = "last".'
         )
     order = np.random.default_rng(seed).permutation(classes)
     return _validating(split, order[:count])
 
 
 def folds(split: Split, count: int = 10, seed: int = 0) -> list[Split]:
-    """Class cross validation: each train class is a validation class in exactly one fold.
-
-    Classes are assigned at random, since neighbours in a list are often alike; the numbers of
-    validation classes differ by at most one.
-
-    Raises: DatasetError if there are fewer than 2 classes a fold, or if the validation classes of
-        a fold all have a single image.
-    """
+    """Cross validation: each train class validates in one fold, at random. Raises: DatasetError."""
     classes = split.train.classes
     if classes < FEWEST * count:
         raise DatasetError(
             f"{split.train.root} has {classes} train classes; {count} folds need at least "
-            f"{FEWEST * count}, {FEWEST} to validate each. Use at most {classes // FEWEST} "
-            "folds."
+            f"{FEWEST * count}, {FEWEST} to validate each. Use at most {classes // FEWEST} folds."
         )
     order = np.random.default_rng(seed).permutation(classes)
     return [_validating(split, held_out) for held_out in np.array_split(order, count)]

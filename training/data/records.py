@@ -2,7 +2,7 @@
 
 import csv
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -39,7 +39,6 @@ class LabelledImages:
 
     @property
     def classes(self) -> int:
-        """Number of classes C."""
         return len(self.class_names)
 
     def some(self, count: int, seed: int = 0) -> "LabelledImages":
@@ -60,7 +59,6 @@ class LabelledImages:
         )
 
     def content_sha256(self) -> str:
-        """Digest of paths, classes and the content of every file."""
         digest = hashlib.sha256(self.sha256().encode())
         for path in self.paths:
             digest.update(hashlib.sha256((self.root / path).read_bytes()).digest())
@@ -94,7 +92,7 @@ class Confused(NamedTuple):
 class Feedback:
     """What customers reported about the images of a data set, see training.data.feedback.
 
-    `images` and `confused` are sorted. `unused` counts, by reason, the `rows` that are of no use.
+    `unused` counts, by reason, the `rows` that are of no use.
     """
 
     rows: int
@@ -112,9 +110,8 @@ class Feedback:
 class Split:
     """Train, test and perhaps validation images, with disjoint classes.
 
-    With a `gallery` the test images are queries and are searched for in it; without one each test
-    image is searched for among the other test images. Only `feedback` on train classes is used. It
-    is not part of `train`: a model is tested and exported without it.
+    With a `gallery` the test images are queries and are searched for in it. Only `feedback` on
+    train classes is used, and a model is tested and exported without it.
 
     Raises: DatasetError if a class is in two of train, validation and test.
     """
@@ -135,15 +132,18 @@ class Split:
             if both:
                 raise DatasetError(
                     f"{len(both)} class(es) are in {one} and in {other}, for example "
-                    f"{min(both)!r}. The classes of the parts must differ: the model is tested on "
-                    "unseen classes."
+                    f"{min(both)!r}. The parts must differ: a model is tested on unseen classes."
                 )
 
     @property
     def parts(self) -> dict[str, LabelledImages]:
-        """The existing lists by name, without the feedback."""
         names = ("train", "validation", "test", "gallery")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
+
+    @property
+    def tested(self) -> list[LabelledImages]:
+        """The test images and, if there is one, the gallery in which they are searched for."""
+        return [self.test] if self.gallery is None else [self.test, self.gallery]
 
     @property
     def without_gallery(self) -> tuple[str, ...]:
@@ -173,15 +173,6 @@ class Split:
         pairs = self.feedback.confused if self.feedback else ()
         found = [(number[a], number[b], n) for a, b, n in pairs if {a, b} <= number.keys()]
         return np.array(found, dtype=np.int64).reshape(-1, 3)
-
-    def gallery_labels(self) -> NDArray[np.int64]:
-        """Labels (G,) of the gallery in the numbering of `test`; other classes come after it.
-
-        Without a gallery: the labels of `test`.
-        """
-        if self.gallery is None:
-            return self.test.labels
-        return labels_in(self.gallery, self.test.class_names)
 
     def sha256(self) -> str:
         """Digest of the lists; validation and gallery count if they exist."""
@@ -220,6 +211,24 @@ def labelled(root: Path, records: Iterable[Record | tuple[str, str]]) -> Labelle
     names, labels = np.unique([name for name, _ in ordered], return_inverse=True)
     paths = tuple(path for _, path in ordered)
     return LabelledImages(root, paths, labels.astype(np.int64), tuple(names.tolist()))
+
+
+def read_rows(path: Path, *columns: str, cure: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Line number and row of a CSV; of a column "a|b" one is enough. Raises: DatasetError."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            reader = csv.DictReader(stream)
+            names = reader.fieldnames or ()
+            if not all(set(column.split("|")) & set(names) for column in columns):
+                raise DatasetError(
+                    f"The first line of {path} must name the columns "
+                    f"{', '.join(columns).replace('|', ' or ')}; it names "
+                    f"{', '.join(names) or 'none'}."
+                )
+            for row in reader:
+                yield reader.line_num, {name: row.get(name) or "" for name in names}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DatasetError(f"{path} cannot be read as a CSV in UTF-8 ({error}). {cure}") from error
 
 
 def write_table(path: Path, images: LabelledImages) -> None:

@@ -36,17 +36,12 @@ class BatchSampler(Sampler[list[Index]]):
     - "random": each image once; the last, incomplete batch is dropped, unless it is the only one.
     - "balanced": batches of c different classes, m images of each, grouped by class. Every class
       comes once before any class repeats, and so do the images of a class: a batch repeats an image
-      only if its class has fewer than m, and then as evenly as possible. Small classes are seen
-      more often than in random batches, large ones not completely.
+      only if its class has fewer than m, and then as evenly as possible.
     - "paired": d = 2 such draws after each other, of the same classes in the same order.
 
     **Reading.** The two draws of graph consistency share no image of a class with at least 2 m, and
-    as few as possible of a smaller one. With `pairs` = "independent", as in the paper, the draws
-    are independent: each still repeats no image of a class with at least m, but two draws may share
-    images, and an epoch misses some. A shared image gives two views.
-
-    With `confused` classes the same images, or visits to classes, are assigned to the batches in
-    another order, see `_group_confused`. Without any, this uses no random numbers.
+    as few as possible of a smaller one. With `pairs` = "independent", as in the paper, two draws
+    may share images, which then have two views, and an epoch misses some.
 
     References:
         Deep Metric Learning with Graph Consistency (Chen et al., 2021), section 3.3.
@@ -56,7 +51,7 @@ class BatchSampler(Sampler[list[Index]]):
         job: with its `sampling`, `seed` and sizes.
         labels: class of each image (N,).
         rank, world: number of this process, and how many processes share each batch.
-        confused: two labels and a weight for each pair of classes (P, 3).
+        confused: two labels and a weight for each pair of classes (P, 3), see `_group_confused`.
 
     Raises: JobError if the settings are inconsistent with each other, the classes or the processes.
     """
@@ -84,8 +79,7 @@ class BatchSampler(Sampler[list[Index]]):
         if self.batch_size % world:
             raise JobError(
                 f"A batch of {self.batch_size} images cannot be shared equally by {world} "
-                "processes. Set optimizer.batch_size to a multiple of that, with no fewer images, "
-                "or start another number of processes."
+                "processes. Set optimizer.batch_size to a multiple of that, or start others."
             )
 
     def _classes_per_batch(self) -> int:
@@ -118,7 +112,7 @@ class BatchSampler(Sampler[list[Index]]):
             images = images[order][: self.batches * self.batch_size]
         else:
             images = self._of_classes(rng)
-        views = _times_before(images)
+        views = times_before(images)
         shares = (self.batches, self.world, -1)
         images, views = images.reshape(shares)[:, self.rank], views.reshape(shares)[:, self.rank]
         for batch in range(len(self)):
@@ -129,7 +123,7 @@ class BatchSampler(Sampler[list[Index]]):
         """The images of one draw after the other, grouped by class: (batches * B,)."""
         classes = _class_order(int(self.labels.max()) + 1, self.width, self.batches, rng)
         classes = classes[self._group_confused(classes, self.width, rng)]
-        visits = self.draws * _times_before(classes)[:, None] + np.arange(self.draws)
+        visits = self.draws * times_before(classes)[:, None] + np.arange(self.draws)
         images = self._visit(classes.repeat(self.draws), visits.ravel(), rng)  # (batches c d, m)
         grouped = images.reshape(self.batches, self.width, self.draws, self.sampling.per_class)
         return grouped.transpose(0, 2, 1, 3).ravel()
@@ -244,7 +238,7 @@ def _partners(confused: Numbers, labels: Numbers) -> Partners:
     }
 
 
-def _times_before(items: Numbers) -> Numbers:
+def times_before(items: Numbers) -> Numbers:
     """The number of earlier occurrences of each item: (V,) to (V,)."""
     counters: defaultdict[int, Iterator[int]] = defaultdict(count)
     return np.fromiter((next(counters[item]) for item in items.tolist()), np.int64, len(items))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.embedder.errors import JobError
 from kinlens.training.checkpoint import (
     BEST,
     FILE,
@@ -39,7 +39,7 @@ from kinlens.training.device import choose_device
 from kinlens.training.distributed import is_main, rank, wait_for_all, world
 from kinlens.training.evaluation.evaluate import embed, pooled, through_head
 from kinlens.training.evaluation.retrieval import GAIN, gain, retrieval
-from kinlens.training.folder import UNTRAINED, changes, replace_json
+from kinlens.training.folder import UNTRAINED, changes, read_json, replace_json
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Points between the weights at the start (0) and those of the last epoch (1)."""
@@ -61,8 +61,8 @@ class Choice:
     """The result of the folds.
 
     `alpha` is the point on the line, None the trunk itself. `recall` and `map_at_r` are by the name
-    of a candidate, in percent over `queries` of all folds; `gain` is the interval of the change in
-    R@1 from the starting point of the run to the chosen candidate ({} without one).
+    of a candidate, in percent; `gain` is the interval of the change in R@1 from the starting point
+    of the run to the chosen candidate.
     """
 
     alpha: float | None
@@ -74,7 +74,6 @@ class Choice:
     gain: dict[str, float] = field(default_factory=dict)
 
     def sentence(self) -> str:
-        """The choice and its reason, in one line."""
         recall = self.recall
         chosen = name_of(self.alpha)
         paired = ""
@@ -96,7 +95,6 @@ class Choice:
 
 
 def name_of(alpha: float | None) -> str:
-    """The name of a candidate: "trunk", "0", "0.25", ..."""
     return _TRUNK if alpha is None else f"{alpha:g}"
 
 
@@ -118,25 +116,21 @@ def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
     """Train on the folds of `split.train` that the job configures, and compare the candidates.
 
     The best has the highest R@1 over the queries of all folds, then the highest MAP@R, then the
-    least training. A finished fold in `folder` is not trained again.
-
-    Args:
-        train: trains or resumes a job on a split in a folder.
+    least training. A finished fold is not trained again; `train` trains or resumes a job.
     """
     count = min(job.protocol.folds or FEWEST, split.train.classes // FEWEST)
     runs = []
     for number in range(count):
         protocol = job.protocol.model_copy(
-            update={
-                "folds": count,
-                "fold": number,
-                "choose_by": "last",
-                "evaluate_test": "never",
-            }
+            update={"folds": count, "fold": number, "choose_by": "last", "evaluate_test": "never"}
         )
         one = job.model_copy(update={"protocol": protocol})
         part = with_protocol(split, protocol)
-        _require_batches(one, part, number, count)
+        try:  # before any fold is trained
+            BatchSampler(one, part.to_learn().labels, rank(), world(), part.confused())
+        except JobError as error:
+            reason = f"Fold {number + 1} of {count} trains on {part.train.classes} classes: {error}"
+            raise JobError(reason) from error
         runs.append((one, part))
     found = []
     for number, (one, part) in enumerate(runs):
@@ -156,21 +150,7 @@ def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
     return _best(found)
 
 
-def _require_batches(job: Job, split: Split, number: int, count: int) -> None:
-    """Check, before any fold is trained, that the batches of the job can be drawn in this one.
-
-    Raises: JobError.
-    """
-    try:
-        BatchSampler(job, split.to_learn().labels, rank(), world(), split.confused())
-    except JobError as error:
-        raise JobError(
-            f"Fold {number + 1} of {count} trains on {split.train.classes} classes: {error}"
-        ) from error
-
-
 def write_chosen(folder: Path, choice: Choice) -> None:
-    """Write the chosen model as the model of the run in `folder`."""
     start, last = load_checkpoint(folder / START), load_checkpoint(folder)
     weights = between(start, last, choice.alpha or 0.0)  # the trunk of the start
     trunk_alone = choice.alpha is None
@@ -230,18 +210,15 @@ def _evaluate_fold(job: Job, split: Split, run_folder: Path) -> dict[str, Any]:
 
 
 def _best(lines: list[dict[str, Any]]) -> Choice:
-    ranks = {
-        name: np.concatenate([line["ranks"][name] for line in lines]) for name in lines[0]["ranks"]
-    }
-    classes = np.unique([name for line in lines for name in line["classes"]], return_inverse=True)[
-        1
-    ]
+    def over_folds(key: str) -> dict[str, NDArray[Any]]:
+        return {name: np.concatenate([x[key][name] for x in lines]) for name in lines[0][key]}
+
+    ranks, precisions = over_folds("ranks"), over_folds("precisions")
+    names = [name for line in lines for name in line["classes"]]
+    _, classes = np.unique(names, return_inverse=True)
     answered = ranks["0"] >= 0
     recall = {name: 100 * float((r[answered] == 0).mean()) for name, r in ranks.items()}
-    map_at_r = {
-        name: 100 * float(np.concatenate([x["precisions"][name] for x in lines])[answered].mean())
-        for name in ranks
-    }
+    map_at_r = {name: 100 * float(p[answered].mean()) for name, p in precisions.items()}
     # `max` keeps the first of equals, which has the least training.
     chosen = max(recall, key=lambda name: (round(recall[name], 6), round(map_at_r[name], 6)))
     began = torch.from_numpy(ranks.get(_TRUNK, ranks["0"]))
@@ -260,12 +237,7 @@ def _read(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """A finished fold; None if there is none for this job and these images."""
     if not path.is_file():
         return None
-    try:
-        line: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is damaged ({error}). Delete {path.parent} and use --resume."
-        ) from error
+    line: dict[str, Any] = read_json(path, f"Delete {path.parent} and use --resume.")
     known = json.loads(json.dumps(identity))
     same = line.get("split_sha256") == known["split_sha256"]
     return line if same and not changes(line.get("job", {}), known["job"]) else None

@@ -3,10 +3,6 @@
 import warnings
 
 import numpy as np
-from sklearn.cluster import KMeans
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.metrics import normalized_mutual_info_score
-from sklearn.metrics.cluster import pair_confusion_matrix
 
 from kinlens.training.evaluation.retrieval import Labels, Vectors, checked
 
@@ -21,15 +17,7 @@ def clustering(embeddings: Vectors, labels: Labels, seed: int = 0) -> dict[str, 
 
     Lloyd's algorithm, not mini-batches: with five images in a class a mini-batch sees a cluster
     less than once. It starts from k-means++ up to 2,000 classes, from random embeddings above.
-    Extra memory is one copy of the embeddings and a few times the centres; an iteration costs
-    N x classes x D, on the CPU. The same seed gives the same clusters on the same machine.
-
-    Args:
-        embeddings: (N, D).
-        labels: (N,); the number of different ones is the number of clusters.
-        seed: of the first centres.
-
-    Returns: see `agreement`.
+    An iteration costs N x classes x D, on the CPU.
 
     Raises: EvaluationError if an embedding is not finite.
 
@@ -37,6 +25,10 @@ def clustering(embeddings: Vectors, labels: Labels, seed: int = 0) -> dict[str, 
         Deep Metric Learning via Lifted Structured Feature Embedding (k-means with K = number of
         classes, NMI, F1), https://arxiv.org/abs/1511.06452
     """
+    # scikit-learn is imported by those who need it: a third of the time to import a training.
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
     vectors = checked(embeddings, labels).cpu().numpy()
     classes = len(np.unique(labels))
     init = "k-means++" if classes <= MOST_CLASSES_FOR_PLUS_PLUS else "random"
@@ -56,13 +48,12 @@ def agreement(labels: Labels, clusters: Labels) -> dict[str, float]:
     P is the part of the pairs inside a cluster that share a class, R the part of the pairs inside a
     class that share a cluster. Two equal partitions have 100, also if a formula is 0 / 0.
 
-    Args:
-        labels: (N,), C.
-        clusters: (N,), Omega.
-
     References:
         Deep Metric Learning with Graph Consistency, AAAI 2021, evaluation (NMI and F1)
     """
+    from sklearn.metrics import normalized_mutual_info_score
+    from sklearn.metrics.cluster import pair_confusion_matrix
+
     nmi = float(normalized_mutual_info_score(labels, clusters))
     (_, in_cluster_alone), (in_class_alone, in_both) = pair_confusion_matrix(labels, clusters)
     pairs = 2 * int(in_both) + int(in_cluster_alone) + int(in_class_alone)

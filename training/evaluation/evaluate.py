@@ -1,6 +1,7 @@
 """Run a model over images and compute the embeddings and all figures."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from kinlens.embedder.manifest import Preprocessing
-from kinlens.embedder.types import Embed, Embeddings, Images
+from kinlens.embedder.types import Embed, Embeddings
 from kinlens.training.config.job import Job
 from kinlens.training.config.settings import Runtime
 from kinlens.training.data.features import pooled_views
@@ -25,15 +26,9 @@ from kinlens.training.distributed import (
     world,
 )
 from kinlens.training.evaluation.clustering import clustering
-from kinlens.training.evaluation.retrieval import (
-    Labels,
-    Retrieval,
-    Vectors,
-    gain,
-    retrieval,
-)
+from kinlens.training.evaluation.retrieval import Labels, Vectors, gain, retrieval
 from kinlens.training.evaluation.structure import structure
-from kinlens.training.models.embedding import EmbeddingNet, evaluating
+from kinlens.training.models.embedding import EmbeddingNet, evaluating, torch_embed
 from kinlens.training.regularizers.determinant import local_lipschitz
 
 OnBatch = Callable[[int], None]
@@ -45,33 +40,37 @@ _LIPSCHITZ_IMAGES = 16
 
 def evaluate(
     net: EmbeddingNet,
-    images: LabelledImages,
+    parts: list[LabelledImages],
     job: Job,
-    gallery: LabelledImages | None = None,
     full: bool = False,
     before: Tensor | None = None,
 ) -> dict[str, float]:
-    """Recall@K and MAP@R of `net` on `images`, preprocessed as in the service, in float32.
+    """Recall@K and MAP@R of `net` on test images, searched in a second part if there is one.
 
-    Args:
-        gallery: images to search in; without it each image is searched for among the others.
-        full: also clustering, structure and, with a flow, its local Lipschitz constant.
-        before: (N,), the ranks of another model on the same queries; adds `gain`.
-
-    Under several ranks each embeds its share, and all get the figures.
+    Images are preprocessed as in the service. In `full`, also clustering, structure and, with a
+    flow, its local Lipschitz constant. `before` (N,) are the ranks of another model on the same
+    queries; they add `gain`. Under several ranks each embeds its share, and all get the figures.
     """
-    parts = [images] if gallery is None else [images, gallery]
     vectors = [embed(net, part, job) for part in parts]
     figures: dict[str, float] = {}
     if is_main():
-        arguments = _retrieval_arguments(vectors, parts, job)
+        there = [torch.as_tensor(x, device=choose_device(job.runtime)) for x in vectors]
         figures = evaluate_embeddings(
-            *arguments, ks=job.recall_at, full=full, seed=job.seed, before=before
+            *searched(there, parts), ks=job.recall_at, full=full, seed=job.seed, before=before
         )
     if full:
-        figures |= _flow_lipschitz(net, images, job)
+        figures |= _flow_lipschitz(net, parts[0], job)
     found: dict[str, float] = gather_objects(figures)[0]
     return found
+
+
+def searched(
+    vectors: Sequence[Vectors], parts: Sequence[LabelledImages]
+) -> tuple[Vectors, Labels, Vectors | None, Labels | None]:
+    """The first arguments of `retrieval`: images among each other, or queries in a gallery."""
+    if len(parts) == 1:
+        return vectors[0], parts[0].labels, None, None
+    return vectors[0], parts[0].labels, vectors[1], labels_in(parts[1], parts[0].class_names)
 
 
 def evaluate_embeddings(
@@ -84,16 +83,10 @@ def evaluate_embeddings(
     seed: int = 0,
     before: Tensor | None = None,
 ) -> dict[str, float]:
-    """Recall and MAP@R by name; in full, also cluster agreement and structure.
+    """Recall and MAP@R by name; in full, also cluster agreement and structure, which take minutes.
 
     **Reading.** With a gallery (In-Shop), retrieval searches for the test images in the gallery.
     Clusters and structure cover both together, which are the test images of the split.
-
-    Args:
-        test, labels, gallery, gallery_labels, ks: see `retrieval`.
-        full: also NMI, F1 and the measures of `structure`; takes minutes from 10,000 classes on.
-        seed: of k-means.
-        before: (N,), the ranks of another model on the same queries; adds `gain`.
 
     Raises: DatasetError, EvaluationError, as the functions that it calls.
     """
@@ -108,43 +101,15 @@ def evaluate_embeddings(
     return figures | clustering(test, labels, seed) | structure(test, labels)
 
 
-def retrieved(
-    vectors: list[NDArray[np.float32]], parts: list[LabelledImages], job: Job
-) -> Retrieval:
-    """Search test images among each other or, with two parts, queries in their gallery."""
-    return retrieval(*_retrieval_arguments(vectors, parts, job), ks=job.recall_at)
-
-
-def _retrieval_arguments(
-    vectors: list[NDArray[np.float32]], parts: list[LabelledImages], job: Job
-) -> tuple[Tensor, Labels, Tensor | None, Labels | None]:
-    """The first arguments of `retrieval`, on the device of the job."""
-    images, *others = parts
-    device = choose_device(job.runtime)
-    test, *rest = (torch.as_tensor(part, device=device) for part in vectors)
-    gallery = labels = None
-    if others:
-        gallery, labels = rest[0], labels_in(others[0], images.class_names)
-    return test, images.labels, gallery, labels
-
-
 def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.float32]:
-    """Embeddings (N, D) of all images, in their order; several ranks share the work.
-
-    Computed in float32 whatever the precision of the training, like the bundle: in bf16 the figures
-    would be those of another network.
-    """
+    """Embeddings (N, D) of all images in float32, like the bundle; several ranks share the work."""
     if not net.frozen_trunk:
         return _computed(net, net, images, job)
     return through_head(net, pooled(net, images, job))
 
 
 def through_head(net: EmbeddingNet, features: Tensor) -> NDArray[np.float32]:
-    """Output of `pooled` (N, C) to embeddings (N, D)."""
-    with evaluating(net), torch.inference_mode():
-        on_device = features.to(next(net.parameters()).device)
-        vectors: NDArray[np.float32] = net.embed(net.project(on_device)).float().cpu().numpy()
-    return vectors
+    return torch_embed(net, features.numpy(), lambda x: net.embed(net.project(x)))
 
 
 def pooled(net: EmbeddingNet, images: LabelledImages, job: Job) -> Tensor:
@@ -158,17 +123,10 @@ def pooled(net: EmbeddingNet, images: LabelledImages, job: Job) -> Tensor:
 def _computed(
     net: EmbeddingNet, function: Callable[[Tensor], Tensor], images: LabelledImages, job: Job
 ) -> NDArray[np.float32]:
-    """The result of a function of `net` for all images, (N, ...)."""
-    device = next(net.parameters()).device
-
-    def on_device(pixels: Images) -> Embeddings:
-        there = torch.from_numpy(pixels).to(device)
-        vectors: Embeddings = function(there).float().cpu().numpy()
-        return vectors
-
+    on_device = partial(torch_embed, net, function=function)
     spec, size = job.input.preprocessing(), job.optimizer.batch_size
-    with evaluating(net), torch.inference_mode():
-        return embed_with({"": on_device}, images, spec, job.runtime, None, size, device)[""]
+    device = next(net.parameters()).device
+    return embed_with({"": on_device}, images, spec, job.runtime, None, size, device)[""]
 
 
 def embed_with(
@@ -183,10 +141,7 @@ def embed_with(
     """The result of each function for all images (N, ...), preprocessed as in the service.
 
     Every image is decoded once, in the processes of `runtime`; several ranks share the images.
-    `on_batch` is called with the number of images just embedded; `device` is the device of the
-    functions.
-
-    Raises: DatasetError if an image cannot be read.
+    `device` is that of the functions. Raises: DatasetError if an image cannot be read.
     """
     mine = np.array_split(np.arange(len(images)), world())[rank()]
     dataset = Subset(EvaluationImages(images, spec), mine.tolist())
@@ -214,7 +169,4 @@ def _flow_lipschitz(net: EmbeddingNet, images: LabelledImages, job: Job) -> dict
     with evaluating(net), torch.no_grad():
         features = net.features(pixels.to(next(net.parameters()).device))
         constants = local_lipschitz(net.flow, features)
-    return {
-        "lipschitz_mean": float(constants.mean()),
-        "lipschitz_max": float(constants.max()),
-    }
+    return {"lipschitz_mean": float(constants.mean()), "lipschitz_max": float(constants.max())}

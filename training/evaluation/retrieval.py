@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import stats
 from torch import Tensor
 
 from kinlens.embedder.errors import DatasetError, EvaluationError
@@ -42,11 +41,9 @@ class Retrieval:
     precisions: Tensor = field(default_factory=lambda: torch.empty(0), compare=False, repr=False)
 
     def recall_by_name(self) -> dict[str, float]:
-        """{"R@1": ..., ...}"""
         return {f"R@{k}": value for k, value in self.recall.items()}
 
     def as_dict(self) -> dict[str, float]:
-        """{"R@1": ..., ..., "MAP@R": ...}"""
         return self.recall_by_name() | {"MAP@R": self.map_at_r}
 
 
@@ -56,7 +53,6 @@ def retrieval(
     gallery: Vectors | None = None,
     gallery_labels: Labels | None = None,
     ks: Sequence[int] = (1, 2, 4, 8),
-    scores_at_a_time: int = SCORES,
 ) -> Retrieval:
     r"""Recall at K and MAP@R of queries in a gallery, or of each image among all the others.
 
@@ -67,35 +63,25 @@ def retrieval(
         \sum_{i = 1}^{R} P(i) \, [\text{image } i \text{ is a positive}]
 
     **Ties** are pessimistic: a negative ranks before a positive unless it is worse by more than
-    1e-5, so that rounding decides nothing, not even for the same image in two classes. Without a
-    gallery, the query itself is excluded by its index, never by its score; a copy of it counts as
-    any other image. A query without a positive is excluded and counted. See docs/decisions/0004.
+    1e-5, so that rounding decides nothing. Without a gallery, the query itself is excluded by its
+    index, never by its score. A query without a positive is excluded and counted. See
+    docs/decisions/0004.
 
-    Tensors are ranked on their device, arrays on the CPU. Extra memory is a few blocks of
-    `scores_at_a_time`, whatever N, or one query's M scores if they are more.
-
-    Args:
-        queries: (N, D), unit norm.
-        query_labels: (N,).
-        gallery: (M, D), unit norm; None for self-retrieval among the queries.
-        gallery_labels: (M,), with a gallery.
-        ks: values of K; a K larger than the gallery is reached by all queries.
-        scores_at_a_time: the size of a block.
+    Tensors are ranked on their device, arrays on the CPU. Vectors have unit norm. Extra memory is a
+    few blocks of `SCORES`, whatever N, or one query's M scores if they are more.
 
     Raises: DatasetError if no query has a positive; EvaluationError if an embedding is not finite.
 
     References:
         A Metric Learning Reality Check (MAP@R), https://arxiv.org/abs/2003.08505
     """
-    if min(*ks, scores_at_a_time) < 1:
-        raise ValueError(f"ks and scores_at_a_time must be positive: {ks}, {scores_at_a_time}.")
     if (gallery is None) != (gallery_labels is None):
         raise ValueError("gallery and gallery_labels must be given together.")
     asking = checked(queries, query_labels)
     known = asking if gallery is None else checked(gallery, gallery_labels)
     classes = torch.tensor(query_labels, device=asking.device)
     known_classes = classes if gallery is None else classes.new_tensor(gallery_labels)
-    rows = max(1, scores_at_a_time // max(1, len(known)))
+    rows = max(1, SCORES // max(1, len(known)))
     rank = torch.empty(len(asking), dtype=torch.int64, device=asking.device)
     precision = rank.double()
     with full_precision():
@@ -110,9 +96,8 @@ def retrieval(
     answered = rank >= 0
     if not answered.any():
         raise DatasetError(
-            "No test image has another image of its class, so recall is not defined. "
-            "Give test classes with at least 2 images each, and a gallery with the classes of the "
-            "queries."
+            "No test image has another image of its class, so recall is not defined. Give test "
+            "classes with at least 2 images each, and a gallery with the classes of the queries."
         )
     found = rank[answered]
     return Retrieval(
@@ -126,14 +111,7 @@ def retrieval(
 
 
 def _ranked(scores: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
-    """The rank from 0 of the best positive (-1 without one), and the average precision at R.
-
-    Args:
-        scores: (q, M), -inf for excluded images; overwritten.
-        same: (q, M), whether an image is a positive.
-
-    Returns: (q,) and, in float64, (q,).
-    """
+    """Rank of the best positive (-1 without one) and precision at R, (q,); overwrites `scores`."""
     query, image = same.nonzero(as_tuple=True)  # (P,) each, of all positives
     count = query.bincount(minlength=len(scores))
     lowered = scores[query, image] - TIE
@@ -151,10 +129,7 @@ def _ranked(scores: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def checked(embeddings: Vectors, labels: Labels | None) -> Tensor:
-    """The embeddings as a finite float32 tensor on their device.
-
-    Raises: ValueError if the shapes do not fit; EvaluationError if an embedding is not finite.
-    """
+    """The embeddings (N, D) as float32 on their device. Raises: EvaluationError, ValueError."""
     if embeddings.ndim != 2 or labels is None or labels.shape != embeddings.shape[:1]:
         raise ValueError(
             f"Embeddings are {tuple(embeddings.shape)} and labels "
@@ -183,11 +158,12 @@ def full_precision() -> Iterator[None]:
 
 
 def with_interval(recall: float, queries: int) -> str:
-    """A recall in percent with its 95 % interval for that number of queries, "58.0 (50.0 to 65.6)".
+    """A recall in percent with Wilson's 95 % interval, "58.0 (50.0 to 65.6)".
 
-    The interval is Wilson's (1927). Queries count as independent. Images of one class are alike, so
-    the interval is rather too narrow.
+    Queries count as independent. Images of one class are alike, so it is rather too narrow.
     """
+    from scipy import stats  # takes a second
+
     right = round(recall / 100 * queries)
     low, high = stats.binomtest(right, queries).proportion_ci(method="wilson")
     return f"{recall:.1f} ({100 * low:.1f} to {100 * high:.1f})"
@@ -203,11 +179,7 @@ def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, floa
         s^2 = \frac{G}{G - 1} \frac{\sum_g (d_g - \hat d n_g)^2}{(\sum_g n_g)^2}
 
     and the interval is :math:`\hat d \pm t_{G - 1} s`. The result is {} for a single class, and
-    without `before`.
-
-    Args:
-        before, after: (N,), the `ranks` of `Retrieval`.
-        labels: (N,), the class of each query.
+    without `before`. Ranks are those of `Retrieval`.
 
     References:
         Cameron and Miller, A Practitioner's Guide to Cluster-Robust Inference (2015)
@@ -222,7 +194,9 @@ def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, floa
     if classes < 2:
         return {}
     spread = np.sqrt(classes / (classes - 1) * ((sums - mean * sizes) ** 2).sum()) / len(change)
-    half = stats.t.ppf(0.975, classes - 1) * spread
+    from scipy import special  # takes a second
+
+    half = special.stdtrit(classes - 1, 0.975) * spread
     return dict(zip(GAIN, (100 * float(mean - half), 100 * float(mean + half)), strict=True))
 
 

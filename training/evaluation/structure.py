@@ -9,25 +9,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kinlens.embedder.errors import DatasetError
-from kinlens.training.evaluation.retrieval import SCORES, Labels, Vectors, checked, full_precision
+from kinlens.training.evaluation import retrieval
+from kinlens.training.evaluation.retrieval import Labels, Vectors, checked, full_precision
 
 _ROWS = 4096
 _SMALLEST_DISTANCE = 1e-8
 _SMALLEST_SINGULAR_VALUE = float(torch.finfo(torch.float32).eps)
 
 
-def structure(
-    embeddings: Vectors, labels: Labels, scores_at_a_time: int = SCORES
-) -> dict[str, float]:
+def structure(embeddings: Vectors, labels: Labels) -> dict[str, float]:
     """All measures of this file, each under the name of its function.
 
-    Tensors are measured on their device, arrays on the CPU. Extra memory is a normalised copy of
-    the embeddings, a few blocks of scores and one float64 vector per class, whatever N.
-
-    Args:
-        embeddings: (N, D), normalised here in float64.
-        labels: (N,).
-        scores_at_a_time: of `uniformity`, the only measure whose cost grows with N^2.
+    Measured on the device of the embeddings (N, D), normalised here in float64. The cost of
+    `uniformity` alone grows with N^2.
 
     Raises: DatasetError without two classes, one of them with two images; EvaluationError if an
         embedding is not finite.
@@ -40,14 +34,16 @@ def structure(
     sizes = np.unique(labels, return_counts=True)[1]
     if len(sizes) < 2 or sizes.max() < 2:
         raise DatasetError(
-            f"{len(labels):,} images of {len(sizes):,} classes, at most {sizes.max(initial=0):,} "
-            "of one class: structure measures need at least 2 classes, one of them with 2 images. "
-            "Give more test images."
+            f"{len(labels):,} images of {len(sizes):,} classes: structure measures need at least 2 "
+            "classes, one of them with 2 images. Give more test images."
         )
     sums, counts = class_sums(vectors, labels)
-    inner = _inner_distances(sums, counts)
+    several = counts > 1
+    pairs = counts[several] * (counts[several] - 1)
+    scores = (sums[several].square().sum(dim=1) - counts[several]) / pairs
+    inner = (1 - scores).clamp(min=0)  # mean distance inside each class with two images or more
     return {
-        "uniformity": uniformity(vectors, scores_at_a_time),
+        "uniformity": uniformity(vectors),
         "density": density(sums, inner),
         "density_pairs": density_pairs(sums, counts),
         "spectral_decay": spectral_decay(vectors),
@@ -55,14 +51,10 @@ def structure(
     }
 
 
-def uniformity(vectors: Tensor, scores_at_a_time: int = SCORES) -> float:
+def uniformity(vectors: Tensor) -> float:
     r"""log of the mean Gaussian potential over the pairs of images; lower is more uniform.
 
     .. math:: \log \operatorname{mean}_{i < j} \exp(-2 |e_i - e_j|^2)
-
-    Args:
-        vectors: (N, D), N at least 2.
-        scores_at_a_time: the size of a block of scores.
 
     References:
         Understanding Contrastive Representation Learning through Alignment and Uniformity on the
@@ -70,7 +62,7 @@ def uniformity(vectors: Tensor, scores_at_a_time: int = SCORES) -> float:
     """
     count, total = len(vectors), 0.0
     unit = torch.cat([block.float() for block in _unit_blocks(vectors)])
-    rows = max(1, scores_at_a_time // count)
+    rows = max(1, retrieval.SCORES // count)
     with full_precision():
         for start in range(0, count, rows):
             scores = unit[start : start + rows] @ unit[start:].T
@@ -93,20 +85,14 @@ def class_sums(vectors: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
 def density(sums: Tensor, inner: Tensor) -> float:
     r"""pi: mean distance inside a class / mean distance between classes; lower is denser.
 
-    Distances are cosine distances, d(a, b) = 1 - a.b = |a - b|^2 / 2. With m_c the normalised mean
-    of class c,
+    With cosine distances d(a, b) = 1 - a.b, and m_c the normalised mean of class c,
 
     .. math:: \pi = \frac{\operatorname{mean}_c \operatorname{mean}_{i \neq j \in c} d(e_i, e_j)}
         {\operatorname{mean}_{c \neq c'} d(m_c, m_{c'})}
 
     **Reading.** The paper names the measure without its formula. This is the class-wise form of the
-    work that introduced it: every class counts the same, and the denominator compares class means.
-    Classes with one image have no inner distance and are not in the numerator. The denominator
-    is at least 1e-8, so that a collapsed embedding has 0. `density_pairs` is the other reading.
-
-    Args:
-        sums: (C, D), of the normalised vectors of each class.
-        inner: mean inner distances of the classes with two images or more.
+    work that introduced it: every class counts the same, except those with one image, which have no
+    inner distance. The denominator is at least 1e-8, so that a collapsed embedding has 0.
 
     References:
         Revisiting Training Strategies and Generalization Performance in Deep Metric Learning
@@ -120,11 +106,7 @@ def density(sums: Tensor, inner: Tensor) -> float:
 
 
 def density_pairs(sums: Tensor, sizes: Tensor) -> float:
-    r"""Mean cosine distance over all pairs of the same class / over all pairs of two classes.
-
-    The other reading of `density`: large classes weigh more, and the denominator contains the
-    spread of the classes, not only of their means.
-    """
+    """The other reading of `density`, over all pairs of images: large classes weigh more."""
     squares = sums.square().sum(dim=1)  # (C,): sum of the scores of all pairs of a class
     inside = (squares - sizes).sum() / (sizes * (sizes - 1)).sum()
     between = sums.sum(dim=0).square().sum() - squares.sum()
@@ -133,11 +115,10 @@ def density_pairs(sums: Tensor, sizes: Tensor) -> float:
 
 
 def class_variance(inner: Tensor) -> float:
-    r"""Variance over the classes of the size of a class cluster; 0 if all are equally large.
+    """Variance over the classes of the size of a class cluster; 0 if all are equally large.
 
     **Reading.** The paper has "variability in class-cluster sizes" only. Here a class's size is
-    its mean inner distance, mean_{i != j in c} d(e_i, e_j), the term of `density`; the variance is
-    that of the population, over the classes with at least two images.
+    its mean inner distance, the term of `density`.
     """
     return float(inner.var(correction=0))
 
@@ -165,13 +146,6 @@ def spectral_decay(vectors: Tensor) -> float:
     values[0].clamp_(min=_SMALLEST_DISTANCE)
     values = values.clamp(min=_SMALLEST_SINGULAR_VALUE * float(values[0]))
     return float(-math.log(len(values)) - (values / values.sum()).log().mean())
-
-
-def _inner_distances(sums: Tensor, sizes: Tensor) -> Tensor:
-    """Mean cosine distance inside each class with at least two images."""
-    sums, sizes = sums[sizes > 1], sizes[sizes > 1]
-    scores = (sums.square().sum(dim=1) - sizes) / (sizes * (sizes - 1))
-    return (1 - scores).clamp(min=0)
 
 
 def _unit_blocks(vectors: Tensor) -> Iterator[Tensor]:

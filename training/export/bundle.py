@@ -1,7 +1,6 @@
 """Export a checkpoint, or a pretrained trunk, to a model bundle, with quality gates.
 
-Only the parts for inference are exported: normalisation, trunk, pooling, projection, the first flow
-and the L2 normalisation. Proxies, the second flow and the augmentation are not.
+Exported are normalisation, trunk, pooling, projection, the first flow and the L2 normalisation.
 """
 
 import io
@@ -17,9 +16,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import nn
 
 from kinlens.embedder.bundle import Bundle, VariantFiles, write_bundle
 from kinlens.embedder.engines.models import SessionSettings, absence, create_session, run_plain
@@ -33,7 +30,6 @@ from kinlens.embedder.manifest import (
     GoldenHashes,
     HeldOut,
     HeldOutSplit,
-    MapFile,
     Mode,
     Parity,
     Precision,
@@ -44,12 +40,13 @@ from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embed, Embeddings, Images
 from kinlens.training.checkpoint import Checkpoint
-from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.job import parse_job
 from kinlens.training.config.settings import Input, Model, Runtime
 from kinlens.training.data.records import LabelledImages, Split
-from kinlens.training.evaluation.evaluate import OnBatch, embed_with
+from kinlens.training.evaluation.evaluate import OnBatch, embed_with, searched
 from kinlens.training.evaluation.retrieval import Retrieval, queries_in, retrieval
 from kinlens.training.export.calibration import fit_calibration
+from kinlens.training.export.graph import write_onnx
 from kinlens.training.export.map import EmbeddingMap, check_map
 from kinlens.training.export.precisions import Candidate, compare, make_candidate, make_file
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
@@ -63,8 +60,6 @@ MAX_DIFFERENCE = 1e-4
 MAX_RECALL_DIFFERENCE = 0.1
 """Points of R@1."""
 
-_TRACE_BATCH = 2
-_OPSET = 20
 _GOLDEN_IMAGES = 8
 _GOLDEN_SCALES = (1.3, 2.5)
 _EXIF_ORIENTATION = 0x0112
@@ -87,19 +82,11 @@ class _Data:
 
     @property
     def parts(self) -> dict[str, LabelledImages]:
-        """All images to embed, by part."""
         return {name: images for name, images in self.split.parts.items() if name != "train"}
 
     @property
     def held_out(self) -> HeldOutSplit:
-        """The part on which precisions are compared."""
         return "test" if self.split.validation is None else "validation"
-
-    @property
-    def calibrated_on(self) -> HeldOutSplit:
-        """The part with more classes."""
-        parts = self.parts
-        return max(("test", self.held_out), key=lambda part: parts[part].classes)
 
     @contextmanager
     def refusal(self, precision: Precision, is_asked: bool = True) -> Iterator[None]:
@@ -133,17 +120,12 @@ def export_checkpoint(
     0.5 points of R@1 on the held-out images.
 
     Args:
-        checkpoint: of a run.
         split: the run's data. Precisions are compared on `split.validation` or, without one, on
             `split.test`; scores are calibrated on whichever of the two has more classes; int8
             takes its ranges from `split.train`.
-        out: must not exist.
         on_batch: called with the number of images after each batch; `images_to_embed` in total.
-            Each is decoded once, by `runtime.workers` of the job, and embedded by torch, the ONNX
-            file and the other precisions in turn.
         precisions: to write in addition to fp32.
-        on_refusal: called with the reason if another precision fails; the bundle is then written
-            without it.
+        on_refusal: called with the reason if another precision fails, which is then omitted.
         trunk: export the pooled features of the trunk that the run began with, not its model.
         with_map: also export the share of each position in the embedding (see `EmbeddingMap`).
 
@@ -154,7 +136,7 @@ def export_checkpoint(
     data = _Data(split, tuple(sorted({1, *job.recall_at})), job.runtime, on_batch, on_refusal)
     spec, backbone = job.input.preprocessing(), job.model.backbone
     if trunk or checkpoint.trunk_alone:
-        net = _trunk(job)
+        net = new_network(job).eval().without_head()
         manifest = _manifest(f"{job.name}-trunk", net, spec, backbone, licence=job.licence)
     else:
         net = checkpoint.network()[1]
@@ -175,24 +157,15 @@ def export_checkpoint(
 def export_backbone(
     name: str, model: Model, spec: Input, out: Path, with_map: bool = False
 ) -> Bundle:
-    """Write the bundle of a pretrained trunk only: its pooled features, L2-normalised.
-
-    Without images it has no recall, no calibration and no other precision.
-
-    Raises: CheckpointError if the weights are not available; ExportError, BundleError.
-    """
+    """Write the bundle of a pretrained trunk: its pooled features, without recall."""
     net = EmbeddingNet(model.model_copy(update={"dim": None})).eval()
     manifest = _manifest(name, net, spec.preprocessing(), model.backbone)
     return _export(net, manifest, out, with_map=with_map)
 
 
 def images_to_embed(split: Split) -> int:
-    """Number of images that `export_checkpoint` embeds: the total of a progress bar."""
+    """The total of a progress bar for `export_checkpoint`."""
     return sum(len(images) for name, images in split.parts.items() if name != "train")
-
-
-def _trunk(job: Job) -> EmbeddingNet:
-    return new_network(job).eval().without_head()
 
 
 def _manifest(
@@ -220,7 +193,6 @@ def _version(package: str) -> str:
 
 
 def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:
-    """The figures of the trunk on test images, measured by the run before the first step."""
     recall = {name: value for name, value in checkpoint.trunk.items() if name.startswith("R@")}
     if "R@1" not in recall:
         return None
@@ -247,7 +219,7 @@ def _export(
         manifest = manifest.model_copy(update={"parity": parity})
         candidates: _Candidates = {}
         if data is not None:
-            candidates = _candidates(precisions, trial, data)
+            candidates = _candidates(net, precisions, trial, data)
             vectors = _embedded(data, manifest.preprocessing, by_torch, fp32.embed, candidates)
             manifest = manifest.model_copy(
                 update=_figures(parity, data, vectors, candidates, precisions)
@@ -262,8 +234,11 @@ def _export(
         golden, images = fp32.embed(inputs), trial.golden_images()
         map_model = None
         if with_map:
-            map_model = Path(name) / "map.onnx"
-            checked = _write_map(EmbeddingMap(net), map_model, inputs, golden)
+            map_model, map_net = Path(name) / "map.onnx", EmbeddingMap(net).eval()
+            write_onnx(map_net, inputs.shape[-1], map_model, "map")
+            session = create_session(map_model, SessionSettings(threads=os.cpu_count() or 1))
+            by_onnx = partial(run_plain, session, "images")
+            checked = check_map(partial(torch_embed, map_net), by_onnx, inputs, golden)
             manifest = manifest.model_copy(update={"map": checked})
         return write_bundle(
             out, manifest, trial.model_path, images, inputs, golden, files, map_model, modes
@@ -280,16 +255,9 @@ def _trial(net: EmbeddingNet, manifest: BundleManifest, folder: Path) -> Bundle:
     return write_bundle(folder / "trial", manifest, folder / "model.onnx", images, inputs, golden)
 
 
-def _write_map(net: EmbeddingMap, path: Path, inputs: Images, golden: Embeddings) -> MapFile:
-    """Write the map's ONNX file and compare it. Raises: ExportError."""
-    write_onnx(net.eval(), inputs.shape[-1], path, "map")
-    session = create_session(path, SessionSettings(threads=os.cpu_count() or 1))
-    return check_map(
-        partial(torch_embed, net), partial(run_plain, session, "images"), inputs, golden
-    )
-
-
-def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> _Candidates:
+def _candidates(
+    net: EmbeddingNet, precisions: Sequence[Precision], trial: Bundle, data: _Data
+) -> _Candidates:
     """The modes that work on this machine, with correct golden vectors.
 
     bf16 needs no file, so it is measured wherever it runs, requested or not. A file that fails in
@@ -311,7 +279,7 @@ def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> 
                 raise ExportError(" ".join(filter(None, missing.values())))
             model = None
             if precision != "bf16":
-                model = make_file(precision, trial, data.split.train, trial.path.parent)
+                model = make_file(precision, net, trial, data.split.train)
             for engine in engines:
                 mode = Mode(engine, precision)
                 with data.refusal(precision, is_asked and engine == engines[0]):
@@ -324,10 +292,7 @@ def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> 
 def _embedded(
     data: _Data, spec: Preprocessing, by_torch: Embed, by_onnx: Embed, candidates: _Candidates
 ) -> _Vectors:
-    """Vectors by part of the data and by source; each image is decoded once.
-
-    torch embeds the test images and the gallery, other precisions the held-out images.
-    """
+    """Vectors by part of the data and by source; each image is decoded once."""
     vectors: _Vectors = {}
     for part, images in data.parts.items():
         functions: dict[str, Embed] = {"fp32": by_onnx}
@@ -353,13 +318,14 @@ def _figures(
     recalls = {"recall_at_1_torch": by_torch.recall[1], "recall_at_1_onnx": by_onnx.recall[1]}
 
     calibration = reason = None
-    fitted = data.calibrated_on
+    parts = data.parts
+    fitted: HeldOutSplit = max(("test", data.held_out), key=lambda part: parts[part].classes)
     try:
-        calibration = fit_calibration(vectors[fitted, "fp32"], data.parts[fitted].labels, fitted)
+        calibration = fit_calibration(vectors[fitted, "fp32"], parts[fitted].labels, fitted)
     except CalibrationError as error:
         reason = str(error)
 
-    images, fp32 = data.parts[data.held_out], vectors[data.held_out, "fp32"]
+    images, fp32 = parts[data.held_out], vectors[data.held_out, "fp32"]
     recall = retrieval(fp32, images.labels, ks=data.ks).recall_by_name()
     page = HeldOut(split=data.held_out, images=len(images), recall=recall, no_calibration=reason)
     variants: dict[FilePrecision, Variant] = {}
@@ -385,49 +351,15 @@ def _figures(
 
 
 def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
-    """Recall of the test images, in the gallery if there is one."""
-    test, labels = vectors["test", name], data.split.test.labels
-    if data.split.gallery is None:
-        return retrieval(test, labels, ks=data.ks)
-    gallery = vectors["gallery", name]
-    return retrieval(test, labels, gallery, data.split.gallery_labels(), data.ks)
+    found = [vectors[part, name] for part in ("test", "gallery") if (part, name) in vectors]
+    return retrieval(*searched(found, data.split.tested), ks=data.ks)
 
 
 # The ONNX file, and its difference from the network
 
 
-def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddings") -> None:
-    """The inference graph with its weights: uint8 (N, 3, S, S) to float32 (N, ...), N free."""
-    try:
-        _write_onnx(net, size_px, path, output)
-    except SystemError:
-        # Python 3.11 counts the depth of its parser for all threads together, so the exporter's
-        # parsing fails if another thread parses at that time, for example to print a traceback.
-        _write_onnx(net, size_px, path, output)
-
-
-def _write_onnx(net: nn.Module, size_px: int, path: Path, output: str) -> None:
-    sample = torch.zeros(_TRACE_BATCH, 3, size_px, size_px, dtype=torch.uint8)
-    with torch.no_grad():
-        torch.onnx.export(
-            net,
-            (sample,),
-            path,
-            dynamo=True,
-            external_data=False,
-            opset_version=_OPSET,
-            input_names=["images"],
-            output_names=[output],
-            dynamic_shapes=({0: torch.export.Dim("n", min=1)},),
-            verbose=False,
-        )
-
-
 def golden_images(spec: Preprocessing) -> list[bytes]:
-    """Rendered products as JPEG files: known images without copyright.
-
-    Every second one is large enough to be decoded at a reduced scale; the last is rotated by EXIF.
-    """
+    """Rendered products as JPEGs: half are large enough to be scaled, the last is rotated."""
     files = []
     for number in range(_GOLDEN_IMAGES):
         size = round(spec.resize_px * _GOLDEN_SCALES[number % 2])
@@ -462,6 +394,5 @@ def check_recall(by_torch: float, by_onnx: float) -> None:
     if abs(by_torch - by_onnx) > MAX_RECALL_DIFFERENCE:
         raise ExportError(
             f"R@1 is {by_onnx:.2f} with the ONNX file and {by_torch:.2f} with torch on the test "
-            f"images; the limit is a difference of {MAX_RECALL_DIFFERENCE} points. "
-            "No bundle was written."
+            f"images; the limit is a difference of {MAX_RECALL_DIFFERENCE} points."
         )

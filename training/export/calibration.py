@@ -50,7 +50,7 @@ Numbers = NDArray[np.float64]
 def fit_calibration(
     embeddings: Embeddings, labels: Labels, split: HeldOutSplit, seed: int = 0
 ) -> Calibration:
-    r"""Fit the curves that `kinlens.embedder.calibration.Curve` writes out, and the thresholds.
+    """Fit the curves that `kinlens.embedder.calibration.Curve` writes out, and the thresholds.
 
     **Reading**: a curve is for galleries with one number of images per product. One curve is fitted
     for each of `VIEWS`, on galleries with that number of images of each class, of all classes, a
@@ -58,17 +58,13 @@ def fit_calibration(
     and without it. A number of views is skipped if fewer than `MIN_CLASSES` classes have one image
     more, or if `fit_curve` fails.
 
-    **Reading**: "false matches" has two meanings and both are stored. `pair_score` follows
-    biometrics: the share of all pairs of different classes that score as much. `search_score` is
-    the share of searches without a right answer whose best hit scores as much: each image is
-    searched for among the images of all other classes.
-
-    At most 5,000 queries and 200,000 pairs are used, drawn at random. Memory is bounded by blocks.
+    **Reading**: `pair_score` is reached by a share of all pairs of different classes, as in
+    biometrics, `search_score` by the best hit of a share of the searches without a right answer.
 
     Args:
         embeddings, labels: (N, D), unit norm, and (N,), of images that were not trained on.
         split: the part that the images come from.
-        seed: of the drawn queries, galleries and pairs.
+        seed: of the drawn queries, galleries and pairs: at most 5,000 and 200,000.
 
     Raises: CalibrationError with the reason if there are no pairs, there are fewer than
         `MIN_CLASSES` classes, no curve can be fitted, or the scores do not separate: an area under
@@ -115,7 +111,6 @@ def _refusal(images: int, reason: str) -> CalibrationError:
 
 
 def _some(queries: Labels, rng: np.random.Generator) -> Labels:
-    """All queries, or `MAX_QUERIES` of them at random."""
     if len(queries) <= MAX_QUERIES:
         return queries
     return rng.choice(queries, MAX_QUERIES, replace=False)
@@ -145,13 +140,13 @@ def _curves(
         usable = names[sizes > views]
         if len(usable) < MIN_CLASSES:
             break
-        asked = [
-            searches
-            for part in _PARTS
-            for searches in _held_out_searches(
-                embeddings, labels, rng.permutation(usable)[: len(usable) // part], views, rng
-            )
-        ]
+        asked: list[Searches] = []
+        for part in _PARTS:
+            chosen = rng.permutation(usable)[: len(usable) // part]
+            shuffled = [rng.permutation(np.flatnonzero(labels == name)) for name in chosen]
+            gallery = np.concatenate([images[:views] for images in shuffled])
+            queries = np.concatenate([images[views : views + _ASKING] for images in shuffled])
+            asked += candidates_of(embeddings, labels, _some(queries, rng), gallery)
         searches = Searches.joined(asked)
         try:
             curve = fit_curve(searches)
@@ -166,25 +161,10 @@ def _curves(
     return tuple(fitted)
 
 
-def _held_out_searches(
-    embeddings: Embeddings, labels: Labels, names: Labels, views: int, rng: np.random.Generator
-) -> tuple[Searches, Searches]:
-    """Searches in a gallery of `views` images of each of these classes, by other images of them:
-    with their class in the gallery, and without it.
-    """
-    shuffled = [rng.permutation(np.flatnonzero(labels == name)) for name in names]
-    gallery = np.concatenate([images[:views] for images in shuffled])
-    queries = np.concatenate([images[views : views + _ASKING] for images in shuffled])
-    return candidates_of(embeddings, labels, _some(queries, rng), gallery)
-
-
 def candidates_of(
     embeddings: Embeddings, labels: Labels, queries: Labels, gallery: Labels
 ) -> tuple[Searches, Searches]:
-    """The candidates of each query, with the query's class in the gallery and without it.
-
-    `queries` (q,) and `gallery` are disjoint indices of images.
-    """
+    """Searches by `queries` (q,), which the gallery lacks, with their class there and without."""
     parts: tuple[list[Searches], list[Searches]] = ([], [])
     width = min(CANDIDATES, len(gallery))
     for some, found, same in _blocks(embeddings, labels, queries, gallery):
@@ -278,9 +258,7 @@ def roc_area(
         \sum_{i \in c, +} \tfrac{w_i}{W_+} (V_i - A) + \sum_{j \in c, -} \tfrac{w_j}{W_-} (V_j - A)
         \Bigr)^2
 
-    Args:
-        scores, right, weights, classes: of one shape or broadcast to one, each pair with the class
-            of its query; of at least two classes, and with pairs of both kinds.
+    All arguments broadcast to one shape; `classes` are those of the queries, at least two.
 
     References:
         Nonparametric analysis of clustered ROC curve data (Obuchowski 1997)
@@ -306,10 +284,7 @@ def _share_below(weights: NDArray[np.floating | np.integer]) -> Numbers:
 
 
 def _areas(hits: Hits, classes: Labels, images: int) -> tuple[float, float | None]:
-    """Areas over all pairs and among the best hits (None if these are all right).
-
-    `classes` (q,) are those of the queries. Raises: CalibrationError if an area is too small.
-    """
+    """Areas over all pairs and the best hits. Raises: CalibrationError if one is too small."""
     if not hits.right[:, :NEIGHBOURS].any():
         raise _refusal(images, "no image is among the nearest of another image of its class")
     # A hit represents its rank and the ranks up to the next one in the sample.
@@ -323,9 +298,8 @@ def _areas(hits: Hits, classes: Labels, images: int) -> tuple[float, float | Non
         if area.low <= MIN_AREA:
             raise _refusal(
                 images,
-                f"among {where} the area under the ROC curve is {area.value:.3f} "
-                f"({area.low:.3f} to {area.high:.3f}), where 0.5 is chance; its lower end must be "
-                f"above {MIN_AREA}",
+                f"among {where} the area under the ROC curve is {area.value:.3f} ({area.low:.3f} "
+                f"to {area.high:.3f}), where 0.5 is chance; its lower end must be above {MIN_AREA}",
             )
         found.append(area.value)
     return found[0], found[1]

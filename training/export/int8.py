@@ -18,7 +18,7 @@ from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.types import Images
 from kinlens.training.data.images import EvaluationImages
 from kinlens.training.data.records import LabelledImages
-from kinlens.training.export.trunk import trunk_nodes
+from kinlens.training.export.graph import trunk_nodes
 
 _BATCH = 8
 _INT8 = "Add AveragePool Clip Concat Conv Gemm GlobalAveragePool MatMul MaxPool Relu"
@@ -37,10 +37,7 @@ _Layer = tuple[NodeProto, "_Patches"]
 
 
 def range_images(images: LabelledImages, spec: Preprocessing, count: int = 200) -> Images:
-    """A random sample of images as the service preprocesses them: uint8 (n, 3, S, S).
-
-    Raises: DatasetError if one cannot be read.
-    """
+    """A random sample of images as the service sees them: (n, 3, S, S). Raises: DatasetError."""
     views = EvaluationImages(images.some(count), spec)
     return np.stack([views[number][0].numpy() for number in range(len(views))])
 
@@ -114,11 +111,7 @@ def correct(model: Path, prepared: Path, images: Images) -> None:
 
     x is sampled at 16 random positions of each image, with a fixed seed. Two-dimensional
     convolutions with explicit pads and weights of their own are corrected, others are unchanged.
-
-    Args:
-        model: the output of `quantize_static` for `prepared`; it is overwritten.
-        prepared: its fp32 file; inputs of convolutions become outputs.
-        images: uint8 (n, 3, S, S), at least one.
+    `model` is the output of `quantize_static` for `prepared`; both files are overwritten.
     """
     int8, fp32 = onnx.load(model), onnx.load(prepared)
     tensors = {t.name: t for t in int8.graph.initializer}
@@ -224,14 +217,8 @@ def gptq(weights: _Floats, scales: _Floats, covariance: _Floats) -> _Floats:
     """Whole numbers Q in ±127 that keep (W - scale * Q) x small, separately for each group.
 
     Algorithm 1 of https://arxiv.org/abs/2210.17323: the error of a column is fed to those not yet
-    rounded. Columns go in descending order of their variance, with 1 % damping.
-
-    Args:
-        weights: (G, O, K).
-        scales: (G, O, 1), above 0.
-        covariance: of x, (G, K, K).
-
-    Returns: (G, O, K).
+    rounded. Columns go in descending order of their variance, with 1 % damping. Weights and result
+    are (G, O, K), scales (G, O, 1) and above 0, the covariance of x (G, K, K).
     """
     variance = np.diagonal(covariance, axis1=1, axis2=2)  # (G, K)
     order = np.argsort(-variance, axis=1, kind="stable")

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from kinlens.embedder.errors import ExportError
 from kinlens.embedder.manifest import MapFile
 from kinlens.embedder.types import Embeddings, Images, Maps
-from kinlens.training.flows import Coupling
 from kinlens.training.models.embedding import (
     MIN_ACTIVATION,
     MIN_EXPONENT,
@@ -23,6 +22,7 @@ from kinlens.training.models.embedding import (
     Head,
     Pool,
 )
+from kinlens.training.models.flows import Coupling
 
 MAX_SUM_DIFFERENCE = 1e-3
 """Per coordinate, between the sum of a map and the embedding."""
@@ -51,10 +51,7 @@ class EmbeddingMap(nn.Module):
     if it were part of each feature. So with a projection centred on the training images
     (`start.projection = "trunk"`) a position that looks like their average contributes nothing.
 
-    Args:
-        net: in evaluation mode.
-
-    Raises: ExportError if its pooling uses no positions.
+    Raises: ExportError if the pooling uses no positions.
     """
 
     def __init__(self, net: EmbeddingNet) -> None:
@@ -82,7 +79,7 @@ class EmbeddingMap(nn.Module):
 
 
 def pooled_parts(pool: Pool, maps: Tensor) -> Tensor:
-    """Contribution of each position to the pooled features: (B, C, P) to the same shape."""
+    """Contribution of each position to the pooled features, (B, C, P)."""
     mean, largest = maps / maps.shape[-1], maps.amax(-1, keepdim=True)
     reached = (maps == largest).to(maps.dtype)
     at_most = largest * reached / reached.sum(-1, keepdim=True)
@@ -160,10 +157,7 @@ def check_map(
     inputs: Images,
     embeddings: Embeddings,
 ) -> MapFile:
-    """Compare the maps of golden tensors between torch and ONNX, and their sums with embeddings.
-
-    Raises: ExportError above `MAX_DIFFERENCE` or `MAX_SUM_DIFFERENCE`.
-    """
+    """Compare maps of golden tensors, and their sums with embeddings. Raises: ExportError."""
     expected, found = by_torch(inputs), by_onnx(inputs)
     difference = float(np.abs(found - expected).mean() / np.abs(expected).mean())
     apart = float(np.abs(found.sum(axis=(2, 3)) - embeddings).max())

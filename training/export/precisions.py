@@ -1,21 +1,18 @@
-"""int8 for the CPU and fp16 for the GPU: converted from the fp32 file, then compared with it.
+"""int8 for the CPU and fp16 for the GPU: made, then compared with fp32.
 
 Only the trunk changes. The normalisation of the pixels, pooling, projection, flow and the L2
 normalisation stay in float32. They take little time and determine the unit norm.
 See docs/decisions/0006.
 """
 
+import copy
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnx
-import pandas as pd
 from numpy.typing import NDArray
-from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import SessionSettings, load
@@ -25,9 +22,11 @@ from kinlens.embedder.preprocess import ImageLimits
 from kinlens.embedder.session import OnnxEmbedder, golden_fault
 from kinlens.embedder.types import Embeddings, Images
 from kinlens.training.data.records import LabelledImages
+from kinlens.training.data.samplers import times_before
 from kinlens.training.evaluation.retrieval import Retrieval, retrieval
+from kinlens.training.export.graph import write_onnx
 from kinlens.training.export.int8 import quantize_int8, range_images
-from kinlens.training.export.trunk import trunk_nodes
+from kinlens.training.models.embedding import EmbeddingNet
 
 MAX_RECALL_LOSS = 0.5
 """Points of R@1 that a precision may lose; more if the loss may be chance."""
@@ -36,10 +35,6 @@ MAX_UNSURE_LOSS = 2.0
 """Limit in points even then: on few images nearly every loss may be chance."""
 
 _Z95 = 1.96
-_LARGEST = float(np.finfo(np.float16).max)
-_NO_FP16 = frozenset(("ConstantOfShape", "Range", "Resize"))
-"""Operators whose float inputs or outputs have no fp16 form."""
-
 
 MIN_COSINE = 0.98
 """Minimum mean cosine to fp32 on held-out images."""
@@ -61,7 +56,6 @@ class Candidate:
     fault: BundleError | None = None
 
     def embed(self, images: Images) -> Embeddings:
-        """uint8 (N, 3, S, S) to (N, D)."""
         if self.fault is None:
             try:
                 return self.embedder.embed(images)
@@ -71,28 +65,27 @@ class Candidate:
 
 
 def make_file(
-    precision: FilePrecision, bundle: Bundle, train: LabelledImages, folder: Path
+    precision: FilePrecision, net: EmbeddingNet, bundle: Bundle, train: LabelledImages
 ) -> Path:
-    """Convert the fp32 model of `bundle` into a file in `folder`.
-
-    int8 takes its ranges from a random sample of the images `train`.
-
-    Raises: ExportError if the conversion fails.
-    """
-    path = folder / f"{precision}.onnx"
+    """Write `net` next to its `bundle`; int8 takes its ranges from `train`. Raises: ExportError."""
+    path = bundle.path.parent / f"{precision}.onnx"
+    spec = bundle.manifest.preprocessing
     if precision == "fp16":
-        convert_fp16(bundle.model_path, path)
+        write_onnx(with_half_trunk(net), spec.crop_px, path)
     else:
-        ranges = range_images(train, bundle.manifest.preprocessing)
-        quantize_int8(bundle.model_path, ranges, path)
+        quantize_int8(bundle.model_path, range_images(train, spec), path)
     return path
 
 
-def make_candidate(mode: Mode, bundle: Bundle, model: Path | None) -> Candidate:
-    """Run `model`, or the fp32 file of `bundle`, in `mode`, and check its golden vectors.
+def with_half_trunk(net: EmbeddingNet) -> EmbeddingNet:
+    """A copy of `net` whose trunk computes in fp16; all else stays in float32."""
+    half = copy.deepcopy(net)
+    half.trunk.half()
+    return half
 
-    Raises: ExportError if this machine cannot run it, or its golden vectors are too far from fp32.
-    """
+
+def make_candidate(mode: Mode, bundle: Bundle, model: Path | None) -> Candidate:
+    """Run a model in `mode`, and check its golden vectors. Raises: ExportError."""
     settings = SessionSettings(threads=os.cpu_count() or 1)
     expected = bundle.golden_vectors()
     try:
@@ -121,15 +114,11 @@ def compare(
     A gallery and its queries may be embedded in different precisions, so the loss is measured for
     each pair: both in this mode, and one of them in fp32, where every second image of a class is a
     query. A loss above 0.5 points fails unless it may be chance: its paired 95 % interval must
-    include 0, and it may be 2 points at most, or two queries if these are more.
+    include 0, and it may be 2 points at most, or two queries if these are more. `page` has the
+    recall of fp32; labels are (N,), `fp32` and `vectors` (N, D).
 
-    Args:
-        candidate: the source of `vectors`.
-        page: recall of fp32.
-        labels, fp32, vectors: for the images, (N,), (N, D) and (N, D).
-
-    Raises: ExportError if a pair loses too much R@1, if the mean cosine to fp32 is below 0.98, or
-        if the network broke on an image.
+    Raises: ExportError, also if the mean cosine to fp32 is below 0.98, or if the network broke on
+        an image.
     """
     mode = candidate.mode
     if candidate.fault is not None:
@@ -143,7 +132,7 @@ def compare(
         )
     ks = [int(name.removeprefix("R@")) for name in page.recall]
     own, plain = retrieval(vectors, labels, ks=ks), retrieval(fp32, labels, ks=ks)
-    asks = pd.Series(labels).groupby(labels).cumcount().to_numpy() % 2 == 0
+    asks = times_before(labels) % 2 == 0
 
     def asked(queries: Embeddings, gallery: Embeddings) -> Retrieval:
         return retrieval(queries[asks], labels[asks], gallery[~asks], labels[~asks], ks=(1,))
@@ -185,76 +174,3 @@ def _paired_loss(before: Retrieval, after: Retrieval) -> tuple[float, float, flo
 
 def _broken(mode: Mode, error: BundleError) -> ExportError:
     return ExportError(f"The network does not work in {mode}: {error}")
-
-
-# fp16
-
-
-def convert_fp16(model: Path, out: Path) -> None:
-    """Write the fp16 version of an fp32 model: same inputs and outputs, float32 around the trunk.
-
-    Node-by-node converters cast to fp16 and back between neighbours that should stay in float32,
-    which rounds the norm of an embedding. Here casts are only at the border of the trunk.
-
-
-    Raises: ExportError if the graph has no trunk or a weight is beyond the range of fp16.
-    """
-    content = onnx.shape_inference.infer_shapes(onnx.load(model))
-    graph = content.graph
-    names = set(trunk_nodes(content))
-    trunk = [n for n in graph.node if n.name in names and n.op_type not in _NO_FP16]
-    inside = {node.name for node in trunk}
-    others = [node for node in graph.node if node.name not in inside]
-
-    weights = {t.name: t for t in graph.initializer if t.data_type == TensorProto.FLOAT}
-    values = (*graph.value_info, *graph.input, *graph.output)
-    floats = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT}
-    floats |= weights.keys()
-    made = floats & {name for node in trunk for name in node.output}
-    read = floats & {name for node in trunk for name in node.input}
-    read_outside = {name for node in others for name in node.input} | {o.name for o in graph.output}
-    enters, leaves = read - made - weights.keys(), made & read_outside
-
-    half = {name: f"{name}.fp16" for name in enters | leaves | (read & weights.keys())}
-    for node in trunk:
-        node.input[:] = [half.get(name, name) for name in node.input]
-        node.output[:] = [half.get(name, name) for name in node.output]
-        for attribute in node.attribute:
-            if (node.op_type, attribute.name, attribute.i) == ("Cast", "to", TensorProto.FLOAT):
-                attribute.i = TensorProto.FLOAT16
-    kept = [t for t in graph.initializer if t.name not in read - read_outside]
-    kept += [_in_fp16(weights[name], half[name]) for name in sorted(read & weights.keys())]
-    nodes = list(_with_casts(graph, enters, leaves))
-    for field, content_of_field in ((graph.initializer, kept), (graph.node, nodes)):
-        del field[:]
-        field.extend(content_of_field)
-    del graph.value_info[:]
-    onnx.checker.check_model(content, full_check=True)
-    onnx.save(content, out)
-
-
-def _in_fp16(weight: TensorProto, name: str) -> TensorProto:
-    values = numpy_helper.to_array(weight)
-    largest = float(np.abs(values).max(initial=0))
-    if not largest <= _LARGEST:
-        raise ExportError(
-            f"The weight {weight.name} reaches {largest:.3g}, above {_LARGEST:.0f} of fp16. "
-            "Export it in fp32 or int8."
-        )
-    return numpy_helper.from_array(values.astype(np.float16), name)
-
-
-def _with_casts(graph: GraphProto, enters: set[str], leaves: set[str]) -> Iterator[NodeProto]:
-    """The nodes of the graph, with a cast before the first reader in fp16 and after each writer."""
-    missing = {f"{name}.fp16": name for name in enters}
-    for node in graph.node:
-        for half in [name for name in dict.fromkeys(node.input) if name in missing]:
-            yield _cast(missing.pop(half), half, TensorProto.FLOAT16)
-        yield node
-        for name in sorted(leaves):
-            if f"{name}.fp16" in node.output:
-                yield _cast(f"{name}.fp16", name, TensorProto.FLOAT)
-
-
-def _cast(source: str, target: str, to: int) -> NodeProto:
-    return helper.make_node("Cast", [source], [target], name=f"cast_{target}", to=to)

@@ -17,7 +17,7 @@ class MetricLoss(nn.Module):
     """Embeddings (B, D) and labels (B,) to a scalar, in float32 or wider whatever the autocast.
 
     Embeddings are unit vectors unless `normalized` is False. They are converted to the widest of
-    their own dtype, float32 and the dtypes of the loss's parameters, which are never converted.
+    their own dtype, float32 and the dtypes of the parameters.
     """
 
     normalized: bool = True
@@ -58,7 +58,6 @@ class ProxyLoss(MetricLoss):
         return self.centres()
 
     def centre_labels(self) -> Tensor:
-        """The class of each centre: (C,)."""
         return torch.arange(self.classes, device=self.proxies.device)
 
     def centre_of(self, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -80,9 +79,7 @@ class ProxyLoss(MetricLoss):
 def check_labels(labels: Tensor, classes: int) -> None:
     """Refuse labels that are not class numbers; on the CPU only, where reading needs no sync.
 
-    On a GPU the losses trust the labels: `kinlens.training.trainer.fit` checks all of them once.
-
-    Raises: TrainingError.
+    On a GPU the losses trust the labels: the trainer checks all once. Raises: TrainingError.
     """
     if labels.device.type != "cpu":
         return
@@ -95,10 +92,7 @@ def check_labels(labels: Tensor, classes: int) -> None:
 
 
 def log_sum_exp(exponents: Tensor, mask: Tensor) -> Tensor:
-    """log(sum of exp(exponents) over the columns in mask): (B, N) to (B,).
-
-    A row without a column in the mask has -inf, and gradient 0.
-    """
+    """log(sum of exp over the columns in mask): (B, N) to (B,); -inf without any."""
     return torch.logsumexp(exponents.masked_fill(~mask, -torch.inf), dim=1)
 
 

@@ -2,8 +2,7 @@
 Multi-Similarity and N-pair.
 
 Over cosines S (B, B), with P_i and N_i the positives and negatives of anchor i that `mining`
-selects: "all", or the "hard" ones of `kinlens.training.miners.hard_pairs`, within `epsilon` of the
-hardest opposite.
+selects: "all", or the "hard" ones of `hard_pairs`, within `epsilon` of the hardest opposite.
 """
 
 from typing import Literal
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from kinlens.training.fields import Cosine, NotNegative, Positive
 from kinlens.training.losses.base import MetricLoss, log_1p_sum_exp, log_sum_exp
-from kinlens.training.miners import Pairs, all_pairs, hard_pairs
+from kinlens.training.losses.miners import Pairs, all_pairs, hard_pairs
 
 Mining = Literal["all", "hard"]
 
@@ -34,7 +33,6 @@ class PairLoss(MetricLoss):
         return self.summed(S, pairs) / max(len(labels), 1)
 
     def summed(self, S: Tensor, pairs: Pairs) -> Tensor:
-        """The sum over anchors of the terms of their pairs."""
         raise NotImplementedError
 
 

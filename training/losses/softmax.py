@@ -32,8 +32,6 @@ class ProxyNCALoss(ProxyLoss):
         https://arxiv.org/abs/1703.07464
 
     Args:
-        classes: C.
-        dim: D.
         scale: sigma, the sharpness of the softmax.
     """
 
@@ -67,8 +65,6 @@ class ArcFaceLoss(ProxyLoss):
         https://arxiv.org/abs/1801.07698
 
     Args:
-        classes: C.
-        dim: D.
         margin_degrees: the margin m, in degrees.
         scale: the scale s.
     """
@@ -87,14 +83,12 @@ class ArcFaceLoss(ProxyLoss):
     def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         own = self.own(labels)  # (B, C)
         cosines = self.cosines(embeddings)  # (B, C)
-        logits = self.scale * torch.where(own, self._with_margin(cosines), cosines)
-        return F.cross_entropy(logits, labels, reduction="sum") / max(len(labels), 1)
-
-    def _with_margin(self, cosines: Tensor) -> Tensor:
         sines = (1 - cosines**2).clamp(min=torch.finfo(cosines.dtype).eps).sqrt()
         shifted = cosines * math.cos(self.margin) - sines * math.sin(self.margin)
         beyond = cosines < -math.cos(self.margin)  # theta > pi - m
-        return torch.where(beyond, cosines - self.margin * math.sin(self.margin), shifted)
+        shifted = torch.where(beyond, cosines - self.margin * math.sin(self.margin), shifted)
+        logits = self.scale * torch.where(own, shifted, cosines)
+        return F.cross_entropy(logits, labels, reduction="sum") / max(len(labels), 1)
 
 
 class SoftTripleLoss(ProxyLoss):
@@ -116,8 +110,6 @@ class SoftTripleLoss(ProxyLoss):
         https://arxiv.org/abs/1909.05235
 
     Args:
-        classes: C.
-        dim: D.
         centres_per_class: K, at most the images of a class.
         scale: lambda, the sharpness of the softmax.
         gamma: sharpness of the choice among the centres of a class.

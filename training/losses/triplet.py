@@ -9,7 +9,12 @@ from torch.nn import functional as F
 
 from kinlens.training.fields import NotNegative, Positive
 from kinlens.training.losses.base import MetricLoss, check_labels
-from kinlens.training.miners import Triplets, all_pairs, batch_hard, distance_weighted, semi_hard
+from kinlens.training.losses.miners import (
+    all_pairs,
+    batch_hard,
+    distance_weighted,
+    semi_hard,
+)
 
 
 class TripletLoss(MetricLoss):
@@ -48,14 +53,12 @@ class TripletLoss(MetricLoss):
             terms = _hinge_sums(S, pairs.negative, S - self.margin).where(pairs.positive, 0)
             triplets = (pairs.positive.sum(dim=1) * pairs.negative.sum(dim=1)).sum()
             return terms.sum() / triplets.clamp(min=1)
-        mined, negative = self._mine(S, labels, embeddings.shape[1])
+        if self.mining == "distance_weighted":
+            mined, negative = distance_weighted(S, labels, embeddings.shape[1])
+        else:
+            mined, negative = (semi_hard if self.mining == "semi_hard" else batch_hard)(S, labels)
         terms = (S.gather(1, negative) - S + self.margin).relu().where(mined, 0)  # (B, B)
         return terms.sum() / mined.sum().clamp(min=1)
-
-    def _mine(self, similarities: Tensor, labels: Tensor, dim: int) -> Triplets:
-        if self.mining == "distance_weighted":
-            return distance_weighted(similarities, labels, dim)
-        return (semi_hard if self.mining == "semi_hard" else batch_hard)(similarities, labels)
 
 
 class MarginLoss(MetricLoss):
@@ -75,7 +78,6 @@ class MarginLoss(MetricLoss):
         https://arxiv.org/abs/1706.07567
 
     Args:
-        classes: C.
         margin: the margin m.
         beta: beta, or its initial value.
         nu: weight of the last term.
@@ -134,11 +136,9 @@ class MarginLoss(MetricLoss):
 
 
 def _hinge_sums(values: Tensor, mask: Tensor, thresholds: Tensor) -> Tensor:
-    """For each threshold t of a row, the sum of [v - t]_+ over its values v in the mask.
-
-    All (B, B). With a row's values in descending order, those above t are the first k of them, and
-    their sum is the k-th partial sum less k t.
-    """
+    """For each threshold t of a row, the sum of [v - t]_+ over its values v in the mask: (B, B)."""
+    # With a row's values in descending order, those above t are the first k of them, and their sum
+    # is the k-th partial sum less k t.
     order = values.detach().masked_fill(~mask, -torch.inf).argsort(dim=1, descending=True)
     falling = values.masked_fill(~mask, -torch.inf).gather(1, order).detach()
     k = torch.searchsorted(-falling, -thresholds.detach())  # (B, B)

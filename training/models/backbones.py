@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 import torch
-import torchvision.models as tv
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
@@ -23,19 +22,12 @@ _MAX_FOLDING_DIFFERENCE = 1e-3  # relative to the largest activation
 class Normalize(nn.Module):
     """uint8 RGB (B, 3, S, S) to the float32 input of a trunk: (peak · pixels / 255 − mean) / std.
 
-    Args:
-        mean: of each channel on 0..peak, in the order of the trunk.
-        std: standard deviation of each channel, likewise.
-        bgr: whether the trunk expects blue first.
-        peak: value of a white pixel before mean and std, 1 or 255.
+    `mean` and `std` are those of the channels on 0..peak in the order of the trunk, with `bgr` blue
+    first.
     """
 
     def __init__(
-        self,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        bgr: bool = False,
-        peak: float = 1.0,
+        self, mean: tuple[float, ...], std: tuple[float, ...], bgr: bool = False, peak: float = 1.0
     ) -> None:
         super().__init__()
         self.bgr = bgr
@@ -45,7 +37,6 @@ class Normalize(nn.Module):
         self.register_buffer("shift", shift.view(3, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) to the same shape."""
         if self.bgr:
             images = images.flip(1)
         scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
@@ -54,13 +45,12 @@ class Normalize(nn.Module):
 
 @dataclass(frozen=True)
 class Backbone:
-    """How to build a trunk, the shape of its output and its input normalisation.
+    """How to build a trunk, and its input normalisation.
 
     The trunk is the part of a network before its child named `until`. `url` is that of the ImageNet
     weights that papers on metric learning start from (for ResNet50 torchvision's V1, not the newer
-    V2); the file name ends with the start of its sha256.
-    `mean` and `std` apply to RGB in 0..1, unless `bgr` or `peak` change it (see Normalize). `cure`
-    is the advice if the weights cannot be downloaded.
+    V2); the file name ends with the start of its sha256. `mean`, `std`, `bgr` and `peak` are those
+    of `Normalize`, `cure` is the advice if the weights cannot be downloaded.
     """
 
     build: Callable[[], nn.Module]
@@ -74,24 +64,31 @@ class Backbone:
     cure: str = "Download {url} on a machine with internet access and pass the file: "
 
 
+def _torchvision(name: str, **options: bool) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        # Imported here: it takes seconds, and trunks of timm do not need it.
+        from torchvision.models import get_model
+
+        network: nn.Module = get_model(name, weights=None, **options)
+        return network
+
+    return build
+
+
+_PYTORCH = "https://download.pytorch.org/models/"
+
 BACKBONES = {
     "mobilenet_v2": Backbone(
-        tv.mobilenet_v2,
-        "classifier",
-        tv.MobileNet_V2_Weights.IMAGENET1K_V2.url,
-        1280,
+        _torchvision("mobilenet_v2"), "classifier", f"{_PYTORCH}mobilenet_v2-7ebf99e0.pth", 1280
     ),
     "resnet50": Backbone(
-        tv.resnet50,
-        "avgpool",
-        tv.ResNet50_Weights.IMAGENET1K_V1.url,
-        2048,
+        _torchvision("resnet50"), "avgpool", f"{_PYTORCH}resnet50-0676ba61.pth", 2048
     ),
     # Its ImageNet weights were trained on inputs in -1..1.
     "googlenet": Backbone(
-        lambda: tv.googlenet(weights=None, aux_logits=False, init_weights=True),
+        _torchvision("googlenet", aux_logits=False, init_weights=True),
         "avgpool",
-        tv.GoogLeNet_Weights.IMAGENET1K_V1.url,
+        f"{_PYTORCH}googlenet-1378be20.pth",
         1024,
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
@@ -131,7 +128,7 @@ def build_trunk(name: str, weights: str) -> nn.Module:
         # GoogLeNet's auxiliary classifiers are only used in training.
         state = {key: value for key, value in state.items() if not key.startswith("aux")}
         load_weights(network, state, weights)
-    if isinstance(network, BNInception):
+    if isinstance(network, BNInception):  # its children are not called in their order
         del network.last_linear
         return nn.Sequential(network)
     before = takewhile(lambda child: child[0] != backbone.until, network.named_children())
@@ -139,12 +136,12 @@ def build_trunk(name: str, weights: str) -> nn.Module:
 
 
 def channels_of(name: str, trunk: nn.Module) -> int:
-    """Number of channels C of the output of `trunk`, built as `name`."""
+    """Number of channels C of the output of `trunk`."""
     return trunk.channels if isinstance(trunk, TimmTrunk) else BACKBONES[name].channels
 
 
 def normalization_of(name: str, trunk: nn.Module) -> Normalize:
-    """The normalisation from pixels to the input of `trunk`, built as `name`."""
+    """The normalisation from pixels to the input of `trunk`."""
     if isinstance(trunk, TimmTrunk):
         return Normalize(trunk.mean, trunk.std)
     backbone = BACKBONES[name]
@@ -173,12 +170,8 @@ def _state_dict(name: str, backbone: Backbone, weights: str) -> State:
 def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
     """Fold each batch norm, in evaluation mode, into the convolution before it, in place.
 
-    The network computes the same, which is checked on noise. Scales become part of the weights and
-    learn with them; the shifts become biases, which stay fixed. Without batch norm nothing changes.
-
-    Args:
-        trunk: float (B, 3, S, S) to features.
-        side: S, an input size in pixels that the trunk accepts.
+    The network computes the same, which is checked on noise of `side` pixels. Scales become part of
+    the weights and learn with them; shifts become biases, which stay fixed.
 
     Raises: JobError if a batch norm does not follow a convolution of its own; `trunk` is then
         unusable.
@@ -209,10 +202,7 @@ def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
 
 
 def layers_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and layer of each batch norm and of each layer without children, in source order.
-
-    A layer that is used twice is listed twice, so that neighbours stay neighbours.
-    """
+    """Name and layer of each batch norm and leaf, in source order; one used twice comes twice."""
     return [
         (name, module)
         for name, module in network.named_modules(remove_duplicate=False)

@@ -29,13 +29,7 @@ class Block:
 
     @property
     def stride(self) -> int:
-        """2 where the block halves the map."""
         return 1 if self.project else 2
-
-    def width(self, channels: int) -> int:
-        """Channels of the output, given those of the input."""
-        passed = self.project or channels
-        return self.single + self.triple[1] + self.double[1] + passed
 
 
 BLOCKS = {
@@ -74,7 +68,9 @@ class BNInception(nn.Module):
         channels = 192
         for name, block in BLOCKS.items():
             self._add_block(f"inception_{name}", channels, block)
-            channels = block.width(channels)
+            channels = (
+                block.single + block.triple[1] + block.double[1] + (block.project or channels)
+            )
         self.last_linear = nn.Linear(channels, CLASSES)
 
     def _add(self, name: str, channels: int, width: int, side: int, stride: int = 1) -> None:

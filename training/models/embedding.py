@@ -3,18 +3,18 @@
 Shapes: B images, S pixels a side, C channels of the trunk, D dimensions of an embedding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kinlens.embedder.errors import JobError
-from kinlens.embedder.types import Embeddings, Images
+from kinlens.embedder.types import Embeddings
 from kinlens.training.config.settings import Determinant, Model, Pooling
-from kinlens.training.flows import NICE, FlowOutput, RealNVP, build_flow
 from kinlens.training.models.backbones import (
     BATCH_NORMS,
     build_trunk,
@@ -22,6 +22,7 @@ from kinlens.training.models.backbones import (
     fold_batch_norm,
     normalization_of,
 )
+from kinlens.training.models.flows import NICE, FlowOutput, RealNVP, build_flow
 from kinlens.training.models.timm_trunk import TimmTrunk
 
 GEM_START = 3.0
@@ -32,20 +33,13 @@ MIN_ACTIVATION = 1e-6
 class Pool(nn.Module):
     """Pooling over all positions: (B, C, H, W), or tokens (B, T, C), to (B, C).
 
-    `gap` is the mean, `gmp` the maximum, `gap+gmp` their sum, `gem` the generalised mean
+    `gap` is the mean, `gmp` the maximum, `gap+gmp` their sum, `cls` the class token and `gem` the
+    generalised mean with one learnt p, the parameter `exponent`, that starts at 3:
 
-        ( mean_x max(x, ε)^p )^(1/p),  ε = 1e-6,
+        ( mean_x max(x, ε)^p )^(1/p),  ε = 1e-6
 
-    with one learnt p, the parameter `exponent`, that starts at 3: p = 1 is the mean, p → ∞ the
-    maximum. `cls` is the class token.
-
-    **Reading**: in a trunk of tokens the positions are those of patches; class and register tokens
-    are ignored, except by `cls`. GeM clips negative activations there too. An exponent below 0.1
-    acts as 0.1.
-
-    Args:
-        kind: one of the above.
-        prefix: number of tokens before the patch tokens; the class token is the first.
+    **Reading**: in a trunk of tokens the positions are those of patches; the `prefix` of class and
+    register tokens is ignored, except by `cls`. An exponent below 0.1 acts as 0.1.
 
     References:
         Radenović, Tolias, Chum, Fine-tuning CNN Image Retrieval with No Human Annotation,
@@ -80,17 +74,12 @@ class Pool(nn.Module):
 
 
 class Head(nn.Module):
-    r"""A linear layer plus a second path with one hidden layer,
+    r"""A linear layer plus a second path with one hidden layer, (B, C) to (B, D):
 
     .. math:: y = W x + b + V \, \max(U x + c, 0) + d
 
-    V and d start at 0, so the head starts as its linear layer, and initial weights computed for
-    that layer (see training.start) are valid for both.
-
-    Args:
-        channels: C, the size of the input (B, C).
-        dim: D, the size of the output (B, D).
-        hidden: width of the hidden layer.
+    V and d start at 0, so initial weights computed for the linear layer (see training.start) are
+    valid for both.
     """
 
     def __init__(self, channels: int, dim: int, hidden: int) -> None:
@@ -104,13 +93,11 @@ class Head(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """(B, C) to (B, D)."""
         y: Tensor = self.linear(pooled) + self.outer(F.relu(self.inner(pooled)))
         return y
 
 
 def linear_layer(channels: int, dim: int) -> nn.Linear:
-    """A random projection of (B, channels) to (B, dim)."""
     layer = nn.Linear(channels, dim)
     nn.init.kaiming_normal_(layer.weight, mode="fan_out")
     nn.init.zeros_(layer.bias)
@@ -130,7 +117,6 @@ class FlowInput(nn.Module):
         self.norm = norm
 
     def forward(self, features: Tensor) -> Tensor:
-        """(B, D) to (B, D), each row of length `norm`."""
         return self.norm * F.normalize(self.activation(features), dim=1)
 
 
@@ -144,7 +130,7 @@ class EmbeddingNet(nn.Module):
         super().__init__()
         self.trunk = build_trunk(model.backbone, model.weights)
         self.normalize = normalization_of(model.backbone, self.trunk)
-        channels = channels_of(model.backbone, self.trunk)
+        self.channels = channels = channels_of(model.backbone, self.trunk)
         prefix, side = 0, 64
         if isinstance(self.trunk, TimmTrunk):
             prefix, side = self.trunk.prefix, self.trunk.side
@@ -156,7 +142,6 @@ class EmbeddingNet(nn.Module):
         if model.batch_norm == "folded":
             fold_batch_norm(self.trunk, side)
         self.pool = Pool(model.pooling, prefix)
-        self.channels = channels
         self.dim = model.dim or channels
         self.projection: nn.Module = nn.Identity()
         if model.dim is not None:
@@ -172,12 +157,11 @@ class EmbeddingNet(nn.Module):
         self.batch_norm = model.batch_norm
         self.backbone = model.backbone
         self.frozen_trunk = model.frozen_trunk
+        for norm in self._fixed_norms():
+            norm.requires_grad_(self.batch_norm == "statistics")
         if self.frozen_trunk:
-            for module in (self.trunk, self.pool):
-                module.requires_grad_(False)
-        else:
-            for norm in self._fixed_norms():
-                norm.requires_grad_(self.batch_norm == "statistics")
+            self.trunk.requires_grad_(False)
+            self.pool.requires_grad_(False)
         self._freeze()
 
     def pooled(self, images: Tensor) -> Tensor:
@@ -185,25 +169,23 @@ class EmbeddingNet(nn.Module):
         x = self.normalize(images)
         if not torch.onnx.is_in_onnx_export():
             x = x.contiguous(memory_format=torch.channels_last)
-        maps = self.trunk(x)  # (B, C, H, W) or (B, T, C)
+        # An exported trunk may be in float16.
+        maps = self.trunk(x.to(next(self.trunk.parameters()).dtype))  # (B, C, H, W) or (B, T, C)
         pooled: Tensor = self.pool(maps.to(torch.promote_types(maps.dtype, torch.float32)))
         return pooled
 
     def features(self, images: Tensor) -> Tensor:
-        """uint8 (B, 3, S, S) to the flow's input, or to the unnormalised embedding: (B, D).
-
-        The result is float32 or wider; under autocast only the trunk runs in lower precision.
-        """
+        """uint8 (B, 3, S, S) to the flow's input, or to the unnormalised embedding: (B, D)."""
         return self.project(self.pooled(images))
 
     def project(self, pooled: Tensor) -> Tensor:
-        """The output of `pooled` (B, C) to the output of `features` (B, D)."""
+        """The output of `pooled` (B, C) to that of `features` (B, D)."""
         with torch.autocast(pooled.device.type, enabled=False):
             z: Tensor = self.flow_input(self.projection(pooled))
         return z
 
     def transform(self, features: Tensor) -> Tensor:
-        """The output of `features`, through the flow if there is one: (B, D), of any length."""
+        """The output of `features` through the flow, if there is one: (B, D), of any length."""
         if self.flow is None:
             return features
         with torch.autocast(features.device.type, enabled=False):
@@ -220,10 +202,7 @@ class EmbeddingNet(nn.Module):
         return self.embed(self.features(images))
 
     def check_sizes(self, *sides: int) -> None:
-        """Run the trunk once at each input side in pixels, before a job spends time on images.
-
-        Raises: JobError naming a valid size.
-        """
+        """Run the trunk once at each side, before a job spends time. Raises: JobError."""
         device = next(self.trunk.parameters()).device
         with evaluating(self), torch.no_grad():
             for side in sorted(set(sides)):
@@ -248,17 +227,18 @@ class EmbeddingNet(nn.Module):
             norm.eval()
 
     def _fixed_norms(self) -> list[nn.Module]:
-        """The batch norms whose statistics do not change."""
         if self.batch_norm not in ("frozen", "statistics"):
             return []
         return [module for module in self.trunk.modules() if isinstance(module, BATCH_NORMS)]
 
 
-def torch_embed(net: nn.Module, images: Images) -> Embeddings:
-    """uint8 (N, 3, S, S) to embeddings (N, D), both numpy, computed on the device of `net`."""
+def torch_embed(
+    net: nn.Module, rows: NDArray[Any], function: Callable[[Tensor], Tensor] | None = None
+) -> Embeddings:
+    """The result of `net`, or of a function of it, for rows in numpy, computed on its device."""
     with evaluating(net), torch.inference_mode():
-        there = torch.from_numpy(images).to(next(net.parameters()).device)
-        vectors: Embeddings = net(there).cpu().numpy()
+        there = torch.from_numpy(rows).to(next(net.parameters()).device)
+        vectors: Embeddings = (function or net)(there).float().cpu().numpy()
     return vectors
 
 

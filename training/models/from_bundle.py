@@ -4,7 +4,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import onnx
 import torch
 from torch import nn
 
@@ -21,10 +20,7 @@ MAX_DIFFERENCE = 1e-3
 
 
 def new_network(job: Job) -> EmbeddingNet:
-    """The initial network of a run of `job`: from published weights, a file or a bundle.
-
-    Raises: CheckpointError, BundleError, JobError.
-    """
+    """The initial network of a run, from weights or a bundle. Raises: CheckpointError, JobError."""
     bundle = bundle_of(job.model.weights)
     if bundle is not None:
         return start_from_bundle(job, bundle)
@@ -56,9 +52,8 @@ def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
     made_by = parse_job(bundle.manifest.job, f"the job of {path}") if bundle.manifest.job else None
     _require_fit(job, bundle, made_by)
     start = _network(job, bundle, made_by)
-    net = EmbeddingNet(
-        job.model.model_copy(update={"weights": "none"}), job.regularizers.determinant
-    )
+    random_start = job.model.model_copy(update={"weights": "none"})
+    net = EmbeddingNet(random_start, job.regularizers.determinant)
     net.trunk.load_state_dict(start.trunk.state_dict())
     if made_by is not None:
         net.pool.load_state_dict(start.pool.state_dict())
@@ -69,7 +64,6 @@ def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
 
 
 def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
-    """Raises: CheckpointError naming each setting whose shapes differ."""
     pairs: dict[str, tuple[object, object]] = {
         "model.backbone": (bundle.manifest.backbone, job.model.backbone)
     }
@@ -95,6 +89,8 @@ def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
 
 def _network(job: Job, bundle: Bundle, made_by: Job | None) -> EmbeddingNet:
     """The network of the bundle, with the batch norm of `job`; checked on the golden images."""
+    import onnx  # here, as few runs begin with a bundle
+
     shape = made_by.model if made_by is not None else Model(backbone=job.model.backbone, dim=None)
     shape = shape.model_copy(update={"weights": "none", "batch_norm": job.model.batch_norm})
     flow = made_by.regularizers.determinant if made_by is not None else None

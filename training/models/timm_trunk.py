@@ -20,13 +20,9 @@ _DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 class TimmTrunk(nn.Module):
     """A network of timm without pooling and classifier.
 
-    Attributes:
-        channels: number of channels C of the output.
-        side: side of the images that the network was made for, in pixels.
-        mean: of each channel of RGB in 0..1.
-        std: standard deviation of each channel, likewise.
-        class_token: whether the first token represents the image.
-        prefix: number of tokens before the patch tokens.
+    `side` is the side in pixels of the images that it was made for, `mean` and `std` are of RGB in
+    0..1, `class_token` is whether the first token represents the image, and `prefix` the number of
+    tokens before the patch tokens.
     """
 
     def __init__(self, name: str, network: Any) -> None:
@@ -42,10 +38,7 @@ class TimmTrunk(nn.Module):
         self.prefix = int(getattr(network, "num_prefix_tokens", int(self.class_token)))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Float (B, 3, S, S) to maps (B, C, H, W) or tokens (B, T, C).
-
-        Raises: JobError naming a valid size if S is not valid.
-        """
+        """Float (B, 3, S, S) to maps (B, C, H, W) or tokens (B, T, C). Raises: JobError."""
         side = images.shape[-1]
         try:
             features: Tensor = self.network(images)
@@ -68,12 +61,10 @@ class TimmTrunk(nn.Module):
 
 
 def build_timm_trunk(name: str, weights: str) -> TimmTrunk:
-    """The network `name` of timm.
+    """The network `name` of timm, with or without the tag of its weights.
 
-    Args:
-        name: with or without the tag of its weights, as `vit_small_patch14_dinov2.lvd142m`.
-        weights: "imagenet" (timm's own for that name, whatever they were trained on), "none"
-            (random) or the path of a state dict, .pth or .safetensors.
+    `weights` are "imagenet" (timm's own for that name, whatever they were trained on), "none"
+    (random) or the path of a state dict, .pth or .safetensors.
 
     Raises: JobError if timm is missing or has no such network; CheckpointError if the weights are
         not available or do not fit.

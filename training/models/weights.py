@@ -10,10 +10,7 @@ State = dict[str, Tensor]
 
 
 def read_weights(weights: str, name: str) -> State:
-    """The state dict in the file `weights`, for a network called `name`.
-
-    Raises: CheckpointError if it is missing; JobError if the path has an unset variable.
-    """
+    """The state dict in the file `weights`. Raises: CheckpointError, JobError."""
     path = expand_path(weights, "model.weights")
     if not path.is_file():
         raise CheckpointError(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kinlens.training.config.settings import Determinant
-from kinlens.training.flows import FlowOutput, build_flow
+from kinlens.training.models.flows import FlowOutput, build_flow
 
 
 class DuelOutput(NamedTuple):
@@ -32,12 +32,7 @@ class DeterminantRegularizer(nn.Module):
 
     where Z is the batch and, for each sample, a point on the line to each of its k nearest z_j. The
     metric loss is applied to both branches, never to the augmented points. An untrained flow has
-    R = log 2.
-
-    This is `depth = "composed"`. Couplings alternate the order in which they are triangular, so the
-    l_i are not the diagonal of the full Jacobian, but their product is exactly its |det|. "mean"
-    and "sum" take log(l_i + 1) of each layer, with a diagonal of its own: at the identity "sum" has
-    the gradient of "composed" and "mean" that of one layer. Other readings: docs/methods.md.
+    R = log 2. This is `depth = "composed"`; docs/methods.md has the other readings.
 
     References:
         Determinant Regularization for Deep Metric Learning, eq. 7 and 10 (R) and 11 (the duel);
@@ -50,7 +45,6 @@ class DeterminantRegularizer(nn.Module):
         self.second_flow = build_flow(settings.flow, dim)
 
     def forward(self, z: Tensor, labels: Tensor, first_flow: nn.Module) -> DuelOutput:
-        """Features z (B, D) and labels (B,) through both flows."""
         own = self.settings
         added, real = augment(z, labels, own)
         points = torch.cat([z, added])
@@ -80,9 +74,8 @@ def augment(z: Tensor, labels: Tensor, settings: Determinant) -> tuple[Tensor, T
     """z_i + eps e_ij for the k nearest z_j of each z_i: (B, D) to (k B, D), with gradients to both.
 
     e_ij is z_j - z_i for "between", the paper's description in words; its negative for "beyond",
-    the printed formula; its part orthogonal to z_i for "tangent": section 5.4 puts the points into
-    the tangent hyperplane of the sphere, here the sphere of the flows' inputs. The second result,
-    (k B,), is False where a sample has fewer candidates of its class, so the point is invalid.
+    the printed formula; its part orthogonal to z_i for "tangent" (section 5.4). The second result,
+    (k B,), is False where a sample has fewer candidates of its class.
     """
     k = min(settings.neighbours, max(len(z) - 1, 0))
     with torch.no_grad():

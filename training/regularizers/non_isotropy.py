@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from kinlens.training.config.settings import NonIsotropy
-from kinlens.training.flows import ConditionalGlow, FlowOutput
+from kinlens.training.models.flows import ConditionalGlow, FlowOutput
 
 LARGEST_EXPONENT = 30.0
 
@@ -47,10 +47,7 @@ class NonIsotropyRegularizer(nn.Module):
         self.flow = ConditionalGlow(dim, dim, *shape)
 
     def forward(self, embeddings: Tensor, centres_of_samples: Tensor) -> Tensor:
-        """Unit embeddings and the unit centre of each sample's class, both (B, D), to a scalar.
-
-        The scalar has the dtype of the flow; an empty batch gives 0.
-        """
+        """Unit embeddings and the centre of each one's class, both (B, D), to a scalar."""
         if self.fitting:
             embeddings, centres_of_samples = embeddings.detach(), centres_of_samples.detach()
         if self.training and self.settings.noise:

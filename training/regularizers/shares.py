@@ -31,9 +31,9 @@ class Share:
 
     .. math:: \frac{c \, \lVert \nabla_\theta R \rVert}{\lVert \nabla_\theta L \rVert},
 
-    with respect to the tensors that the penalty acts on: the features of the batch or, for a
-    penalty that acts only there, proxies or the parameters of a flow. With `wanted` c is calibrated
-    over the first epoch in which the penalty has a gradient:
+    with respect to the features of the batch or, for a penalty that acts only there, proxies or the
+    parameters of a flow. With `wanted` c is calibrated over the first epoch in which the penalty
+    has a gradient:
 
     - In the first third of it c may fall but not rise, since a flow that starts as the identity has
       a gradient in its last layers only.
@@ -42,9 +42,8 @@ class Share:
     It is not adapted for longer: the gradient of a penalty that saturates vanishes, and a weight
     that follows it grows until it destroys the embedding.
 
-    `last` is the last measured share, negative before that, and `measured` the number of
-    measurements. `reach` is the share at the features of a penalty that is measured elsewhere: a
-    flow may absorb all of its gradient and leave trunk and projection unchanged.
+    `last` is the last measured share, negative before that. `reach` is the share at the features of
+    a penalty that is measured elsewhere: a flow may absorb all of its gradient.
     """
 
     wanted: float | None
@@ -54,10 +53,7 @@ class Share:
     reach: float = -1.0
 
     def observe(self, loss: float, penalty: float, calibration: int) -> None:
-        """Record the norms of both gradients, with the penalty at scale 1.
-
-        The first `calibration` measurements with a gradient of the penalty set the scale.
-        """
+        """Record the norms of both gradients at scale 1; the first `calibration` set the scale."""
         if not loss > 0:
             return
         ratio = penalty / loss
@@ -76,7 +72,6 @@ class Share:
         self.last = self.scale * ratio
 
     def calibrates(self, calibration: int) -> bool:
-        """Whether the next measurement belongs to the calibration."""
         return self.wanted is not None and self.measured < calibration
 
 
@@ -93,7 +88,6 @@ class Shares:
         self.steps = 0
 
     def is_due(self) -> bool:
-        """Count a training step; returns whether it is one to measure."""
         self.steps += 1
         terms = self.terms.values()
         if any(term.calibrates(self._calibration) for term in terms):
@@ -119,7 +113,6 @@ class Shares:
                 term.reach = term.scale * reaches / at_features
 
     def scaled(self, penalties: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each penalty times its scale."""
         return {name: self.terms[name].scale * x for name, x in penalties.items()}
 
     def figures(self) -> dict[str, float]:
@@ -133,7 +126,6 @@ class Shares:
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of a run, to resume it."""
         state = {"steps": torch.tensor(self.steps)}
         for name, term in self.terms.items():
             for number, dtype in _STATE.items():
@@ -141,9 +133,6 @@ class Shares:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the measurements of a run; checkpoints older than shares have none."""
-        if not state:
-            return
         self.steps = int(state["steps"])
         for name, term in self.terms.items():
             for number in _STATE:
@@ -156,10 +145,7 @@ class Shares:
 
 
 def gradient_norms(term: Tensor, groups: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Norm of the gradient of a scalar with respect to each group of tensors; 0 without a gradient.
-
-    One backward pass for all of them.
-    """
+    """Norm of the gradient with respect to each group of tensors, in one backward pass."""
     if not term.requires_grad:
         return [0.0] * len(groups)
     found: tuple[Tensor | None, ...] = torch.autograd.grad(

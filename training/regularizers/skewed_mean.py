@@ -28,11 +28,9 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
 
     "distance" has a minus sign because its mean distance should grow; values are in [-2, 0].
 
-    Which pairs are pushed: a pair's weight is proportional to exp(gamma s) within its row in r1, to
-    ((1 + s) / 2)^(lambda - 1) in r2, to d^(-lambda - 1) in "distance". The nearest pairs dominate
-    for gamma > 0, for lambda > 1 in r2 and lambda > -1 in "distance"; the farthest pairs for
-    gamma < 0, lambda < 1 and lambda < -1. Warning: if only far pairs are pushed, the centres may
-    gather at two opposite points (with r2 and lambda = 0 they do).
+    The nearest pairs dominate for gamma > 0, for lambda > 1 in r2 and lambda > -1 in "distance";
+    the farthest pairs for gamma < 0, lambda < 1 and lambda < -1. Warning: if only far pairs are
+    pushed, the centres may gather at two opposite points (with r2 and lambda = 0 they do).
 
     Presets, monotone transforms of M = -distance, push near pairs: "uniform_face" and "mhe1" =
     mean 1/d = 1/M with lambda = 1; "mhe2" = mean 1/d^2 = 1/M^2 with lambda = 2; "mhe0" = mean
@@ -41,9 +39,8 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
     As printed, delta3 only shifts R1 and has no gradient; `hinge` adds 1 to the sum, the soft form
     of the constraint s_ij < delta3 that R1 is derived from. Other readings: docs/methods.md.
 
-    `gamma` = +-inf is the largest or smallest similarity of a row, `exponent` = 0 is the
-    geometric mean, +-inf a single pair. `subset` draws m centres at each call: O(m^2), not O(C^2).
-    The scalar is in float32 or wider; fewer than two centres give 0.
+    `subset` draws m centres at each call: O(m^2), not O(C^2). The scalar is in float32 or wider;
+    fewer than two centres give 0.
 
     References:
         Skewed-mean regularization, eq. 5 (K-skewed mean), 7 (its smooth forms), 8 (R1, R2) and 10
@@ -61,7 +58,10 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
     with torch.autocast(centres.device.type, enabled=False):
         similarities = _others(centres @ centres.T)  # (m, m - 1)
         if settings.kind == "r1":
-            return _r1(similarities, settings)
+            exponents = settings.gamma * (similarities - settings.delta)
+            if settings.hinge:
+                exponents = F.pad(exponents, (0, 1))  # exp(0) = 1 joins the sum
+            return torch.logsumexp(exponents, dim=1).mean() / settings.gamma
         if settings.kind == "r2":
             halves = ((1 + similarities) / 2).clamp(min=_SMALLEST_SIMILARITY)
             return power_mean(halves.flatten(), settings.exponent)
@@ -72,49 +72,16 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
         return (distances**-order).mean() if order else -distances.log().mean()
 
 
-def _r1(similarities: Tensor, settings: SkewedMean) -> Tensor:
-    if math.isinf(settings.gamma):
-        rows = similarities.amax(1) if settings.gamma > 0 else similarities.amin(1)
-        return rows.mean() - settings.delta
-    exponents = settings.gamma * (similarities - settings.delta)
-    if settings.hinge:
-        exponents = F.pad(exponents, (0, 1))  # exp(0) = 1 joins the sum
-    return torch.logsumexp(exponents, dim=1).mean() / settings.gamma
-
-
-def log_exp_mean(values: Tensor, lam: float) -> Tensor:
-    r"""(1/lam) log mean exp(lam s) of values (N,), for any lam.
-
-    Between the smallest value (lam = -inf) and the largest (+inf), the arithmetic mean at lam = 0;
-    it grows with lam. Exact to rounding also near lam = 0, and without overflow.
-    """
-    if lam == 0:
-        return values.mean()
-    extreme = values.amax() if lam > 0 else values.amin()
-    if math.isinf(lam):
-        return extreme
-    extreme = extreme.detach()
-    exponents = lam * (values - extreme)  # (N,), at most 0
-    # log mean exp is close to 0 for small exponents: there log1p and expm1 keep its digits.
-    less_one = torch.expm1(exponents).mean()
-    near = torch.log1p(less_one.clamp(min=-0.5))
-    far = torch.logsumexp(exponents, dim=0) - math.log(len(exponents))
-    return extreme + torch.where(less_one > -0.5, near, far) / lam
-
-
 def power_mean(values: Tensor, lam: float) -> Tensor:
-    """(mean s^lam)^(1/lam) of positive values (N,), for any lam; the geometric mean at lam = 0.
-
-    It is the log-exp mean of log s, exponentiated, with the same limits and the same stability.
-    """
-    return log_exp_mean(values.log(), lam).exp()
+    """(mean s^lam)^(1/lam) of positive values (N,); the geometric mean at lam = 0."""
+    logs = values.log()
+    if lam == 0:
+        return logs.mean().exp()
+    return ((torch.logsumexp(lam * logs, dim=0) - math.log(len(logs))) / lam).exp()
 
 
 def class_means(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """Unit means of the classes in a batch: (B, D) and (B,) to (classes present, D), by label.
-
-    These are the centres for losses without proxies. Gradients flow to every embedding.
-    """
+    """Unit means of the classes in a batch, (B, D) and (B,) to (P, D), by label, with gradient."""
     embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
     present = torch.unique(labels)  # (P,)
     member = (present[:, None] == labels[None, :]).to(embeddings.dtype)  # (P, B)

@@ -87,7 +87,8 @@ def render_view(product: int, view: int, *, size_px: int = 160, seed: int = 0) -
     flat_lay = rng.random() < 0.35
     canvas = Canvas(side, yaw=rng.uniform(-0.6, 0.6), tilt=rng.uniform(0.1, 0.32))
     SHAPES[item.shape](canvas, item.skin, item.girth)
-    light = _direction(rng)
+    light = np.array([rng.uniform(-0.9, 0.9), rng.uniform(-0.9, -0.25), 0.75], np.float32)
+    light = np.asarray(light / np.linalg.norm(light))
     sprite = _warp(_lit(canvas, light, rng.uniform(0.45, 0.6)), rng, 0.5 if flat_lay else 0.12)
     scene = _backdrop(rng, side, flat_lay)
     scene = _shadowed(scene, sprite.getchannel("A"), light, flat_lay, rng.uniform(0.35, 0.7))
@@ -126,7 +127,7 @@ def write_catalogue(
 
 
 def _claim(root: Path, settings: RenderedData) -> None:
-    """Create the folder with its settings, or check that it has the same settings."""
+    """Create the folder with its settings, or check that it has the same."""
     numbers = settings.model_dump(include={"products", "views", "size_px", "seed"})
     wanted = {"drawing": _DRAWING} | numbers
     record = root / _FILE
@@ -137,13 +138,11 @@ def _claim(root: Path, settings: RenderedData) -> None:
         found = json.loads(record.read_bytes())
     except (OSError, ValueError) as error:
         raise DatasetError(
-            f"{root} is not a catalogue of rendered products ({error}). "
-            "Give a folder that is empty or does not exist."
+            f"{root} is not a catalogue of rendered products ({error}). Give an empty folder."
         ) from error
     if found != wanted:
         raise DatasetError(
-            f"{root} contains a catalogue with {found}, not {wanted}. "
-            "Give another folder, or delete this one."
+            f"{root} has a catalogue with {found}, not {wanted}. Give another folder."
         )
 
 
@@ -152,11 +151,6 @@ def _orders(seed: int) -> tuple[list[int], list[int]]:
     rng = np.random.default_rng(seed)
     combinations = len(SHAPES) * len(SCHEMES) * len(PATTERNS)
     return rng.permutation(combinations).tolist(), rng.permutation(len(_WORDS)).tolist()
-
-
-def _direction(rng: np.random.Generator) -> Plane:
-    light = np.array([rng.uniform(-0.9, 0.9), rng.uniform(-0.9, -0.25), 0.75], np.float32)
-    return np.asarray(light / np.linalg.norm(light))
 
 
 def _lit(canvas: Canvas, light: Plane, ambient: float) -> Image.Image:
@@ -234,7 +228,6 @@ def _backdrop(rng: np.random.Generator, side: int, flat_lay: bool) -> Image.Imag
 
 
 def _grain(image: Image.Image, rng: np.random.Generator) -> None:
-    """Boards, tiles or a smooth sheet."""
     kind, size, draw = rng.integers(3), image.width, ImageDraw.Draw(image)
     count = int(rng.integers(4, 8))
     step = size / count
@@ -250,7 +243,6 @@ def _grain(image: Image.Image, rng: np.random.Generator) -> None:
 
 
 def _thing(draw: ImageDraw.ImageDraw, rng: np.random.Generator, size: int, horizon: int) -> None:
-    """A blurred object in a product's colours, behind the product or around it."""
     codes = [code for scheme in SCHEMES.values() for code in scheme]
     wide, high = (size * rng.uniform(0.08, 0.3) for _ in range(2))
     x = rng.uniform(-0.1, 1.0) * size

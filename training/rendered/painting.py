@@ -100,7 +100,6 @@ class Skin:
     width: float = 0.8
 
     def at(self, v: float, width: float) -> "Skin":
-        """The same skin with its word centred at height v, at most `width` wide."""
         return replace(self, v=v, width=width)
 
     def paint(self, u: Plane, v: Plane, side_px: int) -> Plane:
@@ -124,12 +123,10 @@ class Skin:
 
     @property
     def plate(self) -> Colour:
-        """The colour behind the word: paper, or the accent of a ribbon."""
         return PAPER if self.label == "plate" else self.accent
 
     @property
     def ink(self) -> Colour:
-        """Dark on light and light on dark."""
         behind = self.body if self.label == "bare" else self.plate
         return DARK if sum(behind) > 1.55 else PAPER
 
@@ -194,7 +191,6 @@ class Canvas:
         )
 
     def ball(self, y: float, radius: float, paint: Paint, gloss: float = 0.6) -> None:
-        """A sphere on the vertical axis."""
         window, gx, gy = self._window(-radius, y - radius, radius, y + radius)
         nx, ny = gx / radius, (gy - y) / radius
         square = nx**2 + ny**2

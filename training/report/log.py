@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,26 @@ from kinlens.embedder.errors import JobError
 console = Console(stderr=True, highlight=False)
 
 
+def note(sentence: str) -> None:
+    console.print(sentence, markup=False)
+
+
 class RunLog:
     """Records in `log.jsonl` of a run folder; numbers also go to TensorBoard.
 
-    A resumed run passes the step of its checkpoint: records after it are dropped, since they will
-    be logged again. A fresh run passes 0.
+    Records after `step`, that of the checkpoint of a resumed run, are dropped: they come again.
     """
 
     def __init__(self, folder: Path, tensorboard: bool = False, step: int = 0) -> None:
         path = folder / "log.jsonl"
-        kept = _records_until(path, step)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
         path.write_text("".join(kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
         self._writer = _summary_writer(folder) if tensorboard else None
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """One line: {"kind": ..., "step": ..., **values}."""
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
         if self._writer is not None:
@@ -48,14 +53,12 @@ class RunLog:
                     self._writer.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        """Close the files."""
         self._file.close()
         if self._writer is not None:
             self._writer.close()
 
 
 def progress_bar(*more: ProgressColumn) -> Progress:
-    """A bar with the columns text, bar, n of m, elapsed, remaining, and `more`."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -72,7 +75,6 @@ _QUICK_S = 1.0
 
 @contextmanager
 def console_listener() -> Iterator["ConsoleListener"]:
-    """A listener that shows the progress bar of its run."""
     with progress_bar(TextColumn("{task.fields[loss]}")) as progress:
         yield ConsoleListener(progress)
 
@@ -91,11 +93,9 @@ class ConsoleListener:
         self._began: tuple[int, float] | None = None
 
     def note(self, sentence: str) -> None:
-        """Print a message."""
-        console.print(sentence, markup=False)
+        note(sentence)
 
     def computed(self, done: int, total: int) -> None:
-        """Show how many features of a frozen trunk are available."""
         self._progress.update(
             self._task, total=total, completed=done, description="features of the trunk"
         )
@@ -112,11 +112,9 @@ class ConsoleListener:
         )
 
     def step_done(self, parts: dict[str, float]) -> None:
-        """Move the bar by one step and show its loss."""
         self._progress.update(self._task, advance=1, loss=f"loss {parts['loss']:.3f}")
 
     def epoch_done(self, row: dict[str, float]) -> None:
-        """Print the figures of a finished epoch; of quick ones without recall only the last."""
         recalls = "  ".join(f"{k} {v:.1f}" for k, v in row.items() if "R@" in k)
         if not recalls and row["seconds"] < _QUICK_S and row["epoch"] < self._epochs:
             return
@@ -130,21 +128,7 @@ class ConsoleListener:
             return ""
         first, since = self._began
         seconds = (self._clock() - since) / (epoch - first) * (self._epochs - epoch)
-        if seconds <= 0:
-            return ""
-        if seconds < 90:
-            return f"about {math.ceil(seconds)} s left"
-        minutes = math.ceil(seconds / 60)
-        hours = f"{minutes // 60} h {minutes % 60} min" if minutes >= 90 else f"{minutes} min"
-        return f"about {hours} left"
-
-
-def _records_until(path: Path, step: int) -> list[str]:
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    return [line for line in whole if json.loads(line)["step"] <= step]
+        return f"about {timedelta(seconds=math.ceil(seconds))} left" if seconds > 0 else ""
 
 
 def _summary_writer(folder: Path) -> Any:

@@ -6,7 +6,7 @@ from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.evaluation.retrieval import GAIN, queries_in, with_interval
 from kinlens.training.folder import UNTRAINED, Result
-from kinlens.training.regularizers.shares import LEAST, WIDEST
+from kinlens.training.regularizers.shares import LEAST
 from kinlens.training.state import VALIDATION, Row
 
 CHOSEN_BY = {
@@ -23,15 +23,12 @@ _WEIGHTS = {"determinant": "lambda1 and lambda2"}
 
 
 def before(job: Job, steps_per_epoch: int) -> list[str]:
-    """Messages before the first step."""
     steps = job.optimizer.epochs * steps_per_epoch
-    if steps >= _FEW_STEPS:
-        return []
-    return [
+    few = (
         f"This run has {steps} steps ({job.optimizer.epochs} epochs of {steps_per_epoch}): too few "
-        f"to learn much, and enough to harm a good start. Set optimizer.min_steps to "
-        f"{_FEW_STEPS} or more: the epochs are then raised to fit."
-    ]
+        f"to learn much, and enough to harm a good start. Set optimizer.min_steps to {_FEW_STEPS}."
+    )
+    return [few] if steps < _FEW_STEPS else []
 
 
 def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
@@ -57,13 +54,6 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
                 f"layers before it: its gradient at the features is "
                 f"{100 * row[f'reach {name}']:.2g} % of the gradient of the loss."
             )
-        if len(earlier) == 1 and _at_a_bound(row.get(f"scale {name}", 1.0)):
-            notes.append(
-                f"regularizers.{name}: its weight ended at the bound of its calibration, "
-                f"{row[f'scale {name}']:g} times the given weight, with "
-                f"{100 * row[f'share {name}']:.2g} % of the gradient. Set another initial "
-                f"{_WEIGHTS.get(name, 'weight')}."
-            )
     return notes
 
 
@@ -76,10 +66,6 @@ def _faint(job: Job, name: str, row: Row) -> bool:
 def _is_in_its_flow(name: str, row: Row) -> bool:
     """Whether hardly any of its gradient passes the flow, as is normal in the first epoch."""
     return row["epoch"] > 1 and row.get(f"reach {name}", LEAST) < LEAST
-
-
-def _at_a_bound(scale: float) -> bool:
-    return min(abs(scale - WIDEST), abs(scale * WIDEST - 1) * WIDEST) < 1e-6 * WIDEST
 
 
 def did_it_help(split: Split, result: Result) -> list[str]:
@@ -102,10 +88,7 @@ def did_it_help(split: Split, result: Result) -> list[str]:
 
 
 def verdict_of(result: Result) -> str:
-    """Whether a training helped, and what to do if not; "" if nothing was held out.
-
-    A gain whose interval includes 0 may be chance, so it counts as none.
-    """
+    """Whether a training helped; a gain whose interval includes 0 counts as none."""
     parts: dict[str, list[str]] = {"worse": [], "no gain": [], "gain": []}
     chance = ""
     for part, (model, began, found) in _held_out(result).items():
@@ -133,7 +116,6 @@ def verdict_of(result: Result) -> str:
 
 
 def _held_out(result: Result) -> dict[str, tuple[float, float, Row]]:
-    """By part: R@1 of the model and of its starting point, and all figures of the model."""
     found = {"validation": (VALIDATION, result.validation), "test": ("", result.figures)}
     return {
         part: (figures["R@1"], result.trunk[f"{prefix}R@1"], figures)

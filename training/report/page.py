@@ -1,32 +1,31 @@
 """The report of a run: curves as PNG and a page in Markdown."""
 
-import contextlib
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 
-from kinlens.embedder.errors import CheckpointError
 from kinlens.training.config.job import Job
 from kinlens.training.data.feedback import sentences
 from kinlens.training.data.records import Split
 from kinlens.training.distributed import world
 from kinlens.training.evaluation.retrieval import GAIN
-from kinlens.training.folder import RESULT, Result, read_result, replace_text
+from kinlens.training.folder import Result, replace_text
 from kinlens.training.regularizers.shares import LEAST
+from kinlens.training.report.markdown import table
 from kinlens.training.report.notices import CHOSEN_BY, after_epoch, did_it_help
-from kinlens.training.report.tables import plain, table
 from kinlens.training.state import Row, on_validation
 
 Rows = Sequence[Row]
 
 
 def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Result) -> None:
-    """Write `curves.png` and `report.md` into the run folder."""
     if history:
         _draw_curves(folder / "curves.png", history)
+    notes = did_it_help(split, result)
+    for epoch in range(len(history)):
+        notes += after_epoch(job, history[: epoch + 1])
     lines = [
         f"# {job.name}",
         "",
@@ -34,9 +33,8 @@ def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Re
         "",
         *_facts(job, split, history, result),
         "",
-        *_help(job, split, history, result),
+        *(["## Did it help?", "", *(f"- {note}" for note in notes), ""] if notes else []),
         *_figures(result),
-        *_compared(folder, result),
         *_regularizers(job, history),
         *(["![curves](curves.png)", "", *_epochs(history)] if history else []),
     ]
@@ -44,7 +42,8 @@ def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Re
 
 
 def _draw_curves(path: Path, history: Rows) -> None:
-    """Loss and recall over epochs, and the shares of the regularizers, side by side."""
+    from matplotlib.figure import Figure  # takes a second
+
     shares = _names(history, "share ")
     panels = {"training loss": ["loss"], "recall on unseen classes, %": _names(history, "R@")}
     if shares:
@@ -66,12 +65,10 @@ def _draw_curves(path: Path, history: Rows) -> None:
 
 
 def _names(history: Rows, part: str) -> list[str]:
-    """Names of the figures of any epoch that contain `part`, in order of appearance."""
     return [name for name in dict.fromkeys(n for row in history for n in row) if part in name]
 
 
 def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
-    """The training: images, settings, duration, and which epoch is the model."""
     regularizers = [name for name, value in job.regularizers if value is not None]
     minutes = sum(row["seconds"] for row in history) / 60
     return [
@@ -92,14 +89,6 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
     ]
 
 
-def _help(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
-    """Whether the training helped, and the messages of its epochs."""
-    notes = did_it_help(split, result)
-    for epoch in range(len(history)):
-        notes += after_epoch(job, history[: epoch + 1])
-    return ["## Did it help?", "", *(f"- {sentence}" for sentence in notes), ""] if notes else []
-
-
 def _figures(result: Result) -> list[str]:
     names = dict.fromkeys([*result.figures, *result.validation])
     columns = [result.figures, result.validation, result.trunk, on_validation(result.trunk)]
@@ -112,46 +101,8 @@ def _figures(result: Result) -> list[str]:
     return [*table(header, rows), ""] if rows else []
 
 
-def _compared(folder: Path, result: Result) -> list[str]:
-    """A head on a frozen trunk compared with trainings of the whole network, or the reverse.
-
-    Considers runs in neighbouring folders that were tested on the same images.
-    """
-    runs = [(folder.name, result)]
-    for path in sorted(folder.resolve().parent.glob(f"*/{RESULT}")):
-        with contextlib.suppress(CheckpointError):
-            other = read_result(path.parent)
-            if (
-                other is not None
-                and other.split_sha256 == result.split_sha256
-                and _is_frozen(other) != _is_frozen(result)
-                and "R@1" in other.figures
-            ):
-                runs.append((path.parent.name, other))
-    if len(runs) == 1 or "R@1" not in result.figures:
-        return []
-    rows = [
-        [
-            plain(name),
-            "a head" if _is_frozen(one) else "the whole network",
-            *(f"{one.figures[figure]:.1f}" for figure in ("R@1", "MAP@R")),
-        ]
-        for name, one in runs
-    ]
-    return ["## Compared on the same test classes", "",
-            *table(["run", "trained", "R@1", "MAP@R"], rows), ""]  # fmt: skip
-
-
-def _is_frozen(result: Result) -> bool:
-    return bool(result.job["model"].get("frozen_trunk"))
-
-
 def _regularizers(job: Job, history: Rows) -> list[str]:
-    """The settings of each regularizer, its share of the gradient and the effect on its flows."""
-    if not history:
-        return []
-    lines = []
-    last = history[-1]
+    lines, last = [], history[-1] if history else {}
     for name, settings in job.regularizers:
         if settings is None:
             continue
@@ -164,16 +115,15 @@ def _regularizers(job: Job, history: Rows) -> list[str]:
                 f"  - its gradient relative to the loss's: {shares[0]:.2g} % in the first epoch, "
                 f"{shares[-1]:.2g} % in the last epoch; weight x {last[f'scale {name}']:.3g}"
             )
-        if f"reach {name}" in last:
-            reach = 100 * last[f"reach {name}"]
-            lines.append(f"  - its gradient at the features: {reach:.2g} % of the loss's")
+        if (reach := last.get(f"reach {name}")) is not None:
+            lines.append(f"  - its gradient at the features: {100 * reach:.2g} % of the loss's")
     if "r_first" in last:
         lines.append(
             "  - the flows: R began at log 2 = 0.693 in both; at the end it is "
             f"{last['r_first']:.4f} in flow 1, which is exported, and {last['r_second']:.4f} in "
             "flow 2, which is not"
         )
-    return ["## Regularizers", "", *lines, ""] if lines else []
+    return ["## Regularizers", "", *lines, ""] if lines and history else []
 
 
 def _epochs(history: Rows) -> list[str]:

@@ -1,14 +1,12 @@
 """Tables of finished runs in Markdown: a few runs side by side, and methods over seeds.
 
-A study is a JSON file with the records of its runs and the baseline of each method. It has exactly
-what the table needs, so the table can be rebuilt without the runs.
+A study is a JSON file of the records of runs; its table can be rebuilt without them.
 """
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +17,17 @@ from scipy import stats
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.evaluation.retrieval import GAIN, with_interval
 from kinlens.training.folder import RESULT, Result, read_result, replace_text, settings
+from kinlens.training.report.markdown import table
 from kinlens.training.state import OF_TERMS, on_validation
 
 _SEED = re.compile(r"seed-\d+")
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; the cells are Markdown already."""
-    head, *body = ["| " + " | ".join(line) + " |" for line in [header, *rows]]
-    return [head, "|" + "---|" * len(header), *body]
-
-
-def plain(text: object) -> str:
-    """`text` on one line, escaped so that Markdown sees no table, tag or emphasis."""
-    line = escape(" ".join(str(text).split()), quote=False)
-    return re.sub(r"[\\`*_\[\]|]", r"\\\g<0>", line)
-
-
 @dataclass(frozen=True)
 class Record:
-    """One run: its method and seed, its settings and its results.
+    """One run. `figures` are on test classes, `trunk` of the untrained trunk.
 
-    `figures` are on test classes, `validation` on validation classes, `trunk` of the untrained
-    trunk; `terms` the shares and scales of the last epoch; `bundle` R@1 of the exported model by
+    `terms` are the shares and scales of the last epoch, `bundle` R@1 of the exported model by
     precision, if the run folder has one.
     """
 
@@ -66,13 +52,12 @@ class Study:
     against: dict[str, str] = field(default_factory=dict)
 
     def merged(self, new: Sequence[Record], against: Mapping[str, str]) -> "Study":
-        """The study with `new`, which replace records of the same method and seed."""
         records = {(record.method, record.seed): record for record in (*self.records, *new)}
         return Study(tuple(records[key] for key in sorted(records)), {**self.against, **against})
 
 
 def read_study(path: Path) -> Study:
-    """The study in `path`; an empty one if there is none. Raises: JobError."""
+    """An empty study if there is no file. Raises: JobError."""
     if path.is_dir():
         raise JobError(
             f"{path} is a folder; the first argument is the JSON file of a study. The report of a "
@@ -104,28 +89,21 @@ def record_of(source: Path, by: str = "") -> Record:
     """The record of a finished run folder, or of a peer's JSON file with name, seed and figures.
 
     The method is the value of the job's setting `by`; by default it is the name of the folder, or
-    of its parent if the folder is called seed-N.
-
-    Raises: JobError, CheckpointError.
+    of its parent if the folder is called seed-N. Raises: JobError, CheckpointError.
     """
     if source.is_file():
         return _of_peer(source)
     result = _finished(source)
     last = _last_epoch(source)
-    method = source.parent.name if _SEED.fullmatch(source.name) else source.name
+    method: Any = source.parent.name if _SEED.fullmatch(source.name) else source.name
+    if by and (method := settings(result.job, free=()).get(by)) is None:
+        raise JobError(f"--by {by} is not a setting of a job. Use a name like loss.name.")
     return replace(
-        record(_setting(result.job, by) if by else method, result),
+        record(str(method), result),
         terms={name: value for name, value in last.items() if name.startswith(OF_TERMS)},
         bundle=_bundle(source / "bundle" / "manifest.json"),
         seconds_per_step=result.seconds_per_epoch * last["epoch"] / last["step"],
     )
-
-
-def _setting(job: Mapping[str, Any], name: str) -> str:
-    found = settings(job, free=()).get(name)
-    if found is None:
-        raise JobError(f"--by {name} is not a setting of a job. Use a name like loss.name.")
-    return str(found)
 
 
 def record(method: str, result: Result) -> Record:
@@ -143,10 +121,7 @@ def record(method: str, result: Result) -> Record:
 
 
 def methods(study: Study) -> list[str]:
-    """Markdown: a row per method, its mean over seeds, the paired difference with its interval.
-
-    Raises: JobError if methods to compare were tested on different images.
-    """
+    """Markdown: a row per method, with the paired difference. Raises: JobError."""
     runs = pd.DataFrame([_row(record) for record in study.records])
     figures = [name for name in runs if re.fullmatch(r"R@\d+", name)]
     figures += [name for name in ("MAP@R",) if name in runs]
@@ -161,9 +136,8 @@ def methods(study: Study) -> list[str]:
         share = ", ".join(filter(None, (_mean(of[column]) for column in shares)))
         ms = f"{of['ms'].median():.0f}" if of["ms"].notna().any() else ""
         means = (_mean(of[figure]) for figure in ("trunk R@1", *figures))
-        rows.append(
-            [name, str(len(of)), *means, difference, share, ms, *(_mean(of[p]) for p in precisions)]
-        )
+        more = (_mean(of[precision]) for precision in precisions)
+        rows.append([name, str(len(of)), *means, difference, share, ms, *more])
     header = ["method", "seeds", "trunk R@1", *figures, "ΔR@1", "share, %", "ms per step"]
     return table([*header, *precisions], rows)
 
@@ -178,10 +152,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, fl
 
 
 def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Put `lines` between `<!-- name -->` and `<!-- end name -->` of a page.
-
-    Raises: JobError if the page has no such pair.
-    """
+    """Put `lines` between `<!-- name -->` and `<!-- end name -->` of a page. Raises: JobError."""
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     first, last = f"<!-- {name} -->", f"<!-- end {name} -->"
     before, found, rest = text.partition(first)
@@ -192,12 +163,7 @@ def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
 
 
 def side_by_side(folders: Sequence[Path]) -> list[str]:
-    """Markdown: a table of the runs' figures, remarks, and the settings in which they differ.
-
-    Recalls come with Wilson's 95 % interval over the queries, which count as independent.
-
-    Raises: JobError for a folder without a finished run; CheckpointError.
-    """
+    """Markdown: figures, remarks, differing settings. Raises: JobError, CheckpointError."""
     runs = {folder: _finished(folder) for folder in folders}
     names = list(dict.fromkeys(name for run in runs.values() for name in run.figures))
     names = [name for name in names if name not in GAIN]
@@ -221,7 +187,6 @@ def side_by_side(folders: Sequence[Path]) -> list[str]:
 
 
 def _remarks(runs: Mapping[Path, Result]) -> list[str]:
-    """Whether the runs are comparable, and the difference of each to the first in R@1."""
     (first, base), *others = runs.items()
     remarks = []
     for folder, run in others:
@@ -233,8 +198,7 @@ def _remarks(runs: Mapping[Path, Result]) -> list[str]:
         elif "R@1" in run.figures and "R@1" in base.figures:
             remarks.append(
                 f"- {folder}: {run.figures['R@1'] - base.figures['R@1']:+.1f} points of R@1 "
-                f"against {first}, on the same {_queries(folder, 'test'):,} queries; one seed "
-                "each, unless you pass more runs."
+                f"against {first}, on the same {_queries(folder, 'test'):,} queries"
             )
     return remarks
 
@@ -252,14 +216,12 @@ def _in_percent(figure: str) -> bool:
 
 
 def _queries(folder: Path, part: str) -> int:
-    """Number of images in a list of a run that have another image of their class."""
     sizes, gallery = (_classes(folder / f"{name}.csv") for name in (part, "gallery"))
     apart = part == "test" and len(gallery) > 0
     return int(sizes[sizes.index.isin(gallery.index) if apart else sizes > 1].sum())
 
 
 def _classes(path: Path) -> pd.Series:
-    """Number of images of each class in a list of a run; empty without that list."""
     if not path.is_file():
         return pd.Series(dtype=int)
     return pd.read_csv(path, dtype=str, keep_default_na=False)["class"].value_counts()
@@ -276,7 +238,6 @@ def _finished(folder: Path) -> Result:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """A record as a flat row; missing values become NaN in the table."""
     seconds = record.seconds_per_step
     return {
         "method": record.method,
@@ -291,7 +252,6 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def _mean(values: pd.Series) -> str:
-    """The mean of the known values of a figure, for R@1 with its sample deviation."""
     known = values.dropna()
     if known.empty:
         return ""
@@ -300,7 +260,6 @@ def _mean(values: pd.Series) -> str:
 
 
 def _difference(runs: pd.DataFrame, others: pd.DataFrame) -> str:
-    """The paired difference in R@1 to another method, over the seeds that both have."""
     pairs = runs.merge(others, on="seed", suffixes=("", " of other"))
     pairs = pairs.dropna(subset=["R@1", "R@1 of other"])
     for pair in pairs.to_dict("records"):

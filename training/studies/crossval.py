@@ -11,8 +11,8 @@ from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.protocol import folds
 from kinlens.training.data.records import Split
 from kinlens.training.folder import Result, finished_result, replace_json, replace_text, stamp
+from kinlens.training.report.markdown import table
 from kinlens.training.report.notices import CHOSEN_BY
-from kinlens.training.report.tables import table
 from kinlens.training.runner import run_job
 from kinlens.training.trainer import Listener
 
@@ -30,11 +30,8 @@ def cross_validate(
 ) -> list[Result]:
     """Train `job` once per fold; finished folds in `folder` are not trained again.
 
-    Every class of `split.train` is a validation class in one fold. A fold keeps the epoch with the
-    best R@1 on its validation classes and is tested once, on the test classes.
-
-    The job's own `protocol` is replaced, and `split` must not have validation classes. `folder`
-    gets `fold-00`, ... and the report; `seed` seeds the folds, `runner` trains one run.
+    A fold keeps the epoch with the best R@1 on its validation classes and is tested once. The job's
+    own `protocol` is replaced; `seed` seeds the folds, `runner` trains one run.
 
     Raises: JobError if the job does not measure R@1; TrainingError; finished folds are kept.
     """
@@ -63,7 +60,6 @@ def scores(results: list[Result]) -> dict[str, dict[str, float]]:
 
 
 def _write_report(folder: Path, job: Job, split: Split, results: list[Result]) -> None:
-    """Write `report.md` and `report.json`."""
     over_folds, count = scores(results), len(results)
     content = {
         "job": job.as_dict(),

@@ -1,8 +1,7 @@
 """Hyper-parameter search on validation classes; trials never get the test images.
 
 Optuna proposes values with a tree-structured Parzen estimator. The outcomes are in `trials.json`,
-from which a search resumes. It is replaced atomically after each trial, since Optuna's own journal
-cannot be read again after a full disk has truncated a line.
+since Optuna's own journal cannot be read again after a full disk has truncated a line.
 
 References:
     Psomas, Metric Learning: A Deep Dive (2020), part 5, "Fixed Validation".
@@ -27,7 +26,7 @@ from kinlens.training.config.layers import read_file
 from kinlens.training.data.protocol import hold_out, without_test
 from kinlens.training.data.records import Split
 from kinlens.training.folder import replace_json, replace_text, stamp
-from kinlens.training.report.tables import plain, table
+from kinlens.training.report.markdown import plain, table
 from kinlens.training.runner import run_job
 from kinlens.training.studies.crossval import Runner
 from kinlens.training.trainer import Listener
@@ -44,8 +43,7 @@ _FIXED = ("name", "seed", "recall_at", "data.", "protocol.", "runtime.")
 class Plan:
     """The search: `trials` in total, each with `fraction` of the train classes for validation.
 
-    `trial_epochs` shortens the trials; the best job keeps the epochs of its file. `seed` seeds the
-    search, while `protocol.validation_seed` of the job chooses the validation classes.
+    `trial_epochs` shortens the trials; the best job keeps the epochs of its file.
     """
 
     space: Space
@@ -57,8 +55,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trial:
-    """One set of values with its best R@1 on validation classes, or the reason why it failed."""
-
     number: int
     values: dict[str, Any]
     score: float | None = None
@@ -67,12 +63,7 @@ class Trial:
 
 
 def load_space(path: Path) -> Space:
-    """Read a space: `table.key = {low = 1e-5, high = 1e-3, log = true}` or `{values = [...]}`.
-
-    Integer bounds give integers; write 1.0 for real numbers. A `[space]` table may contain all.
-
-    Raises: JobError.
-    """
+    """`table.key = {low = 1e-5, high = 1e-3, log = true}` or `{values = [...]}`, as TOML."""
     content = read_file(path)
     space = parse_space(content.get("space", content))
     if not space:
@@ -81,7 +72,6 @@ def load_space(path: Path) -> Space:
 
 
 def parse_space(content: Mapping[str, Any], prefix: str = "") -> Space:
-    """A space from plain data. Raises: JobError."""
     space: dict[str, Mapping[str, Any]] = {}
     for key, value in content.items():
         name = prefix + key
@@ -99,19 +89,12 @@ def parse_space(content: Mapping[str, Any], prefix: str = "") -> Space:
 
 
 def search(
-    job: Job,
-    split: Split,
-    plan: Plan,
-    folder: Path,
-    listener: Listener,
-    runner: Runner = run_job,
+    job: Job, split: Split, plan: Plan, folder: Path, listener: Listener, runner: Runner = run_job
 ) -> Trial:
     """Find the settings of `job` with the best R@1 on validation classes; returns the best trial.
 
     A failed trial is stored with its reason and counts. Trial n is drawn by a sampler seeded with
-    (seed, n), so stopping changes nothing: an interrupted trial is drawn again and resumes. After
-    every trial `report.md`, `trials.json` and `best.toml`, the job with the best settings, are
-    written to `folder`. Train `best.toml` to get test figures.
+    (seed, n), so stopping changes nothing. `best.toml` is the job with the best settings.
 
     Raises: JobError, DatasetError; TrainingError if five trials in a row fail, or all.
     """
@@ -120,7 +103,10 @@ def search(
     identity = {"job": job.as_dict(), "split_sha256": split.learnt_sha256(), **asdict(plan)}
     del identity["trials"]  # their number may be raised later
     stamp(folder, "search.json", identity)
-    trials = _read_trials(folder)
+    trials = []
+    if (folder / _TRIALS).exists():
+        known = json.loads((folder / _TRIALS).read_text(encoding="utf-8"))
+        trials = [Trial(**trial) for trial in known]
     for number in range(len(trials), plan.trials):
         values = _draw(plan, trials)
         shown = "  ".join(f"{name} = {value}" for name, value in values.items())
@@ -142,17 +128,13 @@ def search(
         if best.score is not None:
             return best
     raise TrainingError(
-        f"The last {min(len(trials), _FAILURES_IN_A_ROW)} trials failed, the last one with: "
-        f"{trials[-1].reason} Its failure.txt has the traceback. Call again to continue with new "
-        "trials."
+        f"The last {min(len(trials), _FAILURES_IN_A_ROW)} trials failed: {trials[-1].reason} Its "
+        "failure.txt has the traceback. Call again to continue with new trials."
     )
 
 
 def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = False) -> Job:
-    """`job` with `values` for a trial: it is chosen on validation classes and never tested.
-
-    The `final` job has the epochs of its file and is tested once, at its end. Raises: JobError.
-    """
+    """`job` with `values`; only the `final` one is tested. Raises: JobError."""
     content = job.as_dict()
     if plan.trial_epochs is not None and not final:
         content["optimizer"]["epochs"] = plan.trial_epochs
@@ -173,7 +155,6 @@ def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = Fal
 
 
 def _check_space(job: Job, plan: Plan) -> None:
-    """Raises: JobError for a setting that the job lacks, or an invalid value."""
     for name, words in plan.space.items():
         if name.startswith(_FIXED):
             raise JobError(
@@ -185,7 +166,6 @@ def _check_space(job: Job, plan: Plan) -> None:
 
 
 def _draw(plan: Plan, trials: list[Trial]) -> dict[str, Any]:
-    """The values of the next trial; they depend only on its number and the scores so far."""
     optuna = _optuna()
     seed = np.random.SeedSequence((plan.seed, len(trials))).generate_state(1)[0]
     sampler = optuna.samplers.TPESampler(seed=int(seed))
@@ -211,7 +191,6 @@ def _optuna() -> ModuleType:
 
 
 def _distribution(name: str, given: Mapping[str, Any]) -> Any:
-    """Optuna's distribution. Raises: JobError for values that it refuses or would change."""
     kinds = _optuna().distributions
     words = {"choices" if word == "values" else word: value for word, value in given.items()}
     kind = kinds.FloatDistribution
@@ -227,15 +206,7 @@ def _distribution(name: str, given: Mapping[str, Any]) -> Any:
         raise JobError(f"{name} = {dict(given)}: {error}") from error
 
 
-def _read_trials(folder: Path) -> list[Trial]:
-    path = folder / _TRIALS
-    if not path.exists():
-        return []
-    return [Trial(**trial) for trial in json.loads(path.read_text(encoding="utf-8"))]
-
-
 def _report(folder: Path, job: Job, plan: Plan, trials: list[Trial]) -> Trial:
-    """Write the results so far; returns the best trial."""
     order = sorted(trials, key=lambda t: (t.score is None, -(t.score or 0.0)))
     of = f"{plan.fraction:.0%} of the train classes"
     lines = [

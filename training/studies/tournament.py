@@ -1,13 +1,11 @@
 """A tournament: a grid of jobs, each trained in its own process, and the ranks of all.
 
-The run folders are the only state: the tournament survives the death of a run, and the next call
-resumes it. An experiment is a backbone and a size, a competitor a loss and a regularizer.
-
+The run folders are the only state, so the next call resumes it. An experiment is a backbone and a
+size, a competitor a loss and a regularizer.
 
 References:
     Psomas, Metric Learning: A Deep Dive (2020), part 4, "Tournament of Loss Functions": the rank of
-    each loss in each of 12 experiments (4 sizes x 3 networks), their sum, average and standard
-    deviation.
+    each loss in each of 12 experiments, their sum, average and standard deviation.
 """
 
 import itertools
@@ -37,8 +35,9 @@ from kinlens.training.config.job import Job, apply_override, job_toml, load_job,
 from kinlens.training.config.layers import lay_over, read_file
 from kinlens.training.config.settings import CHOOSE_BY_TEST
 from kinlens.training.folder import Result, exclusive, finished_result, is_begun, replace_text
+from kinlens.training.report.markdown import plain, table
 from kinlens.training.report.notices import CHOSEN_BY
-from kinlens.training.report.tables import Study, methods, plain, record, table
+from kinlens.training.report.tables import Study, methods, record
 
 _AXES = ("loss", "regularizer", "backbone", "dim", "seed")
 _FAILURE, _OUTPUT = "failure.txt", "output.log"
@@ -55,7 +54,6 @@ class _Entry(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _word(cls, given: Any) -> Any:
-        """A plain string is the entry of that name with default settings."""
         return {"name": given} if isinstance(given, str) else given
 
     def over(self, content: dict[str, Any], **default: dict[str, Any]) -> dict[str, Any]:
@@ -78,8 +76,6 @@ _Limit = dict[str, Annotated[list[Any], _OneOrMore]]
 
 
 class _Grid(BaseModel):
-    """The content of the file; a missing list defaults to the value of the base job."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
     job: str | dict[str, Any]
     losses: _Entries | None = None
@@ -93,7 +89,7 @@ class _Grid(BaseModel):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the tournament; `dim` None means the pooled features.
+    """One run; `dim` None means the pooled features.
 
     `result` is set if the run finished, `reason` if the last attempt failed.
     """
@@ -109,28 +105,19 @@ class Run:
 
     @property
     def experiment(self) -> str:
-        """Backbone and size."""
         return f"{self.backbone}-{_size(self.dim)}"
 
     @property
     def competitor(self) -> str:
-        """Loss and regularizer."""
         return self.loss + ("" if self.regularizer == "none" else f" + {self.regularizer}")
 
     @property
     def folder(self) -> Path:
-        """Path of the run folder, relative to the folder of the tournament."""
         return Path("runs", self.experiment, self.loss, self.regularizer, f"seed-{self.seed}")
 
 
 def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
-    """The runs of the grid in the TOML file `path`; `overrides` change its base job.
-
-    Settings of an entry override the base job in the order backbone, loss, regularizer, size, seed;
-    the `loss` table of a loss and the `regularizers` of a regularizer replace the base's.
-
-    Raises: JobError for an invalid grid, and for a combination that is not a valid job.
-    """
+    """The runs of a grid, whose entries override the base job. Raises: JobError."""
     grid = _read(path)
     job = _base(grid.job, path, overrides)
     base = job.as_dict()
@@ -145,8 +132,7 @@ def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
         "regularizer": grid.regularizers or [_Entry(name=used, regularizers=base["regularizers"])],
     }
     known = {axis: [_name(value) for value in values] for axis, values in lists.items()}
-    _check_limits("exclude", grid.exclude, known)
-    _check_limits("only", grid.only, known)
+    _check_limits([*grid.exclude, *grid.only], known)
     found = []
     for values in itertools.product(*lists.values()):
         names = dict(zip(lists, map(_name, values), strict=True))
@@ -181,24 +167,20 @@ def _base(source: str | dict[str, Any], grid: Path, overrides: Sequence[str]) ->
     return load_job(neighbour if neighbour.is_file() else source, overrides)
 
 
-def _check_limits(key: str, limits: list[_Limit], known: Mapping[str, Sequence[Any]]) -> None:
-    """Raises: JobError for an axis, or a name on it, that is not in the grid."""
+def _check_limits(limits: list[_Limit], known: Mapping[str, Sequence[Any]]) -> None:
     for axis, values in (item for limit in limits for item in limit.items()):
         if axis not in known:
-            raise JobError(f"{key}: unknown axis {axis!r}; use {', '.join(known)}.")
-        for value in values:
-            if value not in known[axis]:
-                there = ", ".join(map(str, known[axis]))
-                raise JobError(f"{key}: no {axis} {value!r} in this grid; use {there}.")
+            raise JobError(f"unknown axis {axis!r}; use {', '.join(known)}.")
+        if unknown := [value for value in values if value not in known[axis]]:
+            there = ", ".join(map(str, known[axis]))
+            raise JobError(f"no {axis} {unknown[0]!r} in this grid; use {there}.")
 
 
 def _covered(names: Mapping[str, Any], limits: list[_Limit]) -> bool:
-    """Whether some table matches the values on every axis that it names."""
     return any(all(names[axis] in values for axis, values in t.items()) for t in limits)
 
 
 def _job(base: dict[str, Any], values: Mapping[str, Any]) -> Job:
-    """The base job, overridden by one value of each axis in the order of `load_grid`."""
     backbone, loss, regularizer = (values[axis] for axis in ("backbone", "loss", "regularizer"))
     content = backbone.over(base, model={"backbone": backbone.name})
     content = loss.over(content | {"loss": {"name": loss.name}})
@@ -223,10 +205,8 @@ def play(
 ) -> list[Run]:
     """Train every run without a result in `folder`; failed runs are tried again.
 
-    Before the first run and after each one, `runs.csv` and `report.md` are written to `folder`.
-    `report` gets progress messages; `launch` trains a job in a folder and returns None, or why it
-    failed. An experiment that lacks a competitor is not ranked; with `missing_last` the missing
-    competitor is ranked last.
+    Before the first run and after each one, `runs.csv` and `report.md` are written. `report` gets
+    progress messages; `launch` trains a job in a folder and returns None, or why it failed.
 
     Raises: JobError if a job does not measure R@1 on test classes, or if `folder` is in use or
         holds results of other jobs.
@@ -243,11 +223,9 @@ def play(
         write_report(folder, found, missing_last)
         waiting = [run for run in found if run.result is None]
         failed = sum(bool(run.reason) for run in waiting)
-        report(
-            f"{len(runs)} runs: {len(runs) - len(waiting)} finished, {len(waiting)} to go, "
-            f"{failed} of them failed before and are tried again"
-        )
-        for number, run in enumerate(waiting, len(runs) - len(waiting) + 1):
+        done = len(runs) - len(waiting)
+        report(f"{len(runs)} runs: {done} finished, {len(waiting)} to go, {failed} of them again")
+        for number, run in enumerate(waiting, done + 1):
             report(f"run {number} of {len(runs)}: {run.job.name}")
             run_folder = folder / run.folder
             reason = launch(run.job, run_folder)
@@ -265,12 +243,13 @@ def play(
 
 
 def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
-    """The runs with their current results.
-
-    Raises: JobError if a folder holds the result of another job, or if two runs were trained on
-        different images; CheckpointError.
-    """
-    found = [_read_run(run, folder / run.folder) for run in runs]
+    """The runs with their results. Raises: JobError for other jobs or images; CheckpointError."""
+    found = []
+    for run in runs:
+        result, failure = finished_result(run.job, folder / run.folder), ""
+        if result is None and (path := folder / run.folder / _FAILURE).exists():
+            failure = path.read_text(encoding="utf-8")
+        found.append(replace(run, result=result, reason=failure))
     images = {run.result.split_sha256: run.folder for run in found if run.result is not None}
     if len(images) > 1:
         first, other, *_ = images.values()
@@ -281,18 +260,8 @@ def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
     return found
 
 
-def _read_run(run: Run, run_folder: Path) -> Run:
-    result, failure = finished_result(run.job, run_folder), run_folder / _FAILURE
-    failed = result is None and failure.exists()
-    return replace(run, result=result, reason=failure.read_text(encoding="utf-8") if failed else "")
-
-
 def run_in_process(job: Job, folder: Path) -> str | None:
-    """Train `job` in `folder` with `kinlens-train fit`; resumes from a checkpoint if there is one.
-
-    The output goes to `output.log`. Returns None, or why it failed. An interrupt stops the run too;
-    its checkpoint stays.
-    """
+    """Train or resume `job` in a process, with its output in `output.log`; see `play`."""
     replace_text(folder / "job.toml", job_toml(job, "A run of a tournament."))
     with (folder / _OUTPUT).open("wb") as output:
         # The child inherits our files, so a run that outlives a killed tournament keeps the lock.
@@ -314,7 +283,6 @@ def run_in_process(job: Job, folder: Path) -> str | None:
 
 
 def command(job: Job, folder: Path) -> list[str]:
-    """The command line of a run."""
     words = [sys.executable, "-m", "kinlens.training", "fit", str(folder / "job.toml")]
     words += ["--out", str(folder)]
     words += ["--resume"] if is_begun(folder) else []
@@ -322,7 +290,6 @@ def command(job: Job, folder: Path) -> list[str]:
 
 
 def figures_of(runs: Sequence[Run]) -> pd.DataFrame:
-    """A row per run: axes, experiment, competitor and figures, NaN without a result."""
     rows = []
     for run in runs:
         row: dict[str, Any] = {axis: getattr(run, axis) for axis in _AXES}
@@ -341,13 +308,12 @@ def rank(scores: pd.DataFrame, missing_last: bool = False) -> pd.DataFrame:
     """Rank competitors by score (high is good) within each experiment, then average the ranks.
 
     Ties share the average of their ranks. Ranks among five and among ten are not comparable, so an
-    experiment that lacks a competitor is excluded. With `missing_last` it ranks the missing
-    competitor last, like one that diverged; several missing ones share the last ranks. A competitor
-    without a score in any experiment is not ranked.
+    experiment that lacks a competitor is excluded; `missing_last` ranks the missing ones last. A
+    competitor without any score is not ranked.
 
     `scores` has a row per experiment and a column per competitor. The result has a row per
     competitor, best average first: its rank in each remaining experiment, then "total", "average
-    rank" and "standard deviation" (n - 1, NaN for a single experiment).
+    rank" and "standard deviation" (n - 1).
     """
     present = scores.round(_DECIMALS).dropna(axis="columns", how="all")
     kept = present if missing_last else present.dropna()
@@ -361,7 +327,6 @@ def rank(scores: pd.DataFrame, missing_last: bool = False) -> pd.DataFrame:
 
 
 def write_report(folder: Path, runs: Sequence[Run], missing_last: bool = False) -> None:
-    """Write `runs.csv`, one row per finished run, and `report.md`."""
     figures = figures_of(runs)
     finished = [(run, run.result) for run in runs if run.result is not None]
     failed = [(run.job.name, plain(run.reason)) for run in runs if run.reason]
@@ -376,27 +341,19 @@ def write_report(folder: Path, runs: Sequence[Run], missing_last: bool = False) 
     if finished:
         lines += ["", "## Ranks by R@1", "", *_ranking(figures, missing_last)]
     for experiment in dict.fromkeys(run.experiment for run, _ in finished):
-        records = [
-            record(run.competitor, result)
-            for run, result in finished
-            if run.experiment == experiment
-        ]
-        lines += ["", f"## {plain(experiment)}", "", *methods(Study(tuple(records)))]
+        here = ((run, result) for run, result in finished if run.experiment == experiment)
+        records = tuple(record(run.competitor, result) for run, result in here)
+        lines += ["", f"## {plain(experiment)}", "", *methods(Study(records))]
     if failed:
-        lines += ["", "## Failed runs", ""]
-        lines += ["Run the tournament again to retry them.", ""]
+        lines += ["", "## Failed runs", "", "Run the tournament again to retry them.", ""]
         lines += table(["run", "reason"], failed)
     replace_text(folder / "report.md", "\n".join(lines) + "\n")
 
 
 def _ranking(figures: pd.DataFrame, missing_last: bool) -> list[str]:
-    """The ranks by R@1, and the competitors and experiments that are not ranked."""
     means = figures.groupby(["experiment", "competitor"], sort=False)["R@1"].mean().unstack()
     scores = means.loc[figures["experiment"].unique(), figures["competitor"].unique()]
-    lines = [
-        "- competitors are ranked by mean R@1 over their seeds within each experiment; ties share "
-        "the average of their ranks; the deviation is the sample standard deviation of the ranks"
-    ]
+    lines = ["- by mean R@1 over the seeds within each experiment; ties share their ranks"]
     never = [name for name in scores if scores[name].isna().all()]
     lines += [f"- not ranked, no finished run: {plain(name)}" for name in never]
     for experiment, row in scores.drop(columns=never).iterrows():

@@ -6,7 +6,6 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,12 +163,3 @@ def test_a_truncated_line_costs_no_other_line(tmp_path) -> None:
         file.write(b'{"number": 2, "time": "20')
     log.add(Change("second", "feed", 200))
     assert [entry.action for entry in log.newest(10)] == ["second", "first"]
-
-
-def test_concurrent_writers_number_every_line_once(tmp_path) -> None:
-    logs = [AuditLog(tmp_path, file_bytes=3_000) for _ in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda n: logs[n % 4].add(Change(f"{n}", "feed", 200)), range(80)))
-    found = logs[0].newest(100)
-    assert [entry.number for entry in found] == list(range(80, 0, -1))
-    assert {entry.action for entry in found} == {str(number) for number in range(80)}

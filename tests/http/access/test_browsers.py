@@ -12,13 +12,7 @@ def get(service: Any, host: str, path: str = "/galleries") -> Any:
     return service.client.get(path, headers={"host": host})
 
 
-@pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000"]
-)
-def test_the_names_of_this_machine_are_answered(running_service, host: str) -> None:
-    assert get(running_service, host).status_code == 200
-
-
+OWN_HOSTS = ("localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000")
 OTHER_HOSTS = (
     *("shop.example", "shop.example:8000", "localhost.shop.example", "127.0.0.1.shop.example"),
     *("shop.example:127.0.0.1", "shop@localhost", "localhost:port", "localhost.", "::1", "[::1"),
@@ -26,10 +20,10 @@ OTHER_HOSTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "path", ["/galleries", "/", "/ui/search/app.js", "/openapi.json", "/nowhere"]
-)
-def test_any_other_host_is_a_400(running_service, path: str) -> None:
+@pytest.mark.parametrize("path", ["/galleries", "/ui/search/app.js"])
+def test_any_host_but_the_names_of_this_machine_is_a_400(running_service, path: str) -> None:
+    for host in OWN_HOSTS:
+        assert get(running_service, host, path).status_code == 200
     for host in OTHER_HOSTS:
         response = get(running_service, host, path)
         problem = assert_problem(response, 400, "unknown-host")
@@ -42,12 +36,6 @@ def test_any_other_host_is_a_400(running_service, path: str) -> None:
 def test_a_request_without_a_host_or_with_two_is_a_400(running_service, hosts: bytes) -> None:
     connection = running_service.connect(b"GET /galleries HTTP/1.0\r\n" + hosts + b"\r\n")
     assert connection.makefile("rb").readline().split()[1] == b"400"
-
-
-def test_a_long_host_is_cut_in_the_answer(running_service) -> None:
-    detail = get(running_service, "a" * 5000).json()["detail"]
-    assert "a" * 64 in detail
-    assert "a" * 65 not in detail
 
 
 def test_configured_hosts_replace_the_defaults(start_service) -> None:
@@ -72,8 +60,8 @@ def test_the_default_hosts_follow_from_the_bound_address(bound: str, expected: s
     assert Settings(host=bound, allowed_hosts=("shop.example",)).hosts() == {"shop.example"}
 
 
-@pytest.mark.parametrize("host", ["10.0.3.17:8000", "[fd00::7]:8000", "shop.example"])
-def test_only_probes_and_metrics_are_answered_under_any_host(running_service, host: str) -> None:
+def test_only_probes_and_metrics_are_answered_under_any_host(running_service) -> None:
+    host = "10.0.3.17:8000"
     for path in ("/live", "/ready", "/metrics"):
         assert get(running_service, host, path).status_code == 200
         answer = running_service.client.head(path, headers={"host": host})

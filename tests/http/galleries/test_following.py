@@ -1,9 +1,5 @@
 """Services that follow a published gallery give the same answers as its publisher."""
 
-import json
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -11,41 +7,31 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import ValidationError
-from typer.testing import CliRunner
 
 from kinlens.embedder.fake import FakeEmbedder
-from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from kinlens.service.__main__ import app
 from kinlens.service.app import create_app
-from kinlens.service.commands import options
 from kinlens.service.settings import Settings
-from tests.support.own_process import ROOT, own_process
 from tests.support.seams import publish
 from tests.support.servers import DEFAULTS, Running, run
 from tests.support.shops import start_shop
 from tests.support.waiting import repeating, until
 from tests.tiny import encoded, photo
 
-FOLLOWERS = 3
+FOLLOWERS = 2
 ITEMS = 8
 
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
     """A gallery of eight images for the fake model."""
-    return build(tmp_path, FakeEmbedder())
-
-
-def build(folder: Path, embedder: Embedder) -> Path:
-    (folder / "pictures").mkdir()
+    (tmp_path / "pictures").mkdir()
     for number in range(ITEMS):
-        (folder / "pictures" / f"{number}.png").write_bytes(encoded(photo(number)))
-    build_gallery(folder_source(folder / "pictures"), embedder, folder / "shop")
-    return folder / "shop"
+        (tmp_path / "pictures" / f"{number}.png").write_bytes(encoded(photo(number)))
+    build_gallery(folder_source(tmp_path / "pictures"), FakeEmbedder(), tmp_path / "shop")
+    return tmp_path / "shop"
 
 
 @pytest.fixture
@@ -134,9 +120,6 @@ def test_changes_of_a_copy_are_refused(shop, address, follow, tmp_path) -> None:
     changes = (
         put(service, "a", encoded(photo(60))),
         client.patch(f"{gallery}/items", json={"changes": {"1.png": {"a": 1}}}),
-        client.post(f"{gallery}/items/delete", json={"keys": ["1.png"]}),
-        client.delete(f"{gallery}/items/1"),
-        client.post(f"{gallery}/compact"),
         client.post(f"{gallery}/golden/run"),
     )
     for answer in changes:
@@ -164,49 +147,3 @@ def test_without_its_store_the_copy_is_served_and_ages(shop, address, follow, tm
         writer.remove(["2.png"])
         publish(shop, address)
         until(lambda: version(again.url) == writer.version)
-
-
-def test_a_killed_follower_continues_at_its_next_start(tiny_bundle, address, tmp_path) -> None:
-    shop = build(tmp_path, OnnxEmbedder.open(tiny_bundle))
-    publish(shop, address)
-    settings: dict[str, Any] = {"bundle": tiny_bundle.path, "galleries": f"shop={address}"}
-    settings |= {"follow": "100ms", "state": tmp_path / "state", "workers": 2}
-    command = [sys.executable, "-m", "kinlens.indexer", "publish", shop, address]
-    command += ["--every", "100ms"]
-    with closing(Gallery.open(shop)) as writer:
-        with (
-            subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as publisher,
-            own_process(tmp_path / "log", may_be_killed=True, **settings) as service,
-        ):
-            writer.remove(["1.png"])
-            until(lambda: version(service.url) == writer.version)
-            publisher.kill()
-            service.process.send_signal(signal.SIGKILL)
-        writer.remove(["2.png"])
-        publish(shop, address)
-        with own_process(tmp_path / "log", **settings | {"workers": 1}) as service:
-            assert version(service.url) == writer.version
-
-
-def test_check_reads_the_published_address(shop, address, tmp_path, tiny_bundle) -> None:
-    command = ["check", "--json", "--gallery", f"shop={address}"]
-    command += ["--state", str(tmp_path / "state"), "--bundle", str(tiny_bundle.path)]
-    assert "No snapshot at" in CliRunner().invoke(app, command).output
-    publish(shop, address)
-    # The bundle of the fake model is not there, which is found before anything is copied.
-    found = json.loads(CliRunner().invoke(app, command).output)["findings"]
-    [gallery] = [one["text"] for one in found if one["subject"] == "gallery shop"]
-    assert "bundle fake is unknown" in gallery
-    assert not (tmp_path / "state" / "replicas").exists()
-
-
-def test_settings_of_followers_are_checked(tmp_path) -> None:
-    def fault(**given: Any) -> str:
-        with pytest.raises(ValidationError) as error:
-            Settings(**given)
-        return options.faults(error.value)
-
-    assert "--replica-folder" in fault(galleries="shop=s3://a/shop")
-    assert "follow" in fault(galleries="shop=s3://a/b", state=tmp_path, follow="often")
-    assert Settings(follow="2m").follow == 120
-    assert Settings(follow="250ms").follow == 0.25

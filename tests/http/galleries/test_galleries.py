@@ -1,19 +1,13 @@
 """Galleries: created, described, filled, deleted with their images; and refusals."""
 
-import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
-from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from tests.support.seams import Locations
-from tests.support.servers import WAIT_S
 from tests.support.shops import assert_problem, make_gallery, start_shop
 from tests.support.waiting import until
 
@@ -107,25 +101,22 @@ def test_configured_galleries_are_listed_before_managed_ones(tmp_path) -> None:
         assert "reload bad" not in shop.running.runtime.registry.failures.verdicts()
 
 
-def test_a_configured_gallery_can_be_written_but_not_deleted(tmp_path, data) -> None:
+def test_a_configured_gallery_can_be_written_but_not_deleted(tmp_path, data, closes) -> None:
     photos = tmp_path / "pictures"
     photos.mkdir()
     (photos / "0.png").write_bytes(data[0])
-    embedder = FakeEmbedder()
-    build_gallery(folder_source(photos), embedder, tmp_path / "given")
+    build_gallery(folder_source(photos), FakeEmbedder(), tmp_path / "given")
     given = (f"given={tmp_path / 'given'}",)
-    with closing(start_shop(tmp_path / "state", embedder, create=False, galleries=given)) as shop:
-        described = shop.gallery("given")
-        assert (described["managed"], described["writable"]) == (False, True)
-        assert described["calibration"] is None
-        assert shop.put({"0.png": data[0]}, gallery="given")["unchanged"] == 1
-        assert shop.put({"new": data[1]}, gallery="given")["added"] == 1
-        items = shop.items("given")["items"]
-        assert [shop.client.get(item["image"]).content for item in items] == data[:2]
-        refused = assert_problem(shop.client.delete("/galleries/given"), 409, "gallery-conflict")
-        assert "--gallery" in refused["detail"]
-        gone = shop.client.delete("/galleries/given/items", params={"key": ["0.png", "new"]})
-        assert gone.json()["removed"] == 2
+    shop = closes(start_shop(tmp_path / "state", create=False, galleries=given))
+    described = shop.gallery("given")
+    assert (described["managed"], described["writable"]) == (False, True)
+    put = shop.put({"0.png": data[0], "new": data[1]}, gallery="given")
+    assert (put["unchanged"], put["added"]) == (1, 1)
+    items = shop.items("given")["items"]
+    assert [shop.client.get(item["image"]).content for item in items] == data[:2]
+    refused = assert_problem(shop.client.delete("/galleries/given"), 409, "gallery-conflict")
+    assert "--gallery" in refused["detail"]
+    shop.client.delete("/galleries/given/items", params={"key": "0.png"}).raise_for_status()
     assert (photos / "0.png").read_bytes() == data[0]
 
 
@@ -157,62 +148,15 @@ def test_without_a_state_folder_writes_are_409_with_the_cure(start_service, data
     assert listed["writable"] is False
 
 
-def test_a_folder_that_hangs_blocks_no_other_request(mall, monkeypatch) -> None:
-    """As on a mount whose server is gone."""
-    asked, answer, access = threading.Semaphore(0), threading.Event(), os.access
-
-    def slow(folder: Path, mode: int) -> bool:
-        asked.release()
-        assert answer.wait(WAIT_S)
-        return access(folder, mode)
-
-    monkeypatch.setattr(os, "access", slow)
-    with ThreadPoolExecutor(2) as callers:
-        described = [callers.submit(mall.client.get, path) for path in ("/galleries", mall.url)]
-        try:
-            for _ in described:
-                assert asked.acquire(timeout=WAIT_S)
-            assert mall.client.get("/live").status_code == 200
-        finally:
-            answer.set()
-        assert [one.result().status_code for one in described] == [200, 200]
-
-
-def test_galleries_are_listed_while_one_is_deleted(mall, monkeypatch) -> None:
-    for name in ("z1", "z2"):
-        mall.create(name)
-    access, seen = os.access, []
-
-    def delete_the_next(folder: Path, mode: int) -> bool:
-        if not seen:
-            seen.append(folder)
-            mall.client.delete("/galleries/z2").raise_for_status()
-        return access(folder, mode)
-
-    monkeypatch.setattr(os, "access", delete_the_next)
-    for _ in range(2):
-        response = mall.client.get("/galleries")
-        assert response.status_code == 200, response.text
-    assert "z2" not in [one["name"] for one in response.json()["galleries"]]
-
-
 def test_a_gallery_of_another_process_is_served_at_once(tmp_path, data, closes) -> None:
     slow = {"reload_interval_ms": 600_000}
     maker = closes(start_shop(tmp_path, **slow))
     other = closes(start_shop(tmp_path, create=False, **slow))
     for name, ask in {
         "put": lambda: other.put_form({"k": data[0]}, gallery="put"),
-        "patch": lambda: other.client.patch(
-            "/galleries/patch/items", json={"changes": {"k": {"a": 1}}}
-        ),
         "list": lambda: other.client.get("/galleries/list/items"),
-        "describe": lambda: other.client.get("/galleries/describe"),
         "search": lambda: other.running.search(data[0], gallery="search"),
-        "item": lambda: other.client.get("/galleries/item/items/1"),
         "image": lambda: other.client.get("/galleries/image/items/1/image?size=160"),
-        "one": lambda: other.client.delete("/galleries/one/items/1"),
-        "remove": lambda: other.client.delete("/galleries/remove/items", params={"key": "k"}),
-        "many": lambda: other.client.post("/galleries/many/items/delete", json={"keys": ["k"]}),
         "delete": lambda: other.client.delete("/galleries/delete"),
     }.items():
         maker.create(name).put({"k": data[0]}, a=0)
@@ -220,37 +164,3 @@ def test_a_gallery_of_another_process_is_served_at_once(tmp_path, data, closes) 
         answer = ask()
         assert answer.is_success, (name, answer.text)
     assert_problem(other.client.get("/galleries/nowhere"), 404, "unknown-gallery")
-
-
-def test_a_disk_that_hangs_is_503_and_is_read_again(tmp_path, monkeypatch, closes) -> None:
-    start_shop(tmp_path).close()  # makes a gallery, which may take longer than the limit here
-    shop = closes(start_shop(tmp_path, create=False, request_timeout_ms=500, reload_interval_ms=50))
-    gate = threading.Event()
-    with monkeypatch.context() as patch:
-        patch.setattr(Locations, "list_unread", lambda _: gate.wait(WAIT_S) and [])
-        answer = shop.client.post("/galleries", json={"name": "new"})
-        assert_problem(answer, 503, "deadline-exceeded")
-        assert_problem(shop.client.delete("/galleries/shop"), 503, "deadline-exceeded")
-        assert shop.client.get("/live").status_code == 200
-    find, faults = Locations.list_unread, iter([OSError(116, "Stale file handle")] * 2)
-
-    def fail_twice(locations: Locations) -> object:
-        for fault in faults:
-            raise fault
-        return find(locations)
-
-    monkeypatch.setattr(Locations, "list_unread", fail_twice)
-    gate.set()
-    names = shop.running.runtime.registry.names
-    until(lambda: names() == ["new"])
-
-
-def test_a_gallery_with_a_damaged_index_is_listed(start_service, gallery, monkeypatch) -> None:
-    def damaged() -> None:
-        raise GalleryCorruptError("a segment is damaged")
-
-    service = start_service()
-    monkeypatch.setattr(gallery, "facts", damaged)
-    [listed] = service.client.get("/galleries").json()["galleries"]
-    assert (listed["name"], listed["size"]) == ("shop", gallery.size)
-    assert service.client.get("/galleries/shop").status_code == 503

@@ -1,20 +1,16 @@
 """Galleries on a GPU, from the settings to the answer of `POST /search`."""
 
-import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index import gpu
-from kinlens.service.__main__ import app
 from tests.support.fake_gpu import Device, fake_gpu
 from tests.support.shops import Shop, make_gallery, start_shop
 from tests.support.waiting import until
-from tests.tiny import TINY_DIM
 
 
 @pytest.fixture
@@ -37,11 +33,8 @@ def ready(shop: Shop) -> Any:
     return shop.client.get("/ready").json()
 
 
-@pytest.mark.parametrize("settings", [{"device": "cuda"}, {"index_device": "cuda"}])
-def test_searches_use_the_gpu_until_it_fails(
-    device, state, data, settings: dict[str, str], closes
-) -> None:
-    shop = closes(start_shop(state, create=False, **settings))
+def test_searches_use_the_gpu_until_it_fails(device, state, data, closes) -> None:
+    shop = closes(start_shop(state, create=False, index_device="cuda"))
     found = shop.search(data[0], k=5).json()["hits"]
     assert len(found) == 5
     assert device.searches
@@ -81,14 +74,3 @@ def test_a_compaction_frees_the_replaced_index(device, state, data, closes) -> N
         gallery.compact(wait=True)
     until(lambda: shop.search(data[2], k=5) and device.free < before)  # for one more item
     until(lambda: device.free > before - 2**20)
-
-
-def test_check_reports_free_gpu_memory_and_uses_none(device, tmp_path, tiny_bundle) -> None:
-    make_gallery(tmp_path / "g", "a", bundle_id=tiny_bundle.bundle_id, dim=TINY_DIM)
-    with closing(Gallery.open(tmp_path / "g")) as gallery:
-        gallery.compact(wait=True)
-    words = ["check", "--bundle", str(tiny_bundle.path), "--gallery", f"shop={tmp_path / 'g'}"]
-    found = CliRunner().invoke(app, [*words, "--index-device", "cuda", "--port", "0", "--json"])
-    reported = {one["subject"]: one["text"] for one in json.loads(found.stdout)["findings"]}
-    assert "; index flat, 0 MB of memory" in reported["gallery shop"]
-    assert reported["gpu"] == "81,920 of 81,920 MB free for galleries and model"

@@ -17,11 +17,11 @@ from tests.support.shops import start_shop
 from tests.support.waiting import repeating, until
 from tests.tiny import encoded, photo
 
-CHANGES = 120
+CHANGES = 60
 WRITERS = 3
 SEARCHERS = 4
 SEARCHES_PER_S = 50
-KILLS = 20 if os.environ.get("KINLENS_LONG_TESTS") else 2
+KILLS = 20 if os.environ.get("KINLENS_LONG_TESTS") else 1
 
 
 def test_adds_and_deletes_are_visible_at_once_to_searches(tmp_path, closes) -> None:

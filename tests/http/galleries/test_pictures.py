@@ -6,6 +6,7 @@ import http.client
 import io
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,14 @@ from urllib.parse import quote, urlsplit
 import pytest
 from PIL import Image
 
-from kinlens.embedder.errors import ImageCostError, OverloadedError
+from kinlens.embedder.errors import ImageCostError
 from kinlens.embedder.fake import FakeEmbedder
-from kinlens.embedder.preprocess import MAX_SIDE_PX, ImageLimits
+from kinlens.embedder.preprocess import MAX_SIDE_PX
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from tests.support.seams import Renditions
 from tests.support.servers import Running
 from tests.support.shops import PROBLEM, assert_problem, make_gallery, start_shop
-from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
 SECRET = b"secret-outside-of-the-catalogue"
@@ -72,14 +71,6 @@ def opened(data: bytes) -> Image.Image:
     return image
 
 
-def test_the_link_of_a_hit_shows_the_indexed_file(service, photos) -> None:
-    for data in photos[:4]:
-        response = service.client.get(first_link(service, data))
-        assert response.content == data
-        assert response.headers["content-type"] == "image/png"
-        assert response.headers["cache-control"] == "private, no-cache"
-
-
 ITEMS = """
     ../../secret.txt                ..%2f..%2fsecret.txt        ..%2F..%2Fsecret.txt
     %2e%2e%2f%2e%2e%2fsecret.txt    %2e%2e/%2e%2e/secret.txt    ..%252f..%252fsecret.txt
@@ -112,20 +103,31 @@ def test_nothing_in_an_address_reaches_another_file(service, catalogue, photos) 
 
 @pytest.mark.parametrize("change", ["removed", "changed", "a link"])
 def test_a_changed_or_missing_file_is_404(service, catalogue, photos, change: str) -> None:
-    file = catalogue / "1.png"
+    file, link = catalogue / "1.png", first_link(service, photos[1])
     file.unlink()
     if change == "changed":
         file.write_bytes(photos[0])
     elif change == "a link":
         file.symlink_to(catalogue.parent / "secret.txt")
-    link = first_link(service, photos[1])
     response = service.client.get(link)
     assert "Restore the file" in assert_problem(response, 404, "unknown-item")["detail"]
     assert SECRET not in response.content
-    assert service.client.get(first_link(service, photos[2])).content == photos[2]
     file.unlink(missing_ok=True)
     file.write_bytes(photos[1])
     assert service.client.get(link).content == photos[1]
+
+
+def test_a_link_of_an_old_generation_is_404(shop, data) -> None:
+    """Ids start again in each generation."""
+    shop.put({"old": data[0]})
+    link = shop.link("old")
+    make_gallery(shop.folder, "", count=0)
+    shop.put({"new": data[1]})
+    old, new = (one.rpartition("=")[2] for one in (link, shop.link("new")))
+    for headers in ({}, {"if-none-match": f'"{new}-2"'}):
+        problem = assert_problem(shop.client.get(link, headers=headers), 404, "unknown-item")
+        assert all(text in problem["detail"] for text in (old, new, "Search again"))
+    assert shop.client.get(link.partition("?")[0]).content == data[1]
 
 
 def test_a_disk_error_is_503_without_its_paths(service, catalogue, photos, monkeypatch) -> None:
@@ -140,46 +142,19 @@ def test_a_disk_error_is_503_without_its_paths(service, catalogue, photos, monke
     assert int(response.headers["retry-after"]) >= 1
     assert "secret" not in json.dumps(problem)
     assert service.client.get(link).content == photos[1]
-    away = catalogue.rename(catalogue.with_name("away"))
-    catalogue.symlink_to(catalogue)  # whoever opens it gets an error that is not "missing"
-    problem = assert_problem(service.client.get(link), 503, "gallery-unavailable")
-    assert str(catalogue) not in problem["detail"]
-    assert service.search(photos[1]).status_code == 200
-    catalogue.unlink()
-    away.rename(catalogue)
-    assert service.client.get(link).content == photos[1]
 
 
 def test_a_known_image_is_304_without_reading_the_file(service, catalogue, photos) -> None:
     link = first_link(service, photos[3])
-    etag = service.client.get(link).headers["etag"]
+    headers = service.client.get(link).headers
+    assert headers["cache-control"] == "private, no-cache"
+    etag = headers["etag"]
     (catalogue / "3.png").unlink()
     again = service.client.get(link, headers={"if-none-match": f'"other", {etag}'})
     assert (again.status_code, again.content) == (304, b"")
     assert again.headers["etag"] == etag
     assert service.client.get(link, headers={"if-none-match": '"other"'}).status_code == 404
     (catalogue / "3.png").write_bytes(photos[3])
-
-
-def test_a_link_of_an_old_generation_is_404(service, catalogue, photos) -> None:
-    old_link = first_link(service, photos[2])
-    old = old_link.rpartition("=")[2]
-    (catalogue / "0.png").unlink()  # ids start again
-    build_gallery(folder_source(catalogue), FakeEmbedder(), catalogue.parent / "shop")
-    until(lambda: not first_link(service, photos[2]).endswith(old))
-    new_link = first_link(service, photos[2])
-    new = new_link.rpartition("=")[2]
-    for headers in ({}, {"if-none-match": f'"{new}-2"'}):
-        response = service.client.get(old_link, headers=headers)
-        problem = assert_problem(response, 404, "unknown-item")
-        for text in (old, new, "Search again"):
-            assert text in problem["detail"]
-    assert service.client.get(new_link).content == photos[2]
-    unversioned = old_link.partition("?")[0]
-    assert service.client.get(unversioned).content == photos[3]
-    (catalogue / "0.png").write_bytes(photos[0])
-    build_gallery(folder_source(catalogue), FakeEmbedder(), catalogue.parent / "shop")
-    until(lambda: service.client.get(unversioned).content == photos[2])
 
 
 def test_a_damaged_catalogue_is_503_and_not_ready(tmp_path, data, closes) -> None:
@@ -248,87 +223,38 @@ def test_a_lost_upload_is_404_until_it_is_put_again(shop, data) -> None:
     assert shop.client.get(link).content == data[3]
 
 
-def test_a_tiff_is_converted_once_outside_the_service(tmp_path, monkeypatch, closes) -> None:
+def test_an_image_is_converted_once_outside_the_service(tmp_path, monkeypatch, closes) -> None:
+    """One at a time with two search threads; one that was too costly is not tried again at once."""
+    shop = closes(start_shop(tmp_path, decode_isolation=True))
+    threads = shop.running.runtime.search_threads
+    render, now, made, costly = threads.render, 0, 0, True
+
+    async def counted(*arguments: Any) -> bytes:
+        nonlocal now, made
+        now, made = now + 1, made + 1
+        assert now == 1
+        try:
+            if costly:
+                raise ImageCostError("killed")
+            await asyncio.sleep(0.02)
+            return await render(*arguments)
+        finally:
+            now -= 1
+
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("decoded in the service")
 
-    shop = start_shop(tmp_path, decode_isolation=True, search_threads=1)
-    made: list[int] = []
-    search_threads = shop.running.runtime.search_threads
-    render = search_threads.render
-
-    async def counted(*arguments: Any) -> bytes:
-        made.append(1)
-        return await render(*arguments)
-
-    monkeypatch.setattr(search_threads, "render", counted)
+    monkeypatch.setattr(threads, "render", counted)
     for module in ("kinlens.embedder.preprocess", "kinlens.indexer.images"):
         monkeypatch.setattr(f"{module}.decode", forbidden)
-    shop.put({"k": encoded(photo(3, (3000, 400)), "TIFF")})
-    link = shop.link("k")
-    answers = [shop.client.get(link) for _ in range(3)]
-    assert [opened(answer.content).size for answer in answers] == [(MAX_SIDE_PX, 273)] * 3
-    assert answers[0].headers["content-type"] == "image/jpeg"
-    assert made == [1]
-    shop.close()
-    monkeypatch.undo()
-    shop = closes(start_shop(tmp_path, create=False, max_megapixels=1.0))
-    problem = assert_problem(shop.client.get(link), 404, "unknown-item")
-    assert "1.2 MP" in problem["detail"]
-
-
-class Slow:
-    """A decoder that counts how many images it makes at the same time."""
-
-    def __init__(self) -> None:
-        self.begun = asyncio.Semaphore(0)
-        self.go = asyncio.Event()
-        self.now = self.most = self.made = 0
-
-    async def render(self, *_: Any) -> bytes:
-        self.now += 1
-        self.most = max(self.most, self.now)
-        self.begun.release()
-        await self.go.wait()
-        self.now -= 1
-        self.made += 1
-        return b"jpeg"
-
-
-def test_conversions_are_bounded_and_shared() -> None:
-    async def use() -> None:
-        slow, read = Slow(), []
-
-        async def reading() -> bytes:
-            read.append(1)
-            return b"tiff"
-
-        made = Renditions(slow, ImageLimits(), at_once=2, waiting=3, limit_s=WAIT_S)  # type: ignore[arg-type]
-        keys = ["a", "a", "b", "c", "d", "e"]
-        tasks = [asyncio.create_task(made.get(key, reading)) for key in keys]
-        for _ in range(2):
-            await slow.begun.acquire()
-        assert len(read) == slow.most == 2, "nothing is read before it has a place"
-        with pytest.raises(OverloadedError):
-            await made.get("f", reading)
-        slow.go.set()
-        assert await asyncio.gather(*tasks) == [b"jpeg"] * 6
-        assert await made.get("a", reading) == b"jpeg"
-        assert (slow.most, slow.made) == (2, 5)
-
-    asyncio.run(use())
-
-
-def test_an_image_too_costly_is_503_and_not_retried_at_once(mall, shop, monkeypatch) -> None:
-    tried = 0
-
-    async def costly(*_: Any) -> bytes:
-        nonlocal tried
-        tried += 1
-        raise ImageCostError("killed")
-
-    shop.put({"k": encoded(photo(5), "TIFF")})
-    monkeypatch.setattr(mall.running.runtime.search_threads, "render", costly)
+    shop.put({f"{n}": encoded(photo(n, (3000, 400)), "TIFF") for n in range(4)})
+    first, *links = (shop.link(f"{n}") for n in range(4))
     for _ in range(3):
-        assert_problem(shop.client.get(shop.link("k")), 503, "deadline-exceeded")
-    assert tried == 1
+        assert_problem(shop.client.get(first), 503, "deadline-exceeded")
+    assert made == 1
+    costly = False
+    with ThreadPoolExecutor(9) as clients:
+        for answer in clients.map(shop.client.get, links * 3):
+            assert opened(answer.content).size == (MAX_SIDE_PX, 273)
+            assert answer.headers["content-type"] == "image/jpeg"
+    assert made == 4

@@ -1,13 +1,11 @@
 """Galleries and models replaced during searches: no error, no mixed answer."""
 
-import asyncio
 import contextlib
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,7 @@ from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.service.app import create_app
-from kinlens.service.runtime import build_runtime
 from kinlens.service.settings import Settings
-from tests.embedder.bundles import write_full_bundle
-from tests.support.seams import Failures, GalleryLocation
 from tests.support.servers import DEFAULTS, Running, run
 from tests.support.shops import publish_photos
 from tests.support.waiting import repeating, until
@@ -152,19 +147,16 @@ def test_swaps_under_load_cause_no_error_or_mixed_answer(shop, bundles) -> None:
     assert first_model() is None
 
 
-@pytest.mark.parametrize("fault", ["unknown bundle", "no generation", "away"])
+@pytest.mark.parametrize("fault", ["unknown bundle", "away"])
 def test_after_a_failed_reload_the_old_one_answers(shop, make_tiny_bundle, fault: str) -> None:
-    before, current, errors = served(shop), shop.folder / "CURRENT", "GalleryCorruptError"
+    before, current, errors = served(shop), shop.folder / "CURRENT", "GalleryNotFoundError"
     if fault == "unknown bundle":
         unknown = OnnxEmbedder.open(make_tiny_bundle(seed=13))
         shop.embedders[unknown.bundle_id] = unknown
         shop.publish(1, unknown.bundle_id)
         errors = "BundleNotFoundError"
-    elif fault == "no generation":
-        current.write_text("0123456789ab\n")
     else:
         current.unlink()
-        errors = "GalleryNotFoundError"
     client = shop.service.client
     until(lambda: "reload shop" in client.get("/ready").json()["checks"])
     ready = client.get("/ready")
@@ -178,8 +170,7 @@ def test_after_a_failed_reload_the_old_one_answers(shop, make_tiny_bundle, fault
     assert served(shop) == before
 
 
-@pytest.mark.parametrize("timeout_s", [WAIT_S, 0.5])
-def test_a_search_keeps_its_gallery_open(shop, bundles, monkeypatch, timeout_s: float) -> None:
+def test_a_search_keeps_its_gallery_open(shop, bundles, monkeypatch) -> None:
     """A search whose client disconnected runs in its thread until it notices."""
     entered, gate, search = threading.Event(), threading.Event(), Gallery.search
 
@@ -189,25 +180,15 @@ def test_a_search_keeps_its_gallery_open(shop, bundles, monkeypatch, timeout_s: 
             assert gate.wait(WAIT_S)
         return search(gallery, *arguments)
 
-    def ask() -> httpx.Response:
-        files = {"image": ("x", shop.uploads[0])}
-        return shop.service.client.post("/search", files=files, timeout=timeout_s)
-
     monkeypatch.setattr(Gallery, "search", held)
-    with ThreadPoolExecutor(1) as caller:
-        answer = caller.submit(ask)
-        assert entered.wait(WAIT_S)
-        if timeout_s < WAIT_S:
-            with pytest.raises(httpx.ReadTimeout):
-                answer.result()
-        for round_, bundle in enumerate(bundles, 1):
-            new = shop.publish(round_, bundle.bundle_id)
-            until(lambda name=new: served(shop) == name)
-        until(lambda: len(open_generations(shop.folder)) == 2)  # closed by a thread of their own
-        gate.set()
-        if timeout_s == WAIT_S:
-            hits = answer.result().json()["hits"]
-            assert {hit["attributes"]["round"] for hit in hits} == {0}
+    with pytest.raises(httpx.ReadTimeout):
+        shop.service.client.post("/search", files={"image": ("x", shop.uploads[0])}, timeout=1)
+    assert entered.is_set()
+    for round_, bundle in enumerate(bundles, 1):
+        new = shop.publish(round_, bundle.bundle_id)
+        until(lambda name=new: served(shop) == name)
+    until(lambda: len(open_generations(shop.folder)) == 2)  # closed by a thread of their own
+    gate.set()
     until(lambda: open_generations(shop.folder) == {new})
 
 
@@ -230,28 +211,7 @@ def test_a_model_is_warm_before_its_gallery_is_served(shop, bundles, monkeypatch
     until(lambda: served(shop) == new)
 
 
-def test_a_start_opens_each_bundle_and_each_gallery_once(shop, bundles, monkeypatch) -> None:
-    opened: list[str] = []
-
-    def counting(cls: Any) -> None:
-        own = cls.open.__func__
-
-        def count(kind: Any, path: Any, *arguments: Any, **options: Any) -> Any:
-            opened.append(Path(getattr(path, "path", path)).name)
-            return own(kind, path, *arguments, **options)
-
-        monkeypatch.setattr(cls, "open", classmethod(count))
-
-    for cls in (Bundle, Gallery):
-        counting(cls)
-    again = run(create_app(shop.service.runtime.settings))
-    assert again.client.get("/ready").status_code == 200
-    assert again.search(shop.uploads[0]).status_code == 200
-    again.close()
-    assert sorted(opened) == sorted([bundles[0].path.name, "shop"])
-
-
-def test_two_models_are_served_and_checked_by_name(shop, bundles, monkeypatch) -> None:
+def test_two_models_are_served_and_checked_by_name(shop, bundles) -> None:
     first, second = (bundle.bundle_id for bundle in bundles)
     managed = shop.folder.parent / "state" / "galleries" / "hats"
     shop.publish(1, second, managed)
@@ -267,57 +227,3 @@ def test_two_models_are_served_and_checked_by_name(shop, bundles, monkeypatch) -
             assert answer["bundle_id"] == bundle_id
             assert answer["hits"][0]["key"] == f"{number}.png"
             assert answer["hits"][0]["score"] > 0.999
-    served = shop.service.runtime.registry.model.embedder  # that of the first gallery
-    embed = served.embed
-    for call in ("embed", "embed_single"):
-        monkeypatch.setattr(served, call, lambda images: -embed(images))
-    until(lambda: client.get("/ready").status_code == 503)
-    checks = client.get("/ready").json()["checks"]
-    assert "another vector" in checks[f"model {first[:12]}"]
-    assert checks["gallery shop"] == "not searched, since the model failed"
-    assert checks[f"model {second[:12]}"] == checks["gallery hats"] == "ok"
-
-
-def test_the_precision_of_the_settings_runs(tmp_path, make_tiny_bundle) -> None:
-    bundle = write_full_bundle(make_tiny_bundle(seed=3), tmp_path, seed=3.05)
-    settings = Settings(bundle=bundle.path, precision="int8", state=tmp_path / "state", **DEFAULTS)
-    service = run(create_app(settings))
-    assert service.client.get("/ready").json()["precision"] == "int8"
-    service.close()
-
-
-def test_the_pause_after_a_failed_reload_doubles_up_to_a_minute(monkeypatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("kinlens.service.galleries.registry.time.monotonic", lambda: now[0])
-    failures = Failures(lambda _: None)
-    location = GalleryLocation("shop", Path("shop"), managed=False, generation="a" * 12)
-    pauses = []
-    for _ in range(8):
-        failures.add(location, OSError("gone"))
-        start = now[0]
-        while failures.is_waiting(location):
-            now[0] += 1.0
-        pauses.append(now[0] - start)
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert not failures.is_waiting(replace(location, generation="b" * 12))
-
-
-def test_a_failure_to_stop_leaves_no_thread_running(tiny_settings, tmp_path, monkeypatch) -> None:
-    settings = Settings(**DEFAULTS | tiny_settings | {"state": tmp_path / "state"})
-    runtime = build_runtime(settings)
-
-    def breaks() -> None:
-        raise OSError("the disk is gone")
-
-    async def serve_and_stop() -> None:
-        await runtime.start()
-        monkeypatch.setattr(runtime.jobs, "close", breaks)  # the first that is stopped
-        with pytest.raises(OSError, match="the disk is gone"):
-            await runtime.stop()
-        with pytest.raises(RuntimeError, match="have been closed"):
-            await runtime.search_threads.run(lambda _: None)
-        for pool in runtime.pools.values():
-            with pytest.raises(RuntimeError, match="have been closed"):
-                await pool.run(lambda: None)
-
-    asyncio.run(serve_and_stop())

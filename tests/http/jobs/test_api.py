@@ -92,7 +92,11 @@ def test_a_rebuild_under_load_causes_no_error_or_mixed_answer(shop, served) -> N
         assert set(answer.json()) == FIELDS
         job = ended(served, answer.json()["id"])
         assert job["state"] == "succeeded", job
-        assert job["report"]["swapped"], job
+        report = job["report"]
+        assert report["swapped"], job
+        assert report["old"]["bundle_id"] == shop.old.bundle_id
+        assert report["old"]["items"] == report["new"]["items"] == 24
+        assert report["gate"]["passed"], report["gate"]
         until(lambda: answers[-1]["bundle_id"] == shop.new.bundle_id)
     ids = [found["bundle_id"] for found in answers]
     assert set(ids) == {shop.old.bundle_id, shop.new.bundle_id}
@@ -139,7 +143,6 @@ def test_options_of_jobs_are_listed_by_name_alone(shop, tmp_path) -> None:
     [
         ("kinlens-train", "torch is not installed"),
         ('"', "cannot be read"),
-        ("no-such", "KINLENS_TRAINING_COMMAND"),
     ],
 )
 def test_a_service_that_cannot_train_reports_why(shop, command, reason, monkeypatch) -> None:
@@ -157,11 +160,7 @@ def test_a_service_that_cannot_train_reports_why(shop, command, reason, monkeypa
 
 OVERRIDES: dict[str, Any] = {
     "data.root": "/etc",
-    "data": "x",
-    "model.weights": "/etc/passwd",
-    "loss.name": "a/b",
     "model.backbone": "../x",
-    "name": "x",
     "optimizer": 1,
     "input.size_px": [1, "a\nb"],
     "optimizer.epochs=1 --set data.root": 1,
@@ -177,16 +176,13 @@ def training(**given: object) -> dict[str, Any]:
     [
         ("GET", "/jobs/000000000000", None, 404, "GET /jobs"),
         ("GET", "/jobs/..%2f..%2fetc/log", None, 404, ""),
-        ("GET", "/jobs/x/log?offset=-1", None, 422, "offset"),
         ("GET", "/jobs?state=asleep", None, 422, "state"),
-        ("POST", "/jobs/x/cancel", None, 404, "GET /jobs"),
         ("POST", "/galleries/nothing/compact", None, 404, "shop"),
         ("POST", "/galleries/shop/rebuild", {"bundle_id": "0" * 64}, 422, "Known are"),
         ("POST", "/galleries/shop/swap", {"with": "nothing"}, 404, "shop"),
         ("POST", "/galleries/shop/swap", {"with": "shop"}, 409, "itself"),
         ("POST", "/jobs/train", training(job="nothing"), 422, "cub-nir"),
         ("POST", "/jobs/train", training(job="/etc/passwd"), 422, "job"),
-        ("POST", "/jobs/train", training(data="x"), 422, "Known are"),
         *(
             ("POST", "/jobs/train", training(overrides={name: value}), 422, name.split("=")[0])
             for name, value in OVERRIDES.items()
@@ -219,14 +215,6 @@ def test_jobs_outlive_their_service_and_are_visible_to_others(shop, served) -> N
     fields = {"gallery": "busy"}
     answer = served.client.post("/search", files={"image": query(shop)}, data=fields)
     assert answer.json()["bundle_id"] == shop.old.bundle_id
-
-
-def test_without_a_state_folder_jobs_are_409_with_the_cure(start_service) -> None:
-    service = start_service(anonymous_scopes=("admin",))
-    for method, path in [("GET", "/jobs"), ("GET", "/jobs/x"), ("POST", "/galleries/shop/compact")]:
-        answer = service.client.request(method, path)
-        assert answer.status_code == 409, answer.text
-        assert "--state" in answer.json()["detail"]
 
 
 @pytest.mark.timeout(900)

@@ -1,8 +1,11 @@
-"""Jobs after faults: watching continues, and old jobs are deleted."""
+"""The table of jobs, jobs after faults, and the deletion of old ones."""
 
 import os
+import subprocess
+import sys
 import threading
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 import structlog
@@ -126,3 +129,88 @@ def test_a_bundle_unused_for_thirty_days_is_deleted(idle, store) -> None:
     assert folder.is_dir(), "a gallery cannot be read"
     tidy(idle.settings, store, now() + MONTH)
     assert list(folder.parent.iterdir()) == []
+
+
+ROOT = Path(__file__).parents[3]
+CREATE = """
+import sys
+from pathlib import Path
+from kinlens.embedder.errors import JobConflictError
+from kinlens.service.jobs.store import JobStore
+store = JobStore(Path(sys.argv[1]))
+for number in range(10):
+    store.create("compact", f"{sys.argv[2]}-{number}", {}, "test")
+try:
+    store.create("compact", "the only one", {}, "test")
+    print("mine")
+except JobConflictError:
+    print("taken")
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> JobStore:
+    return JobStore(tmp_path / "state" / "service.sqlite")
+
+
+def running(table: JobStore, gallery: str) -> Job:
+    job = table.create("compact", gallery, {}, "test")
+    assert table.begin(job.id)
+    return table.get(job.id)
+
+
+def test_a_job_begins_once_and_ends_once(table) -> None:
+    job = table.create("compact", "shop", {}, "test")
+    assert [table.begin(job.id) for _ in range(3)] == [True, False, False]
+    assert table.fail(job.id, "why")
+    assert not table.succeed(job.id)
+    table.progress(job.id, "more", 900)
+    found = table.get(job.id)
+    assert (found.state, found.error, found.done) == ("failed", "why", 0)
+    assert not table.begin(job.id)
+    assert not table.cancel(job.id)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "meet"),
+    [
+        (("compact", "x", {}), ("compact", "x", {}), True),
+        (("compact", "x", {}), ("compact", "y", {}), False),
+        (("swap", "x", {"with": "y"}), ("compact", "y", {}), True),
+        (("swap", "x", {"with": "y"}), ("swap", "y", {"with": "x"}), True),
+        (("swap", "x", {"with": "y"}), ("swap", "z", {"with": "y"}), False),  # both only read it
+    ],
+)
+def test_jobs_on_one_gallery_exclude_each_other(tmp_path, one, other, meet) -> None:
+    for first, second in ((one, other), (other, one)):
+        table = JobStore(tmp_path / f"{first is one}.sqlite")
+        job = table.create(*first, "test")
+        if meet:
+            with pytest.raises(JobConflictError, match=job.id):
+                table.create(*second, "test")
+        else:
+            table.create(*second, "test")
+
+
+def test_only_a_cancel_before_the_commit_is_accepted(table) -> None:
+    early = running(table, "early")
+    assert table.cancel(early.id)
+    assert not table.commit(early.id)
+    table.fail(early.id, "why")
+    assert (table.get(early.id).state, table.get(early.id).error) == ("cancelled", None)
+    late = running(table, "late")
+    assert table.commit(late.id)
+    assert not table.cancel(late.id)
+    assert not table.get(late.id).cancel_requested
+
+
+def test_of_concurrent_processes_one_gets_the_gallery(tmp_path) -> None:
+    path = tmp_path / "service.sqlite"
+    command = [sys.executable, "-c", CREATE, str(path)]
+    processes = [
+        subprocess.Popen([*command, str(n)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for n in range(3)
+    ]
+    reported = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert sorted(reported) == ["mine", "taken", "taken"]
+    assert len(JobStore(path).newest()) == 31

@@ -99,22 +99,6 @@ def test_unseen_images_of_trained_classes_are_asked(before, memorised, tmp_path)
     assert "on others of their class" in verdict(before, memorised, seen, Gate()).reason
 
 
-def test_images_are_found_in_the_subfolder_of_a_data_set(tmp_path) -> None:
-    direct = run_folder(tmp_path, of_trained_classes())
-    assert direct is not None
-    (tmp_path / "root").mkdir()
-    (tmp_path / "data").rename(tmp_path / "root" / "images")
-    assert seen_by(tmp_path, tmp_path / "root", tmp_path) == direct
-    assert seen_by(tmp_path, tmp_path / "nowhere", tmp_path) is None
-
-
-def test_a_trained_class_name_is_not_asked(before) -> None:
-    seen = Seen(frozenset(), frozenset({"kind 3"}))
-    assert unseen_in(before, "class", seen).keys == {
-        f"{n}" for n in range(CLASSES * EACH) if n % CLASSES != 3
-    }
-
-
 def test_trained_images_of_the_golden_set_are_excluded(before, tmp_path) -> None:
     half = of_trained_classes()
     trained = {hashlib.sha256(photo(number)).hexdigest() for number in half}
@@ -122,27 +106,12 @@ def test_trained_images_of_the_golden_set_are_excluded(before, tmp_path) -> None
     (tmp_path / "feedback/pictures").mkdir(parents=True)
     (tmp_path / "feedback/pictures" / f"{'f' * 64}.jpg").write_bytes(b"rendered, smaller")
     assert unseen_in(before, "class", run_folder(tmp_path, half)).seen == {*trained, "f" * 64}
-    assert unseen_in(before, "class", run_folder(tmp_path, [*range(144)])).seen is not None
     assert unseen_in(before, "class", None).seen is None, "everything counts as trained on"
 
 
-@pytest.mark.parametrize("least", [50, 0])
-def test_without_a_training_list_the_gate_refuses(before, memorised, tmp_path, least: int) -> None:
-    seen = seen_by(tmp_path, tmp_path, tmp_path / "feedback")
-    assert seen is None
-    assert not verdict(before, memorised, seen, Gate(min_queries=least)).passed
-
-
-def test_intervals_hold_the_figures_and_narrow_with_more_classes(before, memorised) -> None:
-    widths = []
-    for asked in ({"0", "1", "2", "3", "12", "13", "14", "15"}, None):
-        found = compare(before, memorised, asked=asked)
-        old, new = found.old.recall_at_1, found.new.recall_at_1
-        assert found.change_interval[0] <= new - old <= found.change_interval[1]
-        low, high = found.new.recall_at_1_interval
-        assert 0 <= low <= new <= high <= 1
-        widths.append(high - low)
-    assert widths[0] > 2 * widths[1]
+def test_without_a_training_list_the_gate_refuses(before, memorised, tmp_path) -> None:
+    assert seen_by(tmp_path, tmp_path, tmp_path / "feedback") is None
+    assert not verdict(before, memorised, None, Gate(min_queries=0)).passed
 
 
 def test_a_wilson_interval_is_that_of_the_textbook(before) -> None:

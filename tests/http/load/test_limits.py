@@ -1,12 +1,19 @@
-"""Request bodies: refused by their announced size, their real size and their duration."""
+"""Request bodies: refused by their announced size, their real size and their duration; and long
+filters, which are slow to parse, so that no route parses them on the event loop.
+"""
 
-from collections.abc import Iterator
+import asyncio
+import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import pytest
 import structlog
 
+from kinlens.service.api import requests
 from tests.support.servers import STALLED
-from tests.support.shops import assert_problem, start_shop
+from tests.support.shops import Shop, assert_problem, start_shop
 from tests.support.waiting import until
 
 LEFT = (
@@ -52,15 +59,6 @@ def test_an_announced_body_is_refused_before_it_is_sent(running_service) -> None
     answer = running_service.connect(head).makefile("rb").read()
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"100 Continue" not in answer
-
-
-def test_a_body_that_takes_too_long_is_408(start_service, photos) -> None:
-    service = start_service(body_timeout_ms=500)
-    answer = service.connect(STALLED).makefile("rb").read()
-    assert answer.startswith(b"HTTP/1.1 408")
-    assert b"body-too-slow" in answer
-    assert b"0.5 s" in answer
-    assert service.search(photos[0]).status_code == 200
 
 
 def test_an_aborted_body_leaves_nothing_behind(photos, tmp_path, closes) -> None:
@@ -116,13 +114,51 @@ def test_stalled_bodies_give_way_to_others(start_service, photos) -> None:
     assert held[0].recv(1000).startswith(b"HTTP/1.1 503")
 
 
-def test_json_has_a_larger_limit_than_an_upload(start_service) -> None:
-    service = start_service(max_upload_bytes=100_000, max_batch_bytes=400_000)
+TEXT = f"price in ({','.join(['1'] * 800)})"
+TREE = {"price": {"in": [7] * 800}}
+LIKE = {"positives": ["a"]}
 
-    def status(size: int, kind: str) -> int:
-        headers = {"content-type": kind}
-        answer = service.client.post("/search", content=b"[" * size, headers=headers)
-        return int(answer.status_code)
 
-    assert status(300_000, "application/json") in (400, 422)
-    assert status(600_000, "application/json") == status(300_000, "image/png") == 413
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, photos: list[bytes]) -> Iterator[Shop]:
+    shop = start_shop(tmp_path_factory.mktemp("state"))
+    shop.put({"a": photos[0], "b": photos[1]}, price=1)
+    yield shop
+    shop.close()
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each filter that is parsed, whether that happens on an event loop."""
+    seen: list[bool] = []
+
+    def watched(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def look(value: Any) -> Any:
+            seen.append(asyncio._get_running_loop() is not None)
+            return parse(value)
+
+        return look
+
+    for name in ("parse_filter", "filter_from_json"):
+        monkeypatch.setattr(requests, name, watched(getattr(requests, name)))
+    return seen
+
+
+ASKED: dict[str, Callable[[Shop, bytes], Any]] = {
+    "form": lambda shop, image: shop.search(image, filter=TEXT),
+    "JSON that hides the name": lambda shop, _: shop.client.post(
+        "/search",
+        content=json.dumps(LIKE | {"filter": TEXT}).replace("filter", "\\u0066ilter"),
+        headers={"content-type": "application/json"},
+    ),
+    "items": lambda shop, _: shop.client.get(f"{shop.url}/items", params={"filter": TEXT}),
+    "delete": lambda shop, _: shop.client.post(f"{shop.url}/items/delete", json={"filter": TREE}),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_no_route_parses_a_long_filter_on_the_event_loop(name: str, shop, parsed, photos) -> None:
+    answer = ASKED[name](shop, photos[2])
+    assert answer.status_code == 200, answer.text
+    assert parsed
+    assert not any(parsed)

@@ -1,4 +1,4 @@
-"""Real nginx and Caddy with the files of deploy/ and TLS, in front of a service."""
+"""Real nginx, Caddy and HAProxy with the files of deploy/, in front of a service."""
 
 import re
 from collections.abc import Iterator
@@ -77,14 +77,16 @@ def test_every_open_route_is_for_customers_or_closed_by_name() -> None:
     assert words - set(PRIVATE) == {"/live", "/docs", "/openapi.json"}
 
 
-def test_without_a_service_the_proxy_answers_503(setup) -> None:
-    setup.service.close()
-    with setup.proxy.client(CUSTOMER) as client:
-        until(lambda: client.get("/galleries").status_code == 503)
-        answer = client.get("/galleries")
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert answer.headers["retry-after"] == "1"
-    assert answer.json()["type"] == "urn:kinlens:problem:overloaded"
+def test_without_a_service_the_proxy_answers_503(setup, tmp_path) -> None:
+    with started("haproxy", [setup.service.url], tmp_path) as balancer:
+        setup.service.close()
+        for proxy in (setup.proxy, balancer):
+            with proxy.client(CUSTOMER) as client:
+                until(lambda client=client: client.get("/galleries").status_code == 503)
+                answer = client.get("/galleries")
+            assert answer.headers["content-type"] == "application/problem+json"
+            assert answer.headers["retry-after"] == "1"
+            assert answer.json()["type"] == "urn:kinlens:problem:overloaded"
 
 
 @pytest.mark.parametrize(

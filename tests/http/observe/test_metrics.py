@@ -1,15 +1,27 @@
-"""Metrics and logs: what is counted, and what is never written."""
+"""Metrics and logs: what is counted, what is never written; and pages without a key or a rate
+limit, which are cheap to request often.
+"""
 
+import asyncio
 import re
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
 import structlog
 
-from kinlens.service.jobs.store import ACTIVE, ENDED
+from kinlens.indexer.types import SearchOptions
+from kinlens.service.http import openapi
+from kinlens.service.observe import metrics
 from kinlens.service.observe.metrics import CONTENT_TYPE
-from tests.support.seams import JobStore, KeyStore
+from tests.support.servers import FakeGallery
+from tests.support.waiting import until
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -53,21 +65,7 @@ def test_stages_batches_and_galleries_are_published(start_service, photos) -> No
     assert 'kinlens_gallery_items{gallery="shop"} 12.0' in text
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_a_deleted_gallery_has_no_metrics(start_service, tmp_path, monkeypatch, is_shared) -> None:
-    service = start_service(state=tmp_path / "state", anonymous_scopes=("admin",))
-    if is_shared:  # as of several processes
-        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    service.client.post("/galleries", json={"name": "gone"}).raise_for_status()
-    line = 'kinlens_gallery_items{gallery="gone"}'
-    assert line in service.client.get("/metrics").text
-    service.client.delete("/galleries/gone").raise_for_status()
-    clock = time.monotonic
-    monkeypatch.setattr("kinlens.service.concurrency.time.monotonic", lambda: clock() + 1.0)
-    assert line not in service.client.get("/metrics").text
-
-
-def test_every_metric_is_described_with_its_labels_and_nothing_else_is(start_service) -> None:
+def test_every_metric_is_described_and_the_pages_name_no_other_one(start_service) -> None:
     service = start_service()
     service.search(b"")
     service.client.get("/metrics").raise_for_status()
@@ -78,18 +76,14 @@ def test_every_metric_is_described_with_its_labels_and_nothing_else_is(start_ser
         for family in metrics.registry.collect()
     }
     assert described.keys() == families.keys()
+    pages = "\n".join(page.read_text("utf-8") for page in DOCS.glob("*.md"))
+    named = set(re.findall(r"\b(kinlens_\w+?)(?:_sum|_count|_bucket)?\b(?![/.])", pages))
+    assert len(named) > 5
+    assert named <= described.keys()
     for name, (labels, text) in described.items():
         assert text.endswith("."), name
         for sample in families[name].samples:
             assert sample.labels.keys() - {"le"} == set(labels), name
-
-
-def test_every_metric_that_a_page_names_is_there(start_service) -> None:
-    names = {name for name, *_ in start_service().runtime.metrics.described()}
-    text = "\n".join(page.read_text("utf-8") for page in DOCS.glob("*.md"))
-    found = set(re.findall(r"\b(kinlens_\w+?)(?:_sum|_count|_bucket)?\b(?![/.])", text))
-    assert len(found) > 5
-    assert found <= names
 
 
 @pytest.mark.parametrize("is_isolated", [False, True])
@@ -123,26 +117,79 @@ def test_a_log_line_has_nothing_of_the_upload(start_service, photos) -> None:
     assert str(photos[0][:40]) not in str(events)
 
 
-def test_jobs_are_counted_by_state(start_service, tmp_path) -> None:
-    (tmp_path / "state").mkdir()
-    store = JobStore(tmp_path / "state" / "service.sqlite")
-    ids = [store.create("compact", f"g{number}", {}, "test").id for number in range(3)]
-    assert all(store.begin(job_id) for job_id in ids)
-    assert store.succeed(ids[0])
-    assert all(store.fail(job_id, "why") for job_id in ids[1:])
-    service = start_service(state=tmp_path / "state")
-    service.client.get("/metrics").raise_for_status()
-    found = {state: service.metric("kinlens_jobs", state=state) for state in (*ACTIVE, *ENDED)}
-    assert found == {"queued": 0, "running": 0, "succeeded": 1, "failed": 2, "cancelled": 0}
+def counted(work: Callable[..., Any], on_the_loop: list[bool]) -> Callable[..., Any]:
+    """Notes for each call of `work` whether it holds up the event loop."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        on_the_loop.append(asyncio._get_running_loop() is not None)
+        return work(*given, **named)
+
+    return call
 
 
-def test_requests_above_a_rate_are_counted(start_service, tmp_path) -> None:
-    secret = KeyStore(tmp_path / "state" / "keys.json").create("till", ("search",))
-    service = start_service(
-        state=tmp_path / "state", rate_limit_per_key="1/hour", rate_limit_per_address="2/hour"
-    )
-    for headers, count in (({"X-API-Key": secret}, 3), ({}, 5)):
-        for _ in range(count):
-            service.client.get("/galleries", headers=headers)
-    assert service.metric("kinlens_rate_limited_total", by="key") == 2
-    assert service.metric("kinlens_rate_limited_total", by="address") == 3
+def ask_often(url: str, path: str) -> list[httpx.Response]:
+    """Eighty answers, asked for by four clients at once."""
+
+    def ask(_: int) -> list[httpx.Response]:
+        with httpx.Client(base_url=url) as client:
+            return [client.get(path) for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as clients:
+        return [answer for answers in clients.map(ask, range(4)) for answer in answers]
+
+
+def test_scrapes_share_one_rendering(start_service, tmp_path, monkeypatch) -> None:
+    service = start_service()
+    # As of several processes, whose files are all read for a rendering.
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    rendered: list[bool] = []
+    monkeypatch.setattr(metrics, "render", counted(metrics.render, rendered))
+    started = time.monotonic()
+    answers = ask_often(service.url, "/metrics")
+    seconds = time.monotonic() - started
+    assert {answer.status_code for answer in answers} == {200}
+    assert all(b"kinlens_gallery_items" in answer.content for answer in answers)
+    assert 1 <= len(rendered) <= seconds + 1
+    assert not any(rendered)
+
+
+def test_the_document_and_its_page_are_rendered_once(start_service, monkeypatch) -> None:
+    made: list[bool] = []
+    for name in ("render_docs", "get_openapi"):
+        monkeypatch.setattr(openapi, name, counted(getattr(openapi, name), made))
+    service = start_service()
+    for path in ("/docs", "/openapi.json"):
+        answers = ask_often(service.url, path)
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.content for answer in answers}) == 1
+    assert made == [False, False]
+
+
+class Approximate(FakeGallery):
+    """Misses its best item unless it is asked to be exact."""
+
+    exact = 0
+
+    def facts(self) -> Any:
+        return SimpleNamespace(segment=SimpleNamespace(kind="hnsw"))
+
+    def search(self, queries: Any, k: int, options: SearchOptions | None = None) -> Any:
+        options = options or SearchOptions()
+        self.exact += options.exact
+        missed = options if options.exact else replace(options, offset=options.offset + 1)
+        return super().search(queries, k, missed)
+
+
+def sampled(service: Any) -> float:
+    return service.metric("kinlens_online_recall_count", gallery="shop")
+
+
+def test_one_in_n_searches_is_measured(start_service, embedder, photos) -> None:
+    gallery = Approximate(embedder, photos)
+    service = start_service(galleries={"shop": gallery}, recall_sample=3)
+    for number in range(9):
+        service.search(photos[number], k=4)
+        until(lambda number=number: sampled(service) == (number + 1) // 3)
+    assert gallery.exact == 3
+    total = service.metric("kinlens_online_recall_sum", gallery="shop")
+    assert total == pytest.approx(3 * 3 / 4)  # of four true ones the best is missing

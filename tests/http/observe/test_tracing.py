@@ -1,8 +1,6 @@
 """Traces as a real collector receives them; no endpoint, no tracing library."""
 
 import gzip
-import json
-import re
 import subprocess
 import sys
 import threading
@@ -10,12 +8,16 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import httpx
 import pytest
+import structlog
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from tests.support.own_process import own_process
+from kinlens.embedder.errors import KinlensError
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -27,15 +29,13 @@ class Collector:
     def __init__(self) -> None:
         collector = self
         self.spans: list[Span] = []
-        self.resources: list[dict[str, str]] = []
-        self.paths: set[str] = set()
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if self.headers.get("Content-Encoding") == "gzip":
                     body = gzip.decompress(body)
-                collector.receive(self.path, body)
+                collector.receive(body)
                 self.send_response(200)
                 self.send_header("Content-Type", "application/x-protobuf")
                 self.send_header("Content-Length", "0")
@@ -47,13 +47,8 @@ class Collector:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
-    def receive(self, path: str, body: bytes) -> None:
-        self.paths.add(path)
+    def receive(self, body: bytes) -> None:
         for group_ in ExportTraceServiceRequest.FromString(body).resource_spans:
-            given = {entry.key: entry.value for entry in group_.resource.attributes}
-            self.resources.append(
-                {key: value.string_value or str(value.int_value) for key, value in given.items()}
-            )
             for scope in group_.scope_spans:
                 self.spans += scope.spans
 
@@ -82,7 +77,11 @@ def test_a_search_is_one_trace_with_a_span_for_each_stage(start_service, photos,
     service = start_service(otlp_endpoint=collector.url)
     parent = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
     files = {"image": ("query.jpg", photos[0], "image/png")}
-    service.client.post("/search?k=3", files=files, headers=parent).raise_for_status()
+    merge = structlog.contextvars.merge_contextvars
+    with structlog.testing.capture_logs(processors=[merge]) as events:
+        service.client.post("/search?k=3", files=files, headers=parent).raise_for_status()
+        until(lambda: any(event["event"] == "request" for event in events))
+    assert {event["trace_id"] for event in events if event["event"] == "request"} == {TRACE_ID}
     assert service.search(b"hunter2 is not an image").status_code == 415
     service.client.get("/live")
     service.client.get("/ready")
@@ -102,24 +101,6 @@ def test_a_search_is_one_trace_with_a_span_for_each_stage(start_service, photos,
     assert attributes(failed)["error.type"] == "UnsupportedFormatError"
     assert "hunter2" not in str(collector.spans)
     assert not [span for span in collector.spans if "/live" in span.name or "/ready" in span.name]
-    assert collector.paths == {"/v1/traces"}
-    [resource] = {json.dumps(each, sort_keys=True) for each in collector.resources}
-    described = json.loads(resource)
-    assert described["service.name"] == "kinlens"
-    assert {"service.version", "service.instance.id", "process.pid", "host.name"} <= set(described)
-
-
-def test_several_processes_log_their_trace_ids(tiny_settings, collector, tmp_path) -> None:
-    tracing = {"otlp_endpoint": collector.url, "log_level": "info", "workers": 2}
-    with own_process(tmp_path / "log", **tiny_settings | tracing) as started:
-        for _ in range(12):
-            with httpx.Client(base_url=started.url) as client:
-                client.get("/galleries").raise_for_status()
-    requests = started.events("request")
-    logged = {entry["trace_id"] for entry in requests if entry["route"] == "/galleries"}
-    assert logged == {span.trace_id.hex() for span in collector.named("GET /galleries")}
-    assert len(logged) == 12
-    assert all(re.fullmatch(r"[0-9a-f]{32}", str(trace_id)) for trace_id in logged)
 
 
 OFF_AND_AWAY = """
@@ -151,26 +132,10 @@ def test_tracing_is_not_loaded_when_off_and_survives_a_missing_collector() -> No
     assert (lines[0], lines[-1]) == ("[]", "closed")
 
 
-MISSING = """
-import sys
-sys.modules["opentelemetry.exporter"] = None
-from kinlens.service.__main__ import app
-app(sys.argv[1:])
-"""
-
-
-def test_without_the_extra_the_start_names_the_package(tiny_bundle, tiny_gallery) -> None:
-    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
-    done = subprocess.run(
-        [sys.executable, "-c", MISSING, *paths, "--port", "0"],
-        cwd=ROOT,
-        env={"PATH": "", "KINLENS_OTLP_ENDPOINT": "http://user:hunter2@127.0.0.1:4318"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert "KINLENS_OTLP_ENDPOINT" in line
-    assert "pip install 'kinlens[otel]'" in line
-    assert "hunter2" not in line
+def test_without_the_extra_the_start_names_the_package(monkeypatch, tmp_path) -> None:
+    missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setitem(sys.modules, missing, None)
+    settings = Settings(state=tmp_path, otlp_endpoint="http://user:hunter2@127.0.0.1:4318")
+    with pytest.raises(KinlensError, match=r"KINLENS_OTLP_ENDPOINT.*kinlens\[otel\]") as refused:
+        create_app(settings, FakeEmbedder(), {})
+    assert "hunter2" not in str(refused.value)

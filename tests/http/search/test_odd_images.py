@@ -57,20 +57,17 @@ def fault_of(image: OddImage, response: httpx.Response) -> str | None:
     return None
 
 
-def test_the_corpus_has_every_kind_of_answer_and_at_least_200_images() -> None:
-    images = odd_images()
-    assert len(images) >= 200
-    assert {image.status for image in images} == {200, *PROBLEMS}
-    assert sum(image.same for image in images) >= 100
-
-
 def test_every_odd_image_gets_its_status() -> None:
     faults: dict[str, str | None] = {}
+    assert len(odd_images()) >= 200
+    assert {image.status for image in odd_images()} == {200, *PROBLEMS}
+    assert sum(image.same for image in odd_images()) >= 100
     with started() as service:
         for number, image in enumerate(odd_images()):
-            after = replace(GOOD, data=GOOD.data + number.to_bytes(4, "big"))  # in no cache
-            fault = fault_of(image, send(service, image))
-            faults[image.name] = fault or fault_of(after, send(service, after))
+            faults[image.name] = fault_of(image, send(service, image))
+            if image.status != 200 and faults[image.name] is None:
+                after = replace(GOOD, data=GOOD.data + number.to_bytes(4, "big"))  # in no cache
+                faults[image.name] = fault_of(after, send(service, after))
         search_threads = service.runtime.search_threads
         assert (search_threads.restarts, search_threads.kills, search_threads.waiting) == (0, 0, 0)
         assert service.client.get("/ready").status_code == 200

@@ -1,6 +1,5 @@
 """Products: items with several views, ranked by their best view, page by page."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -77,22 +76,6 @@ def test_a_threshold_and_a_filter_apply_to_the_best_view(market, alone) -> None:
     assert len(red) == COUNT // 3
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"positives": ["001.png"]},
-        {"negatives": ["001.png"]},
-        {"distinct": True},
-        {"distinct": "near"},
-        {"diversity": 0.2},
-        {"boost": "price:0.1"},
-    ],
-)
-def test_options_for_one_vector_are_refused_with_several_views(market, more) -> None:
-    problem = assert_problem(post(market, asked(combine="best", **more)), 422, "invalid-parameter")
-    assert "combine = best searches with each image and crop" in str(problem)
-
-
 def test_a_product_is_put_with_several_images_and_found_once(tmp_path) -> None:
     shop = start_shop(tmp_path / "state")
     for product in ("boot", "hat"):
@@ -127,12 +110,3 @@ def test_an_item_needs_exactly_one_product_or_a_key(tmp_path) -> None:
     response = shop.put_json([{"data": text_of(photo(0))}])
     assert "has no key" in assert_problem(response, 422, "invalid-parameter")["detail"]
     shop.running.close()
-
-
-def test_facets_count_the_matches_of_any_view(market, alone) -> None:
-    least = sorted((best_part(alone, key)[0] for key in alone[0]), reverse=True)[5]
-    answer = post(market, asked(combine="best", min_score=least, facets=["product"])).json()
-    counts = Counter(hit["attributes"]["product"] for hit in answer["hits"])
-    reported = {each["value"]: each["count"] for each in answer["facets"]["product"]["values"]}
-    assert reported == counts
-    assert sum(reported.values()) == 6

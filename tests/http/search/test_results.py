@@ -69,10 +69,6 @@ def test_a_boost_adds_a_share_of_its_weight(market) -> None:
         assert keys(found(market, photo(3), k=COUNT, boost=reported)) == expected
     sent = {"files": {"image": photo(3)}, "data": {"k": COUNT, "boost": "price:0.2"}}
     assert keys(market.client.post("/search", **sent).json()) == expected
-    one = found(market, photo(3), k=1)["hits"][0]["id"]
-    similar = f"/galleries/shop/items/{one}/similar?k={COUNT}&boost="
-    dear, cheap = (market.client.get(f"{similar}price:{w}").json() for w in (0.2, -0.2))
-    assert keys(dear) != keys(cheap)
 
 
 @pytest.mark.parametrize("grouping", [{}, {"group_by": "product"}])
@@ -90,15 +86,6 @@ def test_no_hit_above_a_threshold_is_an_explicit_no_match(market) -> None:
     assert (answer["match"], answer["hits"]) == (False, [])
     grouped = found(market, photo(3), min_probability=1, group_by="product")
     assert (grouped["match"], grouped["groups"]) == (False, [])
-
-
-def test_min_score_and_min_probability_both_apply(market) -> None:
-    likely = found(market, photo(3), k=COUNT, min_score=0.1, min_probability=0.5)
-    assert likely["min_score"] == 0.1
-    assert [hit["probability"] >= 0.5 for hit in likely["hits"]] == [True] * likely["count"]
-    near = found(market, photo(3), k=COUNT, min_score=0.99, min_probability=0.001)
-    assert near["min_score"] == 0.99
-    assert all(hit["score"] >= 0.99 for hit in near["hits"])
 
 
 def test_probabilities_need_a_calibration(tmp_path, closes) -> None:
@@ -124,15 +111,10 @@ def test_probabilities_of_products_and_of_no_match_sum_to_one(market) -> None:
     total = sum(products.values()) + answer["no_match_probability"]
     assert total == pytest.approx(1, abs=1e-3)
     assert answer["hits"][0]["probability"] == max(products.values())
-
-
-@pytest.mark.parametrize("by", ["product", "colour"])
-@pytest.mark.parametrize("k", [1, 3, COUNT])
-def test_probabilities_of_groups_and_of_no_match_sum_to_one(market, by: str, k: int) -> None:
-    answer = found(market, photo(3), group_by=by, group_size=2, k=k)
-    total = sum(group["probability"] for group in answer["groups"])
-    assert total + answer["no_match_probability"] == pytest.approx(1, abs=1e-3)
-    assert all(0 <= group["probability"] <= 1 for group in answer["groups"])
+    for by, k in (("product", 1), ("product", COUNT), ("colour", 3)):
+        grouped = found(market, photo(3), group_by=by, group_size=2, k=k)
+        total = sum(group["probability"] for group in grouped["groups"])
+        assert total + grouped["no_match_probability"] == pytest.approx(1, abs=1e-3)
 
 
 def test_a_probability_does_not_depend_on_the_page_the_filter_or_k(market) -> None:
@@ -140,25 +122,6 @@ def test_a_probability_does_not_depend_on_the_page_the_filter_or_k(market) -> No
     for fields in ({"k": 1}, {"k": 4, "offset": 5}, {"filter": 'colour = "red"', "k": COUNT}):
         for hit in found(market, photo(3), **fields)["hits"]:
             assert hit["probability"] == whole[hit["id"]]
-
-
-def test_a_larger_prior_raises_the_probability_of_no_match(tmp_path, closes) -> None:
-    reported = []
-    for prior in (0.0, 0.1, 0.9):
-        shop = closes(start_market(tmp_path / f"{prior}", no_match_prior=prior))
-        answer = found(shop.running, encoded(render(99)))
-        reported.append(answer["no_match_probability"])
-        assert shop.gallery()["calibration"]["no_match_prior"] == prior
-    assert reported == sorted(reported)
-    assert reported[0] < reported[2]
-
-
-def test_a_gallery_reports_the_source_of_its_probabilities(market) -> None:
-    described = market.client.get("/galleries/shop").json()
-    calibration = described["calibration"]
-    known = {name: calibration[name] for name in ("source", "product", "products", "views")}
-    assert known == {"source": "bundle", "product": "product", "products": 6, "views": 2}
-    assert "at least 16 are needed" in calibration["reason"]
 
 
 def test_a_configured_gallery_is_recalibrated_after_changes(tmp_path, closes) -> None:
@@ -194,9 +157,8 @@ def test_min_probability_keeps_the_likely_hits_at_their_ranks(market) -> None:
         assert [group["value"] for group in some] == likely
 
 
-@pytest.mark.parametrize("combine", ["mean", "best"])
-def test_a_likely_group_keeps_its_unlikely_hits(market, combine: str) -> None:
-    asked = {"group_by": "colour", "k": COUNT, "combine": combine}
+def test_a_likely_group_keeps_its_unlikely_hits(market) -> None:
+    asked = {"group_by": "colour", "k": COUNT}
     groups = found(market, encoded(render(99)), **asked)["groups"]
     assert max(hit["probability"] for group in groups for hit in group["hits"]) < max(
         group["probability"] for group in groups
@@ -204,15 +166,6 @@ def test_a_likely_group_keeps_its_unlikely_hits(market, combine: str) -> None:
     for least in sorted(group["probability"] for group in groups):
         some = found(market, encoded(render(99)), min_probability=least, **asked)["groups"]
         assert some == [group for group in groups if group["probability"] >= least]
-
-
-def test_a_product_without_further_images_has_no_match(market) -> None:
-    one = found(market, positives=["003.png"], k=COUNT)
-    assert one["no_match_probability"] < 1
-    assert one["hits"][0]["probability"] > 0
-    both = found(market, positives=["002.png", "003.png"], k=COUNT)  # all photos of this product
-    assert {hit["probability"] for hit in both["hits"]} == {0}
-    assert both["no_match_probability"] == 1
 
 
 @pytest.mark.parametrize(
@@ -226,24 +179,6 @@ def test_a_product_without_further_images_has_no_match(market) -> None:
 def test_a_filter_as_text_and_as_json_are_equivalent(market, where: Any) -> None:
     answer = found(market, photo(0), k=COUNT, filter=where)
     assert sorted(numbers(answer["hits"])) == [3, 6, 9]
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"filter": "colour ="}, "ends at position"),
-        ({"filter": "size = 3"}, "no attribute 'size'"),
-        ({"filter": "price = 'x'"}, "is a number"),
-        ({"filter": {"price": {"~": 2}}}, "$.price"),
-        ({"filter": "{"}, "not valid JSON"),
-        ({"filter": "[" * 50_000}, "cannot be parsed"),
-        ({"group_by": "size"}, "'size'"),
-        ({"boost": "colour:0.1"}, "no numeric attribute 'colour' to boost by"),
-    ],
-)
-def test_an_invalid_filter_or_attribute_is_named(market, asked: Any, message: str) -> None:
-    body = {"images": [{"data": text_of(photo(0))}], **asked}
-    assert message in assert_problem(post(market, body), 422, "invalid-filter")["detail"]
 
 
 def test_groups_are_ranked_by_their_best_hit(market) -> None:
@@ -270,7 +205,7 @@ def test_a_crop_is_searched_like_a_whole_image(market) -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "liked", "disliked"), [((1, 2), (5,), ()), ((), (5, 6), (1,)), ((2,), (5,), (1, 3))]
+    ("images", "liked", "disliked"), [((1, 2), (5,), ()), ((2,), (5,), (1, 3))]
 )
 def test_images_likes_and_dislikes_follow_rocchio(market, vectors, images, liked, disliked) -> None:
     named = {"positives": liked, "negatives": disliked}
@@ -288,18 +223,10 @@ def test_images_likes_and_dislikes_follow_rocchio(market, vectors, images, liked
 def test_invalid_likes_are_refused_with_the_reason(market) -> None:
     unknown = post(market, {"positives": ["none.png"]})
     assert "none.png" in assert_problem(unknown, 404, "unknown-item")["detail"]
-    cancelled = post(market, {"positives": ["001.png"], "negatives": ["001.png"]})
-    assert cancelled.status_code == 200  # twice the liked less the disliked is the liked
     many = post(market, {"positives": [f"{n}" for n in range(257)]})
     problem = assert_problem(many, 422, "invalid-parameter")
     assert "256 or fewer" in problem["detail"]
     assert problem["errors"][0]["name"] == "positives"
-
-
-def test_the_bad_image_among_several_is_named(market) -> None:
-    images = [{"data": text_of(data)} for data in (photo(1), b"no picture", photo(2))]
-    problem = assert_problem(post(market, {"images": images}), 415, "unsupported-format")
-    assert problem["detail"].startswith("Image 2: ")
 
 
 def test_similar_items_are_the_hits_of_a_search_with_the_item(market) -> None:
@@ -307,10 +234,10 @@ def test_similar_items_are_the_hits_of_a_search_with_the_item(market) -> None:
     path = f"/galleries/shop/items/{hits[0]['id']}/similar"
     answer = market.client.get(path, params={"k": COUNT}).json()
     assert keys(answer) == [hit["key"] for hit in hits[1:]]
-    params = {"k": 2, "offset": 1, "filter": "price < 9", "group_by": "colour", "group_size": 2}
-    grouped = market.client.get(path, params=params).json()
-    assert grouped["count"] == 2
-    assert all(n < 9 for group in grouped["groups"] for n in numbers(group["hits"]))
+    params = {"k": 2, "offset": 1, "filter": "price < 9", "group_by": "colour"}
+    grouped = market.client.get(path, params=params).json()["groups"]
+    assert len(grouped) == 2
+    assert all(n < 9 for group in grouped for n in numbers(group["hits"]))
 
 
 def test_a_similar_search_checks_item_gallery_and_version(market) -> None:
@@ -323,17 +250,12 @@ def test_a_similar_search_checks_item_gallery_and_version(market) -> None:
     assert "was rebuilt" in assert_problem(other, 404, "unknown-item")["detail"]
     assert_problem(market.client.get("/galleries/shop/items/999/similar"), 404, "unknown-item")
     assert_problem(market.client.get("/galleries/x/items/1/similar"), 404, "unknown-gallery")
-    for params in ({"k": 0}, {"gallery": "shop"}, {"image": "x"}, {"positive": "a"}):
-        refused = market.client.get(path, params=params)
-        assert_problem(refused, 422, "invalid-parameter")
-
-
-@pytest.mark.parametrize("version", ["latest", "0123", "A" * 12, "0" * 65])
-@pytest.mark.parametrize("what", ["similar", "image"])
-def test_an_invalid_version_is_an_error_of_that_parameter(market, what: str, version: str) -> None:
-    response = market.client.get(f"/galleries/shop/items/1/{what}", params={"version": version})
-    problem = assert_problem(response, 422, "invalid-parameter")
-    assert problem["errors"][0]["name"] == "version"
+    for version in ("latest", "A" * 12, "0" * 65):
+        for what in ("similar", "image"):
+            wrong = f"/galleries/shop/items/1/{what}"
+            response = market.client.get(wrong, params={"version": version})
+            problem = assert_problem(response, 422, "invalid-parameter")
+            assert problem["errors"][0]["name"] == "version"
 
 
 def test_distinct_counts_equal_contents_once(tmp_path, closes) -> None:
@@ -350,15 +272,12 @@ def test_every_parameter_is_part_of_the_cache_key(market) -> None:
         {},
         {"images": [image, {"data": text_of(photo(1))}]},
         {"images": [image | {"crops": [[0, 0, 0.5, 1]]}]},
-        {"images": [image | {"crops": [[0, 0, 1, 0.5]]}]},
         {"k": 3},
         {"offset": 1},
         {"min_score": 0.2},
         {"min_probability": 0.2},
         {"filter": "price < 5"},
-        {"filter": "price < 6"},
         {"group_by": "colour"},
-        {"group_by": "product"},
         {"group_by": "colour", "group_size": 2},
         {"positives": ["001.png"]},
         {"positives": ["001.png", "002.png"]},
@@ -390,8 +309,6 @@ def test_every_parameter_is_part_of_the_cache_key(market) -> None:
     ("one", "other"),
     [
         ({"images": ["a", "b"]}, {"images": ["b", "a"]}),
-        ({"positives": ["001.png", "002.png"]}, {"positives": ["002.png", "001.png"]}),
-        ({"min_score": 0}, {"min_score": -0.0}),
         ({"filter": "price = 1 and colour = 'red'"}, {"filter": "((price==1) and (colour='red'))"}),
     ],
 )

@@ -95,7 +95,9 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize("pack", [tgz, zipped])
 def test_a_data_set_appears_complete(tmp_path: Path, pack: Callable[..., bytes]) -> None:
     messages: list[str] = []
-    with http_site(Site(pack(BIRDS))) as site:
+    # A server may call a packed file so: it stays packed on its way.
+    headers = {"Content-Encoding": "x-gzip"} if pack is tgz else {}
+    with http_site(Site(pack(BIRDS), headers=headers)) as site:
         source = source_of(site.content, site.url)
         folder = obtain(source, tmp_path / "new", report=messages.append)
         assert obtain(source, tmp_path / "new") == folder == tmp_path / "new" / "birds"
@@ -105,37 +107,30 @@ def test_a_data_set_appears_complete(tmp_path: Path, pack: Callable[..., bytes])
     assert messages == ["Birds is being downloaded: 0.001 GB.", "Birds is unpacked."]
 
 
-def test_a_tgz_stays_packed_on_its_way_whatever_the_server_calls_it(tmp_path: Path) -> None:
-    with http_site(Site(tgz(BIRDS), headers={"Content-Encoding": "x-gzip"})) as site:
-        obtain(source_of(site.content, site.url), tmp_path)
-
-
 def test_an_archive_that_lies_there_is_used_if_it_is_the_right_one(tmp_path: Path) -> None:
     content = tgz(BIRDS)
     put_archive(tmp_path, content[:-1])
     with pytest.raises(DatasetError, match="Birds could not be downloaded"):
         obtain(source_of(content, NOWHERE), tmp_path)
     assert names(tmp_path) == ["birds.tgz"]
+    (tmp_path / ".birds.unpacking" / "birds" / "old").mkdir(parents=True)  # of a broken unpacking
     obtain(put_archive(tmp_path, content), tmp_path, keep_archive=True)
     assert names(tmp_path) == ["birds", "birds.tgz"]
+    assert names(tmp_path / "birds") == ["images", "list.txt"]
 
 
 def test_the_next_address_is_tried_and_all_faults_told(tmp_path: Path) -> None:
     with http_site(Site(tgz(BIRDS))) as site, http_site(Site(b"", status=404)) as gone:
         source = source_of(site.content, gone.url, site.url)
         obtain(source, tmp_path)
-        bad = replace(source, urls=(gone.url, NOWHERE, "ftp://127.0.0.1:1/x"), folder="other")
+        bad = replace(source, urls=(gone.url, NOWHERE), folder="other")
         with pytest.raises(DatasetError) as caught:
             obtain(bad, tmp_path)
     faults = str(caught.value).splitlines()
     assert faults[0].startswith(f"{gone.url}: 404 Client Error")
     assert faults[1].startswith(f"{NOWHERE}: ")
-    assert faults[2].startswith("ftp://127.0.0.1:1/x: ")
-    for cure in (
-        "--url with another address",
-        f"curl -L -C - -o {tmp_path / 'birds.tgz'} {gone.url}",
-    ):
-        assert cure in faults[3]
+    assert "--url with another address" in faults[2]
+    assert f"curl -L -C - -o {tmp_path / 'birds.tgz'} {gone.url}" in faults[2]
     assert names(tmp_path) == ["birds"]
 
 
@@ -147,21 +142,6 @@ def test_what_is_not_the_whole_file_is_not_kept(tmp_path: Path, fault: str) -> N
     with http_site(site), pytest.raises(DatasetError, match=rf"birds.tgz: .*{reason}"):
         obtain(source_of(content, site.url), tmp_path)
     assert not names(tmp_path)
-
-
-def test_a_full_disk_is_told_before_the_download(tmp_path: Path) -> None:
-    with http_site(Site(tgz(BIRDS))) as site:
-        source = replace(source_of(site.content, site.url), gigabytes=10**9)
-        with pytest.raises(DatasetError, match=r"GB free; 2100000000.00 GB are needed .*--root"):
-            obtain(source, tmp_path)
-    assert site.asked == 0
-
-
-def test_left_overs_of_a_broken_unpacking_are_replaced(tmp_path: Path) -> None:
-    source = put_archive(tmp_path, tgz(BIRDS))
-    (tmp_path / ".birds.unpacking" / "birds").mkdir(parents=True)
-    (tmp_path / ".birds.unpacking" / "birds" / "old.jpg").write_bytes(b"old")
-    assert names(obtain(source, tmp_path)) == ["images", "list.txt"]
 
 
 def test_what_cannot_be_unpacked_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -180,13 +160,14 @@ def test_nothing_is_unpacked_outside_the_folder(tmp_path: Path) -> None:
     assert (names(tmp_path), names(tmp_path / "data")) == (["data"], ["birds.tgz"])
 
 
-def test_every_official_data_set_can_be_fetched_or_is_explained() -> None:
+def test_every_official_data_set_can_be_fetched_or_is_explained(tmp_path: Path) -> None:
     assert {*SOURCES, *BY_HAND} == {"cub", "cars196", "sop", "in_shop", "aircraft"}
-    for source in SOURCES.values():
-        assert source.urls
-        assert len(source.md5) == 32
     with pytest.raises(DatasetError, match=r"data set 'cubs'. Give one of cub, .*in_shop"):
         find_source("cubs")
+    done = CliRunner().invoke(app, ["download", "in_shop", "--root", str(tmp_path / "d")])
+    assert done.exit_code == 1
+    assert f"{tmp_path / 'd'}/in_shop/Eval/list_eval_partition.txt" in done.stdout
+    assert not (tmp_path / "d").exists()
 
 
 def test_the_command_names_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,14 +181,3 @@ def test_the_command_names_the_next_one(tmp_path: Path, monkeypatch: pytest.Monk
     assert f"kinlens-train data doctor {tmp_path / 'birds'}" in done.stdout
     assert "exists already" in again.stdout
     assert site.asked == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [("in_shop", "Eval/list_eval_partition.txt"), ("cars196", "cars_annos.mat")],
-)
-def test_the_command_explains_manual_downloads(tmp_path: Path, name: str, file: str) -> None:
-    done = CliRunner().invoke(app, ["download", name, "--root", str(tmp_path / "d")])
-    assert done.exit_code == 1
-    assert f"{tmp_path / 'd'}/{name}/{file}" in done.stdout
-    assert not (tmp_path / "d").exists()

@@ -1,11 +1,9 @@
 """Feedback as a source of training data: who joins which class, and which classes are confused."""
 
 import csv
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -106,36 +104,6 @@ def test_what_rows_tell_and_what_they_do_not(shop: Path, tmp_path: Path) -> None
     assert sum(split.feedback.unused.values()) == 17 - 7
 
 
-def naive_class(rows: Rows, query: str) -> str | None:
-    """By counting again for every product."""
-    votes = dict.fromkeys(PRODUCTS, 0)
-    for name, _, item, action in rows:
-        if name == query:
-            votes[item.split("/")[0]] += -1 if action == "wrong" else 1
-    best = [product for product in PRODUCTS if votes[product] == max(votes.values())]
-    return best[0] if len(best) == 1 and votes[best[0]] > 0 else None
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_images_and_pairs_are_those_of_a_naive_count(shop: Path, tmp_path: Path, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    queries = [f"pictures/{number}.png" for number in range(12)]
-    rows: Rows = [
-        (str(rng.choice(queries)), "", f"{rng.choice(PRODUCTS)}/0.png", str(action))
-        for action in rng.choice(["clicked", "bought", "wrong"], 60)
-    ]
-    split = split_of(shop, reported(tmp_path / "reported", rows))
-    trained = set(split.train.class_names)
-    own = {query: naive_class(rows, query) for query in queries}
-    assert joined(split) == {Path(q).name: p for q, p in own.items() if p in trained}
-    pairs = Counter(
-        frozenset((product, item.split("/")[0]))
-        for query, _, item, action in rows
-        if action == "wrong" and (product := own[query]) and item.split("/")[0] != product
-    )
-    assert confused(split) == {pair: n for pair, n in pairs.items() if pair <= trained}
-
-
 def test_no_class_that_is_held_out_is_touched(shop: Path, tmp_path: Path) -> None:
     rows: Rows = [(f"{name}.png", "", f"{name}/0.png", "clicked") for name in PRODUCTS]
     rows += [("bag.png", "", f"{name}/0.png", "wrong") for name in PRODUCTS[1:]]
@@ -171,15 +139,9 @@ def test_an_image_in_two_folders_counts_once(shop: Path, tmp_path: Path) -> None
     [
         (None, r"reported/pairs.csv cannot be read .* `kinlens-serve feedback export` wrote"),
         ("query,item\n", r"must name the columns query, query_key, item, action; it names query,"),
-        (
-            "a.png,,bag/0.png,liked",
-            r"line 2: the action 'liked' must be one of clicked, bought, wrong",
-        ),
+        ("a.png,,bag/0.png,liked", r"line 2: the action 'liked' must be one of clicked, bought, w"),
         (",,bag/0.png,wrong", r"line 2: it needs an item, and a query or query_key"),
-        (
-            "../a.png,,bag/0.png,wrong",
-            r"line 2: the query '../a.png' must be a relative path",
-        ),
+        ("../a.png,,bag/0.png,wrong", r"line 2: the query '../a.png' must be a relative path"),
     ],
 )
 def test_bad_folders_are_named(shop: Path, tmp_path: Path, text: str | None, message: str) -> None:
@@ -190,9 +152,9 @@ def test_bad_folders_are_named(shop: Path, tmp_path: Path, text: str | None, mes
         (folder / "pairs.csv").write_text(header + text)
     with pytest.raises(DatasetError, match=message):
         split_of(shop, folder)
-    report = examine(shop, feedback=[folder])
-    assert [finding.code for finding in report.findings] == ["feedback-rows"]
-    assert not report.healthy
+    assert [finding.code for finding in examine(shop, feedback=[folder]).findings] == [
+        "feedback-rows"
+    ]
 
 
 def test_the_doctor_tells_what_feedback_adds(shop: Path, tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ CASES: dict[str, dict[str, object]] = {
 }
 PROXY_CASES = [name for name in CASES if name.split()[0] in WITH_PROXIES]
 PAIR_CASES = [name for name in CASES if name not in PROXY_CASES]
-DRAWING = ["margin", "margin per_class", "triplet distance_weighted"]
 
 
 def make(name: str, seed: int = 1, classes: int = CLASSES, **options: object) -> MetricLoss:

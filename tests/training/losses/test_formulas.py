@@ -1,6 +1,5 @@
 """Each loss against its formula, term by term in float64, and against pytorch-metric-learning."""
 
-import itertools
 import math
 from collections.abc import Callable
 
@@ -9,18 +8,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from pytorch_metric_learning import losses as reference
-from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
+from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity
 from pytorch_metric_learning.miners import BatchHardMiner, MultiSimilarityMiner
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.regularizers import SparseCentersRegularizer
-from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from kinlens.training.losses import proxy_anchor
 from kinlens.training.losses.base import MetricLoss
-from kinlens.training.miners import distance_weighted
+from kinlens.training.losses.miners import distance_weighted
 from tests.training.losses.cases import CLASSES, DIM, batch, make, value
 
 Array = NDArray[np.float64]
@@ -65,23 +60,6 @@ def triplet(loss: MetricLoss, x: Array, y: list[int]) -> float:
     return sum(terms) / len(terms)
 
 
-def lifted_structure(loss: MetricLoss, x: Array, y: list[int]) -> float:
-    total = 0.0
-    for positive, negative in mined(loss, x, y):
-        if positive and negative:
-            pull = math.log(sum(math.exp(0.5 - s) for s in positive))
-            total += max(pull + math.log(sum(math.exp(s) for s in negative)), 0.0)
-    return total / len(y)
-
-
-def multi_similarity(loss: MetricLoss, x: Array, y: list[int]) -> float:
-    total = 0.0
-    for positive, negative in mined(loss, x, y):
-        total += math.log(1 + sum(math.exp(-2 * (s - 0.5)) for s in positive)) / 2
-        total += math.log(1 + sum(math.exp(50 * (s - 0.5)) for s in negative)) / 50
-    return total / len(y)
-
-
 def binomial_deviance(_: MetricLoss, x: Array, y: list[int]) -> float:
     total = 0.0
     for _, positive, negative in anchors(x, y):
@@ -109,42 +87,19 @@ def n_pair(loss: MetricLoss, x: Array, y: list[int]) -> float:
     return sum(terms) / len(terms) + 0.3 * float((x**2).sum()) / len(y)
 
 
-def margin(loss: MetricLoss, x: Array, y: list[int]) -> float:
-    beta, terms, betas = loss.beta.tolist(), [], []
-    for c, positive, negative in anchors(x, y):
-        terms += [max(0.5 + math.sqrt(2 - 2 * s) - beta[c], 0.0) for s in positive]
-        terms += [max(0.5 - math.sqrt(2 - 2 * s) + beta[c], 0.0) for s in negative]
-        betas += [beta[c]] * len(positive)
-    return sum(terms) / sum(term > 0 for term in terms) + 0.1 * sum(betas) / len(betas)
-
-
 def units(loss: MetricLoss) -> Array:
     return F.normalize(loss.proxies.detach(), dim=1).numpy()
 
 
-def proxy_anchor_(loss: MetricLoss, x: Array, y: list[int]) -> float:
-    pull = push = 0.0
-    for c, proxy in enumerate(units(loss)):
-        pairs = list(zip((x @ proxy).tolist(), y, strict=True))
-        pull += math.log(1 + sum(math.exp(-32 * (s - 0.1)) for s, own in pairs if own == c))
-        push += math.log(1 + sum(math.exp(32 * (s + 0.1)) for s, own in pairs if own != c))
-    return pull / len(set(y)) + push / CLASSES
-
-
 def separation(loss: MetricLoss, x: Array, y: list[int]) -> float:
-    w, pull, push = units(loss), 0.0, 0.0
-    for c in range(CLASSES):
-        own = [row for row, label in zip(x, y, strict=True) if label == c]
-        pull += math.log(1 + sum(math.exp(-32 * (float(w[c] @ row) - 0.1)) for row in own))
-        inner = 0.0
-        for other in set(range(CLASSES)) - {c}:
-            alike = float(w[c] @ w[other])
-            if hasattr(loss, "over_batch"):
-                alike = sum(float(w[c] @ row) * float(row @ w[other]) for row in x)
-                alike /= len(x) if loss.over_batch == "mean" else 1
-            inner += math.exp(32 * (alike + 0.1))
-        push += math.log(1 + inner)
-    return pull / len(set(y)) + push / CLASSES
+    w, labels = units(loss), np.array(y)
+    similar = x @ w.T  # (B, C)
+    pull = [np.exp(-32 * (similar[labels == c, c] - 0.1)).sum() for c in range(CLASSES)]
+    alike = w @ w.T
+    if hasattr(loss, "over_batch"):
+        alike = similar.T @ similar / (len(x) if loss.over_batch == "mean" else 1)
+    push = (np.exp(32 * (alike + 0.1)) * (1 - np.eye(CLASSES))).sum(axis=1)
+    return np.log1p(pull).sum() / len(set(y)) + np.log1p(push).mean()
 
 
 def proxy_nca(loss: MetricLoss, x: Array, y: list[int]) -> float:
@@ -155,62 +110,22 @@ def proxy_nca(loss: MetricLoss, x: Array, y: list[int]) -> float:
     return total / len(y)
 
 
-def arcface(loss: MetricLoss, x: Array, y: list[int]) -> float:
-    w, total = units(loss), 0.0
-    for row, c in zip(x, y, strict=True):
-        logits = [loss.scale * float(row @ weights) for weights in w]
-        theta = math.acos(float(row @ w[c]))
-        logits[c] = loss.scale * math.cos(theta + loss.margin)
-        if theta > math.pi - loss.margin:  # some are, at 80 degrees
-            logits[c] = loss.scale * (math.cos(theta) - loss.margin * math.sin(loss.margin))
-        total += math.log(sum(math.exp(z - logits[c]) for z in logits))
-    return total / len(y)
-
-
-def soft_triple(loss: MetricLoss, x: Array, y: list[int]) -> float:
-    count, total, spread = loss.centres_per_class, 0.0, 0.0
-    w = units(loss).reshape(CLASSES, count, DIM)
-    for row, own in zip(x, y, strict=True):
-        logits = []
-        for c in range(CLASSES):
-            weights = [math.exp(10 * float(row @ w[c, k])) for k in range(count)]
-            s = sum(weights[k] * float(row @ w[c, k]) for k in range(count)) / sum(weights)
-            logits.append(20 * (s - (0.1 if c == own else 0.0)))
-        total += -math.log(math.exp(logits[own]) / sum(math.exp(z) for z in logits))
-    for c, (k, other) in itertools.product(range(CLASSES), itertools.combinations(range(count), 2)):
-        spread += math.sqrt(2 + 1e-5 - 2 * float(w[c, k] @ w[c, other]))
-    return total / len(y) + 0.2 * spread / max(CLASSES * count * (count - 1), 1)
-
-
 @pytest.mark.parametrize(
     ("formula", "name", "options"),
     [
         (contrastive, "contrastive", {}),
         (contrastive, "contrastive hard", {}),
-        (triplet, "triplet", {"margin": 0.0}),
         (triplet, "triplet", {"margin": 0.7}),
-        (triplet, "triplet all", {"margin": 0.1}),
         (triplet, "triplet all", {"margin": 2.5}),
-        (lifted_structure, "lifted_structure", {}),
-        (lifted_structure, "lifted_structure all", {}),
-        (multi_similarity, "multi_similarity", {}),
-        (multi_similarity, "multi_similarity", {"epsilon": 0.6}),
-        (multi_similarity, "multi_similarity all", {}),
         (binomial_deviance, "binomial_deviance", {}),
         (n_pair, "n_pair", {"l2": 0.3}),
         (n_pair, "n_pair one_per_class", {"l2": 0.3}),
         (n_pair, "n_pair normalized", {"l2": 0.3}),
-        (margin, "margin all", {"beta_per_class": True}),
-        (proxy_anchor_, "proxy_anchor", {}),
         (separation, "loss1", {}),
         (separation, "loss2", {}),
         (separation, "loss2 mean", {}),
         (proxy_nca, "proxy_nca", {}),
         (proxy_nca, "proxy_nca", {"scale": 9.0}),
-        (arcface, "arcface", {}),
-        (arcface, "arcface", {"margin_degrees": 80.0, "scale": 4.0}),
-        (soft_triple, "soft_triple", {}),
-        (soft_triple, "soft_triple of one centre", {}),
     ],
 )
 def test_a_loss_is_the_formula_of_its_paper(
@@ -220,19 +135,11 @@ def test_a_loss_is_the_formula_of_its_paper(
     embeddings = embeddings.double()
     if formula is n_pair:
         embeddings = 2 * embeddings  # of any length
-    if formula is margin:
-        with torch.no_grad():
-            loss.beta.add_(0.1 * torch.arange(CLASSES))
     expected = formula(loss, embeddings.numpy(), labels.tolist())
     assert value(loss, embeddings, labels).item() == pytest.approx(expected, rel=1e-7)
 
 
 COSINE = CosineSimilarity()
-
-
-def mean_triplets(distance: object) -> object:
-    """Its defaults are unsquared distances and a mean over the terms above 0."""
-    return reference.TripletMarginLoss(0.1, distance=distance, reducer=MeanReducer())
 
 
 def with_proxies(theirs: torch.nn.Module, ours: MetricLoss) -> torch.nn.Module:
@@ -243,20 +150,23 @@ def with_proxies(theirs: torch.nn.Module, ours: MetricLoss) -> torch.nn.Module:
     return theirs
 
 
-def of_triplets(name: str) -> tuple[Tensor, Tensor]:
-    ours = make("triplet all", margin=0.05 if name == "squared distances" else 0.1)
+def test_losses_of_triplets_equal_those_of_pytorch_metric_learning() -> None:
+    """Its defaults are unsquared distances and a mean over the terms above 0."""
     x, y = batch(30)
-    if name == "squared distances":  # twice a margin in cosines, twice the value
-        return 2 * value(ours, x, y), mean_triplets(LpDistance(power=2))(x, y)
-    if name == "hard":
-        mined = BatchHardMiner(distance=COSINE)(x, y)
-        return value(make("triplet hard"), x, y), mean_triplets(COSINE)(x, y, mined)
-    return value(ours, x, y), mean_triplets(COSINE)(x, y)
-
-
-@pytest.mark.parametrize("name", ["cosines", "squared distances", "hard"])
-def test_triplets_are_those_of_pytorch_metric_learning(name: str) -> None:
-    torch.testing.assert_close(*of_triplets(name))
+    triplets = reference.TripletMarginLoss(0.1, distance=COSINE, reducer=MeanReducer())
+    mined = BatchHardMiner(distance=COSINE)(x, y)
+    torch.testing.assert_close(value(make("triplet all"), x, y), triplets(x, y))
+    torch.testing.assert_close(value(make("triplet hard"), x, y), triplets(x, y, mined))
+    torch.manual_seed(3)
+    drawn, negative = distance_weighted(x @ x.T, y, DIM)
+    anchor, positive = drawn.nonzero(as_tuple=True)
+    mined = anchor, positive, negative[drawn]
+    torch.testing.assert_close(
+        value(make("triplet distance_weighted"), x, y), triplets(x, y, mined)
+    )
+    margin = reference.MarginLoss(margin=0.5, beta=1.2, nu=0.1, learn_beta=True)
+    expected = margin(x, y, mined).detach()
+    torch.testing.assert_close(value(make("margin", nu=0.1), x, y), expected)
 
 
 def test_losses_of_pairs_equal_those_of_pytorch_metric_learning() -> None:
@@ -274,58 +184,23 @@ def test_losses_of_pairs_equal_those_of_pytorch_metric_learning() -> None:
     torch.testing.assert_close(value(ours, 3 * x, y), n_pairs(3 * x, y))
 
 
-def test_margin_over_the_mined_triplets_equals_pytorch_metric_learning() -> None:
-    embeddings, labels = batch(30)
-    torch.manual_seed(3)
-    mined, negative = distance_weighted(embeddings @ embeddings.T, labels, DIM)
-    anchor, positive = mined.nonzero(as_tuple=True)
-    theirs = reference.MarginLoss(margin=0.5, beta=1.2, nu=0.1, learn_beta=True)
-    expected = theirs(embeddings, labels, (anchor, positive, negative[mined])).detach()
-    torch.testing.assert_close(value(make("margin", nu=0.1), embeddings, labels), expected)
-
-
 def test_losses_with_proxies_equal_those_of_pytorch_metric_learning() -> None:
     x, y = batch()
     sizes = (CLASSES, DIM)
-    anchor, arc, soft = make("proxy_anchor"), make("arcface"), make("soft_triple")
     regularizer = SparseCentersRegularizer(CLASSES, 3)  # without it no term that joins centres
     softly = {"la": 20, "gamma": 0.1, "margin": 0.1, "weight_regularizer": regularizer}
     softly |= {"centers_per_class": 3, "weight_reg_weight": 0.2}
     for ours, theirs in (
-        (anchor, reference.ProxyAnchorLoss(*sizes, margin=0.1, alpha=32)),
-        (arc, reference.ArcFaceLoss(*sizes, margin=28.6, scale=64)),
-        (soft, reference.SoftTripleLoss(*sizes, **softly)),  # its 1e-5 is smaller
+        (make("proxy_anchor"), reference.ProxyAnchorLoss(*sizes, margin=0.1, alpha=32)),
+        (make("arcface"), reference.ArcFaceLoss(*sizes, margin=28.6, scale=64)),
+        (
+            make("arcface", margin_degrees=80.0, scale=4.0),  # some angles end beyond 180 degrees
+            reference.ArcFaceLoss(*sizes, margin=80.0, scale=4.0),
+        ),
+        (make("soft_triple"), reference.SoftTripleLoss(*sizes, **softly)),  # its 1e-5 is smaller
     ):
         expected = with_proxies(theirs, ours)(x, y).detach()
         torch.testing.assert_close(value(ours, x, y), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_pytorch_metric_learning_has_the_own_proxy_below_which_is_softplus_of_ours() -> None:
-    loss, (embeddings, labels) = make("proxy_nca"), batch()
-    theirs = with_proxies(reference.ProxyNCALoss(CLASSES, DIM), loss)
-    for row, label in zip(embeddings.split(1), labels.split(1), strict=True):
-        torch.testing.assert_close(F.softplus(value(loss, row, label)), theirs(row, label).detach())
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers how many numbers the largest result of any operation had."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.numbers = max(self.numbers, leaf.numel())
-        return result
-
-
-def test_all_triplets_need_no_cube_of_the_batch() -> None:
-    embeddings, labels = batch(60)
-    embeddings.requires_grad_()
-    with LargestTensor() as largest:
-        make("triplet all")(embeddings, labels).backward()
-    assert 60 * 59 <= largest.numbers <= 2 * 60**2
 
 
 def test_a_sample_whose_probability_underflows_still_counts() -> None:
@@ -349,21 +224,11 @@ def test_large_exponents_and_large_batches_do_not_overflow() -> None:
     assert torch.isfinite(value(make("binomial_deviance", negative_cost=1e4), *batch()))
 
 
-def test_the_push_in_parts_equals_the_push_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = F.normalize(torch.randn(7, 4, dtype=torch.float64), dim=1).requires_grad_()
-    whole = proxy_anchor.push_apart(rows, 32.0, 0.1)
-    (gradient,) = torch.autograd.grad(whole, rows)
-    monkeypatch.setattr(proxy_anchor, "CHUNK", 3)
-    parts = proxy_anchor.push_apart(rows, 32.0, 0.1)
-    torch.testing.assert_close(parts, whole)
-    torch.testing.assert_close(torch.autograd.grad(parts, rows)[0], gradient)
-
-
-def test_margins_beta_is_learnt_or_kept_in_the_state() -> None:
+def test_margins_beta_is_learnt_per_class_or_kept_in_the_state() -> None:
     embeddings, labels = torch.eye(DIM)[:2].repeat(2, 1), torch.tensor([0, 0, 0, 0])
-    loss = make("margin all", beta=0.7, margin=0.1)
+    loss = make("margin all", beta=0.7, margin=0.1, beta_per_class=True)
     loss(embeddings, labels).backward()
-    assert loss.beta.grad.item() < 0  # it grows: positives lie outside
+    assert (loss.beta.grad < 0).tolist() == [True] + 4 * [False]  # it grows: positives lie outside
     fixed = make("margin", beta=0.9, learn_beta=False)
     assert list(fixed.parameters()) == []
     assert fixed.state_dict()["beta"].item() == pytest.approx(0.9)

@@ -52,67 +52,54 @@ def tried(folder: Path, runner: FakeRunner, count: int = 6, **options: Any) -> T
 
 
 def values(runner: FakeRunner) -> list[tuple[object, ...]]:
-    jobs = [job for job, _, _ in runner.calls]
     return [
         (j.loss.margin, j.optimizer.lr_trunk, j.optimizer.batch_size, j.optimizer.schedule)
-        for j in jobs
+        for j, _, _ in runner.calls
     ]
 
 
-def test_values_lie_in_the_space_and_the_best_trial_wins(tmp_path: Path) -> None:
-    runner = FakeRunner(by_margin)
-    best = tried(tmp_path, runner, 12)
+def test_values_lie_in_the_space_and_the_best_trial_is_a_job_that_tests_once(
+    tmp_path: Path,
+) -> None:
+    runner, split = FakeRunner(by_margin), some_split()
+    base, space = some_job(optimizer={"epochs": 40}), plan(12, trial_epochs=3, fraction=0.3)
+    best = search(base, split, space, tmp_path, Silent(), runner)
     assert len(runner.calls) == 12
     for margin, rate, batch, schedule in values(runner):
         assert 0 <= margin <= 1
         assert 1e-6 <= rate <= 1e-2
         assert batch in range(10, 101, 10)
         assert schedule in ("linear", "cosine")
-    scores = [by_margin(job, split)["R@1"] for job, split, _ in runner.calls]
-    assert best.score == max(scores)
-    assert best.number == scores.index(max(scores))
-    assert best.score > 80
-
-
-def test_a_trial_is_chosen_on_validation_and_is_not_handed_a_test_image(tmp_path: Path) -> None:
-    runner = FakeRunner(by_margin)
-    split = some_split()
-    search(some_job(), split, plan(2, fraction=0.3), tmp_path, Silent(), runner)
     for job, part, _ in runner.calls:
         assert len(part.test) == 0
         assert part.validation.class_names == hold_out(split, 0.3).validation.class_names
+        assert job.optimizer.epochs == 3
         assert job.protocol.choose_by == "validation"
         assert job.protocol.evaluate_test == "never"
         assert job.protocol.validation_fraction == 0.3
-
-
-def test_the_best_job_is_a_file_that_tests_once(tmp_path: Path) -> None:
-    runner = FakeRunner(by_margin)
-    base = some_job(optimizer={"epochs": 40})
-    best = search(base, some_split(), plan(4, trial_epochs=3), tmp_path, Silent(), runner)
-    assert {job.optimizer.epochs for job, _, _ in runner.calls} == {3}
+    scores = [by_margin(job, split)["R@1"] for job, split, _ in runner.calls]
+    assert best.score == max(scores) > 80
+    assert best.number == scores.index(max(scores))
     job = load_job(tmp_path / "best.toml")
     assert job.loss.margin == best.values["loss.margin"]
     assert job.optimizer.lr_trunk == best.values["optimizer.lr_trunk"]
     assert job.optimizer.epochs == 40
     assert job.protocol.evaluate_test == "end"
     assert job.protocol.choose_by == "validation"
-    assert job.protocol.validation_fraction == 0.1
+    assert job.protocol.validation_fraction == 0.3
 
 
 def test_a_search_that_was_stopped_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
     first = Raising(KeyboardInterrupt(), at=5)
-    whole, second = FakeRunner(by_margin), FakeRunner(by_margin)
+    whole, second, other = (FakeRunner(by_margin) for _ in range(3))
     best = tried(tmp_path / "whole", whole, 12)
     with pytest.raises(KeyboardInterrupt):
         tried(tmp_path / "parts", first, 12)
-    again = tried(tmp_path / "parts", second, 12)
+    assert tried(tmp_path / "parts", second, 12) == best
     assert values(first)[:4] + values(second) == values(whole)
     assert second.calls[0][2].name == "trial-004"
-    assert again == best
     tried(tmp_path / "parts", second, 13)
     assert second.calls[-1][2].name == "trial-012"
-    other = FakeRunner(by_margin)
     tried(tmp_path / "other", other, 2, seed=1)
     assert values(other) != values(whole)[:2]
 
@@ -134,55 +121,23 @@ def test_a_trial_that_fails_is_kept_with_its_reason_and_the_search_goes_on(tmp_p
 def test_a_search_without_hope_stops(tmp_path: Path) -> None:
     runner = Raising(RuntimeError("no GPU"))
     with pytest.raises(TrainingError, match=r"last 5 trials failed.*no GPU"):
-        tried(tmp_path / "a", runner, 50)
+        tried(tmp_path, runner, 50)
     assert len(runner.calls) == 5
-    assert tried(tmp_path / "a", FakeRunner(by_margin), 6).number == 5
-    for _ in range(2):
-        with pytest.raises(TrainingError, match="last 2 trials failed"):
-            tried(tmp_path / "b", runner, 2)
-    assert len(runner.calls) == 5 + 2
-
-
-def test_another_space_job_or_fraction_is_refused_in_the_same_folder(tmp_path: Path) -> None:
-    def run(job: Job | None = None, **options: Any) -> None:
-        chosen = Plan(options.pop("space", parse_space(SPACE)), 1, **options)
-        runner = FakeRunner(by_margin)
-        search(job or some_job(), some_split(), chosen, tmp_path, Silent(), runner)
-
-    run()
-    wider = {**SPACE, "loss": {"margin": {"low": 0.0, "high": 2.0}}}
-    with pytest.raises(JobError, match=r"space.loss.margin.high = 1.0, now 2.0"):
-        run(space=parse_space(wider))
-    with pytest.raises(JobError, match=r"fraction = 0.1, now 0.2"):
-        run(fraction=0.2)
-    with pytest.raises(JobError, match=r"job.seed = 0, now 1"):
-        run(some_job(seed=1))
+    assert tried(tmp_path, FakeRunner(by_margin), 6).number == 5
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
         ({"loss": {"margni": {"low": 0.0, "high": 1.0}}}, "did you mean 'margin'"),
-        ({"optimizer": {"batch_size": {"low": 0, "high": 9}}}, "batch_size"),
         ({"lossy": {"margin": {"low": 0.0, "high": 1.0}}}, "no table 'lossy'"),
-        ({"seed": {"low": 0, "high": 9}}, "seed cannot be searched"),
         ({"data": {"root": {"values": ["a", "b"]}}}, "data.root cannot be searched"),
-        ({"protocol": {"choose_by": {"values": ["test"]}}}, "cannot be searched"),
     ],
 )
 def test_an_invalid_space_is_refused(tmp_path: Path, table: dict[str, Any], message: str) -> None:
-    runner = FakeRunner(by_margin)
     with pytest.raises(JobError, match=message):
-        search(some_job(), some_split(), Plan(parse_space(table)), tmp_path, Silent(), runner)
-    assert not runner.calls
+        search(some_job(), some_split(), Plan(parse_space(table)), tmp_path, Silent())
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("changes", [{"fraction": 1.0}, {"fraction": 0.0}, {"recall_at": [2]}])
-def test_a_search_needs_validation_recall_at_1(tmp_path: Path, changes: dict[str, Any]) -> None:
-    fraction = changes.pop("fraction", 0.1)
-    with pytest.raises(JobError, match=r"validation_fraction|R@1 chooses"):
-        search(some_job(**changes), some_split(), plan(fraction=fraction), tmp_path, Silent())
 
 
 @pytest.mark.parametrize(
@@ -190,40 +145,28 @@ def test_a_search_needs_validation_recall_at_1(tmp_path: Path, changes: dict[str
     [
         ("{low = 2.0, high = 1.0}", "low <= high"),
         ("{low = 0.0, high = 1.0, log = true}", "low > 0.*log=True"),
-        ("{low = 1, high = 8, log = true, step = 2}", "step is 1 when `log`"),
         ("{low = 0.0, high = 1.0, step = 0.3}", "not divisible by `step`"),
         ("{values = []}", "one or more"),
-        ("{values = [[1]]}", "of type list"),
         ("{values = [1], low = 2}", "low"),
-        ("{low = 1}", "high"),
-        ("{lo = 1, high = 2}", "lo"),
-        ("{}", "give a range"),
         ("0.3", "give a range"),
     ],
 )
 def test_ranges_without_meaning_are_refused(tmp_path: Path, setting: str, message: str) -> None:
     path = tmp_path / "space.toml"
     path.write_text(f"loss.margin = {setting}\n")
-    with pytest.raises(JobError, match=message) as error:
+    with pytest.raises(JobError, match=rf"(?s)loss\.margin.*{message}|{message}.*loss\.margin"):
         load_space(path)
-    assert "loss.margin" in str(error.value)
 
 
 def test_a_space_may_stand_in_a_table_of_its_own(tmp_path: Path) -> None:
     bare, table = tmp_path / "bare.toml", tmp_path / "table.toml"
-    bare.write_text(
-        "loss.margin = {low = 0.0, high = 1.0, step = 0.1}\nloss.alpha = {values = [1]}"
-    )
+    bare.write_text("loss.margin = {low = 0.0, high = 1.0}\nloss.alpha = {values = [1]}")
     table.write_text("[space]\n" + bare.read_text())
     assert load_space(bare) == load_space(table)
-    bare.write_text("")
-    with pytest.raises(JobError, match="has no setting"):
-        load_space(bare)
-    bare.write_text("a = = b")
-    with pytest.raises(JobError, match="not valid TOML"):
-        load_space(bare)
-    with pytest.raises(JobError, match="cannot be read"):
-        load_space(tmp_path / "absent.toml")
+    for text, message in (("", "has no setting"), ("a = = b", "not valid TOML")):
+        bare.write_text(text)
+        with pytest.raises(JobError, match=message):
+            load_space(bare)
 
 
 def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,6 @@ class FlowOutput(NamedTuple):
 
     @property
     def log_det(self) -> Tensor:
-        """log |det dy/dx|, shape (B,)."""
         return self.log_scales.sum(dim=(0, 2))
 
 
@@ -75,7 +74,6 @@ class Coupling(nn.Module):
         self.conditioner = network(dim - changed + condition_dim, outputs)
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> FlowOutput:
-        """(B, D) to y (B, D) and log_scales (1, B, D)."""
         first, second = x[:, : self.split], x[:, self.split :]
         given, changed = (second, first) if self.transform_first else (first, second)
         read = given if condition is None else torch.cat([given, condition], dim=1)
@@ -102,7 +100,6 @@ class DiagonalScaling(nn.Module):
         self.raw = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor, _: Tensor | None = None) -> FlowOutput:
-        """(B, D) to y (B, D) and log_scales (1, B, D)."""
         log_scale = soft_clamp(self.raw, self.clamp)  # (D,)
         return FlowOutput(x * log_scale.exp(), log_scale.expand(1, *x.shape))
 
@@ -111,11 +108,10 @@ class Chain(nn.Module):
     """A composition of invertible maps of R^D, which may depend on a condition (B, C)."""
 
     def chain(self) -> list[Any]:
-        """The maps, in the order in which they act."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> FlowOutput:
-        """(B, D) to FlowOutput: y (B, D), log_scales (L, B, D)."""
+        """(B, D) to y (B, D) and log_scales (L, B, D)."""
         log_scales = []
         for layer in self.chain():
             x, log_scale = layer(x, condition)
@@ -124,7 +120,7 @@ class Chain(nn.Module):
 
 
 class RealNVP(Chain):
-    """Affine couplings that start as the identity and transform the two halves alternately.
+    """L = `layers` affine couplings of the two halves in turn; it starts as the identity.
 
     References:
         Density estimation using Real NVP (Dinh et al., 2017), https://arxiv.org/abs/1605.08803
@@ -136,8 +132,8 @@ class RealNVP(Chain):
         True
 
     Args:
-        dim: number of dimensions D, at least 2.
-        layers: number L of coupling layers.
+        dim: D, at least 2.
+        layers: L.
         hidden: width of the two hidden layers of each coupling.
         clamp: c in s = c tanh(raw / c), the bound of each log-scale.
     """
@@ -171,7 +167,6 @@ class NICE(Chain):
 
 
 def build_flow(flow: Flow, dim: int) -> RealNVP | NICE:
-    """The flow of R^D in the settings of a job; it starts as the identity."""
     kind = RealNVP if flow.kind == "real_nvp" else NICE
     return kind(dim, flow.layers, flow.hidden, flow.clamp)
 
@@ -179,8 +174,8 @@ def build_flow(flow: Flow, dim: int) -> RealNVP | NICE:
 class GlowBlock(Chain):
     """A fixed permutation, then the first half given the second, then the second given the first.
 
-    The permutation is drawn by NumPy from `seed`, with a generator of its own. It is part of the
-    state dict (`order`), so a stored flow does not depend on how it was drawn.
+    The permutation is part of the state dict (`order`), so a stored flow does not depend on how it
+    was drawn.
     """
 
     def __init__(
@@ -202,7 +197,7 @@ class GlowBlock(Chain):
 
 
 class ConditionalGlow(Chain):
-    """An invertible map of R^D that depends on a condition, an unchanged input of every coupling.
+    """An invertible map of R^D that depends on a condition (B, C), an input of every coupling.
 
     A block has two couplings and transforms every dimension; weights start as torch draws them, so
     the flow does not start as the identity. `log_scales` has a row for each coupling, L = 2 *
@@ -218,11 +213,7 @@ class ConditionalGlow(Chain):
         https://arxiv.org/abs/2203.08547
 
     Args:
-        dim: number of dimensions D, at least 2.
-        condition_dim: length C of the condition.
-        blocks: number of blocks.
         layers: linear layers of each of a block's two networks, with ReLU between them.
-        hidden: width of their hidden layers.
         clamp: c in s = 0.636 c arctan(raw), the bound of each log-scale.
     """
 
@@ -257,10 +248,7 @@ def soft_clamp_by_atan(raw: Tensor, clamp: float) -> Tensor:
 def in_turn(
     dim: int, layers: int, hidden: int, bound: Callable[[Tensor], Tensor] | None
 ) -> nn.ModuleList:
-    """Couplings that transform the second half, the first, and so on; each starts as the identity.
-
-    Their networks have two hidden layers, and the last layer starts at 0.
-    """
+    """Couplings of the second half, the first, and so on; each starts as the identity."""
 
     def network(inputs: int, outputs: int) -> nn.Module:
         last = nn.Linear(hidden, outputs)
@@ -274,7 +262,6 @@ def in_turn(
 
 
 def relu_network(inputs: int, outputs: int, hidden: int, layers: int) -> nn.Sequential:
-    """Linear layers with ReLU between them: (B, inputs) to (B, outputs)."""
     widths = [inputs, *[hidden] * (layers - 1), outputs]
     modules: list[nn.Module] = []
     for before, after in pairwise(widths):

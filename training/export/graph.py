@@ -1,14 +1,45 @@
-"""Find the nodes of the trunk in an exported graph."""
+"""Write the graph of a network as ONNX, and find the nodes of its trunk."""
 
 from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
 
 import onnx
+import torch
 from onnx import NodeProto, numpy_helper
+from torch import nn
 
 from kinlens.embedder.errors import ExportError
 
+_TRACE_BATCH = 2
+_OPSET = 20
 _TRUNK = "trunk."
 _POINTWISE = "Add Clip Concat Elu Gelu HardSigmoid HardSwish LeakyRelu Mul PRelu Relu Sigmoid"
+
+
+def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddings") -> None:
+    """The inference graph with its weights: uint8 (N, 3, S, S) to float32 (N, ...), N free."""
+    sample = torch.zeros(_TRACE_BATCH, 3, size_px, size_px, dtype=torch.uint8)
+    write = partial(
+        torch.onnx.export,
+        net,
+        (sample,),
+        path,
+        dynamo=True,
+        external_data=False,
+        opset_version=_OPSET,
+        input_names=["images"],
+        output_names=[output],
+        dynamic_shapes=({0: torch.export.Dim("n", min=1)},),
+        verbose=False,
+    )
+    with torch.no_grad():
+        try:
+            write()
+        except SystemError:
+            # Python 3.11 counts the depth of its parser for all threads together, so it fails if
+            # another thread parses at that time, for example to print a traceback.
+            write()
 
 
 def trunk_nodes(model: onnx.ModelProto) -> list[str]:

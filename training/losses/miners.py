@@ -98,10 +98,7 @@ def semi_hard(similarities: Tensor, labels: Tensor) -> Triplets:
 def distance_weighted(
     similarities: Tensor, labels: Tensor, dim: int, farthest: float = 1.4
 ) -> Triplets:
-    """For each anchor and positive, a negative drawn with `negative_probabilities`.
-
-    Draws B^2 numbers from torch's global CPU generator, independent of the labels; memory B^2.
-    """
+    """For each anchor and positive, a negative drawn with `negative_probabilities` on the CPU."""
     probabilities = negative_probabilities(similarities, labels, dim, farthest)
     cumulative = probabilities.cumsum(dim=1)  # (B, B)
     cumulative = cumulative / cumulative[:, -1:]  # ends in exactly 1, or NaN without negatives

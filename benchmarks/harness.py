@@ -60,7 +60,9 @@ def options(doc: str | None, *positional: str, **defaults: Any) -> argparse.Name
             more["nargs"] = "*"
         elif name in positional:
             more["nargs"] = "?"
-        parser.add_argument(flag, default=default, help=f"default: {default}", **more)
+        parser.add_argument(
+            flag, default=default, help=f"default: {default}".replace("%", "%%"), **more
+        )
     return parser.parse_args()
 
 

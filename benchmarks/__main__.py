@@ -8,6 +8,7 @@ something (a GPU, real images, a package) are skipped with the reason. Exits wit
 """
 
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ SMALLEST = (
     "scaling.py predict",
     "search.py --backbone mobilenet_v2 --items 500 --start-items 500 --seconds 0.5 --rounds 1 "
     "--connections 1",
-    "regularizers.py --seeds 2 --epochs 1 --classes 0.5 --losses triplet",
+    "regularizers.py --seeds 2 --losses triplet --conditions '5 epochs, half of the classes'",
     "trained_trunk.py --seeds 1 --epochs 1 --classes 14 --losses margin",
     "training_step.py --rounds 1 --batch 10 --size-px 64",
     "engines.py --rounds 1 --trunks mobilenet_v2",
@@ -40,7 +41,7 @@ def main() -> None:
         )
     results = {}
     for line in SMALLEST:
-        script, *words = line.split()
+        script, *words = shlex.split(line)
         if sys.argv[1:] and script not in sys.argv[1:]:
             continue
         print(f"\n$ python benchmarks/{line}", flush=True)

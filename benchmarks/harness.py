@@ -54,11 +54,15 @@ def options(doc: str | None, *positional: str, **defaults: Any) -> argparse.Name
         flag = name if name in positional else f"--{name.replace('_', '-')}"
         first = default[0] if isinstance(default, list) else default
         more: dict[str, Any] = {"type": Path if first is None else type(first)}
-        if isinstance(default, list):
+        if isinstance(default, bool):
+            more = {"action": argparse.BooleanOptionalAction}
+        elif isinstance(default, list):
             more["nargs"] = "*"
         elif name in positional:
             more["nargs"] = "?"
-        parser.add_argument(flag, default=default, help=f"default: {default}", **more)
+        parser.add_argument(
+            flag, default=default, help=f"default: {default}".replace("%", "%%"), **more
+        )
     return parser.parse_args()
 
 

@@ -225,12 +225,13 @@ def test_the_log_stays_short_while_some_search_is_always_open(
 
     log, longest = log_of(tmp_path / "gallery"), 0
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(search)
-        began.wait()
+        searching = pool.submit(search)
+        began.wait(60)
         for number in range(60):
             gallery.add([entry(f"key{number}", UNIT)])
             longest = max(longest, log.stat().st_size)
         stop.set()
+        searching.result()
     assert longest < 20 * limit  # without the law it would be 50 times as long
     reader.close()
     gallery.close()  # the writer, at last

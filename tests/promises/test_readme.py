@@ -40,6 +40,10 @@ def test_every_promise_names_its_proof() -> None:
         assert (ROOT / "tests" / name).is_file(), name
 
 
+def test_it_fits_on_a_screen_or_two() -> None:
+    assert len(README.splitlines()) <= 90
+
+
 def test_its_images_have_absolute_addresses_since_pypi_shows_it_too() -> None:
     images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README)
     assert images

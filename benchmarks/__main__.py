@@ -26,6 +26,7 @@ SMALLEST = (
     "--connections 1",
     "regularizers.py --seeds 2 --losses triplet --conditions '5 epochs, half of the classes'",
     "trained_trunk.py --seeds 1 --epochs 1 --classes 14 --losses margin",
+    "small_shops.py --seeds 1 --shops 1 --methods adapt",
     "training_step.py --rounds 1 --batch 10 --size-px 64",
     "engines.py --rounds 1 --trunks mobilenet_v2",
     "engines.py trunks --rounds 2 --only mobilenetv4_conv_small",

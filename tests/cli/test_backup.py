@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -320,3 +321,14 @@ def test_a_killed_restore_leaves_each_part_old_or_new_and_can_be_repeated(host, 
         put_back(copy / "saved", copy, replace=True)
         assert content(copy) == new
     assert content(host) == new
+
+
+def test_a_full_disk_is_refused_before_the_first_write(host, monkeypatch, tmp_path) -> None:
+    usage = SimpleNamespace(free=1_000_000)
+    monkeypatch.setattr(backups.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(KinlensError, match=r"need \d+ MB.* has 1 MB free"):
+        save(host, "other")
+    assert not (host / "other").exists()
+    with pytest.raises(KinlensError, match=r"need \d+ MB.* has 1 MB free"):
+        put_back(host / "saved", tmp_path / "new")
+    assert not (tmp_path / "new" / "shelf").exists()

@@ -141,3 +141,10 @@ def test_a_wrong_call_ends_with_one_line(tmp_path, arguments: list[str], expecte
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
     assert expected in line
+
+
+def test_a_decoder_without_isolation_is_a_warning_with_its_cure(paths, monkeypatch) -> None:
+    monkeypatch.setenv("KINLENS_DECODE_ISOLATION", "false")
+    found = findings(*paths, code=0)["decoder"]
+    assert found["verdict"] == "warning"
+    assert found["text"].endswith(" Set KINLENS_DECODE_ISOLATION to true.")

@@ -186,3 +186,10 @@ def connects(address: tuple[str, int]) -> bool:
     except OSError:
         return False
     return True
+
+
+def test_settings_that_exclude_each_other_are_named(monkeypatch) -> None:
+    monkeypatch.setenv("KINLENS_FEEDBACK", "pairs")
+    line = refused("--bundle", "x")
+    assert "settings: feedback = pairs needs a state folder" in line
+    assert "--state DIR or KINLENS_STATE" in line

@@ -24,6 +24,7 @@ from tests.support.own_process import (
     own_process,
 )
 from tests.support.seams import KeyStore
+from tests.support.shops import start_shop
 from tests.support.waiting import repeating, until
 from tests.tiny import encoded, photo
 
@@ -241,3 +242,20 @@ def test_children_end_when_the_parent_is_killed(two) -> None:
     two.process.wait()
     until(lambda: gone(children))
     assert [Path(folder).exists() for folder in folders] == [False]
+
+
+def test_work_runs_the_jobs_of_a_service_without_workers(tmp_path) -> None:
+    shop = start_shop(tmp_path, jobs="elsewhere")
+    job = shop.client.post("/galleries/shop/compact").raise_for_status().json()
+
+    def state() -> str:
+        return str(shop.client.get(f"/jobs/{job['id']}").json()["state"])
+
+    assert state() == "queued"
+    command = [sys.executable, *SERVE, "work", "--state", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as worker:
+        until(lambda: state() == "succeeded")
+        worker.send_signal(signal.SIGINT)
+        _, errors = worker.communicate(timeout=60)
+    shop.close()
+    assert "Traceback" not in errors

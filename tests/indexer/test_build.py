@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kinlens.embedder.errors import GalleryError, InvalidParameterError, PlanError
+from kinlens.embedder.errors import GalleryError, InvalidParameterError, PlanError, SourceError
 from kinlens.indexer.gallery import Gallery, current_generation
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.build import BuildSettings, build_gallery
@@ -134,3 +134,16 @@ def test_a_killed_build_leaves_the_gallery_intact_and_continues_where_it_stopped
     assert report.reused + report.embedded == 106
     assert sum(embedder.batches) == report.embedded > 0
     assert len(items(built)) == 106
+
+
+def test_a_source_without_one_readable_image_is_refused_and_changes_nothing(
+    built: Path, shop: Path, embedder: CountingEmbedder, tmp_path: Path
+) -> None:
+    before = current_generation(built)
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    for number in range(5):
+        (bad / f"{number}.jpg").write_text("not an image")
+    with pytest.raises(SourceError, match=r"None of the 5 images .* 0\.jpg: The file is not"):
+        build_gallery(folder_source(bad), embedder, built)
+    assert current_generation(built) == before

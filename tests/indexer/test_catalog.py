@@ -340,3 +340,19 @@ def test_parts_that_do_not_fit_together_are_named(sample: Path, statement: str, 
     changed(sample, *statement.split("; "))
     with pytest.raises(GalleryCorruptError, match=match):
         check_files(sample)
+
+
+def test_a_commit_waits_for_the_disk(gallery: Gallery, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+
+    def recorded(*arguments: object, **settings: object) -> sqlite3.Connection:
+        opened.append(connect(*arguments, **settings))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", recorded)
+    gallery.add([entry("key", UNIT)])
+    [writer] = opened
+    pragmas = ("synchronous", "journal_mode", "page_size", "secure_delete")
+    found = [writer.execute(f"PRAGMA {name}").fetchone()[0] for name in pragmas]
+    assert found == [2, "wal", 4096, 2]

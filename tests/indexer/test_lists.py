@@ -15,7 +15,7 @@ from kinlens.indexer.filters.tree import Equals, Filter, Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.ingest.sources import csv_changes, csv_source
-from kinlens.indexer.types import Boost, Entry, Grouping, SearchOptions, SortBy
+from kinlens.indexer.types import Boost, Entry, Grouping, SearchOptions, SortBy, sort_by_of
 from tests.indexer.oracle import BUNDLE, Oracle, entry, ids_of, random_filter, shop, units
 
 SIZES = ["S", "M", "L", "XL"]
@@ -206,3 +206,35 @@ def test_a_boost_takes_the_preferred_of_several_values(gallery) -> None:
     for weight, best in ((0.1, "high"), (-0.1, "low")):
         [hits] = gallery.search(vector[None], 4, SearchOptions(boost=Boost("sizes", weight)))
         assert hits[0].key == best
+
+
+def test_hits_and_groups_are_sorted_by_an_attribute(gallery: Gallery) -> None:
+    gallery.add(stock(300))
+    query = units(1, 9)
+    for order in (SortBy("price"), SortBy("sizes", descending=True)):
+        best = gallery.search(query, 200)[0]
+        [found] = gallery.search(query, 200, SearchOptions(sort_by=order))
+        values = [order.value_of(hit.attributes) for hit in best]
+        known = sorted((v for v in values if v is not None), reverse=order.descending)
+        shown = [order.value_of(hit.attributes) for hit in found]
+        assert shown == known + [None] * values.count(None)
+        assert {hit.key for hit in found} == {hit.key for hit in best}
+        assert gallery.search(query, 10, SearchOptions(sort_by=order, offset=20))[0] == found[20:30]
+    groups = gallery.search_groups(
+        query, 5, Grouping("sku"), SearchOptions(sort_by=SortBy("price"))
+    )
+    prices = [group.hits[0].attributes.get("price") for group in groups[0]]
+    assert prices == sorted(prices)
+    for options in (
+        SearchOptions(sort_by=SortBy("price"), diversity=0.1),
+        SearchOptions(sort_by=SortBy("price"), boost=Boost("price", 0.1)),
+    ):
+        with pytest.raises(InvalidParameterError, match="sort_by cannot be combined"):
+            gallery.search(query, 5, options)
+    with pytest.raises(FilterError, match="no attribute 'weight' to sort by"):
+        gallery.search(query, 5, SearchOptions(sort_by=SortBy("weight")))
+    assert (sort_by_of("price"), sort_by_of("a:b:desc"), sort_by_of("price:asc")) == (
+        SortBy("price"),
+        SortBy("a:b", True),
+        SortBy("price"),
+    )

@@ -6,9 +6,10 @@ from tests.support.own_process import ROOT
 
 README = (ROOT / "README.md").read_text("utf-8")
 PROOFS = {
-    "No mixed models": ("http/galleries/test_reload.py", "http/load/test_redis.py"),
+    "No mixed models": ("http/galleries/test_reload.py", "units/test_search.py"),
     "Acknowledged writes survive `kill -9`": (
         "indexer/test_crash.py",
+        "indexer/test_catalog.py",
         "http/galleries/test_live_writes.py",
         "test_power_loss.py",
     ),

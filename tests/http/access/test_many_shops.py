@@ -468,3 +468,20 @@ def test_an_invalid_key_is_refused_with_the_reason(market, wrong: Any, message: 
     assert_problem(answer, 422, "invalid-parameter")
     assert message in json.dumps(answer.json())
     assert "wrong" not in {key.name for key in market.store.list()}
+
+
+def test_no_name_outside_the_binding_is_searched_on_disk(market, bound, monkeypatch) -> None:
+    """That takes longer for a name that is not served, so it would tell which names are."""
+    registry = market.shop.running.runtime.registry
+    looked: list[str | None] = []
+    look = registry.read_from_disk
+
+    async def seen(limit_s: float = 2.0, name: str | None = None) -> None:
+        looked.append(name)
+        await look(limit_s, name)
+
+    monkeypatch.setattr(registry, "read_from_disk", seen)
+    for headers in (bound, {}):
+        for name in (THEIRS, NOWHERE):
+            market.client.get(f"/galleries/{name}/items", headers=headers)
+    assert looked == [NOWHERE], "by the caller who is not bound"

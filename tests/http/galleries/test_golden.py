@@ -1,4 +1,4 @@
-"""Golden sets over HTTP: labelled, run, stored, and no burden to searches."""
+"""Golden sets over HTTP: labelled, run and stored."""
 
 import json
 from typing import Any

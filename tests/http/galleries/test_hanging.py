@@ -100,3 +100,15 @@ def test_hung_threads_do_not_block_others(start_service, hung, gallery, path: st
     for number in range(3):  # as many search threads as before
         assert service.search(PHOTOS[number], gallery="shop").status_code == 200
     assert service.runtime.search_threads.is_uncontended
+
+
+def test_a_gallery_that_hangs_is_unavailable(start_service, hung, gallery, monkeypatch) -> None:
+    service = start_service(galleries={"hung": hung, "shop": gallery})
+    monkeypatch.setattr("kinlens.service.galleries.registry._LOCATION_S", 0.5)
+    hung.gate.clear()
+    for _ in range(4):  # more often than there are threads for files
+        listed = service.client.get("/galleries")
+        assert listed.status_code == 200
+        assert [one["name"] for one in listed.json()["galleries"]] == ["shop"]
+        assert listed.json()["unavailable"] == ["hung"]
+    assert hung.held == 1

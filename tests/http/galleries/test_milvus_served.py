@@ -1,4 +1,4 @@
-"""A service with a gallery on a real Milvus server, and an outage of that server."""
+"""A service with a gallery on a real Milvus server."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -250,3 +250,11 @@ def test_a_real_training_swaps_in_a_model_under_load(shop) -> None:
     assert {found["bundle_id"] for found in answers} == {shop.old.bundle_id, made}
     assert answers[-1]["hits"][0]["score"] > 0.99
     service.close()
+
+
+def test_without_a_state_folder_jobs_are_409_with_the_cure(start_service) -> None:
+    service = start_service(anonymous_scopes=("admin",))
+    for method, path in [("GET", "/jobs"), ("GET", "/jobs/x"), ("POST", "/galleries/shop/compact")]:
+        answer = service.client.request(method, path)
+        assert answer.status_code == 409, answer.text
+        assert "--state" in answer.json()["detail"]

@@ -3,7 +3,9 @@ filters, which are slow to parse, so that no route parses them on the event loop
 """
 
 import asyncio
+import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +17,27 @@ from kinlens.service.api import requests
 from tests.support.servers import STALLED
 from tests.support.shops import Shop, assert_problem, start_shop
 from tests.support.waiting import until
+
+
+@contextlib.contextmanager
+def readers_held(service: Any) -> Any:
+    """All threads that read bodies are busy inside this block."""
+    pool, gate = service.runtime.pools["body"], threading.Event()
+    started = threading.Semaphore(0)
+
+    def hold() -> None:
+        started.release()
+        gate.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        held = [threads.submit(asyncio.run, pool.run(hold)) for _ in range(2)]
+        try:
+            for _ in held:
+                started.acquire()
+            yield
+        finally:
+            gate.set()
+
 
 LEFT = (
     *(b"POST /search", b"POST /search/batch", b"POST /galleries"),
@@ -162,3 +185,38 @@ def test_no_route_parses_a_long_filter_on_the_event_loop(name: str, shop, parsed
     assert answer.status_code == 200, answer.text
     assert parsed
     assert not any(parsed)
+
+
+def test_json_has_a_larger_limit_than_an_upload(start_service) -> None:
+    service = start_service(max_upload_bytes=100_000, max_batch_bytes=400_000)
+
+    def status(size: int, kind: str) -> int:
+        headers = {"content-type": kind}
+        answer = service.client.post("/search", content=b"[" * size, headers=headers)
+        return int(answer.status_code)
+
+    assert status(300_000, "application/json") in (400, 422)
+    assert status(600_000, "application/json") == status(300_000, "image/png") == 413
+
+
+def test_the_queue_of_bodies_is_bounded(start_service) -> None:
+    service = start_service(queue_size=2)
+    with ThreadPoolExecutor(2) as clients, readers_held(service):
+        pool = service.runtime.pools["body"]
+        waiting = [clients.submit(service.search, bytes(2**20)) for _ in range(2)]
+        until(lambda: pool.waiting == 2)
+        refused = service.search(bytes(2**20))
+        assert "body stage" in assert_problem(refused, 503, "overloaded")["detail"]
+    assert {call.result().status_code for call in waiting} == {415}
+
+
+@pytest.mark.parametrize("kind", ["form", "JSON"])
+def test_a_queued_body_respects_the_time_limit(start_service, kind: str) -> None:
+    service = start_service(request_timeout_ms=300)
+    sent: dict[str, Any] = {"files": {"image": bytes(2**20)}}
+    if kind == "JSON":
+        sent = {"json": {"images": [{"data": "A" * 2**20}]}}
+    with readers_held(service):
+        refused = service.client.post("/search", **sent)
+    assert "0.3 s" in assert_problem(refused, 503, "deadline-exceeded")["detail"]
+    assert service.client.post("/search", **sent).status_code != 503

@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from tests.support.market import post, text_of
+from tests.support.seams import KeyStore, Limits
 from tests.support.servers import render
 from tests.support.waiting import repeating, until
 from tests.tiny import encoded
@@ -210,3 +211,20 @@ def test_one_request_waits_for_a_slow_redis_once(start_service, redis_server) ->
             answers = post(service, {"queries": queries}, "/search/batch").json()["answers"]
             assert time.monotonic() - started < 1.5 * limit_s
     assert [answer["status"] for answer in answers] == [200] * 12
+
+
+def test_processes_share_daily_units(start_shared, redis_server, photos, tmp_path) -> None:
+    """Its units outlive a restart, and an outage of Redis refuses no caller."""
+    store = KeyStore(tmp_path / "keys.json")
+    sent = {"X-API-Key": store.create("shop7", ["search"], limits=Limits(daily_units=4))}
+    services = [start_shared(state=tmp_path), start_shared(state=tmp_path)]
+
+    def ask(service: Any) -> int:
+        files = {"image": photos[0]}
+        return int(service.client.post("/search", headers=sent, files=files).status_code)
+
+    assert [ask(services[n % 2]) for n in range(5)] == [200, 200, 200, 200, 429]
+    later = start_shared(state=tmp_path)
+    assert ask(later) == 429
+    redis_server.kill()
+    assert [ask(later) for _ in range(5)] == [200, 200, 200, 200, 429], "by its own count"

@@ -66,6 +66,7 @@ def test_a_failing_gallery_is_named(start_service, gallery, hung, monkeypatch) -
     assert "secret" not in response.text
     monkeypatch.setattr(hung, "search", fail)
     until(lambda: service.client.get("/ready").status_code == 503)  # none is searched
+    assert 'kinlens_gallery_ready{gallery="hung"} 0.0' in service.client.get("/metrics").text
 
 
 def test_readiness_does_not_wait_for_the_queue(start_service, embedder, photos) -> None:
@@ -108,3 +109,27 @@ def test_readiness_of_one_gallery(start_service, gallery, hung) -> None:
     until(lambda: service.client.get("/ready?gallery=hung").status_code == 503)
     assert service.client.get("/ready?gallery=shop").status_code == 200
     assert service.client.get("/ready").status_code == 200
+
+
+def test_a_changed_model_is_not_ready(start_service, embedder, monkeypatch) -> None:
+    service = start_service()
+    embed = embedder.embed
+    monkeypatch.setattr(embedder, "embed", lambda images: -embed(images))
+    response = service.client.get("/ready")
+    assert response.status_code == 503
+    assert "another vector: cosine -1.0000" in response.json()["checks"]["model"]
+
+
+def test_a_model_that_exits_fails_one_search(start_service, embedder, photos, monkeypatch) -> None:
+    def die(_: Any) -> Any:
+        raise SystemExit(1)
+
+    service = start_service()
+    with monkeypatch.context() as patch:
+        patch.setattr(embedder, "embed", die)
+        response = service.search(photos[0])
+    assert response.status_code == 503
+    assert response.json()["type"] == "urn:kinlens:problem:search-unavailable"
+    assert int(response.headers["retry-after"]) >= 1
+    assert service.client.get("/ready").status_code == 200
+    assert service.search(photos[0]).status_code == 200

@@ -18,8 +18,10 @@ import structlog
 
 from kinlens.indexer.types import SearchOptions
 from kinlens.service.http import openapi
+from kinlens.service.jobs.store import ACTIVE, ENDED
 from kinlens.service.observe import metrics
 from kinlens.service.observe.metrics import CONTENT_TYPE
+from tests.support.seams import JobStore
 from tests.support.servers import FakeGallery
 from tests.support.waiting import until
 
@@ -193,3 +195,16 @@ def test_one_in_n_searches_is_measured(start_service, embedder, photos) -> None:
     assert gallery.exact == 3
     total = service.metric("kinlens_online_recall_sum", gallery="shop")
     assert total == pytest.approx(3 * 3 / 4)  # of four true ones the best is missing
+
+
+def test_jobs_are_counted_by_state(start_service, tmp_path) -> None:
+    (tmp_path / "state").mkdir()
+    store = JobStore(tmp_path / "state" / "service.sqlite")
+    ids = [store.create("compact", f"g{number}", {}, "test").id for number in range(3)]
+    assert all(store.begin(job_id) for job_id in ids)
+    assert store.succeed(ids[0])
+    assert all(store.fail(job_id, "why") for job_id in ids[1:])
+    service = start_service(state=tmp_path / "state")
+    service.client.get("/metrics").raise_for_status()
+    found = {state: service.metric("kinlens_jobs", state=state) for state in (*ACTIVE, *ENDED)}
+    assert found == {"queued": 0, "running": 0, "succeeded": 1, "failed": 2, "cancelled": 0}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kinlens.embedder.preprocess import ImageLimits
 from tests.support.market import keys, photo, post, start_market, text_of
 from tests.support.shops import assert_problem
 
@@ -252,3 +253,12 @@ def test_half_a_surrogate_pair_in_a_body_is_a_client_error(market, operation: st
         response = send(market, operation, body.replace("?", HALF))
         assert response.status_code in (400, 404, 409, 422), (body, response.text)
         assert response.json()["detail"]
+
+
+def test_an_image_above_its_byte_limit_is_413(start_service, embedder, photos) -> None:
+    limited = type(embedder)(limits=ImageLimits(max_bytes=1000))
+    service = start_service(embedder=limited, max_upload_bytes=1000)
+    data = photos[0] + bytes(2000)
+    problem = assert_problem(service.search(data), 413, "image-too-many-bytes")
+    assert f"{len(data):,}" in problem["detail"]
+    assert "1,000" in problem["detail"]

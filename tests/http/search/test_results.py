@@ -321,3 +321,23 @@ def test_equivalent_questions_share_a_cached_answer(market, one, other) -> None:
         return bool(found(market, *sent, **rest)["cached"])
 
     assert [is_cached(one), is_cached(other)] == [False, True]
+
+
+def test_a_product_without_further_images_has_no_match(market) -> None:
+    one = found(market, positives=["003.png"], k=COUNT)
+    assert one["no_match_probability"] < 1
+    assert one["hits"][0]["probability"] > 0
+    both = found(market, positives=["002.png", "003.png"], k=COUNT)  # all photos of this product
+    assert {hit["probability"] for hit in both["hits"]} == {0}
+    assert both["no_match_probability"] == 1
+
+
+def test_a_larger_prior_raises_the_probability_of_no_match(tmp_path, closes) -> None:
+    reported = []
+    for prior in (0.0, 0.1, 0.9):
+        shop = closes(start_market(tmp_path / f"{prior}", no_match_prior=prior))
+        answer = found(shop.running, encoded(render(99)))
+        reported.append(answer["no_match_probability"])
+        assert shop.gallery()["calibration"]["no_match_prior"] == prior
+    assert reported == sorted(reported)
+    assert reported[0] < reported[2]

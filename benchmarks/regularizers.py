@@ -354,29 +354,27 @@ def report(found: dict[str, dict[str, float]]) -> None:
             if len(paired) > 1:
                 gains[loss, condition, name, figure] = np.array(paired)
 
-    def difference(cell: tuple[str, str, str, str]) -> str:
-        if cell not in gains:
-            return ""
+    def difference(cell: tuple[str, str, str, str], comparisons: int) -> str:
         mean, count = gains[cell].mean(), len(gains[cell])
         error = gains[cell].std(ddof=1) / count**0.5
-        is_sure = abs(mean) > stats.t.ppf(1 - 0.025 / len(gains), count - 1) * error
+        is_sure = abs(mean) > stats.t.ppf(1 - 0.025 / comparisons, count - 1) * error
         text = f"{mean:+.1f}" if abs(mean) >= 1 else f"{mean:+.2f}"
         return f"**{text}**" if is_sure else text
 
     for pair in (FIGURES[:2], FIGURES[2:4], FIGURES[4:]):
-        heading(", ".join(pair), "condition", "seeds", "without", *(f"{name}, Δ" for name in names))
-        for loss, condition in rows:
+        cells = [cell for cell in gains if cell[3] in pair]
+        shown = [name for name in names if any(cell[2] == name for cell in cells)]
+        heading(f"loss ({', '.join(pair)})", "condition", "seeds", "without", *shown)
+        for loss, condition in dict.fromkeys(cell[:2] for cell in cells):
+            own = [cell for cell in cells if cell[:2] == (loss, condition)]
             columns = [
-                ", ".join(filter(None, (difference((loss, condition, name, f)) for f in pair)))
-                for name in names
+                ", ".join(difference(cell, len(cells)) for cell in own if cell[2] == name)
+                for name in shown
             ]
-            if not any(columns):
-                continue  # measured before these figures
-            counts = {len(gains[cell]) for cell in gains if cell[:2] == (loss, condition)}
+            counts = sorted({len(gains[cell]) for cell in own})
             without = ", ".join(f"{bases[loss, condition, f].mean():.1f}" for f in pair)
-            row(loss, condition, "-".join(map(str, sorted(counts))), without, *columns)
-        print()
-    print(f"bold: significant among {len(gains)} comparisons")
+            row(loss, condition, "-".join(map(str, counts)), without, *columns)
+        print(f"\nbold: significant among {len(cells)} comparisons\n")
 
 
 def runs_of(

@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,16 +45,19 @@ def running(memory_mb: int = 1024, timeout_s: float = 30.0) -> Iterator[Any]:
         decoder.close()
 
 
-def decodes(decoder: Any) -> bool:
-    return np.array_equal(decoder.decode(GOOD, SPEC, LIMITS), preprocess(GOOD, SPEC))
-
-
 def state(pid: int) -> str:
     """That of a process: R runs, S sleeps, Z has ended; nothing if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def assert_decodes(decoder: Any, kinds: Sequence[str] = ("JPEG",)) -> None:
+    for kind in kinds:
+        data = encoded(photo(1, (320, 200)), kind)
+        expected = preprocess(data, SPEC, LIMITS)
+        assert np.array_equal(decoder.decode(data, SPEC, LIMITS), expected), kind
 
 
 @pytest.fixture(autouse=True)
@@ -103,13 +104,13 @@ def test_many_kills_leave_no_zombie_and_no_file_descriptor() -> None:
     with running() as decoder:
         for number in range(200 if LONG else 7):
             if number % 6 == 0:
-                assert decodes(decoder)
+                assert_decodes(decoder)
             os.kill(decoder.pid, signal.SIGKILL)
             until(lambda pid=decoder.pid: state(pid) == "Z")
             decoder.close()
             decoder = ProcessDecoder(1024, 30)
             decoder.start()
-        assert decodes(decoder)
+        assert_decodes(decoder)
         decoder.close()
     assert len(list(FDS.iterdir())) <= before
 
@@ -121,7 +122,7 @@ def test_a_process_inherits_no_secret_socket_or_file(monkeypatch, tmp_path) -> N
         os.set_inheritable(file.fileno(), True)
         os.set_inheritable(own.fileno(), True)
         with running() as decoder:
-            assert decodes(decoder)
+            assert_decodes(decoder)
             process = Path(f"/proc/{decoder.pid}")
             environment = (process / "environ").read_bytes()
             command = (process / "cmdline").read_bytes()
@@ -185,22 +186,11 @@ def hostile(
 ) -> Iterator[Any]:
     """A hostile worker in these layers."""
     monkeypatch.setattr(decoders, "_CODE", START.format(layers=tuple(layers), fault=fault))
-    decoder = ProcessDecoder(1024, 30.0)
-    decoder.start()
-    try:
+    with running() as decoder:
         assert_decodes(decoder)
         yield decoder
         assert_decodes(decoder)
         assert decoder.restarts == restarts
-    finally:
-        decoder.close()
-
-
-def assert_decodes(decoder: Any, kinds: Sequence[str] = ("JPEG",)) -> None:
-    for kind in kinds:
-        data = encoded(photo(1, (320, 200)), kind)
-        expected = preprocess(data, SPEC, LIMITS)
-        assert np.array_equal(decoder.decode(data, SPEC, LIMITS), expected), kind
 
 
 def test_without_a_layer_every_attempt_succeeds(monkeypatch, target) -> None:
@@ -245,32 +235,15 @@ def test_a_replacement_enters_the_same_layers(monkeypatch, target) -> None:
         assert decoder.layers == layers
 
 
-def test_a_timeout_in_a_layer_ends_the_process() -> None:
-    """The service then starts another process, so none decodes without the layer."""
-    code = (
-        "import time; from kinlens.service.encoding import sandbox; sandbox._REHEARSAL_S = 1; "
-        "sandbox._LAYERS['slow'] = lambda: None; sandbox.enter(lambda: time.sleep(60), ['slow'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    cause = "decoding a small image in the layer slow was ended by SIGALRM; the limit is 1 s"
-    assert f"TimeoutError: {cause}" in done.stderr
-
-
-def test_a_kernel_without_the_layers_decodes_and_names_the_cure(monkeypatch) -> None:
+def test_a_layer_that_is_absent_or_prevents_decoding_is_not_entered(monkeypatch) -> None:
     with hostile(monkeypatch, fault="lacking") as decoder:
         assert [layer.holds for layer in decoder.layers] == [False, False]
         assert "Use Linux 5.13" in decoder.layers[0].absence
         assert "CONFIG_SECCOMP_FILTER" in decoder.layers[1].absence
         assert_decodes(decoder, FORMATS)
-
-
-def test_every_format_is_decoded_and_a_layer_that_prevents_it_is_not_entered(monkeypatch) -> None:
-    with hostile(monkeypatch) as decoder:
-        assert_decodes(decoder, FORMATS)
     with hostile(monkeypatch, fault="foreign") as decoder:
-        by_name = {layer.name: layer for layer in decoder.layers}
-        assert not by_name["seccomp"].holds
-        assert "No image can be decoded in it" in by_name["seccomp"].absence
+        [absence] = [layer.absence for layer in decoder.layers if layer.name == "seccomp"]
+        assert "No image can be decoded in it" in absence
 
 
 @pytest.mark.parametrize("machine", HEADERS)

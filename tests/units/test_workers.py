@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from kinlens.embedder.session import OnnxEmbedder
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS
 from tests.support.own_process import children, own_process
-from tests.support.seams import NoProcessError, Workers, fork_server, workers_module
+from tests.support.seams import NoProcessError, Workers, fork_server
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
@@ -138,17 +137,6 @@ def test_after_some_crashes_the_server_is_a_new_one_with_other_addresses(tiny_bu
         assert sum(worker.restarts for worker in workers.pool.decoders) >= 8
 
 
-def test_a_server_that_does_not_start_is_tried_again(tiny_bundle, monkeypatch) -> None:
-    monkeypatch.setattr(workers_module, "_FIRST_PAUSE_S", 0.2)
-    good = fork_server.CODE
-    monkeypatch.setattr(fork_server, "CODE", "raise SystemExit('no memory')")
-    with structlog.testing.capture_logs() as events, running(tiny_bundle) as workers:
-        until(lambda: any(event["event"] == "workers do not embed" for event in events))
-        assert not workers.is_ready
-        monkeypatch.setattr(fork_server, "CODE", good)
-        until(lambda: workers.is_ready)
-
-
 def test_a_replaced_bundle_is_refused(make_tiny_bundle, tiny_bundle, tmp_path) -> None:
     """Its vectors would be stored, and cached, under the id of the first."""
     path = Path(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
@@ -161,19 +149,6 @@ def test_a_replaced_bundle_is_refused(make_tiny_bundle, tiny_bundle, tmp_path) -
         until(lambda: not answers(workers, encoded(photo(1)), None) and not workers.is_ready)
         until(lambda: any(event["event"] == "workers do not embed" for event in events))
     assert "has become the bundle" in str(events)
-
-
-def test_unreferenced_workers_end(tiny_bundle) -> None:
-    embedder = OnnxEmbedder.open(tiny_bundle)
-    image = embedder.known_images()[0]
-    workers = Workers(embedder, 1024, 30.0, 2)
-    workers.start(image, embedder.embed(embedder.preprocess(image)[np.newaxis])[0])
-    until(partial(getattr, workers, "is_ready"))
-    pids = [each.pid for each in workers.pool.decoders]
-    assert pids
-    del workers
-    gc.collect()
-    until(lambda: all(is_gone(pid) for pid in pids))
 
 
 def test_server_and_workers_end_when_the_service_dies(tiny_settings, tmp_path) -> None:

@@ -1,9 +1,6 @@
 """The table of jobs, jobs after faults, and the deletion of old ones."""
 
 import os
-import subprocess
-import sys
-import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -40,27 +37,6 @@ def test_watching_continues_when_the_table_is_back(shop) -> None:
         until(lambda: any("cannot be watched" in event["event"] for event in events))
     aside.replace(table)
     shop.succeeded(shop.start("compact"))
-
-
-def test_closing_does_not_wait_for_a_disk_that_hangs(idle, store) -> None:
-    """The manifest of a bundle is a pipe without a writer, so reading it never ends."""
-    pipe = idle.state / "bundles" / "dead" / "manifest.json"
-    pipe.parent.mkdir()
-    os.mkfifo(pipe)
-    job = store.create("rebuild", "shop", {"bundle_id": idle.new.bundle_id}, "test")
-    idle.reopen()
-    until(lambda: store.get(job.id).state == "running")
-    closing = threading.Thread(target=idle.manager.close, daemon=True)
-    closing.start()
-    closing.join(30)
-    has_ended = not closing.is_alive()
-    store.cancel(job.id)
-    with pipe.open("w") as file:  # watching continues
-        pipe.unlink()  # first: another look that opened it would wait for ever
-        file.write("{}")
-    assert has_ended
-    idle.reopen()
-    assert idle.ended(job).state == "cancelled"
 
 
 def test_a_job_that_died_during_its_swap_names_the_check(idle, store) -> None:
@@ -131,23 +107,6 @@ def test_a_bundle_unused_for_thirty_days_is_deleted(idle, store) -> None:
     assert list(folder.parent.iterdir()) == []
 
 
-ROOT = Path(__file__).parents[3]
-CREATE = """
-import sys
-from pathlib import Path
-from kinlens.embedder.errors import JobConflictError
-from kinlens.service.jobs.store import JobStore
-store = JobStore(Path(sys.argv[1]))
-for number in range(10):
-    store.create("compact", f"{sys.argv[2]}-{number}", {}, "test")
-try:
-    store.create("compact", "the only one", {}, "test")
-    print("mine")
-except JobConflictError:
-    print("taken")
-"""
-
-
 @pytest.fixture
 def table(tmp_path: Path) -> JobStore:
     return JobStore(tmp_path / "state" / "service.sqlite")
@@ -202,15 +161,3 @@ def test_only_a_cancel_before_the_commit_is_accepted(table) -> None:
     assert table.commit(late.id)
     assert not table.cancel(late.id)
     assert not table.get(late.id).cancel_requested
-
-
-def test_of_concurrent_processes_one_gets_the_gallery(tmp_path) -> None:
-    path = tmp_path / "service.sqlite"
-    command = [sys.executable, "-c", CREATE, str(path)]
-    processes = [
-        subprocess.Popen([*command, str(n)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for n in range(3)
-    ]
-    reported = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert sorted(reported) == ["mine", "taken", "taken"]
-    assert len(JobStore(path).newest()) == 31

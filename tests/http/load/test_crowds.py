@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from kinlens.embedder.errors import DeadlineExceededError
-from kinlens.embedder.types import Embeddings, Images
 from kinlens.indexer.types import SearchOptions
 from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
@@ -212,28 +211,6 @@ def test_batches_have_a_limit_of_their_own(start_service, embedder, photos) -> N
     assert batch(photos[2]).status_code == 200
 
 
-def test_a_changing_gallery_is_not_cached(start_service, gallery, photos, monkeypatch) -> None:
-    """Its hits may be of the newer state, under the key of the older one."""
-    service = start_service()
-    first, second = gallery.version, gallery.version[::-1]
-    search = gallery.search
-
-    def search_while_changing(*arguments: Any) -> Any:
-        hits = search(*arguments)
-        gallery.version = second
-        return hits
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gallery, "search", search_while_changing)
-        answer = service.search(photos[0], k=2).json()
-    assert (answer["gallery_version"], answer["cached"]) == (first, False)
-    gallery.version = first
-    assert not service.search(photos[0], k=2).json()["cached"]
-    assert service.search(photos[0], k=2).json()["cached"]
-    gallery.version = second
-    assert not service.search(photos[0], k=2).json()["cached"]
-
-
 def test_an_expired_search_frees_its_thread(start_service, embedder, gallery, photos) -> None:
     """Such a search checks its cancel token between steps, here for up to a minute."""
     reported = []
@@ -256,35 +233,3 @@ def test_an_expired_search_frees_its_thread(start_service, embedder, gallery, ph
             assert "0.5 s" in assert_problem(answer, 503, "deadline-exceeded")["detail"]
     until(lambda: service.search(photos[5]).status_code == 200)
     until(lambda: len(reported) >= 2)
-
-
-class Watched(GatedEmbedder):
-    """Remembers for each call of the model whether it was alone."""
-
-    def __init__(self) -> None:
-        super().__init__(dim=32)
-        self.alone: list[bool] = []
-
-    def embed(self, images: Images) -> Embeddings:
-        self.alone.append(False)
-        return super().embed(images)
-
-    def embed_single(self, images: Images) -> Embeddings:
-        self.alone.append(True)
-        return super().embed(images)
-
-
-def test_only_a_search_that_is_alone_has_all_cores(start_service, photos) -> None:
-    embedder = Watched()
-    service = start_service(embedder=embedder, search_threads=2)
-    embedder.alone.clear()
-    embedder.gate.clear()
-    with ThreadPoolExecutor(2) as clients:
-        searches = [clients.submit(service.search, photos[0])]
-        until(lambda: len(embedder.alone) == 1)
-        searches.append(clients.submit(service.search, photos[1]))
-        until(lambda: len(embedder.alone) == 2)
-        embedder.gate.set()
-        assert [search.result().status_code for search in searches] == [200, 200]
-    assert service.search(photos[2]).status_code == 200
-    assert embedder.alone == [True, False, True]

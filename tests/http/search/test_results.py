@@ -303,21 +303,3 @@ def test_every_parameter_is_part_of_the_cache_key(market) -> None:
     for answer in (*first, *again):
         del answer["cached"], answer["timings_ms"]
     assert first == again
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"images": ["a", "b"]}, {"images": ["b", "a"]}),
-        ({"filter": "price = 1 and colour = 'red'"}, {"filter": "((price==1) and (colour='red'))"}),
-    ],
-)
-def test_equivalent_questions_share_a_cached_answer(market, one, other) -> None:
-    photos = {"a": encoded(render(78)), "b": encoded(render(79))}
-
-    def is_cached(question: dict[str, Any]) -> bool:
-        rest = dict(question)
-        sent = [photos[name] for name in rest.pop("images", ["a"])]
-        return bool(found(market, *sent, **rest)["cached"])
-
-    assert [is_cached(one), is_cached(other)] == [False, True]

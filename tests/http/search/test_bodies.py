@@ -1,4 +1,4 @@
-"""Formats and limits of a search request, and bodies that are broken or expensive."""
+"""Formats, limits and wrong parameters of requests, and bodies that are broken or expensive."""
 
 import json
 from typing import Any
@@ -252,3 +252,43 @@ def test_half_a_surrogate_pair_in_a_body_is_a_client_error(market, operation: st
         response = send(market, operation, body.replace("?", HALF))
         assert response.status_code in (400, 404, 409, 422), (body, response.text)
         assert response.json()["detail"]
+
+
+NAME_FORM = "1 to 64 letters, digits, dots, hyphens and underscores, the first a letter or digit"
+TRAIN = {"gallery": "shop", "job": "shop"}
+
+
+JOBS, TRAINING = "GET /jobs", "POST /jobs/train"
+REBUILD, SWAP = "POST /galleries/shop/rebuild", "POST /galleries/shop/swap"
+WRONG: list[tuple[str, object, str]] = [
+    ("GET /galleries/shop/items?limit=500", None, "limit = '500' is too large; use 200 or less."),
+    (f"{JOBS}?limit=x", None, "limit = 'x' is not a whole number; use only digits."),
+    (
+        f"{JOBS}?limit={'9' * 5000}",
+        *(None, f"limit = '{'9' * 40}' has too many digits; use a smaller number."),
+    ),
+    (
+        "GET /galleries/shop/feedback?format=xml",
+        *(None, "format = 'xml' is not a valid choice; use 'csv' or 'json'."),
+    ),
+    (SWAP, {"with": "../x"}, f"with = '../x' does not have the right form; use {NAME_FORM}."),
+    (REBUILD, {"bundle_id": 5}, "bundle_id must be a string (got 5); use a string."),
+    (REBUILD, {}, "bundle_id is missing; send it in the JSON body."),
+    (
+        *(TRAINING, {**TRAIN, "gate": {"max_recall_loss": -1, "min_queries": 2.5}}),
+        "gate.max_recall_loss = -1 is too small; use 0.0 or more. gate.min_queries = 2.5 is "
+        "not a whole number; use only digits.",
+    ),
+    (TRAINING, {**TRAIN, "more": 1}, "more is not a parameter here; /docs lists the parameters."),
+    (DELETE, {"keys": []}, "keys has 0 entries; use 1 or more."),
+    (DELETE, {"keys": ["a", 3]}, "keys[1] must be a string (got 3); use a string."),
+]
+
+
+@pytest.mark.parametrize(("operation", "body", "message"), WRONG)
+def test_a_wrong_parameter_is_named_with_its_cure(market, operation, body, message: str) -> None:
+    method, path = operation.split()
+    answer = market.client.request(method, path, json=body)
+    found = assert_problem(answer, 422, "invalid-parameter")
+    assert found["detail"] == message
+    assert found["errors"][0]["name"] == message.split()[0]

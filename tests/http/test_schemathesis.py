@@ -75,13 +75,8 @@ def target(
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_operation_conforms_to_the_document(target, seed: int, tmp_path) -> None:
     """In a process of its own, since a model changes the floating-point mode of its thread."""
-    command = [
-        sys.executable,
-        "-m",
-        "schemathesis.cli",
-        "run",
-        f"{target.process.url}/openapi.json",
-    ]
+    command = [sys.executable, "-m", "schemathesis.cli", "run"]
+    command += [f"{target.process.url}/openapi.json"]
     command += ["--header", f"Authorization: Bearer {target.key}", "--phases", PHASES]
     # With one worker: `ast` of Python 3.11 is not made for two threads (SystemError).
     command += ["--seed", str(seed), "--max-examples", str(EXAMPLES), "--workers", "1"]

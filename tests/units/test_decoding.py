@@ -10,7 +10,6 @@ import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,37 +146,18 @@ SINCE = {"connect": 4, "signal parent": 6}
 """The version of Landlock that has a right over this; it has none over the others of ALL."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """What a hostile process tries to reach."""
-
-    port: int
-    keys: Path
-
-    def attempts(self) -> list[tuple[str, ...]]:
-        new = str(self.keys.with_name("new"))
-        return [
-            ("connect", self.port),
-            ("new socket",),
-            ("read", "/etc/passwd"),
-            ("read", str(self.keys)),
-            ("read", "/proc/self/environ"),
-            ("list", "/"),
-            ("memory of parent",),
-            ("write", new),
-            ("execute",),
-            ("fork",),
-            ("signal parent",),
-            ("remove", str(self.keys)),
-        ]
-
-
 @pytest.fixture
-def target(tmp_path: Path) -> Iterator[Target]:
+def attempts(tmp_path: Path) -> Iterator[list[tuple[Any, ...]]]:
+    """What a hostile process tries; the last attempt removes `keys.json`."""
     keys = tmp_path / "keys.json"
     keys.write_text("{}")
+    read = [("read", name) for name in ("/etc/passwd", str(keys), "/proc/self/environ")]
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield Target(server.getsockname()[1], keys)
+        yield [
+            *(("connect", server.getsockname()[1]), ("new socket",), *read, ("list", "/")),
+            *(("memory of parent",), ("write", str(tmp_path / "new")), ("execute",)),
+            *(("fork",), ("signal parent",), ("remove", str(keys))),
+        ]
 
 
 @contextmanager
@@ -193,26 +173,26 @@ def hostile(
         assert decoder.restarts == restarts
 
 
-def test_without_a_layer_every_attempt_succeeds(monkeypatch, target) -> None:
+def test_without_a_layer_every_attempt_succeeds(monkeypatch, attempts, tmp_path) -> None:
     with hostile(monkeypatch, ()) as decoder:
         assert not decoder.layers
-        reported = [attempt(decoder, *one) for one in target.attempts()]
+        reported = [attempt(decoder, *one) for one in attempts]
     assert reported == ["done"] * len(reported)
-    assert not target.keys.exists()
+    assert not (tmp_path / "keys.json").exists()
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_each_layer_refuses_every_attempt(monkeypatch, target, name: str) -> None:
+def test_each_layer_refuses_every_attempt(monkeypatch, attempts, tmp_path, name: str) -> None:
     with hostile(monkeypatch, [name]) as decoder:
         [layer] = decoder.layers
         if not layer.holds:
             pytest.skip(f"{name} is absent here: {layer.absence}")
-        refused = [one for one in target.attempts() if refuses(name, one[0])]
+        refused = [one for one in attempts if refuses(name, one[0])]
         reported = {one: attempt(decoder, *one) for one in refused}
     assert set(reported.values()) == {"PermissionError"}, reported
     assert len(reported) >= (8 if name == "landlock" else 12)
-    assert target.keys.exists()
-    assert not target.keys.with_name("new").exists()
+    assert (tmp_path / "keys.json").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def refuses(layer: str, what: str) -> bool:
@@ -222,7 +202,7 @@ def refuses(layer: str, what: str) -> bool:
     return what not in SECCOMP_ONLY and sandbox.landlock_version() >= SINCE.get(what, 1)
 
 
-def test_a_replacement_enters_the_same_layers(monkeypatch, target) -> None:
+def test_a_replacement_enters_the_same_layers(monkeypatch, attempts, tmp_path) -> None:
     with hostile(monkeypatch, restarts=1) as decoder:
         layers = decoder.layers
         if not any(layer.holds for layer in layers):
@@ -231,7 +211,7 @@ def test_a_replacement_enters_the_same_layers(monkeypatch, target) -> None:
         monkeypatch.setattr(decoders, "_CODE", code)
         os.kill(decoder.pid, signal.SIGKILL)
         assert_decodes(decoder)
-        assert attempt(decoder, "read", str(target.keys)) == "PermissionError"
+        assert attempt(decoder, "read", str(tmp_path / "keys.json")) == "PermissionError"
         assert decoder.layers == layers
 
 

@@ -1,7 +1,6 @@
 """The images of items: found by id or refused; small ones made in the decoding processes."""
 
 import asyncio
-import errno
 import http.client
 import io
 import json
@@ -128,20 +127,6 @@ def test_a_link_of_an_old_generation_is_404(shop, data) -> None:
         problem = assert_problem(shop.client.get(link, headers=headers), 404, "unknown-item")
         assert all(text in problem["detail"] for text in (old, new, "Search again"))
     assert shop.client.get(link.partition("?")[0]).content == data[1]
-
-
-def test_a_disk_error_is_503_without_its_paths(service, catalogue, photos, monkeypatch) -> None:
-    def fail(*_: Any) -> bytes:
-        raise OSError(errno.EIO, "Input/output error", "/mnt/secret/1.png")
-
-    link = first_link(service, photos[1])
-    with monkeypatch.context() as patch:
-        patch.setattr("kinlens.indexer.images.source_bytes", fail)
-        response = service.client.get(link)
-    problem = assert_problem(response, 503, "gallery-unavailable")
-    assert int(response.headers["retry-after"]) >= 1
-    assert "secret" not in json.dumps(problem)
-    assert service.client.get(link).content == photos[1]
 
 
 def test_a_known_image_is_304_without_reading_the_file(service, catalogue, photos) -> None:

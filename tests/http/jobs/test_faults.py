@@ -2,7 +2,6 @@
 
 import os
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 import structlog
@@ -107,29 +106,6 @@ def test_a_bundle_unused_for_thirty_days_is_deleted(idle, store) -> None:
     assert list(folder.parent.iterdir()) == []
 
 
-@pytest.fixture
-def table(tmp_path: Path) -> JobStore:
-    return JobStore(tmp_path / "state" / "service.sqlite")
-
-
-def running(table: JobStore, gallery: str) -> Job:
-    job = table.create("compact", gallery, {}, "test")
-    assert table.begin(job.id)
-    return table.get(job.id)
-
-
-def test_a_job_begins_once_and_ends_once(table) -> None:
-    job = table.create("compact", "shop", {}, "test")
-    assert [table.begin(job.id) for _ in range(3)] == [True, False, False]
-    assert table.fail(job.id, "why")
-    assert not table.succeed(job.id)
-    table.progress(job.id, "more", 900)
-    found = table.get(job.id)
-    assert (found.state, found.error, found.done) == ("failed", "why", 0)
-    assert not table.begin(job.id)
-    assert not table.cancel(job.id)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "meet"),
     [
@@ -151,13 +127,15 @@ def test_jobs_on_one_gallery_exclude_each_other(tmp_path, one, other, meet) -> N
             table.create(*second, "test")
 
 
-def test_only_a_cancel_before_the_commit_is_accepted(table) -> None:
-    early = running(table, "early")
+def test_only_a_cancel_before_the_commit_is_accepted(tmp_path) -> None:
+    table = JobStore(tmp_path / "state" / "service.sqlite")
+    early, late = (table.create("compact", name, {}, "test") for name in ("early", "late"))
+    assert table.begin(early.id)
+    assert table.begin(late.id)
     assert table.cancel(early.id)
     assert not table.commit(early.id)
     table.fail(early.id, "why")
     assert (table.get(early.id).state, table.get(early.id).error) == ("cancelled", None)
-    late = running(table, "late")
     assert table.commit(late.id)
     assert not table.cancel(late.id)
     assert not table.get(late.id).cancel_requested

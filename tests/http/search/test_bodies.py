@@ -227,29 +227,22 @@ def test_ten_thousand_items_is_the_limit_of_a_change(market) -> None:
         assert "10,000 or fewer" in refusal(send(market, operation, json.dumps(body)))
 
 
-HALF = "\\ud800"  # of a surrogate pair, which is not valid text
-FILTER = f'{{"colour":{{"in":["{HALF}"]}}}}'
-HALVES: dict[str, tuple[str, ...]] = {
-    SEARCH: (
-        *('{"?":1}', '{"positives":["?"]}', '{"images":[{"data":"?"}]}'),
-        *(f'{{"positives":["a"],"{name}":"?"}}' for name in ("gallery", "group_by", "k")),
-        f'{{"positives":["a"],"filter":{FILTER}}}',
-        json.dumps({"positives": ["000.png"], "filter": FILTER}),
-    ),
-    PUT: (
-        f'{{"items":[{{"key":"?","data":"{GOOD}"}}]}}',
-        f'{{"items":[{{"key":"k","data":"{GOOD}","attributes":{{"?":1}}}}]}}',
-    ),
-    PATCH: ('{"changes":{"?":{}}}', '{"changes":{"k":{"?":1}}}', '{"changes":{"k":{"a":"?"}}}'),
-    DELETE: ('{"keys":["?"]}', '{"?":1}', f'{{"filter":{FILTER}}}'),
-    "POST /galleries": ('{"name":"?"}', '{"name":"a","bundle_id":"?"}', '{"name":"a","?":1}'),
-}
+HALVES = [
+    *((SEARCH, body) for body in ('{"?":1}', '{"positives":["?"]}', '{"images":[{"data":"?"}]}')),
+    (SEARCH, '{"positives":["a"],"gallery":"?"}'),
+    (SEARCH, '{"positives":["000.png"],"filter":{"colour":{"in":["?"]}}}'),
+    (PUT, f'{{"items":[{{"key":"?","data":"{GOOD}"}}]}}'),
+    (PUT, f'{{"items":[{{"key":"k","data":"{GOOD}","attributes":{{"?":1}}}}]}}'),
+    *((PATCH, body) for body in ('{"changes":{"?":{}}}', '{"changes":{"k":{"a":"?"}}}')),
+    *((DELETE, body) for body in ('{"keys":["?"]}', '{"filter":{"colour":{"in":["?"]}}}')),
+    ("POST /galleries", '{"name":"?"}'),
+]
 
 
-@pytest.mark.parametrize("operation", HALVES)
-def test_half_a_surrogate_pair_in_a_body_is_a_client_error(market, operation: str) -> None:
-    for body in HALVES[operation]:
-        response = send(market, operation, body.replace("?", HALF))
+def test_half_a_surrogate_pair_in_a_body_is_a_client_error(market) -> None:
+    """It is not valid text."""
+    for operation, body in HALVES:
+        response = send(market, operation, body.replace("?", "\\ud800"))
         assert response.status_code in (400, 404, 409, 422), (body, response.text)
         assert response.json()["detail"]
 

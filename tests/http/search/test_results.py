@@ -171,19 +171,6 @@ def test_a_likely_group_keeps_its_unlikely_hits(market) -> None:
         assert some == [group for group in groups if group["probability"] >= least]
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        'colour = "red" and price > 2',
-        {"colour": "red", "price": {">": 2}},
-        '{"colour": "red", "price": {">": 2}}',
-    ],
-)
-def test_a_filter_as_text_and_as_json_are_equivalent(market, where: Any) -> None:
-    answer = found(market, photo(0), k=COUNT, filter=where)
-    assert sorted(numbers(answer["hits"])) == [3, 6, 9]
-
-
 def test_groups_are_ranked_by_their_best_hit(market) -> None:
     hits = found(market, photo(3), k=COUNT)["hits"]
     answer = found(market, photo(3), k=3, group_by="product", group_size=2)

@@ -228,16 +228,11 @@ def test_a_set_up_that_would_start_exits_with_0_and_serves_nothing(paths, tmp_pa
 def test_one_fault_does_not_hide_the_next(tmp_path) -> None:
     (tmp_path / "keys.json").write_text("{")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        result = call(
-            *("check", "--json", "--bundle", str(tmp_path / "nowhere"), "--port", port),
-            *("--gallery", f"a={tmp_path / 'a'}", "--gallery", f"b={tmp_path / 'b'}"),
-            *("--state", str(tmp_path)),
-        )
-    assert result.exit_code == 1
-    report = json.loads(result.stdout)
-    faults = {f["subject"]: f for f in report["findings"] if f["verdict"] == "fault"}
-    assert faults.keys() >= {"bundle", "gallery a", "gallery b", "keys", "port"}
+        wrong = ["--bundle", str(tmp_path / "nowhere"), "--port", str(taken.getsockname()[1])]
+        wrong += ["--gallery", f"a={tmp_path / 'a'}", "--gallery", f"b={tmp_path / 'b'}"]
+        faults = findings(*wrong, "--state", str(tmp_path), code=1)
+    for part in ("bundle", "gallery a", "gallery b", "keys", "port"):
+        assert faults[part]["verdict"] == "fault"
     assert str(tmp_path / "nowhere") in faults["bundle"]["text"]
     assert faults["gallery a"]["text"].endswith("`kinlens-index build ... --out` wrote.")
 
@@ -259,18 +254,13 @@ def test_keys_are_created_listed_rotated_revoked_and_audited(tmp_path) -> None:
     made = call("keys", "create", "shop7", *scopes, *bound, *limits, *state)
     assert made.exit_code == 0, made.output
     assert "not shown again" in made.stderr
-    week = call("keys", "create", "office", "--scope", "admin", "--expires-days", "7", *state)
-    assert week.exit_code == 0
-    store = KeyStore(tmp_path / "keys.json")
-    key = asyncio.run(FreshKeys(store).known(made.stdout.strip()))
-    assert key.scopes == ("search", "write")
-    assert key.limits.galleries == ("shop-7", "shop-8")
-    assert key.binding().where is not None
+    call("keys", "create", "office", "--scope", "admin", "--expires-days", "7", *state)
     rotated = call("keys", "rotate", "shop7", "--overlap-hours", "2", *state)
-    assert rotated.exit_code == 0, rotated.output
     assert "valid for 2 hours" in rotated.stderr
-    for text in (made.stdout, rotated.stdout):
-        assert asyncio.run(FreshKeys(store).known(text.strip())) is not None
+    fresh = FreshKeys(KeyStore(tmp_path / "keys.json"))
+    first, second = (asyncio.run(fresh.known(one.stdout.strip())) for one in (made, rotated))
+    assert first == second
+    assert first.binding().where is not None
     listed = call("keys", "list", *state).stdout
     for shown in ("shop-7,shop-8", "tenant in (7, 8)", "600/minute; 100,000 units/day"):
         assert shown in listed
@@ -286,12 +276,10 @@ def test_keys_are_created_listed_rotated_revoked_and_audited(tmp_path) -> None:
         (f"keys {action}", name) for action, name in changes
     ]
     assert {one["by"] for one in entries} == {"command line"}
-    table = call("audit", "--limit", "1", *state).stdout
-    assert "keys revoke" in table
-    assert "keys rotate" not in table
+    assert call("audit", "--limit", "1", *state).stdout.count("keys ") == 1
     for secret in (made.stdout, rotated.stdout):
         assert secret.strip().split("_")[2] not in audit + listed
-    assert key.digest not in audit + listed
+    assert first.digest not in audit + listed
 
 
 def test_check_warns_where_callers_without_a_key_see_more_than_a_bound_key(paths, tmp_path) -> None:

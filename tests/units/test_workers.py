@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -200,24 +200,16 @@ PHOTOS = [encoded(photo(number)) for number in range(8)]
 NUMBERS = itertools.count()
 
 
-@pytest.fixture
-def bundle_copy(tiny_bundle: Bundle, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+def search_right(service: Running, count: int) -> None:
+    """Eight at a time for images in files that no cache knows; each must find its item."""
 
+    def best(number: int) -> str:
+        data = PHOTOS[number % 8] + next(NUMBERS).to_bytes(4, "big")
+        return str(service.search(data, k=1).raise_for_status().json()["hits"][0]["key"])
 
-@pytest.fixture
-def service(bundle_copy: Path, tiny_gallery: Path) -> Iterator[Running]:
-    settings: dict[str, Any] = {"bundle": bundle_copy, "galleries": f"shop={tiny_gallery}"}
-    running = run(create_app(Settings(**settings, search_threads=3)))
-    until(lambda: embedding(running))
-    yield running
-    running.close()
-
-
-def embedding(service: Running) -> list[int]:
-    """The workers that searches use: no children of the service, but of its fork server."""
-    search(service, [0] * 6)
-    return [pid for pid in service.runtime.search_threads.pids if parent(pid) != os.getpid()]
+    with ThreadPoolExecutor(8) as clients:
+        found = list(clients.map(best, range(count)))
+    assert found == [f"{number % 8}.png" for number in range(count)]
 
 
 def parent(pid: int) -> int:
@@ -227,43 +219,34 @@ def parent(pid: int) -> int:
         return os.getpid()
 
 
-def search(service: Running, numbers: Sequence[int]) -> list[Any]:
-    """What is found for these images at the same time, each in a file that no cache knows."""
+def test_killed_workers_a_killed_server_and_a_lost_bundle_cost_no_answer(
+    tiny_bundle, tiny_gallery, tmp_path
+) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    settings = Settings(bundle=bundle, galleries=(f"shop={tiny_gallery}",), search_threads=3)
+    with contextlib.closing(run(create_app(settings))) as service, ThreadPoolExecutor(1) as pool:
+        threads = service.runtime.search_threads
 
-    def found(number: int) -> Any:
-        answer = service.search(PHOTOS[number] + next(NUMBERS).to_bytes(4, "big"), k=3)
-        answer.raise_for_status()
-        return answer.json()["hits"]
+        def embedding() -> list[int]:
+            """Workers that searches use: no children of the service, but of its fork server."""
+            search_right(service, 6)
+            return [pid for pid in threads.pids if parent(pid) != os.getpid()]
 
-    with ThreadPoolExecutor(8) as clients:
-        return list(clients.map(found, numbers))
-
-
-def keys(answers: Sequence[Any]) -> list[str]:
-    return [hits[0]["key"] for hits in answers]
-
-
-def test_killed_workers_and_a_killed_server_cost_no_answer(service) -> None:
-    until(lambda: 0 < len(embedding(service)) == len(service.runtime.search_threads.pids))
-    [server] = {parent(pid) for pid in embedding(service)}
-    with ThreadPoolExecutor(1) as clients:
-        answers = clients.submit(search, service, [*range(8)] * 12)
+        until(lambda: 0 < len(embedding()) == len(threads.pids))
+        [server] = {parent(pid) for pid in embedding()}
+        answers = pool.submit(search_right, service, 96)
         while not answers.done():
-            for pid in embedding(service)[:1]:
+            for pid in embedding()[:1]:
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.2)  # an image during which two workers end is refused
-        assert keys(answers.result()) == [f"{number}.png" for number in range(8)] * 12
-        answers = clients.submit(search, service, [*range(8)] * 12)
+        answers.result()
+        answers = pool.submit(search_right, service, 96)
         os.kill(server, signal.SIGKILL)
-        assert keys(answers.result()) == [f"{number}.png" for number in range(8)] * 12
-    assert service.runtime.search_threads.restarts > 1
-    until(lambda: {parent(pid) for pid in embedding(service)} - {server, os.getpid()})
-
-
-def test_without_its_bundle_the_service_embeds_in_process(service, bundle_copy) -> None:
-    [server] = {parent(pid) for pid in embedding(service)}
-    shutil.rmtree(bundle_copy)
-    os.kill(server, signal.SIGKILL)
-    for _ in range(3):
-        assert keys(search(service, range(8))) == [f"{number}.png" for number in range(8)]
-    assert service.client.get("/ready").status_code == 200
+        answers.result()
+        assert threads.restarts > 1
+        until(lambda: {parent(pid) for pid in embedding()} - {server, os.getpid()})
+        shutil.rmtree(bundle)  # so that the service itself embeds from now on
+        for pid in {parent(pid) for pid in embedding()} - {os.getpid()}:
+            os.kill(pid, signal.SIGKILL)
+        search_right(service, 24)
+        assert service.client.get("/ready").status_code == 200

@@ -160,17 +160,6 @@ def test_min_probability_keeps_the_likely_hits_at_their_ranks(market) -> None:
         assert [group["value"] for group in some] == likely
 
 
-def test_a_likely_group_keeps_its_unlikely_hits(market) -> None:
-    asked = {"group_by": "colour", "k": COUNT}
-    groups = found(market, encoded(render(99)), **asked)["groups"]
-    assert max(hit["probability"] for group in groups for hit in group["hits"]) < max(
-        group["probability"] for group in groups
-    )
-    for least in sorted(group["probability"] for group in groups):
-        some = found(market, encoded(render(99)), min_probability=least, **asked)["groups"]
-        assert some == [group for group in groups if group["probability"] >= least]
-
-
 def test_groups_are_ranked_by_their_best_hit(market) -> None:
     hits = found(market, photo(3), k=COUNT)["hits"]
     answer = found(market, photo(3), k=3, group_by="product", group_size=2)

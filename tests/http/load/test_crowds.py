@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kinlens.embedder.errors import DeadlineExceededError
 from kinlens.indexer.types import SearchOptions
 from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
+from tests.support.seams import Batcher, LruCache
 from tests.support.servers import DEFAULTS, FakeGallery, GatedEmbedder, Running, run
 from tests.support.shops import assert_problem
 from tests.support.waiting import until
@@ -233,3 +235,52 @@ def test_an_expired_search_frees_its_thread(start_service, embedder, gallery, ph
             assert "0.5 s" in assert_problem(answer, 503, "deadline-exceeded")["detail"]
     until(lambda: service.search(photos[5]).status_code == 200)
     until(lambda: len(reported) >= 2)
+
+
+def test_queued_images_share_a_call_and_a_bad_one_fails_alone() -> None:
+    gate, entered, batches = threading.Event(), threading.Event(), []
+
+    def embed(images: Any) -> Any:
+        values = images[:, 0, 0, 0]
+        batches.append(len(values))
+        entered.set()
+        assert gate.wait(10)
+        if 13 in values:
+            raise ValueError("a bad image")
+        return values.astype(np.float32)[:, np.newaxis]
+
+    def ask(value: int) -> float:
+        return float(batcher.embed(np.full((1, 3, 2, 2), value, dtype=np.uint8)).item())
+
+    batcher = Batcher(embed, batch_size=8, at_once=1)
+    values = [*range(20, 29), 13]
+    with ThreadPoolExecutor(len(values) + 1) as clients:
+        first = clients.submit(ask, 0)
+        assert entered.wait(10)
+        *good, bad = [clients.submit(ask, value) for value in values]
+        until(lambda: batcher.waiting == len(values))
+        gate.set()
+    assert [call.result() for call in (first, *good)] == [0, *values[:-1]]
+    assert isinstance(bad.exception(), ValueError)
+    assert batches[:2] == [1, 8]
+
+
+def test_the_local_cache_evicts_the_least_recently_used() -> None:
+    cache = LruCache(max_entries=5, max_bytes=200)
+    kept: dict[str, bytes] = {}  # the least recently used first
+    rng = np.random.default_rng(0)
+    for _ in range(2_000):
+        key, size = str(rng.integers(10)), int(rng.integers(0, 90)) if rng.random() < 0.9 else 200
+        if rng.random() < 0.5:
+            assert cache.get(key) == kept.get(key)
+            if key in kept:
+                kept[key] = kept.pop(key)
+            continue
+        cache.set(key, bytes(size))
+        kept.pop(key, None)
+        if size < 200:
+            kept[key] = bytes(size)
+        while len(kept) > 5 or sum(map(len, (*kept, *kept.values()))) > 200:
+            del kept[next(iter(kept))]
+        assert cache.size_bytes == sum(map(len, (*kept, *kept.values())))
+        assert len(cache) == len(kept)

@@ -154,24 +154,6 @@ def test_without_a_state_folder_writes_are_409_with_the_cure(start_service, data
     assert listed["writable"] is False
 
 
-def test_a_gallery_of_another_process_is_served_at_once(tmp_path, data, closes) -> None:
-    slow = {"reload_interval_ms": 600_000}
-    maker = closes(start_shop(tmp_path, **slow))
-    other = closes(start_shop(tmp_path, create=False, **slow))
-    for name, ask in {
-        "put": lambda: other.put_form({"k": data[0]}, gallery="put"),
-        "list": lambda: other.client.get("/galleries/list/items"),
-        "search": lambda: other.running.search(data[0], gallery="search"),
-        "image": lambda: other.client.get("/galleries/image/items/1/image?size=160"),
-        "delete": lambda: other.client.delete("/galleries/delete"),
-    }.items():
-        maker.create(name).put({"k": data[0]}, a=0)
-        assert name not in other.running.runtime.registry.names()
-        answer = ask()
-        assert answer.is_success, (name, answer.text)
-    assert_problem(other.client.get("/galleries/nowhere"), 404, "unknown-gallery")
-
-
 def test_a_gallery_records_each_precision_added_to_it(tiny_bundle, tmp_path) -> None:
     bundle, state = write_full_bundle(tiny_bundle, tmp_path), tmp_path / "state"
     facts = {"bundle_id": bundle.bundle_id, "dim": bundle.manifest.dim}

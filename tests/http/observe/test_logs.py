@@ -71,23 +71,25 @@ def test_every_line_is_json_whoever_logs_it() -> None:
     assert all(str(event["timestamp"]).endswith("Z") for event in events)
 
 
-MANY = """
-import sys, time
+def program_that_logs(count: int, fields: str = "") -> str:
+    """A program that logs so many lines."""
+    return f"""
+import sys
 import structlog
 from kinlens.service.observe.logs import configure_logs
 
 configure_logs("info")
-started = time.monotonic()
-for number in range(30_000):
-    structlog.get_logger().info("request", number=number)
-print(time.monotonic() - started, flush=True)
-sys.stdin.read()
+for number in range({count}):
+    structlog.get_logger().info("request", number=number{fields})
 """
+
+
+WAITING = "print(flush=True)\nsys.stdin.read()\n"
 
 
 def test_a_log_reader_that_hangs_blocks_nothing_and_learns_what_it_missed() -> None:
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    command = [sys.executable, "-c", MANY]
+    command = [sys.executable, "-c", program_that_logs(30_000) + WAITING]
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
         ready, _, _ = select.select([process.stdout], [], [], 60)
         assert ready, "logging waits for its reader"
@@ -105,45 +107,31 @@ def test_a_log_reader_that_hangs_blocks_nothing_and_learns_what_it_missed() -> N
     assert reported == sorted(reported)
 
 
-ENDING = """
+TWO_SIGNALS = """
 import signal
-import structlog
 from kinlens.service.http.server import Server, config_of
-from kinlens.service.observe.logs import configure_logs
 from kinlens.service.settings import Settings
 
 server = Server(config_of(lambda: None, Settings()))
-configure_logs("info")
-for number in range(1_000):
-    structlog.get_logger().info("request", number=number)
+server.handle_exit(signal.SIGTERM, None)
+server.handle_exit(signal.SIGTERM, None)
 """
-TWO_SIGNALS = "server.handle_exit(signal.SIGTERM, None)\n" * 2
 
 
 @pytest.mark.parametrize(("ending", "status"), [("", 0), (TWO_SIGNALS, 130)])
 def test_no_line_is_lost_at_the_exit(ending: str, status: int) -> None:
-    done = run(ENDING + ending, status=status)
+    done = run(program_that_logs(1_000) + ending, status=status)
     lines = [line for line in done.stderr.splitlines() if line.startswith("{")]
     assert [json.loads(line)["number"] for line in lines] == list(range(1_000))
-
-
-SHARING = """
-import sys
-import structlog
-from kinlens.service.observe.logs import configure_logs
-
-configure_logs("info")
-for number in range(3_000):
-    structlog.get_logger().info("request", process=sys.argv[1], number=number, text="x" * 50)
-sys.stdin.read()
-"""
 
 
 def test_processes_that_share_a_pipe_do_not_mix_their_lines() -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading) as reader:
         options: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.PIPE, "stderr": writing}
-        commands = ([sys.executable, "-c", SHARING, name] for name in "ab")
+        code = program_that_logs(3_000, ', process=sys.argv[1], text="x" * 50') + WAITING
+        options |= {"stdout": subprocess.DEVNULL}
+        commands = ([sys.executable, "-c", code, name] for name in "ab")
         processes = [subprocess.Popen(command, **options) for command in commands]
         os.close(writing)
         time.sleep(2)  # both wait for space in the pipe, where a longer write would be cut

@@ -163,6 +163,20 @@ def test_an_outage_under_load_costs_no_answer(start_service, redis_server, photo
     until(is_shared)  # on a busy machine an answer may take Redis 50 ms, and is not kept then
 
 
+def test_the_default_timeout_is_below_200_ms(start_service, redis_server) -> None:
+    """No time is measured: a limit of 200 ms or more would let the answers come."""
+    service = start_service(redis_url=redis_server.url)
+    until(lambda: is_up(service))
+    with connected(redis_server) as client:
+
+        def is_away_once_paused() -> bool:
+            client.execute_command("CLIENT PAUSE", 200)
+            assert service.search(new_photo()).status_code == 200
+            return is_down(service)
+
+        until(is_away_once_paused)
+
+
 def test_a_full_redis_is_no_outage(start_service, redis_server, photos) -> None:
     with connected(redis_server) as client:
         client.config_set("maxmemory-policy", "noeviction")

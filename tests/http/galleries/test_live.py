@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -155,29 +155,15 @@ Follow = Callable[..., Running]
 
 
 @pytest.fixture
-def follow(address: str, tmp_path: Path) -> Iterator[Follow]:
+def follow(address: str, tmp_path: Path, closes: Callable[[Running], Running]) -> Follow:
     """Start a service that follows the address, with a folder of its own for the copy."""
-    with ExitStack() as stack:
 
-        def start(name: str = "copies", **settings: Any) -> Running:
-            given: dict[str, Any] = {
-                "galleries": f"shop={address}",
-                "follow": "100ms",
-                "replica_folder": tmp_path / name,
-                "reload_interval_ms": 100,
-            }
-            app = create_app(Settings(**DEFAULTS | given | settings), FakeEmbedder())
-            service = run(app)
-            stack.callback(service.close)
-            return service
+    def start(name: str = "copies", **settings: Any) -> Running:
+        given: dict[str, Any] = {"galleries": f"shop={address}", "replica_folder": tmp_path / name}
+        given |= {"follow": "100ms", "reload_interval_ms": 100}
+        return closes(run(create_app(Settings(**DEFAULTS | given | settings), FakeEmbedder())))
 
-        yield start
-
-
-def put(service: Running, key: str, image: bytes) -> httpx.Response:
-    """Upload one item."""
-    form: list[Any] = [("image", ("x.png", image)), ("key", (None, key))]
-    return service.client.put("/galleries/shop/items", files=form)
+    return start
 
 
 def version(url: str) -> str:
@@ -212,7 +198,7 @@ def test_links_and_images_are_valid_on_every_host(shop, address, follow, tmp_pat
     uploaded = encoded(photo(50))
     made = start_shop(tmp_path / "state", create=False, galleries=(f"shop={shop}",))
     with closing(writer := made.running):
-        put(writer, "new", uploaded).raise_for_status()
+        made.put({"new": uploaded})
         publish(shop, address, with_images=True)
         (tmp_path / "pictures").rename(tmp_path / "elsewhere")
         follower = follow()
@@ -230,7 +216,7 @@ def test_changes_of_a_copy_are_refused(shop, address, follow, tmp_path) -> None:
     service = follow(state=tmp_path / "state", anonymous_scopes=("admin",))
     gallery, client = "/galleries/shop", service.client
     changes = (
-        put(service, "a", encoded(photo(60))),
+        Shop(service, tmp_path).put_form({"a": encoded(photo(60))}),
         client.patch(f"{gallery}/items", json={"changes": {"1.png": {"a": 1}}}),
         client.post(f"{gallery}/golden/run"),
     )

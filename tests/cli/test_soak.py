@@ -44,7 +44,7 @@ def memory(leak_mb_per_hour: float, seed: int = 1) -> list[tuple[float, float]]:
 
 
 def test_a_leak_or_a_wrong_answer_makes_the_exit_code_1(soak) -> None:
-    """A leak is told from noise, and from a cache that is filled once."""
+    """A leak differs from noise, and from a cache that is filled once."""
 
     def passed(points: list[tuple[float, float]], *faults: str) -> bool:
         tally = soak.Tally(30.0)

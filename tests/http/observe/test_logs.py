@@ -72,7 +72,7 @@ def test_every_line_is_json_whoever_logs_it() -> None:
 
 
 def program_that_logs(count: int, fields: str = "") -> str:
-    """A program that logs so many lines."""
+    """A program that logs `count` lines."""
     return f"""
 import sys
 import structlog

@@ -1,6 +1,9 @@
-"""kinlens-serve: its help, one clear line per reason not to start, its start and its exit."""
+"""kinlens-serve: help, one clear line per refusal, start and exit; its commands check and keys."""
 
+import asyncio
+import json
 import re
+import shlex
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -10,14 +13,17 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.service.__main__ import app
+from kinlens.service.access.keys import FreshKeys
 from tests.support.own_process import own_process
+from tests.support.seams import KeyStore
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
+CREATE = "keys create k --scope search --state STATE"
 HANGING = """
 import sys, threading
 from kinlens.indexer.gallery import Gallery
@@ -32,17 +38,12 @@ app(sys.argv[1:])
 """
 
 
-def refused(*arguments: str) -> str:
-    """The one line that kinlens-serve ends with."""
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == 1, result.output
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("kinlens-serve: ")
-    return line
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def test_help_shows_every_option_and_an_example() -> None:
-    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    text = call("--help").output
     options = ("--bundle", "--gallery", "--image-root", "--host", "--port", "--device")
     for option in (*options, "--redis-url", "--state", "--workers", "--precision"):
         assert option in text
@@ -78,6 +79,7 @@ def places(
             "BROKEN": folder / "broken",
             "DAMAGED": folder,
             "MANIFEST": folder / "manifest.json",
+            "STATE": folder / "state",
             "NOWHERE": folder / "nowhere",
             "TAKEN": taken.getsockname()[1],
         }
@@ -102,6 +104,12 @@ def places(
         ("--port 9000 check", ["after the command"]),
         ("--port 99999", ["port = '99999' is too large; use 65,535 or less."]),
         ("--redis-url redis://user:hunter2@cache:abc/0", ["redis_url"]),
+        (f"{CREATE} --gallery a/b", ["a/b"]),
+        (f"{CREATE} --gallery a --filter 'a ='", ["cannot be parsed"]),
+        (f"{CREATE} --rate often", ["600/minute"]),
+        ("keys rotate nobody --state STATE", ["There is no key 'nobody'"]),
+        ("keys create till --scope owner --state STATE", ["'owner' is unknown; use search"]),
+        ("keys create 'no name' --scope search --state STATE", ["name = 'no name'"]),
     ],
 )
 def test_what_cannot_be_served_is_named(words, expected, places, monkeypatch) -> None:
@@ -111,7 +119,10 @@ def test_what_cannot_be_served_is_named(words, expected, places, monkeypatch) ->
     def placed(text: str) -> str:
         return re.sub(r"\b[A-Z]{3,}\b", lambda found: str(places.get(found[0], found[0])), text)
 
-    line = refused(*(placed(word) for word in words.split()))
+    result = call(*(placed(word) for word in shlex.split(words)))
+    assert result.exit_code == 1, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("kinlens-serve: ")
     assert all(placed(text) in line for text in expected), line
     assert "hunter2" not in line
     assert "Errno" not in line
@@ -188,8 +199,109 @@ def connects(address: tuple[str, int]) -> bool:
     return True
 
 
+def findings(*arguments: str, code: int) -> dict[str, dict[str, str]]:
+    """The findings of `check --json`, by part."""
+    result = call("check", "--json", "--port", "0", *arguments)
+    assert result.exit_code == code, result.output
+    report = json.loads(result.stdout)
+    assert report["starts"] is (code == 0)
+    return {finding["subject"]: finding for finding in report["findings"]}
+
+
+@pytest.fixture
+def paths(tiny_bundle: Bundle, tiny_gallery: Path) -> list[str]:
+    return ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
+
+
+def test_a_set_up_that_would_start_exits_with_0_and_serves_nothing(paths, tmp_path) -> None:
+    found = findings(*paths, "--state", str(tmp_path / "new"), code=0)
+    parts = ["settings", "bundle", "gallery shop", "state", "keys", "decoder", "redis", "port"]
+    assert list(found) == parts
+    others = {finding["verdict"] for part, finding in found.items() if part != "decoder"}
+    assert others == {"ok"}
+    assert found["decoder"]["text"].startswith("sandbox: ")  # the layers depend on the kernel
+    assert found["bundle"]["text"].endswith("on CPUExecutionProvider in fp32: asked for")
+    assert "8 items" in found["gallery shop"]["text"]
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_one_fault_does_not_hide_the_next(tmp_path) -> None:
+    (tmp_path / "keys.json").write_text("{")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        wrong = ["--bundle", str(tmp_path / "nowhere"), "--port", str(taken.getsockname()[1])]
+        wrong += ["--gallery", f"a={tmp_path / 'a'}", "--gallery", f"b={tmp_path / 'b'}"]
+        faults = findings(*wrong, "--state", str(tmp_path), code=1)
+    for part in ("bundle", "gallery a", "gallery b", "keys", "port"):
+        assert faults[part]["verdict"] == "fault"
+    assert str(tmp_path / "nowhere") in faults["bundle"]["text"]
+    assert faults["gallery a"]["text"].endswith("`kinlens-index build ... --out` wrote.")
+
+
+def test_a_redis_that_is_away_is_a_warning_that_hides_its_password(paths, redis_server) -> None:
+    assert findings(*paths, "--redis-url", redis_server.url, code=0)["redis"]["text"] == "answers"
+    redis_server.kill()
+    url = redis_server.url.replace("redis://", "redis://user:hunter2@")
+    found = findings(*paths, "--redis-url", url, code=0)
+    assert found["redis"]["verdict"] == "warning"
+    assert "hunter2" not in str(found)
+
+
+def test_keys_are_created_listed_rotated_revoked_and_audited(tmp_path) -> None:
+    state = ["--state", str(tmp_path)]
+    bound = ["--gallery", "shop-7", "--gallery", "shop-8", "--filter", "tenant in (7, 8)"]
+    limits = ["--rate", "600/minute", "--daily-units", "100000"]
+    scopes = ["--scope", "search", "--scope", "write"]
+    made = call("keys", "create", "shop7", *scopes, *bound, *limits, *state)
+    assert made.exit_code == 0, made.output
+    assert "not shown again" in made.stderr
+    call("keys", "create", "office", "--scope", "admin", "--expires-days", "7", *state)
+    rotated = call("keys", "rotate", "shop7", "--overlap-hours", "2", *state)
+    assert "valid for 2 hours" in rotated.stderr
+    fresh = FreshKeys(KeyStore(tmp_path / "keys.json"))
+    first, second = (asyncio.run(fresh.known(one.stdout.strip())) for one in (made, rotated))
+    assert first == second
+    assert first.binding().where is not None
+    listed = call("keys", "list", *state).stdout
+    for shown in ("shop-7,shop-8", "tenant in (7, 8)", "600/minute; 100,000 units/day"):
+        assert shown in listed
+    assert "active, two secrets" in listed
+    assert "revoked" in call("keys", "revoke", "shop7", *state).stdout
+    shop7, office = (line.split() for line in call("keys", "list", *state).stdout.splitlines()[1:])
+    assert shop7[:3] == ["shop7", "search,write", "revoked"]
+    assert office[:3] == ["office", "admin", "active"]
+    audit = call("audit", "--json", *state).stdout
+    entries = [json.loads(line) for line in audit.splitlines()]
+    changes = [("revoke", "shop7"), ("rotate", "shop7"), ("create", "office"), ("create", "shop7")]
+    assert [(one["action"], one["target"]) for one in entries] == [
+        (f"keys {action}", name) for action, name in changes
+    ]
+    assert {one["by"] for one in entries} == {"command line"}
+    assert call("audit", "--limit", "1", *state).stdout.count("keys ") == 1
+    for secret in (made.stdout, rotated.stdout):
+        assert secret.strip().split("_")[2] not in audit + listed
+    assert first.digest not in audit + listed
+
+
+def test_check_warns_where_callers_without_a_key_see_more_than_a_bound_key(paths, tmp_path) -> None:
+    state = ["--state", str(tmp_path)]
+    call("keys", "create", "shop7", "--scope", "search", "--gallery", "shop-7", *state)
+    found = findings(*paths, *state, code=0)
+    assert found["exposure"]["verdict"] == "warning"
+    assert "KINLENS_ANONYMOUS_SCOPES" in str(found["exposure"])
+    call("keys", "revoke", "shop7", *state)
+    assert "exposure" not in findings(*paths, *state, code=0)
+
+
+def test_a_decoder_without_isolation_is_a_warning_with_its_cure(paths, monkeypatch) -> None:
+    monkeypatch.setenv("KINLENS_DECODE_ISOLATION", "false")
+    found = findings(*paths, code=0)["decoder"]
+    assert found["verdict"] == "warning"
+    assert found["text"].endswith(" Set KINLENS_DECODE_ISOLATION to true.")
+
+
 def test_settings_that_exclude_each_other_are_named(monkeypatch) -> None:
     monkeypatch.setenv("KINLENS_FEEDBACK", "pairs")
-    line = refused("--bundle", "x")
-    assert "settings: feedback = pairs needs a state folder" in line
-    assert "--state DIR or KINLENS_STATE" in line
+    refused = call("--bundle", "x")
+    assert refused.exit_code == 1
+    assert "settings: feedback = pairs needs a state folder" in refused.stderr
+    assert "--state DIR or KINLENS_STATE" in refused.stderr

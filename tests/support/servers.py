@@ -85,7 +85,6 @@ class FakeGallery:
         weakref.finalize(self, shutil.rmtree, self.image_root, ignore_errors=True)
         for number, data in enumerate(photos):
             (self.image_root / f"{number:03d}.png").write_bytes(data)
-        self.searches = 0
         self._sha256s = [hashlib.sha256(data).hexdigest() for data in photos]
         inputs = np.stack([embedder.preprocess(data) for data in photos])
         self._vectors = np.concatenate([FakeEmbedder.embed(embedder, inputs)])
@@ -93,7 +92,6 @@ class FakeGallery:
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
     ) -> list[list[Hit]]:
-        self.searches += 1
         options = options or SearchOptions()
         least = -2.0 if options.min_score is None else options.min_score
         answers = []

@@ -1,12 +1,14 @@
-"""Workers that embed: the same vectors, enforced limits, no leftovers."""
+"""Workers that embed: the same vectors, enforced limits, no leftovers, no lost answers."""
 
 import contextlib
 import gc
+import itertools
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import CorruptImageError, ImageCostError
 from kinlens.embedder.manifest import FP32, Mode
 from kinlens.embedder.session import OnnxEmbedder
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS
 from tests.support.own_process import children, own_process
-from tests.support.seams import NoProcessError, Workers, fork_server, workers_module
+from tests.support.seams import NoProcessError, Workers, fork_server
+from tests.support.servers import Running, run
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
@@ -138,17 +143,6 @@ def test_after_some_crashes_the_server_is_a_new_one_with_other_addresses(tiny_bu
         assert sum(worker.restarts for worker in workers.pool.decoders) >= 8
 
 
-def test_a_server_that_does_not_start_is_tried_again(tiny_bundle, monkeypatch) -> None:
-    monkeypatch.setattr(workers_module, "_FIRST_PAUSE_S", 0.2)
-    good = fork_server.CODE
-    monkeypatch.setattr(fork_server, "CODE", "raise SystemExit('no memory')")
-    with structlog.testing.capture_logs() as events, running(tiny_bundle) as workers:
-        until(lambda: any(event["event"] == "workers do not embed" for event in events))
-        assert not workers.is_ready
-        monkeypatch.setattr(fork_server, "CODE", good)
-        until(lambda: workers.is_ready)
-
-
 def test_a_replaced_bundle_is_refused(make_tiny_bundle, tiny_bundle, tmp_path) -> None:
     """Its vectors would be stored, and cached, under the id of the first."""
     path = Path(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
@@ -161,19 +155,6 @@ def test_a_replaced_bundle_is_refused(make_tiny_bundle, tiny_bundle, tmp_path) -
         until(lambda: not answers(workers, encoded(photo(1)), None) and not workers.is_ready)
         until(lambda: any(event["event"] == "workers do not embed" for event in events))
     assert "has become the bundle" in str(events)
-
-
-def test_unreferenced_workers_end(tiny_bundle) -> None:
-    embedder = OnnxEmbedder.open(tiny_bundle)
-    image = embedder.known_images()[0]
-    workers = Workers(embedder, 1024, 30.0, 2)
-    workers.start(image, embedder.embed(embedder.preprocess(image)[np.newaxis])[0])
-    until(partial(getattr, workers, "is_ready"))
-    pids = [each.pid for each in workers.pool.decoders]
-    assert pids
-    del workers
-    gc.collect()
-    until(lambda: all(is_gone(pid) for pid in pids))
 
 
 def test_server_and_workers_end_when_the_service_dies(tiny_settings, tmp_path) -> None:
@@ -213,3 +194,59 @@ def test_a_hostile_worker_is_confined_and_reaches_nothing(
         os.kill(worker.pid, signal.SIGKILL)
         workers.embed(encoded(photo(1)))
         assert attempt(worker, "read", "/etc/passwd") == "PermissionError"
+
+
+PHOTOS = [encoded(photo(number)) for number in range(8)]
+NUMBERS = itertools.count()
+
+
+def search_right(service: Running, count: int) -> None:
+    """Eight at a time for images in files that no cache knows; each must find its item."""
+
+    def best(number: int) -> str:
+        data = PHOTOS[number % 8] + next(NUMBERS).to_bytes(4, "big")
+        return str(service.search(data, k=1).raise_for_status().json()["hits"][0]["key"])
+
+    with ThreadPoolExecutor(8) as clients:
+        found = list(clients.map(best, range(count)))
+    assert found == [f"{number % 8}.png" for number in range(count)]
+
+
+def parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return os.getpid()
+
+
+def test_killed_workers_a_killed_server_and_a_lost_bundle_cost_no_answer(
+    tiny_bundle, tiny_gallery, tmp_path
+) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    settings = Settings(bundle=bundle, galleries=(f"shop={tiny_gallery}",), search_threads=3)
+    with contextlib.closing(run(create_app(settings))) as service, ThreadPoolExecutor(1) as pool:
+        threads = service.runtime.search_threads
+
+        def embedding() -> list[int]:
+            """Workers that searches use: no children of the service, but of its fork server."""
+            search_right(service, 6)
+            return [pid for pid in threads.pids if parent(pid) != os.getpid()]
+
+        until(lambda: 0 < len(embedding()) == len(threads.pids))
+        [server] = {parent(pid) for pid in embedding()}
+        answers = pool.submit(search_right, service, 96)
+        while not answers.done():
+            for pid in embedding()[:1]:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.2)  # an image during which two workers end is refused
+        answers.result()
+        answers = pool.submit(search_right, service, 96)
+        os.kill(server, signal.SIGKILL)
+        answers.result()
+        assert threads.restarts > 1
+        until(lambda: {parent(pid) for pid in embedding()} - {server, os.getpid()})
+        shutil.rmtree(bundle)  # so that the service itself embeds from now on
+        for pid in {parent(pid) for pid in embedding()} - {os.getpid()}:
+            os.kill(pid, signal.SIGKILL)
+        search_right(service, 24)
+        assert service.client.get("/ready").status_code == 200

@@ -373,9 +373,6 @@ def test_a_bound_admin_manages_only_its_own_galleries(market) -> None:
     listed = market.client.get("/jobs", headers=admin).json()["jobs"]
     assert [one["id"] for one in listed] == [job]
     assert len(market.client.get("/jobs").json()["jobs"]) == 2
-    assert market.client.get(f"/jobs/{job}", headers=admin).json()["gallery"] == MINE
-    ended = market.client.post(f"/jobs/{job}/cancel", headers=admin)
-    assert ended.status_code in (202, 409)  # it may have finished already
 
 
 def test_a_rate_and_the_units_of_a_day_are_of_the_key(market) -> None:
@@ -438,14 +435,12 @@ def test_keys_are_made_listed_rotated_and_revoked_over_http(tmp_path) -> None:
         until(lambda: not opens(text))  # two at most: the first one ends now
         assert opens(rotated["text"])
         assert opens(third)
-        fourth = client.post("/keys/till/rotate", json={"overlap_hours": 0}).json()["text"]
-        assert opens(fourth)
         listed = client.get("/keys")
         assert [one["name"] for one in listed.json()["keys"]] == ["till"]
-        for secret in (text, rotated["text"], third, fourth):
+        for secret in (text, rotated["text"], third):
             assert secret.split("_")[2] not in listed.text + store.path.read_text()
         assert client.delete("/keys/till").json()["state"] == "revoked"
-        until(lambda: not opens(fourth))
+        until(lambda: not opens(third))
         assert_problem(client.delete("/keys/till"), 404, "unknown-key")
         assert_problem(client.post("/keys/till/rotate"), 404, "unknown-key")
 

@@ -1,15 +1,41 @@
-"""Galleries: created, described, filled, deleted with their images; and refusals."""
+"""Galleries: created, described, filled, deleted; their precisions, their GPU; and refusals."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import BundleMismatchError
 from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from tests.support.shops import assert_problem, make_gallery, start_shop
+from kinlens.service.app import create_app
+from kinlens.service.runtime import build_runtime
+from kinlens.service.settings import Settings
+from tests.embedder.bundles import write_full_bundle
+from tests.support.fake_gpu import fake_gpu
+from tests.support.servers import DEFAULTS, run
+from tests.support.shops import Shop, assert_problem, make_gallery, start_shop
 from tests.support.waiting import until
+from tests.tiny import encoded, photo
+
+
+def settings(bundle: Bundle, *galleries: str, **more: object) -> Settings:
+    return Settings(**DEFAULTS | {"bundle": bundle.path, "galleries": galleries} | more)
+
+
+def made(folder: Path, bundle: Bundle, precision: str) -> str:
+    """An empty gallery, as `NAME=PATH`."""
+    facts = {"bundle_id": bundle.bundle_id, "dim": bundle.manifest.dim, "precision": precision}
+    Gallery.create(folder / precision, name=precision, **facts).close()
+    return f"{precision}={folder / precision}"
+
 
 FACTS = (
     *("name", "version", "generation", "bundle_id", "precision", "size", "dim", "created_at"),
@@ -148,19 +174,67 @@ def test_without_a_state_folder_writes_are_409_with_the_cure(start_service, data
     assert listed["writable"] is False
 
 
-def test_a_gallery_of_another_process_is_served_at_once(tmp_path, data, closes) -> None:
-    slow = {"reload_interval_ms": 600_000}
-    maker = closes(start_shop(tmp_path, **slow))
-    other = closes(start_shop(tmp_path, create=False, **slow))
-    for name, ask in {
-        "put": lambda: other.put_form({"k": data[0]}, gallery="put"),
-        "list": lambda: other.client.get("/galleries/list/items"),
-        "search": lambda: other.running.search(data[0], gallery="search"),
-        "image": lambda: other.client.get("/galleries/image/items/1/image?size=160"),
-        "delete": lambda: other.client.delete("/galleries/delete"),
-    }.items():
-        maker.create(name).put({"k": data[0]}, a=0)
-        assert name not in other.running.runtime.registry.names()
-        answer = ask()
-        assert answer.is_success, (name, answer.text)
-    assert_problem(other.client.get("/galleries/nowhere"), 404, "unknown-gallery")
+def test_a_gallery_records_each_precision_added_to_it(tiny_bundle, tmp_path) -> None:
+    bundle, state = write_full_bundle(tiny_bundle, tmp_path), tmp_path / "state"
+    facts = {"bundle_id": bundle.bundle_id, "dim": bundle.manifest.dim}
+    make_gallery(state / "galleries" / "shop", "", count=0, **facts)
+    given = {"state": state, "precision": "int8", "anonymous_scopes": ("admin",)}
+    app = create_app(Settings(**DEFAULTS | {"bundle": bundle.path} | given))
+    with closing(run(app)) as running:
+        shop = Shop(running, state)
+        own = shop.create("own")
+        found = []
+        for gallery in (shop, own):
+            found.append(running.client.get(gallery.url).json()["precision"])
+            gallery.put({"a": encoded(photo(1))})
+            found.append(running.client.get(gallery.url).json()["precision"])
+    assert found == ["fp32", "fp32+int8", "int8", "int8"]
+
+
+def test_searches_use_the_gpu_until_it_fails(tmp_path, data, monkeypatch, closes) -> None:
+    device, folder = fake_gpu(monkeypatch), tmp_path / "state" / "galleries" / "shop"
+    make_gallery(folder, "a", count=500)
+    with closing(Gallery.open(folder)) as gallery:
+        gallery.compact(wait=True)
+    shop = closes(start_shop(tmp_path / "state", create=False, index_device="cuda"))
+
+    def ready() -> Any:
+        return shop.client.get("/ready").json()
+
+    found = shop.search(data[0], k=5).json()["hits"]
+    assert len(found) == 5
+    assert device.searches
+    reported = ready()
+    assert reported["indexes"]["shop"]["device"] == "cuda"
+    assert reported["indexes"]["shop"]["gpu_memory_mb"] > 0
+    assert reported["free_gpu_memory_mb"] == round(device.free / 2**20)
+    assert reported["free_memory_mb"] > 0
+    device.breaks = True
+    again = shop.search(data[0], k=4).json()["hits"]
+    assert [hit["id"] for hit in again] == [hit["id"] for hit in found[:4]]
+    until(lambda: ready()["indexes"]["shop"]["device"] == "cpu")  # asked once a second
+    assert ready()["status"] == "ready"
+    assert ready()["indexes"]["shop"]["reason"] == "CUDA error 719 launch failed"
+
+
+def test_a_precision_that_was_never_compared_is_refused(bundle, tmp_path) -> None:
+    other = made(tmp_path, bundle, "bf16")
+    build_runtime(settings(bundle, made(tmp_path, bundle, "int8"), precision="int8"))
+    with pytest.raises(BundleMismatchError, match=r"'bf16' was built in bf16, .* in int8.*fp32"):
+        build_runtime(settings(bundle, other, precision="int8"))
+    build_runtime(settings(bundle, other, precision="fp32"))
+
+
+def test_auto_considers_the_precisions_of_all_galleries(bundle, tmp_path, monkeypatch) -> None:
+    asked: list[SessionSettings] = []
+    real = OnnxEmbedder.open
+
+    def opened(path: Path, session: SessionSettings, *rest: object) -> OnnxEmbedder:
+        asked.append(session)
+        return real(path, SessionSettings(), *rest)
+
+    monkeypatch.setattr(OnnxEmbedder, "open", opened)
+    galleries = [made(tmp_path, bundle, one) for one in ("fp32", "int8")]
+    build_runtime(settings(bundle, *galleries, precision="auto"))
+    assert [one.precision for one in asked] == ["auto"]
+    assert asked[0].galleries == {"fp32", "int8"}

@@ -7,7 +7,6 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from kinlens.indexer.gallery import delete_gallery
 from kinlens.service.api.items import MAX_KEYS
 from kinlens.service.galleries.items import MAX_ATTRIBUTES
 from kinlens.service.galleries.uploads import UploadFolder
@@ -307,12 +306,6 @@ def test_two_removals_of_duplicates_keep_one_copy(shop, data) -> None:
     second = shop.client.post(url, json={"keys": ["a again"], "keep": ["a"]})
     assert "Nothing was removed" in assert_problem(second, 409, "gallery-conflict")["detail"]
     assert [*listed(shop)] == ["a again"]
-
-
-def test_a_write_into_a_gallery_that_another_process_deleted_is_404(shop, data) -> None:
-    shop.put({"k": data[0]})
-    delete_gallery(shop.folder)
-    assert_problem(shop.put_form({"k": data[1]}), 404, "unknown-gallery")
 
 
 def test_a_write_is_refused_during_a_replacement_and_goes_into_it_afterwards(shop, data) -> None:

@@ -1,19 +1,28 @@
-"""A running service on a gallery that another process changes."""
+"""Services on a gallery that another process changes, and services that follow a published one."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 from tests.support.own_process import ROOT
+from tests.support.seams import publish
+from tests.support.servers import DEFAULTS, Running, run
 from tests.support.shops import Shop, start_shop
 from tests.support.waiting import repeating, until
+from tests.tiny import encoded, photo
 
 ATTRIBUTES = {"stock": 1, "price": 1.0, "sale": True, "colour": "grün"}
 WRITER = f"""
@@ -121,3 +130,118 @@ def test_no_answer_lags_behind_an_acknowledged_write(live, write, photos) -> Non
             steps += 1
             until(lambda now=steps: now in looks)
     assert set(range(2, 41, 2)) <= looks
+
+
+FOLLOWERS = 2
+ITEMS = 8
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """A gallery of eight images for the fake model."""
+    (tmp_path / "pictures").mkdir()
+    for number in range(ITEMS):
+        (tmp_path / "pictures" / f"{number}.png").write_bytes(encoded(photo(number)))
+    build_gallery(folder_source(tmp_path / "pictures"), FakeEmbedder(), tmp_path / "shop")
+    return tmp_path / "shop"
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/published"
+
+
+Follow = Callable[..., Running]
+
+
+@pytest.fixture
+def follow(address: str, tmp_path: Path, closes: Callable[[Running], Running]) -> Follow:
+    """Start a service that follows the address, with a folder of its own for the copy."""
+
+    def start(name: str = "copies", **settings: Any) -> Running:
+        given: dict[str, Any] = {"galleries": f"shop={address}", "replica_folder": tmp_path / name}
+        given |= {"follow": "100ms", "reload_interval_ms": 100}
+        return closes(run(create_app(Settings(**DEFAULTS | given | settings), FakeEmbedder())))
+
+    return start
+
+
+def version(url: str) -> str:
+    return str(httpx.get(f"{url}/galleries/shop").json()["version"])
+
+
+def test_no_answer_of_a_follower_mixes_two_snapshots(shop, address, follow) -> None:
+    with closing(Gallery.open(shop)) as writer:
+        writer.update({f"{n}.png": {"round": 0} for n in range(ITEMS)})
+        publish(shop, address)
+        services = [follow(f"host{number}") for number in range(FOLLOWERS)]
+        seen: list[set[int]] = [set() for _ in services]
+
+        def ask(number: int) -> None:
+            answer = services[number].search(encoded(photo(1)), k=50)
+            assert answer.status_code == 200, answer.text
+            rounds = {hit["attributes"]["round"] for hit in answer.json()["hits"]}
+            assert len(rounds) == 1
+            seen[number] |= rounds
+
+        with repeating(ask, FOLLOWERS):
+            for number in range(1, 5):
+                writer.update({f"{n}.png": {"round": number} for n in range(ITEMS)})
+                if number % 2:
+                    writer.compact()
+                publish(shop, address)
+                until(lambda: all(version(service.url) == writer.version for service in services))
+    assert all(len(rounds) > 2 and 4 in rounds for rounds in seen)
+
+
+def test_links_and_images_are_valid_on_every_host(shop, address, follow, tmp_path) -> None:
+    uploaded = encoded(photo(50))
+    made = start_shop(tmp_path / "state", create=False, galleries=(f"shop={shop}",))
+    with closing(writer := made.running):
+        made.put({"new": uploaded})
+        publish(shop, address, with_images=True)
+        (tmp_path / "pictures").rename(tmp_path / "elsewhere")
+        follower = follow()
+        [hit] = writer.search(uploaded, k=1).json()["hits"]
+        assert hit["key"] == "new"
+        assert follower.search(uploaded, k=1).json()["hits"] == [hit]
+        assert follower.client.get(hit["image"]).content == uploaded
+        found = follower.search(encoded(photo(3)), k=1).json()["hits"][0]
+        assert follower.client.get(found["image"]).content == encoded(photo(3))
+        assert follower.client.get(f"{found['image']}&size=160").status_code == 200
+
+
+def test_changes_of_a_copy_are_refused(shop, address, follow, tmp_path) -> None:
+    publish(shop, address)
+    service = follow(state=tmp_path / "state", anonymous_scopes=("admin",))
+    gallery, client = "/galleries/shop", service.client
+    changes = (
+        Shop(service, tmp_path).put_form({"a": encoded(photo(60))}),
+        client.patch(f"{gallery}/items", json={"changes": {"1.png": {"a": 1}}}),
+        client.post(f"{gallery}/golden/run"),
+    )
+    for answer in changes:
+        assert answer.status_code == 409, answer.text
+        assert address in answer.json()["detail"], "the place to change it"
+    assert client.delete(gallery).status_code == 409
+    assert version(service.url) == Gallery.open(shop).version
+
+
+def test_without_its_store_the_copy_is_served_and_ages(shop, address, follow, tmp_path) -> None:
+    with pytest.raises(Exception, match="No snapshot at"):
+        follow()
+    publish(shop, address)
+    service = follow()
+    service.close()
+    published = tmp_path / "published"
+    published.rename(tmp_path / "away")
+    again = follow()  # with the copy of the first start
+    assert again.search(encoded(photo(2)), k=1).json()["hits"][0]["key"] == "2.png"
+    text = again.client.get("/metrics").text
+    [line] = [x for x in text.splitlines() if x.startswith("kinlens_replica_checked_seconds{")]
+    assert 0 < float(line.split()[-1]) < 100
+    (tmp_path / "away").rename(published)
+    with closing(Gallery.open(shop)) as writer:
+        writer.remove(["2.png"])
+        publish(shop, address)
+        until(lambda: version(again.url) == writer.version)

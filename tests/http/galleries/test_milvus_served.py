@@ -17,7 +17,7 @@ from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
 from tests.support.milvus_server import MilvusServer, started_server
 from tests.support.seams import KeyStore, Limits, MilvusStore
-from tests.support.servers import DEFAULTS, Running, run
+from tests.support.servers import DEFAULTS, run
 from tests.support.shops import Shop, assert_problem
 
 pytestmark = pytest.mark.milvus
@@ -47,9 +47,8 @@ def address(server: MilvusServer, name: str) -> str:
 
 
 @pytest.fixture
-def start(server: MilvusServer, tmp_path: Path) -> Iterator[Callable[..., Shop]]:
+def start(server: MilvusServer, tmp_path: Path, closes: Any) -> Callable[..., Shop]:
     """Serve the gallery `shop` of the server, as one more replica."""
-    started: list[Running] = []
 
     def start(name: str, **settings: Any) -> Shop:
         given = DEFAULTS | {
@@ -58,12 +57,11 @@ def start(server: MilvusServer, tmp_path: Path) -> Iterator[Callable[..., Shop]]
             "anonymous_scopes": ("admin",),
         }
         embedder = settings.pop("embedder", FakeEmbedder())
-        started.append(run(create_app(Settings(**given | settings), embedder)))
-        return Shop(started[-1], tmp_path)
+        app = create_app(Settings(**given | settings), embedder)
+        made: Shop = closes(Shop(run(app), tmp_path))
+        return made
 
-    yield start
-    for running in started:
-        running.close()
+    return start
 
 
 def keys(answer: httpx.Response) -> list[str]:

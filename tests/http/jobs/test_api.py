@@ -217,23 +217,16 @@ def test_a_real_training_swaps_in_a_model_under_load(shop) -> None:
     judged = {"item": found.json()["hits"][0]["key"], "action": "clicked"}
     judged |= {"answer_id": found.json()["answer_id"]}
     service.client.post("/feedback", files={"image": asked}, data=judged).raise_for_status()
+    small = {"optimizer.epochs": 1, "optimizer.batch_size": 4, "recall_at": [1, 2]}
+    small |= {"model.backbone": "timm:test_resnet", "model.dim": 16, "runtime.workers": 0}
+    small |= {"input.size_px": 32, "input.resize_px": 36, "runtime.device": "cpu"}
+    small |= {"runtime.precision": "fp32"}
     body = {
         "job": "demo",
         "gallery": "trained",
         "feedback": True,
         "gate": {"max_recall_loss": 1.0, "min_queries": 4},
-        "overrides": {
-            "optimizer.epochs": 1,
-            "optimizer.batch_size": 4,
-            "model.backbone": "timm:test_resnet",
-            "model.dim": 16,
-            "input.size_px": 32,
-            "input.resize_px": 36,
-            "recall_at": [1, 2],
-            "runtime.workers": 0,
-            "runtime.precision": "fp32",
-            "runtime.device": "cpu",
-        },
+        "overrides": small,
     }
     with load(service.url, "trained", query(shop), every_s=0.5) as answers:
         answer = service.client.post("/jobs/train", json=body)

@@ -1,11 +1,7 @@
 """The table of jobs, jobs after faults, and the deletion of old ones."""
 
 import os
-import subprocess
-import sys
-import threading
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 import structlog
@@ -40,27 +36,6 @@ def test_watching_continues_when_the_table_is_back(shop) -> None:
         until(lambda: any("cannot be watched" in event["event"] for event in events))
     aside.replace(table)
     shop.succeeded(shop.start("compact"))
-
-
-def test_closing_does_not_wait_for_a_disk_that_hangs(idle, store) -> None:
-    """The manifest of a bundle is a pipe without a writer, so reading it never ends."""
-    pipe = idle.state / "bundles" / "dead" / "manifest.json"
-    pipe.parent.mkdir()
-    os.mkfifo(pipe)
-    job = store.create("rebuild", "shop", {"bundle_id": idle.new.bundle_id}, "test")
-    idle.reopen()
-    until(lambda: store.get(job.id).state == "running")
-    closing = threading.Thread(target=idle.manager.close, daemon=True)
-    closing.start()
-    closing.join(30)
-    has_ended = not closing.is_alive()
-    store.cancel(job.id)
-    with pipe.open("w") as file:  # watching continues
-        pipe.unlink()  # first: another look that opened it would wait for ever
-        file.write("{}")
-    assert has_ended
-    idle.reopen()
-    assert idle.ended(job).state == "cancelled"
 
 
 def test_a_job_that_died_during_its_swap_names_the_check(idle, store) -> None:
@@ -131,46 +106,6 @@ def test_a_bundle_unused_for_thirty_days_is_deleted(idle, store) -> None:
     assert list(folder.parent.iterdir()) == []
 
 
-ROOT = Path(__file__).parents[3]
-CREATE = """
-import sys
-from pathlib import Path
-from kinlens.embedder.errors import JobConflictError
-from kinlens.service.jobs.store import JobStore
-store = JobStore(Path(sys.argv[1]))
-for number in range(10):
-    store.create("compact", f"{sys.argv[2]}-{number}", {}, "test")
-try:
-    store.create("compact", "the only one", {}, "test")
-    print("mine")
-except JobConflictError:
-    print("taken")
-"""
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> JobStore:
-    return JobStore(tmp_path / "state" / "service.sqlite")
-
-
-def running(table: JobStore, gallery: str) -> Job:
-    job = table.create("compact", gallery, {}, "test")
-    assert table.begin(job.id)
-    return table.get(job.id)
-
-
-def test_a_job_begins_once_and_ends_once(table) -> None:
-    job = table.create("compact", "shop", {}, "test")
-    assert [table.begin(job.id) for _ in range(3)] == [True, False, False]
-    assert table.fail(job.id, "why")
-    assert not table.succeed(job.id)
-    table.progress(job.id, "more", 900)
-    found = table.get(job.id)
-    assert (found.state, found.error, found.done) == ("failed", "why", 0)
-    assert not table.begin(job.id)
-    assert not table.cancel(job.id)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "meet"),
     [
@@ -192,25 +127,15 @@ def test_jobs_on_one_gallery_exclude_each_other(tmp_path, one, other, meet) -> N
             table.create(*second, "test")
 
 
-def test_only_a_cancel_before_the_commit_is_accepted(table) -> None:
-    early = running(table, "early")
+def test_only_a_cancel_before_the_commit_is_accepted(tmp_path) -> None:
+    table = JobStore(tmp_path / "state" / "service.sqlite")
+    early, late = (table.create("compact", name, {}, "test") for name in ("early", "late"))
+    assert table.begin(early.id)
+    assert table.begin(late.id)
     assert table.cancel(early.id)
     assert not table.commit(early.id)
     table.fail(early.id, "why")
     assert (table.get(early.id).state, table.get(early.id).error) == ("cancelled", None)
-    late = running(table, "late")
     assert table.commit(late.id)
     assert not table.cancel(late.id)
     assert not table.get(late.id).cancel_requested
-
-
-def test_of_concurrent_processes_one_gets_the_gallery(tmp_path) -> None:
-    path = tmp_path / "service.sqlite"
-    command = [sys.executable, "-c", CREATE, str(path)]
-    processes = [
-        subprocess.Popen([*command, str(n)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for n in range(3)
-    ]
-    reported = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert sorted(reported) == ["mine", "taken", "taken"]
-    assert len(JobStore(path).newest()) == 31

@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kinlens.embedder.errors import DeadlineExceededError
-from kinlens.embedder.types import Embeddings, Images
 from kinlens.indexer.types import SearchOptions
 from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
+from tests.support.seams import Batcher, LruCache
 from tests.support.servers import DEFAULTS, FakeGallery, GatedEmbedder, Running, run
 from tests.support.shops import assert_problem
 from tests.support.waiting import until
@@ -212,28 +213,6 @@ def test_batches_have_a_limit_of_their_own(start_service, embedder, photos) -> N
     assert batch(photos[2]).status_code == 200
 
 
-def test_a_changing_gallery_is_not_cached(start_service, gallery, photos, monkeypatch) -> None:
-    """Its hits may be of the newer state, under the key of the older one."""
-    service = start_service()
-    first, second = gallery.version, gallery.version[::-1]
-    search = gallery.search
-
-    def search_while_changing(*arguments: Any) -> Any:
-        hits = search(*arguments)
-        gallery.version = second
-        return hits
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gallery, "search", search_while_changing)
-        answer = service.search(photos[0], k=2).json()
-    assert (answer["gallery_version"], answer["cached"]) == (first, False)
-    gallery.version = first
-    assert not service.search(photos[0], k=2).json()["cached"]
-    assert service.search(photos[0], k=2).json()["cached"]
-    gallery.version = second
-    assert not service.search(photos[0], k=2).json()["cached"]
-
-
 def test_an_expired_search_frees_its_thread(start_service, embedder, gallery, photos) -> None:
     """Such a search checks its cancel token between steps, here for up to a minute."""
     reported = []
@@ -258,33 +237,50 @@ def test_an_expired_search_frees_its_thread(start_service, embedder, gallery, ph
     until(lambda: len(reported) >= 2)
 
 
-class Watched(GatedEmbedder):
-    """Remembers for each call of the model whether it was alone."""
+def test_queued_images_share_a_call_and_a_bad_one_fails_alone() -> None:
+    gate, entered, batches = threading.Event(), threading.Event(), []
 
-    def __init__(self) -> None:
-        super().__init__(dim=32)
-        self.alone: list[bool] = []
+    def embed(images: Any) -> Any:
+        values = images[:, 0, 0, 0]
+        batches.append(len(values))
+        entered.set()
+        assert gate.wait(10)
+        if 13 in values:
+            raise ValueError("a bad image")
+        return values.astype(np.float32)[:, np.newaxis]
 
-    def embed(self, images: Images) -> Embeddings:
-        self.alone.append(False)
-        return super().embed(images)
+    def ask(value: int) -> float:
+        return float(batcher.embed(np.full((1, 3, 2, 2), value, dtype=np.uint8)).item())
 
-    def embed_single(self, images: Images) -> Embeddings:
-        self.alone.append(True)
-        return super().embed(images)
+    batcher = Batcher(embed, batch_size=8, at_once=1)
+    values = [*range(20, 29), 13]
+    with ThreadPoolExecutor(len(values) + 1) as clients:
+        first = clients.submit(ask, 0)
+        assert entered.wait(10)
+        *good, bad = [clients.submit(ask, value) for value in values]
+        until(lambda: batcher.waiting == len(values))
+        gate.set()
+    assert [call.result() for call in (first, *good)] == [0, *values[:-1]]
+    assert isinstance(bad.exception(), ValueError)
+    assert batches[:2] == [1, 8]
 
 
-def test_only_a_search_that_is_alone_has_all_cores(start_service, photos) -> None:
-    embedder = Watched()
-    service = start_service(embedder=embedder, search_threads=2)
-    embedder.alone.clear()
-    embedder.gate.clear()
-    with ThreadPoolExecutor(2) as clients:
-        searches = [clients.submit(service.search, photos[0])]
-        until(lambda: len(embedder.alone) == 1)
-        searches.append(clients.submit(service.search, photos[1]))
-        until(lambda: len(embedder.alone) == 2)
-        embedder.gate.set()
-        assert [search.result().status_code for search in searches] == [200, 200]
-    assert service.search(photos[2]).status_code == 200
-    assert embedder.alone == [True, False, True]
+def test_the_local_cache_evicts_the_least_recently_used() -> None:
+    cache = LruCache(max_entries=5, max_bytes=200)
+    kept: dict[str, bytes] = {}  # the least recently used first
+    rng = np.random.default_rng(0)
+    for _ in range(2_000):
+        key, size = str(rng.integers(10)), int(rng.integers(0, 90)) if rng.random() < 0.9 else 200
+        if rng.random() < 0.5:
+            assert cache.get(key) == kept.get(key)
+            if key in kept:
+                kept[key] = kept.pop(key)
+            continue
+        cache.set(key, bytes(size))
+        kept.pop(key, None)
+        if size < 200:
+            kept[key] = bytes(size)
+        while len(kept) > 5 or sum(map(len, (*kept, *kept.values()))) > 200:
+            del kept[next(iter(kept))]
+        assert cache.size_bytes == sum(map(len, (*kept, *kept.values())))
+        assert len(cache) == len(kept)

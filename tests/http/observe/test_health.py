@@ -28,18 +28,6 @@ def test_readiness_reports_what_is_served(running_service) -> None:
     assert answer["last_error"] is None
 
 
-def test_readiness_searches_galleries(start_service, embedder, gallery, hung, monkeypatch) -> None:
-    service = start_service(galleries={"shop": gallery, "hung": hung})
-    embedded = len(embedder.batches)
-    clock = time.monotonic
-    for checks in (1, 2):
-        for _ in range(20):
-            assert service.client.get("/ready").status_code == 200
-        assert len(embedder.batches) == embedded + checks
-        assert (gallery.searches, hung.searches) == (checks, checks)
-        monkeypatch.setattr("kinlens.service.concurrency.time.monotonic", lambda: clock() + 1.0)
-
-
 def test_a_model_that_hangs_is_not_ready_until_it_recovers(start_service, embedder) -> None:
     service = start_service(ready_timeout_ms=100)
     embedder.gate.clear()

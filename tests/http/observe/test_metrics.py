@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import structlog
 
@@ -129,42 +128,25 @@ def counted(work: Callable[..., Any], on_the_loop: list[bool]) -> Callable[..., 
     return call
 
 
-def ask_often(url: str, path: str) -> list[httpx.Response]:
-    """Eighty answers, asked for by four clients at once."""
-
-    def ask(_: int) -> list[httpx.Response]:
-        with httpx.Client(base_url=url) as client:
-            return [client.get(path) for _ in range(20)]
-
-    with ThreadPoolExecutor(4) as clients:
-        return [answer for answers in clients.map(ask, range(4)) for answer in answers]
-
-
-def test_scrapes_share_one_rendering(start_service, tmp_path, monkeypatch) -> None:
+def test_pages_without_a_limit_are_rendered_rarely(start_service, tmp_path, monkeypatch) -> None:
+    """Metrics once a second, the document and its page once; none of them on the event loop."""
+    scrapes: list[bool] = []
+    pages: list[bool] = []
+    monkeypatch.setattr(metrics, "render", counted(metrics.render, scrapes))
+    for name in ("render_docs", "get_openapi"):
+        monkeypatch.setattr(openapi, name, counted(getattr(openapi, name), pages))
     service = start_service()
     # As of several processes, whose files are all read for a rendering.
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    rendered: list[bool] = []
-    monkeypatch.setattr(metrics, "render", counted(metrics.render, rendered))
     started = time.monotonic()
-    answers = ask_often(service.url, "/metrics")
-    seconds = time.monotonic() - started
-    assert {answer.status_code for answer in answers} == {200}
-    assert all(b"kinlens_gallery_items" in answer.content for answer in answers)
-    assert 1 <= len(rendered) <= seconds + 1
-    assert not any(rendered)
-
-
-def test_the_document_and_its_page_are_rendered_once(start_service, monkeypatch) -> None:
-    made: list[bool] = []
-    for name in ("render_docs", "get_openapi"):
-        monkeypatch.setattr(openapi, name, counted(getattr(openapi, name), made))
-    service = start_service()
-    for path in ("/docs", "/openapi.json"):
-        answers = ask_often(service.url, path)
-        assert {answer.status_code for answer in answers} == {200}
-        assert len({answer.content for answer in answers}) == 1
-    assert made == [False, False]
+    with ThreadPoolExecutor(4) as clients:
+        for path in ("/metrics", "/docs", "/openapi.json"):
+            answers = list(clients.map(service.client.get, [path] * 80))
+            assert {answer.status_code for answer in answers} == {200}
+            assert path == "/metrics" or len({answer.content for answer in answers}) == 1
+    assert 1 <= len(scrapes) <= time.monotonic() - started + 1
+    assert not any(scrapes)
+    assert pages == [False, False]
 
 
 class Approximate(FakeGallery):

@@ -1,4 +1,4 @@
-"""Formats and limits of a search request, and bodies that are broken or expensive."""
+"""Formats, limits and wrong parameters of requests, and bodies that are broken or expensive."""
 
 import json
 from typing import Any
@@ -228,31 +228,64 @@ def test_ten_thousand_items_is_the_limit_of_a_change(market) -> None:
         assert "10,000 or fewer" in refusal(send(market, operation, json.dumps(body)))
 
 
-HALF = "\\ud800"  # of a surrogate pair, which is not valid text
-FILTER = f'{{"colour":{{"in":["{HALF}"]}}}}'
-HALVES: dict[str, tuple[str, ...]] = {
-    SEARCH: (
-        *('{"?":1}', '{"positives":["?"]}', '{"images":[{"data":"?"}]}'),
-        *(f'{{"positives":["a"],"{name}":"?"}}' for name in ("gallery", "group_by", "k")),
-        f'{{"positives":["a"],"filter":{FILTER}}}',
-        json.dumps({"positives": ["000.png"], "filter": FILTER}),
-    ),
-    PUT: (
-        f'{{"items":[{{"key":"?","data":"{GOOD}"}}]}}',
-        f'{{"items":[{{"key":"k","data":"{GOOD}","attributes":{{"?":1}}}}]}}',
-    ),
-    PATCH: ('{"changes":{"?":{}}}', '{"changes":{"k":{"?":1}}}', '{"changes":{"k":{"a":"?"}}}'),
-    DELETE: ('{"keys":["?"]}', '{"?":1}', f'{{"filter":{FILTER}}}'),
-    "POST /galleries": ('{"name":"?"}', '{"name":"a","bundle_id":"?"}', '{"name":"a","?":1}'),
-}
+HALVES = [
+    *((SEARCH, body) for body in ('{"?":1}', '{"positives":["?"]}', '{"images":[{"data":"?"}]}')),
+    (SEARCH, '{"positives":["a"],"gallery":"?"}'),
+    (SEARCH, '{"positives":["000.png"],"filter":{"colour":{"in":["?"]}}}'),
+    (PUT, f'{{"items":[{{"key":"?","data":"{GOOD}"}}]}}'),
+    (PUT, f'{{"items":[{{"key":"k","data":"{GOOD}","attributes":{{"?":1}}}}]}}'),
+    *((PATCH, body) for body in ('{"changes":{"?":{}}}', '{"changes":{"k":{"a":"?"}}}')),
+    *((DELETE, body) for body in ('{"keys":["?"]}', '{"filter":{"colour":{"in":["?"]}}}')),
+    ("POST /galleries", '{"name":"?"}'),
+]
 
 
-@pytest.mark.parametrize("operation", HALVES)
-def test_half_a_surrogate_pair_in_a_body_is_a_client_error(market, operation: str) -> None:
-    for body in HALVES[operation]:
-        response = send(market, operation, body.replace("?", HALF))
+def test_half_a_surrogate_pair_in_a_body_is_a_client_error(market) -> None:
+    """It is not valid text."""
+    for operation, body in HALVES:
+        response = send(market, operation, body.replace("?", "\\ud800"))
         assert response.status_code in (400, 404, 409, 422), (body, response.text)
         assert response.json()["detail"]
+
+
+NAME_FORM = "1 to 64 letters, digits, dots, hyphens and underscores, the first a letter or digit"
+TRAIN = {"gallery": "shop", "job": "shop"}
+
+
+JOBS, TRAINING = "GET /jobs", "POST /jobs/train"
+REBUILD, SWAP = "POST /galleries/shop/rebuild", "POST /galleries/shop/swap"
+WRONG: list[tuple[str, object, str]] = [
+    ("GET /galleries/shop/items?limit=500", None, "limit = '500' is too large; use 200 or less."),
+    (f"{JOBS}?limit=x", None, "limit = 'x' is not a whole number; use only digits."),
+    (
+        f"{JOBS}?limit={'9' * 5000}",
+        *(None, f"limit = '{'9' * 40}' has too many digits; use a smaller number."),
+    ),
+    (
+        "GET /galleries/shop/feedback?format=xml",
+        *(None, "format = 'xml' is not a valid choice; use 'csv' or 'json'."),
+    ),
+    (SWAP, {"with": "../x"}, f"with = '../x' does not have the right form; use {NAME_FORM}."),
+    (REBUILD, {"bundle_id": 5}, "bundle_id must be a string (got 5); use a string."),
+    (REBUILD, {}, "bundle_id is missing; send it in the JSON body."),
+    (
+        *(TRAINING, {**TRAIN, "gate": {"max_recall_loss": -1, "min_queries": 2.5}}),
+        "gate.max_recall_loss = -1 is too small; use 0.0 or more. gate.min_queries = 2.5 is "
+        "not a whole number; use only digits.",
+    ),
+    (TRAINING, {**TRAIN, "more": 1}, "more is not a parameter here; /docs lists the parameters."),
+    (DELETE, {"keys": []}, "keys has 0 entries; use 1 or more."),
+    (DELETE, {"keys": ["a", 3]}, "keys[1] must be a string (got 3); use a string."),
+]
+
+
+@pytest.mark.parametrize(("operation", "body", "message"), WRONG)
+def test_a_wrong_parameter_is_named_with_its_cure(market, operation, body, message: str) -> None:
+    method, path = operation.split()
+    answer = market.client.request(method, path, json=body)
+    found = assert_problem(answer, 422, "invalid-parameter")
+    assert found["detail"] == message
+    assert found["errors"][0]["name"] == message.split()[0]
 
 
 def test_an_image_above_its_byte_limit_is_413(start_service, embedder, photos) -> None:

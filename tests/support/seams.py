@@ -6,7 +6,6 @@ tests are fixed here.
 # ruff: noqa: F401
 
 from kinlens.embedder.durable import set_fault_hook
-from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.checks.compare import compare
 from kinlens.indexer.commands import options
 from kinlens.indexer.exchange.milvus import MilvusStore
@@ -36,18 +35,13 @@ from kinlens.service.access.rates import (
     SharedCounts,
     parse_rates,
 )
-from kinlens.service.encoding import decode_worker, decoders, fork_server, sandbox
+from kinlens.service.encoding import decoders, fork_server, sandbox
 from kinlens.service.encoding import workers as workers_module
-from kinlens.service.encoding.cache import (
-    LruCache,
-    answer_key,
-    embedding_key,
-)
+from kinlens.service.encoding.cache import LruCache, answer_key, embedding_key
 from kinlens.service.encoding.decoders import NoProcessError, ProcessDecoder
 from kinlens.service.encoding.model import Batcher
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.feedback import FeedbackStore, Question
-from kinlens.service.galleries.locations import Locations
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.http.forms import Part, parse_form
 from kinlens.service.http.gate import RouteTable

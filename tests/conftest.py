@@ -69,9 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def make_tiny_bundle(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[..., Bundle]:
+def make_tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
     """A function that writes a new tiny bundle; another `seed` is another model."""
 
     def make(seed: int = 0) -> Bundle:

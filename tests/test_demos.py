@@ -52,8 +52,7 @@ def write_grocery(root: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "published"),
-    [("sop", "sop", "96.2"), ("grocery", "", "")],
+    ("name", "kind", "published"), [("sop", "sop", "96.2"), ("grocery", "", "")]
 )
 def test_a_demo_goes_from_the_official_folder_to_recall_beside_the_paper(
     name: str, kind: str, published: str, tiny_bundle: Bundle, tmp_path: Path
@@ -86,12 +85,6 @@ def test_the_demo_runs_on_own_photos(tiny_bundle: Bundle, tmp_path: Path) -> Non
     done = run(tmp_path, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "recall@1:" in done.stdout
-
-
-def test_a_folder_that_is_no_such_data_set_is_named(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    done = demo("grocery", tmp_path, tiny_bundle, tmp_path)
-    assert done.returncode == 1
-    assert "it lacks classes.csv" in done.stdout
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_trained(tmp_path: Path) -> None:

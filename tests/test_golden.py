@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from typer.testing import CliRunner
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import CalibrationError
 from kinlens.embedder.session import OnnxEmbedder
-from kinlens.training.__main__ import app
+from tests.training.jobs import called
 
 GOLDEN = Path(__file__).parent / "golden"
 BUNDLE_ID = "7762826234cc5b8f15a91155efcd82b70198845b36eb71b14fb227151305006a"
@@ -48,19 +47,13 @@ def test_a_stored_bundle_opens_in_all_its_precisions(stored: Path) -> None:
         calibration.curve_for(100, 2.0)
 
 
-def kinlens_train(*arguments: object) -> str:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 def test_a_stored_run_is_reported_evaluated_and_exported(stored: Path, tmp_path: Path) -> None:
     run, images = stored / "run", f"data.root={tmp_path / 'images'}"
     study = tmp_path / "study.json"
-    assert "| run | 1 | 24.3 | 10.4 |" in kinlens_train("report", study, run)
+    assert "| run | 1 | 24.3 | 10.4 |" in called("report", study, run)
     assert json.loads(study.read_text())["records"][0]["seed"] == 0
-    assert "R@1" in kinlens_train("evaluate", run, "--set", images)
-    kinlens_train("export", run, "--out", tmp_path / "bundle", "--set", images)
+    assert "R@1" in called("evaluate", run, "--set", images)
+    called("export", run, "--out", tmp_path / "bundle", "--set", images)
     old, new = Bundle.open(stored / "bundle"), Bundle.open(tmp_path / "bundle")
     assert np.abs(old.golden_vectors() - new.golden_vectors()).max() < 1e-4
     assert old.manifest.split_sha256 == new.manifest.split_sha256
@@ -77,7 +70,7 @@ def test_a_stored_run_goes_on(stored: Path, tmp_path: Path) -> None:
     job = json.loads((run / "job.json").read_text())
     job["data"]["root"] = str(tmp_path / "images")
     (tmp_path / "job.toml").write_text(tomli_w.dumps(without_none(job)))
-    kinlens_train("fit", tmp_path / "job.toml", "--out", run, "--resume")
+    called("fit", tmp_path / "job.toml", "--out", run, "--resume")
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows if row["kind"] == "epoch"][-1] == 2
     assert json.loads((run / "result.json").read_text())["figures"]["R@1"] > 0

@@ -39,23 +39,6 @@ def test_every_make_target_and_link_of_a_page_exists() -> None:
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-def test_every_make_target_is_on_the_page_of_those_who_need_it() -> None:
-    """What `make help` lists is in the README, or in CONTRIBUTING for those who change the code."""
-    makefile, readme, contributing = (
-        (ROOT / name).read_text(encoding="utf-8")
-        for name in ("Makefile", "README.md", "CONTRIBUTING.md")
-    )
-    targets = re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE)
-    missing = {
-        target
-        for target in targets
-        if not re.search(rf"(`|^    )make {target}[` ]", readme, re.MULTILINE)
-        and not re.search(rf"^\| `make {target}` \|", contributing, re.MULTILINE)
-    }
-    assert not missing
-    assert len(targets) > 10
-
-
 IN_PAGES = re.compile(r"^    kinlens-(?:train|index|serve) .*[^\\\n]$", re.MULTILINE)
 IN_FILES = re.compile(r"kinlens-(?:serve|index)(?: +(?!kinlens)[^\s'\"`#$&|;:()\]]+(?::\S+)?)+")
 DEPLOYED = [path for path in (ROOT / "deploy").rglob("*") if path.is_file()]

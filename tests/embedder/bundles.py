@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from kinlens.embedder.bundle import Bundle, VariantFiles, write_bundle
 from kinlens.embedder.calibration import Calibration, Curve, Threshold, ViewsCurve
 from kinlens.embedder.manifest import HeldOut, Variant
-from tests.tiny import tiny_embed, write_tiny_onnx
+from kinlens.embedder.types import Images
+from tests.tiny import TINY, tiny_embed, write_tiny_onnx
 
 CURVE = Curve(slope=12.0, hits=0.5, below=1.0, absent=4.0, absent_best=2.0, absent_last=4.0)
 CALIBRATION = Calibration(
@@ -28,6 +31,11 @@ INT8 = Variant(
     min_cosine=0.98,
     mean_cosine=0.99,
 )
+
+
+def random_images(count: int) -> Images:
+    rng = np.random.default_rng(3)
+    return rng.integers(0, 256, (count, 3, TINY.crop_px, TINY.crop_px), dtype=np.uint8)
 
 
 def write_full_bundle(tiny: Bundle, folder: Path, seed: float = 0.05) -> Bundle:

@@ -14,23 +14,14 @@ import pytest
 import kinlens.embedder.engines.measured as measured_module
 import kinlens.embedder.engines.models as models_module
 from kinlens.embedder.bundle import Bundle, write_bundle
-from kinlens.embedder.engines.models import (
-    OPENVINO,
-    OnnxRuntimeModel,
-    SessionSettings,
-    absence,
-)
-from kinlens.embedder.errors import (
-    BundleError,
-    GoldenMismatchError,
-    ProviderError,
-)
+from kinlens.embedder.engines.models import OPENVINO, OnnxRuntimeModel, SessionSettings, absence
+from kinlens.embedder.errors import BundleError, GoldenMismatchError, ProviderError
 from kinlens.embedder.machine import cache_folder
 from kinlens.embedder.manifest import FP32, Comparison, Engine, Mode
-from kinlens.embedder.session import OnnxEmbedder, may_mix
+from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embed, Embeddings, Images
-from tests.embedder.bundles import INT8
-from tests.tiny import TINY, tiny_embed
+from tests.embedder.bundles import INT8, random_images
+from tests.tiny import tiny_embed
 
 AUTO = SessionSettings(precision="auto", engine="auto")
 OPENVINO_FP32, BF16 = Mode("openvino", "fp32"), Mode("openvino", "bf16")
@@ -41,11 +32,6 @@ needs_openvino = pytest.mark.skipif(
 EACH_ENGINE = pytest.mark.parametrize(
     "engine", ["onnxruntime", pytest.param("openvino", marks=needs_openvino)]
 )
-
-
-def images_of(count: int) -> Images:
-    rng = np.random.default_rng(3)
-    return rng.integers(0, 256, (count, 3, TINY.crop_px, TINY.crop_px), dtype=np.uint8)
 
 
 def load_any(path: Path, settings: SessionSettings, _: Mode) -> OnnxRuntimeModel:
@@ -94,7 +80,7 @@ def test_openvino_serves_several_threads_at_once(tiny_bundle: Bundle) -> None:
     settings = SessionSettings(engine="openvino", callers=2)
     embedder = OnnxEmbedder.open(tiny_bundle, settings)
     assert (embedder.mode, embedder.provider) == (OPENVINO_FP32, OPENVINO)
-    images = images_of(70)
+    images = random_images(70)
     expected, found = tiny_embed(images), dict[int, Embeddings]()
 
     def work(number: int) -> None:
@@ -115,7 +101,7 @@ def test_a_refused_image_does_not_affect_the_next(tiny_bundle: Bundle, engine: E
     embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings(engine=engine, single_threads=2))
     with pytest.raises(BundleError, match=r"failed on 2 image\(s\) of shape \(3, 5, 5\)"):
         embedder.embed(np.zeros((2, 3, 5, 5), dtype=np.uint8))
-    images = images_of(2)
+    images = random_images(2)
     for embed in (embedder.embed, embedder.embed_single):
         np.testing.assert_allclose(embed(images), tiny_embed(images), atol=1e-5)
 
@@ -125,7 +111,7 @@ def test_unmeasured_bf16_runs_only_if_asked_for(tiny_bundle: Bundle) -> None:
     if (reason := absence(BF16)) is not None:
         pytest.skip(reason)
     asked = SessionSettings(precision="bf16", engine="auto")
-    images = images_of(4)
+    images = random_images(4)
     found = OnnxEmbedder.open(tiny_bundle, asked)
     assert found.mode == BF16
     cosines = (found.embed(images) * tiny_embed(images)).sum(axis=1)
@@ -198,19 +184,6 @@ def test_auto_mixes_only_compared_precisions(tiny_bundle: Bundle, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "may"),
-    [
-        ("int8", "fp32", True),
-        ("int8", "bf16", False),
-        ("fp32+int8", "int8", True),
-        ("fp32+int8", "bf16", False),
-    ],
-)
-def test_which_precisions_may_be_mixed(one: str, other: str, may: bool) -> None:
-    assert may_mix(one, other) == may_mix(other, one) == may
-
-
-@pytest.mark.parametrize(
     ("settings", "cure"),
     [
         (SessionSettings(engine="openvino"), r"not installed.*pip install 'kinlens\[openvino\]'"),
@@ -226,21 +199,6 @@ def test_what_this_machine_lacks_is_named_with_its_cure(
     with pytest.raises(ProviderError, match=cure):
         OnnxEmbedder.open(tiny_bundle, settings)
     assert OnnxEmbedder.open(tiny_bundle, AUTO).mode == FP32
-
-
-def test_an_openvino_that_does_not_start_is_named_and_onnxruntime_runs(
-    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken() -> bool:
-        raise ImportError("libtbb.so.12: cannot open shared object file")
-
-    monkeypatch.setattr(models_module, "_has_bf16", broken)
-    monkeypatch.setattr(models_module.importlib.util, "find_spec", lambda name: name)
-    found = OnnxEmbedder.open(measured_bundle(tiny_bundle, tmp_path), AUTO)
-    assert found.mode == FP32
-    assert "OpenVINO does not start: libtbb.so.12" in found.precision_reason
-    with pytest.raises(ProviderError, match=r"does not start: libtbb.* use onnxruntime"):
-        OnnxEmbedder.open(tiny_bundle, SessionSettings(engine="openvino"))
 
 
 def test_onnxruntime_sends_no_telemetry(tiny_bundle: Bundle, tmp_path: Path) -> None:

@@ -19,21 +19,10 @@ from kinlens.embedder.preprocess import (
     render_jpeg,
     resize_box,
 )
-from tests.support.odd_images import FORMATS, claiming
+from tests.support.odd_images import FORMATS, claiming, turned
 from tests.tiny import encoded, photo
 
 SPEC = Preprocessing(resize_px=40, crop_px=32)
-
-
-def stored_turned(image: Image.Image, kind: str, orientation: int, **options: object) -> bytes:
-    """`image` as a camera that is held so stores it, with the EXIF orientation that undoes it."""
-    turn = Image.Transpose
-    undo = [turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM, turn.TRANSPOSE]
-    undo += [turn.ROTATE_90, turn.TRANSVERSE, turn.ROTATE_270]
-    stored = image.transpose(undo[orientation - 2]) if orientation > 1 else image
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return encoded(stored, kind, exif=exif.tobytes(), **options)
 
 
 def cosine(a: bytes, b: bytes) -> float:
@@ -47,8 +36,7 @@ def test_an_exif_turn_is_undone_before_a_crop_box_is_cut(kind: str, loss: float)
     image = photo(2, (400, 200))
     alone = preprocess(encoded(image.crop((40, 100, 140, 180))), SPEC)
     for orientation in range(1, 9):
-        turned = stored_turned(image, kind, orientation)
-        cropped = preprocess(turned, SPEC, box=(0.1, 0.5, 0.25, 0.4))
+        cropped = preprocess(turned(image, kind, orientation), SPEC, box=(0.1, 0.5, 0.25, 0.4))
         assert np.abs(cropped.astype(int) - alone).mean() < loss
 
 
@@ -209,8 +197,8 @@ def test_a_small_image_fits_its_side_and_keeps_its_shape(size: tuple[int, int]) 
 
 def test_a_small_image_shows_what_the_original_shows_upright_on_white() -> None:
     whole = photo(1, (320, 200))
-    turned = stored_turned(whole, "JPEG", 6, quality=95)
-    made = Image.open(io.BytesIO(render_jpeg(turned, ImageLimits(), 160)))
+    data = turned(whole, "JPEG", 6)
+    made = Image.open(io.BytesIO(render_jpeg(data, ImageLimits(), 160)))
     difference = np.asarray(made, dtype=float) - np.asarray(whole.resize((160, 100)), dtype=float)
     assert np.abs(difference).mean() < 4
     clear = render_jpeg(encoded(Image.new("RGBA", (64, 64), (0, 0, 0, 0))), ImageLimits(), 160)

@@ -1,15 +1,12 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kinlens.embedder.engines.models as models_module
-import kinlens.embedder.session as session_module
 from kinlens.embedder.bundle import MANIFEST, MODEL, Bundle
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import (
@@ -19,10 +16,9 @@ from kinlens.embedder.errors import (
     ProviderError,
 )
 from kinlens.embedder.manifest import FP32, BundleManifest, Mode
-from kinlens.embedder.session import OnnxEmbedder, speed_gains
-from kinlens.embedder.types import Embed, Images
-from tests.embedder.bundles import write_full_bundle
-from tests.tiny import TINY, TINY_DIM, encoded, photo, tiny_embed, write_tiny_onnx
+from kinlens.embedder.session import OnnxEmbedder
+from tests.embedder.bundles import random_images, write_full_bundle
+from tests.tiny import TINY_DIM, encoded, photo, tiny_embed, write_tiny_onnx
 
 
 def restamp(folder: Path) -> None:
@@ -44,11 +40,6 @@ def copy(tiny_bundle: Bundle, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def embedder(tiny_bundle: Bundle) -> OnnxEmbedder:
     return OnnxEmbedder.open(tiny_bundle)
-
-
-def random_images(count: int) -> np.ndarray:
-    rng = np.random.default_rng(3)
-    return rng.integers(0, 256, (count, 3, TINY.crop_px, TINY.crop_px), dtype=np.uint8)
 
 
 def test_vectors_are_those_of_the_model(embedder: OnnxEmbedder) -> None:
@@ -161,19 +152,6 @@ def test_an_export_with_saturated_int8_is_refused(tiny_bundle: Bundle, tmp_path:
     assert OnnxEmbedder.open(bundle).mode == FP32
 
 
-def test_auto_takes_int8_where_it_is_faster(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    bundle = write_full_bundle(tiny_bundle, tmp_path)
-
-    def gains(modes: Mapping[Mode, Embed], _: Images) -> dict[Mode, float]:
-        return {mode: 1 if mode == FP32 else 1.7 for mode in modes}
-
-    embedder = OnnxEmbedder.open(bundle, replace(AUTO, engine="onnxruntime"), gains=gains)
-    assert embedder.mode == ("onnxruntime", "int8")
-    assert "is 1.70 times as fast as fp32 with onnxruntime" in embedder.precision_reason
-    images = random_images(4)
-    np.testing.assert_allclose(embedder.embed(images), tiny_embed(images, 0.05), atol=1e-5)
-
-
 @pytest.mark.parametrize(("seed", "degrees"), [(0.05, 20.0), (0.3, 0.0)])
 def test_auto_keeps_fp32_where_int8_does_not_hold_however_fast_it_is(
     tiny_bundle: Bundle, tmp_path: Path, seed: float, degrees: float
@@ -183,18 +161,6 @@ def test_auto_keeps_fp32_where_int8_does_not_hold_however_fast_it_is(
     assert embedder.mode == FP32
     assert "not int8 with onnxruntime: The int8 model" in embedder.precision_reason
     assert "cosine" in embedder.precision_reason
-
-
-def test_the_gain_compares_the_fastest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(session_module, "perf_counter", lambda: clock[0])
-
-    def takes(*seconds: float) -> Callable[[np.ndarray], None]:
-        waits = iter(seconds)
-        return lambda _: clock.append(clock.pop() + next(waits))
-
-    both = {FP32: takes(8, 6, 70, 6, 9), BF16: takes(50, 2, 2, 90, 3)}
-    assert speed_gains(both, random_images(1)) == {FP32: 1.0, BF16: pytest.approx(3.0)}
 
 
 def test_vectors_must_be_finite(embedder: OnnxEmbedder, monkeypatch: pytest.MonkeyPatch) -> None:

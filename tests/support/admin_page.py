@@ -42,15 +42,13 @@ class AdminShop:
         assert store is not None
         return store.create(name, (scope,))
 
-    def stock(self, gallery: str = "shop", count: int = FEW, step: int = 1) -> None:
-        """A new gallery of `count` items with colour, price and sale; with `step` -1 the last of
-        them is its first.
-        """
+    def stock(self, gallery: str = "shop", count: int = FEW) -> None:
+        """A new gallery of `count` items with colour, price and sale."""
         self.shop.client.delete(f"/galleries/{gallery}")
         self.shop.client.post("/galleries", json={"name": gallery}).raise_for_status()
         if count == 0:
             return
-        numbers = range(count)[::step]
+        numbers = range(count)
         images = {f"i/{n:02d}.png": self.images[n % len(self.images)] for n in numbers}
         texts = [
             json.dumps({"colour": COLOURS[n % 3], "price": n, "sale": n % 2 == 0}) for n in numbers

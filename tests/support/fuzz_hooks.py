@@ -25,11 +25,7 @@ _FILES = (
     b"\xff\xd8\xff\xe0\x00\x10JFIF",
     b"http://127.0.0.1/x.png",
 )
-_KNOWN = {
-    "name": ("shop", "live", "live"),
-    "item_id": (1, 2, 3, 4, 5, 6),
-    "number": (0, 1, 2),
-}
+_KNOWN = {"name": ("shop", "live", "live"), "item_id": (1, 2, 3, 4, 5, 6), "number": (0, 1, 2)}
 
 schemathesis.openapi.format("binary", st.one_of(st.sampled_from(_FILES), st.binary(max_size=64)))
 

@@ -179,12 +179,12 @@ def _forms() -> Table:
     solid[..., :3] = _PIXELS.astype(">u2") * 257
     pair = fine(_IMAGE, "MPO", save_all=True, append_images=[street_photo(1)], quality=95)
     tiffs = ("tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg")
-    turned = ("JPEG", "PNG", "WEBP", "TIFF", "AVIF", "HEIF")
+    turning = ("JPEG", "PNG", "WEBP", "TIFF", "AVIF", "HEIF")
     return {
         **{f"plain-{kind}": fine(_IMAGE, kind) for kind in FORMATS},
         **{f"opaque-alpha-{k}": encoded(_IMAGE.convert("RGBA"), k) for k in ("PNG", "HEIF")},
-        **{f"orientation-{n}-{k}": _turned(k, n) for k in turned for n in range(1, 9)},
-        "orientation-9-means-none": _turned("JPEG", 9),
+        **{f"orientation-{n}-{k}": turned(_IMAGE, k, n) for k in turning for n in range(1, 9)},
+        "orientation-9-means-none": turned(_IMAGE, "JPEG", 9),
         **{f"animated-{kind}-is-its-first-frame": animated(kind) for kind in ANIMATED},
         **{f"animated-{kind}-cut-in-a-later-frame": cut_later(kind) for kind in ANIMATED[:3]},
         "jpeg-progressive": fine(_IMAGE, "JPEG", progressive=True),
@@ -202,12 +202,12 @@ def _forms() -> Table:
     }
 
 
-def _turned(kind: str, orientation: int) -> bytes:
+def turned(image: Image.Image, kind: str, orientation: int, **options: object) -> bytes:
     """Stored turned, with the EXIF orientation that undoes it; an unknown one means none."""
-    image = _IMAGE.transpose(_UNDO[orientation]) if orientation in _UNDO else _IMAGE
+    stored = image.transpose(_UNDO[orientation]) if orientation in _UNDO else image
     exif = Image.Exif()
     exif[0x0112] = orientation
-    return fine(image, kind, exif=exif.tobytes())
+    return fine(stored, kind, exif=exif.tobytes(), **options)
 
 
 ANIMATED = ("GIF", "PNG", "TIFF", "WEBP", "AVIF", "HEIF")

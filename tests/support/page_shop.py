@@ -168,9 +168,8 @@ class Shop:
         self.reset()
 
     def reset(self) -> None:
-        """As new: full, calibrated, open to all, asked nothing."""
+        """As new: full, open to all, asked nothing."""
         self.galleries = dict(self._stock)
-        self.calibration: dict[str, Any] | None = CALIBRATION
         self.no_match = 0.12
         self.asked: list[Wanted] = []
         self.feedback = "off"
@@ -233,8 +232,8 @@ class Shop:
     async def describe(self, name: str) -> dict[str, Any]:
         return self.about(name) | {
             "attributes": [self.attribute(name, a) for a in self.attribute_names(name)],
-            "calibration": self.calibration,
-            "no_calibration": None if self.calibration else "The gallery is not calibrated yet",
+            "calibration": CALIBRATION,
+            "no_calibration": None,
             "thresholds": THRESHOLDS,
             "index": INDEX,
             "provider": "CPUExecutionProvider",
@@ -342,14 +341,14 @@ class Shop:
         shares = self.shares({key: max(found) for key, found in scores.items()})
         hits = [
             self.entry(wanted.gallery, item)
-            | {"score": max(found := scores[item.key]), "probability": shares.get(item.key)}
+            | {"score": max(found := scores[item.key]), "probability": shares[item.key]}
             | ({"view": views[int(np.argmax(found))]} if is_best else {})
             for item in sorted(stock, key=lambda item: -max(scores[item.key]))
             if item.key != without and passes(item.attributes, wanted.filter)
         ]
         groups = self.grouped(wanted, hits) if wanted.group_by else None
         shown = hits[: wanted.k] if groups is None else []
-        likely = sum(shares.get(hit["key"], 0) for hit in (hits if groups else shown))
+        likely = sum(shares[hit["key"]] for hit in (hits if groups else shown))
         return {
             "bundle_id": "b" * 64,
             "gallery": wanted.gallery,
@@ -359,7 +358,7 @@ class Shop:
             "count": len(shown),
             "cached": False,
             "match": bool(hits),
-            "no_match_probability": 1 - likely if shares else None,
+            "no_match_probability": 1 - likely,
             "hits": shown,
             "groups": groups,
             "answer_id": None if self.feedback == "off" else f"answer-{len(self.asked)}",
@@ -368,8 +367,6 @@ class Shop:
 
     def shares(self, scores: Mapping[str, float]) -> dict[str, float]:
         """The probability of each item, by its key: they share the rest of `no_match`."""
-        if self.calibration is None or not scores:
-            return {}
         weights = {key: float(np.exp(20 * score)) for key, score in scores.items()}
         left = (1 - self.no_match) / sum(weights.values())
         return {key: left * weight for key, weight in weights.items()}
@@ -381,7 +378,7 @@ class Shop:
         return [
             {"value": value, "hits": some[: wanted.group_size]}
             | {name: some[0].get(name) for name in ("score", "view")}
-            | {"probability": self.calibration and sum(hit["probability"] for hit in some)}
+            | {"probability": sum(hit["probability"] for hit in some)}
             for value, some in values.items()
         ][: wanted.k]
 

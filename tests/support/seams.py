@@ -6,7 +6,6 @@ tests are fixed here.
 # ruff: noqa: F401
 
 from kinlens.embedder.durable import set_fault_hook
-from kinlens.indexer.catalog.read import State
 from kinlens.indexer.checks.compare import compare
 from kinlens.indexer.commands import options
 from kinlens.indexer.exchange.milvus import MilvusStore

@@ -73,6 +73,12 @@ def step_job(
     return parse_job(content | tables)
 
 
+def images(count: int = 2, side: int = 64) -> torch.Tensor:
+    """Noise, the same on every call: uint8 (N, 3, S, S)."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+
+
 def write_job(path: Path, job: Job) -> Path:
     path.write_text(job_toml(job), encoding="utf-8")
     return path

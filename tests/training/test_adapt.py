@@ -11,7 +11,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import DatasetError
 from kinlens.training.__main__ import app
 from kinlens.training.checkpoint import BEST, START, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
@@ -102,13 +101,6 @@ def test_features_depend_on_content_trunk_and_size_alone(tmp_path: Path, weights
     other, is_made = features()
     assert is_made
     assert not torch.equal(other, first)
-
-
-def test_a_store_that_cannot_be_used_is_named_with_its_cure(tmp_path: Path) -> None:
-    path = tmp_path / "features.sqlite"
-    path.write_bytes(b"no database" * 100)
-    with pytest.raises(DatasetError, match=r"features\.sqlite cannot be used .* Delete it"):
-        FeatureStore(path).get([b"key"])
 
 
 def test_the_store_of_features_forgets_what_came_first(tmp_path: Path) -> None:

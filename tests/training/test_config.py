@@ -5,13 +5,7 @@ from typing import Any
 import pytest
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.config.job import (
-    Job,
-    expand_path,
-    job_toml,
-    load_job,
-)
-from tests.training.studies.runs import some_job
+from kinlens.training.config.job import Job, expand_path, load_job
 
 MINIMAL = 'name = "x"\n[data]\nkind = "folder"\nroot = "shop"\n'
 
@@ -36,6 +30,8 @@ def read(tmp_path: Path, text: str, changes: Sequence[str] = ()) -> Job:
             MINIMAL + "[input]\nsize_px = 200\nresize_px = 100\ntest_px = 90\ncrop = 'fixed'\n",
             "cuts size_px = 200 from an image resized to resize_px = 100",
         ),
+        (MINIMAL + "[loss]\nname = 'nothing'\n", "loss: .*'nothing'.*'contrastive'.*'loss2'"),
+        (MINIMAL + "[loss]\nname = 'proxy_nca'\nscales = 1\n", "did you mean 'scale'"),
         ("name = ", "is not valid TOML"),
         ("base = 3", "base = 3 must be the name of a job"),
         ('base = "nothing"', "base = 'nothing': No job 'nothing'.*one of: .*shop.*METHOD of .*nir"),
@@ -111,8 +107,3 @@ def test_a_job_is_its_base_with_other_values_on_top(tmp_path: Path) -> None:
     above = read(tmp_path, 'base = "shop.toml"\n[optimizer]\nkind = "adamw"\nbatch_size = 8\n')
     assert (above.optimizer.kind, above.optimizer.epochs) == ("adamw", below.optimizer.epochs)
     assert above.loss == job.loss
-
-
-def test_a_none_that_toml_cannot_hold_is_refused() -> None:
-    with pytest.raises(JobError, match="TOML has no none"):
-        job_toml(some_job(model={"dim": None}))

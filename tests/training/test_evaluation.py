@@ -196,25 +196,6 @@ def test_spectral_decay_equals_the_divergence_of_the_spectrum(count) -> None:
     assert structure(vectors, labels)["spectral_decay"] == pytest.approx(naive, rel=1e-5)
 
 
-def test_neither_blocks_nor_the_norms_of_vectors_change_the_structure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    vectors, labels = skewed_set()
-    whole = structure(vectors, labels)
-    scales = np.linspace(0.1, 9, 50, dtype=np.float32)[:, None]
-    for scores in (1, 350, 2450):
-        monkeypatch.setattr(SCORES, scores)
-        found = structure(vectors * scales, labels)
-        assert found == pytest.approx(whole, rel=1e-5, abs=1e-6)
-
-
-def test_collapsed_embeddings_have_finite_figures() -> None:
-    for length in (1.0, 0.0):
-        vectors = length * np.tile(skewed_set()[0][:1], (12, 1))
-        found = structure(vectors, np.repeat(np.arange(4), 3))
-        assert np.isfinite(list(found.values())).all()
-
-
 def test_what_has_no_figures_is_refused() -> None:
     for labels in (np.arange(5), np.zeros(5, int)):
         with pytest.raises(DatasetError, match="at least 2 classes"):

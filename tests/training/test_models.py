@@ -13,16 +13,12 @@ from kinlens.embedder.errors import CheckpointError
 from kinlens.training.config.settings import Model
 from kinlens.training.models.backbones import BACKBONES, build_trunk, fold_batch_norm
 from kinlens.training.models.embedding import EmbeddingNet, Pool
+from tests.training.jobs import images
 
 LONG = pytest.mark.skipif(
     not os.environ.get("KINLENS_LONG_TESTS"), reason="a large backbone; make soak runs it"
 )
 LARGE = [pytest.param(name, marks=LONG) for name in ("resnet50", "googlenet")]
-
-
-def images(count: int = 2, side: int = 64) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
 
 
 def test_what_no_backbone_has_is_refused() -> None:

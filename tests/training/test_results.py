@@ -1,6 +1,5 @@
 """What finished runs report: lines of the log, tables of studies, comparisons side by side."""
 
-import io
 import json
 import shutil
 from dataclasses import asdict
@@ -8,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from rich.progress import Progress
 
 from kinlens.embedder.errors import JobError, KinlensError
 from kinlens.training.config.settings import Input, Model, RenderedData
@@ -18,15 +15,12 @@ from kinlens.training.evaluation.retrieval import with_interval
 from kinlens.training.export.bundle import export_backbone
 from kinlens.training.folder import Result
 from kinlens.training.rendered.catalogue import write_catalogue
-from kinlens.training.report import log
-from kinlens.training.report.log import ConsoleListener
 from kinlens.training.report.tables import (
     Record,
     Study,
     methods,
     paired_difference,
     read_study,
-    record,
     record_of,
     records_of,
 )
@@ -79,25 +73,6 @@ def test_runs_and_peers_are_kept_in_a_file_that_makes_the_table_again(tmp_path: 
         record_of(folder, by="loss")
     with pytest.raises(JobError, match=r"and so is another of the runs.*--by"):
         records_of([folder, shutil.copytree(folder, tmp_path / "determinant")])
-
-
-def test_a_run_that_saw_no_test_class_is_known_by_its_validation_classes(tmp_path: Path) -> None:
-    trunk = {"validation R@1": 40.0}
-    job = small_job(tmp_path).as_dict()
-    found = record("a", Result(job, {}, {"R@1": 70.0}, 3, "last", 12.0, trunk=trunk))
-    assert (found.figures["R@1"], found.trunk["R@1"]) == (70.0, 40.0)
-
-
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    bad = tmp_path / "bad.json"
-    bad.write_text("{}")
-    for read, path, message in (
-        (record_of, tmp_path, "no finished run"),
-        (read_study, bad, "is not a study"),
-        (read_study, tmp_path, r"is a folder.*kinlens-train compare"),
-    ):
-        with pytest.raises(JobError, match=message):
-            read(path)
 
 
 def test_the_page_of_results_has_the_tables_of_the_committed_studies() -> None:
@@ -167,19 +142,3 @@ def test_a_bundle_without_a_job_is_evaluated_on_images(weights: Path, tmp_path: 
     assert found.keys() == {"R@1", "R@2", "R@4", "R@8", "MAP@R"}
     listed = called("evaluate", bundle, "--data", shop / "list.csv")
     assert f"R@1 {with_interval(found['R@1'], 12)}" in listed
-
-
-def test_a_line_has_the_epoch_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    console = Console(file=io.StringIO(), width=200)
-    monkeypatch.setattr(log, "console", console)
-    now = 1000.0
-    listener = ConsoleListener(Progress(console=console), clock=lambda: now)
-    for epoch, seconds in ((4, 700.0), (5, 100.0), (49, 1.0)):
-        listener.epoch_started(epoch, 50, 10)
-        now += seconds
-        row = {"epoch": epoch + 1.0, "loss": 9.438, "images_per_s": 44.0, "R@1": 72.04}
-        listener.epoch_done(row)
-    first, second, last = console.file.getvalue().splitlines()
-    assert first == "epoch 5 of 50  loss 9.438  R@1 72.0  44 images/s  about 8:45:00 left"
-    assert second.endswith("about 4:53:20 left")
-    assert last.endswith("images/s")

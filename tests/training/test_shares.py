@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from kinlens.training.config.job import parse_job
 from kinlens.training.data.load import load_split
 from kinlens.training.regularizers.shares import WIDEST, Shares, gradient_norms
-from kinlens.training.report.notices import after_epoch
 from kinlens.training.trainer import fit
 from tests.training.jobs import Silent, small_job
 
@@ -82,13 +81,3 @@ def test_shares_are_in_log_rows_and_few_steps_are_said_and_raised(tmp_path: Path
         "Set regularizers.determinant.share = 0.2, or raise lambda1 and lambda2",
     ):
         assert any(wanted in sentence for sentence in listener.sentences)
-
-
-def test_a_gradient_that_stays_in_its_flow_is_said_once(tmp_path: Path) -> None:
-    job = small_job(tmp_path / "products")
-    figures = {"share determinant": 0.2, "scale determinant": 1.0, "reach determinant": 1e-4}
-    rows = [{"epoch": epoch, **figures} for epoch in (1.0, 2.0, 3.0)]
-    assert after_epoch(job, rows[:1]) == []
-    [aloof] = after_epoch(job, rows[:2])
-    assert "epoch 2: regularizers.determinant changes flow 1, but hardly the" in aloof
-    assert after_epoch(job, rows) == []

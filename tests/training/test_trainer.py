@@ -91,13 +91,6 @@ def copied(finished: Finished, tmp_path: Path) -> Finished:
     return replace(finished, folder=shutil.copytree(finished.folder, tmp_path / "copy"))
 
 
-def test_training_lowers_the_loss(products: Path, weights: Path, tmp_path: Path) -> None:
-    job = small_job(products, weights=weights, epochs=6, lr_trunk=3e-4, lr_head=3e-3)
-    job = changed(job, runtime={"eval_every_epochs": 0})
-    _, history = run(job, tmp_path)
-    assert history[-1]["loss"] < 0.95 * history[0]["loss"]
-
-
 @pytest.fixture(scope="module")
 def four_epochs(
     products: Path, tmp_path_factory: pytest.TempPathFactory
@@ -345,15 +338,6 @@ def test_the_best_validated_epoch_is_tested_also_after_a_stop_before_it_was_vali
     assert done.result.validation["R@1"] == max(scores)
     assert done.result.figures["R@1"] >= 0
     assert "the best R@1 on validation classes" in (folder / "report.md").read_text()
-
-
-def test_how_often_a_run_is_evaluated_changes_nothing(products: Path, tmp_path: Path) -> None:
-    """With a loss that mines at random, statistics that move, and a flow to look at."""
-    job = parse_job(small_job(products, epochs=2).as_dict() | {"loss": {"name": "margin"}})
-    run(job, tmp_path / "often")
-    never = {"evaluate_test": "never"}
-    run(changed(job, runtime={"eval_every_epochs": 0}, protocol=never), tmp_path / "never")
-    assert same_weights(tmp_path / "often", tmp_path / "never")
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,26 @@
-"""docs/trunks.md: every trunk that it names exports and matches its row."""
+"""Trunks of timm, and docs/trunks.md: every trunk that it names exports and matches its row."""
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
+from torch import nn
 
+from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.config.settings import TIMM, Input, Model
-from kinlens.training.export.bundle import MAX_DIFFERENCE, export_backbone
-from kinlens.training.models.backbones import BACKBONES, build_trunk, channels_of
+from kinlens.training.export.bundle import MAX_DIFFERENCE, export_backbone, write_onnx
+from kinlens.training.models.backbones import BACKBONES, build_trunk, channels_of, normalization_of
+from kinlens.training.models.embedding import EmbeddingNet, torch_embed
+from tests.training.jobs import images
 
 timm = pytest.importorskip("timm", reason="the extra kinlens[timm] is not installed")
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trunks.md").read_text(encoding="utf-8")
 LONG = pytest.mark.skipif(
@@ -63,3 +71,107 @@ def test_every_trunk_exports_to_what_torch_computes(name: str, tmp_path: Path) -
     bundle = export_backbone("plain", model, spec, tmp_path / "bundle")
     assert bundle.manifest.parity is not None
     assert bundle.manifest.parity.max_abs_difference <= MAX_DIFFERENCE
+
+
+VIT = "timm:test_vit.r160_in1k"
+RESNET = "timm:test_resnet.r160_in1k"
+
+
+def net_of(backbone: str, **settings: object) -> EmbeddingNet:
+    torch.manual_seed(0)
+    return EmbeddingNet(Model(backbone=backbone, weights="none", **{"dim": 8, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("backbone", "pooling", "side"),
+    [
+        (VIT, "cls", 64),
+        (RESNET, "gem", 96),
+        ("timm:test_convnext", "gmp", 64),
+        ("timm:test_mambaout", "gap", 96),
+    ],
+)
+def test_any_network_of_timm_embeds_and_learns(backbone: str, pooling: str, side: int) -> None:
+    net = net_of(backbone, pooling=pooling)
+    vectors = net(images(side=side))
+    assert vectors.shape == (2, 8)
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2))
+    vectors[:, 0].sum().backward()
+    missing = [n for n, p in net.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing
+
+
+def test_the_trunk_normalises_as_its_weights_were_trained() -> None:
+    trunk = build_trunk("timm:vit_tiny_patch16_224.augreg_in21k", "none")
+    expected = (images() / 255 - 0.5) / 0.5
+    torch.testing.assert_close(normalization_of("timm:x", trunk)(images()), expected)
+
+
+def test_only_tokens_of_patches_are_pooled_and_cls_takes_the_class_token() -> None:
+    net = net_of("timm:test_vit3", pooling="gap", dim=None).eval()
+    tokens = net.trunk(net.normalize(images()))
+    assert tokens.shape[1] == 16 + 1  # 4 x 4 patches and a register
+    torch.testing.assert_close(net.features(images()), tokens[:, 1:].mean(dim=1))
+    net = net_of(VIT, pooling="cls", dim=None).eval()
+    tokens = net.trunk(net.normalize(images()))
+    torch.testing.assert_close(net.features(images()), tokens[:, 0])
+
+
+def test_what_a_network_cannot_do_is_named() -> None:
+    with pytest.raises(JobError, match=r'pooling = "cls" needs a class token'):
+        net_of("timm:test_vit3", pooling="cls")
+    net = net_of(VIT)
+    net.check_sizes(64, 96)
+    with pytest.raises(JobError, match=r"images of 100 px \(.*16.*accepts 160"):
+        net.check_sizes(64, 100)
+    with pytest.raises(JobError, match=r"images of 96 px.*accepts 160"):
+        net_of("timm:test_vit_relpos", pooling="gap").check_sizes(96)
+    with pytest.raises(JobError, match="cannot be built without its own pooling"):
+        build_trunk("timm:crossvit_tiny_240", "none")
+    with pytest.raises(JobError, match=r'"folded" needs a convolution before each batch norm'):
+        net_of("timm:test_coatnet", batch_norm="folded")
+
+
+def test_without_timm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(JobError, match=r"pip install 'kinlens\[timm\]'"):
+        build_trunk(VIT, "none")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("test_vit", "pth"), ("test_resnet", "safetensors")])
+def test_a_state_dict_of_timm_loads(name: str, kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    network = timm.create_model(name, pretrained=False)
+    path = tmp_path / f"w.{kind}"
+    save = torch.save if kind == "pth" else save_file
+    save(network.state_dict(), path)
+    trunk = build_trunk(f"timm:{name}", str(path)).eval()
+    x = torch.randn(2, 3, 160, 160)
+    with torch.no_grad():
+        network.reset_classifier(0, "")
+        torch.testing.assert_close(trunk(x), network.eval()(x))
+    if kind == "safetensors":
+        path.write_bytes(b"no weights")
+        with pytest.raises(CheckpointError, match="state dict"):
+            build_trunk(f"timm:{name}", str(path))
+
+
+def test_a_norm_behind_the_pooling_keeps_its_weights(tmp_path: Path) -> None:
+    network = timm.create_model("test_vit2", pretrained=False)
+    nn.init.normal_(network.fc_norm.weight)
+    torch.save(network.state_dict(), tmp_path / "w.pth")
+    trunk = build_trunk("timm:test_vit2", str(tmp_path / "w.pth")).eval()
+    x = torch.randn(2, 3, 160, 160)
+    with torch.no_grad():
+        tokens = network.eval().forward_features(x)
+        torch.testing.assert_close(trunk(x), network.fc_norm(tokens))
+
+
+def test_onnx_computes_what_torch_computes_of_a_transformer(tmp_path: Path) -> None:
+    net = net_of(VIT, pooling="gap+gmp").eval()
+    write_onnx(net, 96, tmp_path / "m.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    for count in (1, 3):
+        batch = images(count, 96).numpy()
+        (found,) = session.run(None, {"images": batch})
+        np.testing.assert_allclose(found, torch_embed(net, batch), atol=1e-4)

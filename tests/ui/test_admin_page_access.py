@@ -4,14 +4,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.support.admin_page import AdminShop, added, drop, job, row, rows
-from tests.support.page_browser import (
-    PHONE,
-    SMALL_TARGETS,
-    OpenPage,
-    faults,
-    tab_to,
-    violations,
-)
+from tests.support.page_browser import PHONE, SMALL_TARGETS, OpenPage, faults, tab_to, violations
 
 pytestmark = pytest.mark.browser
 

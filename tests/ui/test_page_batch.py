@@ -1,18 +1,9 @@
 """Batches of images, and the camera."""
 
-from typing import Any
-
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Page, expect
 
-from tests.support.page_browser import (
-    OpenPage,
-    drop_many,
-    faults,
-    keys,
-    settled,
-    violations,
-)
+from tests.support.page_browser import OpenPage, drop_many, faults, keys, settled, violations
 from tests.support.page_shop import Shop
 
 pytestmark = pytest.mark.browser
@@ -72,29 +63,6 @@ def test_a_batch_goes_on_behind_an_opened_row_and_keeps_its_answers_when_cancell
     before = done.count()
     shop_page.get_by_test_id("batch-again").filter(visible=True).first.click()
     expect(done).to_have_count(before + 1)
-
-
-def test_picked_images_are_sent_again_where_the_service_was_busy(
-    shop_page: Page, fake_shop: Shop, allowed: list[str]
-) -> None:
-    allowed.append("503")
-    refused: list[str] = []
-
-    def refuse_once(route: Route) -> None:
-        if refused:
-            route.continue_()
-            return
-        refused.append(route.request.url)
-        route.fulfill(status=503, headers={"retry-after": "1"}, json={"title": "Too busy"})
-
-    shop_page.route("**/search", refuse_once)
-    stock = fake_shop.galleries["shop"]
-    files: list[Any] = [
-        {"name": f"{n}.png", "mimeType": "image/png", "buffer": stock[n].data} for n in range(2)
-    ]
-    shop_page.get_by_test_id("file").set_input_files(files)
-    expect(shop_page.get_by_test_id("summary")).to_have_text("2 photos: 2 answered")
-    assert len(refused) == 1
 
 
 def test_several_images_can_be_one_search(shop_page: Page, fake_shop: Shop) -> None:

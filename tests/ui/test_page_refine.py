@@ -1,8 +1,6 @@
 """Narrowing a search on the page: parts, likes, filters, groups, the minimum score."""
 
-import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from tests.support.page_browser import (
     search_with_card,
     searched,
     settled,
-    violations,
 )
 from tests.support.page_shop import Shop
 
@@ -146,16 +143,6 @@ def test_filters_are_the_attributes_of_a_gallery(results: Page, fake_shop: Shop)
     assert fake_shop.asked[-1].gallery == "depot"
 
 
-def test_without_calibration_there_are_only_scores(open_shop: OpenPage, fake_shop: Shop) -> None:
-    fake_shop.calibration = None
-    page = searched(open_shop, fake_shop)
-    expect(page.get_by_test_id("probability")).to_have_count(0)
-    expect(page.locator(".score-bar")).to_have_count(0)  # a cosine is not a share
-    expect(page.get_by_test_id("chance")).to_be_hidden()
-    expect(page.get_by_test_id("presets")).to_contain_text("100")  # they are of the bundle
-    expect(page.locator("main")).not_to_contain_text("%")
-
-
 def test_absence_is_prominent_from_a_chance_of_half(open_shop: OpenPage, fake_shop: Shop) -> None:
     results = searched(open_shop, fake_shop)
     chance = results.get_by_test_id("chance")
@@ -171,59 +158,6 @@ def test_absence_is_prominent_from_a_chance_of_half(open_shop: OpenPage, fake_sh
     results.get_by_test_id("min-score").fill("1")
     expect(results.get_by_test_id("empty")).to_be_visible()
     expect(chance).to_be_hidden()
-
-
-def test_groups_show_their_best_image_their_count_and_their_others(results: Page) -> None:
-    results.get_by_test_id("group").select_option("class")
-    expect(results.get_by_test_id("card")).to_have_count(4)
-    expect(results.get_by_test_id("summary")).to_contain_text("4 groups")
-    expect(results.get_by_test_id("group-value").first).to_have_text("mug")
-    expect(results.get_by_test_id("group-count").first).to_have_text("6 photos")
-    # Of the group and not of its best image, or disjoint groups would have more than 100 %.
-    sure = [
-        int(text.rstrip(" %")) for text in results.get_by_test_id("probability").all_inner_texts()
-    ]
-    assert len(sure) == 4
-    assert sum(sure) <= 102
-    others = results.get_by_test_id("group-others").first
-    others.locator("summary").click()
-    expect(others.locator("img")).to_have_count(5)
-
-
-def test_cards_show_currency_and_missing_groups(open_shop: OpenPage, fake_shop: Shop) -> None:
-    stock = [
-        replace(item, attributes={**item.attributes, "currency": "EUR"})
-        for item in fake_shop.galleries["shop"]
-    ]
-    few = {"class": "mug", "price": 7.5, "currency": "coins"}
-    fake_shop.galleries["shop"] = [*stock[:23], replace(stock[23], attributes=few)]
-    page = searched(open_shop, fake_shop)
-    first = page.locator('[data-key="mug/000.png"]')
-    expect(first.locator(".key-folder")).to_have_text("mug · red · €1.00")
-    page.get_by_label("Group by").select_option("Colour")
-    expect(page.get_by_test_id("group-value")).to_have_count(4)
-    lacking = page.get_by_test_id("card").filter(has_text="Without colour")
-    expect(lacking).to_contain_text("mug · 7.5 coins")
-    expect(page.get_by_test_id("group-count").first).to_have_text("7+ photos")
-
-
-def test_long_lists_of_values_can_be_expanded(open_shop: OpenPage, fake_shop: Shop) -> None:
-    fake_shop.galleries["shop"] = [
-        replace(item, attributes={"brand": f"brand {item.id % 12:02d}"})
-        for item in fake_shop.galleries["shop"]
-    ]
-    chosen = json.dumps({"brand": {"in": ["brand 11"]}})
-    page = searched(open_shop, fake_shop, f"/#filter={chosen}")
-    options = page.locator(".option").filter(visible=True)
-    expect(options).to_have_count(9)  # eight and the chosen one
-    more = page.get_by_test_id("filter-more")
-    expect(more).to_have_text("Show 3 more")
-    assert violations(page) == []
-    more.click()
-    expect(options).to_have_count(12)
-    expect(option(page, "brand 08")).to_be_focused()
-    page.get_by_label("Find a value of Brand").fill("09")
-    expect(options).to_have_count(1)
 
 
 def test_the_best_part_can_count(results: Page, fake_shop: Shop) -> None:
@@ -309,29 +243,24 @@ HIT = [[row > 1 and column > 1 for column in range(4)] for row in range(4)]
 QUERY = [[row < 2 and column < 2 for column in range(4)] for row in range(4)]
 
 
-def heat(page: Page, where: str) -> Locator:
-    return page.locator(f"{where} canvas")
-
-
 def position(layer: Locator, over: Locator) -> list[float]:
     """left, top, width, height of a layer in fractions of the element below it."""
-    inner, outer = layer.bounding_box(), over.bounding_box()
-    assert inner is not None
-    assert outer is not None
-    across, down = outer["width"], outer["height"]
-    left, top = (inner["x"] - outer["x"]) / across, (inner["y"] - outer["y"]) / down
-    return [left, top, inner["width"] / across, inner["height"] / down]
+    x, y, width, height = box_of(layer)
+    left, top, across, down = box_of(over)
+    return [(x - left) / across, (y - top) / down, width / across, height / down]
 
 
-def test_a_toggle_shows_the_regions_of_both_images_and_another_replaces_it(results: Page) -> None:
-    toggles = results.get_by_test_id("where")
+def test_a_toggle_shows_the_regions_of_both_images_if_the_model_has_a_map(
+    results: Page, open_shop: OpenPage, fake_shop: Shop
+) -> None:
+    toggles, stage = results.get_by_test_id("where"), results.locator("#stage canvas")
     toggles.first.click()
     first = results.get_by_test_id("card").first
     expect(first.locator("canvas")).to_have_count(1)
-    expect(heat(results, "#stage")).to_have_count(1)
+    expect(stage).to_have_count(1)
     expect(toggles.first).to_have_attribute("aria-pressed", "true")
     assert first.locator("canvas").evaluate(HEAT) == HIT
-    assert heat(results, "#stage").evaluate(HEAT) == QUERY
+    assert stage.evaluate(HEAT) == QUERY
     # The model sees the middle: here 0.8 of each side.
     middle = pytest.approx([0.1, 0.1, 0.8, 0.8], abs=0.02)
     assert position(first.locator("canvas"), first.locator(".card-image")) == middle
@@ -348,17 +277,6 @@ def test_a_toggle_shows_the_regions_of_both_images_and_another_replaces_it(resul
     results.get_by_test_id("where").first.click()  # sent with the image of the item
     expect(results.get_by_test_id("heat")).to_have_count(2)
 
-
-def test_a_failure_is_shown_and_a_model_without_a_map_has_no_toggle(
-    open_shop: OpenPage, fake_shop: Shop, results: Page, allowed: list[str]
-) -> None:
-    allowed.append("404")
-    fake_shop.galleries["shop"] = fake_shop.galleries["shop"][:1]
-    results.get_by_test_id("where").nth(3).click()
-    expect(results.get_by_test_id("error")).to_contain_text("There is no such item")
-    expect(results.get_by_test_id("where").nth(3)).to_have_attribute("aria-pressed", "false")
-
-    fake_shop.reset()
     fake_shop.has_map = False
     page = searched(open_shop, fake_shop)
     expect(page.get_by_test_id("where")).to_have_count(0)

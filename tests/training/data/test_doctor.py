@@ -10,10 +10,11 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from kinlens.embedder.errors import DatasetError
-from kinlens.training.commands.data import app
+from kinlens.training.__main__ import app
 from kinlens.training.data.datasets import OFFICIAL, Count
 from kinlens.training.data.doctor import Report, examine
 from tests.tiny import encoded, photo
+from tests.training.jobs import called
 from tests.training.official_layouts import KINDS, write_layout
 
 SIZE = (48, 40)
@@ -48,18 +49,13 @@ def found(report: Report) -> dict[str, tuple[str, int, tuple[str, ...]]]:
     return {f.code: (f.severity, f.count, f.examples) for f in report.findings}
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["doctor", *arguments], catch_exceptions=False)
-    return done.exit_code, done.stdout
-
-
 def test_a_good_folder_is_healthy(shop: Path) -> None:
     report = examine(shop)
     assert report.healthy
     assert (report.kind, report.parts, report.findings) == ("folder", {"all": Count(8, 4)}, ())
-    code, text = run(str(shop), "--json", "--kind", "folder")
-    shown = json.loads(text)
-    assert (code, shown["healthy"]) == (0, True)
+    words = ["data", "doctor", str(shop), "--json", "--kind", "folder"]
+    shown = json.loads(CliRunner().invoke(app, words).stdout)
+    assert shown["healthy"] is True
     assert shown["parts"] == {"all": {"images": 8, "classes": 4}}
 
 
@@ -98,8 +94,7 @@ def test_all_faults_are_told_at_once(shop: Path) -> None:
     }
     for number in range(7):
         put(shop, f"mug/bad{number}.jpg", b"")
-    code, text = run(str(shop))
-    assert code == 1
+    text = called("data", "doctor", shop, code=1)
     assert "all: 19 images of 5 classes" in text
     assert text.index("PROBLEM [unreadable] 8 image(s)") < text.index("note [unlisted] 2 image(s)")
     assert "... and 3 more" in text
@@ -125,8 +120,7 @@ def test_a_csv_is_told_of_every_row_also_by_another_name(shop: Path) -> None:
     assert severity == "problem"
     lines = [example.split(", ")[1].split(":")[0] for example in examples]
     assert lines == ["line 3", "line 4", "line 5"]
-    code, shown = run(str(shop), "--file", "spring.csv")
-    assert code == 1
+    shown = called("data", "doctor", shop, "--file", "spring.csv", code=1)
     assert "all: 2 images of 2 classes" in shown
     with pytest.raises(DatasetError, match="for the kind csv, not cub"):
         examine(shop, kind="cub", file="spring.csv")

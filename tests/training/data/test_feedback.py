@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from kinlens.embedder.errors import DatasetError
-from kinlens.training.commands.data import app
 from kinlens.training.config.settings import FolderData
 from kinlens.training.data.doctor import examine
 from kinlens.training.data.feedback import sentences
@@ -16,6 +14,7 @@ from kinlens.training.data.load import load_split
 from kinlens.training.data.protocol import hold_out
 from kinlens.training.data.records import Split
 from tests.tiny import encoded, photo
+from tests.training.jobs import called
 
 PRODUCTS = ("bag", "cup", "hat", "jar", "mug", "pen")
 Rows = list[tuple[str, str, str, str]]
@@ -123,17 +122,6 @@ def test_no_class_that_is_held_out_is_touched(shop: Path, tmp_path: Path) -> Non
     assert held.confused()[:, :2].max(initial=0) < held.train.classes
 
 
-def test_an_image_in_two_folders_counts_once(shop: Path, tmp_path: Path) -> None:
-    rows: Rows = [(f"{name}.png", "", f"{name}/0.png", "clicked") for name in PRODUCTS]
-    january = reported(tmp_path / "january", rows[:4])
-    both = split_of(shop, january, reported(tmp_path / "february", rows))
-    assert len(both.joined()) == 4
-    digest = split_of(shop, january).learnt_sha256()
-    assert digest != both.learnt_sha256()
-    january.rename(tmp_path / "elsewhere")
-    assert split_of(shop, tmp_path / "elsewhere").learnt_sha256() == digest
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -167,10 +155,9 @@ def test_the_doctor_tells_what_feedback_adds(shop: Path, tmp_path: Path) -> None
     examples = {finding.code: finding.examples for finding in report.findings}
     assert examples["confused"] == ("bag and mug: 2 row(s)",)
     assert examples["feedback"][0].startswith("1 of 6 name items that are not in the data")
-    done = CliRunner().invoke(app, ["doctor", str(shop), "--feedback", str(folder)])
-    assert done.exit_code == 0
-    assert "feedback: 3 images of 3 classes" in done.stdout
-    assert "bag and mug: 2 row(s)" in done.stdout
+    printed = called("data", "doctor", shop, "--feedback", folder)
+    assert "feedback: 3 images of 3 classes" in printed
+    assert "bag and mug: 2 row(s)" in printed
     (folder / "cup.png").write_bytes(b"")
     damaged = examine(shop, feedback=[folder]).findings
     assert [f.examples[0].split(": ")[0] for f in damaged if f.severity == "problem"] == [

@@ -15,7 +15,7 @@ from pytorch_metric_learning.regularizers import SparseCentersRegularizer
 from torch.nn import functional as F
 
 from kinlens.training.losses.base import MetricLoss
-from kinlens.training.losses.miners import distance_weighted
+from kinlens.training.losses.miners import all_pairs, distance_weighted, negative_probabilities
 from tests.training.losses.cases import CLASSES, DIM, batch, make, value
 
 Array = NDArray[np.float64]
@@ -71,19 +71,11 @@ def binomial_deviance(_: MetricLoss, x: Array, y: list[int]) -> float:
 def n_pair(loss: MetricLoss, x: Array, y: list[int]) -> float:
     if loss.normalized:
         x = x / np.linalg.norm(x, axis=1, keepdims=True)
-    if loss.pairs == "all":
-        terms = [
-            math.log(1 + sum(math.exp(an - ap) for an in negative))
-            for _, positive, negative in anchors(x, y)
-            for ap in positive
-        ]
-    else:
-        tuples = [[i for i, c in enumerate(y) if c == k][:2] for k in sorted(set(y))]
-        tuples = [pair for pair in tuples if len(pair) == 2]
-        terms = []
-        for a, p in tuples:
-            others = [q for _, q in tuples if q != p]
-            terms.append(math.log(1 + sum(math.exp(x[a] @ x[q] - x[a] @ x[p]) for q in others)))
+    terms = [
+        math.log(1 + sum(math.exp(an - ap) for an in negative))
+        for _, positive, negative in anchors(x, y)
+        for ap in positive
+    ]
     return sum(terms) / len(terms) + 0.3 * float((x**2).sum()) / len(y)
 
 
@@ -119,7 +111,6 @@ def proxy_nca(loss: MetricLoss, x: Array, y: list[int]) -> float:
         (triplet, "triplet all", {"margin": 2.5}),
         (binomial_deviance, "binomial_deviance", {}),
         (n_pair, "n_pair", {"l2": 0.3}),
-        (n_pair, "n_pair one_per_class", {"l2": 0.3}),
         (n_pair, "n_pair normalized", {"l2": 0.3}),
         (separation, "loss1", {}),
         (separation, "loss2", {}),
@@ -232,3 +223,42 @@ def test_margins_beta_is_learnt_per_class_or_kept_in_the_state() -> None:
     fixed = make("margin", beta=0.9, learn_beta=False)
     assert list(fixed.parameters()) == []
     assert fixed.state_dict()["beta"].item() == pytest.approx(0.9)
+
+
+def naive_probabilities(s: np.ndarray, labels: np.ndarray, dim: int) -> np.ndarray:
+    """Inverse of the density of distances on the sphere; evenly where all negatives are far."""
+    negative = labels[:, None] != labels
+    distances = np.sqrt(np.maximum(2 - 2 * s, 0))
+    d = distances.clip(0.5, 1.4)
+    inverse = d ** (2.0 - dim) * (1 - d**2 / 4) ** ((3.0 - dim) / 2)
+    result = np.where(negative & (distances < 1.4), inverse, 0)
+    lone = result.sum(axis=1) == 0
+    result[lone] = negative[lone]
+    return result / np.maximum(result.sum(axis=1, keepdims=True), 1e-300)
+
+
+@pytest.mark.parametrize("dim", [2, 6, 512])
+def test_probabilities_are_the_inverse_density_of_distances(dim: int) -> None:
+    x, labels = batch(20)
+    s = x @ x.T
+    expected = naive_probabilities(s.double().numpy(), labels.numpy(), dim)
+    actual = negative_probabilities(s, labels, dim)
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_every_positive_pair_draws_one_negative_by_these_probabilities() -> None:
+    x, labels = batch(20)
+    s = x @ x.T
+    torch.manual_seed(0)
+    counts = torch.zeros(s.shape, dtype=torch.float64)
+    for _ in range(400):
+        mined, negatives = distance_weighted(s, labels, DIM)
+        assert mined.equal(all_pairs(labels).positive)
+        pairs = mined.nonzero()[:, 0], negatives[mined]
+        counts.index_put_(pairs, torch.ones(len(pairs[0])).double(), accumulate=True)
+    drawn = counts.sum(dim=1, keepdim=True)
+    assert (drawn > 0).sum() == len(labels) - 1
+    expected = negative_probabilities(s, labels, DIM)
+    deviation = (expected * (1 - expected) / drawn.clamp(min=1)).sqrt()
+    missed = (counts / drawn.clamp(min=1) - expected).abs() > 5 * deviation + 1e-9
+    assert not missed[drawn[:, 0] > 0].any()

@@ -9,15 +9,7 @@ from torch.nn import functional as F
 
 from kinlens.embedder.errors import TrainingError
 from kinlens.training.losses.base import MetricLoss, ProxyLoss
-from tests.training.losses.cases import (
-    CASES,
-    CLASSES,
-    DIM,
-    PAIR_CASES,
-    PROXY_CASES,
-    batch,
-    make,
-)
+from tests.training.losses.cases import CASES, CLASSES, DIM, PAIR_CASES, PROXY_CASES, batch, make
 
 LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
 EVERY = pytest.mark.parametrize("name", CASES)

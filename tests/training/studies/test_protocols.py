@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from kinlens.embedder.errors import CheckpointError, DatasetError, JobError
+from kinlens.embedder.errors import DatasetError, JobError
 from kinlens.training.config.job import Job
 from kinlens.training.config.settings import Protocol
 from kinlens.training.data.protocol import folds, hold_out, with_protocol
 from kinlens.training.data.records import Split
-from kinlens.training.folder import RESULT
 from kinlens.training.studies.crossval import cross_validate, scores
 from tests.training.jobs import Silent
 from tests.training.studies.runs import FakeRunner, some_job, some_split
@@ -123,30 +122,3 @@ def test_each_fold_is_chosen_on_validation_and_tested_at_its_end(tmp_path: Path)
     assert f"| mean ± std |  |  | {mean:.2f} ± {deviation:.2f} | 90.00 ± 0.00 |" in page
     assert "test classes chose nothing" in page
     assert page.count("\n| ") == 10 + 2
-
-
-def test_another_job_split_or_result_is_refused_in_the_same_folder(tmp_path: Path) -> None:
-    runner = FakeRunner(by_classes)
-
-    def run(job: Job | None = None, split: Split | None = None, seed: int = 0) -> object:
-        chosen = job or some_job(), split or some_split()
-        return cross_validate(*chosen, tmp_path, Silent(), 5, seed, runner=runner)
-
-    run()
-    with pytest.raises(JobError, match=r"job.loss.margin = 0.1, now 0.2"):
-        run(some_job(loss={"name": "proxy_anchor", "margin": 0.2}))
-    with pytest.raises(JobError, match="split_sha256"):
-        run(split=some_split(train=21))
-    with pytest.raises(JobError, match="seed = 0, now 1"):
-        run(seed=1)
-    run(some_job(description="other words", runtime={"workers": 0}))
-    assert len(runner.calls) == 5
-    path = tmp_path / "fold-02" / RESULT
-    content = json.loads(path.read_text())
-    content["job"]["optimizer"]["epochs"] = 7
-    path.write_text(json.dumps(content))
-    with pytest.raises(JobError, match=r"fold-02 has .* optimizer.epochs = 7, now 30"):
-        run()
-    path.write_text("{")
-    with pytest.raises(CheckpointError, match="damaged"):
-        run()

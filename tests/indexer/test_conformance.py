@@ -568,9 +568,9 @@ def test_items_are_found_by_id_key_and_content(store: VectorStore) -> None:
     for gone in (number, 2**63, -1):
         with pytest.raises(ItemNotFoundError, match=str(gone)):
             store.item(gone)
-    store.remove(["key4"])  # key9 is its copy
+    store.remove(["key4"])  # key9 and key19 are its copies
     assert store.contents([entries[4].sha256, "0" * 64]) == {entries[4].sha256}
-    store.remove(["key9"])
+    store.remove(["key9", "key19"])
     assert store.contents([entries[4].sha256]) == set()
 
 

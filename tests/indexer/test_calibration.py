@@ -195,7 +195,7 @@ def test_golden_photos_come_first_and_products_that_are_absent_count(make) -> No
 
 
 def test_a_golden_curve_is_kept_until_the_gallery_has_other_items(make) -> None:
-    """Also beside a calibration of another process meanwhile."""
+    """Also when another process calibrates meanwhile."""
     gallery, fresh = make(photos(60, 4)), photos(60, 4, seed=1)
 
     def queries() -> Iterator[Labelled]:

@@ -194,8 +194,8 @@ def test_a_placeholder_is_a_cluster_with_advice_and_not_a_group(gallery: Gallery
     text = " ".join(run("duplicates", gallery.path).stdout.split())
     assert f"Groups of near-duplicates: {len(found.groups)}, with" in text
     assert "Warning: 500 items, 33% of the gallery" in text
-    [crowd] = printed(run("duplicates", gallery.path, "--json"))["crowds"]
-    assert (crowd["items"], crowd["examples"][0]["key"]) == (500, "k1000")
+    [shown] = printed(run("duplicates", gallery.path, "--json"))["crowds"]
+    assert (shown["items"], shown["examples"][0]["key"]) == (500, "k1000")
 
 
 @pytest.mark.parametrize(("placeholders", "size"), [(60, 1000), (400, 2000)])

@@ -133,6 +133,19 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
     known = modules()
     graph = {name: imports(path) & known.keys() - {name} for name, path in known.items()}
     assert cycle(graph) == []
+
+
+def test_packages_do_not_import_each_other_in_circles() -> None:
+    """A folder is one node; a module next to the folders of its package is a node of its own."""
+    known = {name: path for name, path in modules().items() if path.stem != "__init__"}
+    node_of = {
+        name: name if len(path.relative_to(ROOT).parts) == 2 else name.rpartition(".")[0]
+        for name, path in known.items()
+    }
+    graph: dict[str, set[str]] = {node: set() for node in node_of.values()}
+    for name, path in known.items():
+        graph[node_of[name]] |= {node_of[other] for other in imports(path) & known.keys()}
+    assert cycle({node: others - {node} for node, others in graph.items()}) == []
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 

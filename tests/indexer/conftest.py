@@ -206,19 +206,6 @@ def small_files(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@contextmanager
-def as_nobody() -> Iterator[None]:
-    """Without the rights of root, who may write everywhere."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
 def published(
     server: MilvusServer, name: str, entries: Iterable[Entry] = (), **options: Any
 ) -> MilvusStore:

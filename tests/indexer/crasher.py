@@ -163,9 +163,8 @@ def adopt_source(place: Path) -> None:
     adopt(place / "target", place / "source")
 
 
-def save(place: Path, name: str = "other") -> None:
-    """A backup of `target`; that of name `saved` is of `source`."""
-    backup(place / ("source" if name == "saved" else "target"), place / name)
+def save(place: Path) -> None:
+    backup(place / "source", place / "saved")
 
 
 def restore_saved(place: Path) -> None:

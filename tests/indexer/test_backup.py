@@ -3,8 +3,6 @@
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +18,10 @@ from kinlens.indexer.gallery import Gallery, copy_bytes, current_generation
 from kinlens.indexer.live.backup import restore
 from kinlens.indexer.types import Entry
 from tests.indexer import oracle
-from tests.indexer.conftest import catalog_of, flipped, generation_of, segment_of, truncated, zeroed
+from tests.indexer.conftest import flipped, generation_of, segment_of, truncated, zeroed
 from tests.indexer.crasher import DIM, vector
 from tests.support.seams import backup
 
-ROOT = Path(__file__).parents[2]
 QUERIES = np.eye(DIM, dtype=np.float32)
 
 
@@ -181,29 +178,3 @@ def test_a_damaged_backup_is_refused_with_the_file_name_and_changes_nothing(
         restore(saved, saved.parent / "nowhere")
     assert current_generation(saved.parent / "nowhere") is None
     assert content(shop) == before
-
-
-def test_a_backup_may_be_open_and_changed_while_it_is_restored(saved, tmp_path) -> None:
-    """It keeps its locks meanwhile, so that another process loses nothing."""
-    with closing(Gallery.open(saved)) as gallery:
-        gallery.add([entry("one")])
-        restore(saved, tmp_path / "back")
-        subprocess.run([sys.executable, "-c", ADDS, str(saved)], check=True, cwd=ROOT)
-        assert catalog_of(saved).with_name("catalog.sqlite-wal").stat().st_size > 0
-        gallery.add([entry("three")])
-    assert keys(saved) > {"one", "other", "three"}
-    assert "one" in keys(tmp_path / "back")
-    with closing(Gallery.open(tmp_path / "back")) as back:
-        back.compact()
-    assert "one" in keys(tmp_path / "back")
-
-
-ADDS = """
-import sys
-from kinlens.indexer.gallery import Gallery
-from tests.indexer.crasher import entry
-gallery = Gallery.open(sys.argv[1])
-gallery.update({"item 1": {"stock": 5}})
-gallery.add([entry("other", "other", 1)])
-gallery.close()
-"""

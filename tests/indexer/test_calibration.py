@@ -43,16 +43,14 @@ def entries(vectors: Embeddings, attribute: str = "product") -> list[Entry]:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Gallery]]:
-    with contextlib.ExitStack() as opened:
+def make(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Gallery]:
+    def made(vectors: Embeddings, attribute: str = "product") -> Gallery:
+        gallery = Gallery.create(tmp_path / "g", name="g", bundle_id="b", dim=DIM)
+        request.addfinalizer(gallery.close)
+        gallery.add(entries(vectors, attribute))
+        return gallery
 
-        def made(vectors: Embeddings, attribute: str = "product") -> Gallery:
-            gallery = Gallery.create(tmp_path / "g", name="g", bundle_id="b", dim=DIM)
-            opened.callback(gallery.close)
-            gallery.add(entries(vectors, attribute))
-            return gallery
-
-        yield made
+    return made
 
 
 def usable(gallery: Gallery) -> Calibrated:
@@ -196,12 +194,22 @@ def test_golden_photos_come_first_and_products_that_are_absent_count(make) -> No
         assert reason in str(gallery.calibration().golden)
 
 
-def test_a_golden_curve_is_of_the_gallery_that_it_was_run_on(make) -> None:
-    gallery = make(photos(60, 4))
-    fresh = photos(60, 4, seed=1)
-    queries = [(fresh[n, v], f"p{n}", right(n)) for n in range(60) for v in range(4)]
-    gallery.calibrate_golden(lambda _: queries)
-    assert usable(gallery).source == "golden"
+def test_a_golden_curve_is_kept_until_the_gallery_has_other_items(make) -> None:
+    """Also when another process calibrates meanwhile."""
+    gallery, fresh = make(photos(60, 4)), photos(60, 4, seed=1)
+
+    def queries() -> Iterator[Labelled]:
+        for n in range(60):
+            for v in range(4):
+                yield fresh[n, v], f"p{n}", right(n)
+        with contextlib.closing(Gallery.open(gallery.path)) as other:
+            other.add(entries(photos(62, 4)))
+            other.calibrate()
+
+    found = gallery.calibrate_golden(lambda _: queries())
+    assert isinstance(found.golden, Fit)
+    assert isinstance(found.gallery, Fit)
+    assert (found.items, usable(gallery).source) == (248, "golden")
     gallery.add(entries(photos(100, 4)))  # the sixty and forty others
     gallery.calibrate_if_outdated()
     found = usable(gallery)
@@ -235,22 +243,3 @@ def test_a_gallery_that_names_few_of_its_products_has_no_probabilities(make) -> 
     reported = choose(gallery.calibration(), BUNDLE, None)
     assert "360 of 480 items have the attribute `product`" in str(reported)
     assert "at least 95% are needed" in str(reported)
-
-
-def test_calibrations_of_two_processes_at_once_are_both_kept(make) -> None:
-    gallery, fresh = make(photos(60, 4)), photos(60, 4, seed=1)
-    gallery.calibrate()
-    other = Gallery.open(gallery.path)
-
-    def queries() -> Iterator[Labelled]:
-        for n in range(60):
-            for v in range(4):
-                yield fresh[n, v], f"p{n}", right(n)
-        other.add(entries(photos(70, 4)))
-        other.calibrate()
-
-    with contextlib.closing(other):
-        found = gallery.calibrate_golden(lambda _: queries())
-    assert isinstance(found.golden, Fit)
-    assert isinstance(found.gallery, Fit)
-    assert found.items == 280

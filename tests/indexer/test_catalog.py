@@ -2,11 +2,12 @@
 
 import contextlib
 import multiprocessing
+import os
 import shutil
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -24,12 +25,10 @@ from kinlens.embedder.errors import (
 )
 from kinlens.indexer.catalog import database
 from kinlens.indexer.checks.verify import check_files
-from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import MAX_COUNTED_VALUES
 from tests.indexer import crasher
-from tests.indexer.conftest import as_nobody, catalog_of, generation_of
+from tests.indexer.conftest import catalog_of, generation_of
 from tests.indexer.crasher import forks
 from tests.indexer.oracle import BUNDLE, DIM, entry, units
 
@@ -111,29 +110,6 @@ def test_a_prefix_is_compared_letter_by_letter_also_at_the_ends_of_unicode(galle
         assert found == {text for text in texts if text.startswith(prefix)}, repr(prefix)
 
 
-def test_values_are_counted_and_what_was_removed_is_in_no_fact_filter_or_content(gallery) -> None:
-    market = [
-        entry(f"{n}", UNIT, {"price": n / 2, "sale": n % 4 == 0, "product": f"p{n // 2}"})
-        for n in range(120)
-    ]
-    gallery.add([*market, replace(market[0], key="twin")])
-    facts = {one.name: one for one in gallery.attribute_facts()}
-    assert facts["sale"].values == ((False, 90), (True, 31))
-    assert facts["product"].values[:2] == (("p0", 3), ("p1", 2))
-    assert len(facts["product"].values) == MAX_COUNTED_VALUES
-    price = facts["price"]
-    assert (price.values, price.minimum, price.maximum) == (None, 0, 59.5)
-    gallery.remove([one.key for one in market])
-    contents = [one.sha256 for one in market]
-    assert gallery.contents(contents) == {contents[0]}
-    gallery.remove(["twin"])
-    assert gallery.contents(contents) == set()
-    assert gallery.page(0, 1, parse_filter("not sale = true or price >= 0")).total == 0
-    facts = {one.name: one for one in gallery.attribute_facts()}
-    assert facts["product"].values == ()
-    assert (facts["price"].minimum, facts["price"].maximum) == (None, None)
-
-
 def test_threads_that_come_and_go_share_a_few_connections(gallery: Gallery) -> None:
     def descriptors(_: int) -> int:
         gallery.add([entry("key", UNIT)])
@@ -155,36 +131,31 @@ def test_a_closed_gallery_answers_nothing(gallery: Gallery) -> None:
             call()
 
 
-class Writer:
-    """A process that changes a gallery: it adds 20 items of a name, or removes that of "-key"."""
+@contextmanager
+def writer(path: Path) -> Iterator[Callable[[str], None]]:
+    """Another process adds 20 items for each name, or removes the item of "-key"."""
+    pipe, theirs = multiprocessing.Pipe()
+    process = forks.Process(target=crasher.obey, args=(path, theirs))
+    process.start()
 
-    def __init__(self, path: Path) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
-        self._process = forks.Process(target=crasher.obey, args=(path, theirs))
-        self._process.start()
+    def ask(name: str) -> None:
+        pipe.send(name)
+        assert pipe.poll(60)
+        assert pipe.recv() == "done"
 
-    def ask(self, *lines: str) -> None:
-        for line in lines:
-            self._pipe.send(line)
-
-    def done(self) -> bool:
-        return self._pipe.poll(60) and self._pipe.recv() == "done"
-
-    def end(self) -> None:
-        self._pipe.send(None)
-        self._process.join(60)
-        assert self._process.exitcode == 0
+    yield ask
+    pipe.send(None)
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_writers_of_two_processes_lose_no_item(tmp_path: Path) -> None:
-    crasher.build(tmp_path / "gallery", 1)
-    with closing(Gallery.open(tmp_path / "gallery")) as gallery:
-        writers = {name: Writer(tmp_path / "gallery") for name in "ab"}
-        for name, writer in writers.items():
-            writer.ask(name)
-        assert all(writer.done() for writer in writers.values())
-        for writer in writers.values():
-            writer.end()
+    path = tmp_path / "gallery"
+    crasher.build(path, 1)
+    with writer(path) as a, writer(path) as b, ThreadPoolExecutor(2) as pool:
+        for asked in [pool.submit(a, "a"), pool.submit(b, "b")]:
+            asked.result()
+    with closing(Gallery.open(path)) as gallery:
         assert {*keys(gallery)} == {"new-0"} | {f"{name}-{n}" for name in "ab" for n in range(20)}
         assert gallery.ids().tolist() == [*range(1, 42)]
 
@@ -251,33 +222,40 @@ def shown() -> Iterator[Path]:
 
 
 @contextmanager
-def unwritable(path: Path) -> Iterator[None]:
+def unwritable(path: Path, mode: int = 0o555) -> Iterator[None]:
     """Nothing can be written in its catalogue; for root that takes another user, too."""
-    generation_of(path).chmod(0o555)
+    generation_of(path).chmod(mode)
+    user = os.geteuid()
+    os.seteuid(user or 65534)
     try:
-        with as_nobody():
-            yield
+        yield
     finally:
+        os.seteuid(user)
         generation_of(path).chmod(0o755)
 
 
-def test_a_folder_that_cannot_be_written_is_read_and_follows_changes(shown: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_read_follows_changes_and_makes_none(shown) -> None:
     before = [*catalog_of(shown).parent.iterdir()]
     with unwritable(shown):
         reader = Gallery.open(shown)
         assert keys(reader) == [f"key{n}" for n in range(5)]
     assert [*catalog_of(shown).parent.iterdir()] == before
-    writer = Writer(shown)
-    for number in (0, 1):
-        writer.ask(f"-key{number}")
-        assert writer.done()
-        with unwritable(shown):
-            assert keys(reader) == [f"key{n}" for n in range(number + 1, 5)]
-            assert reader.size == 4 - number
-    writer.end()
+    with writer(shown) as ask:
+        for number in (0, 1):
+            ask(f"-key{number}")
+            with unwritable(shown):
+                assert keys(reader) == [f"key{n}" for n in range(number + 1, 5)]
+                assert reader.size == 4 - number
     with unwritable(shown):
         assert keys(reader) == ["key2", "key3", "key4"]
+        with pytest.raises(GalleryWriteError, match="may write there"):
+            reader.remove(["key2"])
+        with pytest.raises(GalleryWriteError, match="permissions"):
+            reader.compact()
+        assert [hit.key for hit in reader.search(UNIT[None], 9)[0]] == keys(reader)
     reader.close()
+    with unwritable(shown, 0o000), pytest.raises(GalleryError, match=r"[Pp]ermission"):
+        Gallery.open(shown)
 
 
 def test_a_reader_without_write_permission_never_skips_changes_in_the_log(shown: Path) -> None:

@@ -1,7 +1,6 @@
 """Damaged files, a disk that refuses: a gallery reports what it loses, and loses nothing else."""
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +16,6 @@ from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.live import compaction
 from kinlens.indexer.types import SearchOptions
 from tests.indexer.conftest import (
-    as_nobody,
     catalog_of,
     fails_at,
     faults,
@@ -147,28 +145,6 @@ def test_an_error_at_any_step_leaves_the_state_before_or_after(gallery) -> None:
             change()
         gallery.remove(["new"])
         check(gallery)
-
-
-def test_a_folder_that_may_not_be_written_or_read(path) -> None:
-    """It is searched and refuses changes; or it is refused by name."""
-    with tempfile.TemporaryDirectory() as parent:
-        Path(parent).chmod(0o755)
-        folder = Path(shutil.copytree(path, Path(parent) / "gallery"))
-        parts = [folder, *folder.rglob("*")]
-        for part in parts:
-            part.chmod(0o555 if part.is_dir() else 0o444)
-        with as_nobody(), closing(Gallery.open(folder)) as gallery:
-            check(gallery)
-            with pytest.raises(GalleryWriteError, match="may write there"):
-                gallery.remove(["k1"])
-            with pytest.raises(GalleryWriteError, match="permissions"):
-                gallery.compact()
-            check(gallery)
-        (folder / "versions").chmod(0o000)
-        with as_nobody(), pytest.raises(GalleryError, match=r"[Pp]ermission"):
-            Gallery.open(folder)
-        for part in parts:
-            part.chmod(0o755)
 
 
 def test_a_new_segment_stays_although_nobody_reads_it_yet(path, gallery) -> None:

@@ -13,9 +13,9 @@ from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.types import Entry, SearchOptions
-from tests.indexer.conftest import faults, flipped, generation_of, rows_of, segment_of
+from tests.indexer.conftest import flipped, generation_of, rows_of, segment_of
 from tests.indexer.oracle import BUNDLE, clumped, units
-from tests.support.seams import backup, recall_at
+from tests.support.seams import recall_at
 from tests.support.waiting import until
 
 N, DIM = 3000, 32
@@ -142,27 +142,6 @@ def test_a_damaged_index_is_not_brought_up_to_date(gallery) -> None:
     change(gallery)
     manifest = gallery.compact(keep_removed_s=KEEP).manifest
     assert manifest.trained_on == gallery.size
-    assert recall(gallery) >= 0.93
-
-
-def test_an_item_added_and_removed_while_vectors_are_rewritten_leaves_a_valid_file(
-    gallery, tmp_path
-) -> None:
-    """Its number has no row in the new file, which has to have one all the same."""
-
-    def come_and_go(point: str) -> None:
-        if point == "adopt: before commit":
-            gallery.add([Entry("late", VECTORS[0], "c" * 64), Entry("gone", VECTORS[1], "d" * 64)])
-            gallery.remove(["gone"])
-
-    gallery.remove(["k0"])
-    with faults(come_and_go):
-        gallery.compact()
-    assert gallery.size == N
-    backup(gallery.path, tmp_path / "backup")
-    gallery.compact(keep_removed_s=KEEP)
-    gallery.compact()
-    check_files(gallery.path)
     assert recall(gallery) >= 0.93
 
 

@@ -1,12 +1,8 @@
-"""Search on a GPU: the same laws on a fake one and, where there is one, on a real one.
-
-The fake refuses what the classes of the wheel would refuse (tests/support/fake_gpu.py).
-"""
+"""Search on a GPU: the same laws on a fake one and, where there is one, on a real one."""
 
 import gc
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,18 +14,16 @@ import faiss
 import numpy as np
 import pytest
 
-from kinlens.embedder.errors import EngineUnavailableError, PlanError, ProviderError
-from kinlens.embedder.types import Embeddings
+from kinlens.embedder.errors import PlanError, ProviderError
 from kinlens.indexer.gallery import Gallery, gpu_memory
 from kinlens.indexer.index import gpu
 from kinlens.indexer.index.gpu import MAX_K, MAX_ROWS, failed_trial, why_no_gpu
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.index.segment import read_manifest
 from kinlens.indexer.types import Entry, Ids, Scores, SearchOptions
-from tests.indexer.conftest import Run, segment_of
+from tests.indexer.conftest import Run
 from tests.indexer.oracle import BUNDLE, bitmap, clumped, units
 from tests.support.fake_gpu import SETTINGS, Device, fake_gpu
-from tests.support.seams import Effort, GpuThread, SegmentIndex, plan_index, plans_for, recall_at
+from tests.support.seams import Effort, SegmentIndex, plan_index, plans_for, recall_at
 from tests.support.waiting import until
 
 N, DIM = 6000, 32
@@ -100,11 +94,12 @@ def test_every_kind_answers_on_the_gpu_with_scores_of_full_precision(device, kin
         assert index.search(QUERIES[:0], 10, EFFORT)[1].shape == (0, 10)
 
         def ask(row: int) -> Ids:
-            return index.search(QUERIES[row : row + 1], 10, EFFORT)[1]
+            return index.search(QUERIES[row : row + 1], 8 + row % 3, EFFORT)[1]
 
-        with ThreadPoolExecutor(16) as pool:
+        with ThreadPoolExecutor(16) as pool:  # each gets its own rows, as many as it asked for
             for row, alone in enumerate(pool.map(ask, range(len(QUERIES)))):
-                assert recall_at(alone, found[row : row + 1]) >= 0.9
+                assert alone.shape == (1, 8 + row % 3)
+                assert recall_at(alone[:, :8], found[row : row + 1, :8]) >= 0.85
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,18 +134,6 @@ def gallery(request: pytest.FixtureRequest, device: object, tmp_path: Path) -> G
     return Gallery.open(tmp_path / "shop", device="cuda")
 
 
-@pytest.fixture
-def graph(fake: Device, tmp_path: Path) -> Iterator[Gallery]:
-    """A gallery with a graph that was built on the GPU."""
-    with closing(made_for_gpu(tmp_path / "shop", "cagra")) as made:
-        yield made
-
-
-def seq_of(gallery: Gallery) -> int:
-    segment = gallery.facts().segment
-    return -1 if segment is None else segment.seq
-
-
 def item(number: int) -> Entry:
     return Entry(f"k{number}", VECTORS[number], f"{number:064x}", {"n": number})
 
@@ -170,8 +153,12 @@ def test_a_gallery_of_a_gpu_is_changed_compacted_and_served_there(gallery: Galle
         gallery.add(item(number) for number in range(3000, 3200))
         assert recall_of(gallery) >= TARGET
         report = gallery.compact(keep_removed_s=86_400.0)
-        assert (report.manifest.kind, report.manifest.settings.device) == (place.kind, "cuda")
-        until(lambda: seq_of(gallery) == report.manifest.seq)
+        made = report.manifest
+        assert (made.kind, made.settings.device) == (place.kind, "cuda")
+        if made.kind != "flat":  # each device has an effort of its own
+            assert min(made.recall, made.gpu.recall) >= TARGET
+            assert (made.tuned.on_gpu, made.tuned.value) == (made.gpu.effort, made.effort)
+        until(lambda: gallery.facts().segment.seq == made.seq)
         now = gallery.index_location()
         assert now.device == "cuda"
         assert recall_of(gallery) >= TARGET
@@ -203,17 +190,6 @@ def test_a_gallery_is_served_and_compacted_without_a_gpu_and_later_with_one_agai
         back.remove(["k5"])
         made = back.compact(keep_removed_s=0.0, from_scratch=True).manifest
         assert made.kind == kind.kind
-
-
-@pytest.mark.parametrize("kind", ["ivf-pq", "cagra"])
-def test_each_device_has_an_effort_of_its_own(device: object, kind: str, tmp_path: Path) -> None:
-    made_for_gpu(tmp_path / "shop", kind).close()
-    segment = segment_of(tmp_path / "shop")
-    manifest, reported = read_manifest(segment), json.loads((segment / "segment.json").read_text())
-    assert min(manifest.recall, manifest.gpu.recall) >= TARGET
-    assert manifest.tuned.on_gpu == manifest.gpu.effort
-    assert manifest.tuned.value == manifest.effort
-    assert reported["gpu"] == {"effort": manifest.gpu.effort, "recall": manifest.gpu.recall}
 
 
 def test_the_command_line_builds_for_a_gpu_and_says_where_model_and_index_are(
@@ -275,36 +251,28 @@ def test_the_first_search_may_fail_die_or_hang_in_a_process_of_its_own(monkeypat
             failed_trial.cache_clear()
 
 
-def test_an_index_that_lacks_memory_is_on_the_cpu_until_there_is_some(
+def test_while_the_gpu_lacks_memory_or_fails_the_cpu_answers_within_the_same_search(
     fake: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gpu, "RETRY_S", 0.0)
+    monkeypatch.setattr(gpu, "RETRY_S", 0.2)
     taken = fake.free
     index = index_of("ivf-pq", before=lambda: setattr(fake, "free", 2**20))
     assert not index.is_on_gpu
-    assert "MB of GPU memory, of which 1 MB are free" in str(index.gpu.reason)
-    assert caplog.messages == [f"The index is searched on the CPU: {index.gpu.reason}"]
+    lacks = index.gpu.reason
+    assert "MB of GPU memory, of which 1 MB are free" in str(lacks)
     assert recall_at(index.search(QUERIES, 10, EFFORT)[1], truth_of(index)[1]) >= TARGET
     fake.free = taken
     until(lambda: index.search(QUERIES, 10, EFFORT) and index.is_on_gpu)
     assert index.gpu.reason is None
-    assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
-    index.close()
-
-
-def test_a_gpu_that_fails_is_replaced_by_the_cpu_within_the_same_search(
-    fake: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(gpu, "RETRY_S", 0.2)
-    index = index_of("ivf-pq")
     fake.breaks = True
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(index.search, QUERIES, 10, EFFORT) for _ in range(16)]
         for answer in answers:
             assert recall_at(answer.result()[1], truth_of(index)[1]) >= TARGET
     assert not index.is_on_gpu
-    reported = [one for one in caplog.messages if "searched on the CPU" in one]
-    assert reported == ["The index is searched on the CPU: CUDA error 719 launch failed"]
+    warned = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    reasons = (lacks, "CUDA error 719 launch failed")
+    assert warned == [f"The index is searched on the CPU: {reason}" for reason in reasons]
     fake.breaks = False
     until(lambda: index.search(QUERIES, 10, EFFORT) and index.is_on_gpu)
     index.close()
@@ -353,18 +321,23 @@ def test_the_plan_counts_the_memory_of_the_gpu_and_of_the_machine(monkeypatch) -
     assert (plan.kind, plan.device) == ("flat", "cuda")
     with pytest.raises(PlanError, match="flat"):
         plans_for(10_000_000, 512, replace(flat, device="cpu"))
+    with pytest.raises(PlanError, match=r"cagra needs vectors in fp32.*flat or ivf-pq"):
+        plan_index(1000, 64, IndexSettings("cagra", device="cuda"), "fp16")
+    halves = plan_index(10_000_000, 512, IndexSettings(memory_mb=1e6, device="cuda"), "fp16")
+    assert halves.kind == "ivf-pq"
 
 
-def test_a_gallery_of_a_gpu_without_memory_is_compacted_for_the_cpu(fake, graph, caplog) -> None:
-    fake.free = 2**28 + 2**18  # for what each index keeps, and little more
-    graph.remove(["k7"])
-    made = graph.compact().manifest
-    assert (made.kind, made.settings.device) == ("flat", "cuda")
-    assert "out_of_memory: CUDA error" in caplog.text
-    assert recall_of(graph) == 1.0
-    fake.free = fake.total
-    graph.remove(["k8"])
-    assert graph.compact().manifest.kind == "cagra"
+def test_a_gallery_of_a_gpu_without_memory_is_compacted_for_the_cpu(fake, tmp_path, caplog) -> None:
+    with closing(made_for_gpu(tmp_path / "shop", "cagra")) as graph:
+        fake.free = 2**28 + 2**18  # for what each index keeps, and little more
+        graph.remove(["k7"])
+        made = graph.compact().manifest
+        assert (made.kind, made.settings.device) == ("flat", "cuda")
+        assert "out_of_memory: CUDA error" in caplog.text
+        assert recall_of(graph) == 1.0
+        fake.free = fake.total
+        graph.remove(["k8"])
+        assert graph.compact().manifest.kind == "cagra"
 
 
 def test_queue_time_is_not_mistaken_for_a_gpu_that_hangs(fake, monkeypatch) -> None:
@@ -395,47 +368,3 @@ def test_the_fields_of_the_fake_are_those_of_the_wheel() -> None:
     for name, fields in SETTINGS.items():
         real = getattr(faiss, name)()
         assert {field: getattr(real, field) for field in fields} == fields
-
-
-# One thread has an index on a GPU.
-
-
-def rows(*values: int) -> Embeddings:
-    return np.full((len(values), 4), np.array(values)[:, None], np.float32)
-
-
-def test_waiting_requests_are_answered_in_batches_each_with_its_own_rows_or_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A batch has equal parameters and few queries; what waits at a close is answered."""
-    monkeypatch.setattr(gpu, "MAX_ROWS", 4)
-    batches: list[tuple[int, int, int]] = []
-    gate, busy = threading.Event(), threading.Event()
-
-    def search(queries: Embeddings, k: int, effort: int) -> tuple[Scores, Ids]:
-        batches.append((len(queries), k, effort))
-        busy.set()
-        gate.wait()
-        if effort == 13:
-            raise RuntimeError("out of memory")
-        ids = queries[:, :1].astype(np.int64) + np.arange(k)
-        return np.zeros(ids.shape, np.float32), ids
-
-    thread = GpuThread(lambda: search)
-    requests = [(rows(n, n), 3, 5) for n in range(4)] + [(rows(7), 4, 5), (rows(8), 3, 13)]
-    with ThreadPoolExecutor(len(requests) + 1) as pool:
-        first = pool.submit(thread.search, rows(0), 1, 1)
-        busy.wait()
-        waiting = [pool.submit(thread.search, *request) for request in requests]
-        until(lambda: thread.waiting == len(requests))
-        thread.end()
-        gate.set()
-        assert first.result()[1].tolist() == [[0]]
-        *answers, other, bad = [one.exception() or one.result()[1].tolist() for one in waiting]
-    assert answers == [[[n, n + 1, n + 2]] * 2 for n in range(4)]
-    assert other == [[7, 8, 9, 10]]
-    assert isinstance(bad, RuntimeError)
-    assert sum(size for size, k, effort in batches if (k, effort) == (3, 5)) == 8
-    assert max(size for size, _, _ in batches) == 4
-    with pytest.raises(EngineUnavailableError, match="closed"):
-        thread.search(rows(1), 1, 1)

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinlens.embedder.errors import PlanError
 from kinlens.indexer.checks.verify import check_files, verify_gallery
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.gallery import Gallery
@@ -16,8 +15,7 @@ from kinlens.indexer.live.backup import restore
 from kinlens.indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import generation_of, printed
 from tests.indexer.oracle import BUNDLE, clumped
-from tests.support.fake_gpu import fake_gpu
-from tests.support.seams import backup, plan_index, recall_at
+from tests.support.seams import backup, recall_at
 
 N, DIM = 3000, 64
 VECTORS = clumped(N + 600, DIM)
@@ -108,11 +106,3 @@ def test_the_command_line_makes_one_and_an_import_turns_one_into_the_other(
     for words in ((), ("--vector-type", "fp16")):
         [plan] = printed(run("plan", 10**6, 512, "--json", *words))["plans"]
         assert round(plan["mapped_mb"]) == (977 if words else 1953)
-
-
-def test_cagra_is_refused_by_name(monkeypatch) -> None:
-    fake_gpu(monkeypatch)
-    with pytest.raises(PlanError, match=r"cagra needs vectors in fp32.*flat or ivf-pq"):
-        plan_index(1000, 64, IndexSettings("cagra", device="cuda"), "fp16")
-    chosen = plan_index(10_000_000, 512, IndexSettings(memory_mb=1e6, device="cuda"), "fp16")
-    assert chosen.kind == "ivf-pq"

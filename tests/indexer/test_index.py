@@ -1,38 +1,32 @@
-"""The index of each kind, as a segment on the disk: right answers, also among some vectors,
-with the least effort that reaches the target; checked, and refused where it is damaged."""
+"""The index of each kind: its answers, the least effort that reaches the target, its plan."""
 
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from uuid import uuid4
 
 import faiss
 import numpy as np
 import pytest
 
-from kinlens.embedder.errors import GalleryCorruptError, RecallError
+from kinlens.embedder.errors import GalleryCorruptError, PlanError, RecallError
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.catalog.vectors import VectorFile
 from kinlens.indexer.gallery import Gallery, current_generation
 from kinlens.indexer.index import faiss as engine
 from kinlens.indexer.index import segment as segments
-from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.index.segment import SegmentManifest
-from kinlens.indexer.types import Entry, GalleryExport, Ids, Scores
-from tests.indexer.oracle import bitmap, clumped, units
+from kinlens.indexer.index.plan import IndexSettings, Plan
+from kinlens.indexer.types import GalleryExport, Ids, Scores
+from tests.indexer.conftest import segment_of
+from tests.indexer.oracle import bitmap, clumped, entry, units
 from tests.support.seams import (
     Effort,
-    Rows,
     Segment,
     SegmentIndex,
     import_gallery,
     plan_index,
-    plans_for,
     recall_at,
     tune,
-    write_segment,
 )
 
 KINDS = ("flat", "hnsw", "ivf-pq")
@@ -42,28 +36,19 @@ TARGET = 0.97
 
 @pytest.fixture(autouse=True)
 def _approximate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gallery this small would otherwise be compared with as a whole."""
+    """Galleries this small are searched as large ones, and many queries in several parts."""
     monkeypatch.setattr(engine, "EXACT_BELOW", 0)
+    monkeypatch.setattr(engine, "CHUNK_BYTES", 12 * 4 * 300)
     monkeypatch.setattr(engine, "SCAN_EXACT_PART", 0.02)
 
 
-def ids_for(count: int) -> Ids:
-    """Ascending numbers with gaps."""
-    return np.cumsum(np.random.default_rng(1).integers(1, 5, count)).astype(np.int64)
-
-
-def written(
-    folder: Path, vectors: Embeddings, settings: IndexSettings, **changes: object
-) -> SegmentManifest:
-    """Write a segment, and before it the file of its vectors."""
-    place = folder.parent.parent / "vectors" / uuid4().hex
-    for made in (folder, place):
-        made.mkdir(parents=True)
-    ids = ids_for(len(vectors))
-    file = VectorFile.rewrite(place, vectors.shape[1], ids, ids[-1], iter([(ids, vectors)]))
-    rows = Rows(file, len(vectors), np.zeros(len(vectors), np.bool_))
-    plans = plans_for(*vectors.shape, settings)
-    return write_segment(folder, 7, rows, (), settings, plans, **changes)
+def segment_at(path: Path, vectors: Embeddings, settings: IndexSettings) -> Path:
+    """The folder of the segment of a gallery of these vectors."""
+    facts = {"name": "shop", "bundle_id": "b" * 64, "dim": vectors.shape[1]}
+    with closing(Gallery.create(path, **facts)) as gallery:
+        gallery.add(entry(f"k{n}", row) for n, row in enumerate(vectors))
+        gallery.compact(settings)
+    return segment_of(path)
 
 
 def built(kind: str, vectors: Embeddings) -> SegmentIndex:
@@ -81,52 +66,9 @@ def queries() -> Embeddings:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def segment(
-    request: pytest.FixtureRequest, vectors: Embeddings, tmp_path_factory: pytest.TempPathFactory
-) -> Segment:
-    folder = tmp_path_factory.mktemp("made") / "segments" / request.param
-    written(folder, vectors, IndexSettings(kind=request.param, target_recall=TARGET))
-    return Segment.open(folder)
-
-
-# What a segment holds.
-
-
-def test_a_segment_holds_every_item_with_its_exact_vector_and_no_other(segment, vectors) -> None:
-    ids = ids_for(N)
-    assert np.array_equal(segment.row_ids.of(np.arange(segment.size)), ids)
-    asked = np.random.default_rng(0).permutation(np.arange(-3, ids.max() + 4))
-    positions = segment.positions_of(asked)
-    assert ((positions >= 0) == np.isin(asked, ids)).all()
-    assert (segment.row_ids.of(positions[positions >= 0]) == asked[positions >= 0]).all()
-    assert (segment.index.vectors(segment.positions_of(ids)) == vectors).all()
-    assert segment.positions_of(np.empty(0, np.int64)).shape == (0,)
-
-
-def test_the_same_items_make_the_same_files_and_progress_adds_up(tmp_path, vectors) -> None:
-    steps: list[int] = []
-    settings = IndexSettings(kind="hnsw", target_recall=TARGET)
-    one, other = (
-        written(tmp_path / "segments" / name, vectors, settings, on_progress=steps.append)
-        for name in "ab"
-    )
-    assert one.files == other.files
-    assert (one.seq, one.size, one.dim, one.held_out) == (7, N, DIM, N // 10)
-    assert one.target_recall == TARGET <= one.recall
-    assert sum(steps) == 2 * N
-
-
-@pytest.mark.parametrize(("count", "kind"), [(1, "auto"), (1, "hnsw"), (63, "hnsw"), (64, "hnsw")])
-def test_small_segments_can_be_made(tmp_path: Path, count: int, kind: str) -> None:
-    vectors = units(count)
-    manifest = written(tmp_path / "segments" / "s", vectors, IndexSettings(kind=kind))
-    segment = Segment.open(tmp_path / "segments" / "s")
-    assert manifest.held_out == (6 if count == 64 else 0)
-    found = segment.index.search(vectors, 3, manifest.tuned)[1]
-    assert recall_at(segment.row_ids.of(found[:, :1]), ids_for(count)[:, None]) >= 0.98
-
-
-# What a search finds.
+def segment(request, vectors, tmp_path_factory) -> Segment:
+    settings = IndexSettings(kind=request.param, target_recall=TARGET)
+    return Segment.open(segment_at(tmp_path_factory.mktemp("made") / "shop", vectors, settings))
 
 
 def test_answers_are_near_those_of_a_full_sort_with_the_scores_of_full_vectors(
@@ -271,31 +213,6 @@ def test_an_index_answers_where_a_library_for_metric_learning_has_changed_faiss(
     assert done.stdout.strip() == "torch_replacement_search"
 
 
-@pytest.mark.parametrize("kind", ["hnsw", "ivf-pq"])
-def test_queries_are_taken_in_parts_that_memory_holds(
-    vectors: Embeddings, queries: Embeddings, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    calls: list[tuple[int, int]] = []
-    search = faiss.IndexRefine.search_c
-
-    def spy(index: faiss.Index, rows: int, asked: object, k: int, *places: object) -> None:
-        calls.append((rows, k))
-        search(index, rows, asked, k, *places)
-
-    index, half = built(kind, vectors), bitmap(np.arange(N) % 2 == 0)
-    for allowed in (None, half):
-        whole = index.search(queries[:50], 10, Effort(16, 4), allowed)[1]
-        with monkeypatch.context() as patched:
-            patched.setattr(engine, "CHUNK_BYTES", 12 * 4 * 300)
-            patched.setattr(faiss.IndexRefine, "search_c", spy)
-            assert (whole == index.search(queries[:50], 10, Effort(16, 4), allowed)[1]).all()
-    assert len(calls) > 2
-    assert all(rows == 1 or rows * k <= 300 for rows, k in calls)
-
-
-# Tuning.
-
-
 class StepIndex:
     """Finds the truth from some effort on; before, misses one query in `missed`, by default all."""
 
@@ -342,11 +259,10 @@ def test_equal_vectors_may_stand_for_each_other() -> None:
 
 
 def test_hashes_of_large_files_are_read_only_when_asked_for(tmp_path, monkeypatch) -> None:
-    small = tmp_path / "segments" / "small"
-    written(small, clumped(200), IndexSettings(kind="hnsw", target_recall=0.9))
-    content = bytearray((small / "index.faiss").read_bytes())
-    content[-1] ^= 1
-    (small / "index.faiss").write_bytes(content)
+    settings = IndexSettings(kind="hnsw", target_recall=0.9)
+    small = segment_at(tmp_path / "shop", clumped(200), settings)
+    file = small / "index.faiss"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(GalleryCorruptError, match=r"index\.faiss has sha256 .*compact GALLERY"):
         Segment.open(small)
     monkeypatch.setattr(segments, "HASHED_BELOW", 1000)
@@ -359,7 +275,7 @@ def test_hashes_of_large_files_are_read_only_when_asked_for(tmp_path, monkeypatc
 def test_an_index_below_its_target_replaces_no_gallery(tmp_path, monkeypatch) -> None:
     """Neither a new one in its folder nor its own compaction: recall is measured before."""
     path, facts = tmp_path / "shop", {"name": "shop", "bundle_id": "b" * 64}
-    entries = [Entry(f"k{n}", row, f"{n:064x}") for n, row in enumerate(units(N, dim=DIM))]
+    entries = [entry(f"k{n}", row) for n, row in enumerate(units(N, dim=DIM))]
     dump = GalleryExport(facts, DIM, N, lambda: iter(entries))
     coarse = IndexSettings(kind="ivf-pq", target_recall=0.98)
     monkeypatch.setattr("kinlens.indexer.index.index_types.IvfPq.k_factors", (1,))
@@ -376,3 +292,63 @@ def test_an_index_below_its_target_replaces_no_gallery(tmp_path, monkeypatch) ->
             gallery.compact(coarse)
         assert (current_generation(path), gallery.search(units(5, 3, DIM), 10)) == before
         assert gallery.index_settings().kind == "flat"
+
+
+def planned(n: int, dim: int = 128, **changes: object) -> Plan:
+    return plan_index(n, dim, IndexSettings(**{"memory_mb": 1e6, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("n", "dim", "kind"),
+    [
+        (1, 128, "flat"),
+        (390_000, 128, "flat"),
+        (97_000, 512, "flat"),
+        (400_000, 128, "hnsw"),
+        (500_000, 256, "hnsw"),
+        (500_001, 256, "ivf-pq"),
+        (10_000_000, 128, "ivf-pq"),
+    ],
+)
+def test_auto_takes_the_kind_that_suits_the_size(n: int, dim: int, kind: str) -> None:
+    plan = planned(n, dim)
+    assert (plan.kind, plan.n, plan.dim, plan.device) == (kind, n, dim, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n": 0}, "0 vectors.*1 to"),
+        ({"dim": 8193}, "dimension 8,193 .*8,192"),
+        ({"kind": "lsh"}, "Unknown index 'lsh'.*--index auto, flat, hnsw"),
+        ({"kind": "cagra"}, "cagra cannot be built on cpu.*--index-device cuda"),
+        ({"device": "tpu"}, "Unknown device 'tpu'.*--index-device cpu or cuda"),
+        ({"target_recall": 0.0}, "at most 1, not 0.0.*--target-recall"),
+        ({"memory_mb": 0}, "--memory-mb must be above 0, not 0"),
+        ({"kind": "ivf-pq", "n": 623}, "623 vectors are too few.*624.*--index flat"),
+        (
+            {"n": 10**6, "kind": "hnsw", "memory_mb": 100},
+            r"hnsw for 1,000,000 vectors.*needs \d+ MB.*only 100 MB.*--memory-mb",
+        ),
+        ({"n": 10**7, "memory_mb": 101}, r"only 101 MB.*--memory-mb"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_refused_by_name(
+    changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        planned(**{"n": 1000, **changes})
+
+
+@pytest.mark.parametrize("kind", ["hnsw", "ivf-pq"])
+def test_a_plan_says_the_memory_of_its_index_and_promises_no_more_than_it_can(
+    tmp_path, kind: str
+) -> None:
+    vectors = clumped(8_000, 32)
+    plan = planned(*vectors.shape, kind=kind, target_recall=0.9994)
+    facts = SegmentIndex.build(plan, vectors).save(tmp_path / "index")
+    assert plan.memory_mb * 2**20 == pytest.approx(facts.bytes, rel=0.15)
+    with pytest.raises(PlanError, match=rf"{kind} is approx.*--index flat.*--target-recall"):
+        planned(8_000, kind=kind, target_recall=1.0)
+    exact = planned(3_000_000, target_recall=1)
+    assert (exact.kind, exact.expected_recall) == ("flat", 1.0)

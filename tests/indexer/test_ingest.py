@@ -1,25 +1,37 @@
-"""Adding to a live gallery: only what changed is embedded, and what is finished stays; and the
-stream of images behind it: in order, all threads at work, memory bounded."""
+"""Adding and building: only what changed is embedded, and what is finished stays."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+from collections import namedtuple
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kinlens.embedder import machine as cores
 from kinlens.embedder.errors import (
     BundleError,
     BundleMismatchError,
+    GalleryError,
     InvalidParameterError,
+    PlanError,
     SourceError,
 )
+from kinlens.embedder.machine import core_count, memory_mb
 from kinlens.embedder.types import Images
-from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.add import AddReport, add_source
+from kinlens.indexer.ingest.build import BuildSettings, build_gallery
 from kinlens.indexer.ingest.embed import Outcome, embedded_batches
 from kinlens.indexer.ingest.sources import Record, Source, csv_source, folder_source
 from kinlens.indexer.types import Entry, Written
-from tests.indexer.conftest import PHOTOS, CountingEmbedder, listed, query
+from tests.indexer.conftest import PHOTOS, CountingEmbedder, fails_at, faults, listed, query
 from tests.support.seams import EmbedSettings
 from tests.tiny import encoded, photo
 
@@ -187,3 +199,159 @@ def test_only_a_bounded_number_of_batches_is_ahead_of_the_reader(shop, embedder)
             ahead.append(len(embedder.batches) - taken)
     assert len(ahead) == 40
     assert max(ahead) <= 2 * 2
+
+
+# Cores and memory: what this process may use, not what the machine has.
+
+
+def test_threads_are_as_many_as_the_cores_of_this_process(monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 4, 7}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(cores, "quota_of", lambda group: None)
+    assert core_count() == 3
+    assert EmbedSettings().worker_count == 3
+    assert EmbedSettings(workers=5).worker_count == 5
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "1000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "garbage"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "250000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({}, 8),
+    ],
+)
+def test_the_share_of_time_of_a_container_counts_rounded_up(
+    monkeypatch, tmp_path, files: dict[str, str], expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert core_count(tmp_path) == expected
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_the_memory_limit_of_a_container_is_respected(tmp_path, name: str) -> None:
+    whole = memory_mb(tmp_path)
+    assert whole > 1
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(f"{2**20}\n")
+    assert memory_mb(tmp_path) == 1
+    (tmp_path / name).write_text("max\n")
+    assert memory_mb(tmp_path) == whole
+
+
+# Building: the work of builds that were stopped or killed.
+
+
+def items(path: Path) -> list[tuple[int, str, dict[str, object]]]:
+    with closing(Gallery.open(path)) as gallery:
+        return [(item.id, item.key, dict(item.attributes)) for item in gallery.items()]
+
+
+def test_what_cannot_be_built_is_refused_before_the_work(shop, out, embedder, monkeypatch) -> None:
+    for settings, error, message in (
+        (BuildSettings(index=IndexSettings(memory_mb=0.001)), PlanError, "memory.*--memory-mb"),
+        (BuildSettings("a/b"), InvalidParameterError, r"cannot be used in a URL.*--name"),
+    ):
+        with pytest.raises(error, match=message):
+            build_gallery(folder_source(shop), embedder, out, settings)
+    assert not out.exists()
+    records = (Record("a", "f.gif", {"size": 1}), Record("b", "cup/a.png", {"size": "large"}))
+    with pytest.raises(InvalidParameterError, match=r"'size' is a number, and 'b' has 'large'"):
+        build_gallery(listed(shop, *records), embedder, out)
+    usage = namedtuple("usage", "total used free")(10, 10, 100)
+    monkeypatch.setattr("kinlens.indexer.ingest.build.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(GalleryError, match=r"needs about .* MB in .*are free.*--out"):
+        build_gallery(folder_source(shop), embedder, out)
+    assert embedder.batches == []
+
+
+@pytest.fixture
+def stopped(shop, out, embedder) -> Path:
+    """A gallery whose first build had embedded everything when the disk was full."""
+
+    def hook(point: str) -> None:
+        if point.startswith("segment"):
+            fails_at(0)(point)
+
+    with faults(hook), pytest.raises(GalleryError, match="No space left"):
+        build_gallery(folder_source(shop), embedder, out)
+    return out
+
+
+def test_the_work_of_a_stopped_build_is_kept_for_its_bundle_alone(stopped, shop, embedder) -> None:
+    source, other = folder_source(shop), CountingEmbedder(bundle_id="c" * 64)
+    report = build_gallery(source, other, stopped)
+    assert (report.embedded, report.reused, sum(other.batches)) == (6, 0, 6)
+    Gallery.open(stopped, expected_bundle_id="c" * 64).close()
+    report = build_gallery(source, embedder, stopped)
+    assert (report.embedded, report.reused) == (0, 6)
+    assert not list((stopped / "versions").glob(".*"))
+
+
+def test_what_a_stopped_build_had_of_another_source_is_not_published(
+    stopped, shop, embedder
+) -> None:
+    (shop / "f.gif").unlink()
+    (shop / "cup" / "a.png").write_text("not an image any more")
+    file = shop / "list.csv"
+    file.write_text("key,path,class:number\ncup/a.png,cup/a.png,1\nhat,hat/d.bmp,2\n")
+    report = build_gallery(csv_source(file), embedder, stopped)
+    assert (report.found, report.indexed, report.reused) == (2, 1, 0)
+    assert sum(embedder.batches) == 6
+    assert [(key, attributes) for _, key, attributes in items(stopped)] == [("hat", {"class": 2})]
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.ingest.build import BuildSettings, build_gallery
+from kinlens.indexer.ingest.embed import EmbedSettings
+from kinlens.indexer.ingest.sources import folder_source
+
+shop, out = sys.argv[1:]
+settings = BuildSettings(embed=EmbedSettings(batch_size=1, workers=2))
+embedder = FakeEmbedder(bundle_id="b" * 64, delay_s=0.02)
+build_gallery(folder_source(shop), embedder, out, settings, lambda n: print(n, flush=True))
+"""
+
+
+def test_a_killed_build_leaves_the_gallery_intact_and_continues_where_it_stopped(
+    built, shop, embedder
+) -> None:
+    before = current_generation(built)
+    for number in range(100):
+        (shop / f"{number:03d}.png").write_bytes(encoded(photo(100 + number)))
+    embedder.batches.clear()
+    command = [sys.executable, "-c", CHILD, str(shop), str(built)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        done = 0
+        while done < 20:
+            done += int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert current_generation(built) == before
+    report = build_gallery(folder_source(shop), embedder, built)
+    assert report.reused >= done
+    assert report.reused + report.embedded == 106
+    assert sum(embedder.batches) == report.embedded > 0
+    assert len(items(built)) == 106
+
+
+def test_a_source_without_one_readable_image_is_refused_and_changes_nothing(
+    built, embedder, tmp_path
+) -> None:
+    before = current_generation(built)
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    for number in range(5):
+        (bad / f"{number}.jpg").write_text("not an image")
+    with pytest.raises(SourceError, match=r"None of the 5 images .* 0\.jpg: The file is not"):
+        build_gallery(folder_source(bad), embedder, built)
+    assert current_generation(built) == before

@@ -1,12 +1,14 @@
-"""Attributes with several values: sizes in stock, tags, categories."""
+"""Attributes with several values, such as sizes; and dates: texts in the order of time."""
 
 import random
 from contextlib import closing
 from dataclasses import replace
+from datetime import UTC, date, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 
+from kinlens.calls import json_of
 from kinlens.embedder.errors import FilterError, InvalidParameterError, SourceError
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.exchange.parquet import export_gallery, read_dump
@@ -14,8 +16,23 @@ from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Equals, Filter, Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import import_gallery
-from kinlens.indexer.ingest.sources import csv_changes, csv_source
-from kinlens.indexer.types import Boost, Entry, Grouping, SearchOptions, SortBy, sort_by_of
+from kinlens.indexer.ingest.sources import (
+    csv_changes,
+    csv_source,
+    parse_value,
+    parse_values,
+    split_kind,
+)
+from kinlens.indexer.types import (
+    Boost,
+    Entry,
+    GalleryExport,
+    Grouping,
+    SearchOptions,
+    SortBy,
+    sort_by_of,
+)
+from kinlens.values import date_text
 from tests.indexer.oracle import BUNDLE, Oracle, entry, ids_of, random_filter, shop, units
 
 SIZES = ["S", "M", "L", "XL"]
@@ -130,35 +147,6 @@ def test_lists_travel_through_parquet_and_csv(gallery, tmp_path) -> None:
         [*csv_source(table).records()]
 
 
-def test_an_attribute_exists_or_begins_with_a_text(gallery) -> None:
-    names = ["AB-1", "AB-2", "ABC", "b", None, ["x", "AB"], "\U0010ffff", "AB\U0010ffffz"]
-    gallery.add(
-        entry(f"k{n}", v, {} if name is None else {"sku": name, "n": n})
-        for n, (name, v) in enumerate(zip(names, units(8), strict=True))
-    )
-    for _ in range(2):
-        for text, expected in (
-            ("sku exists", {0, 1, 2, 3, 5, 6, 7}),
-            ("not sku exists", {4}),
-            ('sku starts with "AB"', {0, 1, 2, 5, 7}),
-            ('sku starts with "AB-" and n exists', {0, 1}),
-            ('not sku starts with ""', {4}),
-            ('sku starts with "\U0010ffff"', {6}),
-            ('sku starts with "zz"', set()),
-        ):
-            found = gallery.page(0, 9, parse_filter(text)).items
-            assert {int(item.key[1:]) for item in found} == expected, text
-        gallery.compact()
-    for text, message in (
-        ("size exists", "no attribute 'size' to look for"),
-        ('n starts with "1"', "'n' is a number"),
-        ("sku starts with 5", "must be a text"),
-        ('sku starts "A"', "Expected 'with'"),
-    ):
-        with pytest.raises(FilterError, match=message):
-            gallery.page(0, 9, parse_filter(text))
-
-
 def sorted_by(gallery: Gallery, order: SortBy, where: Filter | None) -> list[str]:
     """The naive order: by the lowest or highest value, then by number; items without one last."""
     items = [item for item in gallery.items() if where is None or where.matches(item.attributes)]
@@ -206,6 +194,72 @@ def test_a_boost_takes_the_preferred_of_several_values(gallery) -> None:
     for weight, best in ((0.1, "high"), (-0.1, "low")):
         [hits] = gallery.search(vector[None], 4, SearchOptions(boost=Boost("sizes", weight)))
         assert hits[0].key == best
+
+
+MOMENTS = [
+    date(2026, 11, 24),
+    datetime(2026, 11, 25, 0, 30, tzinfo=timezone(timedelta(hours=2))),  # still the 24th in UTC
+    date(2026, 11, 25),
+    datetime(2026, 11, 25, 10, 30),
+    datetime(2026, 11, 25, 10, 30, 1, 5, tzinfo=UTC),
+]
+TEXTS = [
+    "2026-11-24",
+    "2026-11-24T22:30:00Z",
+    "2026-11-25",
+    "2026-11-25T10:30:00Z",
+    "2026-11-25T10:30:01Z",
+]
+
+
+def test_texts_of_dates_are_in_the_order_of_time() -> None:
+    assert [date_text(moment) for moment in MOMENTS] == TEXTS
+    assert json_of({"added": MOMENTS[1], "seen": [MOMENTS[0]]}) == (
+        '{"added": "2026-11-24T22:30:00Z", "seen": ["2026-11-24"]}'
+    )
+
+
+def test_a_column_of_dates_is_read_checked_and_written_in_utc() -> None:
+    name, typed = split_kind("added:date")
+    assert (name, typed.kind) == ("added", "text")
+    assert typed.value_of(" 2026-11-25T00:30+02:00 ") == TEXTS[1]
+    assert typed.value_of("2026-11-25T10:30Z") == TEXTS[3]
+    assert parse_values("2026-11-24|2026-11-25", "date") == (TEXTS[0], TEXTS[2])
+    assert split_kind("seen:date[]")[1].value_of('["2026-11-24"]') == (TEXTS[0],)
+    for wrong in ("25.11.2026", "2026-13-01", "yesterday", "20261"):
+        with pytest.raises(ValueError, match="expected a date such as 2026-11-25"):
+            parse_value(wrong, "date")
+    with pytest.raises(ValueError, match="text, number, boolean, date"):
+        split_kind("added:day")
+
+
+def test_dates_are_filtered_and_sorted_from_python_and_parquet(tmp_path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    entries = [
+        Entry(f"k{n}", vector, f"{n:064x}", {"added": moment})
+        for n, (vector, moment) in enumerate(zip(units(5), MOMENTS, strict=True))
+    ]
+    facts = {"name": "shop", "bundle_id": "b" * 64}
+    path = tmp_path / "shop"
+    import_gallery(GalleryExport(facts, entries[0].vector.shape[0], 5, lambda: iter(entries)), path)
+    with closing(Gallery.open(path)) as gallery:
+        page = gallery.page(0, 9, parse_filter('"2026-11-24T12" <= added < "2026-11-25T10:30:00Z"'))
+        assert [item.key for item in page.items] == ["k1", "k2"]
+        last = gallery.page(0, 2, sort_by=SortBy("added", descending=True))
+        assert [item.key for item in last.items] == ["k4", "k3"]
+        export_gallery(gallery, tmp_path / "shop.parquet", facts)
+    table = pq.read_table(tmp_path / "shop.parquet")
+    place = table.schema.get_field_index("attribute.added")
+    moments = [datetime.fromisoformat(text).replace(tzinfo=UTC) for text in TEXTS]
+    stamped = table.set_column(
+        place, "attribute.added", pa.array(moments, pa.timestamp("us", "UTC"))
+    )
+    pq.write_table(stamped, tmp_path / "stamped.parquet")
+    found = [
+        entry.attributes["added"] for entry in read_dump(tmp_path / "stamped.parquet").entries()
+    ]
+    assert found[1:2] + found[3:] == TEXTS[1:2] + TEXTS[3:]
 
 
 def test_hits_and_groups_are_sorted_by_an_attribute(gallery: Gallery) -> None:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -81,6 +82,12 @@ def entries(keys: range, seed: int = 0) -> list[Entry]:
     ]
 
 
+def version_of(copy: Path) -> str:
+    with contextlib.closing(Gallery.open(copy, verify_hashes=True)) as opened:
+        assert len(opened.search(QUERIES[:1], 1000)[0]) == opened.size
+        return opened.version
+
+
 def check_same(original: Gallery, copy: Path) -> None:
     """Items, vectors, filters and answers are those of the original, and so is the version."""
     with contextlib.closing(Gallery.open(copy, verify_hashes=True)) as opened:
@@ -128,12 +135,15 @@ def test_copies_are_the_original_after_any_changes_however_often_they_look(
 
 
 @pytest.mark.parametrize(
-    ("kind", "vector_type"), [("flat", "fp32"), ("hnsw", "fp16"), ("ivf-pq", "fp32")]
+    ("kind", "vector_type", "store"),
+    [("flat", "fp32", "memory"), ("hnsw", "fp16", "file"), ("ivf-pq", "fp32", "file")],
 )
 def test_a_copy_has_the_index_of_the_original(
-    tmp_path: Path, follower: Follower, address: str, kind: str, vector_type: str
+    tmp_path: Path, kind: str, vector_type: str, store: str
 ) -> None:
-    path = tmp_path / "shop"
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+    path, address = tmp_path / "shop", f"{store}://{tmp_path}/published"
+    follower = Follower(address, tmp_path / "copy")
     original = Gallery.create(path, name="shop", bundle_id=BUNDLE, dim=DIM, vector_type=vector_type)
     settings = IndexSettings(kind=kind, target_recall=0.5)
     original.add(entries(range(1500)))
@@ -151,9 +161,15 @@ def test_a_copy_has_the_index_of_the_original(
     follower.update()
     check_same(original, follower.folder)
     original.close()
+    again = Gallery.create(path, name="shop", bundle_id=BUNDLE, dim=DIM)  # by a new build
+    again.add(entries(range(30), seed=3))
+    publish(path, address)
+    assert follower.update()
+    check_same(again, follower.folder)
+    fsspec.filesystem("memory").store.clear()
 
 
-def test_only_what_changed_is_uploaded_and_old_objects_go(
+def test_only_what_changed_is_uploaded_and_old_objects_and_erased_items_go(
     gallery: Gallery, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = gallery.path
@@ -176,20 +192,12 @@ def test_only_what_changed_is_uploaded_and_old_objects_go(
     ]
     assert store.names("objects") == snapshot.objects() | snapshot.retired.keys()
     monkeypatch.setattr("kinlens.indexer.exchange.publish.RETIRED_S", -1)
-    gallery.remove(["k1"])
+    assert any(b"k6003" in file.read_bytes() for file in Path(address, "objects").iterdir())
+    gallery.remove(["k6003"])
+    gallery.compact()
     publish(path, address)
     assert store.names("objects") == snapshot_at(address).objects()
-
-
-def test_the_generation_of_a_new_build_takes_over(gallery, address, follower) -> None:
-    gallery.add(entries(range(50)))
-    publish(gallery.path, address)
-    follower.update()
-    again = Gallery.create(gallery.path, name="shop", bundle_id=BUNDLE, dim=DIM)
-    again.add(entries(range(30), seed=3))
-    publish(gallery.path, address)
-    assert follower.update()
-    check_same(again, follower.folder)
+    assert not any(b"k6003" in file.read_bytes() for file in Path(address, "objects").iterdir())
 
 
 def points_of(work: Callable[[], object]) -> list[str]:
@@ -204,7 +212,7 @@ def points_of(work: Callable[[], object]) -> list[str]:
 def test_kills_of_the_writer_and_of_a_follower_leave_the_snapshot_before_or_the_new_one(
     original: Gallery, address: str, follower: Follower
 ) -> None:
-    """Both die at each of their fault points in turn, and are begun again."""
+    """Both die at each of their fault points in turn, and are begun again, as are first copies."""
     copy, numbers = follower.folder, count(1)
     follower.update()
 
@@ -232,12 +240,23 @@ def test_kills_of_the_writer_and_of_a_follower_leave_the_snapshot_before_or_the_
         assert version_of(copy) in (before, original.version)
     follower.update()
     check_same(original, copy)
+    for number, point in enumerate(FIRST):
+        first = Follower(address, copy.with_name(f"first {number}"))
+        assert killed_at(crasher.follow_shop, original.path, address, first.folder, point), point
+        first.update()
+        check_same(original, first.folder)
+        assert {file.name for file in (first.folder / "downloads").iterdir()} == {"LOCK", "CHECKED"}
 
 
-def version_of(copy: Path) -> str:
-    with contextlib.closing(Gallery.open(copy, verify_hashes=True)) as opened:
-        assert len(opened.search(QUERIES[:1], 1000)[0]) == opened.size
-        return opened.version
+FIRST = [
+    "generation: before sync of segment.json",
+    "generation: before rename",
+    "generation: after rename",
+    "copy: before rename",
+    "current: before rename",
+    "follow: after commit",
+]
+"""Where a follower may be killed that makes its first copy."""
 
 
 def test_a_copy_refuses_changes_with_the_address_of_its_original(
@@ -306,22 +325,6 @@ def test_a_copy_becomes_the_writer_by_backup_and_the_old_one_cannot_come_back(
         check_same(own, second.folder)
 
 
-def test_what_a_compaction_has_erased_is_in_no_object_of_the_snapshot(
-    gallery: Gallery, address: str, follower: Follower
-) -> None:
-    gallery.add(entries(range(300)))
-    publish(gallery.path, address)
-    follower.update()
-    gallery.remove(["k123"])
-    gallery.compact()
-    publish(gallery.path, address)
-    snapshot = snapshot_at(address)
-    for sha256 in snapshot.objects():
-        assert b"k123" not in Path(address, "objects", sha256).read_bytes()
-    follower.update()
-    check_same(gallery, follower.folder)
-
-
 def test_names_in_a_snapshot_cannot_leave_the_folder(original, address, tmp_path) -> None:
     file = Path(address, "snapshot.json")
     content = json.loads(file.read_text())
@@ -330,27 +333,6 @@ def test_names_in_a_snapshot_cannot_leave_the_folder(original, address, tmp_path
         file.write_text(json.dumps(content | {field: bad}))
         with pytest.raises(GalleryCorruptError, match=f"{field}.*should match pattern"):
             Follower(address, tmp_path / "copy").update()
-
-
-@pytest.mark.parametrize(
-    "point",
-    [
-        "generation: before sync of segment.json",
-        "generation: before rename",
-        "generation: after rename",
-        "copy: before rename",
-        "current: before rename",
-        "follow: after commit",
-    ],
-)
-def test_a_first_copy_that_is_killed_anywhere_can_be_begun_again(
-    original: Gallery, address: str, follower: Follower, point: str
-) -> None:
-    assert killed_at(crasher.follow_shop, original.path, address, follower.folder, point)
-    follower.update()
-    check_same(original, follower.folder)
-    left = {file.name for file in (follower.folder / "downloads").iterdir()}
-    assert left == {"LOCK", "CHECKED"}
 
 
 def test_what_was_downloaded_before_an_interruption_is_not_downloaded_again(
@@ -404,28 +386,14 @@ def test_one_process_publishes_at_a_time_and_a_full_store_keeps_the_snapshot_bef
             with pytest.raises(GalleryBusyError, match=rf"process \({os.getpid()}\)"):
                 publish(gallery.path, address)
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patched:
+        full = Mock(side_effect=OSError(28, "No space left on device"))
         patched.setattr(ObjectFolder, "upload", full)
         with pytest.raises(GalleryError, match=r"not written.*No space"):
             publish(gallery.path, address)
     assert snapshot_at(address) == before
     with faults(second):
         publish(gallery.path, address)
-
-
-def test_a_gallery_is_published_to_a_store_in_memory(gallery: Gallery, tmp_path: Path) -> None:
-    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
-    address = f"memory://shops/{tmp_path.name}"
-    gallery.add(entries(range(300)))
-    gallery.compact()
-    publish(gallery.path, address)
-    follower = Follower(address, tmp_path / "copy")
-    follower.update()
-    check_same(gallery, follower.folder)
-    fsspec.filesystem("memory").store.clear()
 
 
 def test_the_command_publishes_images_once_each_and_refuses_odd_times(

@@ -1,5 +1,4 @@
-"""Adopt and rebuild: one gallery becomes the next generation of another, and one is rebuilt with
-another model while it is searched and changed. test_crash.py tests that a kill harms neither."""
+"""A gallery replaces another, or is rebuilt with another model while it is changed."""
 
 import contextlib
 import functools
@@ -68,11 +67,6 @@ def shop(tmp_path, photos) -> Iterator[Gallery]:
 
 
 @pytest.fixture
-def target(shop, tmp_path) -> Path:
-    return tmp_path / "shop"
-
-
-@pytest.fixture
 def made(tmp_path) -> Path:
     return tmp_path / "made"
 
@@ -90,8 +84,8 @@ def other(tmp_path, photos) -> Path:
 
 
 @pytest.fixture
-def follower(target, photos) -> Iterator[Follower]:
-    with closing(Follower(target, NEW, photos.read, EmbedSettings(4, 2))) as one:
+def follower(shop, photos) -> Iterator[Follower]:
+    with closing(Follower(shop.path, NEW, photos.read, EmbedSettings(4, 2))) as one:
         yield one
 
 
@@ -107,25 +101,22 @@ def content(path: Path) -> dict[str, tuple[str, dict[str, object]]]:
     return found
 
 
-# Adopt.
-
-
 def test_the_target_takes_state_and_bundle_but_keeps_its_name_and_image_root(
-    target, other, photos
+    shop, other, photos
 ) -> None:
     before = content(other)
-    manifest = adopt(target, other)
-    assert content(target) == content(other) == before
-    with closing(Gallery.open(target, expected_bundle_id="b" * 64)) as opened:
+    manifest = adopt(shop.path, other)
+    assert content(shop.path) == content(other) == before
+    with closing(Gallery.open(shop.path, expected_bundle_id="b" * 64)) as opened:
         assert (opened.name, opened.manifest.source_root) == ("shop", "")
         assert opened.generation == manifest.generation != current_generation(other)
         opened.add([photos.entry("after", 300)])  # the source does not see it
-    assert len(content(target)) == len(before) + 1
+    assert len(content(shop.path)) == len(before) + 1
     assert content(other) == before
-    assert adopt(target, other, image_root="/pictures").source_root == "/pictures"
+    assert adopt(shop.path, other, image_root="/pictures").source_root == "/pictures"
 
 
-def test_writes_are_refused_while_the_last_changes_are_replayed(shop, target, other) -> None:
+def test_writes_are_refused_while_the_last_changes_are_replayed(shop, other) -> None:
     refused = []
 
     def change(_: Path) -> None:
@@ -135,18 +126,15 @@ def test_writes_are_refused_while_the_last_changes_are_replayed(shop, target, ot
         except GalleryBusyError:
             refused.append(True)
 
-    adopt(target, other, before_lock=change, under_lock=change)
+    adopt(shop.path, other, before_lock=change, under_lock=change)
     assert refused == [False, True]
-    assert content(target) == content(other)
+    assert content(shop.path) == content(other)
     with pytest.raises(GalleryBusyError, match="replaced"):
         shop.remove(["item 1"])  # the old generation takes no change that would be lost
 
 
-# Rebuild.
-
-
 def test_every_item_gets_a_vector_of_the_new_model_and_keeps_the_rest(
-    follower, target, made, photos
+    shop, follower, made, photos
 ) -> None:
     """An image that is gone or was changed is listed as missing."""
     photos.gone = {"item 3"}
@@ -159,14 +147,14 @@ def test_every_item_gets_a_vector_of_the_new_model_and_keeps_the_rest(
     reasons = {failure.key: failure.reason for failure in report.failures}
     assert "changed" in reasons["item 1"]
     assert "was removed" in reasons["item 3"]
-    kept = {key: one for key, one in content(target).items() if key not in reasons}
+    kept = {key: one for key, one in content(shop.path).items() if key not in reasons}
     assert content(made) == kept
     with closing(Gallery.open(made, expected_bundle_id=NEW.bundle_id)) as gallery:
         assert gallery.dim == NEW.dim != OLD.dim
 
 
 def test_changes_during_a_rebuild_and_an_interrupted_swap_are_in_the_new_generation(
-    shop, follower, target, made, photos
+    shop, follower, made, photos
 ) -> None:
     calls: list[Callable[[], object]] = [
         lambda: shop.add([photos.entry("added", 500, stock=1)]),
@@ -190,8 +178,8 @@ def test_changes_during_a_rebuild_and_an_interrupted_swap_are_in_the_new_generat
     with pytest.raises(KeyboardInterrupt):
         swap_in(follower, made, before_publish=interrupt)
     swap_in(follower, made)
-    found = content(target)
-    with closing(Gallery.open(target)) as gallery:
+    found = content(shop.path)
+    with closing(Gallery.open(shop.path)) as gallery:
         assert gallery.bundle_id == NEW.bundle_id
     assert found == {item.key: (item.sha256, dict(item.attributes)) for item in shop.items()}
     assert found["added"][1] == {"stock": 1}
@@ -199,9 +187,7 @@ def test_changes_during_a_rebuild_and_an_interrupted_swap_are_in_the_new_generat
     assert "item 38" not in found
 
 
-def test_no_acknowledged_change_is_lost_under_steady_writes(
-    shop, follower, target, made, photos
-) -> None:
+def test_no_acknowledged_change_is_lost_under_steady_writes(shop, follower, made, photos) -> None:
     entries = [photos.entry(f"steady {n}", 1000 + n) for n in range(200)]
     acknowledged: set[str] = set()
     done = threading.Event()
@@ -222,20 +208,20 @@ def test_no_acknowledged_change_is_lost_under_steady_writes(
     finally:
         done.set()
         writer.join()
-    found = content(target)
+    found = content(shop.path)
     assert acknowledged
     assert acknowledged <= found.keys()
     assert len(found) == 40 + len(acknowledged)
 
 
 def test_a_gallery_that_a_build_replaced_meanwhile_is_left_alone(
-    follower, target, made, photos
+    shop, follower, made, photos
 ) -> None:
     rebuild(follower, made)
     with closing(
-        Gallery.create(target, name="shop", bundle_id=OLD.bundle_id, dim=OLD.dim)
+        Gallery.create(shop.path, name="shop", bundle_id=OLD.bundle_id, dim=OLD.dim)
     ) as other:
         other.add([photos.entry("the only one", 9)])
     with pytest.raises(GalleryBusyError, match="replaced"):
         swap_in(follower, made)
-    assert content(target).keys() == {"the only one"}
+    assert content(shop.path).keys() == {"the only one"}

@@ -1,6 +1,6 @@
 """Verification finds what is wrong and accepts what only looks alike; statistics."""
 
-import shutil
+import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,6 @@ import pytest
 from kinlens.embedder.bundle import sha256_of
 from kinlens.embedder.durable import FileFacts
 from kinlens.embedder.errors import BundleMismatchError, GalleryCorruptError
-from kinlens.indexer.checks.stats import gallery_stats
 from kinlens.indexer.checks.verify import VerifySettings, measured_recall, verify_gallery
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
@@ -24,23 +23,8 @@ from tests.indexer.conftest import (
     segment_of,
     truncated,
 )
-from tests.indexer.oracle import DIM, entry, units
+from tests.indexer.oracle import entry, units
 from tests.tiny import encoded, photo
-
-
-@pytest.fixture(scope="module")
-def random_gallery(tmp_path_factory) -> Path:
-    """1,000 random vectors with an approximate index that has not to try hard; do not change."""
-    path = tmp_path_factory.mktemp("random") / "large"
-    with closing(Gallery.create(path, name="large", bundle_id="b" * 64, dim=DIM)) as gallery:
-        gallery.add(entry(f"item-{n}", vector) for n, vector in enumerate(units(1000)))
-        gallery.compact(IndexSettings(kind="hnsw", target_recall=0.5))
-    return path
-
-
-@pytest.fixture
-def large(random_gallery, tmp_path) -> Path:
-    return Path(shutil.copytree(random_gallery, tmp_path / "large"))
 
 
 def test_a_good_gallery_has_no_problems_nor_have_copies_and_equal_pixels(
@@ -119,39 +103,27 @@ def test_damaged_files_are_found_and_not_repaired_silently(built) -> None:
         verify_gallery(built)
 
 
-def test_recall_is_that_of_a_comparison_by_hand_and_below_the_target_not_good(large) -> None:
+def test_recall_is_that_of_a_comparison_by_hand_and_below_the_target_not_good(
+    gallery, run, tmp_path
+) -> None:
     queries = units(50, 1)
-    gallery = Gallery.open(large)
-    ids = np.array([item.id for item in gallery.items()])
-    matrix = gallery.vectors(ids.tolist())
-    truth = ids[np.argsort(-queries @ matrix.T, axis=1)[:, :10]]
+    gallery.add(entry(f"item-{n}", vector) for n, vector in enumerate(units(1000)))
+    gallery.compact(IndexSettings(kind="hnsw", target_recall=0.5))
+    ids = gallery.ids()
+    truth = ids[np.argsort(-queries @ gallery.vectors(ids.tolist()).T, axis=1)[:, :10]]
     _, found = gallery.nearest(queries, 10)
     hits = sum(len(set(row) & set(answer)) for row, answer in zip(truth, found, strict=True))
     assert hits < 500
     assert measured_recall(gallery, queries).value == pytest.approx(hits / 500)
-    gallery.close()
-    report = verify_gallery(large)
+    report = verify_gallery(gallery.path)
     assert 0.5 <= report.recall < 1.0
     assert (report.index, report.recall_queries, report.is_good) == ("hnsw", 1000, True)
-    strict = verify_gallery(large, settings=VerifySettings(target_recall=0.9999))
-    assert (strict.problems, strict.is_good) == ((), False)
-
-
-# The facts about a gallery.
-
-
-def test_stats_count_what_was_indexed_and_what_was_changed_since(built, shop) -> None:
-    stats = gallery_stats(built)
-    assert (stats.size, stats.distinct_images, stats.left_out) == (6, 6, 0)
-    assert stats.formats == dict.fromkeys(("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP"), 1)
-    assert stats.source_root == str(shop.resolve())
-    assert (stats.index, stats.recall, stats.compaction_due) == ("flat", 1.0, None)
-    with closing(Gallery.open(built)) as gallery:
-        gallery.update({"f.gif": {"price": 5, "sale": True}, "cup/a.png": {"price": 5.0}})
-        gallery.remove(["hat/c.webp"])
-        stats = gallery_stats(built)
-        assert (stats.size, stats.removed, stats.delta) == (5, 1, 0)
-        assert (stats.version, stats.attributes) == (
-            gallery.version,
-            {"class": 2, "price": 1, "sale": 1},
-        )
+    np.save(tmp_path / "queries.npy", queries)
+    ask = ("verify", gallery.path, "--queries", tmp_path / "queries.npy")
+    shown = run(*ask)
+    assert shown.exit_code == 0
+    value = f"{hits / 500:.4f}"
+    assert f"recall@10 {value} of 50 queries, target 0.5 (index hnsw)" in shown.stdout
+    low = run(*ask, "--target-recall", "0.9999", "--json")
+    report = json.loads(low.stdout)
+    assert (low.exit_code, report["problems"], report["recall"]) == (1, [], hits / 500)

@@ -185,6 +185,24 @@ def median(calls: list[tuple[float, httpx.Response]]) -> float:
     return statistics.median(seconds for seconds, _ in calls)
 
 
+def test_a_service_that_was_restarted_answers_as_before(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    answers = []
+    for _ in range(2):
+        settings = {"bundle": tiny_bundle.path, "state": tmp_path, "anonymous_scopes": ("admin",)}
+        shop = Shop(run(create_app(Settings(**DEFAULTS | settings))), tmp_path)
+        if not answers:
+            shop.client.post("/galleries", json={"name": "shop"}).raise_for_status()
+            shop.put({f"{n}.png": encoded(photo(n)) for n in range(6)}, colour="red")
+            shop.client.delete("/galleries/shop/items", params={"key": "5.png"})
+        found = shop.running.search(encoded(photo(3)), k=10).json()
+        answers.append((found["gallery_version"], found["bundle_id"], found["hits"]))
+        shop.close()
+    assert answers[0] == answers[1]
+    assert len(answers[0][2]) == 5
+
+
 @pytest.fixture(scope="module")
 def process(
     tiny_bundle: Bundle, tiny_gallery: Path, tmp_path_factory: pytest.TempPathFactory

@@ -6,7 +6,7 @@ from tests.support.own_process import ROOT
 
 README = (ROOT / "README.md").read_text("utf-8")
 PROOFS = {
-    "No mixed models": ("http/galleries/test_reload.py", "units/test_search.py"),
+    "No mixed models": ("http/galleries/test_reload.py", "http/load/test_redis.py"),
     "Acknowledged writes survive `kill -9`": (
         "indexer/test_crash.py",
         "indexer/test_catalog.py",

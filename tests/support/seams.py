@@ -16,7 +16,7 @@ from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.gpu import GpuThread
 from kinlens.indexer.index.index_types import Effort
 from kinlens.indexer.index.plan import plan_index, plans_for
-from kinlens.indexer.index.segment import Rows, Segment, write_segment
+from kinlens.indexer.index.segment import Segment
 from kinlens.indexer.index.tune import recall_at, tune
 from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.ingest.embed import EmbedSettings

@@ -64,6 +64,17 @@ def test_answers_and_vectors_survive_a_restart(start_shared, embedder, photos) -
     assert after.client.get("/ready").json()["redis"] == "up"
 
 
+def test_another_bundle_never_gets_a_hit(start_shared, gallery, photos) -> None:
+    search_and_store(start_shared(), photos[0])
+    other = FakeEmbedder(bundle_id="other")
+    twin = type(gallery)(other, photos)  # same name, same version
+    service = start_shared(embedder=other, galleries={"shop": twin})
+    answer = service.search(photos[0]).json()
+    assert not answer["cached"]
+    assert answer["bundle_id"] == "other"
+    assert hits_by_level(service, "redis") == 0
+
+
 def test_values_expire_and_are_not_pickled(start_shared, redis_server, photos) -> None:
     search_and_store(start_shared(redis_ttl_s=77), photos[0])
     with connected(redis_server) as client:

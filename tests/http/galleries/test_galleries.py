@@ -217,7 +217,8 @@ def test_searches_use_the_gpu_until_it_fails(tmp_path, data, monkeypatch, closes
     assert ready()["indexes"]["shop"]["reason"] == "CUDA error 719 launch failed"
 
 
-def test_a_precision_that_was_never_compared_is_refused(bundle, tmp_path) -> None:
+def test_a_precision_that_was_never_compared_is_refused(tiny_bundle, tmp_path) -> None:
+    bundle = write_full_bundle(tiny_bundle, tmp_path)
     other = made(tmp_path, bundle, "bf16")
     build_runtime(settings(bundle, made(tmp_path, bundle, "int8"), precision="int8"))
     with pytest.raises(BundleMismatchError, match=r"'bf16' was built in bf16, .* in int8.*fp32"):
@@ -225,7 +226,8 @@ def test_a_precision_that_was_never_compared_is_refused(bundle, tmp_path) -> Non
     build_runtime(settings(bundle, other, precision="fp32"))
 
 
-def test_auto_considers_the_precisions_of_all_galleries(bundle, tmp_path, monkeypatch) -> None:
+def test_auto_considers_the_precisions_of_all_galleries(tiny_bundle, tmp_path, monkeypatch) -> None:
+    bundle = write_full_bundle(tiny_bundle, tmp_path)
     asked: list[SessionSettings] = []
     real = OnnxEmbedder.open
 

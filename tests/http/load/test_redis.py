@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import redis
 
+from kinlens.embedder.fake import FakeEmbedder
 from tests.support.market import post, text_of
 from tests.support.seams import KeyStore, Limits
 from tests.support.servers import render

@@ -131,3 +131,30 @@ def test_every_make_target_ends_in_commands() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "overriding" not in done.stderr
+
+
+def test_every_make_target_is_on_the_page_of_those_who_need_it() -> None:
+    """What `make help` lists is in the README, or in CONTRIBUTING for those who change the code."""
+    makefile, readme, contributing = (
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("Makefile", "README.md", "CONTRIBUTING.md")
+    )
+    targets = re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE)
+    missing = {
+        target
+        for target in targets
+        if not re.search(rf"(`|^    )make {target}[` ]", readme, re.MULTILINE)
+        and not re.search(rf"^\| `make {target}` \|", contributing, re.MULTILINE)
+    }
+    assert not missing
+    assert len(targets) > 10
+
+
+@pytest.mark.parametrize(
+    "target", re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+)
+def test_every_make_target_ends_in_commands_without_a_circle(target: str) -> None:
+    command = ["make", "--dry-run", "ROOT=/data", target]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "overriding" not in done.stderr

@@ -1,7 +1,5 @@
 """The index of each kind: its answers, the least effort that reaches the target, its plan."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -183,34 +181,6 @@ def test_lists_that_are_found_through_a_graph_answer_as_well(
     assert recall_at(found, opened.exact(queries, 10)[1]) >= 0.97
     every = opened.search(queries[:3], N, Effort(32, 32))[1]
     assert (np.sort(every, axis=1) == np.arange(N)).all()
-
-
-TORCH_HAS_CHANGED_FAISS = """
-import sys, types
-sys.modules["torch"] = types.ModuleType("torch")  # the patch reads the names of its types
-sys.modules["torch"].Tensor = type("Tensor", (), {})
-import faiss.contrib.torch_utils
-import numpy as np
-from kinlens.indexer.index.faiss import SegmentIndex
-from kinlens.indexer.index.index_types import Effort
-from kinlens.indexer.index.plan import IndexSettings, plan_index
-vectors = np.random.default_rng(0).standard_normal((2000, 16)).astype(np.float32)
-vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-for kind in ("flat", "hnsw", "ivf-pq"):
-    plan = plan_index(2000, 16, IndexSettings(kind))
-    index = SegmentIndex.build(plan, vectors)
-    scores, positions = index.search(vectors[:30], 1, Effort(64, 8))
-    assert (positions[:, 0] == np.arange(30)).mean() > 0.9, kind
-    index.exact(vectors[:30], 5)
-print(faiss.IndexFlat.search.__name__)
-"""
-
-
-def test_an_index_answers_where_a_library_for_metric_learning_has_changed_faiss() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TORCH_HAS_CHANGED_FAISS], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "torch_replacement_search"
 
 
 class StepIndex:

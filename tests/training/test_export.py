@@ -30,6 +30,7 @@ from kinlens.training.export.bundle import (
     MAX_DIFFERENCE,
     PARITY_BATCHES,
     check_parity,
+    check_recall,
     export_backbone,
     export_checkpoint,
     images_to_embed,
@@ -218,6 +219,13 @@ def test_torch_and_onnx_may_differ_by_a_ten_thousandth_and_no_more() -> None:
     for by, shown in ((1.01e-4, "1.01e-04"), (np.nan, "inf")):
         with pytest.raises(ExportError, match=f"differs from torch by {shown} .* limit is 1e-04"):
             check_parity(*moved(by))
+
+
+def test_recall_may_differ_by_a_tenth_of_a_point() -> None:
+    for sign in (-1, 1):
+        check_recall(50.0, 50.0 + 0.09 * sign)
+        with pytest.raises(ExportError, match=r"ONNX file and 50\.00 with torch"):
+            check_recall(50.0, 50.0 + 0.11 * sign)
 
 
 def test_a_model_that_differs_from_torch_or_lost_recall_is_not_written(

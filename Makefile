@@ -40,7 +40,7 @@ $(VENV)/.gpu: $(VENV)/.uv pyproject.toml constraints.txt
 
 DEMO = $(BIN)/python scripts/demo.py
 DEMO_FLAGS = $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(PORT),--port $(PORT))
-SET_FLAGS = --root '$(ROOT)' $(DEMO_FLAGS) $(if $(QUERIES),--queries $(QUERIES)) $(if $(PARTIAL),--allow-partial) $(if $(CHECK),--check)
+SET_FLAGS = $(if $(ROOT),--root '$(ROOT)') $(DEMO_FLAGS) $(if $(QUERIES),--queries $(QUERIES)) $(if $(PARTIAL),--allow-partial) $(if $(CHECK),--check)
 
 demo: $(VENV)/.training  ## Train, index and serve a small catalogue; IMAGES=/my/shop [BUNDLE=/my/bundle, WEIGHTS=/my/mobilenet_v2.pth, PORT=8001] for yours
 	$(DEMO) $(DEMO_FLAGS)

@@ -113,7 +113,6 @@ class Query:
 
 def catalogue(options: argparse.Namespace, work: Path) -> bool:
     """Train if possible, index and serve; whether enough searches were right."""
-    shutil.rmtree(work / "gallery", ignore_errors=True)
     is_rendered = options.images is None
     bundle, queries = rendered(work) if is_rendered else own_images(options, work)
     # The product of each rendered query is in the gallery.
@@ -138,6 +137,7 @@ def rendered(work: Path) -> tuple[Path, list[Query]]:
     halves: tuple[list[Row], list[Row]] = ([], [])
     for row in read_list(work / "run/test.csv"):
         halves[int(Path(row["path"]).stem) % 2].append(row)
+    shutil.rmtree(work / "gallery", ignore_errors=True)
     build(work, bundle, products, halves[0])
     return bundle, [Query(products / row["path"], product=row["class"]) for row in halves[1]]
 
@@ -158,6 +158,7 @@ def own_images(options: argparse.Namespace, work: Path) -> tuple[Path, list[Quer
             f"{MIN_CLASSES}, so a pretrained network is used as it is."
         )
         bundle = pretrained(work, options.weights)
+    shutil.rmtree(work / "gallery", ignore_errors=True)
     build(work, bundle, images)
     if unseen:
         return bundle, [Query(images / r["path"], r["path"], r["class"]) for r in unseen]
@@ -361,7 +362,11 @@ def recall_of(
         return classes.index(row["class"]) + 1 if row["class"] in classes else float("inf")
 
     with ThreadPoolExecutor(CLIENTS) as pool:
-        ranks = list(pool.map(rank, some))
+        ranks = []
+        for number, found in enumerate(pool.map(rank, some), 1):
+            ranks.append(found)
+            if number % 1_000 == 0:
+                print(f"{number:,} of {len(some):,}", flush=True)
     return [100 * sum(rank <= at for rank in ranks) / len(some) for at in data.recall_at]
 
 

@@ -34,6 +34,10 @@ for command in (adapt, new, fit, evaluate, compare, report, export, crossval, se
 app.add_typer(data_app, name="data")
 
 
+_ALONE = ("adapt", "crossval", "evaluate", "export", "search", "tournament")
+"""Commands that every process of torchrun would repeat."""
+
+
 @app.callback()
 def start(
     context: typer.Context,
@@ -45,7 +49,8 @@ def start(
     ] = False,
 ) -> None:
     """Train an embedding, compare methods, and export a model bundle."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and context.invoked_subcommand != "fit":
+    alone = context.invoked_subcommand in _ALONE
+    if alone and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or "1") > 1:
         raise JobError(
             f"torchrun started {os.environ['WORLD_SIZE']} processes, but only `fit` shares its "
             "work. Call this command without torchrun."

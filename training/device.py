@@ -22,7 +22,9 @@ def choose_device(runtime: Runtime) -> torch.device:
     """The device of the job. Raises: TrainingError if CUDA is requested and absent."""
     available = torch.cuda.is_available()
     if runtime.device == "cuda" and not available:
-        raise TrainingError('runtime.device = "cuda", but torch sees no GPU. Check the driver.')
+        raise TrainingError(
+            'runtime.device = "cuda", but torch sees no GPU. Check the driver, or set it to "auto".'
+        )
     return torch.device("cuda" if available and runtime.device != "cpu" else "cpu")
 
 

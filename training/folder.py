@@ -69,7 +69,11 @@ def read_result(folder: Path) -> Result | None:
     path = folder / RESULT
     if not path.is_file():
         return None
-    return Result(**read_json(path, "Remove it and run the job again with --resume."))
+    cure = "Remove it and run the job again with --resume."
+    try:
+        return Result(**read_json(path, cure))
+    except TypeError as error:
+        raise CheckpointError(f"{path} is not of this version ({error}). {cure}") from error
 
 
 def read_json(path: Path, cure: str) -> Any:
@@ -90,7 +94,10 @@ def finished_result(job: Job, folder: Path) -> Result | None:
 
 
 def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
-    """Write `content` to `file` of `folder`, or check that it has the same. Raises: JobError."""
+    """Write `content` to `file` of `folder`, or check that it has the same.
+
+    Raises: JobError if it has another content, CheckpointError if it is damaged.
+    """
     path = folder / file
     if not path.exists():
         replace_json(path, content)

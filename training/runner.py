@@ -84,8 +84,8 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     for sentence in did_it_help(split, result):
         listener.note(sentence)
     if is_main():
+        replace_json(folder / RESULT, asdict(result))  # a report that fails costs no training
         write_report(folder, job, split, history, result)
-        replace_json(folder / RESULT, asdict(result))
     wait_for_all()
     return result
 

@@ -83,6 +83,7 @@ def test_batch_norm_that_trains_is_refused_on_several_cpu_processes(
 def test_commands_of_one_process_refuse_torchrun(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(JobError, match="without torchrun"):
         called(*words.split())

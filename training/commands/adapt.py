@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kinlens.embedder.errors import BundleError, JobError
+from kinlens.embedder.errors import BundleError, CheckpointError, JobError
 from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
 from kinlens.training.commands.jobs import Overrides, load_images, shop_of, stoppable, summary
 from kinlens.training.config.job import load_job
@@ -67,7 +67,7 @@ def adapt(
     folder = run or Path("runs") / f"adapt-{name}-{digest[:8]}"
     try:
         stamp(folder, "adapt.json", {"digest": digest})
-    except JobError as error:
+    except (JobError, CheckpointError) as error:
         raise JobError(
             f"{folder} belongs to other images or settings. Give another --run, or "
             "delete that folder."

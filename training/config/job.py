@@ -220,7 +220,7 @@ def _known_keys(table: type[BaseModel] = Section) -> set[str]:
 
 
 def job_toml(job: Job, *comments: str) -> str:
-    """`job` as TOML, after comments. Raises: JobError for a none, which TOML lacks."""
+    """`job` as TOML, after comments. Raises: JobError if it needs a none, which TOML lacks."""
     content = job.as_dict()
     text = "".join(f"# {line}\n" for line in comments) + toml(content)
     if parse_job(_without_none(content)) != job:

@@ -155,7 +155,7 @@ def _read_cub(root: Path) -> list[Record]:
 
 def _read_cars196(root: Path) -> list[Record]:
     """Classes 1-98 train, 99-196 test: `cars_annos.mat` has path and class of each image."""
-    import scipy.io  # takes a second
+    import scipy.io  # here, since its import takes a second
 
     annotations = root / "cars_annos.mat"
     try:

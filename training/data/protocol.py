@@ -27,7 +27,10 @@ def with_protocol(split: Split, protocol: Protocol) -> Split:
 
 
 def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
-    """Move a random `fraction` of the train classes to validation. Raises: DatasetError."""
+    """Move a random `fraction` of the train classes, rounded but at least 2, to validation.
+
+    Raises: DatasetError if fewer than 2 would be left to train on.
+    """
     classes = split.train.classes
     count = max(round(classes * fraction), FEWEST)
     if classes - count < FEWEST:

@@ -79,7 +79,7 @@ class BatchSampler(Sampler[list[Index]]):
         if self.batch_size % world:
             raise JobError(
                 f"A batch of {self.batch_size} images cannot be shared equally by {world} "
-                "processes. Set optimizer.batch_size to a multiple of that, or start others."
+                "processes. Set optimizer.batch_size to a multiple of their number."
             )
 
     def _classes_per_batch(self) -> int:

@@ -162,7 +162,7 @@ def with_interval(recall: float, queries: int) -> str:
 
     Queries count as independent. Images of one class are alike, so it is rather too narrow.
     """
-    from scipy import stats  # takes a second
+    from scipy import stats  # here, since its import takes a second
 
     right = round(recall / 100 * queries)
     low, high = stats.binomtest(right, queries).proportion_ci(method="wilson")
@@ -194,7 +194,7 @@ def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, floa
     if classes < 2:
         return {}
     spread = np.sqrt(classes / (classes - 1) * ((sums - mean * sizes) ** 2).sum()) / len(change)
-    from scipy import special  # takes a second
+    from scipy import special  # here, since its import takes a second
 
     half = special.stdtrit(classes - 1, 0.975) * spread
     return dict(zip(GAIN, (100 * float(mean - half), 100 * float(mean + half)), strict=True))

@@ -71,16 +71,29 @@ def make_file(
     path = bundle.path.parent / f"{precision}.onnx"
     spec = bundle.manifest.preprocessing
     if precision == "fp16":
-        write_onnx(with_half_trunk(net), spec.crop_px, path)
+        half = with_half_trunk(net)
+        try:
+            write_onnx(half, spec.crop_px, path)
+        except Exception as error:  # the exporter has many, and fp32 should still be written
+            raise ExportError(f"The trunk cannot be exported in fp16: {error}") from error
     else:
         quantize_int8(bundle.model_path, range_images(train, spec), path)
     return path
 
 
 def with_half_trunk(net: EmbeddingNet) -> EmbeddingNet:
-    """A copy of `net` whose trunk computes in fp16; all else stays in float32."""
+    """A copy of `net` whose trunk computes in fp16; all else stays in float32.
+
+    Raises: ExportError for a weight beyond fp16.
+    """
     half = copy.deepcopy(net)
     half.trunk.half()
+    for name, weight in half.trunk.state_dict().items():
+        if not weight.isfinite().all():
+            raise ExportError(
+                f"The weight {name} of the trunk is beyond the range of fp16, 65,504. Export it in "
+                "fp32 or int8."
+            )
     return half
 
 

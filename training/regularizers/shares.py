@@ -133,6 +133,9 @@ class Shares:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the measurements of a run; checkpoints older than shares have none."""
+        if not state:
+            return
         self.steps = int(state["steps"])
         for name, term in self.terms.items():
             for number in _STATE:

@@ -75,7 +75,7 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
 def power_mean(values: Tensor, lam: float) -> Tensor:
     """(mean s^lam)^(1/lam) of positive values (N,); the geometric mean at lam = 0."""
     logs = values.log()
-    if lam == 0:
+    if abs(lam) < 1e-3:  # the geometric mean; the formula would divide rounding errors by lam
         return logs.mean().exp()
     return ((torch.logsumexp(lam * logs, dim=0) - math.log(len(logs))) / lam).exp()
 

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,12 @@ class ConsoleListener:
             return ""
         first, since = self._began
         seconds = (self._clock() - since) / (epoch - first) * (self._epochs - epoch)
-        return f"about {timedelta(seconds=math.ceil(seconds))} left" if seconds > 0 else ""
+        if seconds <= 0:
+            return ""
+        if seconds < 90:
+            return f"about {math.ceil(seconds)} s left"
+        minutes = math.ceil(seconds / 60)
+        return f"about {f'{minutes} min' if minutes < 90 else f'{minutes / 60:.1f} h'} left"
 
 
 def _summary_writer(folder: Path) -> Any:

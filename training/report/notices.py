@@ -6,7 +6,7 @@ from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.evaluation.retrieval import GAIN, queries_in, with_interval
 from kinlens.training.folder import UNTRAINED, Result
-from kinlens.training.regularizers.shares import LEAST
+from kinlens.training.regularizers.shares import LEAST, WIDEST
 from kinlens.training.state import VALIDATION, Row
 
 CHOSEN_BY = {
@@ -26,7 +26,8 @@ def before(job: Job, steps_per_epoch: int) -> list[str]:
     steps = job.optimizer.epochs * steps_per_epoch
     few = (
         f"This run has {steps} steps ({job.optimizer.epochs} epochs of {steps_per_epoch}): too few "
-        f"to learn much, and enough to harm a good start. Set optimizer.min_steps to {_FEW_STEPS}."
+        f"to learn much, and enough to harm a good start. Set optimizer.min_steps to "
+        f"{_FEW_STEPS} or more: the epochs are then raised to fit."
     )
     return [few] if steps < _FEW_STEPS else []
 
@@ -54,7 +55,18 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
                 f"layers before it: its gradient at the features is "
                 f"{100 * row[f'reach {name}']:.2g} % of the gradient of the loss."
             )
+        if len(earlier) == 1 and _at_a_bound(row.get(f"scale {name}", 1.0)):
+            notes.append(
+                f"regularizers.{name}: its weight ended at the bound of its calibration, "
+                f"{row[f'scale {name}']:g} times the given weight, with "
+                f"{100 * row[f'share {name}']:.2g} % of the gradient. Set another initial "
+                f"{_WEIGHTS.get(name, 'weight')}."
+            )
     return notes
+
+
+def _at_a_bound(scale: float) -> bool:
+    return min(abs(scale - WIDEST), abs(scale * WIDEST - 1) * WIDEST) < 1e-6 * WIDEST
 
 
 def _faint(job: Job, name: str, row: Row) -> bool:

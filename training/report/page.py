@@ -42,7 +42,7 @@ def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Re
 
 
 def _draw_curves(path: Path, history: Rows) -> None:
-    from matplotlib.figure import Figure  # takes a second
+    from matplotlib.figure import Figure  # here, since its import takes a second
 
     shares = _names(history, "share ")
     panels = {"training loss": ["loss"], "recall on unseen classes, %": _names(history, "R@")}

@@ -128,8 +128,9 @@ def search(
         if best.score is not None:
             return best
     raise TrainingError(
-        f"The last {min(len(trials), _FAILURES_IN_A_ROW)} trials failed: {trials[-1].reason} Its "
-        "failure.txt has the traceback. Call again to continue with new trials."
+        f"The last {min(len(trials), _FAILURES_IN_A_ROW)} trials failed, the last one with: "
+        f"{trials[-1].reason} Its failure.txt has the traceback. Call again to continue with new "
+        "trials."
     )
 
 

@@ -224,7 +224,8 @@ def play(
         waiting = [run for run in found if run.result is None]
         failed = sum(bool(run.reason) for run in waiting)
         done = len(runs) - len(waiting)
-        report(f"{len(runs)} runs: {done} finished, {len(waiting)} to go, {failed} of them again")
+        left = f"{len(waiting)} to go, {failed} of them after a failure"
+        report(f"{len(runs)} runs: {done} finished, {left}")
         for number, run in enumerate(waiting, done + 1):
             report(f"run {number} of {len(runs)}: {run.job.name}")
             run_folder = folder / run.folder

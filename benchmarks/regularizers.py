@@ -51,6 +51,7 @@ from kinlens.training.data.records import Split, labelled
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.evaluation.evaluate import evaluate_embeddings, through_head
 from kinlens.training.export.calibration import candidates_of
+from kinlens.training.folder import replace_json
 from kinlens.training.start import start_from_features
 from kinlens.training.state import Run, create_run
 from kinlens.training.trainer import train_step
@@ -154,8 +155,7 @@ def main() -> None:
         for cell, figures in zip(wanted, pool.map(run, wanted), strict=True):
             found[name_of(*cell)] = figures
             if args.json is not None:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                replace_json(args.json, found)
     report(found)
 
 

@@ -122,7 +122,7 @@ def test_the_run_folders_alone_say_what_is_finished(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / ALL[3].folder)
     _, messages, launched = played(ALL, tmp_path, fine)
     assert launched == [run.job.name for run in ALL[3:]]
-    assert messages[0].startswith("6 runs: 3 finished, 3 to go, 0 of them again")
+    assert messages[0].startswith("6 runs: 3 finished, 3 to go, 0 of them after a failure")
     assert messages[1] == f"run 4 of 6: {ALL[3].job.name}"
     assert "R@1 51.00" in messages[2]
     found = rows(tmp_path)
@@ -154,7 +154,7 @@ def test_a_run_that_fails_is_kept_and_tried_again_on_the_next_call(tmp_path: Pat
         assert len(rows(tmp_path)) == 5
     runs, messages, launched = played(ALL, tmp_path, fine)
     assert launched == [ill]
-    assert "1 of them again" in messages[0]
+    assert "1 of them after a failure" in messages[0]
     assert all(run.result is not None and not run.reason for run in runs)
 
 

@@ -47,7 +47,7 @@ from kinlens.training.config.job import Job, load_job, parse_job
 from kinlens.training.data.features import CachedFeatures, pooled_views
 from kinlens.training.data.images import build_loader
 from kinlens.training.data.load import load_split, read_folder
-from kinlens.training.data.records import Split, labelled
+from kinlens.training.data.records import LabelledImages, Split, labelled
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.evaluation.evaluate import evaluate_embeddings, through_head
 from kinlens.training.export.calibration import candidates_of
@@ -195,20 +195,18 @@ def base_job(shared: Path) -> Job:
     )
 
 
-def features(job: Job, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three views of each train image and the served view of each test image."""
-    net = create_run(job, split.train.classes).net
-    return (
-        pooled_views(net, split.train, job.input, job.runtime, 3),
-        pooled_views(net, split.test, job.input, job.runtime)[:, 0],
-    )
+def grocery_photos(shared: Path) -> LabelledImages:
+    """The photos of Grocery Store, by the name of their product."""
+    root = shared / "data/grocery-store"
+    photos = [record.path for record in read_folder(root) if "iconic" not in record.path]
+    return labelled(root, [(path, Path(path).parent.name) for path in photos])
 
 
 class _Data(NamedTuple):
     job: Job
     split: Split
-    train: torch.Tensor
-    test: torch.Tensor
+    train: torch.Tensor  # three views of each image
+    test: torch.Tensor  # the view of the service, as of groceries
     groceries: torch.Tensor
     grocery_labels: NDArray[np.int64]
 
@@ -220,12 +218,13 @@ def _data() -> _Data:
     assert shared is not None
     job = base_job(shared)
     split = load_split(job.data)
-    root = shared / "data/grocery-store"
-    photos = [record.path for record in read_folder(root) if "iconic" not in record.path]
-    groceries = labelled(root, [(path, Path(path).parent.name) for path in photos])
-    net = create_run(job, split.train.classes).net
-    pooled = pooled_views(net, groceries, job.input, job.runtime)[:, 0]
-    return _Data(job, split, *features(job, split), pooled, groceries.labels)
+    groceries, net = grocery_photos(shared), create_run(job, split.train.classes).net
+
+    def served(images: LabelledImages) -> torch.Tensor:
+        return pooled_views(net, images, job.input, job.runtime)[:, 0]
+
+    train = pooled_views(net, split.train, job.input, job.runtime, 3)
+    return _Data(job, split, train, served(split.test), served(groceries), groceries.labels)
 
 
 def run(cell: Cell) -> dict[str, float]:
@@ -277,9 +276,7 @@ def _job(
     content = base.as_dict()
     content["seed"], content["optimizer"]["epochs"] = seed, condition.epochs
     content["model"]["dim"] = condition.dim
-    content["loss"] = LOSSES[loss]["loss"]
-    for table in ("sampling", "start", "optimizer"):
-        content[table] |= LOSSES[loss].get(table, {})
+    with_loss(content, LOSSES[loss])
     # A batch draws a class at most twice.
     largest = 2 * content["sampling"]["per_class"] * round(condition.classes * classes)
     content["optimizer"]["batch_size"] = min(content["optimizer"]["batch_size"], largest)
@@ -292,6 +289,13 @@ def _job(
     return parse_job(content)
 
 
+def with_loss(content: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Put the loss and the tables of `settings` into the content of a job."""
+    content["loss"] = settings["loss"]
+    for table in ("sampling", "start", "optimizer"):
+        content[table] |= settings.get(table, {})
+
+
 def open_set(vectors: NDArray[np.float32], labels: NDArray[np.int64]) -> dict[str, float]:
     """One-shot R@1, AUROC of absent products and calibration error, in percent."""
     rng = np.random.default_rng(0)
@@ -302,16 +306,29 @@ def open_set(vectors: NDArray[np.float32], labels: NDArray[np.int64]) -> dict[st
         asked = np.setdiff1d(np.arange(len(labels)), gallery)
         best = (vectors[asked] @ vectors[gallery].T).argmax(axis=1)
         right.append(float((names[best] == labels[asked]).mean()))
-    scores = vectors @ vectors.T
-    np.fill_diagonal(scores, -1.0)
-    present = scores.max(axis=1)
-    absent = np.where(labels[:, None] == labels, -1.0, scores).max(axis=1)
-    below = np.searchsorted(np.sort(absent), present).mean() / len(absent)
     fitted, judged = (
         _searches(vectors, labels, part, rng) for part in np.array_split(rng.permutation(names), 2)
     )
     error, _ = judged.error(fit_curve(fitted), prior=0.5)
-    return {"1 image": 100 * np.mean(right), "AUROC": 100 * below, "calibration error": 100 * error}
+    return {
+        "1 image": 100 * np.mean(right),
+        "AUROC": auroc(torch.from_numpy(vectors), labels),
+        "calibration error": 100 * error,
+    }
+
+
+def auroc(vectors: torch.Tensor, labels: NDArray[np.int64]) -> float:
+    """Share of queries, in percent, whose best hit is nearer if their product is in the gallery.
+
+    Each image is searched among the others twice: with its own class, and without it.
+    """
+    classes = torch.from_numpy(labels).to(vectors.device)
+    scores = vectors.float() @ vectors.float().T
+    scores.fill_diagonal_(-1)
+    present = scores.amax(1)
+    absent = scores.masked_fill_(classes[:, None] == classes, -1).amax(1).sort().values
+    below = torch.searchsorted(absent, present).float().mean() / len(absent)
+    return 100 * float(below)
 
 
 def _searches(

@@ -39,7 +39,7 @@ import torch
 from harness import heading, options, row, shared_folder, skip
 from numpy.typing import NDArray
 from PIL import Image
-from regularizers import LOSSES, begin, cars_job
+from regularizers import LOSSES, auroc, begin, cars_job, grocery_photos, with_loss
 from scipy import stats
 from torch import Tensor
 from torch.nn import functional as F
@@ -49,7 +49,7 @@ from kinlens.embedder.preprocess import decode, preprocess
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Input
 from kinlens.training.data.images import random_box
-from kinlens.training.data.load import load_split, read_folder
+from kinlens.training.data.load import load_split
 from kinlens.training.device import tuned
 from kinlens.training.evaluation.evaluate import evaluate_embeddings
 from kinlens.training.models.embedding import EmbeddingNet, evaluating
@@ -212,26 +212,16 @@ def make_views(shared: Path, folder: Path, classes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     job = base_job(shared)
     split = load_split(job.data)
-    train, test = (
-        part.of_classes(np.arange(min(classes, part.classes))) for part in (split.train, split.test)
-    )
-    photos = shared / "data/grocery-store"
-    records = [r for r in read_folder(photos) if "iconic" not in r.path]
-    names = sorted({Path(record.label).name for record in records})[:classes]
-    numbers = {name: number for number, name in enumerate(names)}
-    records = [r for r in records if Path(r.label).name in numbers]
-    grown = [numbers[Path(record.label).name] for record in records]
-    parts = {
-        "train": ([train.root / path for path in train.paths], train.labels),
-        "test": ([test.root / path for path in test.paths], test.labels),
-        "groceries": ([photos / record.path for record in records], np.array(grown)),
-    }
+    wanted = {"train": split.train, "test": split.test, "groceries": grocery_photos(shared)}
     with get_context("spawn").Pool(os.cpu_count()) as pool:
-        for part, (paths, labels) in parts.items():
+        for part, every in wanted.items():
+            images = every.of_classes(np.arange(min(classes, every.classes)))
+            paths = [images.root / path for path in images.paths]
             jobs = [(path, job.input) for path in paths]
             np.save(folder / f"{part}.npy", np.stack(pool.starmap(_served, jobs, 64)))
-            np.save(folder / f"{part}-labels.npy", labels)
-        whole = pool.map(_whole, parts["train"][0], 64)
+            np.save(folder / f"{part}-labels.npy", images.labels)
+            if part == "train":
+                whole = pool.map(_whole, paths, 64)
     np.save(folder / "whole.npy", np.stack([pixels for pixels, _ in whole]))
     np.save(folder / "sizes.npy", np.array([size for _, size in whole]))
     (folder / "done").touch()
@@ -363,34 +353,18 @@ def _train(cell: Cell) -> tuple[EmbeddingNet, NDArray[np.int64] | None]:
 def _job(base: Job, cell: Cell) -> Job:
     content = base.as_dict()
     content["seed"], content["optimizer"]["epochs"] = cell.seed, cell.epochs
-    content["loss"] = LOSSES[cell.loss]["loss"]
+    with_loss(content, LOSSES[cell.loss])
     if cell.share:
         regularizer = {"share": cell.share, **REGULARIZERS[cell.regularizer]}
         regularizer |= READINGS.get(cell.reading, {}).get("determinant", {})
         content["regularizers"] = {cell.regularizer: regularizer}
-    for name in ("sampling", "start", "optimizer"):
-        content[name] |= LOSSES[cell.loss].get(name, {})
-        content[name] |= READINGS.get(cell.reading, {}).get(name, {})
+    content["optimizer"] |= READINGS.get(cell.reading, {}).get("optimizer", {})
     return parse_job(content)
 
 
 def _embedded(net: EmbeddingNet, pixels: Tensor) -> Tensor:
     with evaluating(net), torch.inference_mode():
         return torch.cat([net(chunk) for chunk in pixels.split(512)])
-
-
-def auroc(vectors: Tensor, labels: NDArray[np.int64]) -> float:
-    """Share of queries, in percent, whose best hit is nearer if their product is in the gallery.
-
-    Each image is searched among the others twice: with its own class, and without it.
-    """
-    classes = torch.from_numpy(labels).to(vectors.device)
-    scores = vectors.float() @ vectors.float().T
-    scores.fill_diagonal_(-1)
-    present = scores.amax(1)
-    absent = scores.masked_fill_(classes[:, None] == classes, -1).amax(1).sort().values
-    below = torch.searchsorted(absent, present).float().mean() / len(absent)
-    return 100 * float(below)
 
 
 # Tables

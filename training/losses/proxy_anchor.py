@@ -111,6 +111,8 @@ class BatchProxySeparationLoss(ProxyAnchorLoss):
 
 def push_apart(rows: Tensor, alpha: float, margin: float) -> Tensor:
     """Mean over rows w of log(1 + sum over v != w of e^(alpha (w . v + margin))): (C, N) to (,)."""
+    if len(rows) <= CHUNK:
+        return _push(rows, rows, 0, alpha, margin).mean()
     parts: list[Tensor] = []
     for start in range(0, len(rows), CHUNK):
         some = rows[start : start + CHUNK]

@@ -128,8 +128,11 @@ def test_a_killed_call_is_finished_on_a_cluster_and_its_gallery_is_that_of_a_bui
     worker = next(pid for pid in below(process.pid) if command_of(pid).startswith("ray::MapWorker"))
     os.kill(worker, signal.SIGKILL)
     wait_for_parts(process, folder, 6)
+    workers = [pid for pid in below(process.pid) if command_of(pid).startswith("ray::")]
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+    while any(map(command_of, workers)):  # each writes its shard before it ends
+        time.sleep(0.05)
     shards = VectorShards(str(folder))
     left = shards.missing()
     assert 0 < len(left) < shards.manifest.shards

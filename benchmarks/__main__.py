@@ -24,8 +24,10 @@ SMALLEST = (
     "scaling.py predict",
     "search.py --backbone mobilenet_v2 --items 500 --start-items 500 --seconds 0.5 --rounds 1 "
     "--connections 1",
-    "regularizers.py --seeds 2 --losses triplet --conditions '5 epochs, half of the classes'",
-    "trained_trunk.py --seeds 1 --epochs 1 --classes 14 --losses margin",
+    "regularizers.py --seeds 2 --losses triplet --conditions '5 epochs, half of the classes' "
+    "--classes 30",
+    "regularizers.py --folds --seeds 1 --losses margin --conditions 'network, 5 epochs' "
+    "--classes 18",
     "small_shops.py --seeds 1 --shops 1 --methods adapt",
     "training_step.py --rounds 1 --batch 10 --size-px 64",
     "engines.py --rounds 1 --trunks mobilenet_v2",

@@ -1,34 +1,42 @@
-"""Effect of each regularizer on heads of a frozen trunk: where it is above, below or equal.
+"""Effect of each regularizer, on heads of a frozen trunk and on whole networks.
 
-    KINLENS_SHARED=DIR python benchmarks/regularizers.py --json docs/results/heads/cars.json
+    KINLENS_SHARED=DIR python benchmarks/regularizers.py --json docs/results/regularizers/cars.json
 
-Heads on cached features of MobileNetV2 at 176 px; the public half of Cars196, tested on classes
-99-196. Each condition changes one thing of "20 epochs": 512 dimensions, all classes, images and
-labels. A row differs from its baseline only in the regularizer: loss, start, batches, steps and
-seed are the same. A difference is paired by seed. A bold one is not zero by Student's 95 %
-interval, corrected for all comparisons of the table (Bonferroni); "above" and "below" mean that.
+MobileNetV2 of ImageNet with the recipe of the job `cars196-half`, on the public half of Cars196:
+classes 1-98 train, 99-196 test. A condition trains heads on cached features at 176 px, with one
+change of "20 epochs" (512 dimensions, all classes, images and labels), or the whole network at
+112 px. A row differs from its baseline only in the regularizer: loss, start, batches, steps and
+seed are the same. Runs in the JSON file are not repeated, unless their job has changed (`job` is a
+digest of the settings); after `--minutes` the remaining runs are left to the next call.
+
+    --conditions "network, 5 epochs" "network, 20 epochs" --losses triplet margin ... --processes 9
+        each regularizer with the losses of its paper, at the share of CHOSEN; a GPU trains a
+        network in ten seconds, since views are drawn on it from images that were decoded once
+    --conditions "network, 40 % wrong labels" --regularizers "graph consistency 0.3"
+        whether a result of the heads holds for a network
+    --folds --seeds 2 --conditions "network, 5 epochs" --losses ...
+        the search that chose these shares, on a third of the train classes
+    --regularizers "determinant 0.1, leaky ReLU" ...
+        other readings of a regularizer: VARIANTS
 
 Figures: R@1 and MAP@R; R@1 with a gallery of one image a class (five draws); how often the best
 hit of a query is nearer than that of a query whose product is absent (AUROC); the expected
 calibration error of the best hit on half of the test classes, with a curve fitted on the others;
-R@1 on groceries.
+R@1 on groceries; R@1 with the trunk in int8 (heads) or the network in bf16 (on a GPU). A difference
+is paired by seed. A bold one is not zero by Student's 95 % interval, corrected for all comparisons
+of the table (Bonferroni); "above" and "below" mean that.
 
-Hypotheses from before the first run with four seeds: (H1) with Proxy-Anchor none is above its
-baseline; (H2) graph consistency is above with triplets; (H3) the determinant is neither; (H4)
-an effect above with few classes is also above with all; (H5) noise, which bounds the likelihood
-of non-isotropy, changes its R@1 by less than a point; (H6) graph consistency is above with the
-margin loss; (H7) at 100 epochs on a tenth of the classes only graph consistency is above. From
-before the run with the other conditions: (H8) with triplets, graph consistency is above in each
-condition, and most with wrong labels; (H9) with Proxy-Anchor and four images a class none is
-above; (H10) in 64 dimensions skewed mean is even; (H11) three times the share keeps the sign of
-each effect; (H12) AUROC and R@1 on groceries have the sign of MAP@R where that is above or below;
-(H13) the determinant with a slow flow is even in each condition that was run. The shares come from
-the jobs or from the papers' nearest values; none was searched here.
+docs/results.md has the hypotheses that preceded each run, and their outcome. The shares of heads
+come from the jobs or from the papers' nearest values.
 """
 
+import hashlib
 import json
+import os
+import tempfile
+from argparse import Namespace
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from itertools import product
 from multiprocessing import get_context
@@ -39,19 +47,30 @@ import numpy as np
 import torch
 from harness import heading, options, row, shared_folder, skip
 from numpy.typing import NDArray
+from PIL import Image
 from scipy import stats
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kinlens.embedder.calibration import Searches, fit_curve
+from kinlens.embedder.engines.models import SessionSettings, create_session
+from kinlens.embedder.errors import TrainingError
+from kinlens.embedder.preprocess import decode, preprocess
 from kinlens.training.checkpoint import Average
 from kinlens.training.config.job import Job, load_job, parse_job
+from kinlens.training.config.settings import Input
 from kinlens.training.data.features import CachedFeatures, pooled_views
-from kinlens.training.data.images import build_loader
+from kinlens.training.data.images import random_box
 from kinlens.training.data.load import load_split, read_folder
-from kinlens.training.data.records import LabelledImages, Split, labelled
+from kinlens.training.data.records import LabelledImages, labelled
 from kinlens.training.data.samplers import BatchSampler
+from kinlens.training.device import tuned
 from kinlens.training.evaluation.evaluate import evaluate_embeddings, through_head
 from kinlens.training.export.calibration import candidates_of
+from kinlens.training.export.graph import write_onnx
+from kinlens.training.export.int8 import quantize_int8, range_images
 from kinlens.training.folder import replace_json
+from kinlens.training.models.embedding import EmbeddingNet, evaluating
 from kinlens.training.start import start_from_features
 from kinlens.training.state import Run, create_run
 from kinlens.training.trainer import train_step
@@ -75,32 +94,53 @@ LOSSES: dict[str, dict[str, Any]] = {
     "multi_similarity": {"loss": {"name": "multi_similarity"}, **_PAIRS},
 }
 REGULARIZERS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "determinant 0.1": {"determinant": {"activation": "none", "share": 0.1}},
-    "determinant 0.1, slow flow": {"determinant": {"activation": "none", "share": 0.1}},
-    "skewed mean 0.2": {"skewed_mean": {"hinge": True, "delta": 0.45, "gamma": 10.0, "share": 0.2}},
-    "non-isotropy 0.02": {
-        "non_isotropy": {"exponentiate": False, "weight": 0.005, "fit_epochs": 1, "share": 0.02}
-    },
-    "non-isotropy 0.02, noise": {
-        "non_isotropy": {
-            "exponentiate": False,
-            "weight": 0.005,
-            "fit_epochs": 1,
-            "share": 0.02,
-            "noise": 0.05,
-        }
-    },
-    "graph consistency 0.3": {"graph_consistency": {"share": 0.3}},
+    "determinant": {"activation": "none"},
+    "skewed mean": {"hinge": True, "delta": 0.45, "gamma": 10.0},
+    "non-isotropy": {"exponentiate": False, "weight": 0.005, "fit_epochs": 1},
+    "graph consistency": {},
 }
-_SLOW_FLOW = 2e-5  # the rate of the flow; the job has 1e-4
-_BEFORE = ("determinant 0.1", "non-isotropy 0.02")  # run with `before` alone
-_ON_PROXIES = ("skewed_mean", "non_isotropy")
-_WITH_PROXIES = ("proxy_anchor", "softmax")
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "slow flow": {"optimizer": {"lr_flows": 2e-5}},
+    "fast flow": {"optimizer": {"lr_flows": 2e-3}},
+    "leaky ReLU": {"determinant": {"activation": "leaky_relu"}},
+    "input of length 1": {"determinant": {"input_norm": 1.0}},
+    "proxies of their own": {"determinant": {"proxies": "separate"}},
+    "tangent": {"determinant": {"direction": "tangent"}},
+    "mean over layers": {"determinant": {"depth": "mean"}},
+    "noise": {"non_isotropy": {"noise": 0.05}},
+}
+SHARES = {
+    "determinant": (0.03, 0.1, 0.3),
+    "skewed mean": (0.05, 0.2, 0.5),
+    "non-isotropy": (0.02, 0.1, 0.3),
+    "graph consistency": (0.1, 0.3, 1.0),
+}
+CHOSEN = {
+    "triplet": ("graph consistency 1", "determinant 0.1"),
+    "margin": ("graph consistency 1",),
+    "binomial_deviance": ("graph consistency 0.3",),
+    "n_pair": ("graph consistency 0.3",),
+    "multi_similarity": ("determinant 0.1",),
+    "softmax": ("determinant 0.03", "skewed mean 0.2", "non-isotropy 0.1"),
+    "proxy_anchor": (
+        "determinant 0.3",
+        "skewed mean 0.2",
+        "non-isotropy 0.02",
+        "graph consistency 0.1",
+    ),
+}
+"""The best of these shares for each loss of a paper, by R@1 on folds of the train classes."""
+OF_HEADS = (
+    "determinant 0.1, slow flow",
+    "skewed mean 0.2",
+    "non-isotropy 0.02, noise",
+    "graph consistency 0.3",
+)
+_ON_PROXIES, _WITH_PROXIES = ("skewed mean", "non-isotropy"), ("proxy_anchor", "softmax")
 
 
 class Condition(NamedTuple):
-    """What a head is trained on; `images` of each class, all if 0; `factor` of each share."""
+    """What is trained, and on what; `images` of each class, all if 0; `factor` of each share."""
 
     epochs: int = 20
     classes: float = 1.0
@@ -108,6 +148,7 @@ class Condition(NamedTuple):
     wrong_labels: float = 0.0
     dim: int = 512
     factor: int = 1
+    is_network: bool = False
 
 
 CONDITIONS = {
@@ -116,65 +157,112 @@ CONDITIONS = {
     "4 images a class": Condition(images=4),
     "a tenth of the classes": Condition(classes=0.1),
     "a tenth of the classes, 100 epochs": Condition(classes=0.1, epochs=100),
+    "5 % of the classes": Condition(classes=0.05),
+    "5 % of the classes, 1,000 epochs": Condition(classes=0.05, epochs=1000),
     "40 % wrong labels": Condition(wrong_labels=0.4),
     "64 dimensions": Condition(dim=64),
     "5 epochs": Condition(epochs=5),
     "5 epochs, half of the classes": Condition(epochs=5, classes=0.5),
     "20 epochs, half of the classes": Condition(classes=0.5),
+    "network, 5 epochs": Condition(epochs=5, is_network=True),
+    "network, 20 epochs": Condition(is_network=True),
+    "network, 40 % wrong labels": Condition(epochs=5, wrong_labels=0.4, is_network=True),
 }
-_WITH_DETERMINANT = ("20 epochs", "4 images a class", "a tenth of the classes")
+BASE = "20 epochs"
+_WITH_DETERMINANT = (BASE, "4 images a class", "a tenth of the classes")
 """Its flow takes five times as long as a head."""
-FIGURES = ("R@1", "MAP@R", "1 image", "AUROC", "calibration error", "groceries")
-Cell = tuple[int, str, str, str]
+
+FIGURES = ("R@1", "MAP@R", "1 image", "AUROC", "calibration error", "groceries", "int8", "bf16")
+FOLDS = 3
+HEIGHT, WIDTH = 176, 288
+"""Size of a decoded image, whatever its shape: boxes of views are relative."""
+
+
+class Cell(NamedTuple):
+    """One training; `fold` is None on the test classes."""
+
+    seed: int
+    loss: str
+    condition: str
+    regularizer: str = "none"
+    fold: int | None = None
+
+    @property
+    def name(self) -> str:
+        fold = () if self.fold is None else (f"fold {self.fold}",)
+        return "|".join([self.loss, self.condition, self.regularizer, str(self.seed), *fold])
+
+    @property
+    def of(self) -> Condition:
+        return CONDITIONS[self.condition]
 
 
 def main() -> None:
     args = options(
         __doc__,
-        seeds=5,
+        seeds=10,
         losses=["proxy_anchor", "triplet"],
-        conditions=list(CONDITIONS)[:7],
-        before=False,
+        conditions=list(CONDITIONS)[:9],
+        regularizers=["chosen"],
+        folds=False,
+        classes=98,
         processes=2,
+        minutes=600.0,
+        cache=None,
         json=None,
     )
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
-    _data()  # computes the features once, before the processes need them
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     if args.json is not None and args.json.is_file():
         found = json.loads(args.json.read_text(encoding="utf-8"))
-    wanted = [
-        cell
-        for seed in range(args.seeds)
-        for cell in cells_of(seed, args.losses, args.conditions, args.before)
-        if len(found.get(name_of(*cell), ())) < len(FIGURES)
-    ]
-    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
-        for cell, figures in zip(wanted, pool.map(run, wanted), strict=True):
-            found[name_of(*cell)] = figures
-            if args.json is not None:
-                replace_json(args.json, found)
+    context = get_context("spawn")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.cache or Path(temporary)
+        for is_network in {CONDITIONS[name].is_network for name in args.conditions}:
+            prepare(shared, folder, is_network, args.classes)
+        _begin(shared, folder)
+        wanted = [
+            cell
+            for cell in dict.fromkeys(cells_of(args))
+            if found.get(cell.name, {}).get("job") != digest_of(cell)
+        ]
+        with ProcessPoolExecutor(args.processes, context, _begin, (shared, folder)) as pool:
+            runs = {pool.submit(run, cell): cell.name for cell in wanted}
+            try:
+                for done in as_completed(runs, timeout=60 * args.minutes):
+                    if figures := done.result():
+                        found[runs[done]] = figures
+                        print(f"{runs[done]:70} R@1 {figures['R@1']:.1f}", flush=True)
+                    if args.json is not None:
+                        replace_json(args.json, found)
+            except TimeoutError:
+                print("\nthe time is up; the next call continues")
+                pool.shutdown(cancel_futures=True)
     report(found)
 
 
-def cells_of(seed: int, losses: list[str], conditions: list[str], before: bool) -> Iterator[Cell]:
-    """Every training of a seed; `before` adds those that only the first run had."""
-    for condition, loss, (name, settings) in product(conditions, losses, REGULARIZERS.items()):
-        if settings.keys() & set(_ON_PROXIES) and loss not in _WITH_PROXIES:
+def cells_of(args: Namespace) -> Iterator[Cell]:
+    """Every training that the command asks for, a seed at a time."""
+    for seed, condition, loss in product(range(args.seeds), args.conditions, args.losses):
+        names: tuple[str, ...] = tuple(args.regularizers)
+        if names == ("chosen",):
+            names = CHOSEN[loss] if CONDITIONS[condition].is_network else OF_HEADS
+        if args.folds:
+            bases = [name.rsplit(" ", 1)[0] for name in names]
+            for base, number in product(bases, range(3)):
+                name = f"{base} {SHARES[base][number]:g}"
+                yield Cell(seed, loss, condition, name, seed % FOLDS)
             continue
-        if name in _BEFORE and not before:
-            continue
-        if name == "none" and CONDITIONS[condition].factor > 1:
-            continue  # the baseline of "20 epochs"
-        if "determinant" in settings and condition not in _WITH_DETERMINANT and not before:
-            continue
-        yield seed, loss, condition, name
-
-
-def name_of(seed: int, loss: str, condition: str, regularizer: str) -> str:
-    return f"{loss}|{condition}|{regularizer}|{seed}"
+        if CONDITIONS[condition].factor == 1:
+            yield Cell(seed, loss, condition)
+        for name in names:
+            if name.startswith(_ON_PROXIES) and loss not in _WITH_PROXIES:
+                continue
+            if name == OF_HEADS[0] and condition not in _WITH_DETERMINANT:
+                continue
+            yield Cell(seed, loss, condition, name)
 
 
 def cars_job(shared: Path, *changes: str) -> Job:
@@ -183,16 +271,93 @@ def cars_job(shared: Path, *changes: str) -> Job:
     return load_job("cars196-half", [f"data.root={data}", f"model.weights={weights}", *changes])
 
 
-def base_job(shared: Path) -> Job:
-    return cars_job(
-        shared,
-        "model.frozen_trunk=true",
-        "input.test_px=176",
-        "start.projection=within_class",
-        "optimizer.lr_head=1e-3",
-        "runtime.precision=fp32",
-        "runtime.device=cpu",
-    )
+_HEADS = (
+    "model.frozen_trunk=true",
+    "input.test_px=176",
+    "start.projection=within_class",
+    "optimizer.lr_head=1e-3",
+    "runtime.precision=fp32",
+    "runtime.device=cpu",
+)
+_NETWORK = (
+    "input.size_px=112",
+    "input.resize_px=140",
+    "input.test_px=128",
+    "optimizer.lr_flows=2e-5",
+)
+
+
+def base_job(shared: Path, is_network: bool) -> Job:
+    return cars_job(shared, *(_NETWORK if is_network else _HEADS))
+
+
+def job_of(cell: Cell) -> Job:
+    data, condition = _data(cell.of.is_network), cell.of
+    content = data.job.as_dict()
+    content["seed"], content["optimizer"]["epochs"] = cell.seed, condition.epochs
+    content["model"]["dim"] = condition.dim
+    settings = LOSSES[cell.loss]
+    content["loss"] = settings["loss"]
+    for table in ("sampling", "start", "optimizer"):
+        content[table] |= settings.get(table, {})
+    if not condition.is_network:
+        # A batch draws a class at most twice.
+        classes = round(condition.classes * (int(data.labels["train"].max()) + 1))
+        largest = 2 * content["sampling"]["per_class"] * classes
+        content["optimizer"]["batch_size"] = min(content["optimizer"]["batch_size"], largest)
+    if cell.regularizer != "none":
+        name, _, variant = cell.regularizer.partition(", ")
+        base, share = name.rsplit(" ", 1)
+        table = base.replace(" ", "_").replace("-", "_")
+        more = VARIANTS[variant] if variant else {}
+        content["optimizer"] |= more.get("optimizer", {})
+        settings = REGULARIZERS[base] | more.get(table, {})
+        content["regularizers"] = {table: settings | {"share": float(share) * condition.factor}}
+    return parse_job(content)
+
+
+def digest_of(cell: Cell) -> str:
+    """Digest of what a run is determined by, except for the folders of data and weights."""
+    content = job_of(cell).as_dict()
+    del content["data"]["root"], content["model"]["weights"], content["runtime"]
+    text = json.dumps([content, cell.of], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# Features and images, computed once
+
+
+def prepare(shared: Path, folder: Path, is_network: bool, classes: int) -> None:
+    """Write features, or the pixels of all images, as arrays below `folder`, unless they exist."""
+    target = folder / ("network" if is_network else "heads")
+    if (target / "done").exists():
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    job = base_job(shared, is_network)
+    split, net = load_split(job.data), create_run(job, 2).net
+    every = {"train": split.train, "test": split.test, "groceries": grocery_photos(shared)}
+    parts = {
+        part: images.of_classes(np.arange(min(classes, images.classes)))
+        for part, images in every.items()
+    }
+    arrays = {f"{part}-labels": images.labels for part, images in parts.items()}
+    arrays["start"] = pooled_views(net, parts["train"], job.input, job.runtime)[:, 0].numpy()
+    if is_network:
+        with get_context("spawn").Pool(os.cpu_count()) as pool:
+            for part, images in parts.items():
+                jobs = [(path, job.input) for path in paths_of(images)]
+                arrays[part] = np.stack(pool.starmap(_served, jobs, 64))
+            whole = pool.map(_whole, paths_of(parts["train"]), 64)
+        arrays["views"] = np.stack([pixels for pixels, _ in whole])
+        arrays["sizes"] = np.array([size for _, size in whole])
+    else:
+        arrays["views"] = pooled_views(net, parts["train"], job.input, job.runtime, 3).numpy()
+        for part, images in parts.items():
+            arrays[part] = pooled_views(net, images, job.input, job.runtime)[:, 0].numpy()
+        arrays["int8"] = int8_features(net, parts["train"], parts["test"], job.input)
+    for name, array in arrays.items():
+        np.save(target / f"{name}.npy", array)
+    (target / "done").touch()
 
 
 def grocery_photos(shared: Path) -> LabelledImages:
@@ -202,98 +367,229 @@ def grocery_photos(shared: Path) -> LabelledImages:
     return labelled(root, [(path, Path(path).parent.name) for path in photos])
 
 
+def paths_of(images: LabelledImages) -> list[Path]:
+    return [images.root / path for path in images.paths]
+
+
+def _served(path: Path, spec: Input) -> NDArray[np.uint8]:
+    return preprocess(path.read_bytes(), spec.preprocessing())
+
+
+def _whole(path: Path) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+    """A complete image at a fixed size, and its original size."""
+    image = decode(path.read_bytes())
+    pixels = np.asarray(image.resize((WIDTH, HEIGHT), Image.Resampling.BILINEAR, reducing_gap=3.0))
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1)), image.size
+
+
+class _Trunk(nn.Module):
+    """uint8 images to the pooled features of a trunk."""
+
+    def __init__(self, net: EmbeddingNet) -> None:
+        super().__init__()
+        self.normalize, self.trunk, self.pool = net.normalize, net.trunk, net.pool
+
+    def forward(self, images: Tensor) -> Tensor:
+        pooled: Tensor = self.pool(self.trunk(self.normalize(images)))
+        return pooled
+
+
+def int8_features(
+    net: EmbeddingNet, train: LabelledImages, test: LabelledImages, spec: Input
+) -> NDArray[np.float32]:
+    """The features of `test` by the trunk in int8, quantized on `train` as an export does it."""
+    served = spec.preprocessing()
+    with tempfile.TemporaryDirectory() as folder:
+        fp32, int8 = Path(folder) / "fp32.onnx", Path(folder) / "int8.onnx"
+        write_onnx(_Trunk(net).eval(), served.crop_px, fp32)
+        quantize_int8(fp32, range_images(train, served), int8)
+        session = create_session(int8, SessionSettings())
+    made = []
+    for paths in np.array_split(np.array(paths_of(test)), len(test) // 32 + 1):
+        pixels = np.stack([_served(path, spec) for path in paths])
+        made.append(session.run(None, {"images": pixels})[0])
+    return np.concatenate(made)
+
+
 class _Data(NamedTuple):
+    """The job, and what `prepare` has written; pixels are on the device of the runs.
+
+    `train`, `test` and `groceries` are images as served, or their features; training views are
+    drawn from `views`, whole images or the features of three views of each. `start` has the
+    features of `train` by the untrained trunk.
+    """
+
     job: Job
-    split: Split
-    train: torch.Tensor  # three views of each image
-    test: torch.Tensor  # the view of the service, as of groceries
-    groceries: torch.Tensor
-    grocery_labels: NDArray[np.int64]
+    arrays: dict[str, Tensor]
+    labels: dict[str, NDArray[np.int64]]
+
+
+_FOLDERS: list[Path] = []
+
+
+def _begin(shared: Path, folder: Path) -> None:
+    _FOLDERS[:] = [shared, folder]
+    torch.set_num_threads(1)
 
 
 @cache
-def _data() -> _Data:
-    """The job, its images and their features, read once per process."""
-    shared = shared_folder()
-    assert shared is not None
-    job = base_job(shared)
-    split = load_split(job.data)
-    groceries, net = grocery_photos(shared), create_run(job, split.train.classes).net
-
-    def served(images: LabelledImages) -> torch.Tensor:
-        return pooled_views(net, images, job.input, job.runtime)[:, 0]
-
-    train = pooled_views(net, split.train, job.input, job.runtime, 3)
-    return _Data(job, split, train, served(split.test), served(groceries), groceries.labels)
-
-
-def run(cell: Cell) -> dict[str, float]:
-    """Train a head and evaluate it on the test classes."""
-    torch.set_num_threads(1)
-    seed, loss, name, regularizer = cell
-    condition, data = CONDITIONS[name], _data()
-    every = data.split.train
-    job = _job(data.job, loss, condition, regularizer, seed, every.classes)
-    rng = np.random.default_rng(seed)
-    classes = rng.choice(every.classes, round(condition.classes * every.classes), replace=False)
-    rows = np.flatnonzero(np.isin(every.labels, classes))
-    if condition.images:
-        shuffled = rng.permutation(rows)
-        rows = np.sort(
-            np.concatenate(
-                [shuffled[every.labels[shuffled] == c][: condition.images] for c in classes]
-            )
-        )
-    labels = np.unique(every.labels[rows], return_inverse=True)[1]
-    is_wrong = rng.random(len(labels)) < condition.wrong_labels
-    moved = (labels + rng.integers(1, len(classes), len(labels))) % len(classes)
-    labels = np.where(is_wrong, moved, labels)
-    torch.manual_seed(seed)
-    views = data.train[torch.from_numpy(rows)]  # (N, V, C)
-    state, order = begin(job, views[:, 0], labels)
-    runtime = job.runtime.model_copy(update={"workers": 0})
-    loader = build_loader(CachedFeatures(views, labels, seed), order, runtime, state.device, seed)
-    while state.epoch < condition.epochs:
-        order.epoch = state.epoch
-        model = state.begin_epoch(trunk_frozen=False)
-        for pixels, chosen in loader:
-            train_step(state, model, pixels, chosen, len(order))
-        state.epoch += 1
-    test = through_head(state.served, data.test)
-    found = evaluate_embeddings(test, data.split.test.labels, full=False)
-    others = through_head(state.served, data.groceries)
-    figures = {
-        **{figure: found[figure] for figure in ("R@1", "MAP@R")},
-        **open_set(test, data.split.test.labels),
-        "groceries": evaluate_embeddings(others, data.grocery_labels, full=False)["R@1"],
-    }
-    return {figure: round(value, 3) for figure, value in figures.items()}
+def _data(is_network: bool) -> _Data:
+    """Read once per process."""
+    shared, folder = _FOLDERS
+    job = base_job(shared, is_network)
+    device = create_run(job, 2).device
+    arrays, labels = {}, {}
+    for file in (folder / ("network" if is_network else "heads")).glob("*.npy"):
+        array = np.load(file)
+        if file.stem.endswith("-labels"):
+            labels[file.stem.removesuffix("-labels")] = array
+        else:
+            arrays[file.stem] = torch.from_numpy(array)
+            if array.dtype == np.uint8:
+                arrays[file.stem] = arrays[file.stem].to(device)
+    return _Data(job, arrays, labels)
 
 
-def _job(
-    base: Job, loss: str, condition: Condition, regularizer: str, seed: int, classes: int
-) -> Job:
-    content = base.as_dict()
-    content["seed"], content["optimizer"]["epochs"] = seed, condition.epochs
-    content["model"]["dim"] = condition.dim
-    with_loss(content, LOSSES[loss])
-    # A batch draws a class at most twice.
-    largest = 2 * content["sampling"]["per_class"] * round(condition.classes * classes)
-    content["optimizer"]["batch_size"] = min(content["optimizer"]["batch_size"], largest)
-    if "slow flow" in regularizer:
-        content["optimizer"]["lr_flows"] = _SLOW_FLOW
-    content["regularizers"] = {
-        name: settings | {"share": settings["share"] * condition.factor}
-        for name, settings in REGULARIZERS[regularizer].items()
-    }
-    return parse_job(content)
+# A training
 
 
-def with_loss(content: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Put the loss and the tables of `settings` into the content of a job."""
-    content["loss"] = settings["loss"]
-    for table in ("sampling", "start", "optimizer"):
-        content[table] |= settings.get(table, {})
+def run(cell: Cell) -> dict[str, Any]:
+    """Figures on the test classes or a fold; none if training failed, so that the others run."""
+    data = _data(cell.of.is_network)
+    held_out = np.zeros(len(data.labels["train"]), dtype=bool)
+    if cell.fold is not None:
+        fold = np.random.default_rng(0).permutation(data.labels["train"].max() + 1) % FOLDS
+        held_out = (fold == cell.fold)[data.labels["train"]]
+    try:
+        net = trained(cell, data, np.flatnonzero(~held_out))
+    except TrainingError as error:
+        print(f"{cell.name}: {error}", flush=True)
+        return {}
+    if cell.fold is None:
+        figures = tested(net, data)
+    else:
+        vectors = embedded(net, data.arrays["train"][torch.from_numpy(held_out)])
+        found = evaluate_embeddings(vectors, data.labels["train"][held_out], full=False)
+        figures = {figure: found[figure] for figure in FIGURES[:2]}
+    rounded = {figure: round(value, 3) for figure, value in figures.items()}
+    return {**rounded, "job": digest_of(cell)}
+
+
+def trained(cell: Cell, data: _Data, rows: NDArray[np.int64]) -> EmbeddingNet:
+    """Train on some of the train images. Raises: TrainingError."""
+    job, condition = job_of(cell), cell.of
+    rng = np.random.default_rng(cell.seed)
+    rows = some(rows, data.labels["train"], condition, rng)
+    labels = np.unique(data.labels["train"][rows], return_inverse=True)[1]
+    labels = mislabelled(labels, condition.wrong_labels, rng)
+    torch.manual_seed(cell.seed)
+    state, order = begin(job, data.arrays["start"][torch.from_numpy(rows)], labels)
+    classes = torch.from_numpy(labels).to(state.device)
+    views = data.arrays["views"]
+    features = CachedFeatures(views[torch.from_numpy(rows)], labels, cell.seed)
+    with tuned(state.device):
+        while state.epoch < condition.epochs:
+            order.epoch = state.epoch
+            model = state.begin_epoch(trunk_frozen=False)
+            for batch in order:
+                chosen = np.array([image for _, image, _ in batch])
+                if condition.is_network:
+                    there = torch.from_numpy(rows[chosen]).to(state.device, non_blocking=True)
+                    sizes = data.arrays["sizes"][torch.from_numpy(rows[chosen])].numpy()
+                    images = drawn_views(views[there], sizes, job.input, rng)
+                else:
+                    images = torch.stack([features[index][0] for index in batch])
+                own = classes[torch.from_numpy(chosen).to(state.device, non_blocking=True)]
+                train_step(state, model, images, own, len(order))
+            state.epoch += 1
+    return state.served
+
+
+def some(
+    rows: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    condition: Condition,
+    rng: np.random.Generator,
+) -> NDArray[np.int64]:
+    """The rows of the condition's share of the classes, and its number of images of each."""
+    names = np.unique(labels[rows])
+    classes = rng.choice(names, round(condition.classes * len(names)), replace=False)
+    rows = rows[np.isin(labels[rows], classes)]
+    if not condition.images:
+        return rows
+    shuffled = rng.permutation(rows)
+    of_each = [shuffled[labels[shuffled] == c][: condition.images] for c in classes]
+    return np.sort(np.concatenate(of_each))
+
+
+def mislabelled(
+    labels: NDArray[np.int64], share: float, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """The labels, that share of them moved to another class."""
+    is_wrong, classes = rng.random(len(labels)) < share, int(labels.max()) + 1
+    moved = (labels + rng.integers(1, classes, len(labels))) % classes
+    return np.where(is_wrong, moved, labels)
+
+
+def begin(job: Job, features: Tensor, labels: NDArray[np.int64]) -> tuple[Run, BatchSampler]:
+    """A run at step 0, from the pooled features (N, C) of its images, and its sampler."""
+    state = create_run(job, int(labels.max()) + 1)
+    start_from_features(state, features, labels)
+    if state.average is not None:
+        state.average = Average(state.net, state.average.decay)
+    order = BatchSampler(job, labels)
+    state.objective.shares.calibration_steps = len(order)
+    state.net.train()
+    return state, order
+
+
+def drawn_views(
+    pixels: Tensor, sizes: NDArray[np.int64], spec: Input, rng: np.random.Generator
+) -> Tensor:
+    """A random view of each image: uint8 (B, 3, H, W) to (B, 3, S, S).
+
+    A view is sampled at twice its size and halved, so that downscaling averages pixels.
+    """
+    count = len(pixels)
+    boxes = [random_box((w, h), spec.min_crop_area, rng) for w, h in sizes.tolist()]
+    left, top, right, bottom = (np.array(boxes) / np.tile(sizes, 2)).T
+    mirror = np.where(rng.random(count) < 0.5, -1.0, 1.0) if spec.flip else 1.0
+    theta = np.zeros((count, 2, 3), np.float32)
+    theta[:, 0, 0], theta[:, 0, 2] = (right - left) * mirror, right + left - 1
+    theta[:, 1, 1], theta[:, 1, 2] = bottom - top, bottom + top - 1
+    there = torch.from_numpy(theta).to(pixels.device, non_blocking=True)
+    shape = [count, 3, 2 * spec.size_px, 2 * spec.size_px]
+    grid = F.affine_grid(there, shape, align_corners=False)
+    sampled = F.grid_sample(pixels.float(), grid, padding_mode="border", align_corners=False)
+    return F.avg_pool2d(sampled, 2).round().to(torch.uint8)
+
+
+# Figures
+
+
+def tested(net: EmbeddingNet, data: _Data) -> dict[str, float]:
+    """The figures on the test classes and on groceries, in percent."""
+    vectors, labels = embedded(net, data.arrays["test"]), data.labels["test"]
+    found = evaluate_embeddings(vectors, labels, full=False)
+    others = embedded(net, data.arrays["groceries"])
+    found |= open_set(vectors, labels)
+    found["groceries"] = evaluate_embeddings(others, data.labels["groceries"], full=False)["R@1"]
+    if "int8" in data.arrays:
+        low = embedded(net, data.arrays["int8"])
+        found["int8"] = evaluate_embeddings(low, labels, full=False)["R@1"]
+    elif data.arrays["test"].device.type == "cuda":  # a CPU may have no bf16
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            low = embedded(net, data.arrays["test"])
+        found["bf16"] = evaluate_embeddings(low, labels, full=False)["R@1"]
+    return {figure: found[figure] for figure in FIGURES if figure in found}
+
+
+def embedded(net: EmbeddingNet, inputs: Tensor) -> NDArray[np.float32]:
+    """Embeddings of images as served, or of their features."""
+    if inputs.dtype != torch.uint8:
+        return through_head(net, inputs)
+    with evaluating(net), torch.inference_mode():
+        return torch.cat([net(chunk).float() for chunk in inputs.split(512)]).cpu().numpy()
 
 
 def open_set(vectors: NDArray[np.float32], labels: NDArray[np.int64]) -> dict[str, float]:
@@ -311,24 +607,23 @@ def open_set(vectors: NDArray[np.float32], labels: NDArray[np.int64]) -> dict[st
     )
     error, _ = judged.error(fit_curve(fitted), prior=0.5)
     return {
-        "1 image": 100 * np.mean(right),
-        "AUROC": auroc(torch.from_numpy(vectors), labels),
+        "1 image": 100 * float(np.mean(right)),
+        "AUROC": auroc(vectors, labels),
         "calibration error": 100 * error,
     }
 
 
-def auroc(vectors: torch.Tensor, labels: NDArray[np.int64]) -> float:
+def auroc(vectors: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
     """Share of queries, in percent, whose best hit is nearer if their product is in the gallery.
 
     Each image is searched among the others twice: with its own class, and without it.
     """
-    classes = torch.from_numpy(labels).to(vectors.device)
-    scores = vectors.float() @ vectors.float().T
-    scores.fill_diagonal_(-1)
-    present = scores.amax(1)
-    absent = scores.masked_fill_(classes[:, None] == classes, -1).amax(1).sort().values
-    below = torch.searchsorted(absent, present).float().mean() / len(absent)
-    return 100 * float(below)
+    scores = vectors @ vectors.T
+    np.fill_diagonal(scores, -1)
+    present = scores.max(axis=1)
+    scores[labels[:, None] == labels] = -1
+    absent = np.sort(scores.max(axis=1))
+    return 100 * float((np.searchsorted(absent, present) / len(absent)).mean())
 
 
 def _searches(
@@ -344,68 +639,63 @@ def _searches(
     return Searches.joined(candidates_of(vectors, labels, queries, gallery))
 
 
-def begin(job: Job, features: torch.Tensor, labels: NDArray[np.int64]) -> tuple[Run, BatchSampler]:
-    """A run at step 0, from the pooled features (N, C) of its images, and its sampler."""
-    state = create_run(job, int(labels.max()) + 1)
-    start_from_features(state, features, labels)
-    if state.average is not None:
-        state.average = Average(state.net, state.average.decay)
-    order = BatchSampler(job, labels)
-    state.objective.shares.calibration_steps = len(order)
-    state.net.train()
-    return state, order
+# Table
 
 
-def report(found: dict[str, dict[str, float]]) -> None:
-    """A table for each two figures: a row for each loss and condition with paired seeds."""
-    names = [name for name in REGULARIZERS if name != "none"]
-    rows = dict.fromkeys(tuple(key.split("|")[:2]) for key in found)
-    gains: dict[tuple[str, str, str, str], NDArray[np.float64]] = {}
-    bases: dict[tuple[str, str, str], NDArray[np.float64]] = {}
-    for (loss, condition), figure in product(rows, FIGURES):
-        base = runs_of(found, loss, condition, "none", figure)
-        if CONDITIONS[condition].factor > 1:
-            base = runs_of(found, loss, "20 epochs", "none", figure)
-        bases[loss, condition, figure] = np.array([*base.values()])
-        for name in names:
-            runs = runs_of(found, loss, condition, name, figure)
-            paired = [runs[seed] - base[seed] for seed in runs.keys() & base.keys()]
-            if len(paired) > 1:
-                gains[loss, condition, name, figure] = np.array(paired)
-
-    def difference(cell: tuple[str, str, str, str], comparisons: int) -> str:
-        mean, count = gains[cell].mean(), len(gains[cell])
-        error = gains[cell].std(ddof=1) / count**0.5
-        is_sure = abs(mean) > stats.t.ppf(1 - 0.025 / comparisons, count - 1) * error
-        text = f"{mean:+.1f}" if abs(mean) >= 1 else f"{mean:+.2f}"
-        return f"**{text}**" if is_sure else text
-
-    for pair in (FIGURES[:2], FIGURES[2:4], FIGURES[4:]):
-        cells = [cell for cell in gains if cell[3] in pair]
-        shown = [name for name in names if any(cell[2] == name for cell in cells)]
-        heading(f"loss ({', '.join(pair)})", "condition", "seeds", "without", *shown)
-        for loss, condition in dict.fromkeys(cell[:2] for cell in cells):
-            own = [cell for cell in cells if cell[:2] == (loss, condition)]
-            columns = [
-                ", ".join(difference(cell, len(cells)) for cell in own if cell[2] == name)
-                for name in shown
-            ]
-            counts = sorted({len(gains[cell]) for cell in own})
-            without = ", ".join(f"{bases[loss, condition, f].mean():.1f}" for f in pair)
-            row(loss, condition, "-".join(map(str, counts)), without, *columns)
-        print(f"\nbold: significant among {len(cells)} comparisons\n")
+Figures = dict[str, Any]
+Seeds = dict[str, Figures]
 
 
-def runs_of(
-    found: dict[str, dict[str, float]], loss: str, condition: str, regularizer: str, figure: str
-) -> dict[str, float]:
-    """The figure by seed."""
-    runs = {
-        key.split("|")[3]: key
-        for key in found
-        if key.split("|")[:3] == [loss, condition, regularizer]
+def report(found: dict[str, Figures]) -> None:
+    """A row for each loss and condition, and one with paired differences for each regularizer."""
+    runs: dict[tuple[str, str], dict[str, Seeds]] = {}
+    for key, figures in found.items():
+        loss, condition, regularizer, seed, *fold = key.split("|")
+        where = f"{condition}, folds" if fold else condition
+        runs.setdefault((loss, where), {}).setdefault(regularizer, {})[seed] = figures
+    cells = {
+        (loss, condition, name, figure): difference(seeds, base_of(runs, loss, condition), figure)
+        for (loss, condition), names in runs.items()
+        for (name, seeds), figure in product(names.items(), FIGURES)
+        if name != "none"
     }
-    return {seed: found[key][figure] for seed, key in runs.items() if figure in found[key]}
+    comparisons = sum(len(values) > 1 for values in cells.values())
+    heading("loss", "condition", "regularizer", "seeds", *FIGURES)
+    for (loss, condition), names in runs.items():
+        for name, seeds in names.items():
+            if name == "none" or condition.endswith("folds"):
+                every = [[r[f] for r in seeds.values() if f in r] for f in FIGURES]
+                shown = [f"{np.mean(values):.1f}" if values else "" for values in every]
+            else:
+                keys = [(loss, condition, name, figure) for figure in FIGURES]
+                shown = [marked(cells[key], comparisons) for key in keys]
+            row(loss, condition, name, len(seeds), *shown)
+    print(f"\nbold: significant among {comparisons} comparisons")
+
+
+def base_of(runs: dict[tuple[str, str], dict[str, Seeds]], loss: str, condition: str) -> Seeds:
+    """The runs without a regularizer; more of a share has those of the first condition."""
+    is_more = condition in CONDITIONS and CONDITIONS[condition].factor > 1
+    return runs.get((loss, BASE if is_more else condition), {}).get("none", {})
+
+
+def difference(seeds: Seeds, base: Seeds, figure: str) -> NDArray[np.float64]:
+    """By seed that both have."""
+    both = [(seeds[s], base[s]) for s in sorted(seeds.keys() & base.keys())]
+    return np.array([a[figure] - b[figure] for a, b in both if figure in a and figure in b])
+
+
+def marked(differences: NDArray[np.float64], comparisons: int) -> str:
+    """The mean; bold if it is above or below 0."""
+    count = len(differences)
+    if not count:
+        return ""
+    mean = differences.mean()
+    text = f"{mean:+.1f}" if abs(mean) >= 1 else f"{mean:+.2f}"
+    half = np.inf
+    if count > 1:
+        half = stats.t.ppf(1 - 0.025 / comparisons, count - 1) * stats.sem(differences)
+    return f"**{text}**" if abs(mean) > half else text
 
 
 if __name__ == "__main__":

@@ -18,18 +18,18 @@ seeds, and of a single run. Runs in the JSON file are not repeated.
 import json
 import tempfile
 import time
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from harness import heading, options, row, shared_folder, skip
+from harness import Quiet, heading, options, row, shared_folder, skip
 from regularizers import cars_job
 from scipy import stats
 
 from kinlens.training.config.job import load_job
 from kinlens.training.data.load import load_split, read_folder
+from kinlens.training.folder import replace_json
 from kinlens.training.rendered.catalogue import class_name, render_view
 from kinlens.training.runner import run_job
 
@@ -39,13 +39,6 @@ METHODS: dict[str, tuple[str, list[str]]] = {
     "start": ("shop", ["protocol={choose_by='last'}"]),
     "shop": ("shop", []),
 }
-
-
-class Quiet:
-    """A listener of a training that prints nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
 
 
 class Shop(NamedTuple):
@@ -91,9 +84,7 @@ def main() -> None:
                 found[key] = _run(method, folder, seed, shared, Path(name, key.replace(" ", "-")))
                 print(key, found[key], flush=True)
             if args.json is not None:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                text = json.dumps(found, indent=1, sort_keys=True) + "\n"
-                args.json.write_text(text, encoding="utf-8")
+                replace_json(args.json, found)
     _print(found, args.methods)
 
 

@@ -236,7 +236,7 @@ def main() -> None:
                         found[runs[done]] = figures
                         print(f"{runs[done]:70} R@1 {figures['R@1']:.1f}", flush=True)
                     if args.json is not None:
-                        replace_json(args.json, found)
+                        replace_json(args.json, dict(sorted(found.items())))
             except TimeoutError:
                 print("\nthe time is up; the next call continues")
                 pool.shutdown(cancel_futures=True)
@@ -649,7 +649,7 @@ Seeds = dict[str, Figures]
 def report(found: dict[str, Figures]) -> None:
     """A row for each loss and condition, and one with paired differences for each regularizer."""
     runs: dict[tuple[str, str], dict[str, Seeds]] = {}
-    for key, figures in found.items():
+    for key, figures in sorted(found.items()):
         loss, condition, regularizer, seed, *fold = key.split("|")
         where = f"{condition}, folds" if fold else condition
         runs.setdefault((loss, where), {}).setdefault(regularizer, {})[seed] = figures
@@ -662,7 +662,7 @@ def report(found: dict[str, Figures]) -> None:
     comparisons = sum(len(values) > 1 for values in cells.values())
     heading("loss", "condition", "regularizer", "seeds", *FIGURES)
     for (loss, condition), names in runs.items():
-        for name, seeds in names.items():
+        for name, seeds in sorted(names.items(), key=lambda item: item[0] != "none"):
             if name == "none" or condition.endswith("folds"):
                 every = [[r[f] for r in seeds.values() if f in r] for f in FIGURES]
                 shown = [f"{np.mean(values):.1f}" if values else "" for values in every]

@@ -1,7 +1,6 @@
 """A run in progress: the state that a step changes, and how it is created, saved and restored."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from kinlens.training.data.records import Split
 from kinlens.training.device import choose_device
 from kinlens.training.distributed import world
 from kinlens.training.folder import UNTRAINED, changes
+from kinlens.training.models.backbones import synchronize_batch_norm
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.from_bundle import new_network
 from kinlens.training.objective import Objective, TrainingStep
@@ -128,8 +128,7 @@ def create_run(job: Job, classes: int) -> Run:
                 'statistics, which torch computes on GPUs only. Set it to "frozen" or "folded", or '
                 "train in one process."
             )
-        convert: Callable[[EmbeddingNet], EmbeddingNet] = nn.SyncBatchNorm.convert_sync_batchnorm
-        net = convert(net)
+        net.trunk = synchronize_batch_norm(net.trunk)
     objective = Objective(job, classes, net.dim).to(device)
     groups = parameter_groups(job, net, objective)
     kind = torch.optim.AdamW if job.optimizer.kind == "adamw" else torch.optim.Adam

@@ -15,7 +15,13 @@ from torch import nn
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.config.settings import TIMM, Input, Model
 from kinlens.training.export.bundle import MAX_DIFFERENCE, export_backbone, write_onnx
-from kinlens.training.models.backbones import BACKBONES, build_trunk, channels_of, normalization_of
+from kinlens.training.models.backbones import (
+    BACKBONES,
+    build_trunk,
+    channels_of,
+    normalization_of,
+    synchronize_batch_norm,
+)
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from tests.training.jobs import images
 
@@ -130,6 +136,15 @@ def test_what_a_network_cannot_do_is_named() -> None:
         build_trunk("timm:crossvit_tiny_240", "none")
     with pytest.raises(JobError, match=r'"folded" needs a convolution before each batch norm'):
         net_of("timm:test_coatnet", batch_norm="folded")
+
+
+@pytest.mark.parametrize("backbone", ["timm:test_efficientnet", "mobilenet_v2"])
+def test_synchronised_batch_norm_keeps_the_activations(backbone: str) -> None:
+    net = net_of(backbone, batch_norm="train").eval()
+    expected = net(images(side=96)).detach()
+    net.trunk = synchronize_batch_norm(net.trunk)
+    assert any(isinstance(layer, nn.SyncBatchNorm) for layer in net.modules())
+    torch.testing.assert_close(net(images(side=96)).detach(), expected)
 
 
 def test_without_timm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

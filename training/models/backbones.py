@@ -201,6 +201,18 @@ def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
     trunk.train(mode)
 
 
+def synchronize_batch_norm(trunk: nn.Module) -> nn.Module:
+    """`trunk` with the batch statistics of all processes in place of those of each."""
+    if isinstance(trunk, TimmTrunk):
+        # torch's conversion would drop the activations that timm has inside its batch norm.
+        from timm.layers import convert_sync_batchnorm
+
+        trunk.network = convert_sync_batchnorm(trunk.network)
+        return trunk
+    convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
+    return convert(trunk)
+
+
 def layers_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and layer of each batch norm and leaf, in source order; one used twice comes twice."""
     return [

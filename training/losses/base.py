@@ -91,13 +91,11 @@ def check_labels(labels: Tensor, classes: int) -> None:
         )
 
 
-def log_sum_exp(exponents: Tensor, mask: Tensor) -> Tensor:
-    """log(sum of exp over the columns in mask): (B, N) to (B,); -inf without any."""
-    return torch.logsumexp(exponents.masked_fill(~mask, -torch.inf), dim=1)
+def log_sum_exp(exponents: Tensor, mask: Tensor, dim: int = 1) -> Tensor:
+    """log(sum of exp(exponents) over the entries in mask along dim); -inf without an entry."""
+    return torch.logsumexp(exponents.masked_fill(~mask, -torch.inf), dim=dim)
 
 
 def log_1p_sum_exp(exponents: Tensor, mask: Tensor, dim: int) -> Tensor:
     """log(1 + sum of exp(exponents) over the entries in mask along dim); 0 without an entry."""
-    masked = exponents.masked_fill(~mask, -torch.inf)
-    one = (0, 0, 0, 1) if dim == 0 else (0, 1)
-    return torch.logsumexp(F.pad(masked, one), dim=dim)
+    return F.softplus(log_sum_exp(exponents, mask, dim))

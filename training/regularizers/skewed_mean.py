@@ -58,10 +58,10 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
     with torch.autocast(centres.device.type, enabled=False):
         similarities = _others(centres @ centres.T)  # (m, m - 1)
         if settings.kind == "r1":
-            exponents = settings.gamma * (similarities - settings.delta)
+            sums = torch.logsumexp(settings.gamma * (similarities - settings.delta), dim=1)
             if settings.hinge:
-                exponents = F.pad(exponents, (0, 1))  # exp(0) = 1 joins the sum
-            return torch.logsumexp(exponents, dim=1).mean() / settings.gamma
+                sums = F.softplus(sums)  # log(1 + e^x)
+            return sums.mean() / settings.gamma
         if settings.kind == "r2":
             halves = ((1 + similarities) / 2).clamp(min=_SMALLEST_SIMILARITY)
             return power_mean(halves.flatten(), settings.exponent)

@@ -63,7 +63,7 @@ class Objective(nn.Module):
                 embeddings = net.transform(features)  # (B, D)
                 loss = self._over_draws(self.loss, embeddings, labels)
             else:
-                duel = self.determinant(features, labels, net.flow)
+                duel = self.determinant(features, net.flow)
                 embeddings = duel.first
                 first = self._over_draws(self.loss, duel.first, labels)
                 second = self._over_draws(self.second_loss or self.loss, duel.second, labels)

@@ -32,6 +32,7 @@ def read(tmp_path: Path, text: str, changes: Sequence[str] = ()) -> Job:
         ),
         (MINIMAL + "[loss]\nname = 'nothing'\n", "loss: .*'nothing'.*'contrastive'.*'loss2'"),
         (MINIMAL + "[loss]\nname = 'proxy_nca'\nscales = 1\n", "did you mean 'scale'"),
+        (MINIMAL + "[loss]\nname = 'margin'\nnu = 0.1\n", "loss.margin.nu: unknown key"),
         ("name = ", "is not valid TOML"),
         ("base = 3", "base = 3 must be the name of a job"),
         ('base = "nothing"', "base = 'nothing': No job 'nothing'.*one of: .*shop.*METHOD of .*nir"),
@@ -41,6 +42,11 @@ def read(tmp_path: Path, text: str, changes: Sequence[str] = ()) -> Job:
 def test_a_job_that_does_not_fit_says_where(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(JobError, match=message):
         read(tmp_path, text)
+
+
+def test_a_retired_setting_is_read_with_the_value_that_is_left(tmp_path: Path) -> None:
+    old = read(tmp_path, MINIMAL + "[loss]\nname = 'margin'\nnu = 0.0\nlearn_beta = true\n")
+    assert old == read(tmp_path, MINIMAL + "[loss]\nname = 'margin'\n")
 
 
 def test_every_setting_of_a_job_has_a_description() -> None:

@@ -165,13 +165,37 @@ def load_job(source: str | Path, overrides: Sequence[str] = ()) -> Job:
     return parse_job(content, origin)
 
 
+_RETIRED: dict[str, Any] = {
+    "loss.beta_per_class": False,
+    "loss.farthest": 1.4,
+    "loss.learn_beta": True,
+    "loss.normalize": False,
+    "loss.nu": 0.0,
+    "loss.over_batch": "sum",
+    "loss.pairs": "all",
+    "model.hidden": None,
+    "regularizers.determinant.same_class": False,
+}
+"""Settings that stored jobs have and this version has not, with the value that is left."""
+
+
 def parse_job(content: dict[str, Any], origin: str = "job") -> Job:
-    """A job from plain data. Raises: JobError naming each invalid key."""
+    """A job from plain data, of any version. Raises: JobError naming each invalid key."""
     try:
-        return Job.model_validate(content)
+        return Job.model_validate(_without_retired(content))
     except ValidationError as error:
         lines = [_explain(dict(problem)) for problem in error.errors()]
         raise JobError(f"{origin} is not a valid job:\n  " + "\n  ".join(lines)) from error
+
+
+def _without_retired(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found = {}
+    for key, value in content.items():
+        name = prefix + key
+        if name not in _RETIRED or value != _RETIRED[name]:
+            is_table = isinstance(value, Mapping)
+            found[key] = _without_retired(value, f"{name}.") if is_table else value
+    return found
 
 
 def expand_path(value: str, setting: str) -> Path:

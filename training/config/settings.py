@@ -112,13 +112,11 @@ class Model(Section):
     views: int = Field(4, ge=1, le=64)
     """With `frozen_trunk`: views of each image. The first is the image as served, the others are
     random crops."""
-    hidden: int | None = Field(None, ge=1)
-    """Width of a second layer of the projection; none: one layer."""
 
     @model_validator(mode="after")
     def _check(self) -> "Model":
-        if self.dim is None and (self.frozen_trunk or self.hidden):
-            raise ValueError("frozen_trunk and hidden need a projection; set dim")
+        if self.dim is None and self.frozen_trunk:
+            raise ValueError("frozen_trunk needs a projection; set dim")
         if self.pooling == "cls" and not self.backbone.startswith(TIMM):
             raise ValueError(
                 f'pooling = "cls" needs a class token, which {self.backbone} does not have; choose '
@@ -213,13 +211,11 @@ class Determinant(Section):
     """Augmented points: step towards a neighbour, as a fraction of the distance."""
     neighbours: int = Field(1, ge=1)
     """Augmented points of each image, one for each of its nearest neighbours in the batch."""
-    same_class: bool = False
-    """Take only neighbours of the same class."""
     direction: Direction = "between"
     """Augmented points: towards the neighbour, away from it, or orthogonal to the features."""
-    depth: Literal["composed", "mean", "sum"] = "composed"
-    """Diagonal of the Jacobian: composed over the layers, or the mean or the sum over layers of
-    each layer's own penalty."""
+    depth: Literal["composed", "mean"] = "composed"
+    """The penalty is that of the diagonal composed over all layers, or the mean of those of the
+    layers."""
     proxies: Literal["shared", "separate"] = "shared"
     """Proxies of the loss on the second branch."""
     share: Share | None = None

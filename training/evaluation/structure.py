@@ -45,7 +45,6 @@ def structure(embeddings: Vectors, labels: Labels) -> dict[str, float]:
     return {
         "uniformity": uniformity(vectors),
         "density": density(sums, inner),
-        "density_pairs": density_pairs(sums, counts),
         "spectral_decay": spectral_decay(vectors),
         "class_variance": class_variance(inner),
     }
@@ -103,15 +102,6 @@ def density(sums: Tensor, inner: Tensor) -> float:
     scores = centres.sum(dim=0).square().sum() - centres.square().sum()
     between = max(1 - float(scores) / (count * (count - 1)), _SMALLEST_DISTANCE)
     return float(inner.mean()) / between
-
-
-def density_pairs(sums: Tensor, sizes: Tensor) -> float:
-    """The other reading of `density`, over all pairs of images: large classes weigh more."""
-    squares = sums.square().sum(dim=1)  # (C,): sum of the scores of all pairs of a class
-    inside = (squares - sizes).sum() / (sizes * (sizes - 1)).sum()
-    between = sums.sum(dim=0).square().sum() - squares.sum()
-    between = between / (sizes.sum().square() - sizes.square().sum())
-    return max(1 - float(inside), 0.0) / max(1 - float(between), _SMALLEST_DISTANCE)
 
 
 def class_variance(inner: Tensor) -> float:

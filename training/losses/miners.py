@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_CUTOFF = 0.5
+_NEAREST, _FARTHEST = 0.5, 1.4
+"""Bounds of the distances from which `distance_weighted` draws, those of the authors' code."""
 
 
 class Pairs(NamedTuple):
@@ -95,11 +96,9 @@ def semi_hard(similarities: Tensor, labels: Tensor) -> Triplets:
     return Triplets(pairs.positive & found, order.gather(1, below))
 
 
-def distance_weighted(
-    similarities: Tensor, labels: Tensor, dim: int, farthest: float = 1.4
-) -> Triplets:
+def distance_weighted(similarities: Tensor, labels: Tensor, dim: int) -> Triplets:
     """For each anchor and positive, a negative drawn with `negative_probabilities` on the CPU."""
-    probabilities = negative_probabilities(similarities, labels, dim, farthest)
+    probabilities = negative_probabilities(similarities, labels, dim)
     cumulative = probabilities.cumsum(dim=1)  # (B, B)
     cumulative = cumulative / cumulative[:, -1:]  # ends in exactly 1, or NaN without negatives
     drawn = torch.rand(probabilities.shape, dtype=torch.float64)
@@ -110,13 +109,11 @@ def distance_weighted(
     return Triplets(found, negative.where(found, 0))
 
 
-def negative_probabilities(
-    similarities: Tensor, labels: Tensor, dim: int, farthest: float = 1.4
-) -> Tensor:
+def negative_probabilities(similarities: Tensor, labels: Tensor, dim: int) -> Tensor:
     r"""The probability of each negative of each anchor: cosines (B, B) to (B, B) in float64.
 
-    Proportional to the inverse of the density of distances d on the unit sphere of R^D, for d <
-    farthest and with d raised to at least 0.5, which bounds the variance:
+    Proportional to the inverse of the density of distances d on the unit sphere of R^D, for d < 1.4
+    and with d raised to at least 0.5, which bounds the variance:
 
     .. math:: q(d)^{-1} = d^{2 - D} (1 - d^2 / 4)^{(3 - D) / 2}
 
@@ -124,14 +121,14 @@ def negative_probabilities(
     pairs in the loss. Rows of anchors without a negative are 0.
 
     References:
-        Sampling Matters in Deep Embedding Learning (Wu et al., 2017), section 4; 0.5 and 1.4
-        as in the authors' code. https://arxiv.org/abs/1706.07567
+        Sampling Matters in Deep Embedding Learning (Wu et al., 2017), section 4.
+        https://arxiv.org/abs/1706.07567
     """
     negative = all_pairs(labels).negative
     squared = (2 - 2 * similarities.detach().double()).clamp(min=0)
-    d2 = squared.clamp(min=_CUTOFF**2, max=4 - 1e-9)
+    d2 = squared.clamp(min=_NEAREST**2, max=4 - 1e-9)
     log_weights = (2 - dim) / 2 * d2.log() + (3 - dim) / 2 * (1 - d2 / 4).log()
-    near = negative & (squared < farthest**2)
+    near = negative & (squared < _FARTHEST**2)
     none_near = ~near.any(dim=1, keepdim=True)
     log_weights = log_weights.masked_fill(none_near, 0.0)
     allowed = torch.where(none_near, negative, near)

@@ -7,7 +7,6 @@ selects: "all", or the "hard" ones of `hard_pairs`, within `epsilon` of the hard
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -180,10 +179,9 @@ class NPairLoss(MetricLoss):
         \frac{1}{|A|} \sum_{(a, p) \in A} \log\Bigl(1 + \sum_{n \in N_a}
             e^{f_a \cdot f_n - f_a \cdot f_p}\Bigr) + \mu \frac{1}{B} \sum_i |f_i|^2
 
-    `pairs = "all"`: A has all ordered positive pairs, N_a all samples of other classes (eq. 6 of
-    the graph consistency paper, averaged over the positives). "one_per_class" is the original
-    tuple: the first two samples of each class in the batch are (a, p), and N_a has the p of the
-    other classes; all other samples are ignored. Without a pair only the second term remains.
+    A has all ordered positive pairs and N_a all samples of other classes, as in eq. 6 of the graph
+    consistency paper, averaged over the positives. Sohn takes one pair of each class, and as
+    negatives only the second samples of the others. Without a pair only the second term remains.
 
     References:
         Improved Deep Metric Learning with Multi-class N-pair Loss Objective (Sohn, 2016).
@@ -191,44 +189,18 @@ class NPairLoss(MetricLoss):
 
     Args:
         l2: mu, the weight of the squared norms.
-        pairs: all positive pairs, or one of each class as in the original.
-        normalize: use unit vectors.
     """
 
-    def __init__(
-        self,
-        l2: NotNegative = 0.02,
-        pairs: Literal["all", "one_per_class"] = "all",
-        normalize: bool = False,
-    ) -> None:
+    normalized = False
+
+    def __init__(self, l2: NotNegative = 0.02) -> None:
         super().__init__()
         self.l2 = l2
-        self.pairs = pairs
-        self.normalized = normalize
 
     def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        if self.normalized:
-            embeddings = F.normalize(embeddings, dim=1)
-        terms, used = (_all if self.pairs == "all" else _one_per_class)(embeddings, labels)
+        products = embeddings @ embeddings.T  # (B, B)
+        positive, negative = all_pairs(labels)
+        negatives = log_sum_exp(products, negative)  # (B,)
+        terms = F.softplus(negatives[:, None] - products).where(positive, 0)  # (B, B)
         norms = embeddings.square().sum() / max(len(embeddings), 1)
-        return terms.where(used, 0).sum() / used.sum().clamp(min=1) + self.l2 * norms
-
-
-def _all(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The term of every pair, and the mask of positive pairs: (B, B) each."""
-    products = features @ features.T  # (B, B)
-    pairs = all_pairs(labels)
-    negatives = log_sum_exp(products, pairs.negative)  # (B,)
-    return F.softplus(negatives[:, None] - products), pairs.positive
-
-
-def _one_per_class(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Terms of neighbours in the order of labels, and those that begin a class: (B - 1,) each."""
-    ranked, order = labels.sort(stable=True)
-    starts = torch.ones_like(ranked, dtype=torch.bool)
-    starts[1:] = ranked[1:] != ranked[:-1]
-    used = starts[:-1] & ~starts[1:]
-    sorted_ = features[order]
-    products = sorted_[:-1] @ sorted_[1:].T  # (B - 1, B - 1): each a with each p
-    all_p = log_sum_exp(products, used.expand_as(products))
-    return all_p - products.diagonal(), used
+        return terms.sum() / positive.sum().clamp(min=1) + self.l2 * norms

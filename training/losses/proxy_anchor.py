@@ -1,7 +1,5 @@
 """Losses whose anchors are proxies: Proxy-Anchor, and two that separate proxies directly."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -78,8 +76,8 @@ class ProxySeparationLoss(ProxyAnchorLoss):
 class BatchProxySeparationLoss(ProxyAnchorLoss):
     r"""Proxy separation with proxies compared through the batch; the paper's OurLoss2.
 
-    p . q becomes the sum over the samples x of (p . x)(x . q), which as printed grows with the
-    batch; with `over_batch = "mean"` it does not. For an empty batch a constant remains.
+    p . q becomes the sum over the samples x of (p . x)(x . q), which grows with the batch, as
+    printed. For an empty batch a constant remains.
 
     References:
         Metric Learning: A Deep Dive (Psomas, 2020), section "Our method", OurLoss2.
@@ -87,26 +85,13 @@ class BatchProxySeparationLoss(ProxyAnchorLoss):
     Args:
         alpha: sharpness of the choice of hard samples and near proxies.
         margin: delta, subtracted from cosines that are to grow, added to the others.
-        over_batch: the sum over the batch, or its mean.
     """
-
-    def __init__(
-        self,
-        classes: int,
-        dim: int,
-        alpha: Positive = 32.0,
-        margin: float = 0.1,
-        over_batch: Literal["sum", "mean"] = "sum",
-    ) -> None:
-        super().__init__(classes, dim, alpha, margin)
-        self.over_batch = over_batch
 
     def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         cosines = self.cosines(embeddings)  # (B, C)
-        seen = cosines.T  # (C, B), so that p . q becomes the sum over x of (p . x)(x . q)
-        if self.over_batch == "mean":
-            seen = seen / max(len(labels), 1) ** 0.5
-        return self.pull(cosines, self.own(labels)) + push_apart(seen, self.alpha, self.margin)
+        pull = self.pull(cosines, self.own(labels))
+        # Products of the rows of (C, B) are the sums over x of (p . x)(x . q).
+        return pull + push_apart(cosines.T, self.alpha, self.margin)
 
 
 def push_apart(rows: Tensor, alpha: float, margin: float) -> Tensor:

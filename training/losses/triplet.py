@@ -1,14 +1,13 @@
 """Losses over mined triplets of an anchor, a positive and a negative: Triplet and Margin."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kinlens.training.fields import NotNegative, Positive
-from kinlens.training.losses.base import MetricLoss, check_labels
+from kinlens.training.losses.base import MetricLoss
 from kinlens.training.losses.miners import (
     all_pairs,
     batch_hard,
@@ -67,11 +66,11 @@ class MarginLoss(MetricLoss):
     Over Euclidean distances d of unit vectors, with P and N the mined pairs:
 
     .. math::
-        \frac{1}{K} \Bigl( \sum_{(a, p) \in P} [d_{ap} - \beta_a + m]_+
-            + \sum_{(a, n) \in N} [\beta_a - d_{an} + m]_+ \Bigr)
-        + \nu \operatorname{mean}_{(a, p) \in P} \beta_a
+        \frac{1}{K} \Bigl( \sum_{(a, p) \in P} [d_{ap} - \beta + m]_+
+            + \sum_{(a, n) \in N} [\beta - d_{an} + m]_+ \Bigr)
 
-    where K is the number of terms above 0. beta is one number, or one per class of the anchor.
+    where K is the number of terms above 0. The paper also learns a beta for each class and each
+    image, with a penalty nu on its size; its benchmarks, and this loss, have one beta and nu = 0.
 
     References:
         Sampling Matters in Deep Embedding Learning (Wu et al., 2017), section 4.
@@ -79,60 +78,35 @@ class MarginLoss(MetricLoss):
 
     Args:
         margin: the margin m.
-        beta: beta, or its initial value.
-        nu: weight of the last term.
-        learn_beta: whether beta is learnt.
-        beta_per_class: whether each class has its own beta.
+        beta: the initial beta, which learns at the rate of proxies.
         mining: `all` pairs, or each positive pair and one random negative of any distance.
-        farthest: the distance from which negatives are not drawn.
     """
 
     def __init__(
         self,
-        classes: int,
         margin: NotNegative = 0.5,
         beta: Positive = 1.2,
-        nu: NotNegative = 0.0,
-        learn_beta: bool = True,
-        beta_per_class: bool = False,
         mining: Literal["all", "distance_weighted"] = "distance_weighted",
-        farthest: Annotated[float, Field(gt=0, le=2)] = 1.4,
     ) -> None:
         super().__init__()
         self.margin = margin
-        self.nu = nu
         self.mining = mining
-        self.farthest = farthest
-        self.beta: Tensor
-        start = torch.full((classes if beta_per_class else 1,), beta)
-        if learn_beta:
-            self.beta = nn.Parameter(start)
-        else:
-            self.register_buffer("beta", start)
+        self.beta = nn.Parameter(torch.full((1,), beta))
 
     def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         S = embeddings @ embeddings.T  # (B, B)
         d = (2 - 2 * S).clamp(min=1e-8).sqrt()  # (B, B), never 0, where the root has no gradient
-        beta = self._beta_of(labels).to(d.dtype)[:, None]  # (B, 1)
+        beta = self.beta.to(d.dtype)  # (1,)
         if self.mining == "all":
             positive, negative = all_pairs(labels)
             to_negative = d
         else:
-            positive, drawn = distance_weighted(
-                S, labels, embeddings.shape[1], farthest=self.farthest
-            )
+            positive, drawn = distance_weighted(S, labels, embeddings.shape[1])
             negative, to_negative = positive, d.gather(1, drawn)
         pull = (d - beta + self.margin).relu().where(positive, 0)  # (B, B)
         push = (beta - to_negative + self.margin).relu().where(negative, 0)  # (B, B)
         active = (pull > 0).sum() + (push > 0).sum()
-        regularizer = self.nu * beta.where(positive, 0).sum() / positive.sum().clamp(min=1)
-        return (pull.sum() + push.sum()) / active.clamp(min=1) + regularizer
-
-    def _beta_of(self, labels: Tensor) -> Tensor:
-        if len(self.beta) == 1:
-            return self.beta.expand(len(labels))
-        check_labels(labels, len(self.beta))
-        return self.beta[labels]
+        return (pull.sum() + push.sum()) / active.clamp(min=1)
 
 
 def _hinge_sums(values: Tensor, mask: Tensor, thresholds: Tensor) -> Tensor:

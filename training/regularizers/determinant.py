@@ -44,46 +44,32 @@ class DeterminantRegularizer(nn.Module):
         self.settings = settings
         self.second_flow = build_flow(settings.flow, dim)
 
-    def forward(self, z: Tensor, labels: Tensor, first_flow: nn.Module) -> DuelOutput:
+    def forward(self, z: Tensor, first_flow: nn.Module) -> DuelOutput:
         own = self.settings
-        added, real = augment(z, labels, own)
-        points = torch.cat([z, added])
-        weights = torch.cat([real.new_ones(len(z)), real]).to(z.dtype)  # (B + k B,)
+        points = torch.cat([z, augment(z, own)])  # (B + k B, D)
         first, second = first_flow(points), self.second_flow(points)
-        r1, r2 = self._r(first, weights), self._r(second, weights)
+        r1, r2 = self._r(first), self._r(second)
         penalty = own.lambda1 * r1 - own.lambda2 * r2
         count = len(z)
         return DuelOutput(first.y[:count], second.y[:count], penalty, r1.detach(), r2.detach())
 
-    def _r(self, output: FlowOutput, weights: Tensor) -> Tensor:
-        scales = output.log_scales  # (L, B, D)
-        if self.settings.depth == "composed":
-            scales = output.log_diagonal[None]  # one layer: (1, B, D)
-        per_layer = log_scale_penalty(scales)  # (L, B)
-        summed = self.settings.depth == "sum"
-        over_layers = per_layer.sum(0) if summed else per_layer.mean(0)  # (B,)
-        return (over_layers * weights).sum() / weights.sum()
+    def _r(self, output: FlowOutput) -> Tensor:
+        composed = self.settings.depth == "composed"
+        scales = output.log_diagonal if composed else output.log_scales  # (B, D) or (L, B, D)
+        return F.softplus(scales).mean()  # log(l + 1), l = exp(scales)
 
 
-def log_scale_penalty(log_scales: Tensor) -> Tensor:
-    """mean over dimensions of log(l + 1), l = exp(log_scales): (L, B, D) to (L, B)."""
-    return F.softplus(log_scales).mean(dim=2)
-
-
-def augment(z: Tensor, labels: Tensor, settings: Determinant) -> tuple[Tensor, Tensor]:
+def augment(z: Tensor, settings: Determinant) -> Tensor:
     """z_i + eps e_ij for the k nearest z_j of each z_i: (B, D) to (k B, D), with gradients to both.
 
     e_ij is z_j - z_i for "between", the paper's description in words; its negative for "beyond",
-    the printed formula; its part orthogonal to z_i for "tangent" (section 5.4). The second result,
-    (k B,), is False where a sample has fewer candidates of its class.
+    the printed formula; its part orthogonal to z_i for "tangent" (section 5.4).
     """
     k = min(settings.neighbours, max(len(z) - 1, 0))
     with torch.no_grad():
         distances = torch.cdist(z, z)
         distances.fill_diagonal_(torch.inf)
-        if settings.same_class:
-            distances.masked_fill_(labels[:, None] != labels[None, :], torch.inf)
-        nearest, j = (found.flatten() for found in distances.topk(k, largest=False))  # (k B,)
+        j = distances.topk(k, largest=False).indices.flatten()  # (k B,)
         i = torch.arange(len(z), device=z.device).repeat_interleave(k)
     step = z[j] - z[i]  # (k B, D)
     if settings.direction == "beyond":
@@ -91,7 +77,7 @@ def augment(z: Tensor, labels: Tensor, settings: Determinant) -> tuple[Tensor, T
     elif settings.direction == "tangent":
         radius = F.normalize(z[i], dim=1)
         step = step - (step * radius).sum(1, keepdim=True) * radius
-    return z[i] + settings.eps * step, nearest.isfinite()
+    return z[i] + settings.eps * step
 
 
 def local_lipschitz(flow: nn.Module, z: Tensor) -> Tensor:

@@ -30,12 +30,10 @@ def test_the_gradient_is_that_of_the_value_and_reaches_every_parameter(name: str
     assert given.grad.norm() > 0
     for parameter in loss.parameters():
         assert parameter.grad.isfinite().all()
-        reached = parameter.grad.reshape(len(parameter), -1).norm(dim=1) > 0
-        # A beta per class moves only with pairs of the class, and two classes have none.
-        assert reached.sum() == (CLASSES - 2 if name == "margin per_class" else len(parameter))
+        assert (parameter.grad.reshape(len(parameter), -1).norm(dim=1) > 0).all()
 
 
-@pytest.mark.parametrize("name", [*PROXY_CASES, "margin per_class"])
+@pytest.mark.parametrize("name", PROXY_CASES)
 def test_a_label_that_is_no_class_is_refused(name: str) -> None:
     for label in (-1, CLASSES):
         embeddings, labels = batch()

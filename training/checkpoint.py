@@ -1,13 +1,11 @@
 """Checkpoints: all that a run needs to continue as if it had not stopped."""
 
 import copy
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,9 +136,3 @@ def load_chosen(folder: Path) -> Checkpoint:
     """The checkpoint that the run's protocol chose: last epoch or best. Raises: CheckpointError."""
     last = load_checkpoint(folder)
     return load_checkpoint(folder / BEST) if (folder / BEST).exists() else last
-
-
-def seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

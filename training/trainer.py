@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from kinlens.embedder.errors import TrainingError
-from kinlens.training.checkpoint import BEST, FILE, START, Average, save_checkpoint, seed_everything
+from kinlens.training.checkpoint import BEST, FILE, START, Average, save_checkpoint
 from kinlens.training.config.job import Job
 from kinlens.training.config.settings import rate
 from kinlens.training.data.features import CachedFeatures, pooled_views
@@ -64,7 +64,7 @@ def fit(
     is bit for bit the same as without a stop. If `trains` is False, the run ends before the first
     step. Returns a row of figures per epoch. Raises: TrainingError.
     """
-    seed_everything(job.seed)
+    torch.manual_seed(job.seed)  # NumPy and Python draw from generators of their own
     images = split.to_learn()
     order = BatchSampler(job, images.labels, rank(), world(), split.confused())
     job = job.model_copy(update={"optimizer": job.optimizer.enough_epochs(len(order))})

@@ -15,7 +15,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import kinlens.training.runner  # noqa: F401  (loaded once, before the ranks part)
 from kinlens.training.__main__ import main
-from kinlens.training.checkpoint import seed_everything
 from kinlens.training.config.job import Job
 from kinlens.training.distributed import process_group, rank, world
 from kinlens.training.state import create_run
@@ -54,7 +53,7 @@ def cases(weights: Path) -> dict[str, Job]:
 
 def gradients(job: Job) -> dict[str, Tensor]:
     """The gradient of every trainable parameter after one step on this rank's part of a batch."""
-    seed_everything(0)
+    torch.manual_seed(0)
     run = create_run(job, CLASSES)
     _stir(run.objective)
     # In float64 rounding cannot be mistaken for a wrong gradient, nor hide one.

@@ -37,8 +37,8 @@ class Retrieval:
     map_at_r: float
     queries: int
     without_positive: int
-    ranks: Tensor = field(default_factory=lambda: torch.empty(0), compare=False, repr=False)
-    precisions: Tensor = field(default_factory=lambda: torch.empty(0), compare=False, repr=False)
+    ranks: Tensor = field(compare=False, repr=False)
+    precisions: Tensor = field(compare=False, repr=False)
 
     def recall_by_name(self) -> dict[str, float]:
         return {f"R@{k}": value for k, value in self.recall.items()}

@@ -2,6 +2,17 @@
 
 The constructor of a loss defines the options of a job: all its parameters except `classes` and
 `dim`, which come from the data and the network. Bounds are in its annotations.
+
+Why these are not the losses of pytorch-metric-learning 2.9, which the tests compare them with:
+
+- It lacks `binomial_deviance`, `loss1` and `loss2`.
+- Its `n_pair` has one pair of each class and no norms. Its `proxy_nca` has the own proxy in the
+  denominator. Its `contrastive` and `triplet` average over the terms above 0 by default.
+- Its `lifted_structure` takes the sum over no positives as 1, where the anchor should not count.
+- All but its `soft_triple` select entries by masks or `nonzero`, for which each step waits for the
+  GPU. Here shapes are fixed. All triplets take B^3 there and B^2 here.
+- Values of `proxy_anchor`, `arcface`, `soft_triple`, `multi_similarity` and `margin` are equal. But
+  it checks no labels, and its options lack the types and bounds that a job is checked by.
 """
 
 import inspect

@@ -16,12 +16,7 @@ LEAST = 0.01
 
 _MEASURE_EVERY, _CALIBRATE_EVERY = 10, 3  # steps
 _FEWEST_MEASUREMENTS = 8
-_STATE = {
-    "scale": torch.float64,
-    "last": torch.float64,
-    "measured": torch.int64,
-    "reach": torch.float64,
-}
+_STATE = ("scale", "last", "measured", "reach")
 _TRUST = 0.4  # weight of a new measurement against the earlier ones
 
 
@@ -128,8 +123,9 @@ class Shares:
     def state_dict(self) -> dict[str, Tensor]:
         state = {"steps": torch.tensor(self.steps)}
         for name, term in self.terms.items():
-            for number, dtype in _STATE.items():
-                state[f"terms.{name}.{number}"] = torch.tensor(getattr(term, number), dtype=dtype)
+            for key in _STATE:
+                value = torch.tensor(getattr(term, key), dtype=torch.float64)
+                state[f"terms.{name}.{key}"] = value
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -138,9 +134,9 @@ class Shares:
             return
         self.steps = int(state["steps"])
         for name, term in self.terms.items():
-            for number in _STATE:
-                if (key := f"terms.{name}.{number}") in state:
-                    setattr(term, number, state[key].item())
+            for key in _STATE:
+                if (stored := state.get(f"terms.{name}.{key}")) is not None:
+                    setattr(term, key, type(getattr(term, key))(stored))
 
     @property
     def _calibration(self) -> int:

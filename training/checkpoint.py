@@ -63,8 +63,8 @@ class Checkpoint:
 class Average:
     """The exponential moving average of the weights and buffers of a network.
 
-    The decay is min(`decay`, (1 + n) / (10 + n)) after n steps, so that a short run is not
-    dominated by its initial weights.
+    The first step copies the weights. After n steps the decay is min(`decay`, (1 + n) / (10 + n)),
+    so a short run is not dominated by its initial weights.
     """
 
     def __init__(self, net: EmbeddingNet, decay: float) -> None:

@@ -137,8 +137,7 @@ class _Training:
             write_table(self.folder / "feedback.csv", self.split.joined())
 
     def begin(self) -> None:
-        """Epoch 0: figures of the trunk, or of the continued model, and of the start."""
-
+        """Epoch 0: measure the trunk or the continued model, set initial weights, measure those."""
         (self.folder / BEST).unlink(missing_ok=True)  # of a start that was cut short
         run, job, split = self.run, self.run.job, self.split
         images = {} if split.validation is None else {VALIDATION: [split.validation]}

@@ -160,7 +160,7 @@ def full_precision() -> Iterator[None]:
 def with_interval(recall: float, queries: int) -> str:
     """A recall in percent with Wilson's 95 % interval, "58.0 (50.0 to 65.6)".
 
-    Queries count as independent. Images of one class are alike, so it is rather too narrow.
+    It takes queries as independent. Images of one class are alike, so the true interval is wider.
     """
     from scipy import stats  # here, since its import takes a second
 

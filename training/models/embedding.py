@@ -144,17 +144,17 @@ class EmbeddingNet(nn.Module):
         return pooled
 
     def features(self, images: Tensor) -> Tensor:
-        """uint8 (B, 3, S, S) to the flow's input, or to the unnormalised embedding: (B, D)."""
+        """uint8 (B, 3, S, S) to the input of the flow or, without one, of the L2 norm: (B, D)."""
         return self.project(self.pooled(images))
 
     def project(self, pooled: Tensor) -> Tensor:
-        """The output of `pooled` (B, C) to that of `features` (B, D)."""
+        """Pooled features (B, C) through projection and flow input to features (B, D)."""
         with torch.autocast(pooled.device.type, enabled=False):
             z: Tensor = self.flow_input(self.projection(pooled))
         return z
 
     def transform(self, features: Tensor) -> Tensor:
-        """The output of `features` through the flow, if there is one: (B, D), of any length."""
+        """Features (B, D) through the flow, if there is one, to (B, D), of any length."""
         if self.flow is None:
             return features
         with torch.autocast(features.device.type, enabled=False):
@@ -162,7 +162,7 @@ class EmbeddingNet(nn.Module):
             return output.y
 
     def embed(self, features: Tensor) -> Tensor:
-        """The output of `features` to unit embeddings (B, D), in float32 whatever the autocast."""
+        """Features (B, D) to unit embeddings (B, D), in float32 whatever the autocast."""
         with torch.autocast(features.device.type, enabled=False):
             return F.normalize(self.transform(features), dim=1)
 
@@ -204,7 +204,7 @@ class EmbeddingNet(nn.Module):
 def torch_embed(
     net: nn.Module, rows: NDArray[Any], function: Callable[[Tensor], Tensor] | None = None
 ) -> Embeddings:
-    """The result of `net`, or of a function of it, for rows in numpy, computed on its device."""
+    """Apply `net`, or a `function` that uses it, to numpy rows on the device of `net`."""
     with evaluating(net), torch.inference_mode():
         there = torch.from_numpy(rows).to(next(net.parameters()).device)
         vectors: Embeddings = (function or net)(there).float().cpu().numpy()

@@ -38,7 +38,7 @@ def bundle_of(weights: str) -> Path | None:
 def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
     """The network of `job` with the weights of the bundle at `path`: trunk, head and flow.
 
-    A bundle of a trunk only leaves the head at its initial weights, one without a flow the flow.
+    The head keeps its initial weights if the bundle is only a trunk, the flow if it has no flow.
 
     Raises: BundleError; CheckpointError naming the setting that does not fit, or if the network
         cannot be rebuilt; JobError if this version does not know the bundle's own job.

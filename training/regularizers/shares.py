@@ -30,12 +30,12 @@ class Share:
     parameters of a flow. With `wanted` c is calibrated over the first epoch in which the penalty
     has a gradient:
 
-    - In the first third of it c may fall but not rise, since a flow that starts as the identity has
-      a gradient in its last layers only.
-    - Then c is a mean of logarithms, weighted towards newer measurements; then it stays fixed.
-
-    It is not adapted for longer: the gradient of a penalty that saturates vanishes, and a weight
-    that follows it grows until it destroys the embedding.
+    - In the first third of that epoch c may fall but not rise: a flow that starts as the identity
+      has a gradient in its last layers only, so its share is measured too small.
+    - Later in the epoch c is a geometric mean of what each measurement asks for; the newer weigh
+      more.
+    - Then c stays fixed. The gradient of a penalty that saturates vanishes, and a weight that
+      followed it would grow until it destroys the embedding.
 
     `last` is the last measured share, negative before that. `reach` is the share at the features of
     a penalty that is measured elsewhere: a flow may absorb all of its gradient.
@@ -55,14 +55,15 @@ class Share:
         if not (math.isfinite(ratio) and ratio > 0):
             self.last = 0.0
             return
-        if self.calibrates(calibration):
-            wanted = math.log((self.wanted or 0.0) / ratio)
-            if self.measured < calibration // 3:
-                mean = min(wanted, 0.0)
+        if self.wanted is not None and self.measured < calibration:
+            needed, first_third = self.wanted / ratio, calibration // 3
+            if self.measured < first_third:
+                scale = min(needed, 1.0)
             else:
-                trust = _TRUST if self.measured > calibration // 3 else 1.0
-                mean = trust * wanted + (1 - trust) * math.log(self.scale)
-            self.scale = min(max(math.exp(mean), 1 / WIDEST), WIDEST)
+                # The first measurement after the first third replaces what came before.
+                trust = 1.0 if self.measured == first_third else _TRUST
+                scale = needed**trust * self.scale ** (1 - trust)
+            self.scale = min(max(scale, 1 / WIDEST), WIDEST)
         self.measured += 1
         self.last = self.scale * ratio
 
@@ -83,6 +84,7 @@ class Shares:
         self.steps = 0
 
     def is_due(self) -> bool:
+        """Count a step; whether it is measured: every third while calibrating, and every tenth."""
         self.steps += 1
         terms = self.terms.values()
         if any(term.calibrates(self._calibration) for term in terms):

@@ -3,7 +3,7 @@
 The constructor of a loss defines the options of a job: all its parameters except `classes` and
 `dim`, which come from the data and the network. Bounds are in its annotations.
 
-Why these are not the losses of pytorch-metric-learning 2.9, which the tests compare them with:
+Why these are not the losses of pytorch-metric-learning 2.9 (tests compare those that are equal):
 
 - It lacks `binomial_deviance`, `loss1` and `loss2`.
 - Its `n_pair` has one pair of each class and no norms. Its `proxy_nca` has the own proxy in the

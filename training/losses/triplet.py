@@ -69,8 +69,8 @@ class MarginLoss(MetricLoss):
         \frac{1}{K} \Bigl( \sum_{(a, p) \in P} [d_{ap} - \beta + m]_+
             + \sum_{(a, n) \in N} [\beta - d_{an} + m]_+ \Bigr)
 
-    where K is the number of terms above 0. The paper also learns a beta for each class and each
-    image, with a penalty nu on its size; its benchmarks, and this loss, have one beta and nu = 0.
+    where K is the number of terms above 0. The paper also has a beta for each class and each image,
+    and a penalty nu on their size. Here there is one beta, as in the benchmark, and no penalty.
 
     References:
         Sampling Matters in Deep Embedding Learning (Wu et al., 2017), section 4.

@@ -191,7 +191,7 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     command = ["adapt", "--data", str(shop), "--out", str(out), "--run", str(run), "--map"]
     command += ["--backbone", "timm:test_resnet", "--weights", str(weights)]
     for setting in (
-        "input={size_px=32,resize_px=36}", "model.dim=16", "model.views=2",
+        "input={size_px=32,resize_px=36}", "model.dim=16", "model.hidden=8", "model.views=2",
         "optimizer={min_steps=12,batch_size=8,average=0.9}", "runtime={workers=0,device='cpu'}",
         "model.batch_norm=frozen",
     ):  # fmt: skip

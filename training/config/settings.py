@@ -112,11 +112,13 @@ class Model(Section):
     views: int = Field(4, ge=1, le=64)
     """With `frozen_trunk`: views of each image. The first is the image as served, the others are
     random crops."""
+    hidden: int | None = Field(None, ge=1)
+    """Width of a second layer of the projection; none: one layer."""
 
     @model_validator(mode="after")
     def _check(self) -> "Model":
-        if self.dim is None and self.frozen_trunk:
-            raise ValueError("frozen_trunk needs a projection; set dim")
+        if self.dim is None and (self.frozen_trunk or self.hidden):
+            raise ValueError("frozen_trunk and hidden need a projection; set dim")
         if self.pooling == "cls" and not self.backbone.startswith(TIMM):
             raise ValueError(
                 f'pooling = "cls" needs a class token, which {self.backbone} does not have; choose '

@@ -68,7 +68,7 @@ def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
         "model.backbone": (bundle.manifest.backbone, job.model.backbone)
     }
     if made_by is not None:
-        for name in ("dim", "pooling"):
+        for name in ("dim", "hidden", "pooling"):
             pairs[f"model.{name}"] = getattr(made_by.model, name), getattr(job.model, name)
         there, here = (each.regularizers.determinant for each in (made_by, job))
         if there is not None:

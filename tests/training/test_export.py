@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ import kinlens.training.export.precisions as precisions_module
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.calibration import Calibration
 from kinlens.embedder.engines.models import SessionSettings
-from kinlens.embedder.errors import BundleCorruptError, ExportError
+from kinlens.embedder.errors import BundleCorruptError, BundleError, ExportError
 from kinlens.embedder.explain import explain
 from kinlens.embedder.session import MIN_FP32_COSINE, OnnxEmbedder
 from kinlens.embedder.types import Embed, Embeddings, Images
@@ -186,11 +187,14 @@ def test_a_gpu_installation_exports(
     def of_gpu(package: str) -> str:
         if package == "onnxruntime":
             raise PackageNotFoundError(package)
-        return "1.31.1" if package == "onnxruntime-gpu" else installed(package)
+        return installed(package)
 
     monkeypatch.setattr(export_module, "version", of_gpu)
-    bundle = export_checkpoint(again.checkpoint, again.split, tmp_path / "bundle")
-    assert bundle.manifest.versions["onnxruntime"] == "1.31.1"
+    bundle = export_checkpoint(again.checkpoint, again.split, tmp_path / "new" / "bundle")
+    assert bundle.manifest.versions["onnxruntime"] == onnxruntime.__version__
+    assert [path.name for path in bundle.path.parent.iterdir()] == ["bundle"]
+    with pytest.raises(BundleError, match="exists already"):
+        export_checkpoint(again.checkpoint, again.split, bundle.path)
 
 
 def test_every_image_is_decoded_once_for_torch_onnx_and_all_precisions(trained: Trained) -> None:

@@ -1,7 +1,7 @@
 """kinlens-train crossval, search and tournament."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -30,7 +30,7 @@ def crossval(
 ) -> None:
     """Cross validate a job over its train classes; finished folds are not trained again.
 
-    Example: kinlens-train crossval cars196-half-detreg --folds 10 --out runs/cars-crossval
+    Example: kinlens-train crossval cars196-half --folds 10 --out runs/cars-crossval
     """
     from kinlens.training.studies.crossval import cross_validate, scores
 
@@ -62,7 +62,7 @@ def search(
 ) -> None:
     """Search for the settings with the best R@1 on validation classes, without test classes.
 
-    Example: kinlens-train search cars196-half-detreg --space space.toml --trials 50 --epochs 10
+    Example: kinlens-train search cars196-half --space space.toml --trials 50 --epochs 10
     """
     from kinlens.training.studies import search as study
 
@@ -83,10 +83,6 @@ def tournament(
     grid: Annotated[Path, typer.Argument(help="TOML file: a base job and the lists to combine.")],
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/GRID.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the runs and stop.")] = False,
-    missing: Annotated[
-        Literal["leave-out", "last"],
-        typer.Option(help="Experiments that lack a competitor: omit them, or rank it last."),
-    ] = "leave-out",
     choose_by_test: ChooseByTest = False,
     overrides: Overrides = None,
     allow_partial: AllowPartial = False,
@@ -111,7 +107,7 @@ def tournament(
         return
 
     with stoppable(_RESUME):
-        found = play(runs, folder, note, missing_last=missing == "last")
+        found = play(runs, folder, note)
     console.print(f"Report: {folder / 'report.md'}")
     if any(run.result is None for run in found):
         raise typer.Exit(1)

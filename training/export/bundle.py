@@ -4,14 +4,13 @@ Exported are normalisation, trunk, pooling, projection, the first flow and the L
 """
 
 import io
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -19,8 +18,15 @@ import numpy as np
 from PIL import Image
 
 from kinlens.embedder.bundle import Bundle, VariantFiles, write_bundle
-from kinlens.embedder.engines.models import SessionSettings, absence, create_session, run_plain
+from kinlens.embedder.engines.models import (
+    SessionSettings,
+    absence,
+    create_session,
+    engine_versions,
+    run_plain,
+)
 from kinlens.embedder.errors import BundleError, CalibrationError, ExportError
+from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import (
     Baseline,
     BundleManifest,
@@ -63,7 +69,7 @@ MAX_RECALL_DIFFERENCE = 0.1
 _GOLDEN_IMAGES = 8
 _GOLDEN_SCALES = (1.3, 2.5)
 _EXIF_ORIENTATION = 0x0112
-_PACKAGES = ("torch", "onnx", "onnxruntime", "pillow", "numpy")
+_PACKAGES = ("torch", "onnx", "pillow", "numpy")
 
 OnRefusal = Callable[[str], None]
 _Vectors = dict[tuple[str, str], Embeddings]
@@ -131,6 +137,7 @@ def export_checkpoint(
 
     Raises: DatasetError if `split` is not the split of the run; ExportError, BundleError.
     """
+    _make_room(out)
     split.require(checkpoint.split_sha256, "The checkpoint")
     job = parse_job(checkpoint.job)
     data = _Data(split, tuple(sorted({1, *job.recall_at})), job.runtime, on_batch, on_refusal)
@@ -158,6 +165,7 @@ def export_backbone(
     name: str, model: Model, spec: Input, out: Path, with_map: bool = False
 ) -> Bundle:
     """Write the bundle of a pretrained trunk: its pooled features, without recall."""
+    _make_room(out)
     net = EmbeddingNet(model.model_copy(update={"dim": None})).eval()
     manifest = _manifest(name, net, spec.preprocessing(), model.backbone)
     return _export(net, manifest, out, with_map=with_map)
@@ -166,6 +174,13 @@ def export_backbone(
 def images_to_embed(split: Split) -> int:
     """The total of a progress bar for `export_checkpoint`."""
     return sum(len(images) for name, images in split.parts.items() if name != "train")
+
+
+def _make_room(out: Path) -> None:
+    """Create the parent folder, before the work. Raises: BundleError if `out` exists; OSError."""
+    if out.exists():
+        raise BundleError(f"{out} exists already. Choose another folder or delete it first.")
+    out.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _manifest(
@@ -179,17 +194,9 @@ def _manifest(
         model_sha256="",
         golden=GoldenHashes(files={}),
         backbone=backbone,
-        versions={package: _version(package) for package in _PACKAGES},
+        versions={**{package: version(package) for package in _PACKAGES}, **engine_versions()},
         **more,
     )
-
-
-def _version(package: str) -> str:
-    """The version of a package, or of its GPU variant, which installs the same module."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return version(f"{package}-gpu")
 
 
 def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:
@@ -208,12 +215,11 @@ def _export(
     precisions: Sequence[Precision] = (),
     with_map: bool = False,
 ) -> Bundle:
-    if out.exists():
-        raise BundleError(f"{out} exists already. Choose another folder or delete it first.")
-    with tempfile.TemporaryDirectory() as name:
+    # Next to the bundle there must be space for it; a /tmp in memory may have none.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as name:
         trial = _trial(net, manifest, Path(name))
         inputs = trial.golden_inputs()
-        fp32 = OnnxEmbedder.open(trial, SessionSettings(threads=os.cpu_count() or 1))
+        fp32 = OnnxEmbedder.open(trial, SessionSettings(threads=core_count()))
         by_torch = partial(torch_embed, net)
         parity = check_parity(by_torch, fp32.embed, inputs)
         manifest = manifest.model_copy(update={"parity": parity})
@@ -236,7 +242,7 @@ def _export(
         if with_map:
             map_model, map_net = Path(name) / "map.onnx", EmbeddingMap(net).eval()
             write_onnx(map_net, inputs.shape[-1], map_model, "map")
-            session = create_session(map_model, SessionSettings(threads=os.cpu_count() or 1))
+            session = create_session(map_model, SessionSettings(threads=core_count()))
             by_onnx = partial(run_plain, session, "images")
             checked = check_map(partial(torch_embed, map_net), by_onnx, inputs, golden)
             manifest = manifest.model_copy(update={"map": checked})

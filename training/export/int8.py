@@ -4,7 +4,6 @@ Rounded weights shift the mean of each channel, and these shifts add up over the
 network. GPTQ and bias correction remove most of them. See docs/decisions/0021.
 """
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from kinlens.embedder.engines.models import SessionSettings, create_session
+from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.types import Images
 from kinlens.training.data.images import EvaluationImages
@@ -157,7 +157,7 @@ def _watch(model: ModelProto, layers: list[_Layer], images: Images, path: Path) 
     names = sorted({node.input[0] for node, _ in layers})
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
     onnx.save(model, path)
-    session = create_session(path, SessionSettings(threads=os.cpu_count() or 1))
+    session = create_session(path, SessionSettings(threads=core_count()))
     random = np.random.default_rng(0)
     for batch in np.split(images, range(_BATCH, len(images), _BATCH)):
         found = session.run(names, {model.graph.input[0].name: batch})

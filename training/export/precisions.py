@@ -7,7 +7,6 @@ See docs/decisions/0006.
 
 import copy
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import SessionSettings, load
 from kinlens.embedder.errors import BundleError, ExportError
+from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Comparison, FilePrecision, HeldOut, Mode
 from kinlens.embedder.preprocess import ImageLimits
 from kinlens.embedder.session import OnnxEmbedder, golden_fault
@@ -99,7 +99,7 @@ def with_half_trunk(net: EmbeddingNet) -> EmbeddingNet:
 
 def make_candidate(mode: Mode, bundle: Bundle, model: Path | None) -> Candidate:
     """Run a model in `mode`, and check its golden vectors. Raises: ExportError."""
-    settings = SessionSettings(threads=os.cpu_count() or 1)
+    settings = SessionSettings(threads=core_count())
     expected = bundle.golden_vectors()
     try:
         loaded = load(model or bundle.model_path, settings, mode)
@@ -109,8 +109,12 @@ def make_candidate(mode: Mode, bundle: Bundle, model: Path | None) -> Candidate:
         raise _broken(mode, error) from error
     fault = golden_fault(mode.precision, golden, golden, expected)
     if fault is not None:
-        need = " This processor may lack VNNI." if mode.precision == "int8" else ""
-        raise ExportError(f"The golden vectors of {mode} are wrong on this machine: {fault}.{need}")
+        cause = ""
+        if mode.precision == "int8":
+            cause = " Either 8 bits are too few for this trunk, or this processor lacks VNNI."
+        raise ExportError(
+            f"The golden vectors of {mode} are wrong on this machine: {fault}.{cause}"
+        )
     cosines = (golden * expected).sum(axis=1)
     return Candidate(mode, model, golden, cosines, embedder)
 

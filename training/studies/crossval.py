@@ -35,9 +35,8 @@ def cross_validate(
 
     Raises: JobError if the job does not measure R@1; TrainingError; finished folds are kept.
     """
-    protocol: dict[str, Any] = {"folds": count, "validation_seed": seed}
-    protocol |= {"choose_by": "validation", "evaluate_test": "end"}
-    jobs = [parse_job(job.as_dict() | {"protocol": protocol | {"fold": n}}) for n in range(count)]
+    protocol = {"folds": count, "validation_seed": seed, "evaluate_test": "end"}
+    jobs = [parse_job(on_validation(job, fold=n, **protocol)) for n in range(count)]
     parts = folds(split, count, seed)
     identity = {"job": job.as_dict(), "split_sha256": split.learnt_sha256()}
     stamp(folder, "crossval.json", identity | {"folds": count, "seed": seed})
@@ -50,6 +49,15 @@ def cross_validate(
         found.append(result or runner(one, part, run_folder, listener))
     _write_report(folder, job, split, found)
     return found
+
+
+def on_validation(job: Job, **protocol: Any) -> dict[str, Any]:
+    """`job` as plain data, with a protocol that keeps the epoch of the best validation R@1."""
+    content = job.as_dict()
+    content["protocol"] = {"choose_by": "validation", **protocol}
+    # The recommended jobs evaluate only the last epoch.
+    content["runtime"]["eval_every_epochs"] = content["runtime"]["eval_every_epochs"] or 1
+    return content
 
 
 def scores(results: list[Result]) -> dict[str, dict[str, float]]:

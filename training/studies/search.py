@@ -28,7 +28,7 @@ from kinlens.training.data.records import Split
 from kinlens.training.folder import replace_json, replace_text, stamp
 from kinlens.training.report.markdown import plain, table
 from kinlens.training.runner import run_job
-from kinlens.training.studies.crossval import Runner
+from kinlens.training.studies.crossval import Runner, on_validation
 from kinlens.training.trainer import Listener
 
 Space = Mapping[str, Mapping[str, Any]]
@@ -136,7 +136,12 @@ def search(
 
 def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = False) -> Job:
     """`job` with `values`; only the `final` one is tested. Raises: JobError."""
-    content = job.as_dict()
+    content = on_validation(
+        job,
+        validation_fraction=plan.fraction,
+        validation_seed=job.protocol.validation_seed,
+        evaluate_test="end" if final else "never",
+    )
     if plan.trial_epochs is not None and not final:
         content["optimizer"]["epochs"] = plan.trial_epochs
     for name, value in values.items():
@@ -147,11 +152,6 @@ def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = Fal
             if not isinstance(inner, dict):
                 raise JobError(f"{name}: the job has no table {one!r}. Add it to its file first.")
         inner[key] = value
-    content["protocol"] |= {
-        "validation_fraction": plan.fraction,
-        "choose_by": "validation",
-        "evaluate_test": "end" if final else "never",
-    }
     return parse_job(content, origin=f"the job with {dict(values)}")
 
 

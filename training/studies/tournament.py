@@ -22,7 +22,6 @@ import pandas as pd
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     StrictInt,
@@ -70,9 +69,6 @@ def _unique(given: list[Any]) -> list[Any]:
 
 _Entries = Annotated[list[_Entry], Field(min_length=1), AfterValidator(_unique)]
 _Integers = Annotated[list[StrictInt], Field(min_length=1), AfterValidator(_unique)]
-_OneOrMore = BeforeValidator(lambda given: given if isinstance(given, list) else [given])
-_Limit = dict[str, Annotated[list[Any], _OneOrMore]]
-"""Names of some axes: {loss = "triplet", dim = [64, 128]} covers two sizes of one loss."""
 
 
 class _Grid(BaseModel):
@@ -83,8 +79,6 @@ class _Grid(BaseModel):
     backbones: _Entries | None = None
     dims: _Integers | None = None
     seeds: _Integers | None = None
-    exclude: list[_Limit] = []
-    only: list[_Limit] = []
 
 
 @dataclass(frozen=True)
@@ -131,15 +125,11 @@ def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
         "loss": grid.losses or [_Entry(name=job.loss.name, loss=base["loss"])],
         "regularizer": grid.regularizers or [_Entry(name=used, regularizers=base["regularizers"])],
     }
-    known = {axis: [_name(value) for value in values] for axis, values in lists.items()}
-    _check_limits([*grid.exclude, *grid.only], known)
     found = []
-    for values in itertools.product(*lists.values()):
-        names = dict(zip(lists, map(_name, values), strict=True))
-        if not _covered(names, grid.exclude) and (not grid.only or _covered(names, grid.only)):
-            found.append(Run(**names, job=_job(base, dict(zip(lists, values, strict=True)))))
-    if not found:
-        raise JobError(f"{path}: `exclude` and `only` exclude every combination.")
+    for combination in itertools.product(*lists.values()):
+        values = dict(zip(lists, combination, strict=True))
+        names = {axis: _name(value) for axis, value in values.items()}
+        found.append(Run(**names, job=_job(base, values)))
     return found
 
 
@@ -167,19 +157,6 @@ def _base(source: str | dict[str, Any], grid: Path, overrides: Sequence[str]) ->
     return load_job(neighbour if neighbour.is_file() else source, overrides)
 
 
-def _check_limits(limits: list[_Limit], known: Mapping[str, Sequence[Any]]) -> None:
-    for axis, values in (item for limit in limits for item in limit.items()):
-        if axis not in known:
-            raise JobError(f"unknown axis {axis!r}; use {', '.join(known)}.")
-        if unknown := [value for value in values if value not in known[axis]]:
-            there = ", ".join(map(str, known[axis]))
-            raise JobError(f"no {axis} {unknown[0]!r} in this grid; use {there}.")
-
-
-def _covered(names: Mapping[str, Any], limits: list[_Limit]) -> bool:
-    return any(all(names[axis] in values for axis, values in t.items()) for t in limits)
-
-
 def _job(base: dict[str, Any], values: Mapping[str, Any]) -> Job:
     backbone, loss, regularizer = (values[axis] for axis in ("backbone", "loss", "regularizer"))
     content = backbone.over(base, model={"backbone": backbone.name})
@@ -200,7 +177,6 @@ def play(
     runs: Sequence[Run],
     folder: Path,
     report: Callable[[str], object],
-    missing_last: bool = False,
     launch: Callable[[Job, Path], str | None] | None = None,
 ) -> list[Run]:
     """Train every run without a result in `folder`; failed runs are tried again.
@@ -220,7 +196,7 @@ def play(
     launch = launch or run_in_process
     with exclusive(folder, with_children=True):
         found = read_runs(runs, folder)
-        write_report(folder, found, missing_last)
+        write_report(folder, found)
         waiting = [run for run in found if run.result is None]
         failed = sum(bool(run.reason) for run in waiting)
         done = len(runs) - len(waiting)
@@ -239,7 +215,7 @@ def play(
                 replace_text(run_folder / _FAILURE, reason)
                 report(f"  failed: {reason} ({_OUTPUT} in {run_folder})")
             found = read_runs(runs, folder)
-            write_report(folder, found, missing_last)
+            write_report(folder, found)
     return found
 
 
@@ -305,20 +281,19 @@ def figures_of(runs: Sequence[Run]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def rank(scores: pd.DataFrame, missing_last: bool = False) -> pd.DataFrame:
+def rank(scores: pd.DataFrame) -> pd.DataFrame:
     """Rank competitors by score (high is good) within each experiment, then average the ranks.
 
-    Ties share the average of their ranks. Ranks among five and among ten are not comparable, so an
-    experiment that lacks a competitor is excluded; `missing_last` ranks the missing ones last. A
-    competitor without any score is not ranked.
+    Ties share the average of their ranks. A competitor without any score is not ranked. An
+    experiment that lacks one of the others is excluded, as ranks among five and among ten are not
+    comparable.
 
     `scores` has a row per experiment and a column per competitor. The result has a row per
     competitor, best average first: its rank in each remaining experiment, then "total", "average
     rank" and "standard deviation" (n - 1).
     """
     present = scores.round(_DECIMALS).dropna(axis="columns", how="all")
-    kept = present if missing_last else present.dropna()
-    ranks = kept.rank(axis="columns", ascending=False, na_option="bottom").T
+    ranks = present.dropna().rank(axis="columns", ascending=False).T
     averaged = {
         "total": ranks.sum(axis="columns"),
         "average rank": ranks.mean(axis="columns"),
@@ -327,7 +302,7 @@ def rank(scores: pd.DataFrame, missing_last: bool = False) -> pd.DataFrame:
     return ranks.assign(**averaged).sort_values("average rank", kind="stable")
 
 
-def write_report(folder: Path, runs: Sequence[Run], missing_last: bool = False) -> None:
+def write_report(folder: Path, runs: Sequence[Run]) -> None:
     figures = figures_of(runs)
     finished = [(run, run.result) for run in runs if run.result is not None]
     failed = [(run.job.name, plain(run.reason)) for run in runs if run.reason]
@@ -337,10 +312,8 @@ def write_report(folder: Path, runs: Sequence[Run], missing_last: bool = False) 
     lines += [f"- {len(finished)} of {len(runs)} runs finished, {len(failed)} failed"]
     chosen = dict.fromkeys(result.chosen_by for _, result in finished)
     lines += [f"- {CHOSEN_BY[who]}" for who in chosen]
-    if len(chosen) > 1:
-        lines.append("- MIXED: the models of the runs were not all chosen in the same way")
     if finished:
-        lines += ["", "## Ranks by R@1", "", *_ranking(figures, missing_last)]
+        lines += ["", "## Ranks by R@1", "", *_ranking(figures)]
     for experiment in dict.fromkeys(run.experiment for run, _ in finished):
         here = ((run, result) for run, result in finished if run.experiment == experiment)
         records = tuple(record(run.competitor, result) for run, result in here)
@@ -351,7 +324,7 @@ def write_report(folder: Path, runs: Sequence[Run], missing_last: bool = False) 
     replace_text(folder / "report.md", "\n".join(lines) + "\n")
 
 
-def _ranking(figures: pd.DataFrame, missing_last: bool) -> list[str]:
+def _ranking(figures: pd.DataFrame) -> list[str]:
     means = figures.groupby(["experiment", "competitor"], sort=False)["R@1"].mean().unstack()
     scores = means.loc[figures["experiment"].unique(), figures["competitor"].unique()]
     lines = ["- by mean R@1 over the seeds within each experiment; ties share their ranks"]
@@ -360,9 +333,8 @@ def _ranking(figures: pd.DataFrame, missing_last: bool) -> list[str]:
     for experiment, row in scores.drop(columns=never).iterrows():
         if row.isna().any():
             missing = plain(", ".join(row.index[row.isna()]))
-            done = "ranked last" if missing_last else "so it is omitted"
-            lines.append(f"- {plain(experiment)} lacks {missing}: {done}")
-    ranks = rank(scores, missing_last)
+            lines.append(f"- {plain(experiment)} lacks {missing}: so it is omitted")
+    ranks = rank(scores)
     if next(iter(ranks)) == "total":
         return [*lines, "- no experiment has a score of every competitor, so there is no ranking"]
     cells = ranks.map(lambda value: "" if pd.isna(value) else f"{value:.4g}")

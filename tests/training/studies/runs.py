@@ -31,6 +31,13 @@ def some_split(train: int = 20, test: int = 5, per_class: int = 3) -> Split:
     return Split(images("a", train, per_class), images("z", test, per_class))
 
 
+SHOP: dict[str, Any] = {
+    "protocol": {"choose_by": "folds", "folds": 2},
+    "runtime": {"eval_every_epochs": 0},
+}
+"""Settings of the job `shop` that a study replaces."""
+
+
 def some_job(**changes: Any) -> Job:
     """A job on a folder that does not exist."""
     return parse_job(

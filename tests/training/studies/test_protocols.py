@@ -11,7 +11,7 @@ from kinlens.training.data.protocol import folds, hold_out, with_protocol
 from kinlens.training.data.records import Split
 from kinlens.training.studies.crossval import cross_validate, scores
 from tests.training.jobs import Silent
-from tests.training.studies.runs import FakeRunner, some_job, some_split
+from tests.training.studies.runs import SHOP, FakeRunner, some_job, some_split
 
 HELD_OUT = {"choose_by": "validation", "validation_fraction": 0.5}
 
@@ -101,7 +101,7 @@ def by_classes(job: Job, split: Split) -> dict[str, float]:
 
 def test_each_fold_is_chosen_on_validation_and_tested_at_its_end(tmp_path: Path) -> None:
     runner, split = FakeRunner(by_classes), some_split()
-    found = cross_validate(some_job(), split, tmp_path, Silent(), runner=runner)
+    found = cross_validate(some_job(**SHOP), split, tmp_path, Silent(), runner=runner)
     assert [folder.name for _, _, folder in runner.calls] == [f"fold-{n:02d}" for n in range(10)]
     validated = []
     for job, part, _ in runner.calls:

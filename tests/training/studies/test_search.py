@@ -11,7 +11,7 @@ from kinlens.training.data.protocol import hold_out
 from kinlens.training.data.records import Split
 from kinlens.training.studies.search import Plan, Trial, load_space, parse_space, search
 from tests.training.jobs import Silent
-from tests.training.studies.runs import FakeRunner, some_job, some_split
+from tests.training.studies.runs import SHOP, FakeRunner, some_job, some_split
 
 SPACE = {
     "loss": {"margin": {"low": 0.0, "high": 1.0}},
@@ -62,7 +62,7 @@ def test_values_lie_in_the_space_and_the_best_trial_is_a_job_that_tests_once(
     tmp_path: Path,
 ) -> None:
     runner, split = FakeRunner(by_margin), some_split()
-    base, space = some_job(optimizer={"epochs": 40}), plan(12, trial_epochs=3, fraction=0.3)
+    base, space = some_job(optimizer={"epochs": 40}, **SHOP), plan(12, trial_epochs=3, fraction=0.3)
     best = search(base, split, space, tmp_path, Silent(), runner)
     assert len(runner.calls) == 12
     for margin, rate, batch, schedule in values(runner):

@@ -77,7 +77,7 @@ def test_a_tournament_trains_ranks_and_reports(
         called("tournament", grid, "--out", out, code=1)
     assert "exit code 1: no images" in (out / "report.md").read_text()
     monkeypatch.setattr(tournament.subprocess, "Popen", InThisProcess)
-    called("tournament", grid, "--out", out, "--missing", "last")
+    called("tournament", grid, "--out", out)
     with (out / "runs.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
     assert (row["loss"], row["seed"]) == ("proxy_anchor", "7")

@@ -49,7 +49,7 @@ def write(tmp_path: Path) -> Write:
 
 def test_a_grid_lays_the_product_of_its_lists_over_the_base_job() -> None:
     found = load_grid(EXAMPLE)
-    assert len(found) == 2 * 2 * (2 * 2 + 2)
+    assert len(found) == 2 * 2 * 2 * 2 * 2
     assert len({run.folder for run in found}) == len({run.job.name for run in found}) == len(found)
     assert [run.seed for run in found] == sorted(run.seed for run in found)
     jobs = {run.job.name: run.job for run in found}
@@ -66,7 +66,6 @@ def test_a_grid_lays_the_product_of_its_lists_over_the_base_job() -> None:
         assert (determinant and determinant.lambda1) == (
             None if run.regularizer == "none" else 0.05
         )
-        assert run.backbone != "resnet50" or run.regularizer == "none"
 
 
 def test_what_is_missing_in_a_grid_is_of_its_base_a_file_or_a_name(
@@ -96,9 +95,6 @@ def test_what_is_missing_in_a_grid_is_of_its_base_a_file_or_a_name(
         ('losses = ["proxy_ancor"]\n', "proxy_ancor-none-.* is not a valid job"),
         ('losses = [{name = "proxy_anchor", optimizer = {lr = 1}}]\n', "optimizer.lr: unknown key"),
         ("dims = [0, 16]\n", "(?s)proxy_anchor-none-mobilenet_v2-0-s0 is not.*model.dim"),
-        ('exclude = [{los = "x"}]\n', "unknown axis 'los'; use"),
-        ('exclude = [{loss = "x"}]\n', "no loss 'x' in this grid; use proxy_anchor"),
-        ('exclude = [{loss = "proxy_anchor"}]\n', "exclude every combination"),
         ("a = = b\n", "not valid TOML"),
     ],
 )
@@ -204,8 +200,8 @@ def test_interrupting_a_tournament_stops_its_run(
         os.kill(int((tmp_path / "output.log").read_text()), 0)
 
 
-def report(folder: Path, runs: list[Run], missing_last: bool = False) -> str:
-    write_report(folder, runs, missing_last)
+def report(folder: Path, runs: list[Run]) -> str:
+    write_report(folder, runs)
     return (folder / "report.md").read_text()
 
 
@@ -236,9 +232,6 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     runs = [finished(tournament_run(loss, dim=dim), 60.0) for dim in (16, 32) for loss in "ab"]
     runs[-1] = tournament_run("b", dim=32)
     assert "net-32 lacks b: so it is omitted" in report(tmp_path, runs)
-    page = report(tmp_path, runs, missing_last=True)
-    assert "net-32 lacks b: ranked last" in page
-    assert row_of(page, "b") == ["1.5", "2", "3.5", "1.75", "0.3536"]
     runs[0] = tournament_run("a", dim=16)
     assert "there is no ranking" in report(tmp_path, runs)
     assert "0 of 2 runs finished" in report(tmp_path, [runs[0], runs[-1]])

@@ -4,7 +4,6 @@ A view is a random crop of an image, scaled to a square of S x S and perhaps mir
 """
 
 import math
-import os
 import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kinlens.embedder.errors import DatasetError, ImageError, TrainingError
+from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import (
     PixelBox,
@@ -180,9 +180,7 @@ def worker_count(runtime: Runtime, device: torch.device, processes: int = 1) -> 
         return runtime.workers
     if device.type != "cuda":
         return _ON_CPU
-    affinity = getattr(os, "sched_getaffinity", None)  # a container may have fewer
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(min(cores // processes - 1, _ON_GPU), 1)
+    return max(min(core_count() // processes - 1, _ON_GPU), 1)
 
 
 def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -44,10 +44,9 @@ SCHEMES: dict[str, tuple[str, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Attributes of one product: names of its shape and colour scheme, its skin, its girth."""
+    """Attributes of one product: the name of its shape, its skin and its girth."""
 
     shape: str
-    scheme: str
     skin: Skin
     girth: float
 
@@ -56,9 +55,8 @@ def describe(product: int, seed: int = 0) -> Product:
     """The attributes of a product; shape, scheme and pattern together repeat only after 1,080."""
     combination, word = (order[product % len(order)] for order in _orders(seed))
     s, c, p = np.unravel_index(combination, (len(SHAPES), len(SCHEMES), len(PATTERNS)))
-    scheme = list(SCHEMES)[c]
     rng = np.random.default_rng((seed, product))
-    body, second, accent = (_rgb(code, rng, 0.03) for code in SCHEMES[scheme])
+    body, second, accent = (_rgb(code, rng, 0.03) for code in list(SCHEMES.values())[c])
     skin = Skin(
         body,
         second,
@@ -70,7 +68,7 @@ def describe(product: int, seed: int = 0) -> Product:
         weight=int(rng.integers(3)),
         slant=float(rng.choice([0.0, 0.0, 0.3])),
     )
-    return Product(list(SHAPES)[s], scheme, skin, rng.uniform(0.86, 1.12))
+    return Product(list(SHAPES)[s], skin, rng.uniform(0.86, 1.12))
 
 
 def class_name(product: int, seed: int = 0) -> str:

@@ -1,7 +1,6 @@
 """Class-wise cross validation: one run per fold."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pandas as pd
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.protocol import folds
 from kinlens.training.data.records import Split
-from kinlens.training.folder import Result, finished_result, replace_json, replace_text, stamp
+from kinlens.training.folder import Result, finished_result, replace_text, stamp
 from kinlens.training.report.markdown import table
 from kinlens.training.report.notices import CHOSEN_BY
 from kinlens.training.runner import run_job
@@ -69,13 +68,6 @@ def scores(results: list[Result]) -> dict[str, dict[str, float]]:
 
 def _write_report(folder: Path, job: Job, split: Split, results: list[Result]) -> None:
     over_folds, count = scores(results), len(results)
-    content = {
-        "job": job.as_dict(),
-        "split_sha256": split.sha256(),
-        "folds": [{k: v for k, v in asdict(one).items() if k != "job"} for one in results],
-        "scores": over_folds,
-    }
-    replace_json(folder / "report.json", content)
     rows = []
     for number, one in enumerate(results):
         figures = [one.validation["R@1"], *(one.figures[name] for name in over_folds)]

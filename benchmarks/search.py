@@ -120,7 +120,9 @@ def one_network(args: Namespace, backbone: str, folder: Path, images: Path) -> N
         servers = {who: running.enter_context(one) for who, one in services.items()}
         urls = {who: server.url for who, server in servers.items()}
         results = contest(args, bundle, made, images, urls)
-        memory = {who: tree_mb(server.pid) for who, server in servers.items() if "ours" in who}
+        memory = {
+            who: tree_mb(server.process.pid) for who, server in servers.items() if "ours" in who
+        }
     print(f"\n{backbone}: {args.items:,} items, {cores} cores, medians of {args.rounds} rounds")
     print_results(results, OF_CEILING.get(backbone, 0.75) if has_peers else 0.75)
     heading("memory of", "MB")

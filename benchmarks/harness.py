@@ -267,13 +267,10 @@ def shared_folder() -> Path | None:
     return root if (root / "data").is_dir() else None
 
 
-def sample_images(folder: Path, count: int, is_drawn: bool = False) -> Path:
-    """`folder` with JPEG files: photos of groceries if this machine has them, else smooth noise.
-
-    `is_drawn`: always noise, of 400 x 300 px and about 8 KB.
-    """
+def sample_images(folder: Path, count: int) -> Path:
+    """`folder` with JPEG files: photos of groceries if this machine has them, else smooth noise."""
     folder.mkdir(parents=True)
-    shared = None if is_drawn else shared_folder()
+    shared = shared_folder()
     found = sorted((shared / "data/grocery-store/test").rglob("*.jpg")) if shared else []
     for number, path in enumerate(found[:: max(1, len(found) // count)][:count]):
         shutil.copyfile(path, folder / f"{number:04d}.jpg")

@@ -39,11 +39,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kinlens.client import Client
-from kinlens.embedder.errors import SourceError
 from kinlens.errors import ClientError
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.ingest.sources import folder_source
-from kinlens.values import AttributeValue
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from harness import BIN, free_port, kinlens, started
@@ -51,7 +48,6 @@ from harness import BIN, free_port, kinlens, started
 MIN_RECALL = 0.6  # for the rendered products; guessing gives 0.04, a colour histogram 0.32
 MAX_QUERIES = 400
 MAX_DOUBT = 0.08  # between the mean probability of the best hits and the share of right ones
-MIN_CLASSES = 4  # half of them are held out, and a search needs more than one
 CLIENTS, SHOWN = 4, 3
 Row = dict[str, str]
 
@@ -88,7 +84,7 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
     """Train if possible, index and serve; whether enough searches were right."""
     is_rendered = options.images is None
     images = work / "products" if is_rendered else options.images
-    shutil.rmtree(work / "gallery", ignore_errors=True)
+    emptied(work / "gallery")
     bundle, queries = rendered(work) if is_rendered else own_images(options, work)
     if is_rendered:
         meaning, least = "new views of products that the model was never trained on", MIN_RECALL
@@ -114,44 +110,33 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
 
 def rendered(work: Path) -> tuple[Path, list[Row]]:
     """Render, train, export; index half of the views of unseen products, query the other half."""
-    bundle = trained(work, "demo")
+    run, bundle = emptied(work / "run"), emptied(work / "bundle")
+    kinlens("train", "fit", "demo", "--out", run)
+    kinlens("train", "export", run, "--map", "--out", bundle)
     halves: tuple[list[Row], list[Row]] = ([], [])
-    for row in read_list(work / "run/test.csv"):
+    for row in read_list(run / "test.csv"):
         halves[int(Path(row["path"]).stem) % 2].append(row)
     build(work, bundle, work / "products", halves[0])
     return bundle, halves[1]
 
 
 def own_images(options: argparse.Namespace, work: Path) -> tuple[Path, list[Row]]:
-    """Train on the user's classes if there are enough; index everything."""
+    """Train on half of the user's sub-folders, if there are any; index everything."""
     images, bundle = options.images, options.bundle
-    classes = trainable(images)
     unseen: list[Row] = []
-    if bundle is None and len(classes) >= MIN_CLASSES:
-        weights = ("--set", f"model.weights={options.weights}") if options.weights else ()
-        bundle = trained(work, "adapt", "--set", f"data.root={images}", *weights)
-        unseen = read_list(work / "run/test.csv")
+    if bundle is None and any(path.is_dir() for path in images.iterdir()):
+        run, bundle = emptied(work / "run"), emptied(work / "bundle")
+        weights = ("--weights", options.weights) if options.weights else ()
+        places = ("--data", images, "--run", run, "--out", bundle)
+        kinlens("train", "adapt", *places, "--map", *weights)
+        unseen = read_list(run / "test.csv")
     elif bundle is None:
-        found = f"only {len(classes)}" if classes else "no"
-        show(
-            f"{images} has {found} sub-folders with 2 images or more. A training needs "
-            f"{MIN_CLASSES}, so a pretrained network is used as it is."
-        )
+        show(f"{images} has no sub-folders to train on: a pretrained network is used as it is.")
         bundle = pretrained(work, options.weights)
     build(work, bundle, images)
     with contextlib.closing(Gallery.open(work / "gallery")) as gallery:  # no damaged files
         every = [{"key": item.key, "path": item.key} for item in gallery.items()]
     return bundle, [row | {"key": row["path"]} for row in unseen] or every
-
-
-def trainable(images: Path) -> set[AttributeValue]:
-    """The classes that are large enough to train on."""
-    try:
-        source = folder_source(images)
-    except SourceError as error:
-        raise DemoError(f"IMAGES={images}: {error}") from error
-    sizes = Counter(r.attributes["class"] for r in source.records() if r.attributes)
-    return {name for name, size in sizes.items() if size > 1}
 
 
 def judged(client: Client, answers: "list[Answer]") -> bool:
@@ -330,31 +315,18 @@ def spread(rows: list[Row], most: int) -> list[Row]:
 # The commands
 
 
-def trained(work: Path, job: str, *changes: str) -> Path:
-    """The bundle of a new run of a job."""
-    shutil.rmtree(work / "run", ignore_errors=True)
-    kinlens("train", "fit", job, "--out", work / "run", *changes)
-    return exported(work, work / "run")
-
-
 def pretrained(work: Path, weights: str | None) -> Path:
     """A pretrained network, without further training, as a bundle."""
+    bundle = emptied(work / "bundle")
     chosen = ("--weights", weights) if weights else ()
-    return exported(work, "--backbone", "mobilenet_v2", *chosen)
-
-
-def exported(work: Path, *source: object) -> Path:
-    """A new bundle; the previous one is kept next to it until the next export."""
-    bundle, made, former = (work / f"bundle{end}" for end in ("", "-new", "-before"))
-    shutil.rmtree(made, ignore_errors=True)
-    kinlens("train", "export", *source, "--map", "--out", made)
-    if bundle.exists():
-        shutil.rmtree(former, ignore_errors=True)
-        bundle.rename(former)
-        show(f"The previous bundle is now {former}.")
-    made.rename(bundle)
-    show(f"The bundle of this demo is {bundle}.")
+    kinlens("train", "export", "--backbone", "mobilenet_v2", *chosen, "--map", "--out", bundle)
     return bundle
+
+
+def emptied(path: Path) -> Path:
+    """The path, without what the previous demo left there."""
+    shutil.rmtree(path, ignore_errors=True)
+    return path
 
 
 def build(work: Path, bundle: Path, images: Path, listed: list[Row] | None = None) -> None:

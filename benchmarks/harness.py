@@ -218,12 +218,12 @@ class Server(NamedTuple):
 
 
 def serving(
-    bundle: Path, gallery: Path, *flags: str, prefix: Sequence[str] = (), every_s: float = 0.1
+    bundle: Path, gallery: Path, *flags: str, every_s: float = 0.1
 ) -> contextlib.AbstractContextManager[Server]:
     """A `kinlens-serve` that is ready."""
     port = free_port()
     words = ["--bundle", bundle, "--gallery", f"g={gallery}", "--port", port, *flags]
-    command = [*prefix, BIN / "kinlens-serve", *map(str, words)]
+    command = [BIN / "kinlens-serve", *map(str, words)]
     return started(command, port, every_s)
 
 

@@ -1,4 +1,4 @@
-"""Check and time everything that Kinlens does on a GPU.
+"""Check and time training and embedding on a GPU.
 
     make install-gpu                               # on a machine with an NVIDIA GPU
     .venv-gpu/bin/python scripts/gpu_check.py      # --out gpu.json writes the figures

@@ -30,12 +30,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 from scipy import stats
 
+from kinlens.calls import ImageSearchOptions
+from kinlens.client import Client
+from kinlens.errors import ClientError, ProblemError
 from tests.support.own_process import OwnProcess, command_of, own_process
 from tests.support.servers import RedisServer
 
@@ -49,7 +51,7 @@ MOST_REFUSED = 0.05
 READY_S, JOB_S = 60.0, 120.0
 SEARCHERS, DECODER = 3, "kinlens.service.encoding"
 KINDS = ("again", "new", "crop", "filter", "damaged", "like")
-EXPECTED, REFUSED = {200, 202, 422, 429, 503}, {429, 503}
+EXPECTED, REFUSED = {200, 422, 429, 503}, {429, 503}
 SMALL_CACHE = {"cache_max_bytes": 2_000_000, "cache_max_entries": 500}
 """Few enough that the caches are full, and stop growing, after the first minutes."""
 
@@ -65,7 +67,7 @@ def main() -> int:
         try:
             with open_shop(Path(name), options) as shop:
                 tally = run(shop, 3600 * options.hours, options.period_s)
-        except (subprocess.SubprocessError, httpx.HTTPError) as error:
+        except (subprocess.SubprocessError, ClientError) as error:
             print(f"soak: {error}", file=sys.stderr)
             return 1
     if status := shop.service.process.returncode:
@@ -87,10 +89,9 @@ class Shop:
     build: list[str]
     redis: RedisServer | None
 
-    def client(self) -> httpx.Client:
+    def client(self, retries: int = 0) -> Client:
         """A client with the key of an administrator."""
-        headers = {"Authorization": f"Bearer {self.key}"}
-        return httpx.Client(base_url=self.service.url, timeout=60, headers=headers)
+        return Client(self.service.url, key=self.key, timeout_s=60, retries=retries)
 
     def name(self, image: Path) -> str:
         """The key of an image in the gallery."""
@@ -131,7 +132,7 @@ def open_shop(folder: Path, options: argparse.Namespace) -> Iterator[Shop]:
         service = running.enter_context(started)
         shop = Shop(service, key, root, images, build, redis)
         with shop.client() as client:
-            client.post("/galleries", json={"name": "live"}).raise_for_status()
+            client.create_gallery("live")
         yield shop
 
 
@@ -162,12 +163,16 @@ class Tally:
             self.wrong.append(text)
 
     @contextlib.contextmanager
-    def requests(self, what: str) -> Iterator[None]:
-        """A block of requests that must all be answered."""
+    def request(self, what: str) -> Iterator[None]:
+        """A block with a request that must be answered; its status is counted."""
         try:
             yield
-        except (httpx.HTTPError, TimeoutError) as error:
+        except ProblemError as error:
+            self.count(what, error.status)
+        except ClientError as error:
             self.fault(f"{what}: {type(error).__name__} {error}")
+        else:
+            self.count(what, 200)
 
 
 def run(shop: Shop, seconds: float, period: float) -> Tally:
@@ -190,11 +195,10 @@ def run(shop: Shop, seconds: float, period: float) -> Tally:
         if thread.is_alive():
             tally.fault("a request hangs")
     deadline, is_ready = time.monotonic() + READY_S, False
-    with shop.client() as client:
-        while not is_ready and time.monotonic() < deadline:
-            with contextlib.suppress(httpx.HTTPError):
-                is_ready = client.get("/ready").status_code == 200
-            time.sleep(0.5)
+    while not is_ready and time.monotonic() < deadline:
+        with contextlib.suppress(httpx.HTTPError):
+            is_ready = httpx.get(f"{shop.service.url}/ready", timeout=60).status_code == 200
+        time.sleep(0.5)
     if not is_ready:
         tally.fault(f"not ready {READY_S:g} s after the load")
     return tally
@@ -206,99 +210,65 @@ def searches(shop: Shop, tally: Tally) -> None:
     with shop.client() as client:
         while not tally.over.is_set():
             kind, image = rng.choice(KINDS), rng.choice(shop.images)
-            data, fields = image.read_bytes(), {"k": "5", "gallery": "shop"}
+            data, name = image.read_bytes(), shop.name(image)
+            options: ImageSearchOptions = {"k": 5, "gallery": "shop"}
             if kind == "new":
                 data += os.urandom(12)
             elif kind == "crop":
-                fields["crop"] = "0.1,0.1,0.8,0.8"
+                options["crops"] = [(0.1, 0.1, 0.8, 0.8)]
             elif kind == "filter":
-                fields["filter"] = f'class = "{image.parent.name}"'
+                options["filter"] = f'class = "{image.parent.name}"'
             elif kind == "like":
-                fields["positive"] = shop.name(image)
+                options["positives"] = [name]
             elif kind == "damaged":
                 data = data[: len(data) // 2]
-            with tally.requests(kind):
-                answer = client.post("/search", data=fields, files={"image": data})
-                tally.count(kind, answer.status_code)
-                if answer.status_code == 200:
-                    _check(kind, shop.name(image), answer.json(), tally)
-
-
-def _check(kind: str, name: str, answer: dict[str, Any], tally: Tally) -> None:
-    keys = [hit["key"] for hit in answer["hits"]]
-    if kind in ("again", "new", "filter") and name not in keys:
-        tally.fault(f"{kind}: {name} did not find itself but {keys[:3]}")
-    if kind == "damaged":
-        tally.fault(f"{kind}: got only half of {name}")
-    if kind == "like" and name in keys:
-        tally.fault(f"{kind}: {name} was liked, but is in the answer")
+            with tally.request(kind):
+                keys = [hit.key for hit in client.search(data, **options).hits]
+                if kind in ("again", "new", "filter") and name not in keys:
+                    tally.fault(f"{kind}: {name} did not find itself but {keys[:3]}")
+                if kind == "damaged":
+                    tally.fault(f"{kind}: got only half of {name}")
+                if kind == "like" and name in keys:
+                    tally.fault(f"{kind}: {name} was liked, but is in the answer")
 
 
 def changes(shop: Shop, tally: Tally) -> None:
     """Add an item, find it, delete it, never find it again."""
-    with shop.client() as client:
+    with shop.client(retries=5) as client:
         for number in itertools.count():
             if tally.over.wait(0.2):
                 return
-            key, data = f"soak/{number}", shop.images[number % len(shop.images)].read_bytes()
-            with tally.requests("change"):
-                _change(client, key, data + key.encode(), tally)
+            key = f"soak/{number}"
+            data = shop.images[number % len(shop.images)].read_bytes() + key.encode()
+            with tally.request("put"):
+                client.put("live", key, data, {"class": "soak"})
+                if key not in _found(client, data, tally):
+                    tally.fault(f"{key} was acknowledged, but is not found")
+                with tally.request("delete"):
+                    client.remove_item("live", key)
+                    if key in _found(client, data, tally):
+                        tally.fault(f"{key} was deleted, but is found")
 
 
-def _change(client: httpx.Client, key: str, data: bytes, tally: Tally) -> None:
-    fields = {"key": key, "attributes": '{"class": "soak"}'}
-    put = client.put("/galleries/live/items", data=fields, files={"image": data})
-    tally.count("put", put.status_code)
-    if put.status_code != 200:
-        return
-    if key not in _found(client, data, tally):
-        tally.fault(f"{key} was acknowledged, but is not found")
-    deleted = client.delete("/galleries/live/items", params={"key": key})
-    tally.count("delete", deleted.status_code)
-    if deleted.status_code == 200 and key in _found(client, data, tally):
-        tally.fault(f"{key} was deleted, but is found")
-
-
-def _found(client: httpx.Client, data: bytes, tally: Tally) -> list[str]:
-    fields = {"k": "3", "gallery": "live"}
-    for _ in range(20):
-        answer = client.post("/search", data=fields, files={"image": data})
-        tally.count("find", answer.status_code)
-        if answer.status_code == 200:
-            return [hit["key"] for hit in answer.json()["hits"]]
-        time.sleep(0.5)
-    raise TimeoutError("no answer in twenty tries")
+def _found(client: Client, data: bytes, tally: Tally) -> list[str]:
+    keys = [hit.key for hit in client.search(data, k=3, gallery="live").hits]
+    tally.count("find", 200)
+    return keys
 
 
 def rebuilds(shop: Shop, tally: Tally) -> None:
-    """Rebuild one gallery next to the service, which reloads it; compact the other by a job."""
-    with shop.client() as client:
+    """Rebuild one gallery next to the service, which reloads it; compact the other by a job.
+
+    Removed items stay in memory until then, or until 10,000 further changes.
+    """
+    with shop.client(retries=5) as client:
         while not tally.over.wait(2 * tally.period):
             done = subprocess.run(shop.build, capture_output=True, text=True)
             tally.count("rebuild", 503 if done.returncode else 200)
             if done.returncode:
                 tally.fault(f"rebuild: {done.stderr[-200:]}")
-            with tally.requests("compact"):
-                _compact(client, tally)
-
-
-def _compact(client: httpx.Client, tally: Tally) -> None:
-    """Compact, as removed items stay in memory until then, or until 10,000 further changes."""
-    started = client.post("/galleries/live/compact")
-    tally.count("compact", started.status_code)
-    if started.status_code != 202:
-        return
-    address, deadline = started.headers["Location"], time.monotonic() + JOB_S
-    while time.monotonic() < deadline:
-        answer = client.get(address)
-        tally.count("job", answer.status_code)
-        job = answer.json() if answer.status_code == 200 else {"state": "unknown"}
-        if job["state"] in ("succeeded", "failed", "cancelled"):
-            if job["state"] != "succeeded":
-                tally.fault(f"compact: {job['state']}, {job['error']}")
-            return
-        time.sleep(0.5)
-    tally.fault(f"compact: {job['state']} after {JOB_S:g} s")
+            with tally.request("compact"):
+                client.wait(client.compact("live"), timeout_s=JOB_S)
 
 
 def faults(shop: Shop, tally: Tally) -> None:

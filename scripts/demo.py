@@ -24,7 +24,6 @@ uses N queries, spread evenly.
 import argparse
 import contextlib
 import csv
-import json
 import shlex
 import shutil
 import socket
@@ -101,11 +100,7 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
         if recall < least:
             show(f"That is below {100 * least:.0f} %: something is broken.")
         # Own images are in the gallery, so their probabilities mean little.
-        is_good = recall >= least and (not is_rendered or judged(client, found))
-        if "class" in queries[0]:
-            result = json.loads((work / "run/result.json").read_text(encoding="utf-8"))
-            show(f"Training result. {result['verdict']}")
-    return is_good
+        return recall >= least and (not is_rendered or judged(client, found))
 
 
 def rendered(work: Path) -> tuple[Path, list[Row]]:
@@ -123,6 +118,8 @@ def rendered(work: Path) -> tuple[Path, list[Row]]:
 def own_images(options: argparse.Namespace, work: Path) -> tuple[Path, list[Row]]:
     """Train on half of the user's sub-folders, if there are any; index everything."""
     images, bundle = options.images, options.bundle
+    if not images.is_dir():
+        raise DemoError(f"IMAGES={images} is not a folder.")
     unseen: list[Row] = []
     if bundle is None and any(path.is_dir() for path in images.iterdir()):
         run, bundle = emptied(work / "run"), emptied(work / "bundle")

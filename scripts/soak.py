@@ -277,9 +277,10 @@ def faults(shop: Shop, tally: Tally) -> None:
         if tally.over.wait(tally.period):
             return
         if number % 3 == 2:
-            decoders = (p for p in tree(shop.service.pid) if DECODER in command_of(p))
-            with contextlib.suppress(ProcessLookupError, StopIteration):
-                os.kill(next(decoders), signal.SIGKILL)
+            # One of them is the fork server of the others.
+            decoders = [p for p in tree(shop.service.pid) if DECODER in command_of(p)]
+            with contextlib.suppress(ProcessLookupError, IndexError):
+                os.kill(random.choice(decoders), signal.SIGKILL)
         elif shop.redis is not None and number % 3 == 0:
             shop.redis.send(signal.SIGSTOP)
             tally.over.wait(tally.period / 5)

@@ -81,7 +81,8 @@ def main() -> None:
     found: dict[int, Figures] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for size, dim in product(args.sizes, args.dims):
-            n, path = count_of(size), (args.path or Path(scratch)) / f"{size}-{dim}"
+            folder = args.path or Path(scratch)
+            n, path = count_of(size), folder / f"{size}-{dim}-{args.vector_type}"
             found[n] = measured(path, n, dim, args)
             print(json.dumps({"items": n, "dim": dim, **found[n]}), flush=True)
     if len(found) > 2:

@@ -19,9 +19,9 @@ HERE = Path(__file__).parent
 SMALLEST = (
     "gallery.py --sizes 2k --dims 32 --rounds 2",
     "gallery_gpu.py --rows 20000 --dims 32",
-    "growth.py --sizes 2k --dims 32 --adds 200 --parts build write search catch-up attributes",
-    "scaling.py milvus --items 500 --dim 16 --searches 5",
-    "scaling.py predict",
+    "growth.py --sizes 2k --dims 32 --adds 200 --vector-type fp16 "
+    "--parts build write search filters catch-up attributes",
+    "scaling.py --items 500 --dim 16 --searches 5",
     "search.py --backbone mobilenet_v2 --items 500 --start-items 500 --seconds 0.5 --rounds 1 "
     "--connections 1",
     "regularizers.py --seeds 2 --losses triplet --conditions '5 epochs, half of the classes' "
@@ -32,7 +32,6 @@ SMALLEST = (
     "training_step.py --rounds 1 --batch 10 --size-px 64",
     "engines.py --rounds 1 --trunks mobilenet_v2",
     "engines.py trunks --rounds 2 --only mobilenetv4_conv_small",
-    "peers/plain_loop.py --steps 1 --batch-size 4 --size-px 64 --dim 16 --test-images 64",
 )
 
 

@@ -1,7 +1,8 @@
 """Cost of a gallery by size, and cost of keeping it up to date.
 
     python benchmarks/growth.py --sizes 10k 100k 1m --dims 128 --adds 5000
-    python benchmarks/growth.py --sizes 10m --dims 128 --path DIR [--parts sustained]
+    python benchmarks/growth.py --sizes 10m --dims 128 --path DIR
+    python benchmarks/growth.py --sizes 100k 1m --dims 128 --vector-type fp16 --parts build search
 
 Vectors: benchmarks/clustered.py; each item has five attributes, one of them unique. With --path the
 galleries are kept there and reused.
@@ -10,11 +11,11 @@ galleries are kept there and reused.
     write       bytes written to the disk for an added item, singly and in batches of 32, and the
                 time of such an add
     search      recall@10 and p50 of one query, in a fresh process, and its memory
+    filters     the same among 0.1 to 50 % of the items
     catch-up    --adds items are added, then a compaction updates the index while one thread
                 searches; p50 and the longest search compared with before, and recall
     attributes  filters, facets, groups and statistics of attributes: in a gallery that was just
                 opened and has searched once, the same again, and after a write
-    sustained   --rate adds per second for --minutes with compactions in the background
 
 Each figure is from one run on idle cores. The last lines fit a power law in the number of items to
 each figure with three sizes or more.
@@ -28,6 +29,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -51,10 +53,10 @@ from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
-from kinlens.indexer.types import Entry, Grouping, SearchOptions
+from kinlens.indexer.types import Entry, Grouping, SearchOptions, VectorType
 from kinlens.values import AttributeValue
 
-PARTS = ("build", "write", "search", "catch-up", "attributes", "sustained")
+PARTS = ("build", "write", "search", "filters", "catch-up", "attributes")
 COLOURS = ("red", "green", "blue", "black", "white", "grey", "pink", "brown")
 FACETS = ["colour", "brand", "price", "sale"]
 FILTERS = (
@@ -64,19 +66,23 @@ FILTERS = (
     "sku starts with 'SKU-00000'",
     "not brand = 'brand 5' and (colour in ('red', 'blue') or price > 900)",
 )
-RECALL_QUERIES = 200
+SHARES = {"0.1 %": 1, "1 %": 10, "10 %": 100, "50 %": 500}
+"""Upper limits of the price, which is uniform in 0 to 1000."""
+
+RECALL_QUERIES, PLAIN = 200, SearchOptions()
 Figures = dict[str, float]
 
 
 def main() -> None:
     args = options(
-        __doc__, sizes=["10k", "100k"], dims=[128], parts=list(PARTS[:4]), path=None,
-        adds=100_000, rate=1000, minutes=10.0,
+        __doc__, sizes=["10k", "100k"], dims=[128], parts=list(PARTS[:5]), path=None,
+        adds=100_000, vector_type="fp32",
     )  # fmt: skip
     found: dict[int, Figures] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for size, dim in product(args.sizes, args.dims):
-            n, path = count_of(size), (args.path or Path(scratch)) / f"{size}-{dim}"
+            folder = args.path or Path(scratch)
+            n, path = count_of(size), folder / f"{size}-{dim}-{args.vector_type}"
             found[n] = measured(path, n, dim, args)
             print(json.dumps({"items": n, "dim": dim, **found[n]}), flush=True)
     if len(found) > 2:
@@ -90,14 +96,14 @@ def main() -> None:
 def measured(path: Path, n: int, dim: int, args: Namespace) -> Figures:
     figures: Figures = {}
     if not (path / "CURRENT").exists():
-        figures |= fresh(built, path, n, dim)
+        figures |= fresh(built, path, n, dim, args.vector_type)
     figures |= disk_mb(path)
     parts: dict[str, Callable[[], Figures]] = {
         "write": lambda: written(path, n, dim),
         "search": lambda: fresh(searched, path, n, dim),
+        "filters": lambda: filtered(path, n, dim),
         "catch-up": lambda: caught_up(path, n, dim, args.adds),
         "attributes": lambda: attributed(path, n, dim),
-        "sustained": lambda: sustained(path, n, dim, args.rate, args.minutes),
     }
     for name, part in parts.items():
         if name in args.parts:
@@ -105,11 +111,10 @@ def measured(path: Path, n: int, dim: int, args: Namespace) -> Figures:
     return figures
 
 
-def built(path: Path, n: int, dim: int) -> Figures:
-    started = time.perf_counter()
-    made_gallery(path, partial(clustered_batches, n, dim), n, dim, attributes)
-    elapsed = time.perf_counter() - started
-    return {"build, s": elapsed, "build, peak MB": memory_mb()["VmHWM"]}
+def built(path: Path, n: int, dim: int, vector_type: VectorType) -> Figures:
+    batches = partial(clustered_batches, n, dim)
+    make = partial(made_gallery, path, batches, n, dim, attributes, vector_type=vector_type)
+    return {"build, s": timed_ms(make) / 1e3, "build, peak MB": memory_mb()["VmHWM"]}
 
 
 def attributes(number: int) -> dict[str, AttributeValue]:
@@ -127,7 +132,12 @@ def disk_mb(path: Path) -> Figures:
     """Disk use of the current generation, by purpose."""
     generation = GalleryFolder(path).current()
     total = {"catalogue, MB": 0.0, "vectors, MB": 0.0, "columns, MB": 0.0, "codes, MB": 0.0}
-    kinds = {".f32": "vectors, MB", ".npy": "vectors, MB", ".faiss": "codes, MB"}
+    kinds = {
+        ".f32": "vectors, MB",
+        ".f16": "vectors, MB",
+        ".npy": "vectors, MB",
+        ".faiss": "codes, MB",
+    }
     for file in generation.rglob("*"):
         if file.is_file():
             kind = "columns, MB" if file.name == "columns.bin" else kinds.get(file.suffix)
@@ -183,11 +193,24 @@ def searched(path: Path, n: int, dim: int) -> Figures:
         }
 
 
-def recall(gallery: Gallery, queries: Embeddings) -> float:
+def filtered(path: Path, n: int, dim: int) -> Figures:
+    figures: Figures = {}
+    queries = clustered_queries(n, dim)[:RECALL_QUERIES]
+    with contextlib.closing(Gallery.open(path)) as gallery:
+        for share, below in SHARES.items():
+            options = SearchOptions(where=parse_filter(f"price < {below}"))
+            times = [timed_ms(partial(gallery.search, q[None], 10, options)) for q in queries]
+            figures[f"{share}: first search, ms"] = times[0]
+            figures[f"{share}: p50, ms"] = statistics.median(times[1:])
+            figures[f"{share}: recall@10"] = recall(gallery, queries, options)
+    return figures
+
+
+def recall(gallery: Gallery, queries: Embeddings, options: SearchOptions = PLAIN) -> float:
     """The share of the true ten nearest neighbours that a search finds."""
     queries = queries[:RECALL_QUERIES]
-    truth, _ = gallery.nearest(queries, 10, SearchOptions(exact=True))
-    found, _ = gallery.nearest(queries, 10)
+    truth, _ = gallery.nearest(queries, 10, replace(options, exact=True))
+    found, _ = gallery.nearest(queries, 10, options)
     return float((found >= truth[:, -1:] - 1e-6).mean())
 
 
@@ -246,8 +269,8 @@ def compacted(path: Path) -> float:
         return gallery.compact(keep_removed_s=KEEP_REMOVED_S).elapsed_s
 
 
-def attributed(path: Path, n: int, dim: int, rounds: int = 3) -> Figures:
-    """Milliseconds of each question, medians over the rounds."""
+def attributed(path: Path, n: int, dim: int) -> Figures:
+    """Milliseconds of each question, in a gallery that has only searched."""
     query = clustered_queries(n, dim)[:1]
     wide = SearchOptions(where=parse_filter("sale = true"))
     questions: dict[str, Callable[[Gallery], object]] = {
@@ -257,56 +280,17 @@ def attributed(path: Path, n: int, dim: int, rounds: int = 3) -> Figures:
         "attribute facts": lambda gallery: gallery.attribute_facts(),
     }
     for text in FILTERS:
-        questions[f"page: {text}"] = partial(
-            Gallery.page, offset=0, limit=10, where=parse_filter(text)
-        )
+        where = parse_filter(text)
+        questions[f"page: {text}"] = partial(Gallery.page, offset=0, limit=10, where=where)
     figures: Figures = {}
     for name, ask in questions.items():
-        times = []
-        for number in range(rounds):
-            with contextlib.closing(Gallery.open(path)) as gallery:
-                gallery.search(query, 10)
-                first, again = (timed_ms(partial(ask, gallery)) for _ in range(2))
-                gallery.update({"000000000": {"price": number + time.time() % 1}})
-                times.append([first, again, timed_ms(partial(ask, gallery))])
-        for when, column in zip(
-            ("first", "again", "after a write"), zip(*times, strict=True), strict=True
-        ):
-            figures[f"{name}: {when}, ms"] = statistics.median(column)
+        with contextlib.closing(Gallery.open(path)) as gallery:
+            gallery.search(query, 10)
+            for when in ("first", "again", "after a write"):
+                if when == "after a write":
+                    gallery.update({"000000000": {"price": time.time() % 1}})
+                figures[f"{name}: {when}, ms"] = timed_ms(partial(ask, gallery))
     return figures
-
-
-def sustained(path: Path, n: int, dim: int, rate: int, minutes: float) -> Figures:
-    """Adds in batches of a tenth of a second, while one thread searches."""
-    queries = clustered_queries(n, dim)
-    with contextlib.closing(Gallery.open(path)) as gallery:
-        items = [*later(n, dim, int(rate * minutes * 60))]
-        segments, deltas = {current(gallery)}, []
-        gallery.compact_in_background()
-        step = max(1, rate // 10)
-        with searching(gallery, queries) as times:
-            started = time.perf_counter()
-            for start in range(0, len(items), step):
-                gallery.add(items[start : start + step])
-                ahead = started + (start + step) / rate - time.perf_counter()
-                time.sleep(max(0.0, ahead))
-                deltas.append(gallery.facts().delta)
-                segments.add(current(gallery))
-            elapsed = time.perf_counter() - started
-        return {
-            "adds per second": len(items) / elapsed,
-            "compactions": len(segments) - 1,
-            "largest delta": max(deltas),
-            "p50 meanwhile, ms": statistics.median(times),
-            "p99 meanwhile, ms": float(np.quantile(times, 0.99)),
-            "longest search meanwhile, ms": max(times),
-            "recall@10 at the end": recall(gallery, queries),
-        }
-
-
-def current(gallery: Gallery) -> str:
-    segment = gallery.facts().segment
-    return "" if segment is None else segment.created_at
 
 
 if __name__ == "__main__":

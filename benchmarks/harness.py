@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -35,7 +36,7 @@ BIN = Path(sys.executable).parent
 SKIPPED = 77
 """The exit status of a benchmark that was skipped."""
 
-READY_S = 60
+READY_S = 180
 T = TypeVar("T")
 Seconds = dict[str, list[float]]
 """Seconds by contestant and round."""
@@ -198,7 +199,7 @@ def tree_mb(pid: int) -> float:
 def kinlens(command: str, *arguments: object) -> None:
     """Print and run one of the console scripts, such as `train`."""
     words = [str(argument) for argument in arguments]
-    print(f"$ kinlens-{command} {' '.join(words)}", flush=True)
+    print(f"\n$ kinlens-{command} {shlex.join(words)}", flush=True)
     subprocess.run([BIN / f"kinlens-{command}", *words], check=True)
 
 
@@ -213,31 +214,35 @@ class Server(NamedTuple):
     """A process that serves a URL."""
 
     url: str
-    pid: int
+    process: "subprocess.Popen[bytes]"
 
 
 def serving(
-    bundle: Path, gallery: Path, *flags: str, prefix: Sequence[str] = (), every_s: float = 0.1
+    bundle: Path, gallery: Path, *flags: str, every_s: float = 0.1
 ) -> contextlib.AbstractContextManager[Server]:
     """A `kinlens-serve` that is ready."""
     port = free_port()
     words = ["--bundle", bundle, "--gallery", f"g={gallery}", "--port", port, *flags]
-    command = [*prefix, BIN / "kinlens-serve", *map(str, words)]
+    command = [BIN / "kinlens-serve", *map(str, words)]
     return started(command, port, every_s)
 
 
 @contextlib.contextmanager
-def started(command: Sequence[Path | str], port: int, every_s: float = 0.1) -> Iterator[Server]:
+def started(
+    command: Sequence[Path | str], port: int, every_s: float = 0.1, is_quiet: bool = True
+) -> Iterator[Server]:
     """A service that answers /ready at this port; stopped at the end of the block."""
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    errors = subprocess.DEVNULL if is_quiet else None
+    process = subprocess.Popen(command, stderr=errors, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + READY_S
         while not _is_ready(url):
             if time.monotonic() > deadline or process.poll() is not None:
-                raise SystemExit(f"{command} did not become ready; run it manually to find out why")
+                text = shlex.join(map(str, command))
+                raise SystemExit(f"{text} did not become ready; run it manually to find out why")
             time.sleep(every_s)
-        yield Server(url, process.pid)
+        yield Server(url, process)
     finally:
         process.terminate()
         try:
@@ -262,13 +267,10 @@ def shared_folder() -> Path | None:
     return root if (root / "data").is_dir() else None
 
 
-def sample_images(folder: Path, count: int, is_drawn: bool = False) -> Path:
-    """`folder` with JPEG files: photos of groceries if this machine has them, else smooth noise.
-
-    `is_drawn`: always noise, of 400 x 300 px and about 8 KB.
-    """
+def sample_images(folder: Path, count: int) -> Path:
+    """`folder` with JPEG files: photos of groceries if this machine has them, else smooth noise."""
     folder.mkdir(parents=True)
-    shared = None if is_drawn else shared_folder()
+    shared = shared_folder()
     found = sorted((shared / "data/grocery-store/test").rglob("*.jpg")) if shared else []
     for number, path in enumerate(found[:: max(1, len(found) // count)][:count]):
         shutil.copyfile(path, folder / f"{number:04d}.jpg")

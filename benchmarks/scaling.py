@@ -1,23 +1,15 @@
-"""Milvus by size and consistency level, and the model of docs/scaling.md.
+"""Milvus by size and consistency level, for docs/scaling.md.
 
-    python benchmarks/scaling.py milvus [--items 10000 100000] [--dim 512] [--uri http://HOST:PORT]
-    python benchmarks/scaling.py predict                    1 to 64 replicas
+    python benchmarks/scaling.py [--items 10000 100000] [--dim 512] [--uri http://HOST:PORT]
 
-**Milvus.** A search waits for a fixed time and reads a share of all vectors, so with an exact index
-it takes a + b N: two rows at `Bounded` give the line. Without --uri the server is that of the
-package `milvus`, on the same cores, with its default time tick.
-
-**Predict.** Searches arrive at random (Poisson) and go round-robin to R replicas, so times between
-two at one of them vary by 1 / R. A replica of c cores that is busy for the share `load` answers
-after S + S load^(sqrt(2 (c + 1)) - 1) / (1 - load) / c (1 / R + cs2) / 2, where S is the CPU time
-of a search and cs2 its squared coefficient of variation (Allen and Cunneen with Sakasegawa's
-exponent).
+A search waits for a fixed time and reads a share of all vectors, so with an exact index it takes
+a + b N: two rows at `Bounded` give the line. Without --uri the server is that of the package
+`milvus`, on the same cores, with its default time tick.
 """
 
 import contextlib
 import importlib.util
 import itertools
-import math
 import statistics
 import tempfile
 import time
@@ -35,27 +27,15 @@ from kinlens.indexer.types import Consistency, Entry
 
 K, CLIENTS = 20, 4
 LEVELS: tuple[Consistency, ...] = ("Strong", "Bounded")
-SEARCH_S, VARIES, LOAD, CORES = 0.0143, 0.03, 0.7, 4
-"""CPU seconds of a search with MobileNetV2 and their squared variation; each replica."""
 
 
 def main() -> None:
-    asked = options(
-        __doc__, "part", part="predict", items=[10_000, 100_000], dim=512, searches=50, uri=""
-    )
-    if asked.part == "milvus":
-        milvus(asked.items, asked.dim, asked.uri, asked.searches)
-    else:
-        predict()
-
-
-def predict() -> None:
-    """1 to 64 replicas with new images."""
-    heading(f"replicas of {CORES} cores", "searches/s", "mean ms")
-    power = math.sqrt(2 * (CORES + 1)) - 1
-    for count in (1, 2, 4, 8, 16, 32, 64):
-        waits = LOAD**power / (1 - LOAD) / CORES * (1 / count + VARIES) / 2
-        row(count, int(LOAD * CORES * count / SEARCH_S), 1e3 * SEARCH_S * (1 + waits))
+    asked = options(__doc__, items=[10_000, 100_000], dim=512, searches=50, uri="")
+    heading("items", "level", "index", "published, s", "search p50, ms", "p95",
+            f"QPS of {CLIENTS}", "put, ms")  # fmt: skip
+    with contextlib.nullcontext(asked.uri) if asked.uri else own_milvus() as address:
+        for count in asked.items:
+            measured(address, count, asked.dim, asked.searches)
 
 
 @contextlib.contextmanager
@@ -75,23 +55,19 @@ def own_milvus() -> Iterator[str]:
             server.kill()
 
 
-def milvus(items: list[int], dim: int, uri: str, searches: int) -> None:
-    """Searches and changes of published galleries, by size and consistency level."""
-    heading("items", "level", "index", "published, s", "search p50, ms", "p95",
-            f"QPS of {CLIENTS}", "put, ms")  # fmt: skip
-    with contextlib.nullcontext(uri) if uri else own_milvus() as address:
-        for count in items:
-            vectors = itertools.chain.from_iterable(clustered_batches(count, dim))
-            rows = itertools.starmap(milvus_entry, enumerate(vectors))
-            started = time.perf_counter()
-            MilvusStore.publish(address, "bench", rows, dim=dim, bundle_id="b" * 64).close()
-            published = time.perf_counter() - started
-            query, numbers = clustered_queries(count, dim, queries=1), itertools.count(count)
-            for level in LEVELS:
-                store = MilvusStore.open(address, "bench", consistency=level, timeout_s=60)
-                figures = of_store(store, query, numbers, searches)
-                row(count, level, store.index_text(), published, *figures)
-                store.close()
+def measured(address: str, count: int, dim: int, searches: int) -> None:
+    """Searches and changes of a published gallery, by consistency level."""
+    vectors = itertools.chain.from_iterable(clustered_batches(count, dim))
+    rows = itertools.starmap(milvus_entry, enumerate(vectors))
+    started = time.perf_counter()
+    MilvusStore.publish(address, "bench", rows, dim=dim, bundle_id="b" * 64).close()
+    published = time.perf_counter() - started
+    query, numbers = clustered_queries(count, dim, queries=1), itertools.count(count)
+    for level in LEVELS:
+        store = MilvusStore.open(address, "bench", consistency=level, timeout_s=60)
+        figures = of_store(store, query, numbers, searches)
+        row(count, level, store.index_text(), published, *figures)
+        store.close()
 
 
 def of_store(

@@ -1,32 +1,29 @@
 """POST /search end to end, compared with its ceiling and its peers, in one run.
 
     python benchmarks/search.py [--backbone mobilenet_v2] [--rounds 5] [--seconds 6]
+    python benchmarks/search.py --device cuda --connections 1 64
 
 The load comes from a separate process (benchmarks/load.py) on the same cores, with new files, or
 with files whose answers are cached. Each round runs in turns:
 
-    ceiling    the same files through decode, preprocess, onnxruntime and FAISS in a bare loop, one
-               thread per core; single images or batches of 8, whichever is faster
-    alone      the same loop with one image at a time; a model of one thread or of one per core
-    new        kinlens-serve with its defaults, new files at 1, 4, 16 and 64 connections
-    cached     the same files again, at 1 and 16 connections
-    a core     kinlens-serve --workers, one process per core, new files at 1 and 16 connections
-    fast       kinlens-serve in the mode that `--precision auto` chooses; and `fast a core`
-    bare       a bare ASGI application on uvicorn that does the same work in fp32, one process per
-               core, at 1 and 16 connections (peers/bare_asgi.py); and `bare fast`
-    litserve   LitServe, the same ONNX file and preprocessing, at 1 and 16 connections: with one
-               worker and with one per core (peers/litserve_search.py; needs the extra `bench`);
-               and `litserve fast` in the fastest mode
-    usual      FastAPI + torch eager + IndexFlatIP at 16 connections (peers/usual_script.py)
+    ceiling        the same files through decode, preprocess, onnxruntime and FAISS in a bare loop,
+                   one thread per core; single images or batches, whichever is faster
+    alone          the same loop with one image at a time; a model of one thread or of one per core
+    ours           kinlens-serve with one process, and with one per core (`--workers`)
+    ours fast      the same in the mode that `--precision auto` chooses
+    cached         the same files again
+    litserve       LitServe, the same ONNX file and preprocessing: with one worker and with one per
+                   core (peers/litserve_search.py; needs the extra `bench`)
+    litserve fast  the same in the fastest mode
+    usual          FastAPI + torch eager + IndexFlatIP at 16 connections (peers/usual_script.py)
 
-All but the fast ones run fp32 in onnxruntime. The output shows the choice of `auto`. At 16
-connections the better of one process and one per core counts, for Kinlens and LitServe. The table
-shows medians over the rounds, ratios as medians of the pairs. The ceiling does not include the
-load, which shares the cores with the service; its CPU time per request is printed. Memory is that
-of all processes of a service after the load, without file cache. Two networks at
-224 px with 128 dimensions, hardly trained: ResNet50, usual in papers, and MobileNetV2, a tenth of
-its work, where the cost of HTTP is most visible. Images come from $KINLENS_SHARED if available,
-else they are generated.
+All but the fast ones run fp32 in onnxruntime. The output shows the choice of `auto`. Targets
+compare the better of one process and one per core. The table shows medians over the rounds, ratios
+as medians of the pairs. The ceiling does not include the load, which shares the cores with the
+service; its CPU time per request is printed. Memory is that of all processes of a service after the
+load, without file cache. Two networks at 224 px with 128 dimensions, hardly trained: ResNet50,
+usual in papers, and MobileNetV2, a tenth of its work, where the cost of HTTP is most visible. On a
+GPU there are no peers. Images come from $KINLENS_SHARED if available, else they are generated.
 """
 
 import contextlib
@@ -67,9 +64,21 @@ from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.gallery import Gallery
 
 PEERS = Path(__file__).parent / "peers"
-IMAGES, BATCH, K, DIM = 300, 8, 20, 128
+IMAGES, K, DIM = 300, 20, 128
+BATCH = {"cpu": 8, "cuda": 32}
 OF_CEILING = {"resnet50": 0.95, "mobilenet_v2": 0.80}
-OURS = ("new", "a core", "fast", "fast a core")
+TARGETS = (
+    (1, "ours", "litserve", 1.0),
+    (1, "ours fast", "litserve", 1.3),
+    (1, "ours fast", "litserve fast", 1.0),
+    (16, "ours", "usual", 2.0),
+    (16, "ours fast", "ours", 1.5),
+    (16, "ours", "litserve", 1.1),
+    (16, "ours fast", "litserve", 1.6),
+    (16, "ours fast", "litserve fast", 1.1),
+)
+"""Connections, two kinds of server, and the least ratio: of p50 at one connection, else of QPS."""
+
 Figures = dict[str, float]
 Results = dict[tuple[str, int], list[Figures]]
 """Figures by contestant and number of connections, in each round."""
@@ -78,7 +87,7 @@ Results = dict[tuple[str, int], list[Figures]]
 def main() -> None:
     args = options(
         __doc__, backbone=["resnet50", "mobilenet_v2"], items=10_000, start_items=100_000,
-        seconds=6.0, rounds=5, connections=[1, 4, 16, 64],
+        seconds=6.0, rounds=5, connections=[1, 16], device="cpu",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         images = sample_images(Path(name, "images"), IMAGES)
@@ -89,30 +98,33 @@ def main() -> None:
 def one_network(args: Namespace, backbone: str, folder: Path, images: Path) -> None:
     """The whole comparison with one network."""
     cores = core_count()
-    bundle = small_bundle(folder, backbone)
+    bundle = small_bundle(folder, backbone, args.device)
     made = gallery(folder / "gallery", bundle, args.items)
     vectors = folder / "vectors.npy"
     np.save(vectors, np.random.default_rng(0).standard_normal((args.items, DIM), "float32"))
-    services = {"usual": peer("usual_script.py", backbone, vectors, cores)}
-    modes = {"": FP32, " fast": fastest(bundle)}
+    modes = {"": FP32, " fast": fastest(bundle, args.device)}
     print(f"fast: {modes[' fast']}")
+    has_peers = args.device == "cpu"
+    has_litserve = has_peers and importlib.util.find_spec("litserve") is not None
+    services = {"usual": peer("usual_script.py", backbone, vectors, cores)} if has_peers else {}
     for name, mode in modes.items():
         words = mode.precision, mode.engine
-        flags = "--precision", mode.precision, "--engine", mode.engine
-        services[name.strip() or "new"] = serving(bundle, made, *flags)
-        each_core = serving(bundle, made, *flags, "--workers", str(cores))
-        services[f"{name} a core".strip()] = each_core
-        services[f"bare{name}"] = peer("bare_asgi.py", bundle, vectors, cores, *words)
-        for workers in {1, cores} if importlib.util.find_spec("litserve") else ():
-            litserve = peer("litserve_search.py", bundle, vectors, workers, *words)
-            services[f"litserve{name} {workers}"] = litserve
+        flags = "--device", args.device, "--precision", mode.precision, "--engine", mode.engine
+        for count in {1, cores}:
+            ours = serving(bundle, made, *flags, "--workers", str(count))
+            services[f"ours{name} {count}"] = ours
+            if has_litserve:
+                litserve = peer("litserve_search.py", bundle, vectors, count, *words)
+                services[f"litserve{name} {count}"] = litserve
     with contextlib.ExitStack() as running:
         servers = {who: running.enter_context(one) for who, one in services.items()}
         urls = {who: server.url for who, server in servers.items()}
         results = contest(args, bundle, made, images, urls)
-        memory = {who: tree_mb(servers[who].pid) for who in OURS}
+        memory = {
+            who: tree_mb(server.process.pid) for who, server in servers.items() if "ours" in who
+        }
     print(f"\n{backbone}: {args.items:,} items, {cores} cores, medians of {args.rounds} rounds")
-    print_results(results, OF_CEILING.get(backbone, 0.75))
+    print_results(results, OF_CEILING.get(backbone, 0.75) if has_peers else 0.75)
     heading("memory of", "MB")
     for who, mb in memory.items():
         row(who, mb)
@@ -127,26 +139,29 @@ def contest(
     """All figures of all rounds."""
     results: Results = defaultdict(list)
     files = [path.read_bytes() for path in sorted(images.glob("*.jpg"))]
-    one, every = (OnnxEmbedder.open(bundle, SessionSettings(threads=n)) for n in (1, core_count()))
+    one, every = (
+        OnnxEmbedder.open(bundle, SessionSettings(device=args.device, threads=n))
+        for n in (1, core_count())
+    )
     seconds, sent = args.seconds, 0
     with contextlib.closing(Gallery.open(made)) as opened:
         for _ in range(args.rounds):
             loops = [
-                bare_loop(one, opened, files, seconds / 2, core_count(), n) for n in (1, BATCH)
+                bare_loop(one, opened, files, seconds / 2, core_count(), n)
+                for n in (1, BATCH[args.device])
             ]
             results["ceiling", 0].append(max(loops, key=lambda found: found["qps"]))
             loops = [bare_loop(each, opened, files, seconds / 2, 1, 1) for each in (one, every)]
             results["alone", 0].append(min(loops, key=lambda found: found["p50_ms"]))
-            load(urls["new"], images, 4, 1.0, repeat=True)  # fill the cache
+            load(urls["ours 1"], images, 4, 1.0, repeat=True)  # fill the cache
             for connections in args.connections:
                 for who, url in urls.items():
-                    if who == "new" or connections == 16 or (connections == 1 and who != "usual"):
+                    if who != "usual" or connections == 16:
                         found = load(url, images, connections, seconds, sent)
                         results[who, connections].append(found)
                         sent += int(found["sent"])
-                if connections in (1, 16):
-                    found = load(urls["new"], images, connections, seconds / 2, repeat=True)
-                    results["cached", connections].append(found)
+                found = load(urls["ours 1"], images, connections, seconds / 2, repeat=True)
+                results["cached", connections].append(found)
     return results
 
 
@@ -187,7 +202,7 @@ def bare_loop(
     }
 
 
-def small_bundle(folder: Path, backbone: str) -> Path:
+def small_bundle(folder: Path, backbone: str, device: str) -> Path:
     """A network at 224 px, 128 dimensions, hardly trained: that does not affect the speed.
 
     It begins with the ImageNet weights in $KINLENS_SHARED, if available: int8 and bf16 of random
@@ -204,7 +219,7 @@ def small_bundle(folder: Path, backbone: str) -> Path:
     }  # fmt: skip
     flags = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     kinlens("train", "fit", "shop", "--out", folder / "run", *flags)
-    precision = "--precision", "int8", "--skip-refused"
+    precision = "--precision", "int8" if device == "cpu" else "fp16", "--skip-refused"
     kinlens("train", "export", folder / "run", "--out", folder / "bundle", *precision)
     return folder / "bundle"
 
@@ -219,20 +234,13 @@ def gallery(path: Path, bundle: Path, items: int) -> Path:
 def print_results(results: Results, share: float) -> None:
     """The table and the verdict on each target."""
 
-    def middle(who: str, connections: int, field: str) -> float:
-        return statistics.median(found[field] for found in results[who, connections])
+    def middle(who: str, at: int, field: str) -> float:
+        return statistics.median(found[field] for found in results[who, at])
 
-    def judge(
-        text: str, ours: str, other: str, target: float, at: int = 16, field: str = "qps"
-    ) -> None:
-        """The median of the pairs; a latency counts as other / ours."""
-        pairs = zip(results[ours, at], results[other, at if other != "ceiling" else 0], strict=True)
-        ratios = (a[field] / b[field] for a, b in pairs)
-        found = [one if field == "qps" else 1 / one for one in ratios]
-        verdict(f"{text} at {at}", statistics.median(found), target)
-
-    def best(*names: str, at: int = 16) -> str:
-        return max(names, key=lambda who: middle(who, at, "qps"))
+    def best(kind: str, at: int) -> list[Figures]:
+        """The figures of the faster of one process and one per core, in each round."""
+        names = [who for who, n in results if n == at and who.rstrip("0123456789 ") == kind]
+        return results[max(names, key=lambda who: middle(who, at, "qps")), at] if names else []
 
     top, alone = middle("ceiling", 0, "qps"), middle("alone", 0, "p50_ms")
     print(f"ceiling {top:.1f} images/s; alone {alone:.1f} ms per image")
@@ -241,43 +249,31 @@ def print_results(results: Results, share: float) -> None:
         if at:
             qps, *fields = (middle(who, at, f) for f in ("qps", "p50_ms", "p99_ms", "cpu_ms"))
             row(at, who, qps, qps / top, *fields, sum(f["errors"] for f in results[who, at]))
-    errors = sum(f["errors"] for (who, _), each in results.items() if who in OURS for f in each)
+    errors = sum(f["errors"] for (who, _), each in results.items() if "ours" in who for f in each)
     verdict("requests without an answer", errors, 0, at_most=True)
-    extra = middle("new", 1, "p50_ms") - 1.1 * alone
+    extra = middle("ours 1", 1, "p50_ms") - 1.1 * alone
     verdict("ms above 1.1 x the bare loop at 1", extra, 2, at_most=True)
     verdict("ms of a cached answer at 1", middle("cached", 1, "p50_ms"), 1, at_most=True)
-    litserve = sorted({who for who, _ in results if who.startswith("litserve")})
-    lit_fast = [who for who in litserve if "fast" in who]
-    lit_fp32 = [who for who in litserve if "fast" not in who]
-    if not litserve:
-        print("skipped: LitServe needs the extra `bench`")
-    else:
-        quickest = best(*lit_fp32, at=1)
-        judge("LitServe's p50 / ours", "new", quickest, 1, 1, "p50_ms")
-        judge("LitServe's p50 / ours in the fastest mode", "fast", quickest, 1.3, 1, "p50_ms")
-        both = "LitServe's p50 / ours, both in the fastest mode"
-        judge(both, "fast", best(*lit_fast, at=1), 1, 1, "p50_ms")
-    if ("new", 16) not in results:
-        return
-    ours, fast = best("new", "a core"), best("fast", "fast a core")
-    judge("of the ceiling", ours, "ceiling", share)
-    spread = statistics.median(f["p99_ms"] / f["p50_ms"] for f in results[ours, 16])
-    verdict("p99 / p50 at 16", spread, 3, at_most=True)
-    judge("ours / usual script", ours, "usual", 2)
-    judge("ours in the fastest mode / in fp32", fast, ours, 1.5)
-    judge("ours / bare application", ours, "bare", 0.97)
-    judge("the same in the fastest mode", fast, "bare fast", 0.97)
-    if litserve:
-        judge("ours / LitServe", ours, best(*lit_fp32), 1.1)
-        judge("ours in the fastest mode / LitServe", fast, best(*lit_fp32), 1.6)
-        judge("both in the fastest mode", fast, best(*lit_fast), 1.1)
+    busiest = max(at for _, at in results)
+    ours = best("ours", busiest)
+    shares = (a["qps"] / b["qps"] for a, b in zip(ours, results["ceiling", 0], strict=True))
+    verdict(f"of the ceiling at {busiest}", statistics.median(shares), share)
+    spread = statistics.median(found["p99_ms"] / found["p50_ms"] for found in ours)
+    verdict(f"p99 / p50 at {busiest}", spread, 3, at_most=True)
+    for at, kind, other, target in TARGETS:
+        pairs = zip(best(kind, at), best(other, at), strict=False)
+        ratios = [b["p50_ms"] / a["p50_ms"] if at == 1 else a["qps"] / b["qps"] for a, b in pairs]
+        if ratios:
+            verdict(f"{kind} / {other} at {at}", statistics.median(ratios), target)
+        else:
+            print(f"skipped: {kind} / {other} at {at}")
 
 
-def fastest(bundle: Path) -> Mode:
+def fastest(bundle: Path, device: str) -> Mode:
     """The choice of `auto`, or bf16 if that is fp32, as untrained weights may fail the gate."""
-    auto = OnnxEmbedder.open(bundle, SessionSettings(precision="auto", engine="auto")).mode
-    bf16 = Mode("openvino", "bf16")
-    return bf16 if auto == FP32 and absence(bf16) is None else auto
+    settings = SessionSettings(device=device, precision="auto", engine="auto")  # type: ignore[arg-type]
+    auto, bf16 = OnnxEmbedder.open(bundle, settings).mode, Mode("openvino", "bf16")
+    return bf16 if device == "cpu" and auto == FP32 and absence(bf16) is None else auto
 
 
 def seconds_to_ready(bundle: Path, made: Path) -> float:

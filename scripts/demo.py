@@ -24,39 +24,30 @@ uses N queries, spread evenly.
 import argparse
 import contextlib
 import csv
-import json
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import httpx
+from typing import NamedTuple
 
 from kinlens.client import Client
-from kinlens.embedder.errors import SourceError
 from kinlens.errors import ClientError
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.ingest.sources import folder_source
-from kinlens.models import HitModel
-from kinlens.values import AttributeValue
 
-BIN = Path(sys.executable).parent
-READY_S = 180
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from harness import BIN, free_port, kinlens, started
+
 MIN_RECALL = 0.6  # for the rendered products; guessing gives 0.04, a colour histogram 0.32
 MAX_QUERIES = 400
 MAX_DOUBT = 0.08  # between the mean probability of the best hits and the share of right ones
-MIN_CLASSES = 4  # half of them are held out, and a search needs more than one
-CLIENTS, SHOWN, PRODUCT_QUERIES = 4, 3, 1000
+CLIENTS, SHOWN = 4, 3
 Row = dict[str, str]
 
 
@@ -73,7 +64,10 @@ def main() -> int:
     try:
         require_free(options.port)  # check this before the training, which takes minutes
         is_good = (data_set if options.name else catalogue)(options, work)
-    except (DemoError, ClientError) as error:
+    except subprocess.CalledProcessError as error:
+        show(f"error: {error.cmd[0].name} exited with {error.returncode}; its message is above.")
+        return 1
+    except (DemoError, ClientError, OSError) as error:
         show(f"error: {error}")
         return 1
     except KeyboardInterrupt:
@@ -85,125 +79,67 @@ def main() -> int:
 # A rendered catalogue, or the user's images
 
 
-@dataclass(frozen=True)
-class Query:
-    """An image to send; `product` is the expected first answer, if known."""
-
-    path: Path
-    key: str | None = None
-    product: str | None = None
-
-    @property
-    def meaning(self) -> str:
-        """The meaning of recall@1 for such queries, in words."""
-        if self.product is None:
-            return "each image finds itself"
-        if self.key is None:
-            return "new views of products that the model was never trained on"
-        return (
-            "images of products that the model was never trained on, searched among all images; "
-            "R@1 above was searched among these products only"
-        )
-
-    def best_of(self, client: Client) -> list[HitModel]:
-        """The five best hits that are not the query itself, unless it should find itself."""
-        own = self.key if self.product else None
-        return [hit for hit in client.search(self.path, k=6).hits if hit.key != own][:5]
-
-
 def catalogue(options: argparse.Namespace, work: Path) -> bool:
     """Train if possible, index and serve; whether enough searches were right."""
     is_rendered = options.images is None
+    images = work / "products" if is_rendered else options.images
+    emptied(work / "gallery")
     bundle, queries = rendered(work) if is_rendered else own_images(options, work)
+    if is_rendered:
+        meaning, least = "new views of products that the model was never trained on", MIN_RECALL
+    elif "class" in queries[0]:
+        meaning, least = "products that the model was never trained on, among all images", 0.01
+    else:
+        meaning, least = "each image finds itself", 0.95
     # The product of each rendered query is in the gallery.
     flags = ("--no-match-prior", "0") if is_rendered else ()
     with served(options, work, bundle, *flags) as client:
-        is_good = asked(client, queries, is_rendered)
-        if queries[0].product is not None:
-            result = json.loads((work / "run/result.json").read_text(encoding="utf-8"))
-            show(f"Training result. {result['verdict']}")
-        if queries[0].product is not None and not is_rendered:
-            settings = [f"data.root={options.images}"]
-            settings += [f"model.weights={options.weights}"] if options.weights else []
-            words = " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
-            show("Training the whole network gains more: ten minutes for up to 1,200 images.")
-            print(f"  kinlens-train fit shop {words} --out runs/shop")
-    return is_good
+        found = asked(client, images, spread(queries, MAX_QUERIES), k=2)
+        recall = share_within(found, 1)
+        show(f"recall@1: {100 * recall:.1f} % ({meaning})")
+        if recall < least:
+            show(f"That is below {100 * least:.0f} %: something is broken.")
+        # Own images are in the gallery, so their probabilities mean little.
+        return recall >= least and (not is_rendered or judged(client, found))
 
 
-def rendered(work: Path) -> tuple[Path, list[Query]]:
+def rendered(work: Path) -> tuple[Path, list[Row]]:
     """Render, train, export; index half of the views of unseen products, query the other half."""
-    bundle, products = trained(work, "demo"), work / "products"
+    run, bundle = emptied(work / "run"), emptied(work / "bundle")
+    kinlens("train", "fit", "demo", "--out", run)
+    kinlens("train", "export", run, "--map", "--out", bundle)
     halves: tuple[list[Row], list[Row]] = ([], [])
-    for row in read_list(work / "run/test.csv"):
+    for row in read_list(run / "test.csv"):
         halves[int(Path(row["path"]).stem) % 2].append(row)
-    shutil.rmtree(work / "gallery", ignore_errors=True)
-    build(work, bundle, products, halves[0])
-    return bundle, [Query(products / row["path"], product=row["class"]) for row in halves[1]]
+    build(work, bundle, work / "products", halves[0])
+    return bundle, halves[1]
 
 
-def own_images(options: argparse.Namespace, work: Path) -> tuple[Path, list[Query]]:
-    """Train on the user's classes if there are enough; index everything."""
+def own_images(options: argparse.Namespace, work: Path) -> tuple[Path, list[Row]]:
+    """Train on half of the user's sub-folders, if there are any; index everything."""
     images, bundle = options.images, options.bundle
-    classes = trainable(images)
+    if not images.is_dir():
+        raise DemoError(f"IMAGES={images} is not a folder.")
     unseen: list[Row] = []
-    if bundle is None and len(classes) >= MIN_CLASSES:
-        weights = ("--set", f"model.weights={options.weights}") if options.weights else ()
-        bundle = trained(work, "adapt", "--set", f"data.root={images}", *weights)
-        unseen = read_list(work / "run/test.csv")
+    if bundle is None and any(path.is_dir() for path in images.iterdir()):
+        run, bundle = emptied(work / "run"), emptied(work / "bundle")
+        weights = ("--weights", options.weights) if options.weights else ()
+        places = ("--data", images, "--run", run, "--out", bundle)
+        kinlens("train", "adapt", *places, "--map", *weights)
+        unseen = read_list(run / "test.csv")
     elif bundle is None:
-        found = f"only {len(classes)}" if classes else "no"
-        show(
-            f"{images} has {found} sub-folders with 2 images or more. A training needs "
-            f"{MIN_CLASSES}, so a pretrained network is used as it is."
-        )
+        show(f"{images} has no sub-folders to train on: a pretrained network is used as it is.")
         bundle = pretrained(work, options.weights)
-    shutil.rmtree(work / "gallery", ignore_errors=True)
     build(work, bundle, images)
-    if unseen:
-        return bundle, [Query(images / r["path"], r["path"], r["class"]) for r in unseen]
     with contextlib.closing(Gallery.open(work / "gallery")) as gallery:  # no damaged files
-        return bundle, [Query(images / item.key, item.key) for item in gallery.items()]
+        every = [{"key": item.key, "path": item.key} for item in gallery.items()]
+    return bundle, [row | {"key": row["path"]} for row in unseen] or every
 
 
-def trainable(images: Path) -> set[AttributeValue]:
-    """The classes that are large enough to train on."""
-    try:
-        source = folder_source(images)
-    except SourceError as error:
-        raise DemoError(f"IMAGES={images}: {error}") from error
-    sizes = Counter(r.attributes["class"] for r in source.records() if r.attributes)
-    return {name for name, size in sizes.items() if size > 1}
-
-
-def asked(client: Client, queries: list[Query], is_rendered: bool) -> bool:
-    """Send queries, print recall@1 and one answer; False if too few were right."""
-    some = queries[:: max(len(queries) // MAX_QUERIES, 1)]
-    show(f"{len(some)} queries over HTTP ...")
-    right, predicted = 0, []
-    for query in some:
-        for hit in query.best_of(client)[:1]:
-            is_right = (query.product or query.key) in (hit.key, hit.attributes.get("class"))
-            right += is_right
-            if hit.probability is not None:
-                predicted.append((hit.probability, is_right))
-    example = some[len(some) // 3]
-    show(f"top 5 for {example.path}")
-    for rank, hit in enumerate(example.best_of(client), start=1):
-        print(f"  {rank}. {hit.score:.3f}  {hit.key}")
-    recall, probabilities_hold = right / len(some), True
-    show(f"recall@1: {100 * recall:.1f} % ({some[0].meaning})")
-    if is_rendered:  # own images are in the gallery, so their probabilities mean little
-        probabilities_hold = judged(client, predicted)
-    least = MIN_RECALL if is_rendered else 0.95 if some[0].product is None else 0.01
-    if recall < least:
-        show(f"That is below {100 * least:.0f} %: something is broken.")
-    return recall >= least and probabilities_hold
-
-
-def judged(client: Client, predicted: list[tuple[float, bool]]) -> bool:
+def judged(client: Client, answers: "list[Answer]") -> bool:
     """Print predicted and true precision of the best hits; whether they are close enough."""
     about = client.gallery("demo")
+    predicted = [(a.probability, a.rank == 1) for a in answers if a.probability is not None]
     if not predicted or about.calibration is None:
         show(f"No probabilities: {about.no_calibration}")
         return False
@@ -223,17 +159,13 @@ def judged(client: Client, predicted: list[tuple[float, bool]]) -> bool:
 
 @dataclass(frozen=True)
 class DataSet:
-    """How its lists are made, the k of recall@k, and published figures.
-
-    `leave_one_out`: the queries are in the gallery, and are ignored in their own answers.
-    """
+    """How its lists are made, the k of recall@k, and published figures."""
 
     title: str
     lists: Callable[[Path, Path, bool], tuple[Path, list[Row], list[Row]]]
     recall_at: tuple[int, ...]
     published: Sequence[tuple[str, Sequence[float]]] = ()
     source: str = ""
-    leave_one_out: bool = False
 
 
 def official(
@@ -252,28 +184,19 @@ def official(
     gallery_list = work / "lists/gallery.csv"
     gallery = read_list(gallery_list) if gallery_list.is_file() else queries
     images = next(p for p in (root / "Img", root) if (p / queries[0]["path"]).is_file())
-    return images, named([row | {"product": row["class"]} for row in gallery]), named(queries)
+    return images, named(gallery), named(queries)
 
 
 def grocery(root: Path, _work: Path, _partial: bool) -> tuple[Path, list[Row], list[Row]]:
-    """The train split as gallery, the test split as queries, with the names of the classes."""
-    lacking = [n for n in ("classes.csv", "train.txt", "test.txt") if not (root / n).is_file()]
-    if lacking:
-        raise DemoError(f"ROOT={root} is not the Grocery Store data set: it lacks {lacking[0]}.")
-    names = {row["Class ID (int)"]: row for row in read_list(root / "classes.csv")}
+    """The train split as gallery, the test split as queries; the folders have the names."""
 
     def rows(part: str) -> list[Row]:
-        found = []
-        with (root / f"{part}.txt").open(newline="", encoding="utf-8") as stream:
-            for path, fine, _ in csv.reader(stream, skipinitialspace=True):
-                known = names[fine.strip()]
-                labels = {
-                    "class": known["Class Name (str)"],
-                    "kind": known["Coarse Class Name (str)"],
-                    "shelf": Path(path).parts[1],
-                }
-                found.append({"key": path, "path": path, **labels})
-        return found
+        lines = (root / f"{part}.txt").read_text(encoding="utf-8").splitlines()
+        paths = [Path(line.split(",")[0]) for line in lines]
+        return [
+            {"key": str(p), "path": str(p), "class": p.parent.name, "shelf": p.parts[1]}
+            for p in paths
+        ]
 
     return root, rows("train"), rows("test")
 
@@ -301,7 +224,6 @@ DATA_SETS = {
             ("Determinant regularization 512", (79.0, 90.7, 96.1, 98.7)),
         ),
         "Determinant Regularization for Deep Metric Learning, table 2",
-        leave_one_out=True,
     ),
     "grocery": DataSet("Grocery Store", grocery, (1, 5, 10)),
 }
@@ -315,13 +237,11 @@ def data_set(options: argparse.Namespace, work: Path) -> bool:
     bundle = options.bundle or pretrained(work, options.weights)
     images, gallery, queries = data.lists(root, work, options.allow_partial)
     build(work, bundle, images, gallery)
-    most = options.queries or len(queries)
+    some = spread(queries, options.queries or len(queries))
     with served(options, work, bundle) as client:
-        measure = partial(recall_of, client, data, images, queries)
-        rows = [*data.published, (f"this run ({bundle})", measure(most))]
-        if "product" in gallery[0]:  # k counts products
-            groups = measure(min(most, PRODUCT_QUERIES), group_by="product", group_size=2)
-            rows.append(("this run, products", groups))
+        answers = asked(client, images, some, max(data.recall_at) + 1)
+        recalls = [100 * share_within(answers, k) for k in data.recall_at]
+        rows = [*data.published, (f"this run ({bundle})", recalls)]
         show(f"{data.title}: recall in percent")
         width = max(len(name) for name, _ in rows)
         print(f"{'':{width}}" + "".join(f"{f'R@{k}':>9}" for k in data.recall_at))
@@ -329,45 +249,59 @@ def data_set(options: argparse.Namespace, work: Path) -> bool:
             print(f"{name:{width}}" + "".join(f"{value:9.1f}" for value in values))
         if data.source:
             print(f"Published: {data.source}.")
-        if options.allow_partial or most < len(queries):
+        if options.allow_partial or len(some) < len(queries):
             print("This run used a part of the data set, so its figures are not comparable.")
         show("Click an item on the page, or drop one of these query images on it:")
         for row in spread(queries, SHOWN):
             print((images / row["path"]).resolve())
     [(largest, _)] = Counter(row["class"] for row in gallery).most_common(1)
     chance = 100 * sum(row["class"] == largest for row in queries) / len(queries)
-    is_above = rows[len(data.published)][1][0] > chance
-    if not is_above:
+    if recalls[0] <= chance:
         show(f"Recall is not above chance ({chance:.1f} %): something is broken.")
-    return is_above
+    return recalls[0] > chance
 
 
-def recall_of(
-    client: Client, data: DataSet, images: Path, queries: list[Row], most: int, **fields: Any
-) -> list[float]:
-    """Recall@k in percent: the share of queries with an image of their class among k hits."""
-    some, k = spread(queries, most), max(data.recall_at) + data.leave_one_out
-    show(f"{len(some):,} of {len(queries):,} queries over HTTP ...")
+# Queries
 
-    def rank(row: Row) -> float:
-        """The rank of the first right hit, from 1, ignoring the query itself."""
-        answer = client.search(images / row["path"], k=k, **fields)
-        # For the query's product its best other image counts, which may rank lower.
-        groups = [[hit] for hit in answer.hits] if answer.groups is None else [
-            group.hits for group in answer.groups
-        ]  # fmt: skip
-        others = ([hit for hit in hits if hit.key != row["key"]] for hits in groups)
-        best = sorted((hits[0] for hits in others if hits), key=lambda hit: -hit.score)
-        classes = [hit.attributes["class"] for hit in best]
-        return classes.index(row["class"]) + 1 if row["class"] in classes else float("inf")
+
+class Answer(NamedTuple):
+    """The rank of the first right hit, from 1, and the probability of the best hit."""
+
+    rank: float
+    probability: float | None
+
+
+def asked(client: Client, images: Path, queries: list[Row], k: int) -> list[Answer]:
+    """Send queries over HTTP.
+
+    A hit of the query's class is right, and the query itself is ignored; without a class, the query
+    must find itself.
+    """
+    show(f"{len(queries):,} queries over HTTP ...")
+
+    def ask(row: Row) -> Answer:
+        hits = client.search(images / row["path"], k=k).hits
+        if "class" in row:
+            hits = [hit for hit in hits if hit.key != row.get("key")]
+        right = [
+            hit.attributes.get("class") == row["class"] if "class" in row else hit.key == row["key"]
+            for hit in hits
+        ]
+        rank = right.index(True) + 1 if True in right else float("inf")
+        return Answer(rank, hits[0].probability if hits else None)
 
     with ThreadPoolExecutor(CLIENTS) as pool:
-        ranks = []
-        for number, found in enumerate(pool.map(rank, some), 1):
-            ranks.append(found)
+        answers = []
+        for number, answer in enumerate(pool.map(ask, queries), 1):
+            answers.append(answer)
             if number % 1_000 == 0:
-                print(f"{number:,} of {len(some):,}", flush=True)
-    return [100 * sum(rank <= at for rank in ranks) / len(some) for at in data.recall_at]
+                print(f"{number:,} of {len(queries):,}", flush=True)
+    return answers
+
+
+def share_within(answers: list[Answer], k: int) -> float:
+    """Recall@k: the share of queries with a right hit among the first k."""
+    return sum(answer.rank <= k for answer in answers) / len(answers)
 
 
 def spread(rows: list[Row], most: int) -> list[Row]:
@@ -378,40 +312,18 @@ def spread(rows: list[Row], most: int) -> list[Row]:
 # The commands
 
 
-def kinlens(command: str, *arguments: object) -> None:
-    """Print and run one of the three commands."""
-    words = [str(argument) for argument in arguments]
-    print(f"\n$ kinlens-{command} {shlex.join(words)}", flush=True)
-    code = subprocess.run([BIN / f"kinlens-{command}", *words], check=False).returncode
-    if code:
-        raise DemoError(f"kinlens-{command} exited with status {code}; its message is above.")
-
-
-def trained(work: Path, job: str, *changes: str) -> Path:
-    """The bundle of a new run of a job."""
-    shutil.rmtree(work / "run", ignore_errors=True)
-    kinlens("train", "fit", job, "--out", work / "run", *changes)
-    return exported(work, work / "run")
-
-
 def pretrained(work: Path, weights: str | None) -> Path:
     """A pretrained network, without further training, as a bundle."""
+    bundle = emptied(work / "bundle")
     chosen = ("--weights", weights) if weights else ()
-    return exported(work, "--backbone", "mobilenet_v2", *chosen)
-
-
-def exported(work: Path, *source: object) -> Path:
-    """A new bundle; the previous one is kept next to it until the next export."""
-    bundle, made, former = (work / f"bundle{end}" for end in ("", "-new", "-before"))
-    shutil.rmtree(made, ignore_errors=True)
-    kinlens("train", "export", *source, "--map", "--out", made)
-    if bundle.exists():
-        shutil.rmtree(former, ignore_errors=True)
-        bundle.rename(former)
-        show(f"The previous bundle is now {former}.")
-    made.rename(bundle)
-    show(f"The bundle of this demo is {bundle}.")
+    kinlens("train", "export", "--backbone", "mobilenet_v2", *chosen, "--map", "--out", bundle)
     return bundle
+
+
+def emptied(path: Path) -> Path:
+    """The path, without what the previous demo left there."""
+    shutil.rmtree(path, ignore_errors=True)
+    return path
 
 
 def build(work: Path, bundle: Path, images: Path, listed: list[Row] | None = None) -> None:
@@ -430,38 +342,18 @@ def build(work: Path, bundle: Path, images: Path, listed: list[Row] | None = Non
 @contextlib.contextmanager
 def served(options: argparse.Namespace, work: Path, bundle: Path, *flags: str) -> Iterator[Client]:
     """A client of the service, which stays open after the block until Ctrl-C, unless --check."""
-    gallery = f"{work.name}={work / 'gallery'}"
-    state = str(work / "state")
-    words = ("--bundle", str(bundle), "--gallery", gallery, "--state", state, *flags)
-    server, url = serve(options.port, *words), f"http://127.0.0.1:{options.port}"
-    try:
-        with Client(url) as client:
+    require_free(options.port)
+    words = ["--bundle", bundle, "--gallery", f"{work.name}={work / 'gallery'}", *flags]
+    words += ["--state", work / "state", "--port", options.port, "--log-level", "warning"]
+    command = [BIN / "kinlens-serve", *map(str, words)]
+    print(f"\n$ kinlens-serve {shlex.join(command[1:])}", flush=True)
+    with started(command, options.port, is_quiet=False) as server:
+        with Client(server.url) as client:
             yield client
         if not options.check:
-            show(f"The page is open at {url}/ until you press Ctrl-C.")
+            show(f"The page is open at {server.url}/ until you press Ctrl-C.")
             with contextlib.suppress(KeyboardInterrupt):
-                server.wait()
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(timeout=30)
-
-
-def serve(port: int, *arguments: str) -> "subprocess.Popen[bytes]":
-    """Start the service and wait until it is ready."""
-    require_free(port)
-    arguments = (*arguments, "--port", str(port), "--log-level", "warning")
-    print(f"\n$ kinlens-serve {shlex.join(arguments)}", flush=True)
-    server = subprocess.Popen([BIN / "kinlens-serve", *arguments])
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise DemoError("kinlens-serve did not start; its message is above.")
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=30).status_code == 200:
-                return server
-        time.sleep(0.2)
-    server.kill()
-    raise DemoError(f"kinlens-serve was not ready after {READY_S} s.")
+                server.process.wait()
 
 
 def require_free(port: int) -> None:
@@ -472,13 +364,6 @@ def require_free(port: int) -> None:
                 f"Port {port} is in use. Stop that program, or choose another port: PORT=8001 "
                 "with make, --port 8001 without."
             )
-
-
-def free_port() -> int:
-    """A port that no process uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def read_list(path: Path) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Check and time everything that Kinlens does on a GPU.
+"""Check and time training and embedding on a GPU.
 
     make install-gpu                               # on a machine with an NVIDIA GPU
     .venv-gpu/bin/python scripts/gpu_check.py      # --out gpu.json writes the figures
@@ -11,10 +11,9 @@ Checks:
 - evaluation matches the CPU;
 - the exported bundle on CUDA matches the CPU's vectors, also for odd batch sizes.
 
-Timings: steps, embedding by batch size, retrieval, and POST /search with the gallery on the same
-device, relative to the model alone (target: 0.75 of its images per second in batches of 32).
-Galleries have their own: `pytest -k "real or wheel" tests/indexer/test_gpu.py` (install pytest and
-pytest-timeout) and benchmarks/gallery_gpu.py.
+Timings: steps, and embedding by batch size. The service has its own (`benchmarks/search.py --device
+cuda`), and so have galleries: `pytest -k "real or wheel" tests/indexer/test_gpu.py` (install pytest
+and pytest-timeout) and benchmarks/gallery_gpu.py.
 
 Exit code 1 if any check fails; each failure is one line.
 """
@@ -26,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,11 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kinlens.embedder.engines.models import SessionSettings
-from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Precision
-from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Images
 from kinlens.training.checkpoint import load_chosen
@@ -54,9 +51,7 @@ from kinlens.training.state import Run, create_run
 from kinlens.training.trainer import train_step
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from clustered import clustered_batches
-from harness import Quiet, made_gallery, sample_images, serving, timed_ms
-from load import load
+from harness import Quiet, timed_ms
 
 ROUNDS = 20
 STEPS = 6  # fewer than 10 with the warm-up: step 10 measures shares, which waits
@@ -88,11 +83,10 @@ def main() -> int:
     for regularizer, settings in list(REGULARIZERS.items())[: 1 if options.quick else None]:
         terms = {"name": "proxy_anchor"}, {regularizer: settings}
         checks[f"step proxy_anchor + {regularizer}"] = partial(step, options, *terms)
-    checks["retrieval"] = partial(retrieval, device, options.quick)
+    checks["evaluation"] = partial(evaluation, device, options.quick)
     with tempfile.TemporaryDirectory() as folder:
         checks["run, resume, export"] = partial(whole_run, options, Path(folder))
         checks["bundle"] = partial(bundle, Path(folder) / "bundle", options)
-        checks["service"] = partial(service, Path(folder), options)
         figures, failed = results_of(checks)
     if options.out is not None:
         page = {"device": name, "torch": torch.__version__, "checks": figures, "failed": failed}
@@ -203,24 +197,18 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def retrieval(device: torch.device, quick: bool) -> dict[str, float]:
-    """Recall of clustered vectors on the device; it must equal the CPU's."""
+def evaluation(device: torch.device, quick: bool) -> dict[str, float]:
+    """Figures of random vectors on the device; they must equal the CPU's."""
     count = 500 if quick else 20_000
-    rng = np.random.default_rng(0)
     labels = np.arange(count) % (count // 10)
-    centres = rng.standard_normal((count // 10, 128))
-    vectors = centres[labels] + 1.5 * rng.standard_normal((count, 128))
-    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
-    found, seconds = {}, {}
-    for where in {torch.device("cpu"), device}:
-        started = time.perf_counter()
-        there = torch.as_tensor(vectors, device=where)
-        found[where.type] = evaluate_embeddings(there, labels, full=False)
-        seconds[where.type] = time.perf_counter() - started
-    for name, value in found["cpu"].items():
-        if abs(found[device.type][name] - value) > 0.02:
-            raise AssertionError(f"{name} is {found[device.type][name]}, on the CPU {value}")
-    return {"R@1": found["cpu"]["R@1"], **{f"s on {where}": s for where, s in seconds.items()}}
+    centres = torch.randn(count // 10, 128)
+    vectors = F.normalize(centres[labels] + 1.5 * torch.randn(count, 128))
+    expected = evaluate_embeddings(vectors, labels, full=False)
+    found = evaluate_embeddings(vectors.to(device), labels, full=False)
+    for name, value in expected.items():
+        if abs(found[name] - value) > 0.02:
+            raise AssertionError(f"{name} is {found[name]}, on the CPU {value}")
+    return {"R@1": found["R@1"]}
 
 
 def whole_run(options: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -276,38 +264,6 @@ def _rate(embedder: OnnxEmbedder, batch: Images, quick: bool) -> float:
     """Images per second."""
     times = [timed_ms(partial(embedder.embed, batch)) for _ in range(3 if quick else ROUNDS)]
     return len(batch) / statistics.median(times) * 1e3
-
-
-def service(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """POST /search with 64 connections and with one, and its limits: model and decoding.
-
-    The network has random weights, which do not affect the speed.
-    """
-    path, seconds = folder / "bundle", 1.0 if options.quick else 10.0
-    embedder = OnnxEmbedder.open(path, SessionSettings(device=options.device, precision="auto"))
-    images = sample_images(folder / "photographs", 64, is_drawn=True)
-    known = embedder.bundle.golden_inputs()
-    batch = np.resize(known, (32, *known.shape[1:]))
-    found = {"model alone, images/s of 32": _rate(embedder, batch, options.quick)}
-    with ThreadPoolExecutor(core_count()) as cores:
-        files = [each.read_bytes() for each in images.iterdir()] * (1 if options.quick else 20)
-        decode = partial(preprocess, spec=embedder.preprocessing)
-        started = time.perf_counter()
-        list(cores.map(decode, files))
-        found["decoded images/s, all cores"] = len(files) / (time.perf_counter() - started)
-    batches = lambda: clustered_batches(1000, embedder.dim)
-    made = folder / "gallery", batches, 1000, embedder.dim
-    gallery = made_gallery(*made, bundle_id=embedder.bundle_id)
-    flags = "--device", options.device, "--precision", "auto"
-    with serving(path, gallery, *flags) as server:
-        load(server.url, images, 64, seconds)  # prepares each batch size once
-        many = load(server.url, images, 64, seconds, start=10**6)
-        one = load(server.url, images, 1, seconds, start=10**7)
-    if many["errors"] or one["errors"]:
-        raise AssertionError(f"{many['errors'] + one['errors']} searches were not answered")
-    found["searches/s at 64"] = many["qps"]
-    found["of the model alone"] = many["qps"] / found["model alone, images/s of 32"]
-    return found | {"ms p50 at 1": one["p50_ms"], "ms p99 at 64": many["p99_ms"]}
 
 
 if __name__ == "__main__":

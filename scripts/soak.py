@@ -30,28 +30,33 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
-from demo import BIN, DemoError, free_port, kinlens, serve, show
 from scipy import stats
 
+from kinlens.calls import ImageSearchOptions
+from kinlens.client import Client
+from kinlens.errors import ClientError, ProblemError
+from tests.support.own_process import OwnProcess, command_of, own_process
+from tests.support.servers import RedisServer
+
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from harness import tree, tree_mb
+from harness import BIN, kinlens, tree
 
 JUDGED_S = 1200.0
 """Minimum duration of the last two thirds for their slope to count."""
 
 MOST_REFUSED = 0.05
 READY_S, JOB_S = 60.0, 120.0
-SEARCHERS = 3
+SEARCHERS, DECODER = 3, "kinlens.service.encoding"
 KINDS = ("again", "new", "crop", "filter", "damaged", "like")
-EXPECTED, REFUSED = {200, 202, 422, 429, 503}, {429, 503}
-SMALL_CACHE = {"KINLENS_CACHE_MAX_BYTES": "2000000", "KINLENS_CACHE_MAX_ENTRIES": "500"}
+EXPECTED, REFUSED = {200, 422, 429, 503}, {429, 503}
+SMALL_CACHE = {"cache_max_bytes": 2_000_000, "cache_max_entries": 500}
 """Few enough that the caches are full, and stop growing, after the first minutes."""
 
-RESAMPLES, MOST_POINTS = 400, 120
+LOG = Path(".kinlens/soak.log")
+MEDIANS = 32
 Points = list[tuple[float, float]]
 """Pairs of seconds and MB."""
 
@@ -62,53 +67,31 @@ def main() -> int:
         try:
             with open_shop(Path(name), options) as shop:
                 tally = run(shop, 3600 * options.hours, options.period_s)
-        except (DemoError, subprocess.CalledProcessError, httpx.HTTPError) as error:
+        except (subprocess.SubprocessError, ClientError) as error:
             print(f"soak: {error}", file=sys.stderr)
             return 1
-    if shop.process.returncode != 0:
-        tally.fault(f"the service exited with status {shop.process.returncode}")
+    if status := shop.service.process.returncode:
+        tally.fault(f"the service exited with status {status}; its log is {LOG}")
     return report(tally, options.limit_mb_per_hour)
 
 
 # The service, and its parts: images, model, gallery, key and Redis
 
 
-class Redis:
-    """A redis-server of this script that can be paused, killed and started again."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self._folder = folder
-        self.start()
-
-    def start(self) -> None:
-        """Start it; it answers only after a moment."""
-        words = ["--port", self.port, "--bind", "127.0.0.1", "--save", "", "--dir", self._folder]
-        command = ["redis-server", *map(str, words), "--maxmemory", "64mb"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        """Kill it without a clean shutdown."""
-        self.process.kill()
-        self.process.wait()
-
-
 @dataclass(frozen=True)
 class Shop:
     """A running service; `images` are the images of its gallery `shop`, below `root`."""
 
-    url: str
+    service: OwnProcess
     key: str
     root: Path
     images: list[Path]
     build: list[str]
-    process: "subprocess.Popen[bytes]"
-    redis: Redis | None
+    redis: RedisServer | None
 
-    def client(self) -> httpx.Client:
+    def client(self, retries: int = 0) -> Client:
         """A client with the key of an administrator."""
-        headers = {"Authorization": f"Bearer {self.key}"}
-        return httpx.Client(base_url=self.url, timeout=60, headers=headers)
+        return Client(self.service.url, key=self.key, timeout_s=60, retries=retries)
 
     def name(self, image: Path) -> str:
         """The key of an image in the gallery."""
@@ -118,7 +101,8 @@ class Shop:
 @contextlib.contextmanager
 def open_shop(folder: Path, options: argparse.Namespace) -> Iterator[Shop]:
     """Create images, model, gallery, key, Redis and a service; it must stop cleanly."""
-    root, bundle = options.images or folder / "images", options.bundle or folder / "bundle"
+    root = (options.images or folder / "images").resolve()
+    bundle = (options.bundle or folder / "bundle").resolve()
     gallery, state = folder / "gallery", folder / "state"
     if options.images is None:
         sizes = ("--products", 20, "--views", 10, "--size-px", 160)
@@ -133,33 +117,23 @@ def open_shop(folder: Path, options: argparse.Namespace) -> Iterator[Shop]:
     command = [BIN / "kinlens-serve", "keys", "create", "soak", "--scope", "admin"]
     made = subprocess.run([*command, "--state", state], check=True, capture_output=True, text=True)
     key = next(word for word in made.stdout.split() if word.startswith("kl_"))
-    redis = Redis(folder) if shutil.which("redis-server") else None
-    port = free_port()
-    while redis is not None and port == redis.port:  # Redis may not listen yet
-        port = free_port()
-    flags = ["--bundle", str(bundle), "--gallery", f"shop={gallery}", "--state", str(state)]
-    flags += ["--workers", str(options.workers)]
-    if redis is not None:
-        flags += ["--redis-url", f"redis://127.0.0.1:{redis.port}/0"]
-    os.environ.update(SMALL_CACHE)
     images = sorted(path for path in root.rglob("*") if path.suffix in (".jpg", ".png"))
-    try:
-        process = serve(port, *flags)
-        shop = Shop(f"http://127.0.0.1:{port}", key, root, images, build, process, redis)
-        try:
-            with shop.client() as client:
-                client.post("/galleries", json={"name": "live"}).raise_for_status()
-            yield shop
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-    finally:
+    LOG.parent.mkdir(exist_ok=True)
+    flags = ("--bundle", str(bundle), "--gallery", f"shop={gallery}", "--state", str(state))
+    with contextlib.ExitStack() as running:
+        redis = RedisServer(folder) if shutil.which("redis-server") else None
+        print("Redis runs, and is paused and killed" if redis else "no Redis: it is not installed")
         if redis is not None:
-            redis.kill()
+            redis.start()
+            running.callback(redis.kill)
+        settings = SMALL_CACHE | {"redis_url": redis.url if redis else ""}
+        workers = ("--workers", str(options.workers))
+        started = own_process(LOG, *flags, *workers, may_be_killed=True, **settings)
+        service = running.enter_context(started)
+        shop = Shop(service, key, root, images, build, redis)
+        with shop.client() as client:
+            client.create_gallery("live")
+        yield shop
 
 
 # The concurrent load, and the checks of its answers
@@ -189,12 +163,16 @@ class Tally:
             self.wrong.append(text)
 
     @contextlib.contextmanager
-    def requests(self, what: str) -> Iterator[None]:
-        """A block of requests that must all be answered."""
+    def request(self, what: str) -> Iterator[None]:
+        """A block with a request that must be answered; its status is counted."""
         try:
             yield
-        except (httpx.HTTPError, TimeoutError) as error:
+        except ProblemError as error:
+            self.count(what, error.status)
+        except ClientError as error:
             self.fault(f"{what}: {type(error).__name__} {error}")
+        else:
+            self.count(what, 200)
 
 
 def run(shop: Shop, seconds: float, period: float) -> Tally:
@@ -206,7 +184,7 @@ def run(shop: Shop, seconds: float, period: float) -> Tally:
     for thread in threads:
         thread.start()
     ends = time.monotonic() + seconds
-    while (left := ends - time.monotonic()) > 0 and shop.process.poll() is None:
+    while (left := ends - time.monotonic()) > 0 and shop.service.process.poll() is None:
         time.sleep(min(60.0, left))
         mb = tally.memory[-1][1] if tally.memory else 0
         counts = f"{tally.statuses.total():,} answers, {len(tally.wrong)} wrong"
@@ -217,11 +195,10 @@ def run(shop: Shop, seconds: float, period: float) -> Tally:
         if thread.is_alive():
             tally.fault("a request hangs")
     deadline, is_ready = time.monotonic() + READY_S, False
-    with shop.client() as client:
-        while not is_ready and time.monotonic() < deadline:
-            with contextlib.suppress(httpx.HTTPError):
-                is_ready = client.get("/ready").status_code == 200
-            time.sleep(0.5)
+    while not is_ready and time.monotonic() < deadline:
+        with contextlib.suppress(httpx.HTTPError):
+            is_ready = httpx.get(f"{shop.service.url}/ready", timeout=60).status_code == 200
+        time.sleep(0.5)
     if not is_ready:
         tally.fault(f"not ready {READY_S:g} s after the load")
     return tally
@@ -233,99 +210,65 @@ def searches(shop: Shop, tally: Tally) -> None:
     with shop.client() as client:
         while not tally.over.is_set():
             kind, image = rng.choice(KINDS), rng.choice(shop.images)
-            data, fields = image.read_bytes(), {"k": "5", "gallery": "shop"}
+            data, name = image.read_bytes(), shop.name(image)
+            options: ImageSearchOptions = {"k": 5, "gallery": "shop"}
             if kind == "new":
                 data += os.urandom(12)
             elif kind == "crop":
-                fields["crop"] = "0.1,0.1,0.8,0.8"
+                options["crops"] = [(0.1, 0.1, 0.8, 0.8)]
             elif kind == "filter":
-                fields["filter"] = f'class = "{image.parent.name}"'
+                options["filter"] = f'class = "{image.parent.name}"'
             elif kind == "like":
-                fields["positive"] = shop.name(image)
+                options["positives"] = [name]
             elif kind == "damaged":
                 data = data[: len(data) // 2]
-            with tally.requests(kind):
-                answer = client.post("/search", data=fields, files={"image": data})
-                tally.count(kind, answer.status_code)
-                if answer.status_code == 200:
-                    _check(kind, shop.name(image), answer.json(), tally)
-
-
-def _check(kind: str, name: str, answer: dict[str, Any], tally: Tally) -> None:
-    keys = [hit["key"] for hit in answer["hits"]]
-    if kind in ("again", "new", "filter") and name not in keys:
-        tally.fault(f"{kind}: {name} did not find itself but {keys[:3]}")
-    if kind == "damaged":
-        tally.fault(f"{kind}: got only half of {name}")
-    if kind == "like" and name in keys:
-        tally.fault(f"{kind}: {name} was liked, but is in the answer")
+            with tally.request(kind):
+                keys = [hit.key for hit in client.search(data, **options).hits]
+                if kind in ("again", "new", "filter") and name not in keys:
+                    tally.fault(f"{kind}: {name} did not find itself but {keys[:3]}")
+                if kind == "damaged":
+                    tally.fault(f"{kind}: got only half of {name}")
+                if kind == "like" and name in keys:
+                    tally.fault(f"{kind}: {name} was liked, but is in the answer")
 
 
 def changes(shop: Shop, tally: Tally) -> None:
     """Add an item, find it, delete it, never find it again."""
-    with shop.client() as client:
+    with shop.client(retries=5) as client:
         for number in itertools.count():
             if tally.over.wait(0.2):
                 return
-            key, data = f"soak/{number}", shop.images[number % len(shop.images)].read_bytes()
-            with tally.requests("change"):
-                _change(client, key, data + key.encode(), tally)
+            key = f"soak/{number}"
+            data = shop.images[number % len(shop.images)].read_bytes() + key.encode()
+            with tally.request("put"):
+                client.put("live", key, data, {"class": "soak"})
+                if key not in _found(client, data, tally):
+                    tally.fault(f"{key} was acknowledged, but is not found")
+                with tally.request("delete"):
+                    client.remove_item("live", key)
+                    if key in _found(client, data, tally):
+                        tally.fault(f"{key} was deleted, but is found")
 
 
-def _change(client: httpx.Client, key: str, data: bytes, tally: Tally) -> None:
-    fields = {"key": key, "attributes": '{"class": "soak"}'}
-    put = client.put("/galleries/live/items", data=fields, files={"image": data})
-    tally.count("put", put.status_code)
-    if put.status_code != 200:
-        return
-    if key not in _found(client, data, tally):
-        tally.fault(f"{key} was acknowledged, but is not found")
-    deleted = client.delete("/galleries/live/items", params={"key": key})
-    tally.count("delete", deleted.status_code)
-    if deleted.status_code == 200 and key in _found(client, data, tally):
-        tally.fault(f"{key} was deleted, but is found")
-
-
-def _found(client: httpx.Client, data: bytes, tally: Tally) -> list[str]:
-    fields = {"k": "3", "gallery": "live"}
-    for _ in range(20):
-        answer = client.post("/search", data=fields, files={"image": data})
-        tally.count("find", answer.status_code)
-        if answer.status_code == 200:
-            return [hit["key"] for hit in answer.json()["hits"]]
-        time.sleep(0.5)
-    raise TimeoutError("no answer in twenty tries")
+def _found(client: Client, data: bytes, tally: Tally) -> list[str]:
+    keys = [hit.key for hit in client.search(data, k=3, gallery="live").hits]
+    tally.count("find", 200)
+    return keys
 
 
 def rebuilds(shop: Shop, tally: Tally) -> None:
-    """Rebuild one gallery next to the service, which reloads it; compact the other by a job."""
-    with shop.client() as client:
+    """Rebuild one gallery next to the service, which reloads it; compact the other by a job.
+
+    Removed items stay in memory until then, or until 10,000 further changes.
+    """
+    with shop.client(retries=5) as client:
         while not tally.over.wait(2 * tally.period):
             done = subprocess.run(shop.build, capture_output=True, text=True)
             tally.count("rebuild", 503 if done.returncode else 200)
             if done.returncode:
                 tally.fault(f"rebuild: {done.stderr[-200:]}")
-            with tally.requests("compact"):
-                _compact(client, tally)
-
-
-def _compact(client: httpx.Client, tally: Tally) -> None:
-    """Compact, as removed items stay in memory until then, or until 10,000 further changes."""
-    started = client.post("/galleries/live/compact")
-    tally.count("compact", started.status_code)
-    if started.status_code != 202:
-        return
-    address, deadline = started.headers["Location"], time.monotonic() + JOB_S
-    while time.monotonic() < deadline:
-        answer = client.get(address)
-        tally.count("job", answer.status_code)
-        job = answer.json() if answer.status_code == 200 else {"state": "unknown"}
-        if job["state"] in ("succeeded", "failed", "cancelled"):
-            if job["state"] != "succeeded":
-                tally.fault(f"compact: {job['state']}, {job['error']}")
-            return
-        time.sleep(0.5)
-    tally.fault(f"compact: {job['state']} after {JOB_S:g} s")
+            with tally.request("compact"):
+                client.wait(client.compact("live"), timeout_s=JOB_S)
 
 
 def faults(shop: Shop, tally: Tally) -> None:
@@ -334,13 +277,14 @@ def faults(shop: Shop, tally: Tally) -> None:
         if tally.over.wait(tally.period):
             return
         if number % 3 == 2:
-            for pid in decoders(shop.process.pid)[:1]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            # One of them is the fork server of the others.
+            decoders = [p for p in tree(shop.service.pid) if DECODER in command_of(p)]
+            with contextlib.suppress(ProcessLookupError, IndexError):
+                os.kill(random.choice(decoders), signal.SIGKILL)
         elif shop.redis is not None and number % 3 == 0:
-            shop.redis.process.send_signal(signal.SIGSTOP)
+            shop.redis.send(signal.SIGSTOP)
             tally.over.wait(tally.period / 5)
-            shop.redis.process.send_signal(signal.SIGCONT)
+            shop.redis.send(signal.SIGCONT)
         elif shop.redis is not None:
             shop.redis.kill()
             tally.over.wait(tally.period / 5)
@@ -351,47 +295,22 @@ def samples(shop: Shop, tally: Tally) -> None:
     """Sample the memory of the process tree every few seconds."""
     started = time.monotonic()
     while not tally.over.wait(tally.period / 6):
-        tally.memory.append((time.monotonic() - started, tree_mb(shop.process.pid)))
+        tally.memory.append((time.monotonic() - started, shop.service.memory_mb()))
 
 
 # Memory, and the confidence that it grows
 
 
-def decoders(pid: int) -> list[int]:
-    """The decoding processes of a service."""
-    named = []
-    for child in tree(pid)[1:]:
-        with contextlib.suppress(OSError):
-            if b"kinlens.service.encoding" in Path(f"/proc/{child}/cmdline").read_bytes():
-                named.append(child)
-    return named
+def slope(points: Points) -> tuple[float, float, float]:
+    """MB an hour, and the range in which 99 % of such runs would have it.
 
-
-def slope(points: Points) -> float:
-    """MB an hour: the median over all pairs of points, so that single peaks do not count."""
-    seconds, mb = np.array(points).T
-    return 3600 * float(stats.theilslopes(mb, seconds).slope)
-
-
-def slope_range(points: Points, seed: int = 0) -> tuple[float, float]:
-    """The range in which nearly all such runs would have their slope.
-
-    The residuals from the slope are resampled in blocks of neighbours, because memory a few seconds
-    apart is correlated.
+    Theil and Sen: the median over all pairs of points. Each is the median of its neighbours, since
+    memory a few seconds apart is correlated, and single peaks do not count.
     """
-    # At most MOST_POINTS, each the median of its neighbours.
-    groups = np.array_split(np.array(points), min(len(points), MOST_POINTS))
+    groups = np.array_split(np.array(points), min(len(points), MEDIANS))
     seconds, mb = np.array([(g[:, 0].mean(), np.median(g[:, 1])) for g in groups]).T
-    line = slope([*zip(seconds, mb, strict=True)]) / 3600 * seconds
-    left, count = mb - line, len(mb)
-    block, rng = max(2, round(count**0.5)), np.random.default_rng(seed)
-    found = []
-    for _ in range(RESAMPLES):
-        starts = rng.integers(count, size=-(-count // block))
-        order = (starts[:, None] + np.arange(block)).ravel()[:count] % count
-        found.append(slope([*zip(seconds, line + left[order], strict=True)]))
-    low, high = np.quantile(found, [0.005, 0.995])
-    return float(low), float(high)
+    found = stats.theilslopes(mb, seconds, alpha=0.99)
+    return 3600 * found.slope, 3600 * found.low_slope, 3600 * found.high_slope
 
 
 # The report
@@ -405,13 +324,13 @@ def report(tally: Tally, limit: float) -> int:
     refused = sum(n for (_, status), n in tally.statuses.items() if status in REFUSED)
     if refused > MOST_REFUSED * tally.statuses.total():
         tally.fault(f"{refused / tally.statuses.total():.0%} of all requests were refused")
-    show("answers")
+    print("\n== answers")
     for (what, status), count in sorted(tally.statuses.items()):
         print(f"  {what:10} {status} {count:8,}")
     for text in tally.wrong[:20]:
         print(f"  WRONG: {text}")
     is_good = not tally.wrong and not _grows(tally, limit)
-    show("passed" if is_good else "FAILED")
+    print("\n== passed" if is_good else "\n== FAILED")
     return 0 if is_good else 1
 
 
@@ -421,10 +340,10 @@ def _grows(tally: Tally, limit: float) -> bool:
     if len(kept) < 12:
         print("  too short for a memory slope")
         return False
-    low, high = slope_range(kept)
+    growth, low, high = slope(kept)
     is_judged = kept[-1][0] - kept[0][0] >= JUDGED_S
-    show(f"memory {kept[0][1]:.0f} MB, at the end {kept[-1][1]:.0f} MB")
-    print(f"  slope {slope(kept):+.1f} MB an hour, range {low:+.1f} to {high:+.1f}", end="")
+    print(f"\n== memory {kept[0][1]:.0f} MB, at the end {kept[-1][1]:.0f} MB")
+    print(f"  slope {growth:+.1f} MB an hour, range {low:+.1f} to {high:+.1f}", end="")
     print("" if is_judged else " (not judged: too short)")
     return is_judged and low > limit
 

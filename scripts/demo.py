@@ -38,12 +38,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kinlens.client import Client
+from kinlens.embedder.errors import SourceError
 from kinlens.errors import ClientError
 from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.sources import folder_source
+from kinlens.values import AttributeValue
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from harness import BIN, free_port, kinlens, started
 
+MIN_CLASSES = 4  # half of them are held out, and a search needs more than one
 MIN_RECALL = 0.6  # for the rendered products; guessing gives 0.04, a colour histogram 0.32
 MAX_QUERIES = 400
 MAX_DOUBT = 0.08  # between the mean probability of the best hits and the share of right ones
@@ -95,6 +99,10 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
     flags = ("--no-match-prior", "0") if is_rendered else ()
     with served(options, work, bundle, *flags) as client:
         found = asked(client, images, spread(queries, MAX_QUERIES), k=2)
+        example = queries[len(queries) // 3]["path"]
+        show(f"top 5 for {images / example}")
+        for rank, hit in enumerate(client.search(images / example, k=5).hits, start=1):
+            print(f"  {rank}. {hit.score:.3f}  {hit.key}")
         recall = share_within(found, 1)
         show(f"recall@1: {100 * recall:.1f} % ({meaning})")
         if recall < least:
@@ -116,24 +124,37 @@ def rendered(work: Path) -> tuple[Path, list[Row]]:
 
 
 def own_images(options: argparse.Namespace, work: Path) -> tuple[Path, list[Row]]:
-    """Train on half of the user's sub-folders, if there are any; index everything."""
+    """Train on half of the user's classes if there are enough; index everything."""
     images, bundle = options.images, options.bundle
-    if not images.is_dir():
-        raise DemoError(f"IMAGES={images} is not a folder.")
+    classes = trainable(images)
     unseen: list[Row] = []
-    if bundle is None and any(path.is_dir() for path in images.iterdir()):
+    if bundle is None and len(classes) >= MIN_CLASSES:
         run, bundle = emptied(work / "run"), emptied(work / "bundle")
         weights = ("--weights", options.weights) if options.weights else ()
         places = ("--data", images, "--run", run, "--out", bundle)
         kinlens("train", "adapt", *places, "--map", *weights)
         unseen = read_list(run / "test.csv")
     elif bundle is None:
-        show(f"{images} has no sub-folders to train on: a pretrained network is used as it is.")
+        found = f"only {len(classes)}" if classes else "no"
+        show(
+            f"{images} has {found} sub-folders with 2 images or more. A training needs "
+            f"{MIN_CLASSES}, so a pretrained network is used as it is."
+        )
         bundle = pretrained(work, options.weights)
     build(work, bundle, images)
     with contextlib.closing(Gallery.open(work / "gallery")) as gallery:  # no damaged files
         every = [{"key": item.key, "path": item.key} for item in gallery.items()]
     return bundle, [row | {"key": row["path"]} for row in unseen] or every
+
+
+def trainable(images: Path) -> set[AttributeValue]:
+    """The classes that are large enough to train on."""
+    try:
+        source = folder_source(images)
+    except SourceError as error:
+        raise DemoError(f"IMAGES={images}: {error}") from error
+    sizes = Counter(r.attributes["class"] for r in source.records() if r.attributes)
+    return {name for name, size in sizes.items() if size > 1}
 
 
 def judged(client: Client, answers: "list[Answer]") -> bool:

@@ -1,5 +1,6 @@
 """kinlens-train: adapt, new, fit, evaluate, compare, report, export, search, ..., data."""
 
+import errno
 import os
 from typing import Annotated
 
@@ -61,7 +62,9 @@ def main() -> None:
     """Run the command line; a Kinlens error is one line on stderr and exit code 1."""
     try:
         app()
-    except KinlensError as error:
+    except (KinlensError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise  # not the user's
         console.print(f"error: {error}", style="red", soft_wrap=True, markup=False)
         raise SystemExit(1) from error
     except ModuleNotFoundError as missing:  # a package that the command imports when it starts

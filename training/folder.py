@@ -109,14 +109,24 @@ def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that replaces `path`; a reader, or a crash, sees the complete old or new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A file that replaces `path`; a reader, or a crash, sees the complete old or new one.
+
+    Raises: CheckpointError if it cannot be written.
+    """
     stage = path.with_name(path.name + ".tmp")
-    with stage.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    stage.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with stage.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        stage.replace(path)
+    except (OSError, RuntimeError) as error:  # torch.save hides a full disk in a RuntimeError
+        stage.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{path} cannot be written ({error}). Free disk space or choose another folder, then run "
+            "the command again, `fit` with --resume."
+        ) from error
 
 
 def replace_text(path: Path, text: str) -> None:

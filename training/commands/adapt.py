@@ -10,7 +10,7 @@ from kinlens.embedder.errors import BundleError, CheckpointError, JobError
 from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
 from kinlens.training.commands.jobs import Overrides, load_images, shop_of, stoppable, summary
 from kinlens.training.config.job import load_job
-from kinlens.training.report.log import console, console_listener, note
+from kinlens.training.report.log import console_listener, note
 
 
 def adapt(
@@ -83,7 +83,7 @@ def adapt(
             split,
             out,
             precisions=precisions,
-            on_refusal=console.print,
+            on_refusal=note,
             with_map=with_map,
         )
     )

@@ -16,7 +16,7 @@ from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Runtime
 from kinlens.training.data.records import LabelledImages, labelled
 from kinlens.training.folder import replace_json
-from kinlens.training.report.log import console, progress_bar
+from kinlens.training.report.log import note, progress_bar
 
 
 def evaluate(
@@ -61,7 +61,7 @@ def evaluate(
             raise JobError("--set changes the job's own images; omit it with --data.")
         parts = [_images(data)]
     queries = queries_in(*parts)
-    console.print(f"{len(parts[0]):,} images of {parts[0].classes:,} classes, {queries:,} queries")
+    note(f"{len(parts[0]):,} images of {parts[0].classes:,} classes, {queries:,} queries")
     figures = _figures(model, parts, full)
     if as_json:
         typer.echo(json.dumps(figures))
@@ -151,7 +151,7 @@ def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> 
     job = parse_job(manifest.job) if manifest.job else None
     opened = OnnxEmbedder.open(bundle, SessionSettings(precision=precision, engine=engine))
     if precision != "fp32" or engine != "auto":
-        console.print(f"in {opened.mode}: {opened.precision_reason}")
+        note(f"in {opened.mode}: {opened.precision_reason}")
     return _Model(opened.embed, manifest.preprocessing, job, manifest.split_sha256)
 
 
@@ -195,7 +195,7 @@ def _images(data: Path) -> LabelledImages:
             f"{data} has one class, {images.class_names[0]!r}, so every answer would be right. "
             "Give images of 2 classes or more, each in a sub-folder of its own."
         )
-    console.print("If the model was trained on some of these images, the figures are too high.")
+    note("If the model was trained on some of these images, the figures are too high.")
     return images
 
 

@@ -11,7 +11,7 @@ from kinlens.embedder.manifest import OtherPrecision, Precision
 from kinlens.training.commands.jobs import Overrides, load_images, section, with_settings
 from kinlens.training.config.job import parse_job
 from kinlens.training.config.settings import Input, Model
-from kinlens.training.report.log import progress_bar
+from kinlens.training.report.log import note, progress_bar
 
 Precisions = Annotated[
     list[str] | None,
@@ -72,7 +72,7 @@ def export(
         checkpoint = load_chosen(run)
         split = load_images(with_settings(parse_job(checkpoint.job), overrides, ("data.",)))
         with progress_bar() as bar:
-            refused = bar.console.print if skip_refused else None
+            refused = note if skip_refused else None
             task = bar.add_task("check recall", total=images_to_embed(split))
             watch = partial(bar.advance, task)
             bundle = export_checkpoint(

@@ -22,7 +22,7 @@ from kinlens.training.commands.jobs import (
 )
 from kinlens.training.config.job import load_job
 from kinlens.training.config.layers import JOBS
-from kinlens.training.report.log import console, console_listener
+from kinlens.training.report.log import console, console_listener, note
 
 
 def fit(
@@ -54,11 +54,11 @@ def fit(
         console.quiet = not is_main()
         with main_first():
             split = load_images(settings)
-        console.print(f"{settings.name}: {summary(split)}")
+        note(f"{settings.name}: {summary(split)}")
         resume_it = f"Finished epochs are kept. Resume: --out {folder} --resume."
         with stoppable(resume_it), console_listener() as listener:
             run_job(settings, split, folder, listener)
-        console.print(f"Report: {folder / 'report.md'}")
+        note(f"Report: {folder / 'report.md'}")
 
 
 def new(
@@ -87,22 +87,17 @@ def new(
         job = load_job(out)
         split = load_images(job)
         steps = len(BatchSampler(job, split.train.labels, 0, 1))
-    except UnicodeEncodeError as error:
-        out.unlink()
-        raise JobError(f"{str(root)!a} is not valid UTF-8. Rename it.") from error
     except BaseException:
         out.unlink()
         raise
     epochs = job.optimizer.enough_epochs(steps).epochs
-    console.print(f"{summary(split)}; {epochs} epochs of {steps} steps")
+    note(f"{summary(split)}; {epochs} epochs of {steps} steps")
     command = shlex.join(["kinlens-train", "fit", str(out), "--out", f"runs/{name}"])
-    console.print(f"Train it: {command}", markup=False, soft_wrap=True)
+    note(f"Train it: {command}")
     if weights == "imagenet":
-        console.print(
+        note(
             f"Without internet access, add --set model.weights=FILE: the ImageNet weights of "
-            f"{job.model.backbone} as a file.",
-            markup=False,
-            soft_wrap=True,
+            f"{job.model.backbone} as a file."
         )
 
 

@@ -14,7 +14,7 @@ from kinlens.training.config.job import Job, apply_override, parse_job
 from kinlens.training.config.layers import known_jobs
 from kinlens.training.config.settings import RenderedData
 from kinlens.training.data.records import Split
-from kinlens.training.report.log import console, note, progress_bar
+from kinlens.training.report.log import note, progress_bar
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -45,6 +45,10 @@ def shop_of(data: Path) -> tuple[Path, str]:
         raise JobError(f"--data {data}: there is no such folder. Give the folder with your images.")
     if "$" in str(root):
         raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
+    try:
+        str(root).encode()
+    except UnicodeEncodeError as error:
+        raise JobError(f"{str(root)!a} is not valid UTF-8. Rename it.") from error
     return root, _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop"
 
 
@@ -87,7 +91,7 @@ def stoppable(how_to_resume: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        console.print(f"Stopped. {how_to_resume}")
+        note(f"Stopped. {how_to_resume}")
         raise typer.Exit(130) from None
 
 

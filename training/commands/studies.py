@@ -15,7 +15,7 @@ from kinlens.training.commands.jobs import (
     stoppable,
 )
 from kinlens.training.config.job import load_job
-from kinlens.training.report.log import console, console_listener, note
+from kinlens.training.report.log import console_listener, note
 
 _RESUME = "Call again with the same --out to resume."
 
@@ -42,7 +42,7 @@ def crossval(
             found = cross_validate(settings, split, folder, listener, folds, seed)
     for name, score in scores(found).items():
         typer.echo(f"{name} {score['mean']:.2f} ± {score['std']:.2f}")
-    console.print(f"Report: {folder / 'report.md'}")
+    note(f"Report: {folder / 'report.md'}")
 
 
 def search(
@@ -76,7 +76,7 @@ def search(
     typer.echo(f"best: trial {best.number}, R@1 {best.score:.2f} on validation classes")
     for name, value in best.values.items():
         typer.echo(f"{name} = {value}")
-    console.print(f"Test it once: kinlens-train fit {folder / 'best.toml'}")
+    note(f"Test it once: kinlens-train fit {folder / 'best.toml'}")
 
 
 def tournament(
@@ -108,6 +108,6 @@ def tournament(
 
     with stoppable(_RESUME):
         found = play(runs, folder, note)
-    console.print(f"Report: {folder / 'report.md'}")
+    note(f"Report: {folder / 'report.md'}")
     if any(run.result is None for run in found):
         raise typer.Exit(1)

@@ -78,7 +78,7 @@ def _product(data: Path, method: Path) -> dict[str, Any]:
 def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The tables of a file over its base; `above` is the chain of files to it. Raises: JobError."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -16,7 +16,14 @@ from kinlens.embedder.formats import SUFFIXES
 from kinlens.embedder.preprocess import decode, read_header
 from kinlens.training.data.datasets import OFFICIAL, Count, counts, data_sets_in
 from kinlens.training.data.feedback import read_feedback, scan_feedback
-from kinlens.training.data.load import KINDS, TABLE, read_folder, recognise, scan_table
+from kinlens.training.data.load import (
+    KINDS,
+    TABLE,
+    read_folder,
+    recognise,
+    scan_table,
+    split_by_column,
+)
 from kinlens.training.data.records import FEWEST, Record
 
 Watch = Callable[[int], Callable[[], object]]
@@ -123,9 +130,6 @@ def examine(
     records: list[Record] = []
     try:
         records = _listed(root, kind, file or TABLE, cases)
-    except DatasetError as error:
-        cases["layout"].append(str(error))
-    else:
         base = official.image_root(root) if official else root
         there = _check_images(base, records, quick, watch(len(records)), cases)
         _check_classes(there, cases)
@@ -134,6 +138,10 @@ def examine(
             cases["few-classes"] = []  # the literature has fixed the split
             if differing := official.differs(there):
                 cases["counts"].append(differing)
+        elif any(record.part for record in there) and not cases["few-classes"]:
+            split_by_column(root, there)  # raises if a training would refuse the column
+    except DatasetError as error:
+        cases["layout"].append(str(error))
     images = _check_feedback(feedback, records, quick, cases) if feedback else []
     notes = _NOTES | (_NOTES_IF_OFFICIAL if official else set())
     notes |= _NOTES_IF_PARTIAL if allow_partial else set()
@@ -236,8 +244,9 @@ def _check_feedback(
 
 def _find_unlisted(base: Path, records: Sequence[Record], cases: Cases) -> None:
     """Images next to the listed ones, in the same folders, that no list has."""
-    listed = {record.path for record in records}
-    folders = {path.split("/")[0] for path in listed if "/" in path}
+    # A CSV may have ./mug/1.jpg, absolute paths, and paths out of the folder.
+    listed = {os.path.relpath(base / record.path, base) for record in records}
+    folders = {path.split("/")[0] for path in listed if "/" in path} - {".."}
     paths = chain(base.iterdir(), *((base / name).rglob("*") for name in folders))
     images = (path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
     cases["unlisted"] = sorted({path.relative_to(base).as_posix() for path in images} - listed)

@@ -7,7 +7,6 @@ import hashlib
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +22,7 @@ from kinlens.embedder.machine import cache_folder
 from kinlens.embedder.preprocess import preprocess, to_chw
 from kinlens.training.config.settings import TIMM, Input, Runtime
 from kinlens.training.data.images import ImageFiles, Index, Item, batches, build_loader, random_view
-from kinlens.training.data.records import LabelledImages
+from kinlens.training.data.records import LabelledImages, content_digest
 from kinlens.training.distributed import local_world
 from kinlens.training.models.embedding import EmbeddingNet, evaluating
 
@@ -126,7 +125,7 @@ def pooled_views(
     """
     store = store or FeatureStore(cache_folder() / "features.sqlite")
     base = _digest(net, spec)
-    contents = [_content(images, number) for number in range(len(images))]
+    contents = [content_digest(images.root / path) for path in images.paths]
     wanted = [(number, view) for number in range(len(images)) for view in range(views)]
     keys = {
         index: hashlib.sha256(base + contents[index[0]] + bytes([index[1]])).digest()
@@ -168,21 +167,6 @@ class _Views(ImageFiles):
             return self.item(number, lambda data: preprocess(data, self.spec.preprocessing()))
         rng = np.random.default_rng((*self.contents[number][:16], view))
         return self.item(number, lambda data: to_chw(random_view(data, self.spec, rng)))
-
-
-def _content(images: LabelledImages, number: int) -> bytes:
-    path = images.root / images.paths[number]
-    try:
-        found = path.stat()
-        return _file_digest(path, found.st_mtime_ns, found.st_size)
-    except OSError as error:
-        raise DatasetError(f"The image {path} cannot be read: {error.strerror}.") from error
-
-
-@lru_cache(maxsize=1 << 20)
-def _file_digest(path: Path, *_: int) -> bytes:
-    """Digest of a file's content, computed once for each modification time and size."""
-    return hashlib.sha256(path.read_bytes()).digest()
 
 
 def _digest(net: EmbeddingNet, spec: Input) -> bytes:

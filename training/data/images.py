@@ -190,12 +190,13 @@ def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
+        reason = str(error).strip().splitlines()[-1]  # after the traceback of a worker, if any
         raise TrainingError(
-            f"A process that reads images died ({str(error).splitlines()[0]}). If it was a bus "
+            f"A process that reads images died ({reason}). If it was a bus "
             "error, give the container more shared memory (--shm-size=2g); set runtime.workers "
             "lower, or to 0 to read without other processes."
         ) from error
     except DatasetError as error:
-        # A worker process sends its whole traceback as the message; the last line is ours.
-        line = str(error).strip().splitlines()[-1]
-        raise DatasetError(line.removeprefix("kinlens.embedder.errors.DatasetError: ")) from error
+        # A worker process sends its whole traceback as the message, which ends with the error.
+        _, _, message = str(error).rpartition("kinlens.embedder.errors.DatasetError: ")
+        raise DatasetError(message.strip()) from error

@@ -103,7 +103,9 @@ def read_folder(root: Path, setting: str = "data.root") -> list[Record]:
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
         hidden = any(part.startswith(".") for part in relative.parts)
-        if path.suffix.lower() in SUFFIXES and len(relative.parts) > 1 and not hidden:
+        if path.suffix.lower() not in SUFFIXES or path.is_dir():  # a folder may be called mug.png
+            continue
+        if len(relative.parts) > 1 and not hidden:
             records.append(Record(relative.as_posix(), relative.parent.as_posix()))
             try:
                 records[-1].path.encode()

@@ -4,6 +4,7 @@ import csv
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -59,9 +60,10 @@ class LabelledImages:
         )
 
     def content_sha256(self) -> str:
+        """Digest of paths, classes and files. Raises: DatasetError if a file cannot be read."""
         digest = hashlib.sha256(self.sha256().encode())
         for path in self.paths:
-            digest.update(hashlib.sha256((self.root / path).read_bytes()).digest())
+            digest.update(content_digest(self.root / path))
         return digest.hexdigest()
 
     def sha256(self) -> str:
@@ -198,6 +200,21 @@ class Split:
             )
 
 
+def content_digest(path: Path) -> bytes:
+    """SHA-256 of the content of an image. Raises: DatasetError if it cannot be read."""
+    try:
+        found = path.stat()
+        return _file_digest(path, found.st_mtime_ns, found.st_size)
+    except OSError as error:
+        raise DatasetError(f"The image {path} cannot be read: {error.strerror}.") from error
+
+
+@lru_cache(maxsize=1 << 20)
+def _file_digest(path: Path, *_: int) -> bytes:
+    """Digest of a file's content, computed once for each modification time and size."""
+    return hashlib.sha256(path.read_bytes()).digest()
+
+
 def labels_in(images: LabelledImages, class_names: tuple[str, ...]) -> NDArray[np.int64]:
     """Labels (N,) of `images` in the numbering of `class_names`; new classes follow it."""
     number = {name: index for index, name in enumerate(class_names)}
@@ -217,7 +234,7 @@ def read_rows(path: Path, *columns: str, cure: str) -> Iterator[tuple[int, dict[
     """Line number and row of a CSV; of a column "a|b" one is enough. Raises: DatasetError."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
-            reader = csv.DictReader(stream)
+            reader = csv.DictReader(stream, skipinitialspace=True)
             names = reader.fieldnames or ()
             if not all(set(column.split("|")) & set(names) for column in columns):
                 raise DatasetError(
@@ -226,6 +243,11 @@ def read_rows(path: Path, *columns: str, cure: str) -> Iterator[tuple[int, dict[
                     f"{', '.join(names) or 'none'}."
                 )
             for row in reader:
+                if any(row.get(None) or ()):  # else "Mug, blue" and "Mug, red" were one class
+                    raise DatasetError(
+                        f"{path}, line {reader.line_num}: it has more fields than the first line. "
+                        'Put a value with a comma into quotes: "Mug, blue".'
+                    )
                 yield reader.line_num, {name: row.get(name) or "" for name in names}
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(f"{path} cannot be read as a CSV in UTF-8 ({error}). {cure}") from error

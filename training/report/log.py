@@ -25,7 +25,8 @@ console = Console(stderr=True, highlight=False)
 
 
 def note(sentence: str) -> None:
-    console.print(sentence, markup=False)
+    """Print without line breaks or markup, which would damage a path."""
+    console.print(sentence, markup=False, soft_wrap=True)
 
 
 class RunLog:

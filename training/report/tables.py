@@ -94,7 +94,7 @@ def record_of(source: Path, by: str = "") -> Record:
     if source.is_file():
         return _of_peer(source)
     result = _finished(source)
-    last = _last_epoch(source)
+    last = _last_epoch(source)  # {} if too few classes left the trunk alone
     method: Any = source.parent.name if _SEED.fullmatch(source.name) else source.name
     if by and (method := settings(result.job, free=()).get(by)) is None:
         raise JobError(f"--by {by} is not a setting of a job. Use a name like loss.name.")
@@ -102,7 +102,7 @@ def record_of(source: Path, by: str = "") -> Record:
         record(str(method), result),
         terms={name: value for name, value in last.items() if name.startswith(OF_TERMS)},
         bundle=_bundle(source / "bundle" / "manifest.json"),
-        seconds_per_step=result.seconds_per_epoch * last["epoch"] / last["step"],
+        seconds_per_step=result.seconds_per_epoch * last["epoch"] / last["step"] if last else None,
     )
 
 
@@ -301,4 +301,4 @@ def _last_epoch(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing, but {RESULT} exists. Restore it or train again.")
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     epochs: list[dict[str, Any]] = [line for line in lines if line["kind"] == "epoch"]
-    return epochs[-1]
+    return epochs[-1] if epochs else {}

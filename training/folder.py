@@ -124,8 +124,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except (OSError, RuntimeError) as error:  # torch.save hides a full disk in a RuntimeError
         stage.unlink(missing_ok=True)
         raise CheckpointError(
-            f"{path} cannot be written ({error}). Free disk space or choose another folder, then run "
-            "the command again, `fit` with --resume."
+            f"{path} cannot be written ({error}). Free disk space or choose another folder, then "
+            "run the command again, `fit` with --resume."
         ) from error
 
 

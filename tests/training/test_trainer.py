@@ -1,3 +1,4 @@
+import errno
 import json
 import re
 import shutil
@@ -22,7 +23,7 @@ from kinlens.training.data.protocol import with_protocol
 from kinlens.training.data.records import Split
 from kinlens.training.device import autocast, choose_device
 from kinlens.training.evaluation.evaluate import embed
-from kinlens.training.folder import Result, read_result
+from kinlens.training.folder import Result, read_result, replace_text
 from kinlens.training.runner import run_job
 from kinlens.training.state import create_run
 from kinlens.training.trainer import fit, train_step
@@ -270,6 +271,18 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="damaged or not a checkpoint"):
         load_checkpoint(tmp_path)
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    replace_text(tmp_path / FILE, "old")
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(CheckpointError, match=r"No space left.*Free disk space"):
+        replace_text(tmp_path / FILE, "new")
+    assert (tmp_path / FILE).read_text() == "old"
+    assert [*tmp_path.iterdir()] == [tmp_path / FILE]
 
 
 def test_cuda_asked_for_and_absent_is_refused() -> None:

@@ -333,7 +333,7 @@ def _ranking(figures: pd.DataFrame) -> list[str]:
     for experiment, row in scores.drop(columns=never).iterrows():
         if row.isna().any():
             missing = plain(", ".join(row.index[row.isna()]))
-            lines.append(f"- {plain(experiment)} lacks {missing}: so it is omitted")
+            lines.append(f"- {plain(experiment)} lacks {missing}, so it is omitted")
     ranks = rank(scores)
     if next(iter(ranks)) == "total":
         return [*lines, "- no experiment has a score of every competitor, so there is no ranking"]

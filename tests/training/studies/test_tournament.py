@@ -231,7 +231,7 @@ def test_competitors_are_ranked_by_their_mean_over_seeds(tmp_path: Path) -> None
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     runs = [finished(tournament_run(loss, dim=dim), 60.0) for dim in (16, 32) for loss in "ab"]
     runs[-1] = tournament_run("b", dim=32)
-    assert "net-32 lacks b: so it is omitted" in report(tmp_path, runs)
+    assert "net-32 lacks b, so it is omitted" in report(tmp_path, runs)
     runs[0] = tournament_run("a", dim=16)
     assert "there is no ranking" in report(tmp_path, runs)
     assert "0 of 2 runs finished" in report(tmp_path, [runs[0], runs[-1]])

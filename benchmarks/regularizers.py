@@ -320,7 +320,8 @@ def digest_of(cell: Cell) -> str:
     """Digest of what a run is determined by, except for the folders of data and weights."""
     content = job_of(cell).as_dict()
     del content["data"]["root"], content["model"]["weights"], content["runtime"]
-    text = json.dumps([content, cell.of], sort_keys=True)
+    classes = int(_data(cell.of.is_network).labels["train"].max()) + 1
+    text = json.dumps([content, cell.of, classes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

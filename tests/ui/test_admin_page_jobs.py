@@ -194,7 +194,7 @@ def test_a_finished_job_shows_the_figures_that_decided(page: Page) -> None:
     detail.get_by_test_id("job-keep").click()
     expect(detail).to_be_hidden()
 
-    figures = {"R@1": 200 / 3, "MAP@R": 11.456619, "density_pairs": 0.891141}
+    figures = {"R@1": 200 / 3, "MAP@R": 11.456619, "density": 0.891141}
     training = {"figures": figures, "trunk": {"R@1": 61.0}, "epochs": [2, 2]}
     open_job(page, {"training": training, "swapped": True})
     recall = "on unseen classes: R@1 66.7%, MAP@R 11.5%; before: R@1 61.0%."

@@ -87,7 +87,7 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
     """Train if possible, index and serve; whether enough searches were right."""
     is_rendered = options.images is None
     images = work / "products" if is_rendered else options.images
-    emptied(work / "gallery")
+    shutil.rmtree(work / "gallery", ignore_errors=True)
     bundle, queries = rendered(work) if is_rendered else own_images(options, work)
     if is_rendered:
         meaning, least = "new views of products that the model was never trained on", MIN_RECALL
@@ -342,8 +342,11 @@ def pretrained(work: Path, weights: str | None) -> Path:
 
 
 def emptied(path: Path) -> Path:
-    """The path, without what the previous demo left there."""
-    shutil.rmtree(path, ignore_errors=True)
+    """The path, without what the previous demo left there: that is now NAME-before."""
+    before = path.with_name(f"{path.name}-before")
+    if path.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        path.rename(before)
     return path
 
 

@@ -63,9 +63,12 @@ def main() -> None:
     try:
         app()
     except (KinlensError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise  # not the user's
-        console.print(f"error: {error}", style="red", soft_wrap=True, markup=False)
+        cure = ""
+        if isinstance(error, OSError):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            cure = ". Free disk space and run the command again."
+        console.print(f"error: {error}{cure}", style="red", soft_wrap=True, markup=False)
         raise SystemExit(1) from error
     except ModuleNotFoundError as missing:  # a package that the command imports when it starts
         if missing.name not in ("torch", "torchvision", "onnxruntime"):

@@ -105,8 +105,14 @@ def _tensors(net: EmbeddingNet) -> list[Tensor]:
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Replace the checkpoint. Raises: TrainingError if it cannot be written."""
     with replacing(path) as file:
-        torch.save({"format": _FORMAT, **vars(checkpoint)}, file)
+        try:
+            torch.save({"format": _FORMAT, **vars(checkpoint)}, file)
+        except RuntimeError as error:
+            if "unexpected pos" not in str(error):
+                raise
+            raise OSError("the disk may be full") from error  # torch hides the reason
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

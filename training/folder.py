@@ -4,13 +4,13 @@ import fcntl
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kinlens.embedder.errors import CheckpointError, JobError
-from kinlens.training.config.job import Job, parse_job
+from kinlens.embedder.errors import CheckpointError, JobError, TrainingError
+from kinlens.training.config.job import Job, is_retired, parse_job
 
 RESULT = "result.json"
 UNTRAINED = "the untrained trunk"
@@ -111,7 +111,7 @@ def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that replaces `path`; a reader, or a crash, sees the complete old or new one.
 
-    Raises: CheckpointError if it cannot be written.
+    Raises: TrainingError if it cannot be written.
     """
     stage = path.with_name(path.name + ".tmp")
     try:
@@ -121,9 +121,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         stage.replace(path)
-    except (OSError, RuntimeError) as error:  # torch.save hides a full disk in a RuntimeError
-        stage.unlink(missing_ok=True)
-        raise CheckpointError(
+    except OSError as error:
+        with suppress(OSError):
+            stage.unlink()
+        raise TrainingError(
             f"{path} cannot be written ({error}). Free disk space or choose another folder, then "
             "run the command again, `fit` with --resume."
         ) from error
@@ -145,7 +146,7 @@ def settings(
     found: dict[str, Any] = {}
     for key, value in content.items():
         name = prefix + key
-        if name in free:
+        if name in free or is_retired(name.removeprefix("job."), value):
             continue
         if isinstance(value, Mapping):
             found |= settings(value, free, f"{name}.")

@@ -115,7 +115,7 @@ class Objective(nn.Module):
         return penalties
 
     def _sites(self, net: EmbeddingNet) -> dict[str, list[Tensor]]:
-        """By penalty: the tensors whose gradients are compared, if these are not the features."""
+        """The tensors at which the gradient of a penalty is compared, if not at the features."""
         sites: dict[str, list[Tensor]] = {}
         if net.flow is not None:
             sites["determinant"] = list(net.flow.parameters())

@@ -1,4 +1,3 @@
-import errno
 import json
 import re
 import shutil
@@ -7,6 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -274,12 +274,9 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     replace_text(tmp_path / FILE, "old")
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(CheckpointError, match=r"No space left.*Free disk space"):
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError("No space left on device")))
+    with pytest.raises(TrainingError, match=r"No space left.*Free disk space"):
         replace_text(tmp_path / FILE, "new")
     assert (tmp_path / FILE).read_text() == "old"
     assert [*tmp_path.iterdir()] == [tmp_path / FILE]

@@ -178,8 +178,13 @@ _RETIRED: dict[str, Any] = {
 """Settings that stored jobs have and this version has not, with the value that is left."""
 
 
+def is_retired(name: str, value: Any) -> bool:
+    """Whether a stored job has this setting only because an older version wrote it."""
+    return name in _RETIRED and bool(value == _RETIRED[name])
+
+
 def parse_job(content: dict[str, Any], origin: str = "job") -> Job:
-    """A job from plain data, of any version. Raises: JobError naming each invalid key."""
+    """A job from plain data, also of an older version. Raises: JobError naming each invalid key."""
     try:
         return Job.model_validate(_without_retired(content))
     except ValidationError as error:
@@ -191,7 +196,7 @@ def _without_retired(content: Mapping[str, Any], prefix: str = "") -> dict[str, 
     found = {}
     for key, value in content.items():
         name = prefix + key
-        if name not in _RETIRED or value != _RETIRED[name]:
+        if not is_retired(name, value):
             is_table = isinstance(value, Mapping)
             found[key] = _without_retired(value, f"{name}.") if is_table else value
     return found

@@ -216,8 +216,7 @@ class Determinant(Section):
     direction: Direction = "between"
     """Augmented points: towards the neighbour, away from it, or orthogonal to the features."""
     depth: Literal["composed", "mean"] = "composed"
-    """The penalty is that of the diagonal composed over all layers, or the mean of those of the
-    layers."""
+    """Penalise the diagonal of the composed flow, or average the penalties of its layers."""
     proxies: Literal["shared", "separate"] = "shared"
     """Proxies of the loss on the second branch."""
     share: Share | None = None

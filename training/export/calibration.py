@@ -1,9 +1,10 @@
 """Calibrate scores to probabilities on held-out images, for the bundle.
 
-Shapes: N images, D dimensions, q queries.
+Shapes: N images, D dimensions, q queries, R ranks, P pairs of a query and a hit.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +22,14 @@ from kinlens.embedder.manifest import HeldOutSplit
 from kinlens.embedder.types import Embeddings
 
 FALSE_MATCHES = (0.01, 0.05, 0.10)
+NEIGHBOURS = 10
+"""Number of best hits, about the first page of results."""
 MIN_CLASSES = 16
 """With fewer held-out classes a curve depends as much on them as on the model."""
 VIEWS = (1, 2, 4, 8, 16)
 """Images of a product in the galleries that a curve is fitted on."""
+MIN_AREA = 0.52
+"""The lower bound of the interval of both areas under the ROC curve must be above it."""
 MAX_QUERIES = 5_000
 MAX_PAIRS = 200_000
 BLOCK = 1 << 22
@@ -32,11 +37,14 @@ BLOCK = 1 << 22
 
 _PARTS = (1, 2, 4)  # galleries of all classes, of a half and of a quarter
 _ASKING = 10  # queries per class, so that a few large classes do not dominate
+_RANKS = 40
 _ABOVE = 1e-6  # more than the rounding of a cosine in float32
+_NORMAL_95 = 1.959964
 
 Labels = NDArray[np.int64]
 Scores = NDArray[np.float32]
 Right = NDArray[np.bool_]
+Numbers = NDArray[np.float64]
 
 
 def fit_calibration(
@@ -58,8 +66,9 @@ def fit_calibration(
         split: the part that the images come from.
         seed: of the drawn queries, galleries and pairs: at most 5,000 and 200,000.
 
-    Raises: CalibrationError with the reason if fewer than `MIN_CLASSES` classes have two images, or
-        no curve can be fitted.
+    Raises: CalibrationError with the reason if there are no pairs, there are fewer than
+        `MIN_CLASSES` classes, no curve can be fitted, or the scores do not separate: an area under
+        the ROC curve, over all pairs or among the 10 best hits, whose interval reaches `MIN_AREA`.
 
     References:
         ISO/IEC 19795-1: false match rate, false positive identification rate
@@ -71,20 +80,15 @@ def fit_calibration(
         of = f"{usable} of {len(sizes)} classes have two images or more"
         raise _refusal(count, f"{of}, and at least {MIN_CLASSES} are needed")
     queries = np.sort(_some(np.flatnonzero(sizes[index] > 1), rng))
-    everything = np.arange(count)
-    best_wrong = np.concatenate(
-        [
-            np.where(same, -np.inf, scores).max(axis=1)
-            for _, scores, same in _blocks(embeddings, labels, queries, everything)
-        ]
-    )
+    hits = search(embeddings, labels, queries)
     negatives = _wrong_pairs(embeddings, labels, rng)
+    auc, auc_of_hits = _areas(hits, labels[queries], count)
     return Calibration(
         thresholds=tuple(
             Threshold(
                 false_matches=rate,
                 pair_score=least_score(negatives, rate),
-                search_score=least_score(best_wrong, rate),
+                search_score=least_score(hits.best_wrong, rate),
             )
             for rate in FALSE_MATCHES
         ),
@@ -93,6 +97,8 @@ def fit_calibration(
         queries=len(queries),
         negative_pairs=len(negatives),
         classes=len(sizes),
+        auc=auc,
+        auc_of_hits=auc_of_hits,
         curves=_curves(embeddings, labels, rng),
     )
 
@@ -175,7 +181,35 @@ def candidates_of(
     return Searches.joined(parts[0]), Searches.joined(parts[1])
 
 
-# The thresholds
+# Search results
+
+
+class Hits(NamedTuple):
+    """Hits of some queries at a sample of the ranks.
+
+    `scores` and `right` (q, R), `ranks` (R,) from 1 without gaps up to 10, then ever further apart;
+    `best_wrong` (q,) is the highest score of an item of another class, -inf if there is none.
+    """
+
+    scores: Scores
+    right: Right
+    ranks: Labels
+    best_wrong: Scores
+
+
+def search(embeddings: Embeddings, labels: Labels, queries: Labels) -> Hits:
+    """Search for each query, the index of an image, among all other images (at least 10)."""
+    everything = np.arange(len(labels))
+    further = np.geomspace(1, len(labels) - 1, _RANKS).round().astype(np.int64)
+    ranks = np.unique([*range(1, NEIGHBOURS + 1), *further])
+    scores, right, best_wrong = [], [], []
+    for some, found, same in _blocks(embeddings, labels, queries, everything):
+        found[np.arange(len(some)), some] = -np.inf  # an image does not find itself
+        best_wrong.append(np.where(same, -np.inf, found).max(axis=1))
+        order = np.argsort(-found, axis=1)[:, ranks - 1]
+        scores.append(np.take_along_axis(found, order, axis=1))
+        right.append(np.take_along_axis(same, order, axis=1))
+    return Hits(np.concatenate(scores), np.concatenate(right), ranks, np.concatenate(best_wrong))
 
 
 def _wrong_pairs(embeddings: Embeddings, labels: Labels, rng: np.random.Generator) -> Scores:
@@ -196,3 +230,76 @@ def least_score(wrong: Scores, rate: float) -> float:
     """The lowest score, to 1e-6, that at most a share `rate` of the `wrong` scores reaches."""
     allowed = int(np.floor(rate * len(wrong) + 1e-9))
     return float(np.sort(wrong)[len(wrong) - 1 - allowed]) + _ABOVE
+
+
+# Whether scores separate right pairs from wrong ones
+
+
+class Area(NamedTuple):
+    """An area under a ROC curve, 0.5 for chance, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def roc_area(
+    scores: NDArray[np.floating],
+    right: Right,
+    weights: NDArray[np.floating | np.integer],
+    classes: NDArray[np.integer],
+) -> Area:
+    r"""The weighted probability that a right pair scores higher than a wrong one; ties count half.
+
+    The images of a class are alike, so the interval treats classes as the random sample, not pairs:
+    with :math:`V_i` the share of pairs of the other kind that pair i beats,
+
+    .. math:: \operatorname{Var}(A) = \frac{C}{C-1} \sum_c \Bigl(
+        \sum_{i \in c, +} \tfrac{w_i}{W_+} (V_i - A) + \sum_{j \in c, -} \tfrac{w_j}{W_-} (V_j - A)
+        \Bigr)^2
+
+    All arguments broadcast to one shape; `classes` are those of the queries, at least two.
+
+    References:
+        Nonparametric analysis of clustered ROC curve data (Obuchowski 1997)
+    """
+    s, is_right, w, of = (
+        each.ravel() for each in np.broadcast_arrays(scores, right, weights, classes)
+    )
+    _, index = np.unique(s, return_inverse=True)
+    at_right, at_wrong = (np.bincount(index, weights=w * kind) for kind in (is_right, ~is_right))
+    beaten = np.where(is_right, _share_below(at_wrong)[index], 1 - _share_below(at_right)[index])
+    part = w / np.where(is_right, at_right.sum(), at_wrong.sum())
+    area = min(float((part * beaten)[is_right].sum()), 1.0)
+    _, cluster = np.unique(of, return_inverse=True)
+    moved = np.bincount(cluster, weights=part * (beaten - area))
+    doubt = _NORMAL_95 * float(np.sqrt(len(moved) / max(len(moved) - 1, 1) * (moved**2).sum()))
+    return Area(area, area - doubt, area + doubt)
+
+
+def _share_below(weights: NDArray[np.floating | np.integer]) -> Numbers:
+    """For weights in order of score: the share below each score, with half of the share at it."""
+    share: Numbers = (np.cumsum(weights) - weights / 2) / weights.sum()
+    return share
+
+
+def _areas(hits: Hits, classes: Labels, images: int) -> tuple[float, float | None]:
+    """Areas over all pairs and the best hits. Raises: CalibrationError if one is too small."""
+    if not hits.right[:, :NEIGHBOURS].any():
+        raise _refusal(images, "no image is among the nearest of another image of its class")
+    # A hit represents its rank and the ranks up to the next one in the sample.
+    gaps = np.diff(np.append(hits.ranks, images))
+    found: list[float] = []
+    for where, best in (("all pairs", len(gaps)), (f"the {NEIGHBOURS} best hits", NEIGHBOURS)):
+        scores, right = hits.scores[:, :best], hits.right[:, :best]
+        if right.all():
+            return found[0], None
+        area = roc_area(scores, right, gaps[:best], classes[:, None])
+        if area.low <= MIN_AREA:
+            raise _refusal(
+                images,
+                f"among {where} the area under the ROC curve is {area.value:.3f} ({area.low:.3f} "
+                f"to {area.high:.3f}), where 0.5 is chance; its lower end must be above {MIN_AREA}",
+            )
+        found.append(area.value)
+    return found[0], found[1]

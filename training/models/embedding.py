@@ -175,7 +175,7 @@ class EmbeddingNet(nn.Module):
         return pooled
 
     def features(self, images: Tensor) -> Tensor:
-        """uint8 (B, 3, S, S) to the input of the flow or, without one, of the L2 norm: (B, D)."""
+        """uint8 (B, 3, S, S) to features (B, D): the input of the flow or of the L2 norm."""
         return self.project(self.pooled(images))
 
     def project(self, pooled: Tensor) -> Tensor:

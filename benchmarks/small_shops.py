@@ -84,7 +84,7 @@ def main() -> None:
                 found[key] = _run(method, folder, seed, shared, Path(name, key.replace(" ", "-")))
                 print(key, found[key], flush=True)
             if args.json is not None:
-                replace_json(args.json, found)
+                replace_json(args.json, dict(sorted(found.items())))
     _print(found, args.methods)
 
 

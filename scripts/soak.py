@@ -180,7 +180,7 @@ def run(shop: Shop, seconds: float, period: float) -> Tally:
     tally = Tally(period)
     jobs: list[Callable[[Shop, Tally], None]] = [searches] * SEARCHERS
     jobs += [changes, rebuilds, faults, samples]
-    threads = [threading.Thread(target=job, args=(shop, tally)) for job in jobs]
+    threads = [threading.Thread(target=to_the_end, args=(job, shop, tally)) for job in jobs]
     for thread in threads:
         thread.start()
     ends = time.monotonic() + seconds
@@ -202,6 +202,15 @@ def run(shop: Shop, seconds: float, period: float) -> Tally:
     if not is_ready:
         tally.fault(f"not ready {READY_S:g} s after the load")
     return tally
+
+
+def to_the_end(job: Callable[[Shop, Tally], None], shop: Shop, tally: Tally) -> None:
+    """Run a job of the load; if it breaks, the soak fails."""
+    try:
+        job(shop, tally)
+    except Exception as error:
+        tally.fault(f"{job.__name__} ended early: {error!r}")
+        raise
 
 
 def searches(shop: Shop, tally: Tally) -> None:

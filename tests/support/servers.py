@@ -354,7 +354,7 @@ class RedisServer:
 
     def start(self) -> None:
         command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1"]
-        command += ["--dir", str(self._folder), "--save", ""]
+        command += ["--dir", str(self._folder), "--save", "", "--maxmemory", "64mb"]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         for line in self._process.stdout:

@@ -177,10 +177,15 @@ def images_to_embed(split: Split) -> int:
 
 
 def _make_room(out: Path) -> None:
-    """Create the parent folder, before the work. Raises: BundleError if `out` exists; OSError."""
+    """Create the parent folder, before the work. Raises: BundleError if `out` cannot be created."""
     if out.exists():
         raise BundleError(f"{out} exists already. Choose another folder or delete it first.")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BundleError(
+            f"{out} cannot be created ({error.strerror}). Choose another folder."
+        ) from error
 
 
 def _manifest(

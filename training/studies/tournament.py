@@ -312,6 +312,10 @@ def write_report(folder: Path, runs: Sequence[Run]) -> None:
     lines += [f"- {len(finished)} of {len(runs)} runs finished, {len(failed)} failed"]
     chosen = dict.fromkeys(result.chosen_by for _, result in finished)
     lines += [f"- {CHOSEN_BY[who]}" for who in chosen]
+    if len(chosen) > 1:
+        lines.append(
+            "- The models were chosen in several ways, so their figures cannot be compared."
+        )
     if finished:
         lines += ["", "## Ranks by R@1", "", *_ranking(figures)]
     for experiment in dict.fromkeys(run.experiment for run, _ in finished):

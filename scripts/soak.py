@@ -42,7 +42,7 @@ from tests.support.own_process import OwnProcess, command_of, own_process
 from tests.support.servers import RedisServer
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from harness import BIN, kinlens, tree
+from harness import BIN, kinlens, tree, tree_mb
 
 JUDGED_S = 1200.0
 """Minimum duration of the last two thirds for their slope to count."""
@@ -304,7 +304,7 @@ def samples(shop: Shop, tally: Tally) -> None:
     """Sample the memory of the process tree every few seconds."""
     started = time.monotonic()
     while not tally.over.wait(tally.period / 6):
-        tally.memory.append((time.monotonic() - started, shop.service.memory_mb()))
+        tally.memory.append((time.monotonic() - started, tree_mb(shop.service.pid)))
 
 
 # Memory, and the confidence that it grows

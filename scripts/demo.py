@@ -99,14 +99,13 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
     flags = ("--no-match-prior", "0") if is_rendered else ()
     with served(options, work, bundle, *flags) as client:
         found = asked(client, images, spread(queries, MAX_QUERIES), k=2)
-        example = queries[len(queries) // 3]["path"]
-        show(f"top 5 for {images / example}")
-        for rank, hit in enumerate(client.search(images / example, k=5).hits, start=1):
-            print(f"  {rank}. {hit.score:.3f}  {hit.key}")
+        show_example(client, images, queries[len(queries) // 3])
         recall = share_within(found, 1)
         show(f"recall@1: {100 * recall:.1f} % ({meaning})")
         if recall < least:
             show(f"That is below {100 * least:.0f} %: something is broken.")
+        if not is_rendered and "class" in queries[0]:
+            suggest_network(options)
         # Own images are in the gallery, so their probabilities mean little.
         return recall >= least and (not is_rendered or judged(client, found))
 
@@ -145,6 +144,24 @@ def own_images(options: argparse.Namespace, work: Path) -> tuple[Path, list[Row]
     with contextlib.closing(Gallery.open(work / "gallery")) as gallery:  # no damaged files
         every = [{"key": item.key, "path": item.key} for item in gallery.items()]
     return bundle, [row | {"key": row["path"]} for row in unseen] or every
+
+
+def show_example(client: Client, images: Path, row: Row) -> None:
+    """Print the five best hits that are not the query itself, unless it should find itself."""
+    path, own = images / row["path"], row.get("key") if "class" in row else None
+    show(f"top 5 for {path}")
+    hits = [hit for hit in client.search(path, k=6).hits if hit.key != own][:5]
+    for rank, hit in enumerate(hits, start=1):
+        print(f"  {rank}. {hit.score:.3f}  {hit.key}")
+
+
+def suggest_network(options: argparse.Namespace) -> None:
+    """Print the command of the longer training."""
+    settings = [f"data.root={options.images}"]
+    settings += [f"model.weights={options.weights}"] if options.weights else []
+    words = " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
+    show("Training the whole network gains more: ten minutes for up to 1,200 images.")
+    print(f"  kinlens-train fit shop {words} --out runs/shop")
 
 
 def trainable(images: Path) -> set[AttributeValue]:

@@ -7,8 +7,8 @@ three; half of its products are trained on. The methods:
 
 - adapt   `kinlens-train adapt`: a head on the frozen trunk, chosen on folds
 - today   the earlier job `shop`: the whole network, from principal directions, the last epoch
-- start   the job `shop` from the directions of `adapt`, the last epoch
-- shop    the job `shop`
+- shop    the job `shop`: from the directions of `adapt`, chosen on folds
+- start   the last epoch of the same training, as if there were no folds; comes with `shop`
 
 A gain is R@1 on the products that were not trained on, minus the untrained trunk's, in points. The
 mean has Student's 95 % interval over all shops and seeds; the worst is that of a shop over its
@@ -29,15 +29,14 @@ from scipy import stats
 
 from kinlens.training.config.job import load_job
 from kinlens.training.data.load import load_split, read_folder
-from kinlens.training.folder import replace_json
+from kinlens.training.folder import read_json, replace_json
 from kinlens.training.rendered.catalogue import class_name, render_view
 from kinlens.training.runner import run_job
 
 METHODS: dict[str, tuple[str, list[str]]] = {
     "adapt": ("adapt", []),
     "today": ("shop", ["start.projection=trunk", "protocol={choose_by='last'}"]),
-    "start": ("shop", ["protocol={choose_by='last'}"]),
-    "shop": ("shop", []),
+    "shop": ("shop", ["protocol.evaluate_test=every"]),
 }
 
 
@@ -81,11 +80,13 @@ def main() -> None:
             if key not in found:
                 folder = Path(name, f"{shop.source}-{shop.products}-{shop.images}-{seed}")
                 _make(shop, seed, sources, folder)
-                found[key] = _run(method, folder, seed, shared, Path(name, key.replace(" ", "-")))
-                print(key, found[key], flush=True)
+                out = Path(name, key.replace(" ", "-"))
+                for one, figures in _run(method, folder, seed, shared, out).items():
+                    found[f"{shop.source} {shop.products}x{shop.images} {seed} {one}"] = figures
+                    print(shop, seed, one, figures, flush=True)
             if args.json is not None:
                 replace_json(args.json, dict(sorted(found.items())))
-    _print(found, args.methods)
+    _print(found, [*args.methods, *(["start"] if "shop" in args.methods else [])])
 
 
 def _sources(shared: Path, work: Path) -> dict[str, dict[str, list[Path]]]:
@@ -130,7 +131,10 @@ def _make(shop: Shop, seed: int, sources: dict[str, dict[str, list[Path]]], fold
                 (target / f"{index}{files[index].suffix}").symlink_to(files[index])
 
 
-def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[str, float]:
+def _run(
+    method: str, data: Path, seed: int, shared: Path, out: Path
+) -> dict[str, dict[str, float]]:
+    """The figures of `method`; for `shop` also those of its last epoch, as `start`."""
     name, overrides = METHODS[method]
     weights = shared / "weights/mobilenet_v2-imagenet-fp16.pth"
     job = load_job(
@@ -142,15 +146,23 @@ def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[st
     split = load_split(job.data)
     result = run_job(job, split, out, Quiet())
     seconds = time.perf_counter() - started
-    figures = {
-        "trunk": result.trunk["R@1"],
-        "gain": result.figures["R@1"] - result.trunk["R@1"],
-        "gain MAP@R": result.figures["MAP@R"] - result.trunk["MAP@R"],
-        "seconds": seconds,
-    }
     for file in out.rglob("*.pt"):
         file.unlink()
-    return {name: round(value, 3) for name, value in figures.items()}
+    rows = {method: result.figures}
+    if method == "shop":
+        log = (out / "log.jsonl").read_text(encoding="utf-8").splitlines()
+        rows["start"] = next(row for row in map(json.loads, reversed(log)) if "MAP@R" in row)
+    chosen = read_json(out / "choice.json", "")["alpha"] if (out / "choice.json").exists() else None
+    return {
+        one: {
+            "trunk": round(result.trunk["R@1"], 3),
+            "gain": round(row["R@1"] - result.trunk["R@1"], 3),
+            "gain MAP@R": round(row["MAP@R"] - result.trunk["MAP@R"], 3),
+            "seconds": round(seconds, 3),
+        }
+        | ({} if chosen is None or one == "start" else {"alpha": chosen})
+        for one, row in rows.items()
+    }
 
 
 def _print(found: dict[str, dict[str, float]], methods: list[str]) -> None:

@@ -105,7 +105,7 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
         if recall < least:
             show(f"That is below {100 * least:.0f} %: something is broken.")
         if not is_rendered and "class" in queries[0]:
-            suggest_network(options)
+            suggest_network(options, work)
         # Own images are in the gallery, so their probabilities mean little.
         return recall >= least and (not is_rendered or judged(client, found))
 
@@ -155,13 +155,13 @@ def show_example(client: Client, images: Path, row: Row) -> None:
         print(f"  {rank}. {hit.score:.3f}  {hit.key}")
 
 
-def suggest_network(options: argparse.Namespace) -> None:
-    """Print the command of the longer training."""
+def suggest_network(options: argparse.Namespace, work: Path) -> None:
+    """Print the command of the longer training, whose report has a table of both."""
     settings = [f"data.root={options.images}"]
     settings += [f"model.weights={options.weights}"] if options.weights else []
     words = " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
     show("Training the whole network gains more: ten minutes for up to 1,200 images.")
-    print(f"  kinlens-train fit shop {words} --out runs/shop")
+    print(f"  kinlens-train fit shop {words} --out {work / 'network'}")
 
 
 def trainable(images: Path) -> set[AttributeValue]:

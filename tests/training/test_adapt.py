@@ -20,6 +20,7 @@ from kinlens.training.data.load import load_split
 from kinlens.training.data.records import Split
 from kinlens.training.evaluation.choice import between
 from kinlens.training.export.bundle import export_checkpoint
+from kinlens.training.folder import replace_json
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.from_bundle import new_network
 from kinlens.training.runner import run_job
@@ -131,6 +132,12 @@ def test_a_stopped_head_resumes_as_if_never_stopped(tmp_path: Path, weights: Pat
 def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: Path) -> None:
     harmful = {"lr_head": 30.0, "epochs": 6}
     job = head_job(tmp_path / "products", weights, products=16, optimizer=harmful)
+    same = {"split_sha256": load_split(job.data).sha256(), "job": small_job(tmp_path).as_dict()}
+    known = {"figures": {"R@1": 99.6, "MAP@R": 98.7}, "validation": {}, "best_epoch": 1}
+    result = {**same, **known, "chosen_by": "last", "seconds_per_epoch": 1.0}
+    replace_json(tmp_path / "other" / "result.json", result)
+    replace_json(tmp_path / "elsewhere" / "result.json", result | {"split_sha256": "f00"})
+    replace_json(tmp_path / "broken" / "result.json", [])
     _, listener = ran(job, tmp_path / "run")
     found = json.loads((tmp_path / "run" / "choice.json").read_text())
     assert found["recall"]["1"] < found["recall"]["trunk"]
@@ -139,6 +146,9 @@ def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: 
     assert sum("chosen on 2 folds" in sentence for sentence in listener.sentences) == 2
     report = (tmp_path / "run" / "report.md").read_text()
     assert "chosen on 2 folds of the train classes" in report
+    first, second = (x for x in report.splitlines() if "| a head |" in x or "| the whole" in x)
+    assert first == "| [other](../other/report.md) | the whole network | 99.6 | 98.7 |"
+    assert second.startswith("| **run** | a head |")
     assert not list((tmp_path / "run").glob("fold-*/*.pt"))
     start, last = load_checkpoint(tmp_path / "run" / START), load_checkpoint(tmp_path / "run")
     mixed, before, after = (

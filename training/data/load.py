@@ -143,14 +143,15 @@ def scan_table(
     for line, row in read_rows(path, "path", "label|class", cure=f"Check {setting}."):
         column = "label" if "label" in row else "class"
         image, label = row["path"], row[column]
+        place = os.path.normpath(image)
         if not image or not label:
             fault = f"path and {column} must not be empty"
-        elif image in records:
+        elif place in records:
             fault = f"{image} is listed a second time"
         elif not os.path.isfile(root / image):  # noqa: PTH113 - also False for a long URL
             fault = f"the image {root / image} is missing"
         else:
-            records[image] = Record(image, label, row.get("split", "").strip())
+            records[place] = Record(image, label, row.get("split", "").strip())
             continue
         faults.append(f"{path}, line {line}: {fault}.")
     return list(records.values()), faults

@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 from kinlens.embedder.errors import JobError
+from kinlens.training.folder import replace_text
 
 console = Console(stderr=True, highlight=False)
 
@@ -40,7 +41,7 @@ class RunLog:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
         kept = [line for line in whole if json.loads(line)["step"] <= step]
-        path.write_text("".join(kept), encoding="utf-8")
+        replace_text(path, "".join(kept))
         self._file = path.open("a", encoding="utf-8")
         self._writer = _summary_writer(folder) if tensorboard else None
 

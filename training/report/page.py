@@ -2,16 +2,18 @@
 
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from kinlens.embedder.errors import CheckpointError
 from kinlens.training.config.job import Job
 from kinlens.training.data.feedback import sentences
 from kinlens.training.data.records import Split
 from kinlens.training.distributed import world
 from kinlens.training.evaluation.retrieval import GAIN
-from kinlens.training.folder import Result, replace_text
+from kinlens.training.folder import RESULT, Result, read_result, replace_text
 from kinlens.training.regularizers.shares import LEAST
 from kinlens.training.report.markdown import table
 from kinlens.training.report.notices import CHOSEN_BY, after_epoch, did_it_help
@@ -35,6 +37,7 @@ def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Re
         "",
         *(["## Did it help?", "", *(f"- {note}" for note in notes), ""] if notes else []),
         *_figures(result),
+        *_others(folder.resolve(), result),
         *_regularizers(job, history),
         *(["![curves](curves.png)", "", *_epochs(history)] if history else []),
     ]
@@ -99,6 +102,27 @@ def _figures(result: Result) -> list[str]:
     ]
     header = ["figure", "test classes", "validation classes", "trunk, test", "trunk, validation"]
     return [*table(header, rows), ""] if rows else []
+
+
+def _others(folder: Path, result: Result) -> list[str]:
+    """Finished runs next to `folder` that were tested on the same images, best first."""
+    found = {folder: result}
+    for path in folder.parent.glob(f"*/{RESULT}"):
+        with suppress(CheckpointError):  # the report of this run does not depend on others
+            other = read_result(path.parent)
+            if other is not None and other.split_sha256 == result.split_sha256:
+                found[path.parent] = other
+    rows = [
+        [
+            f"**{run.name}**" if run == folder else f"[{run.name}](../{run.name}/report.md)",
+            "a head" if one.job["model"].get("frozen_trunk") else "the whole network",
+            *(f"{one.figures[name]:.1f}" for name in ("R@1", "MAP@R")),
+        ]
+        for run, one in sorted(found.items(), key=lambda item: -item[1].figures.get("R@1", 0.0))
+        if {"R@1", "MAP@R"} <= one.figures.keys()
+    ]
+    header = ["run on the same images", "what was trained", "R@1", "MAP@R"]
+    return [*table(header, rows), ""] if len(rows) > 1 else []
 
 
 def _regularizers(job: Job, history: Rows) -> list[str]:

@@ -115,7 +115,7 @@ def test_a_csv_states_labels_and_may_state_the_split(table: Callable[[str], CsvD
     [
         ("file,label\nx,y\n", "the columns path, label or class; it names file, label"),
         ("path,label\nmug/1.png,\n", "line 2: path and label must not be empty"),
-        ("path,label\nmug/1.png,a\nmug/1.png,b\n", "line 3: mug/1.png is listed a second time"),
+        ("path,label\nmug/1.png,a\n./mug/1.png,b\n", "line 3: ./mug/1.png is listed a second time"),
         ("path, label\nmug/1.png, Mug, blue\n", 'line 2: .* into quotes: "Mug, blue"'),
         ("path,label\nmug/1.png,a\nmug/9.png,a\n", r"line 3: the image .*mug/9.png is missing"),
         (

@@ -37,7 +37,6 @@ DIM, WARM_UP = 512, 3
 REGULARIZERS: dict[str, dict[str, dict[str, Any]]] = {
     "Proxy-Anchor": {},
     "+ determinant, Real-NVP": {"determinant": {}},
-    "+ determinant, NICE": {"determinant": {"flow": {"kind": "nice"}}},
     "+ skewed mean": {"skewed_mean": {}},
     "+ non-isotropy": {"non_isotropy": {}},
     "+ graph consistency": {"graph_consistency": {}},

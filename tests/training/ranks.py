@@ -25,9 +25,9 @@ FLOW = {"layers": 2, "hidden": 8}
 NIR = {"blocks": 2, "hidden": 8, "layers": 3, "exponentiate": False}
 REGULARIZERS: dict[str, dict[str, Any]] = {
     "determinant": {"determinant": {"flow": FLOW, "lambda1": 1, "lambda2": 1}},
-    "nice": {"determinant": {"flow": {"kind": "nice", **FLOW}, "proxies": "separate"}},
+    "separate_proxies": {"determinant": {"flow": FLOW, "proxies": "separate"}},
     "skewed_mean": {"skewed_mean": {}},
-    "skewed_mean_subset": {"skewed_mean": {"subset": 3, "kind": "mhe1"}},
+    "skewed_mean_subset": {"skewed_mean": {"subset": 3, "kind": "distance"}},
     "skewed_mean_of_the_batch": {"skewed_mean": {"centres": "batch"}},
     "non_isotropy": {"non_isotropy": NIR},
     "graph_consistency": {"graph_consistency": {"weight": 1, "share": 0.2}},
@@ -46,7 +46,7 @@ def cases(weights: Path) -> dict[str, Job]:
     The objective sees the whole batch on each rank, so other losses add nothing.
     """
     jobs = {name: step_job({}, weights, {"name": name}) for name in ("soft_triple", "margin")}
-    for name in ("nice", "skewed_mean_subset", "skewed_mean_of_the_batch", "all"):
+    for name in ("separate_proxies", "skewed_mean_subset", "skewed_mean_of_the_batch", "all"):
         jobs[f"proxy_anchor + {name}"] = step_job(REGULARIZERS[name], weights)
     return jobs
 

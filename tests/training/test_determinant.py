@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kinlens.training.config.settings import Determinant, Flow
-from kinlens.training.models.flows import NICE, RealNVP, build_flow
+from kinlens.training.models.flows import RealNVP, build_flow
 from kinlens.training.regularizers.determinant import (
     DeterminantRegularizer,
     augment,
@@ -25,15 +25,10 @@ def augmented(z: Tensor, **settings: object) -> Tensor:
     return augment(z, Determinant(**settings))
 
 
-KINDS = pytest.mark.parametrize("kind", ["real_nvp", "nice"])
-
-
-def duel(
-    kind: str = "real_nvp", stir: float = 0.1, **settings: object
-) -> tuple[DeterminantRegularizer, RealNVP | NICE]:
+def duel(stir: float = 0.1, **settings: object) -> tuple[DeterminantRegularizer, RealNVP]:
     """The regularizer and flow 1, both moved off the identity by `stir`."""
     torch.manual_seed(0)
-    shape = Flow(kind=kind, layers=4, hidden=8)
+    shape = Flow(layers=4, hidden=8)
     regularizer = DeterminantRegularizer(Determinant(flow=shape, **settings), DIM)
     first = build_flow(shape, DIM)
     with torch.no_grad():
@@ -42,19 +37,17 @@ def duel(
     return regularizer, first
 
 
-@KINDS
 @pytest.mark.parametrize("depth", ["composed", "mean"])
-def test_r_of_an_untrained_flow_is_log_2(kind: str, depth: str) -> None:
-    regularizer, first = duel(kind, stir=0, depth=depth)
+def test_r_of_an_untrained_flow_is_log_2(depth: str) -> None:
+    regularizer, first = duel(stir=0, depth=depth)
     output = regularizer(features(), first)
     assert float(output.r_first) == float(output.r_second) == pytest.approx(math.log(2))
     assert float(output.penalty.detach()) == pytest.approx(0.0, abs=1e-7)
 
 
-@KINDS
 @pytest.mark.parametrize("depth", ["composed", "mean"])
-def test_the_penalty_presses_one_flow_down_and_the_other_up(kind: str, depth: str) -> None:
-    regularizer, first = duel(kind, lambda1=0.3, lambda2=0.7, depth=depth)
+def test_the_penalty_presses_one_flow_down_and_the_other_up(depth: str) -> None:
+    regularizer, first = duel(lambda1=0.3, lambda2=0.7, depth=depth)
     z = features()
     before = regularizer(z, first)
     expected = 0.3 * before.r_first - 0.7 * before.r_second
@@ -63,16 +56,14 @@ def test_the_penalty_presses_one_flow_down_and_the_other_up(kind: str, depth: st
     with torch.no_grad():
         for flow in (first, regularizer.second_flow):
             for parameter in flow.parameters():
-                if kind == "real_nvp" or parameter is flow.scaling.raw:  # NICE's only scales
-                    parameter -= 0.05 * parameter.grad
+                parameter -= 0.05 * parameter.grad
     after = regularizer(z, first)
     assert float(after.r_first) < float(before.r_first)
     assert float(after.r_second) > float(before.r_second)
 
 
-@KINDS
-def test_the_composed_diagonal_is_the_jacobian_of_independent_dimensions(kind: str) -> None:
-    _, flow = duel(kind)
+def test_the_composed_diagonal_is_the_jacobian_of_independent_dimensions() -> None:
+    _, flow = duel()
     with torch.no_grad():
         for layer in flow.layers:
             layer.conditioner[-1].weight.zero_()  # scales and shifts are then biases
@@ -108,9 +99,8 @@ def test_r_is_taken_at_samples_and_added_points() -> None:
     torch.testing.assert_close(regularizer(z, first).r_first, (1 + diagonal).log().mean())
 
 
-@KINDS
-def test_the_lipschitz_diagnostic_is_the_largest_singular_value(kind: str) -> None:
-    _, flow = duel(kind)
+def test_the_lipschitz_diagnostic_is_the_largest_singular_value() -> None:
+    _, flow = duel()
     z = features(3)
     measured = local_lipschitz(flow, z)
     for row, value in zip(z, measured, strict=True):

@@ -100,7 +100,7 @@ def four_epochs(
     job = small_job(products, epochs=4, average=0.9)
     tables = job.as_dict()["regularizers"]
     tables["determinant"]["share"] = 0.2
-    tables["skewed_mean"] = {"subset": 2, "kind": "mhe1"}
+    tables["skewed_mean"] = {"subset": 2, "kind": "distance"}
     tables["non_isotropy"] = {"blocks": 1, "hidden": 4, "layers": 2, "fit_epochs": 3}
     tables["graph_consistency"] = {}
     job = changed(

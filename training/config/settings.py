@@ -185,10 +185,8 @@ Share = Annotated[float, Field(gt=0, le=10)]
 
 
 class Flow(Section):
-    """Shape of both flows."""
+    """Shape of both flows (Real-NVP)."""
 
-    kind: Literal["real_nvp", "nice"] = "real_nvp"
-    """`nice` changes volume in its last layer only."""
     layers: int = Field(12, ge=1)
     """Number of coupling layers."""
     hidden: int = Field(256, ge=1)
@@ -228,7 +226,7 @@ class SkewedMean(Section):
 
     weight: float = Field(1.0, gt=0)
     """Weight of the regularizer."""
-    kind: Literal["r1", "r2", "distance", "uniform_face", "mhe0", "mhe1", "mhe2"] = "r1"
+    kind: Literal["r1", "r2", "distance"] = "r1"
     """Form of the mean. Only `r1` reads `gamma`, `delta` and `hinge`; only `r2` and `distance` read
     `exponent`."""
     gamma: float = Field(16.0, allow_inf_nan=False)

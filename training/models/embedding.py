@@ -22,7 +22,7 @@ from kinlens.training.models.backbones import (
     fold_batch_norm,
     normalization_of,
 )
-from kinlens.training.models.flows import NICE, FlowOutput, RealNVP, build_flow
+from kinlens.training.models.flows import FlowOutput, RealNVP, build_flow
 from kinlens.training.models.timm_trunk import TimmTrunk
 
 GEM_START = 3.0
@@ -150,7 +150,7 @@ class EmbeddingNet(nn.Module):
             else:
                 self.projection = Head(channels, model.dim, model.hidden)
         self.flow_input: nn.Module = nn.Identity()
-        self.flow: RealNVP | NICE | None = None
+        self.flow: RealNVP | None = None
         if determinant is not None:
             self.flow_input = FlowInput(determinant.activation, determinant.input_norm)
             self.flow = build_flow(determinant.flow, self.dim)

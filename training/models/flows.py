@@ -1,4 +1,4 @@
-"""Invertible maps of R^D: Real-NVP and NICE, and a conditional flow of the GLOW type.
+"""Invertible maps of R^D: Real-NVP, and a conditional flow of the GLOW type.
 
 Shapes: B samples, D dimensions, C condition values, L layers.
 """
@@ -28,7 +28,7 @@ class FlowOutput(NamedTuple):
 
     @property
     def log_diagonal(self) -> Tensor:
-        """Sum over layers for each dimension, (B, D), if no layer permutes: RealNVP and NICE."""
+        """Sum over layers for each dimension, (B, D), if no layer permutes: RealNVP."""
         return self.log_scales.sum(dim=0)
 
     @property
@@ -42,7 +42,7 @@ class Coupling(nn.Module):
     .. math:: y_a = x_a, \quad y_b = x_b \odot \exp(s(x_a)) + t(x_a)
 
     The first half has D // 2 dimensions, the second the others. A condition is concatenated with
-    x_a. Without `bound` the coupling is additive: s = 0, which preserves the volume.
+    x_a.
 
     References:
         Density estimation using Real NVP (Dinh et al., 2017), eq. 7 and 8.
@@ -62,7 +62,7 @@ class Coupling(nn.Module):
         dim: int,
         transform_first: bool,
         network: Callable[[int, int], nn.Module],
-        bound: Callable[[Tensor], Tensor] | None,
+        bound: Callable[[Tensor], Tensor],
         condition_dim: int = 0,
     ) -> None:
         super().__init__()
@@ -70,38 +70,20 @@ class Coupling(nn.Module):
         self.transform_first = transform_first
         self.bound = bound
         changed = self.split if transform_first else dim - self.split
-        outputs = changed if bound is None else 2 * changed
-        self.conditioner = network(dim - changed + condition_dim, outputs)
+        self.conditioner = network(dim - changed + condition_dim, 2 * changed)
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> FlowOutput:
         first, second = x[:, : self.split], x[:, self.split :]
         given, changed = (second, first) if self.transform_first else (first, second)
         read = given if condition is None else torch.cat([given, condition], dim=1)
-        found = self.conditioner(read)
-        if self.bound is None:
-            log_scale, moved = torch.zeros_like(found), changed + found
-        else:
-            raw, shift = found.chunk(2, dim=1)
-            log_scale = self.bound(raw)
-            moved = torch.addcmul(shift, changed, log_scale.exp())
+        raw, shift = self.conditioner(read).chunk(2, dim=1)
+        log_scale = self.bound(raw)
+        moved = torch.addcmul(shift, changed, log_scale.exp())
         log_scales = self._join(torch.zeros_like(given), log_scale)
         return FlowOutput(self._join(given, moved), log_scales[None])
 
     def _join(self, given: Tensor, changed: Tensor) -> Tensor:
         return torch.cat((changed, given) if self.transform_first else (given, changed), dim=1)
-
-
-class DiagonalScaling(nn.Module):
-    """y_i = x_i exp(s_i), s_i = clamp tanh(raw_i / clamp): equal for all inputs, initially 0."""
-
-    def __init__(self, dim: int, clamp: float) -> None:
-        super().__init__()
-        self.clamp = clamp
-        self.raw = nn.Parameter(torch.zeros(dim))
-
-    def forward(self, x: Tensor, _: Tensor | None = None) -> FlowOutput:
-        log_scale = soft_clamp(self.raw, self.clamp)  # (D,)
-        return FlowOutput(x * log_scale.exp(), log_scale.expand(1, *x.shape))
 
 
 class Chain(nn.Module):
@@ -140,35 +122,18 @@ class RealNVP(Chain):
 
     def __init__(self, dim: int, layers: int = 12, hidden: int = 256, clamp: float = 2.0) -> None:
         super().__init__()
-        self.layers = in_turn(dim, layers, hidden, partial(soft_clamp, clamp=clamp))
+        bound = partial(soft_clamp, clamp=clamp)
+        network = partial(zero_network, hidden=hidden)
+        self.layers = nn.ModuleList(
+            Coupling(dim, bool(n % 2), network, bound) for n in range(layers)
+        )
 
     def chain(self) -> list[Any]:
         return list(self.layers)
 
 
-class NICE(Chain):
-    """Alternating additive couplings, then a scaling, L = layers + 1; it starts as the identity.
-
-    Only the last layer changes volume, so determinant regularization can act only on its D numbers,
-    which do not depend on the input: augmented points add nothing to R.
-
-    References:
-        NICE: Non-linear Independent Components Estimation (Dinh et al., 2015), sections 3.2 and
-        3.3. https://arxiv.org/abs/1410.8516
-    """
-
-    def __init__(self, dim: int, layers: int = 12, hidden: int = 256, clamp: float = 2.0) -> None:
-        super().__init__()
-        self.layers = in_turn(dim, layers, hidden, None)
-        self.scaling = DiagonalScaling(dim, clamp)
-
-    def chain(self) -> list[Any]:
-        return [*self.layers, self.scaling]
-
-
-def build_flow(flow: Flow, dim: int) -> RealNVP | NICE:
-    kind = RealNVP if flow.kind == "real_nvp" else NICE
-    return kind(dim, flow.layers, flow.hidden, flow.clamp)
+def build_flow(flow: Flow, dim: int) -> RealNVP:
+    return RealNVP(dim, flow.layers, flow.hidden, flow.clamp)
 
 
 class GlowBlock(Chain):
@@ -245,20 +210,14 @@ def soft_clamp_by_atan(raw: Tensor, clamp: float) -> Tensor:
     return clamp * 0.636 * torch.atan(raw)
 
 
-def in_turn(
-    dim: int, layers: int, hidden: int, bound: Callable[[Tensor], Tensor] | None
-) -> nn.ModuleList:
-    """Couplings of the second half, the first, and so on; each starts as the identity."""
-
-    def network(inputs: int, outputs: int) -> nn.Module:
-        last = nn.Linear(hidden, outputs)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-        return nn.Sequential(
-            nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), last
-        )
-
-    return nn.ModuleList(Coupling(dim, bool(n % 2), network, bound) for n in range(layers))
+def zero_network(inputs: int, outputs: int, hidden: int) -> nn.Sequential:
+    """Two hidden layers; it starts as the zero function."""
+    last = nn.Linear(hidden, outputs)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(
+        nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), last
+    )
 
 
 def relu_network(inputs: int, outputs: int, hidden: int, layers: int) -> nn.Sequential:

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from kinlens.training.config.settings import SkewedMean
 
-_ENERGIES = {"uniform_face": 1, "mhe0": 0, "mhe1": 1, "mhe2": 2}
 _SMALLEST_DISTANCE = 1e-3  # nearer centres do not push: the formulas' gradients are infinite there
 _SMALLEST_SIMILARITY = 1e-6
 _SMALLEST_SUM = 1e-4
@@ -32,9 +31,8 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
     the farthest pairs for gamma < 0, lambda < 1 and lambda < -1. Warning: if only far pairs are
     pushed, the centres may gather at two opposite points (with r2 and lambda = 0 they do).
 
-    Presets, monotone transforms of M = -distance, push near pairs: "uniform_face" and "mhe1" =
-    mean 1/d = 1/M with lambda = 1; "mhe2" = mean 1/d^2 = 1/M^2 with lambda = 2; "mhe0" = mean
-    -log d = -log M with lambda = 0.
+    With lambda = 1, 0 and 2, "distance" orders centres as the energies of UniformFace and MHE-1,
+    of MHE-0 and of MHE-2 do: mean 1/d, mean -log d and mean 1/d^2 are monotone transforms of it.
 
     As printed, delta3 only shifts R1 and has no gradient; `hinge` adds 1 to the sum, the soft form
     of the constraint s_ij < delta3 that R1 is derived from. Other readings: docs/methods.md.
@@ -66,10 +64,7 @@ def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
             halves = ((1 + similarities) / 2).clamp(min=_SMALLEST_SIMILARITY)
             return power_mean(halves.flatten(), settings.exponent)
         distances = (2 - 2 * similarities).clamp(min=_SMALLEST_DISTANCE**2).sqrt().flatten()
-        if settings.kind == "distance":
-            return -power_mean(distances, -settings.exponent)
-        order = _ENERGIES[settings.kind]
-        return (distances**-order).mean() if order else -distances.log().mean()
+        return -power_mean(distances, -settings.exponent)
 
 
 def power_mean(values: Tensor, lam: float) -> Tensor:

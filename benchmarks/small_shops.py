@@ -8,7 +8,6 @@ three; half of its products are trained on. The methods:
 - adapt   `kinlens-train adapt`: a head on the frozen trunk, chosen on folds
 - today   the earlier job `shop`: the whole network, from principal directions, the last epoch
 - shop    the job `shop`: from the directions of `adapt`, chosen on folds
-- start   the last epoch of the same training, as if there were no folds; comes with `shop`
 
 A gain is R@1 on the products that were not trained on, minus the untrained trunk's, in points. The
 mean has Student's 95 % interval over all shops and seeds; the worst is that of a shop over its
@@ -20,15 +19,21 @@ import tempfile
 import time
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from harness import Quiet, heading, options, row, shared_folder, skip
 from regularizers import cars_job
 from scipy import stats
 
-from kinlens.training.config.job import load_job
+from kinlens.training.checkpoint import START, load_checkpoint
+from kinlens.training.config.job import Job, load_job
 from kinlens.training.data.load import load_split, read_folder
+from kinlens.training.data.records import LabelledImages
+from kinlens.training.device import choose_device
+from kinlens.training.evaluation.choice import ALPHAS, between, name_of
+from kinlens.training.evaluation.evaluate import embed
+from kinlens.training.evaluation.retrieval import retrieval
 from kinlens.training.folder import read_json, replace_json
 from kinlens.training.rendered.catalogue import class_name, render_view
 from kinlens.training.runner import run_job
@@ -36,7 +41,7 @@ from kinlens.training.runner import run_job
 METHODS: dict[str, tuple[str, list[str]]] = {
     "adapt": ("adapt", []),
     "today": ("shop", ["start.projection=trunk", "protocol={choose_by='last'}"]),
-    "shop": ("shop", ["protocol.evaluate_test=every"]),
+    "shop": ("shop", []),
 }
 
 
@@ -69,7 +74,7 @@ def main() -> None:
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     if args.json is not None and args.json.is_file():
         found = json.loads(args.json.read_text(encoding="utf-8"))
     seeds = range(args.first_seed, args.first_seed + args.seeds)
@@ -80,13 +85,11 @@ def main() -> None:
             if key not in found:
                 folder = Path(name, f"{shop.source}-{shop.products}-{shop.images}-{seed}")
                 _make(shop, seed, sources, folder)
-                out = Path(name, key.replace(" ", "-"))
-                for one, figures in _run(method, folder, seed, shared, out).items():
-                    found[f"{shop.source} {shop.products}x{shop.images} {seed} {one}"] = figures
-                    print(shop, seed, one, figures, flush=True)
+                found[key] = _run(method, folder, seed, shared, Path(name, key.replace(" ", "-")))
+                print(key, found[key], flush=True)
             if args.json is not None:
                 replace_json(args.json, dict(sorted(found.items())))
-    _print(found, [*args.methods, *(["start"] if "shop" in args.methods else [])])
+    _print(found, args.methods)
 
 
 def _sources(shared: Path, work: Path) -> dict[str, dict[str, list[Path]]]:
@@ -131,10 +134,11 @@ def _make(shop: Shop, seed: int, sources: dict[str, dict[str, list[Path]]], fold
                 (target / f"{index}{files[index].suffix}").symlink_to(files[index])
 
 
-def _run(
-    method: str, data: Path, seed: int, shared: Path, out: Path
-) -> dict[str, dict[str, float]]:
-    """The figures of `method`; for `shop` also those of its last epoch, as `start`."""
+def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[str, Any]:
+    """The figures of a run; `line` has those of each candidate of the folds, on them and on test.
+
+    They are pairs of R@1 and MAP@R, by the name of the candidate.
+    """
     name, overrides = METHODS[method]
     weights = shared / "weights/mobilenet_v2-imagenet-fp16.pth"
     job = load_job(
@@ -146,26 +150,36 @@ def _run(
     split = load_split(job.data)
     result = run_job(job, split, out, Quiet())
     seconds = time.perf_counter() - started
+    found: dict[str, Any] = {
+        "trunk": round(result.trunk["R@1"], 3),
+        "gain": round(result.figures["R@1"] - result.trunk["R@1"], 3),
+        "gain MAP@R": round(result.figures["MAP@R"] - result.trunk["MAP@R"], 3),
+        "seconds": round(seconds, 3),
+    }
+    if method == "shop":
+        choice = read_json(out / "choice.json", "")
+        found |= {"alpha": choice["alpha"], "line": {}}
+        tested = {"trunk": [result.trunk[figure] for figure in ("R@1", "MAP@R")]}
+        for alpha in ALPHAS:
+            tested[name_of(alpha)] = _at(alpha, out, split.test, job)
+        for name, figures in tested.items():
+            on_folds = [choice["recall"][name], choice["map_at_r"][name]]
+            found["line"][name] = [round(figure, 3) for figure in (*on_folds, *figures)]
     for file in out.rglob("*.pt"):
         file.unlink()
-    rows = {method: result.figures}
-    if method == "shop":
-        log = (out / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        rows["start"] = next(row for row in map(json.loads, reversed(log)) if "MAP@R" in row)
-    chosen = read_json(out / "choice.json", "")["alpha"] if (out / "choice.json").exists() else None
-    return {
-        one: {
-            "trunk": round(result.trunk["R@1"], 3),
-            "gain": round(row["R@1"] - result.trunk["R@1"], 3),
-            "gain MAP@R": round(row["MAP@R"] - result.trunk["MAP@R"], 3),
-            "seconds": round(seconds, 3),
-        }
-        | ({} if chosen is None or one == "start" else {"alpha": chosen})
-        for one, row in rows.items()
-    }
+    return found
 
 
-def _print(found: dict[str, dict[str, float]], methods: list[str]) -> None:
+def _at(alpha: float, out: Path, images: LabelledImages, job: Job) -> list[float]:
+    """R@1 and MAP@R at a point between the start of a run and its last epoch."""
+    start, last = load_checkpoint(out / START), load_checkpoint(out)
+    net = last.network()[1].to(choose_device(job.runtime))
+    net.load_state_dict(between(start, last, alpha))
+    found = retrieval(embed(net, images, job), images.labels)
+    return [found.recall[1], found.map_at_r]
+
+
+def _print(found: dict[str, dict[str, Any]], methods: list[str]) -> None:
     """The mean gain of each shop in R@1, its worst draw, and the gain in MAP@R."""
     shops = list(dict.fromkeys(key.rsplit(" ", 2)[0] for key in found))
     runs = {

@@ -27,16 +27,22 @@ def is_begun(folder: Path) -> bool:
 @contextmanager
 def exclusive(folder: Path, *, with_children: bool = False) -> Iterator[None]:
     """Lock `folder` until this process or, with children, the last child ends. Raises: JobError."""
-    folder.mkdir(parents=True, exist_ok=True)
     lock_by = fcntl.flock if with_children else fcntl.lockf
-    with (folder / ".lock").open("w") as lock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise TrainingError(
+            f"{folder} cannot be written ({error.strerror}). Choose another folder."
+        ) from error
+    with lock:
         os.set_inheritable(lock.fileno(), with_children)
         try:
             lock_by(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise JobError(
                 f"Another training is running in {folder}. Wait for it, stop it, or use another "
-                "--out."
+                "run folder."
             ) from error
         yield
 

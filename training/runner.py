@@ -22,9 +22,10 @@ from kinlens.training.distributed import is_main, wait_for_all
 from kinlens.training.evaluation.choice import choose, too_few, write_chosen
 from kinlens.training.evaluation.evaluate import evaluate
 from kinlens.training.folder import RESULT, UNTRAINED, Result, exclusive, is_begun, replace_json
-from kinlens.training.report.notices import did_it_help, verdict_of
+from kinlens.training.report.notices import SEEN, did_it_help, verdict_of
 from kinlens.training.report.page import write_report
-from kinlens.training.state import OF_TERMS, VALIDATION, Row, on_validation
+from kinlens.training.start import may_have_seen
+from kinlens.training.state import OF_TERMS, RESUMABLE, VALIDATION, Row, on_validation, require_same
 from kinlens.training.trainer import Listener, fit
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow")
@@ -41,6 +42,10 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     on_folds = job.protocol.choose_by == "folds"
     why_not = too_few(split) if on_folds else ""
     choice = None
+
+    if (folder / FILE).exists():  # before the folds; `min_steps` may have raised the epochs
+        free = RESUMABLE | {"optimizer.epochs"}
+        require_same(load_checkpoint(folder), job, split, folder / FILE, free)
 
     def train(one: Job, part: Split, run_folder: Path, trains: bool = True) -> list[Row]:
         run_folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +85,9 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         choice=why_not or ("" if choice is None else choice.sentence()),
     )
     kept = why_not or (choice is not None and choice.alpha is None)
-    result = replace(result, verdict="" if kept else verdict_of(result))
+    verdicts = [] if kept else [verdict_of(result)]
+    verdicts += [SEEN.format(job.model.weights)] if may_have_seen(job, split) else []
+    result = replace(result, verdict=" ".join(verdicts))
     for sentence in did_it_help(split, result):
         listener.note(sentence)
     if is_main():

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.training.config.job import Job
-from kinlens.training.data.records import LabelledImages
+from kinlens.training.data.records import LabelledImages, Split
 from kinlens.training.evaluation.evaluate import pooled
 from kinlens.training.losses.base import ProxyLoss
 from kinlens.training.models.embedding import Head
@@ -56,6 +56,14 @@ def continues_model(job: Job) -> bool:
     """Whether a run continues the trained model of a bundle, rather than start from a trunk."""
     bundle = bundle_of(job.model.weights)
     return bundle is not None and bool(Bundle.open(bundle).manifest.job)
+
+
+def may_have_seen(job: Job, split: Split) -> bool:
+    """Whether the bundle that a run continues may have been trained on test classes of `split`."""
+    bundle = bundle_of(job.model.weights)
+    if bundle is None or not continues_model(job):
+        return False
+    return Bundle.open(bundle).manifest.split_sha256 != split.sha256()
 
 
 def set_projection(layer: nn.Linear, pooled: Tensor) -> None:

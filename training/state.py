@@ -27,9 +27,11 @@ OF_TERMS = ("share ", "scale ", "reach ", "r_")
 VALIDATION = "validation "
 """Prefix of figures on validation classes; figures on test classes have none."""
 
-_FREE_SETTINGS = frozenset(
+RESUMABLE = frozenset(
     ("runtime", "data.root", "data.feedback", "description", "licence", "recall_at")
 )
+"""Settings that may change when a run is resumed."""
+
 _PROGRESS = (
     "epoch", "step", "history", "evaluated", "best_epoch", "best_score", "trunk",
     "trunk_ranks", "start", "began_with",
@@ -162,22 +164,32 @@ def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[
     return groups
 
 
-def restore(run: Run, split: Split, path: Path) -> None:
-    """Restore `run` from a checkpoint. Raises: DatasetError, CheckpointError."""
-    checkpoint = load_checkpoint(path)
+def require_same(
+    checkpoint: Checkpoint,
+    job: Job,
+    split: Split,
+    path: Path,
+    free: frozenset[str] = RESUMABLE,
+) -> None:
+    """Raises: DatasetError, CheckpointError if `job` on `split` cannot continue a checkpoint."""
     split.require(checkpoint.split_sha256, str(path))
     if (checkpoint.learnt_sha256 or checkpoint.split_sha256) != split.learnt_sha256():
         raise DatasetError(
             f"{path} was trained with other feedback than data.feedback has now. Restore the "
-            "original folders, or start a new run with another --out."
+            "original folders, or start a new run in another run folder."
         )
     stored = parse_job(checkpoint.job, origin=f"the job in {path}")
-    changed = changes(stored.as_dict(), run.job.as_dict(), _FREE_SETTINGS)
-    if changed:
+    if changed := changes(stored.as_dict(), job.as_dict(), free):
         raise CheckpointError(
             f"{path} was trained with other settings: {', '.join(changed)}. Resume with the same "
-            "job, or start a new run with another --out."
+            "job, or start a new run in another run folder."
         )
+
+
+def restore(run: Run, split: Split, path: Path) -> None:
+    """Restore `run` from a checkpoint. Raises: DatasetError, CheckpointError."""
+    checkpoint = load_checkpoint(path)
+    require_same(checkpoint, run.job, split, path)
     try:
         run.net.load_state_dict(checkpoint.net)
         run.objective.restore(checkpoint.objective)

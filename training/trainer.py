@@ -75,7 +75,7 @@ def fit(
     if resume:
         restore(run, split, folder / FILE)
     log = RunLog(folder, job.runtime.tensorboard, run.step) if is_main() else None
-    training = _Training(run, split, folder, log, listener)
+    training = _Training(run, split, folder, log, listener, order.batch_size)
     training.write_inputs()
     for sentence in notices.before(job, len(order)):
         listener.note(sentence)
@@ -125,6 +125,7 @@ class _Training:
     folder: Path
     log: RunLog | None  # only in the main process
     listener: Listener
+    batch_size: int
 
     def write_inputs(self) -> None:
         if not is_main():
@@ -204,7 +205,7 @@ class _Training:
             "epoch": float(run.epoch),
             "loss": sum(losses) / len(losses),
             "seconds": seconds,
-            "images_per_s": len(losses) * run.job.optimizer.batch_size / seconds,
+            "images_per_s": len(losses) * self.batch_size / seconds,
             **{name: sum(values) / len(values) for name, values in watched.items()},
         }
 

@@ -11,6 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.__main__ import app
 from kinlens.training.checkpoint import BEST, START, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
@@ -146,9 +147,10 @@ def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: 
     assert sum("chosen on 2 folds" in sentence for sentence in listener.sentences) == 2
     report = (tmp_path / "run" / "report.md").read_text()
     assert "chosen on 2 folds of the train classes" in report
-    first, second = (x for x in report.splitlines() if "| a head |" in x or "| the whole" in x)
-    assert first == "| [other](../other/report.md) | the whole network | 99.6 | 98.7 |"
-    assert second.startswith("| **run** | a head |")
+    first, second = (x for x in report.splitlines() if "| a trained" in x or "| the trunk" in x)
+    assert first == "| [other](../other/report.md) | a trained network | 99.6 | 98.7 |"
+    kept = "the trunk itself" if found["alpha"] is None else "a trained head"
+    assert second.startswith(f"| **run** | {kept} |")
     assert not list((tmp_path / "run").glob("fold-*/*.pt"))
     start, last = load_checkpoint(tmp_path / "run" / START), load_checkpoint(tmp_path / "run")
     mixed, before, after = (
@@ -157,6 +159,20 @@ def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: 
     torch.testing.assert_close(mixed, 0.75 * before + 0.25 * after)
     assert torch.equal(before, start.network()[1].projection.weight)
     assert torch.equal(after, last.network()[1].projection.weight)
+
+
+def test_finished_folds_are_not_trained_with_other_settings(tmp_path: Path, weights: Path) -> None:
+    job, folder = head_job(tmp_path / "products", weights), tmp_path / "run"
+    ran(job, folder)
+    lines = {path: path.read_bytes() for path in folder.glob("fold-*/line.json")}
+    other = head_job(tmp_path / "products", weights, optimizer={"lr_head": 1e-3})
+    with pytest.raises(CheckpointError, match=r"lr_head = 0.01, now 0.001"):
+        ran(other, folder)
+    (folder / "checkpoint.pt").unlink()
+    with pytest.raises(JobError, match=r"fold-00 is finished, with other settings: .*lr_head"):
+        ran(other, folder)
+    assert lines == {path: path.read_bytes() for path in folder.glob("fold-*/line.json")}
+    ran(job.model_copy(update={"recall_at": (1, 2)}), folder)
 
 
 def test_a_shop_too_small_to_choose_gets_the_trunk(tmp_path: Path, weights: Path) -> None:
@@ -197,6 +213,7 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shop, out, run = tmp_path / "my shop", tmp_path / "bundle", tmp_path / "run"
+    weights = Path(shutil.copy(weights, tmp_path))
     load_split(small_job(shop).data.model_copy(update={"products": 10}))
     command = ["adapt", "--data", str(shop), "--out", str(out), "--run", str(run), "--map"]
     command += ["--backbone", "timm:test_resnet", "--weights", str(weights)]
@@ -224,7 +241,13 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     assert bundle.manifest.dim in (16, 96)
     assert (run / BEST).is_file()
     assert "exists already" in str(CliRunner().invoke(app, command).exception)
+    command[command.index(str(out))] = str(tmp_path / "other")
+    content = weights.read_bytes()
+    weights.write_bytes(content + b"0")  # a file of other weights under the same name
+    assert "Give another --run" in str(CliRunner().invoke(app, command).exception)
+    weights.write_bytes(content)
     first = sorted(p for p in shop.glob("*/*.*") if p.is_file())[0]
     first.with_name(f"another{first.suffix}").write_bytes(first.read_bytes())
-    command[command.index(str(out))] = str(tmp_path / "other")
-    assert "Give another --run" in str(CliRunner().invoke(app, command).exception)
+    found = CliRunner().invoke(app, command)
+    assert "1 image(s) are copies within their class" in found.output.replace("\n", " ")
+    assert "Give another --run" in str(found.exception)

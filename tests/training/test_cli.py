@@ -78,6 +78,10 @@ def test_new_writes_a_commented_job_that_trains_the_users_folder(tmp_path: Path)
     refused(words, "exists already")
     other = called("new", "--data", shop, "--out", tmp_path / "other.toml")
     assert "Without internet access, add --set model.weights" in other
+    lines = (f"{path.relative_to(shop)},{path.parent.name}" for path in sorted(shop.glob("*/*.*")))
+    (shop / "list.csv").write_text("path,label\n" + "\n".join(lines))
+    called("new", "--data", shop / "list.csv", "--out", tmp_path / "csv.toml")
+    assert load_job(tmp_path / "csv.toml").data.file == "list.csv"
 
 
 def test_new_leaves_no_job_for_a_folder_that_cannot_be_trained_on(tmp_path: Path) -> None:
@@ -87,10 +91,12 @@ def test_new_leaves_no_job_for_a_folder_that_cannot_be_trained_on(tmp_path: Path
     for folder, message in (
         (empty, "has no images"),
         (odd, "Rename the folder"),
-        ("nowhere", "--data nowhere: there is no such folder"),
+        ("nowhere", "--data nowhere: there is no such folder or CSV"),
     ):
         refused(["new", "--data", folder, "--out", job], message)
     assert not job.exists()
+    refused(["new", "--data", empty, "--out", "/proc/job.toml"], "cannot be written")
+    refused(["fit", "demo", "--out", "/proc/run"], "cannot be written")
 
 
 def test_our_errors_are_one_line_and_exit_code_1(

@@ -1,5 +1,6 @@
 """A training that starts from a bundle."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import CheckpointError
+from kinlens.embedder.errors import CheckpointError, ExportError
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.training.checkpoint import load_checkpoint
 from kinlens.training.config.job import Job, parse_job
@@ -16,6 +17,7 @@ from kinlens.training.config.settings import Input, Model
 from kinlens.training.data.load import load_split
 from kinlens.training.export.bundle import export_backbone, export_checkpoint
 from kinlens.training.models.embedding import torch_embed
+from kinlens.training.start import may_have_seen
 from kinlens.training.state import create_run
 from kinlens.training.trainer import fit
 from tests.training.jobs import TINY_TRUNK, Silent, small_job
@@ -62,6 +64,19 @@ def test_a_trunk_alone_lends_its_trunk_and_leaves_the_head(weights: Path, tmp_pa
     unit = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
     assert np.abs(unit - OnnxEmbedder.open(trunk).embed(images)).max() < 1e-3
     assert net.dim == 16
+
+
+def test_a_bundle_of_another_split_may_have_seen_test_classes(bundle: Bundle) -> None:
+    job = job_from(bundle)
+    split = load_split(job.data)
+    assert not may_have_seen(job, split)
+    other = job.data.model_copy(update={"split_seed": 5})
+    assert may_have_seen(job, load_split(other))
+    fresh = job.model_copy(update={"model": job.model.model_copy(update={"weights": "none"})})
+    assert not may_have_seen(fresh, load_split(other))
+    run = replace(load_checkpoint(bundle.path.parent), began_with="the model that it continued")
+    with pytest.raises(ExportError, match="it has no untrained trunk"):
+        export_checkpoint(run, split, bundle.path.with_name("trunk"), trunk=True)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from kinlens.training.data.records import Split
 from kinlens.training.device import autocast, choose_device
 from kinlens.training.evaluation.evaluate import embed
 from kinlens.training.folder import Result, read_result, replace_text
+from kinlens.training.report.log import ConsoleListener, progress_bar
 from kinlens.training.runner import run_job
 from kinlens.training.state import create_run
 from kinlens.training.trainer import fit, train_step
@@ -369,3 +370,14 @@ def test_schedules_start_at_1_and_fall_as_named(
 ) -> None:
     found = {step: rate(Optimizer(epochs=6, **settings), step, 2) for step in expected}
     assert found == pytest.approx(expected)
+
+
+def test_the_time_left_is_that_of_the_current_training(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter(range(0, 600, 60))
+    with progress_bar() as bar:
+        listener = ConsoleListener(bar, lambda: next(seconds))
+        for epoch in (0, 1, 0, 1):  # a fold, then the whole run; each clock call is a minute later
+            listener.epoch_started(epoch, 5, 10)
+            listener.epoch_done({"epoch": epoch + 1, "loss": 1, "seconds": 60, "images_per_s": 1})
+    lines = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
+    assert [line.rpartition("about ")[2] for line in lines] == ["4 min left", "3 min left"] * 2

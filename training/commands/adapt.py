@@ -1,15 +1,18 @@
 """kinlens-train adapt."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kinlens.embedder.bundle import MANIFEST
 from kinlens.embedder.errors import BundleError, CheckpointError, JobError
 from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
 from kinlens.training.commands.jobs import Overrides, load_images, shop_of, stoppable, summary
-from kinlens.training.config.job import load_job
+from kinlens.training.config.job import expand_path, load_job
+from kinlens.training.data.records import content_digest
 from kinlens.training.report.log import console_listener, note
 
 
@@ -54,15 +57,25 @@ def adapt(
     if out.exists():
         raise BundleError(f"{out} exists already. Choose another --out or remove it first.")
     precisions = precisions_of(precision)
-    root, name = shop_of(data)
+    root, name, table = shop_of(data)
     content = [f'name="{name}"', f"model.backbone={backbone}", f"model.weights={weights}"]
-    if (root / "images.csv").is_file():
-        content.append('data={kind="csv", root="", small_classes="drop"}')
+    if table:
+        file = json.dumps(table)
+        content.append(f'data={{kind="csv", root="", file={file}, small_classes="drop"}}')
     job = load_job("adapt", [*content, *(overrides or ())])
     job = job.model_copy(update={"data": job.data.model_copy(update={"root": str(root)})})
     split = load_images(job)
     note(f"{name}: {summary(split)}")
+    if copies := sum(part.copies() for part in split.parts.values()):
+        note(
+            f"{copies} image(s) are copies within their class. They find each other, so R@1 is too "
+            "high. `kinlens-train data doctor` lists them."
+        )
     contents = [part.content_sha256() for part in split.parts.values()]
+    contents += [split.joined().content_sha256(), split.learnt_sha256()]
+    start = expand_path(job.model.weights, "model.weights")
+    start = start / MANIFEST if start.is_dir() else start
+    contents += [content_digest(start).hex()] if start.is_file() else []
     digest = hashlib.sha256(repr((settings(job.as_dict()), contents)).encode()).hexdigest()
     folder = run or Path("runs") / f"adapt-{name}-{digest[:8]}"
     try:

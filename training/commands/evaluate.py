@@ -182,8 +182,9 @@ def _with_test_images(
 
 
 def _images(data: Path) -> LabelledImages:
-    from kinlens.training.data.load import read_folder, read_table
+    from kinlens.training.data.load import TABLE, read_folder, read_table
 
+    data = data / TABLE if (data / TABLE).is_file() else data
     if not data.exists():
         raise DatasetError(f"--data {data}: there is no such folder or CSV.")
     root = data if data.is_dir() else data.parent

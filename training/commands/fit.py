@@ -22,6 +22,7 @@ from kinlens.training.commands.jobs import (
 )
 from kinlens.training.config.job import load_job
 from kinlens.training.config.layers import JOBS
+from kinlens.training.folder import replace_text
 from kinlens.training.report.log import console, console_listener, note
 
 
@@ -62,7 +63,9 @@ def fit(
 
 
 def new(
-    data: Annotated[Path, typer.Option(help="Your images: a folder for each product.")],
+    data: Annotated[
+        Path, typer.Option(help="Your images: a folder for each product, or an images.csv.")
+    ],
     out: Annotated[Path, typer.Option(help="Job file to write.")] = Path("job.toml"),
     weights: Annotated[
         str, typer.Option(help='"imagenet", the path of a weight file, or a bundle to continue.')
@@ -76,14 +79,15 @@ def new(
 
     if out.exists():
         raise JobError(f"{out} exists already. Delete it, or give another --out.")
-    root, name = shop_of(data)
+    root, name, table = shop_of(data)
     weights = str(Path(weights).resolve()) if Path(weights).exists() else weights
     text = (JOBS / "shop.toml").read_text(encoding="utf-8")
     for key, value in {"name": name, "root": str(root), "weights": weights}.items():
         text = _with_value(text, key, value)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if table:
+        text = text.replace('kind = "folder"', f'kind = "csv"\nfile = {json.dumps(table)}', 1)
+    replace_text(out, text)
     try:
-        out.write_text(text, encoding="utf-8")
         job = load_job(out)
         split = load_images(job)
         steps = len(BatchSampler(job, split.train.labels, 0, 1))

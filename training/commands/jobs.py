@@ -38,18 +38,27 @@ def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[st
     return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
 
 
-def shop_of(data: Path) -> tuple[Path, str]:
-    """The folder of `--data`, and a name for its job. Raises: JobError."""
-    root = data.resolve()
-    if not root.is_dir():
-        raise JobError(f"--data {data}: there is no such folder. Give the folder with your images.")
+def shop_of(data: Path) -> tuple[Path, str, str]:
+    """The folder of `--data`, a name for its job, and the name of its CSV or "". Raises: JobError.
+
+    The CSV is `data` itself, or an images.csv in it.
+    """
+    from kinlens.training.data.load import TABLE
+
+    path = data.resolve()
+    root = path.parent if path.is_file() else path
+    table = path.name if path.is_file() else TABLE if (path / TABLE).is_file() else ""
+    if not root.is_dir() or (table and not table.endswith(".csv")):
+        raise JobError(
+            f"--data {data}: there is no such folder or CSV. Give the folder with your images."
+        )
     if "$" in str(root):
         raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
     try:
         str(root).encode()
     except UnicodeEncodeError as error:
         raise JobError(f"{str(root)!a} is not valid UTF-8. Rename it.") from error
-    return root, _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop"
+    return root, _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop", table
 
 
 def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str, ...]) -> Job:

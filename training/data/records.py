@@ -49,6 +49,27 @@ class LabelledImages:
         rows = np.sort(np.random.default_rng(seed).permutation(len(self))[:count])
         return replace(self, paths=tuple(self.paths[i] for i in rows), labels=self.labels[rows])
 
+    def some_pairs(self, count: int, seed: int = 0) -> "LabelledImages":
+        """At most `count` images, of random classes: two or more of each, as equally as possible.
+
+        Among random images of many small classes most would be alone, without an answer.
+        """
+        if count >= len(self):
+            return self
+        rng = np.random.default_rng(seed)
+        rows = rng.permutation(len(self))
+        rows = rows[np.argsort(self.labels[rows], kind="stable")]
+        place = np.arange(len(rows)) - np.searchsorted(self.labels[rows], self.labels[rows])
+        rows = rows[place < max(2, count // self.classes)]
+        turn = rng.permutation(self.classes)[self.labels[rows]]
+        rows = np.sort(rows[np.argsort(turn, kind="stable")][:count])
+        return replace(self, paths=tuple(self.paths[i] for i in rows), labels=self.labels[rows])
+
+    def copies(self) -> int:
+        """The number of images that are a copy, byte for byte, of another of their class."""
+        content = [content_digest(self.root / path) for path in self.paths]
+        return len(self) - len(set(zip(content, self.labels.tolist(), strict=True)))
+
     def of_classes(self, classes: NDArray[np.int64]) -> "LabelledImages":
         """The images of `classes`, (c,) sorted, relabelled 0..c-1."""
         rows = np.flatnonzero(np.isin(self.labels, classes))

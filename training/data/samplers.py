@@ -72,7 +72,8 @@ class BatchSampler(Sampler[list[Index]]):
         self.epoch = 0
         self.batch_size = job.optimizer.batch_size
         if self.sampling.kind == "random":
-            self.batch_size = min(self.batch_size, len(labels))
+            if len(labels) < self.batch_size:
+                self.batch_size = len(labels) - len(labels) % world
         else:
             self.draws = 2 if self.sampling.kind == "paired" else 1
             self.width = self._classes_per_batch()

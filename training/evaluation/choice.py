@@ -40,6 +40,7 @@ from kinlens.training.distributed import is_main, rank, wait_for_all, world
 from kinlens.training.evaluation.evaluate import embed, pooled, through_head
 from kinlens.training.evaluation.retrieval import GAIN, gain, retrieval
 from kinlens.training.folder import UNTRAINED, changes, read_json, replace_json
+from kinlens.training.state import RESUMABLE
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Points between the weights at the start (0) and those of the last epoch (1)."""
@@ -179,7 +180,7 @@ def _evaluate_fold(job: Job, split: Split, run_folder: Path) -> dict[str, Any]:
     start, last = load_checkpoint(run_folder / START), load_checkpoint(run_folder)
     held_out = split.validation
     assert held_out is not None  # the protocol holds out a fold
-    held_out = held_out.some(_OTHERS, job.seed)
+    held_out = held_out.some_pairs(_OTHERS, job.seed)
     parts = [held_out, split.train.some(_OTHERS, job.seed)]
     labels = np.concatenate([held_out.labels, parts[1].labels + held_out.classes])
     net = last.network()[1].to(choose_device(job.runtime))
@@ -234,10 +235,18 @@ def _best(lines: list[dict[str, Any]]) -> Choice:
 
 
 def _read(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """A finished fold; None if there is none for this job and these images."""
+    """A finished fold, if there is one. Raises: JobError if it is of another job or images."""
     if not path.is_file():
         return None
-    line: dict[str, Any] = read_json(path, f"Delete {path.parent} and use --resume.")
+    cure = f"Delete {path.parent} to train this fold again"
+    line: dict[str, Any] = read_json(path, f"{cure}, and use --resume.")
     known = json.loads(json.dumps(identity))
-    same = line.get("split_sha256") == known["split_sha256"]
-    return line if same and not changes(line.get("job", {}), known["job"]) else None
+    changed = changes(line.get("job", {}), known["job"], RESUMABLE)
+    if line.get("split_sha256") != known["split_sha256"]:
+        changed.append("other images")
+    if changed:
+        raise JobError(
+            f"{path.parent} is finished, with other settings: {', '.join(changed)}. {cure}, or use "
+            "another run folder."
+        )
+    return line

@@ -36,7 +36,6 @@ class Retrieval:
     recall: dict[int, float]
     map_at_r: float
     queries: int
-    without_positive: int
     ranks: Tensor = field(compare=False, repr=False)
     precisions: Tensor = field(compare=False, repr=False)
 
@@ -104,7 +103,6 @@ def retrieval(
         {k: 100 * float((found < k).double().mean()) for k in ks},
         100 * float(precision[answered].mean()),
         len(found),
-        len(answered) - len(found),
         rank.cpu(),
         precision.cpu(),
     )

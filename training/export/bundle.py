@@ -55,6 +55,7 @@ from kinlens.training.export.calibration import fit_calibration
 from kinlens.training.export.graph import write_onnx
 from kinlens.training.export.map import EmbeddingMap, check_map
 from kinlens.training.export.precisions import Candidate, compare, make_candidate, make_file
+from kinlens.training.folder import UNTRAINED
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from kinlens.training.models.from_bundle import new_network
 from kinlens.training.rendered.catalogue import render_view
@@ -142,8 +143,14 @@ def export_checkpoint(
     job = parse_job(checkpoint.job)
     data = _Data(split, tuple(sorted({1, *job.recall_at})), job.runtime, on_batch, on_refusal)
     spec, backbone = job.input.preprocessing(), job.model.backbone
+    if trunk and checkpoint.began_with != UNTRAINED:
+        raise ExportError(
+            f"The run continued the bundle {job.model.weights}, so it has no untrained trunk. "
+            "Export the run without --trunk, or use that bundle."
+        )
     if trunk or checkpoint.trunk_alone:
-        net = new_network(job).eval().without_head()
+        alone = checkpoint.trunk_alone
+        net = checkpoint.network()[1] if alone else new_network(job).eval().without_head()
         manifest = _manifest(f"{job.name}-trunk", net, spec, backbone, licence=job.licence)
     else:
         net = checkpoint.network()[1]
@@ -167,6 +174,7 @@ def export_backbone(
     """Write the bundle of a pretrained trunk: its pooled features, without recall."""
     _make_room(out)
     net = EmbeddingNet(model.model_copy(update={"dim": None})).eval()
+    net.check_sizes(spec.preprocessing().crop_px)
     manifest = _manifest(name, net, spec.preprocessing(), model.backbone)
     return _export(net, manifest, out, with_map=with_map)
 

@@ -119,8 +119,7 @@ def parts_through(layer: nn.Module, parts: Tensor) -> Tensor:
     if isinstance(layer, nn.ReLU | nn.LeakyReLU):
         factor: Tensor = layer(whole) / torch.where(whole == 0, torch.ones_like(whole), whole)
         return parts * factor
-    scaled: Tensor = layer(parts).y  # DiagonalScaling: the same for all inputs
-    return scaled
+    raise AssertionError(f"a head has no {type(layer).__name__}")
 
 
 def _normalized(parts: Tensor) -> Tensor:
@@ -132,11 +131,8 @@ def _normalized(parts: Tensor) -> Tensor:
 def _coupled(layer: Coupling, parts: Tensor) -> Tensor:
     first, second = parts[..., : layer.split], parts[..., layer.split :]
     given, changed = (second, first) if layer.transform_first else (first, second)
-    shift = parts_through(layer.conditioner, given)
-    if layer.bound is not None:
-        raw, shift = shift.chunk(2, dim=-1)
-        changed = changed * layer.bound(raw.sum(1, keepdim=True)).exp()
-    moved = changed + shift
+    raw, shift = parts_through(layer.conditioner, given).chunk(2, dim=-1)
+    moved = changed * layer.bound(raw.sum(1, keepdim=True)).exp() + shift
     return torch.cat((moved, given) if layer.transform_first else (given, moved), dim=-1)
 
 

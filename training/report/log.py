@@ -104,7 +104,8 @@ class ConsoleListener:
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
         """`epoch` counts from 0. The bar restarts its timing, as evaluation runs between epochs."""
         self._epochs = epochs
-        self._began = self._began or (epoch, self._clock())
+        if self._began is None or epoch <= self._began[0]:  # the first epoch of a training
+            self._began = (epoch, self._clock())
         self._progress.reset(
             self._task,
             total=epochs * steps,
@@ -124,7 +125,7 @@ class ConsoleListener:
         self.note("  ".join(word for word in (*words, self._time_left(row["epoch"])) if word))
 
     def _time_left(self, epoch: float) -> str:
-        """Estimate from the mean time of this process's epochs, including evaluation."""
+        """Estimate for this training, from the mean time of its epochs, including evaluation."""
         if self._began is None or epoch <= self._began[0]:  # finished by the previous process
             return ""
         first, since = self._began

@@ -18,6 +18,10 @@ CHOSEN_BY = {
     "test": "**CHOSEN BY TEST**: the model of a run is the epoch with the best R@1 on the test "
     "classes themselves. The figures are too high and not comparable with unbiased ones",
 }
+SEEN = (
+    "The bundle {} was trained on another list of images, perhaps with some of these test classes: "
+    "its figures, and those of this model, may be too high."
+)
 _FEW_STEPS = 100
 _WEIGHTS = {"determinant": "lambda1 and lambda2"}
 

@@ -4,6 +4,7 @@ import platform
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import torch
 
@@ -15,7 +16,7 @@ from kinlens.training.distributed import world
 from kinlens.training.evaluation.retrieval import GAIN
 from kinlens.training.folder import RESULT, Result, read_result, replace_text
 from kinlens.training.regularizers.shares import LEAST
-from kinlens.training.report.markdown import table
+from kinlens.training.report.markdown import plain, table
 from kinlens.training.report.notices import CHOSEN_BY, after_epoch, did_it_help
 from kinlens.training.state import Row, on_validation
 
@@ -75,8 +76,8 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
     regularizers = [name for name, value in job.regularizers if value is not None]
     minutes = sum(row["seconds"] for row in history) / 60
     return [
-        f"- network: {job.model.backbone}, {job.model.dim}-d, pooling {job.model.pooling}, "
-        f"{job.input.size_px} px",
+        f"- model: {_model_of(result)}; backbone {job.model.backbone}, head of "
+        f"{job.model.dim or 'no'} dimensions, pooling {job.model.pooling}, {job.input.size_px} px",
         f"- loss: {job.loss.name}; regularizers: {', '.join(regularizers) or 'none'}; "
         f"sampling: {job.sampling.kind}; seed {job.seed}",
         *(
@@ -85,8 +86,9 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
         ),
         *(f"- {sentence}" for sentence in sentences(split)),
         f"- split sha256: `{split.sha256()[:16]}`",
-        f"- training time: {minutes:.1f} minutes on {platform.machine()}, {world()} "
-        f"process(es), {torch.get_num_threads()} threads, torch {torch.__version__}",
+        f"- training time: {minutes:.1f} minutes, without folds and evaluation, on "
+        f"{platform.machine()}, {world()} process(es), {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}",
         f"- {CHOSEN_BY[result.chosen_by]}"
         + ("" if result.chosen_by == "folds" else f"; here epoch {result.best_epoch}"),
     ]
@@ -105,24 +107,33 @@ def _figures(result: Result) -> list[str]:
 
 
 def _others(folder: Path, result: Result) -> list[str]:
-    """Finished runs next to `folder` that were tested on the same images, best first."""
+    """Finished runs next to `folder` that were tested on the same list of images, best first."""
     found = {folder: result}
     for path in folder.parent.glob(f"*/{RESULT}"):
-        with suppress(CheckpointError):  # the report of this run does not depend on others
+        with suppress(CheckpointError, OSError):  # this report does not depend on others
             other = read_result(path.parent)
-            if other is not None and other.split_sha256 == result.split_sha256:
+            same = other is not None and other.split_sha256 == result.split_sha256
+            if other is not None and same and other.chosen_by != "test":
                 found[path.parent] = other
     rows = [
         [
-            f"**{run.name}**" if run == folder else f"[{run.name}](../{run.name}/report.md)",
-            "a head" if one.job["model"].get("frozen_trunk") else "the whole network",
+            f"**{plain(run.name)}**"
+            if run == folder
+            else f"[{plain(run.name)}](../{quote(run.name)}/report.md)",
+            _model_of(one),
             *(f"{one.figures[name]:.1f}" for name in ("R@1", "MAP@R")),
         ]
         for run, one in sorted(found.items(), key=lambda item: -item[1].figures.get("R@1", 0.0))
         if {"R@1", "MAP@R"} <= one.figures.keys()
     ]
-    header = ["run on the same images", "what was trained", "R@1", "MAP@R"]
+    header = ["run on the same list of images", "model", "R@1", "MAP@R"]
     return [*table(header, rows), ""] if len(rows) > 1 else []
+
+
+def _model_of(result: Result) -> str:
+    if "the trunk itself" in result.choice:
+        return "the trunk itself"
+    return "a trained head" if result.job["model"].get("frozen_trunk") else "a trained network"
 
 
 def _regularizers(job: Job, history: Rows) -> list[str]:

@@ -89,7 +89,7 @@ def test_all_faults_are_told_at_once(shop: Path) -> None:
         "unreadable": ("problem", 1, (empty,)),
         "one-image": ("problem", 1, ("lone",)),
         "copies-across-classes": ("problem", 1, ("hat/4.jpg = pen/1.jpg",)),
-        "copies": ("note", 1, ("cup/1.jpg = cup/3.jpg",)),
+        "copies": ("problem", 1, ("cup/1.jpg = cup/3.jpg",)),
         "unlisted": ("note", 2, ("flat.jpg", "mug/.hidden.jpg")),
     }
     for number in range(7):

@@ -88,6 +88,11 @@ def test_a_limit_only_ends_an_epoch_early(kind: dict[str, Any]) -> None:
         uses[image] += 1
 
 
+def test_a_batch_of_all_images_is_shared_equally_too() -> None:
+    sizes = [len(epoch_of(sampler(even(9, 3), 60, ranks=(rank, 2)))[0]) for rank in (0, 1)]
+    assert sizes == [13, 13]  # of 27 images
+
+
 @WITH_AND_WITHOUT
 def test_the_shares_of_all_ranks_make_the_global_batch(
     kind: dict[str, Any], confused: np.ndarray | None

@@ -156,7 +156,7 @@ def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[st
         "gain MAP@R": round(result.figures["MAP@R"] - result.trunk["MAP@R"], 3),
         "seconds": round(seconds, 3),
     }
-    if method == "shop":
+    if job.protocol.choose_by == "folds":
         choice = read_json(out / "choice.json", "")
         found |= {"alpha": choice["alpha"], "line": {}}
         tested = {"trunk": [result.trunk[figure] for figure in ("R@1", "MAP@R")]}

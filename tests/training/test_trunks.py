@@ -123,13 +123,16 @@ def test_only_tokens_of_patches_are_pooled_and_cls_takes_the_class_token() -> No
     torch.testing.assert_close(net.features(images()), tokens[:, 0])
 
 
-def test_what_a_network_cannot_do_is_named() -> None:
+def test_what_a_network_cannot_do_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r'pooling = "cls" needs a class token'):
         net_of("timm:test_vit3", pooling="cls")
     net = net_of(VIT)
     net.check_sizes(64, 96)
     with pytest.raises(JobError, match=r"images of 100 px \(.*16.*accepts 160"):
         net.check_sizes(64, 100)
+    model, spec = Model(backbone=VIT, weights="none", dim=None), Input(size_px=100, resize_px=100)
+    with pytest.raises(JobError, match="images of 100 px"):  # before the export to ONNX
+        export_backbone("vit", model, spec, tmp_path / "bundle")
     with pytest.raises(JobError, match=r"images of 96 px.*accepts 160"):
         net_of("timm:test_vit_relpos", pooling="gap").check_sizes(96)
     with pytest.raises(JobError, match="cannot be built without its own pooling"):

@@ -7,16 +7,17 @@ three; half of its products are trained on. The methods:
 
 - adapt   `kinlens-train adapt`: a head on the frozen trunk, chosen on folds
 - today   the earlier job `shop`: the whole network, from principal directions, the last epoch
-- shop    the job `shop`: from the directions of `adapt`, chosen on folds
+- shop    the job `shop`: from the directions of `adapt`, with its folds
+- whole   the same training without folds: every point between its start and its last epoch
 
-A gain is R@1 on the products that were not trained on, minus the untrained trunk's, in points. The
-mean has Student's 95 % interval over all shops and seeds; the worst is that of a shop over its
-seeds, and of a single run. Runs in the JSON file are not repeated.
+A gain is R@1 or MAP@R on the products that were not trained on, minus the untrained trunk's, in
+points. Means have Student's 95 % interval over all runs. Runs in the JSON file are not repeated.
 """
 
 import json
 import tempfile
 import time
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,18 +31,20 @@ from kinlens.training.checkpoint import START, load_checkpoint
 from kinlens.training.config.job import Job, load_job
 from kinlens.training.data.load import load_split, read_folder
 from kinlens.training.data.records import LabelledImages
-from kinlens.training.device import choose_device
+from kinlens.training.device import choose_device, tuned
 from kinlens.training.evaluation.choice import ALPHAS, between, name_of
 from kinlens.training.evaluation.evaluate import embed
 from kinlens.training.evaluation.retrieval import retrieval
 from kinlens.training.folder import read_json, replace_json
 from kinlens.training.rendered.catalogue import class_name, render_view
 from kinlens.training.runner import run_job
+from kinlens.training.trainer import fit
 
 METHODS: dict[str, tuple[str, list[str]]] = {
     "adapt": ("adapt", []),
     "today": ("shop", ["start.projection=trunk", "protocol={choose_by='last'}"]),
     "shop": ("shop", []),
+    "whole": ("shop", []),
 }
 
 
@@ -135,10 +138,7 @@ def _make(shop: Shop, seed: int, sources: dict[str, dict[str, list[Path]]], fold
 
 
 def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[str, Any]:
-    """The figures of a run; `line` has those of each candidate of the folds, on them and on test.
-
-    They are pairs of R@1 and MAP@R, by the name of the candidate.
-    """
+    """The figures of a run; `line` has R@1 and MAP@R of each candidate, `folds` those on folds."""
     name, overrides = METHODS[method]
     weights = shared / "weights/mobilenet_v2-imagenet-fp16.pth"
     job = load_job(
@@ -148,67 +148,83 @@ def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[st
     )  # fmt: skip
     started = time.perf_counter()
     split = load_split(job.data)
-    result = run_job(job, split, out, Quiet())
-    seconds = time.perf_counter() - started
-    found: dict[str, Any] = {
-        "trunk": round(result.trunk["R@1"], 3),
-        "gain": round(result.figures["R@1"] - result.trunk["R@1"], 3),
-        "gain MAP@R": round(result.figures["MAP@R"] - result.trunk["MAP@R"], 3),
-        "seconds": round(seconds, 3),
-    }
+    out.mkdir()
+    found: dict[str, Any] = {}
+    if method == "whole":
+        with tuned(choose_device(job.runtime)):
+            fit(job, split, out, Quiet())
+    else:
+        result = run_job(job, split, out, Quiet())
+        found["chosen"] = _rounded(result.figures)
+    found["seconds"] = round(time.perf_counter() - started, 1)
     if job.protocol.choose_by == "folds":
+        began = load_checkpoint(out)
+        found["line"] = {"trunk": _rounded(began.trunk)}
+        found["line"] |= {name_of(a): _rounded(_at(a, out, split.test, job)) for a in ALPHAS}
+    else:
+        found["line"] = {"trunk": _rounded(result.trunk), "1": found["chosen"]}
+    if (out / "choice.json").exists():
         choice = read_json(out / "choice.json", "")
-        found |= {"alpha": choice["alpha"], "line": {}}
-        tested = {"trunk": [result.trunk[figure] for figure in ("R@1", "MAP@R")]}
-        for alpha in ALPHAS:
-            tested[name_of(alpha)] = _at(alpha, out, split.test, job)
-        for name, figures in tested.items():
-            on_folds = [choice["recall"][name], choice["map_at_r"][name]]
-            found["line"][name] = [round(figure, 3) for figure in (*on_folds, *figures)]
+        found["alpha"] = choice["alpha"]
+        found["folds"] = {
+            candidate: [round(choice[figure][candidate], 3) for figure in ("recall", "map_at_r")]
+            for candidate in choice["recall"]
+        }
     for file in out.rglob("*.pt"):
         file.unlink()
     return found
 
 
-def _at(alpha: float, out: Path, images: LabelledImages, job: Job) -> list[float]:
-    """R@1 and MAP@R at a point between the start of a run and its last epoch."""
+def _rounded(figures: Mapping[str, float]) -> list[float]:
+    return [round(figures[name], 3) for name in ("R@1", "MAP@R")]
+
+
+def _at(alpha: float, out: Path, images: LabelledImages, job: Job) -> dict[str, float]:
+    """The figures at a point between the start of a run and its last epoch."""
     start, last = load_checkpoint(out / START), load_checkpoint(out)
     net = last.network()[1].to(choose_device(job.runtime))
     net.load_state_dict(between(start, last, alpha))
-    found = retrieval(embed(net, images, job), images.labels)
-    return [found.recall[1], found.map_at_r]
+    return retrieval(embed(net, images, job), images.labels).as_dict()
 
 
 def _print(found: dict[str, dict[str, Any]], methods: list[str]) -> None:
-    """The mean gain of each shop in R@1, its worst draw, and the gain in MAP@R."""
+    """For each shop and method, the mean gain in R@1, its worst draw, and the gain in MAP@R."""
     shops = list(dict.fromkeys(key.rsplit(" ", 2)[0] for key in found))
-    runs = {
-        (shop, method): [
-            figures
-            for key, figures in found.items()
-            if (key.rsplit(" ", 2)[0], key.rsplit(" ", 1)[1]) == (shop, method)
-        ]
-        for shop, method in product(shops, methods)
-    }
-    heading("shop", "trunk R@1", *(f"{method}: R@1 (worst), MAP@R" for method in methods))
+    chosen: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for key, run in found.items():
+        shop, _, method = key.rsplit(" ", 2)
+        if method in methods:
+            named = {f"alpha {name}": figures for name, figures in run["line"].items()}
+            if method != "whole":
+                named = {method: run["chosen"]}
+            for name, figures in named.items():
+                recall, precision = np.subtract(figures, run["line"]["trunk"])
+                chosen.setdefault(name, {}).setdefault(shop, []).append((recall, precision))
+    chosen.pop("alpha trunk", None)
+    heading("shop", "trunk R@1", *(f"{name}: R@1 (worst), MAP@R" for name in chosen))
     for shop in shops:
+        trunks = {
+            key.rsplit(" ", 1)[0]: run["line"]["trunk"][0]
+            for key, run in found.items()
+            if key.startswith(f"{shop} ")
+        }
         cells = []
-        for method in methods:
-            gains = np.array([(r["gain"], r["gain MAP@R"]) for r in runs[shop, method]])
-            mean = gains.mean(axis=0) if len(gains) else None
-            cells.append(
-                f"{mean[0]:+.1f} ({gains[:, 0].min():+.1f}), {mean[1]:+.1f}" if len(gains) else ""
-            )
-        trunks = [r["trunk"] for method in methods for r in runs[shop, method]]
-        row(shop, f"{np.mean(trunks):.1f}", *cells)
-    for method in methods:
-        every = [run for shop in shops for run in runs[shop, method]]
-        gains = np.array([run["gain"] for run in every])
-        half = stats.t.ppf(0.975, len(gains) - 1) * stats.sem(gains) if len(gains) > 1 else np.nan
-        means = [np.mean([r["gain"] for r in runs[s, method]]) for s in shops if runs[s, method]]
+        for of_shop in chosen.values():
+            gains = np.array(of_shop.get(shop, []))
+            cells.append("")
+            if len(gains):
+                mean = gains.mean(axis=0)
+                cells[-1] = f"{mean[0]:+.1f} ({gains[:, 0].min():+.1f}), {mean[1]:+.1f}"
+        row(shop, f"{np.mean(list(trunks.values())):.1f}", *cells)
+    for name, of_shop in chosen.items():
+        gains = np.array([pair for pairs in of_shop.values() for pair in pairs])
+        half = stats.t.ppf(0.975, max(len(gains) - 1, 1)) * stats.sem(gains)
+        worst = min(np.mean([pair[0] for pair in pairs]) for pairs in of_shop.values())
+        mean = gains.mean(axis=0)
         print(
-            f"{method}: {len(every)} runs, mean gain {gains.mean():+.1f} ± {half:.1f}, worst shop "
-            f"{min(means):+.1f}, {np.mean([r['seconds'] for r in every]):.0f} s each"
+            f"{name}: {len(gains)} runs, R@1 {mean[0]:+.1f} ± {half[0]:.1f}, worst shop "
+            f"{worst:+.1f}, worst run {gains[:, 0].min():+.1f}; MAP@R {mean[1]:+.1f} ± "
+            f"{half[1]:.1f}, worst run {gains[:, 1].min():+.1f}"
         )
 
 

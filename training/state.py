@@ -28,7 +28,15 @@ VALIDATION = "validation "
 """Prefix of figures on validation classes; figures on test classes have none."""
 
 RESUMABLE = frozenset(
-    ("runtime", "data.root", "data.feedback", "description", "licence", "recall_at")
+    (
+        "runtime",
+        "data.root",
+        "data.feedback",
+        "description",
+        "licence",
+        "recall_at",
+        "protocol.alpha",
+    )
 )
 """Settings that may change when a run is resumed."""
 

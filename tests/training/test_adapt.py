@@ -132,7 +132,7 @@ def test_a_stopped_head_resumes_as_if_never_stopped(tmp_path: Path, weights: Pat
 
 def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: Path) -> None:
     harmful = {"lr_head": 30.0, "epochs": 6}
-    job = head_job(tmp_path / "products", weights, products=16, optimizer=harmful)
+    job = head_job(tmp_path / "products", weights, 32, optimizer=harmful, protocol={"alpha": 1.0})
     same = {"split_sha256": load_split(job.data).sha256(), "job": small_job(tmp_path).as_dict()}
     known = {"figures": {"R@1": 99.6, "MAP@R": 98.7}, "validation": {}, "best_epoch": 1}
     result = {**same, **known, "chosen_by": "last", "seconds_per_epoch": 1.0}
@@ -142,7 +142,8 @@ def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: 
     _, listener = ran(job, tmp_path / "run")
     found = json.loads((tmp_path / "run" / "choice.json").read_text())
     assert found["recall"]["1"] < found["recall"]["trunk"]
-    assert found["alpha"] != 1.0
+    assert found["gain"]["gain high"] < 0
+    assert found["alpha"] != found["wanted"] == 1.0
     assert load_chosen(tmp_path / "run").trunk_alone == (found["alpha"] is None)
     assert sum("chosen on 2 folds" in sentence for sentence in listener.sentences) == 2
     report = (tmp_path / "run" / "report.md").read_text()
@@ -168,11 +169,17 @@ def test_finished_folds_are_not_trained_with_other_settings(tmp_path: Path, weig
     other = head_job(tmp_path / "products", weights, optimizer={"lr_head": 1e-3})
     with pytest.raises(CheckpointError, match=r"lr_head = 0.01, now 0.001"):
         ran(other, folder)
-    (folder / "checkpoint.pt").unlink()
+    kept = (folder / "checkpoint.pt").rename(tmp_path / "kept.pt")
     with pytest.raises(JobError, match=r"fold-00 is finished, with other settings: .*lr_head"):
         ran(other, folder)
+    kept.rename(folder / "checkpoint.pt")
     assert lines == {path: path.read_bytes() for path in folder.glob("fold-*/line.json")}
-    ran(job.model_copy(update={"recall_at": (1, 2)}), folder)
+    assert json.loads((folder / "choice.json").read_text())["alpha"] == 0.5
+    before = load_checkpoint(folder / BEST).net["projection.weight"]
+    again = head_job(tmp_path / "products", weights, protocol={"alpha": 1.0})
+    _, listener = ran(again.model_copy(update={"recall_at": (1, 2)}), folder)
+    assert listener.steps == []
+    assert load_chosen(folder).network()[1].projection.weight.ne(before).any()
 
 
 def test_a_shop_too_small_to_choose_gets_the_trunk(tmp_path: Path, weights: Path) -> None:

@@ -1,16 +1,19 @@
 """Choose the model of a run: a point between its start and its last epoch, or the trunk itself.
 
-A training on few classes may end below its start. So the run is first repeated on folds, each of
-which holds out a part of the train classes. The candidates are the trunk, the start, the last epoch
-and points on the line between their weights. Held-out images are searched with each candidate. The
-candidate with the highest R@1 over all folds is then built from the training on all classes.
+A training on few classes may end below its start. So its model is a point on the line between the
+weights of both, `protocol.alpha`. And the run is first repeated on folds, each of which holds out a
+part of the train classes. Held-out images are searched with the trunk, the start, the last epoch
+and points between. If alpha is worse than the trunk beyond chance, the candidate with the highest
+R@1 takes its place. The model is then built from the training on all classes.
+
+The best candidate of the folds would be a worse choice: a fold has fewer classes than the run, so
+its training gains less, and held-out queries are few (docs/results.md, "Small shops").
 
 References:
     Wortsman et al., Robust fine-tuning of zero-shot models (2022), section 3: the line between
     weights. https://arxiv.org/abs/2109.01903
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,7 +34,7 @@ from kinlens.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from kinlens.training.config.job import Job
+from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.protocol import with_protocol
 from kinlens.training.data.records import FEWEST, Split
 from kinlens.training.data.samplers import BatchSampler
@@ -62,36 +65,34 @@ class Choice:
     """The result of the folds.
 
     `alpha` is the point on the line, None the trunk itself. `recall` and `map_at_r` are by the name
-    of a candidate, in percent; `gain` is the interval of the change in R@1 from the starting point
-    of the run to the chosen candidate.
+    of a candidate, in percent. `gain` is the interval of the change in R@1 from the model that the
+    run began with to `wanted`, the alpha of the job.
     """
 
     alpha: float | None
     folds: int
     queries: int
     began_with: str
+    wanted: float
     recall: dict[str, float]
     map_at_r: dict[str, float]
     gain: dict[str, float] = field(default_factory=dict)
 
     def sentence(self) -> str:
-        recall = self.recall
-        chosen = name_of(self.alpha)
-        paired = ""
-        if self.gain and self.alpha is not None:
-            low, high = (self.gain[name] for name in GAIN)
-            verdict = "" if low > 0 else ", no gain beyond chance"
-            of = f"of the best of {len(recall)}"
-            paired = f", 95 % interval {low:+.1f} to {high:+.1f} {of}{verdict}"
+        recall, wanted = self.recall, name_of(self.wanted)
         began = recall.get(_TRUNK, recall["0"])
-        line = ", ".join(f"{name} {recall[name]:.1f}" for name in map(name_of, ALPHAS))
-        trunk = f"{_TRUNK} {recall[_TRUNK]:.1f}, " if _TRUNK in recall else ""
-        model = "the trunk itself" if self.alpha is None else f"alpha {chosen}"
+        model = "the trunk itself" if self.alpha is None else f"alpha {name_of(self.alpha)}"
+        paired = ""
+        if self.gain:
+            low, high = (self.gain[name] for name in GAIN)
+            verdict = "" if low > 0 else ", worse" if high < 0 else ", no gain beyond chance"
+            paired = f", 95 % interval {low:+.1f} to {high:+.1f}{verdict}"
+        line = ", ".join(f"{name} {value:.1f}" for name, value in recall.items())
         return (
             f"chosen on {self.folds} folds of the train classes ({self.queries:,} queries): "
-            f"{model}, R@1 {recall[chosen]:.1f}, {recall[chosen] - began:+.1f} from "
-            f"{self.began_with}{paired}. R@1 from the start (alpha 0) to the last epoch (1): "
-            f"{trunk}{line}"
+            f"{model}. There alpha {wanted} has R@1 {recall[wanted]:.1f}, "
+            f"{recall[wanted] - began:+.1f} from {self.began_with}{paired}. R@1 of all candidates, "
+            f"from the start (alpha 0) to the last epoch (1): {line}"
         )
 
 
@@ -116,8 +117,9 @@ def too_few(split: Split) -> str:
 def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
     """Train on the folds of `split.train` that the job configures, and compare the candidates.
 
-    The best has the highest R@1 over the queries of all folds, then the highest MAP@R, then the
-    least training. A finished fold is not trained again; `train` trains or resumes a job.
+    The best in place of a rejected alpha has the highest R@1 over the queries of all folds, then
+    the highest MAP@R, then the least training. A finished fold is not trained again; `train` trains
+    or resumes a job.
     """
     count = min(job.protocol.folds or FEWEST, split.train.classes // FEWEST)
     runs = []
@@ -148,7 +150,7 @@ def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
             for name in (FILE, START, BEST):
                 (run_folder / name).unlink(missing_ok=True)
         found.append(line)
-    return _best(found)
+    return _choice(found, job.protocol.alpha)
 
 
 def write_chosen(folder: Path, choice: Choice) -> None:
@@ -210,7 +212,7 @@ def _evaluate_fold(job: Job, split: Split, run_folder: Path) -> dict[str, Any]:
     }
 
 
-def _best(lines: list[dict[str, Any]]) -> Choice:
+def _choice(lines: list[dict[str, Any]], wanted: float) -> Choice:
     def over_folds(key: str) -> dict[str, NDArray[Any]]:
         return {name: np.concatenate([x[key][name] for x in lines]) for name in lines[0][key]}
 
@@ -220,17 +222,23 @@ def _best(lines: list[dict[str, Any]]) -> Choice:
     answered = ranks["0"] >= 0
     recall = {name: 100 * float((r[answered] == 0).mean()) for name, r in ranks.items()}
     map_at_r = {name: 100 * float(p[answered].mean()) for name, p in precisions.items()}
-    # `max` keeps the first of equals, which has the least training.
-    chosen = max(recall, key=lambda name: (round(recall[name], 6), round(map_at_r[name], 6)))
-    began = torch.from_numpy(ranks.get(_TRUNK, ranks["0"]))
+    began, after = (
+        torch.from_numpy(r) for r in (ranks.get(_TRUNK, ranks["0"]), ranks[name_of(wanted)])
+    )
+    paired = gain(began, after, classes)
+    chosen = name_of(wanted)
+    if paired and paired[GAIN[1]] < 0:
+        # `max` keeps the first of equals, which has the least training.
+        chosen = max(recall, key=lambda name: (round(recall[name], 6), round(map_at_r[name], 6)))
     return Choice(
         alpha=None if chosen == _TRUNK else float(chosen),
         folds=len(lines),
         queries=int(answered.sum()),
         began_with=lines[0]["began_with"],
+        wanted=wanted,
         recall=recall,
         map_at_r=map_at_r,
-        gain=gain(began, torch.from_numpy(ranks[chosen]), classes),
+        gain=paired,
     )
 
 
@@ -240,9 +248,9 @@ def _read(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
         return None
     cure = f"Delete {path.parent} to train this fold again"
     line: dict[str, Any] = read_json(path, f"{cure}, and use --resume.")
-    known = json.loads(json.dumps(identity))
-    changed = changes(line.get("job", {}), known["job"], RESUMABLE)
-    if line.get("split_sha256") != known["split_sha256"]:
+    stored = parse_job(line.get("job", {}), str(path)).as_dict()
+    changed = changes(stored, identity["job"], RESUMABLE)
+    if line.get("split_sha256") != identity["split_sha256"]:
         changed.append("other images")
     if changed:
         raise JobError(

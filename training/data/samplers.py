@@ -77,7 +77,7 @@ class BatchSampler(Sampler[list[Index]]):
         else:
             self.draws = 2 if self.sampling.kind == "paired" else 1
             self.width = self._classes_per_batch()
-        if self.batch_size % world:
+        if self.batch_size % world or self.batch_size < world:
             raise JobError(
                 f"A batch of {self.batch_size} images cannot be shared equally by {world} "
                 "processes. Set optimizer.batch_size to a multiple of their number."

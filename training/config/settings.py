@@ -445,13 +445,13 @@ class Protocol(Section):
     """Number of folds of the train classes."""
     fold: int | None = Field(None, ge=0)
     """Hold out this fold, counted from 0, instead of a fraction; a cross validation sets it."""
-    alpha: float = Field(0.5, ge=0, le=1, multiple_of=0.25)
+    alpha: float = Field(0.25, ge=0, le=1, multiple_of=0.25)
     """Under `folds`: the model is this point between the start (0) and the last epoch (1)."""
     choose_by: Literal["last", "validation", "folds", "test"] = "last"
     """The model that a run keeps. `last`: the last epoch. `validation`: the epoch with the best R@1
     on validation classes. `folds`: a point between start and last epoch, `alpha`; if trainings on
-    folds show that it is worse than the trunk, another point or the trunk itself. `test`: the epoch
-    with the best R@1 on test classes, which makes its test recall too high and needs the flag
+    folds show that another point or the trunk itself is better, that one. `test`: the epoch with
+    the best R@1 on test classes, which makes its test recall too high and needs the flag
     `--choose-by-test`."""
     evaluate_test: Literal["never", "end", "every"] = "every"
     """Evaluate test classes never, at the end of the run, or after every evaluated epoch."""

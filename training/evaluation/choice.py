@@ -3,11 +3,11 @@
 A training on few classes may end below its start. So its model is a point on the line between the
 weights of both, `protocol.alpha`. And the run is first repeated on folds, each of which holds out a
 part of the train classes. Held-out images are searched with the trunk, the start, the last epoch
-and points between. If alpha is worse than the trunk beyond chance, the candidate with the highest
-R@1 takes its place. The model is then built from the training on all classes.
+and points between. If one of these is better than alpha beyond chance, the best of them takes its
+place. The model is then built from the training on all classes.
 
-The best candidate of the folds would be a worse choice: a fold has fewer classes than the run, so
-its training gains less, and held-out queries are few (docs/results.md, "Small shops").
+The best candidate of the folds alone would be a worse choice for few classes: a fold has fewer of
+them than the run, so its training gains less, and held-out queries are few (docs/results.md).
 
 References:
     Wortsman et al., Robust fine-tuning of zero-shot models (2022), section 3: the line between
@@ -66,7 +66,7 @@ class Choice:
 
     `alpha` is the point on the line, None the trunk itself. `recall` and `map_at_r` are by the name
     of a candidate, in percent. `gain` is the interval of the change in R@1 from the model that the
-    run began with to `wanted`, the alpha of the job.
+    run began with to the chosen one. `wanted` is the alpha of the job.
     """
 
     alpha: float | None
@@ -79,20 +79,20 @@ class Choice:
     gain: dict[str, float] = field(default_factory=dict)
 
     def sentence(self) -> str:
-        recall, wanted = self.recall, name_of(self.wanted)
-        began = recall.get(_TRUNK, recall["0"])
-        model = "the trunk itself" if self.alpha is None else f"alpha {name_of(self.alpha)}"
-        paired = ""
-        if self.gain:
+        recall, chosen = self.recall, name_of(self.alpha)
+        model = "the trunk itself" if self.alpha is None else f"alpha {chosen}"
+        if self.alpha != self.wanted:
+            model += f", there better than alpha {name_of(self.wanted)} beyond chance"
+        began, paired = recall.get(_TRUNK, recall["0"]), ""
+        if self.gain and self.alpha is not None:
             low, high = (self.gain[name] for name in GAIN)
-            verdict = "" if low > 0 else ", worse" if high < 0 else ", no gain beyond chance"
+            verdict = "" if low > 0 else ", no gain beyond chance"
             paired = f", 95 % interval {low:+.1f} to {high:+.1f}{verdict}"
         line = ", ".join(f"{name} {value:.1f}" for name, value in recall.items())
         return (
             f"chosen on {self.folds} folds of the train classes ({self.queries:,} queries): "
-            f"{model}. There alpha {wanted} has R@1 {recall[wanted]:.1f}, "
-            f"{recall[wanted] - began:+.1f} from {self.began_with}{paired}. R@1 of all candidates, "
-            f"from the start (alpha 0) to the last epoch (1): {line}"
+            f"{model}, R@1 {recall[chosen]:.1f}, {recall[chosen] - began:+.1f} from "
+            f"{self.began_with}{paired}. R@1 from the start (alpha 0) to the last epoch (1): {line}"
         )
 
 
@@ -117,9 +117,9 @@ def too_few(split: Split) -> str:
 def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
     """Train on the folds of `split.train` that the job configures, and compare the candidates.
 
-    The best in place of a rejected alpha has the highest R@1 over the queries of all folds, then
-    the highest MAP@R, then the least training. A finished fold is not trained again; `train` trains
-    or resumes a job.
+    Of several that are better than the alpha of the job, the best has the highest R@1 over the
+    queries of all folds, then the highest MAP@R. A finished fold is not trained again; `train`
+    trains or resumes a job.
     """
     count = min(job.protocol.folds or FEWEST, split.train.classes // FEWEST)
     runs = []
@@ -222,14 +222,12 @@ def _choice(lines: list[dict[str, Any]], wanted: float) -> Choice:
     answered = ranks["0"] >= 0
     recall = {name: 100 * float((r[answered] == 0).mean()) for name, r in ranks.items()}
     map_at_r = {name: 100 * float(p[answered].mean()) for name, p in precisions.items()}
-    began, after = (
-        torch.from_numpy(r) for r in (ranks.get(_TRUNK, ranks["0"]), ranks[name_of(wanted)])
-    )
-    paired = gain(began, after, classes)
+    hits = {name: torch.from_numpy(r) for name, r in ranks.items()}
     chosen = name_of(wanted)
-    if paired and paired[GAIN[1]] < 0:
-        # `max` keeps the first of equals, which has the least training.
-        chosen = max(recall, key=lambda name: (round(recall[name], 6), round(map_at_r[name], 6)))
+    better = [x for x in hits if gain(hits[chosen], hits[x], classes).get(GAIN[0], 0.0) > 0]
+    if better:
+        chosen = max(better, key=lambda name: (recall[name], map_at_r[name]))
+    began = hits.get(_TRUNK, hits["0"])
     return Choice(
         alpha=None if chosen == _TRUNK else float(chosen),
         folds=len(lines),
@@ -238,7 +236,7 @@ def _choice(lines: list[dict[str, Any]], wanted: float) -> Choice:
         wanted=wanted,
         recall=recall,
         map_at_r=map_at_r,
-        gain=paired,
+        gain=gain(began, hits[chosen], classes),
     )
 
 

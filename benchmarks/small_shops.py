@@ -72,9 +72,7 @@ SHOPS = (
 
 
 def main() -> None:
-    args = options(
-        __doc__, seeds=3, shops=10, methods=["adapt", "today"], first_seed=0, json=None
-    )
+    args = options(__doc__, seeds=3, shops=10, methods=["adapt", "today"], first_seed=0, json=None)
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")

@@ -140,7 +140,10 @@ _ON_PROXIES, _WITH_PROXIES = ("skewed mean", "non-isotropy"), ("proxy_anchor", "
 
 
 class Condition(NamedTuple):
-    """What is trained, and on what; `images` of each class, all if 0; `factor` of each share."""
+    """What is trained, and on what; `images` of each class, all if 0; `factor` of each share.
+
+    `size_px` is the side of the views of a whole network; 0 trains a head.
+    """
 
     epochs: int = 20
     classes: float = 1.0
@@ -148,7 +151,7 @@ class Condition(NamedTuple):
     wrong_labels: float = 0.0
     dim: int = 512
     factor: int = 1
-    is_network: bool = False
+    size_px: int = 0
 
 
 CONDITIONS = {
@@ -164,9 +167,10 @@ CONDITIONS = {
     "5 epochs": Condition(epochs=5),
     "5 epochs, half of the classes": Condition(epochs=5, classes=0.5),
     "20 epochs, half of the classes": Condition(classes=0.5),
-    "network, 5 epochs": Condition(epochs=5, is_network=True),
-    "network, 20 epochs": Condition(is_network=True),
-    "network, 40 % wrong labels": Condition(epochs=5, wrong_labels=0.4, is_network=True),
+    "network, 5 epochs": Condition(epochs=5, size_px=112),
+    "network, 20 epochs": Condition(size_px=112),
+    "network, 40 % wrong labels": Condition(epochs=5, wrong_labels=0.4, size_px=112),
+    "network, 30 epochs at 160 px": Condition(epochs=30, size_px=160),
 }
 BASE = "20 epochs"
 _WITH_DETERMINANT = (BASE, "4 images a class", "a tenth of the classes")
@@ -220,8 +224,8 @@ def main() -> None:
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.cache or Path(temporary)
-        for is_network in {CONDITIONS[name].is_network for name in args.conditions}:
-            prepare(shared, folder, is_network, args.classes)
+        for size_px in {CONDITIONS[name].size_px for name in args.conditions}:
+            prepare(shared, folder, size_px, args.classes)
         _begin(shared, folder)
         wanted = [
             cell
@@ -248,7 +252,7 @@ def cells_of(args: Namespace) -> Iterator[Cell]:
     for seed, condition, loss in product(range(args.seeds), args.conditions, args.losses):
         names: tuple[str, ...] = tuple(args.regularizers)
         if names == ("chosen",):
-            names = CHOSEN[loss] if CONDITIONS[condition].is_network else OF_HEADS
+            names = CHOSEN[loss] if CONDITIONS[condition].size_px else OF_HEADS
         if args.folds:
             bases = [name.rsplit(" ", 1)[0] for name in names]
             for base, number in product(bases, range(3)):
@@ -279,20 +283,19 @@ _HEADS = (
     "runtime.precision=fp32",
     "runtime.device=cpu",
 )
-_NETWORK = (
-    "input.size_px=112",
-    "input.resize_px=140",
-    "input.test_px=128",
-    "optimizer.lr_flows=2e-5",
-)
+_NETWORK = {
+    112: ("input.size_px=112", "input.resize_px=140", "input.test_px=128"),
+    160: ("input.size_px=160", "input.resize_px=192", "input.test_px=176"),
+}
 
 
-def base_job(shared: Path, is_network: bool) -> Job:
-    return cars_job(shared, *(_NETWORK if is_network else _HEADS))
+def base_job(shared: Path, size_px: int) -> Job:
+    changes = (*_NETWORK[size_px], "optimizer.lr_flows=2e-5") if size_px else _HEADS
+    return cars_job(shared, *changes)
 
 
 def job_of(cell: Cell) -> Job:
-    data, condition = _data(cell.of.is_network), cell.of
+    data, condition = _data(cell.of.size_px), cell.of
     content = data.job.as_dict()
     content["seed"], content["optimizer"]["epochs"] = cell.seed, condition.epochs
     content["model"]["dim"] = condition.dim
@@ -300,7 +303,7 @@ def job_of(cell: Cell) -> Job:
     content["loss"] = settings["loss"]
     for table in ("sampling", "start", "optimizer"):
         content[table] |= settings.get(table, {})
-    if not condition.is_network:
+    if not condition.size_px:
         # A batch draws a class at most twice.
         classes = round(condition.classes * (int(data.labels["train"].max()) + 1))
         largest = 2 * content["sampling"]["per_class"] * classes
@@ -320,7 +323,7 @@ def digest_of(cell: Cell) -> str:
     """Digest of what a run is determined by, except for the folders of data and weights."""
     content = job_of(cell).as_dict()
     del content["data"]["root"], content["model"]["weights"], content["runtime"]
-    classes = int(_data(cell.of.is_network).labels["train"].max()) + 1
+    classes = int(_data(cell.of.size_px).labels["train"].max()) + 1
     text = json.dumps([content, cell.of, classes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -328,13 +331,13 @@ def digest_of(cell: Cell) -> str:
 # Features and images, computed once
 
 
-def prepare(shared: Path, folder: Path, is_network: bool, classes: int) -> None:
+def prepare(shared: Path, folder: Path, size_px: int, classes: int) -> None:
     """Write features, or the pixels of all images, as arrays below `folder`, unless they exist."""
-    target = folder / ("network" if is_network else "heads")
+    target = folder / folder_of(size_px)
     if (target / "done").exists():
         return
     target.mkdir(parents=True, exist_ok=True)
-    job = base_job(shared, is_network)
+    job = base_job(shared, size_px)
     split, net = load_split(job.data), create_run(job, 2).net
     every = {"train": split.train, "test": split.test, "groceries": grocery_photos(shared)}
     parts = {
@@ -343,7 +346,7 @@ def prepare(shared: Path, folder: Path, is_network: bool, classes: int) -> None:
     }
     arrays = {f"{part}-labels": images.labels for part, images in parts.items()}
     arrays["start"] = pooled_views(net, parts["train"], job.input, job.runtime)[:, 0].numpy()
-    if is_network:
+    if size_px:
         with get_context("spawn").Pool(os.cpu_count()) as pool:
             for part, images in parts.items():
                 jobs = [(path, job.input) for path in paths_of(images)]
@@ -359,6 +362,10 @@ def prepare(shared: Path, folder: Path, is_network: bool, classes: int) -> None:
     for name, array in arrays.items():
         np.save(target / f"{name}.npy", array)
     (target / "done").touch()
+
+
+def folder_of(size_px: int) -> str:
+    return f"network-{size_px}" if size_px else "heads"
 
 
 def grocery_photos(shared: Path) -> LabelledImages:
@@ -434,13 +441,13 @@ def _begin(shared: Path, folder: Path) -> None:
 
 
 @cache
-def _data(is_network: bool) -> _Data:
+def _data(size_px: int) -> _Data:
     """Read once per process."""
     shared, folder = _FOLDERS
-    job = base_job(shared, is_network)
+    job = base_job(shared, size_px)
     device = create_run(job, 2).device
     arrays, labels = {}, {}
-    for file in (folder / ("network" if is_network else "heads")).glob("*.npy"):
+    for file in (folder / folder_of(size_px)).glob("*.npy"):
         array = np.load(file)
         if file.stem.endswith("-labels"):
             labels[file.stem.removesuffix("-labels")] = array
@@ -456,7 +463,7 @@ def _data(is_network: bool) -> _Data:
 
 def run(cell: Cell) -> dict[str, Any]:
     """Figures on the test classes or a fold; none if training failed, so that the others run."""
-    data = _data(cell.of.is_network)
+    data = _data(cell.of.size_px)
     held_out = np.zeros(len(data.labels["train"]), dtype=bool)
     if cell.fold is not None:
         fold = np.random.default_rng(0).permutation(data.labels["train"].max() + 1) % FOLDS
@@ -486,15 +493,16 @@ def trained(cell: Cell, data: _Data, rows: NDArray[np.int64]) -> EmbeddingNet:
     torch.manual_seed(cell.seed)
     state, order = begin(job, data.arrays["start"][torch.from_numpy(rows)], labels)
     classes = torch.from_numpy(labels).to(state.device)
-    views = data.arrays["views"]
-    features = CachedFeatures(views[torch.from_numpy(rows)], labels, cell.seed)
+    views, features = data.arrays["views"], None
+    if not condition.size_px:
+        features = CachedFeatures(views[torch.from_numpy(rows)], labels, cell.seed)
     with tuned(state.device):
         while state.epoch < condition.epochs:
             order.epoch = state.epoch
             model = state.begin_epoch(trunk_frozen=False)
             for batch in order:
                 chosen = np.array([image for _, image, _ in batch])
-                if condition.is_network:
+                if features is None:
                     there = torch.from_numpy(rows[chosen]).to(state.device, non_blocking=True)
                     sizes = data.arrays["sizes"][torch.from_numpy(rows[chosen])].numpy()
                     images = drawn_views(views[there], sizes, job.input, rng)
@@ -590,7 +598,7 @@ def embedded(net: EmbeddingNet, inputs: Tensor) -> NDArray[np.float32]:
     if inputs.dtype != torch.uint8:
         return through_head(net, inputs)
     with evaluating(net), torch.inference_mode():
-        return torch.cat([net(chunk).float() for chunk in inputs.split(512)]).cpu().numpy()
+        return torch.cat([net(chunk).float() for chunk in inputs.split(128)]).cpu().numpy()
 
 
 def open_set(vectors: NDArray[np.float32], labels: NDArray[np.int64]) -> dict[str, float]:

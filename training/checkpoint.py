@@ -141,4 +141,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
 def load_chosen(folder: Path) -> Checkpoint:
     """The checkpoint that the run's protocol chose: last epoch or best. Raises: CheckpointError."""
     last = load_checkpoint(folder)
-    return load_checkpoint(folder / BEST) if (folder / BEST).exists() else last
+    if (folder / BEST).exists():
+        return load_checkpoint(folder / BEST)
+    if last.job["protocol"].get("choose_by") == "folds":
+        raise CheckpointError(
+            f"The run in {folder} is not finished, so its model is not chosen yet. Run the command "
+            "that began it again, `fit` with --resume."
+        )
+    return last

@@ -54,7 +54,8 @@ class Result:
     `figures` are measured on the test classes ({} if the protocol never tests), `validation` on the
     validation classes. `trunk` has both for the model that the run began with (`began_with`), with
     a prefix for validation classes. `verdict` states whether the model is better than that,
-    `choice` what folds chose and why. `seconds_per_epoch` is the median, without evaluation.
+    `choice` what folds chose and why, `model` in words what the model is. `seconds_per_epoch` is
+    the median, without evaluation.
     """
 
     job: dict[str, Any]
@@ -69,6 +70,7 @@ class Result:
     verdict: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     choice: str = ""
+    model: str = "a trained network"
 
 
 def read_result(folder: Path) -> Result | None:

@@ -8,23 +8,21 @@ from pathlib import Path
 
 from kinlens.embedder.errors import JobError
 from kinlens.training.checkpoint import (
-    BEST,
     FILE,
     Checkpoint,
     load_checkpoint,
     load_chosen,
-    save_checkpoint,
 )
 from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.device import choose_device, tuned
 from kinlens.training.distributed import is_main, wait_for_all
-from kinlens.training.evaluation.choice import choose, too_few, write_chosen
+from kinlens.training.evaluation.choice import WITHOUT_FOLDS, Train, choose, too_few, write_chosen
 from kinlens.training.evaluation.evaluate import evaluate
-from kinlens.training.folder import RESULT, UNTRAINED, Result, exclusive, is_begun, replace_json
+from kinlens.training.folder import RESULT, Result, exclusive, is_begun, replace_json
 from kinlens.training.report.notices import SEEN, did_it_help, verdict_of
 from kinlens.training.report.page import write_report
-from kinlens.training.start import may_have_seen
+from kinlens.training.start import continues_model, may_have_seen
 from kinlens.training.state import OF_TERMS, RESUMABLE, VALIDATION, Row, on_validation, require_same
 from kinlens.training.trainer import Listener, fit
 
@@ -41,7 +39,6 @@ def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
 def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     on_folds = job.protocol.choose_by == "folds"
     why_not = too_few(split) if on_folds else ""
-    choice = None
 
     if (folder / FILE).exists():  # before the folds; `min_steps` may have raised the epochs
         free = RESUMABLE | {"optimizer.epochs"}
@@ -56,18 +53,14 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         train(one, part, run_folder)
 
     with tuned(choose_device(job.runtime)):
-        if why_not:
-            listener.note(why_not)
-        elif on_folds:
-            choice = choose(job, split, folder, train_fold)
-            listener.note(f"{choice.sentence()}; now the whole run")
+        alpha, reason = None, why_not
+        if on_folds and not why_not:
+            alpha, reason = _alpha(job, split, folder, train_fold)
+        if reason:
+            listener.note(reason)
         history = train(job, split, folder, trains=not why_not)
-        if is_main() and choice is not None:
-            write_chosen(folder, choice)
-        elif is_main() and why_not:
-            last = load_checkpoint(folder)
-            trunk_alone = last.began_with == UNTRAINED
-            save_checkpoint(folder / BEST, replace(last, trunk_alone=trunk_alone))
+        if is_main() and on_folds:
+            write_chosen(folder, alpha)
         wait_for_all()
         chosen = load_chosen(folder)
         figures = _test(job, split, chosen, history)
@@ -82,11 +75,13 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         trunk=chosen.trunk,
         began_with=chosen.began_with,
         versions={package: version(package) for package in _PACKAGES},
-        choice=why_not or ("" if choice is None else choice.sentence()),
+        choice=reason,
+        model=_model(job, chosen, bool(why_not)),
     )
-    kept = why_not or (choice is not None and choice.alpha is None)
-    verdicts = [] if kept else [verdict_of(result)]
-    verdicts += [SEEN.format(job.model.weights)] if may_have_seen(job, split) else []
+    verdicts = [] if why_not or chosen.trunk_alone else [verdict_of(result)]
+    if may_have_seen(job, split):
+        verdicts.append(SEEN.format(job.model.weights))
+        result = replace(result, model=f"{result.model}, which may have seen test classes")
     result = replace(result, verdict=" ".join(verdicts))
     for sentence in did_it_help(split, result):
         listener.note(sentence)
@@ -95,6 +90,24 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         write_report(folder, job, split, history, result)
     wait_for_all()
     return result
+
+
+def _alpha(job: Job, split: Split, folder: Path, train: Train) -> tuple[float | None, str]:
+    """The point between start and last epoch, None for the trunk, and why."""
+    if continues_model(job):
+        return job.protocol.alpha, WITHOUT_FOLDS.format(job.protocol.alpha)
+    choice = choose(job, split, folder, train)
+    if is_main():
+        replace_json(folder / "choice.json", asdict(choice))
+    return choice.alpha, choice.sentence()
+
+
+def _model(job: Job, chosen: Checkpoint, is_start: bool) -> str:
+    if chosen.trunk_alone:
+        return "the trunk itself"
+    if is_start:
+        return "the bundle that it continued"
+    return "a trained head" if job.model.frozen_trunk else "a trained network"
 
 
 def require_fresh_or_resumable(folder: Path, resume: bool) -> None:

@@ -144,9 +144,9 @@ def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: 
     assert found["recall"]["1"] < found["recall"]["trunk"]
     assert found["alpha"] != found["wanted"] == 1.0
     assert load_chosen(tmp_path / "run").trunk_alone == (found["alpha"] is None)
-    assert sum("chosen on 2 folds" in sentence for sentence in listener.sentences) == 2
+    assert sum("2 folds of the train classes" in sentence for sentence in listener.sentences) == 2
     report = (tmp_path / "run" / "report.md").read_text()
-    assert "chosen on 2 folds of the train classes" in report
+    assert "2 folds of the train classes" in report
     first, second = (x for x in report.splitlines() if "| a trained" in x or "| the trunk" in x)
     assert first == "| [other](../other/report.md) | a trained network | 99.6 | 98.7 |"
     kept = "the trunk itself" if found["alpha"] is None else "a trained head"
@@ -238,9 +238,11 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
         begun = CliRunner().invoke(app, command)
     assert begun.exit_code != 0
     assert "fold 1 of 2" in begun.output
+    with pytest.raises(CheckpointError, match="is not finished"):
+        load_chosen(run)
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    assert "chosen on 2 folds" in done.output.replace("\n", " ")
+    assert "2 folds of the train classes" in done.output.replace("\n", " ")
     assert "fold 1 of 2" not in done.output, "it was finished before"
     bundle = Bundle.open(out)
     assert bundle.manifest.map is not None

@@ -11,12 +11,14 @@ import torch
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import CheckpointError, ExportError
 from kinlens.embedder.session import OnnxEmbedder
-from kinlens.training.checkpoint import load_checkpoint
+from kinlens.training.checkpoint import START, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Input, Model
 from kinlens.training.data.load import load_split
+from kinlens.training.evaluation.choice import between
 from kinlens.training.export.bundle import export_backbone, export_checkpoint
-from kinlens.training.models.embedding import torch_embed
+from kinlens.training.models.embedding import Pool, torch_embed
+from kinlens.training.runner import run_job
 from kinlens.training.start import may_have_seen
 from kinlens.training.state import create_run
 from kinlens.training.trainer import fit
@@ -54,16 +56,40 @@ def test_a_run_begins_with_the_embeddings_of_its_bundle(bundle: Bundle, batch_no
     assert np.abs(served[0] - served[1]).max() > 1e-2
 
 
-def test_a_trunk_alone_lends_its_trunk_and_leaves_the_head(weights: Path, tmp_path: Path) -> None:
-    spec, model = Input(size_px=32, resize_px=36), Model(backbone=TINY_TRUNK, weights=str(weights))
+@pytest.mark.parametrize("pooling", ["gap+gmp", "gap"])
+def test_a_trunk_alone_lends_its_trunk_and_leaves_the_head(
+    weights: Path, tmp_path: Path, pooling: Any
+) -> None:
+    spec = Input(size_px=32, resize_px=36)
+    model = Model(backbone=TINY_TRUNK, weights=str(weights), pooling=pooling)
     trunk = export_backbone("trunk", model, spec, tmp_path / "trunk")
     job = small_job(tmp_path / "products", weights=trunk.path)
     net = create_run(job, classes=3).net.cpu().eval()
     images = some_images(trunk)
-    pooled = net.pool(net.trunk(net.normalize(torch.from_numpy(images)))).detach().numpy()
+    maps = net.trunk(net.normalize(torch.from_numpy(images)))
+    pooled = Pool(pooling, 0)(maps).detach().numpy()
     unit = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
     assert np.abs(unit - OnnxEmbedder.open(trunk).embed(images)).max() < 1e-3
     assert net.dim == 16
+
+
+def test_a_run_that_continues_a_bundle_has_no_folds(bundle: Bundle, tmp_path: Path) -> None:
+    """The bundle was trained on their held-out classes, so they would always prefer it."""
+    content = job_from(bundle).as_dict()
+    content["protocol"] = {"choose_by": "folds", "folds": 2, "alpha": 0.5}
+    content["data"] |= {"root": str(tmp_path / "products"), "products": 10}
+    job, folder = parse_job(content), tmp_path / "run"
+    result = run_job(job, load_split(job.data), folder, Silent())
+    assert result.choice.startswith("The model is alpha 0.5")
+    assert not list(folder.glob("fold-*"))
+    start, last, chosen = (
+        load_checkpoint(folder / START),
+        load_checkpoint(folder),
+        load_chosen(folder),
+    )
+    found = chosen.network()[1].state_dict()
+    for name, value in between(start, last, 0.5).items():
+        torch.testing.assert_close(found[name], value)
 
 
 def test_a_bundle_of_another_split_may_have_seen_test_classes(bundle: Bundle) -> None:

@@ -96,7 +96,7 @@ def test_a_training_without_effect_has_no_gain(tmp_path: Path, weights: Path) ->
     job, listener = parse_job(content), Silent()
     result = run_job(job, load_split(job.data), tmp_path / "run", listener)
     assert result.verdict.startswith("No gain")
-    assert "this training did not help" in result.verdict
+    assert "To take no risk, export the trunk itself" in result.verdict
     assert result.figures["gain low"] <= 0 <= result.figures["gain high"]
     report = (tmp_path / "run" / "report.md").read_text()
     stored = json.loads((tmp_path / "run" / "result.json").read_text())["verdict"]

@@ -4,7 +4,8 @@ A training on few classes may end below its start. So its model is a point on th
 weights of both, `protocol.alpha`. And the run is first repeated on folds, each of which holds out a
 part of the train classes. Held-out images are searched with the trunk, the start, the last epoch
 and points between. If one of these is better than alpha beyond chance, the best of them takes its
-place. The model is then built from the training on all classes.
+place. The model is then built from the training on all classes. A run that continues a bundle has
+no folds: that bundle may have been trained on the classes that they hold out.
 
 The best candidate of the folds alone would be a worse choice for few classes: a fold has fewer of
 them than the run, so its training gains less, and held-out queries are few (docs/results.md).
@@ -15,7 +16,7 @@ References:
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FEWEST_CLASSES = 4
 """Minimum number of train classes: two folds of two. A shop that tests on half of them has 8."""
 
+WITHOUT_FOLDS = (
+    "The model is alpha {}: a point between the bundle that it continued (0) and the last epoch "
+    "(1). "
+    "There are no folds: the bundle may have been trained on the classes that they hold out."
+)
+
 _OTHERS = 2000
 """Maximum number of held-out queries, and of images of trained classes in their gallery."""
 
@@ -80,19 +87,20 @@ class Choice:
 
     def sentence(self) -> str:
         recall, chosen = self.recall, name_of(self.alpha)
-        model = "the trunk itself" if self.alpha is None else f"alpha {chosen}"
+        what = f"kept alpha {chosen}"
         if self.alpha != self.wanted:
-            model += f", there better than alpha {name_of(self.wanted)} beyond chance"
+            model = "the trunk itself" if self.alpha is None else f"alpha {chosen}"
+            what = f"chose {model}, better than alpha {name_of(self.wanted)} beyond chance"
         began, paired = recall.get(_TRUNK, recall["0"]), ""
         if self.gain and self.alpha is not None:
             low, high = (self.gain[name] for name in GAIN)
             verdict = "" if low > 0 else ", no gain beyond chance"
-            paired = f", 95 % interval {low:+.1f} to {high:+.1f}{verdict}"
+            paired = f" (95 % interval {low:+.1f} to {high:+.1f}{verdict})"
         line = ", ".join(f"{name} {value:.1f}" for name, value in recall.items())
         return (
-            f"chosen on {self.folds} folds of the train classes ({self.queries:,} queries): "
-            f"{model}, R@1 {recall[chosen]:.1f}, {recall[chosen] - began:+.1f} from "
-            f"{self.began_with}{paired}. R@1 from the start (alpha 0) to the last epoch (1): {line}"
+            f"{self.folds} folds of the train classes ({self.queries:,} held-out queries) {what}: "
+            f"R@1 {recall[chosen]:.1f}, {recall[chosen] - began:+.1f} from {self.began_with}"
+            f"{paired}. R@1 from the start (alpha 0) to the last epoch (1): {line}"
         )
 
 
@@ -153,13 +161,14 @@ def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
     return _choice(found, job.protocol.alpha)
 
 
-def write_chosen(folder: Path, choice: Choice) -> None:
+def write_chosen(folder: Path, alpha: float | None) -> None:
+    """Write the model at `alpha` as the chosen one; None is what the run began with."""
     start, last = load_checkpoint(folder / START), load_checkpoint(folder)
-    weights = between(start, last, choice.alpha or 0.0)  # the trunk of the start
-    trunk_alone = choice.alpha is None
-    chosen = replace(last, net=weights, average=None, trunk_alone=trunk_alone)
-    save_checkpoint(folder / BEST, chosen)
-    replace_json(folder / "choice.json", asdict(choice))
+    trunk_alone = alpha is None and last.began_with == UNTRAINED
+    weights = between(start, last, alpha or 0.0)  # the trunk of the start
+    save_checkpoint(
+        folder / BEST, replace(last, net=weights, average=None, trunk_alone=trunk_alone)
+    )
 
 
 def between(start: Checkpoint, last: Checkpoint, alpha: float) -> dict[str, Tensor]:
@@ -224,7 +233,8 @@ def _choice(lines: list[dict[str, Any]], wanted: float) -> Choice:
     map_at_r = {name: 100 * float(p[answered].mean()) for name, p in precisions.items()}
     hits = {name: torch.from_numpy(r) for name, r in ranks.items()}
     chosen = name_of(wanted)
-    better = [x for x in hits if gain(hits[chosen], hits[x], classes).get(GAIN[0], 0.0) > 0]
+    gains = {x: gain(hits[chosen], hits[x], classes, len(hits) - 1) for x in hits}
+    better = [x for x, interval in gains.items() if interval.get(GAIN[0], 0.0) > 0]
     if better:
         chosen = max(better, key=lambda name: (recall[name], map_at_r[name]))
     began = hits.get(_TRUNK, hits["0"])

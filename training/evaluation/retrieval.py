@@ -167,7 +167,9 @@ def with_interval(recall: float, queries: int) -> str:
     return f"{recall:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, float]:
+def gain(
+    before: Tensor | None, after: Tensor, labels: Labels, comparisons: int = 1
+) -> dict[str, float]:
     r"""`GAIN`: 95 % interval of the change in R@1 between two models on the same queries.
 
     Queries of one class are alike, so classes count as independent and queries do not. With
@@ -177,7 +179,8 @@ def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, floa
         s^2 = \frac{G}{G - 1} \frac{\sum_g (d_g - \hat d n_g)^2}{(\sum_g n_g)^2}
 
     and the interval is :math:`\hat d \pm t_{G - 1} s`. The result is {} for a single class, and
-    without `before`. Ranks are those of `Retrieval`.
+    without `before`. Ranks are those of `Retrieval`. The intervals of several `comparisons` hold
+    together with 95 % (Bonferroni).
 
     References:
         Cameron and Miller, A Practitioner's Guide to Cluster-Robust Inference (2015)
@@ -194,7 +197,7 @@ def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, floa
     spread = np.sqrt(classes / (classes - 1) * ((sums - mean * sizes) ** 2).sum()) / len(change)
     from scipy import special  # here, since its import takes a second
 
-    half = special.stdtrit(classes - 1, 0.975) * spread
+    half = special.stdtrit(classes - 1, 1 - 0.025 / comparisons) * spread
     return dict(zip(GAIN, (100 * float(mean - half), 100 * float(mean + half)), strict=True))
 
 

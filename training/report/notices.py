@@ -19,8 +19,8 @@ CHOSEN_BY = {
     "classes themselves. The figures are too high and not comparable with unbiased ones",
 }
 SEEN = (
-    "The bundle {} was trained on another list of images, perhaps with some of these test classes: "
-    "its figures, and those of this model, may be too high."
+    "The bundle {} was trained on another list of images and may have seen some of these test "
+    "classes, so the figures of both models may be too high."
 )
 _FEW_STEPS = 100
 _WEIGHTS = {"determinant": "lambda1 and lambda2"}
@@ -104,7 +104,7 @@ def did_it_help(split: Split, result: Result) -> list[str]:
 
 
 def verdict_of(result: Result) -> str:
-    """Whether a training helped; a gain whose interval includes 0 counts as none."""
+    """Whether a training helped; a gain whose interval includes 0 is not proven."""
     parts: dict[str, list[str]] = {"worse": [], "no gain": [], "gain": []}
     chance = ""
     for part, (model, began, found) in _held_out(result).items():
@@ -114,20 +114,18 @@ def verdict_of(result: Result) -> str:
     cure = "keep the bundle that it continued"
     if result.began_with == UNTRAINED:
         cure = "export the trunk itself with `kinlens-train export RUN --trunk`"
-    for kind, verdict in (
-        ("worse", f"Worse: the model is worse than {result.began_with}"),
-        ("no gain", f"No gain: the model is not better than {result.began_with}{chance}"),
+    for kind, verdict, advice in (
+        ("worse", "Worse: the model is worse than", f" Train on more classes, or {cure}."),
+        (
+            "no gain",
+            "No gain proven: the model is not better than",
+            f" More classes would tell more. To take no risk, {cure}.",
+        ),
+        ("gain", "Gain: the model is better than", ""),
     ):
         if parts[kind]:
-            return (
-                f"{verdict} on the {' and the '.join(parts[kind])} classes, so this training did "
-                f"not help. Train on more classes, or {cure}."
-            )
-    if parts["gain"]:
-        return (
-            f"Gain: the model is better than {result.began_with}{chance} on the "
-            f"{' and the '.join(parts['gain'])} classes."
-        )
+            classes = f"on the {' and the '.join(parts[kind])} classes"
+            return f"{verdict} {result.began_with}{chance} {classes}.{advice}"
     return ""
 
 

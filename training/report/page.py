@@ -76,7 +76,7 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
     regularizers = [name for name, value in job.regularizers if value is not None]
     minutes = sum(row["seconds"] for row in history) / 60
     return [
-        f"- model: {_model_of(result)}; backbone {job.model.backbone}, head of "
+        f"- model: {result.model}; backbone {job.model.backbone}, head of "
         f"{job.model.dim or 'no'} dimensions, pooling {job.model.pooling}, {job.input.size_px} px",
         f"- loss: {job.loss.name}; regularizers: {', '.join(regularizers) or 'none'}; "
         f"sampling: {job.sampling.kind}; seed {job.seed}",
@@ -120,7 +120,7 @@ def _others(folder: Path, result: Result) -> list[str]:
             f"**{plain(run.name)}**"
             if run == folder
             else f"[{plain(run.name)}](../{quote(run.name)}/report.md)",
-            _model_of(one),
+            one.model,
             *(f"{one.figures[name]:.1f}" for name in ("R@1", "MAP@R")),
         ]
         for run, one in sorted(found.items(), key=lambda item: -item[1].figures.get("R@1", 0.0))
@@ -128,12 +128,6 @@ def _others(folder: Path, result: Result) -> list[str]:
     ]
     header = ["run on the same list of images", "model", "R@1", "MAP@R"]
     return [*table(header, rows), ""] if len(rows) > 1 else []
-
-
-def _model_of(result: Result) -> str:
-    if "the trunk itself" in result.choice:
-        return "the trunk itself"
-    return "a trained head" if result.job["model"].get("frozen_trunk") else "a trained network"
 
 
 def _regularizers(job: Job, history: Rows) -> list[str]:

@@ -321,10 +321,13 @@ def job_of(cell: Cell) -> Job:
 
 def digest_of(cell: Cell) -> str:
     """Digest of what a run is determined by, except for the folders of data and weights."""
-    content = job_of(cell).as_dict()
-    del content["data"]["root"], content["model"]["weights"], content["runtime"]
-    classes = int(_data(cell.of.size_px).labels["train"].max()) + 1
-    text = json.dumps([content, cell.of, classes], sort_keys=True)
+    content, condition = job_of(cell).as_dict(), cell.of
+    del content["data"]["root"], content["model"]["weights"]
+    for name in ("name", "description", "licence", "recall_at", "protocol", "runtime"):
+        del content[name]
+    classes = int(_data(condition.size_px).labels["train"].max()) + 1
+    some_of = (condition.classes, condition.images, condition.wrong_labels)
+    text = json.dumps([content, some_of, classes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -676,8 +679,9 @@ def report(found: dict[str, Figures]) -> None:
                 every = [[r[f] for r in seeds.values() if f in r] for f in FIGURES]
                 shown = [f"{np.mean(values):.1f}" if values else "" for values in every]
             else:
-                keys = [(loss, condition, name, figure) for figure in FIGURES]
-                shown = [marked(cells[key], comparisons) for key in keys]
+                found_by = [cells[loss, condition, name, figure] for figure in FIGURES]
+                few = CONDITIONS[condition].size_px > 0
+                shown = [marked(values, comparisons, few) for values in found_by]
             row(loss, condition, name, len(seeds), *shown)
     print(f"\nbold: significant among {comparisons} comparisons")
 
@@ -694,17 +698,20 @@ def difference(seeds: Seeds, base: Seeds, figure: str) -> NDArray[np.float64]:
     return np.array([a[figure] - b[figure] for a, b in both if figure in a and figure in b])
 
 
-def marked(differences: NDArray[np.float64], comparisons: int) -> str:
-    """The mean; bold if it is above or below 0."""
+def marked(differences: NDArray[np.float64], comparisons: int, with_interval: bool) -> str:
+    """The mean, perhaps with its interval, which is not corrected; bold if above or below 0."""
     count = len(differences)
     if not count:
         return ""
     mean = differences.mean()
     text = f"{mean:+.1f}" if abs(mean) >= 1 else f"{mean:+.2f}"
-    half = np.inf
-    if count > 1:
-        half = stats.t.ppf(1 - 0.025 / comparisons, count - 1) * stats.sem(differences)
-    return f"**{text}**" if abs(mean) > half else text
+    if count == 1:
+        return text
+    spread, digits = stats.sem(differences), 1 if abs(mean) >= 1 else 2
+    if abs(mean) > stats.t.ppf(1 - 0.025 / comparisons, count - 1) * spread:
+        text = f"**{text}**"
+    half = stats.t.ppf(0.975, count - 1) * spread
+    return f"{text} ± {half:.{digits}f}" if with_interval and count > 2 else text
 
 
 if __name__ == "__main__":

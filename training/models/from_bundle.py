@@ -118,7 +118,7 @@ def _network(job: Job, bundle: Bundle, made_by: Job | None) -> EmbeddingNet:
 
 
 def _trunks(backbone: str) -> list[Model]:
-    """Trunks alone, with each pooling: no job in their bundle says which one they have."""
+    """Trunks alone, with each pooling: the bundle of a trunk has no job that names it."""
     poolings = [x for x in get_args(Pooling) if x != "cls" or backbone.startswith(TIMM)]
     return [Model(backbone=backbone, dim=None, pooling=pooling) for pooling in poolings]
 

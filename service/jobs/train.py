@@ -260,8 +260,12 @@ def _write_images(context: Context, class_attribute: str, root: Path) -> dict[st
                 if skipped <= _SHOWN:
                     print(f"skipped: {item.key}: {error}"[:500], flush=True)  # noqa: T201
                 continue
-            word = re.sub(r"[^A-Za-z0-9]+", "-", str(value))[:40]
-            folder = root / names.setdefault(value, f"{len(names):05d}-{word}")
+            if value not in names:  # the same in the next training, which splits classes by name
+                word = re.sub(r"[^A-Za-z0-9]+", "-", str(value))[:40].strip("-")
+                names[value] = (
+                    f"{word or 'class'}-{hashlib.sha256(repr(value).encode()).hexdigest()[:12]}"
+                )
+            folder = root / names[value]
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{item.id:09d}{suffix}").write_bytes(data)
             written[item.key] = f"{folder.name}/{item.id:09d}{suffix}"

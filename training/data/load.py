@@ -1,12 +1,11 @@
 """Load train and test images from the `data` table of a job, or from a folder."""
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from kinlens.embedder.errors import DatasetError
 from kinlens.embedder.formats import SUFFIXES
@@ -179,16 +178,20 @@ def _first_of(names: Sequence[str]) -> str:
 def split_by_class(
     root: Path, records: Sequence[Record], train_fraction: float, seed: int
 ) -> Split:
-    """At least 2 classes train and 2 test, drawn by seed. Raises: DatasetError."""
+    """At least 2 classes train and 2 test, drawn by seed and name. Raises: DatasetError.
+
+    A class that is added or removed moves at most one other to the other part, so that a growing
+    shop keeps its test classes from training to training.
+    """
     names = sorted({record.label for record in records})
     if len(names) < 2 * FEWEST:
         raise DatasetError(
             f"{root} has {len(names)} class(es) to train and test with; {2 * FEWEST} are needed, "
             f"{FEWEST} to train on and {FEWEST} others to test with. {_WHY}"
         )
-    order = np.random.default_rng(seed).permutation(len(names))
+    names.sort(key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
     count = min(max(round(len(names) * train_fraction), FEWEST), len(names) - FEWEST)
-    chosen = {names[index] for index in order[:count]}
+    chosen = set(names[:count])
     return Split(
         train=labelled(root, [record for record in records if record.label in chosen]),
         test=labelled(root, [record for record in records if record.label not in chosen]),

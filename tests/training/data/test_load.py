@@ -62,6 +62,21 @@ def test_no_class_is_on_both_sides_of_a_split_that_depends_on_its_seed_alone(sho
         assert split.train.classes == split.test.classes == 2
 
 
+def test_a_growing_shop_keeps_its_test_classes() -> None:
+    """A bundle that is continued, or compared with, was then not trained on them."""
+    records = [Record(f"{c}/{i}.png", f"mug {c}") for c in range(60) for i in range(2)]
+    trained = {
+        classes: set(split_by_class(Path(), records[: 2 * classes], 0.5, 0).train.class_names)
+        for classes in range(4, 61)
+    }
+    for classes in range(4, 60):
+        before = set(split_by_class(Path(), records[: 2 * classes], 0.5, 0).test.class_names)
+        assert (
+            len(before & trained[classes + 1]) + len(trained[classes] - trained[classes + 1]) <= 1
+        )
+    assert len(trained[60] & trained[50]) > 20
+
+
 def test_fewer_than_four_classes_are_refused_before_anything_is_trained(shop: Path) -> None:
     fill(shop, "lone/1.png")
     for name in ("mug", "hat"):

@@ -1,4 +1,4 @@
-"""kinlens-train: adapt, new, fit, evaluate, compare, report, export, search, ..., data."""
+"""kinlens-train: adapt, new, fit, evaluate, report, export, search, ..., data."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ try:
 
     from kinlens.training.commands.adapt import adapt
     from kinlens.training.commands.data import app as data_app
-    from kinlens.training.commands.evaluate import compare, evaluate, report
+    from kinlens.training.commands.evaluate import evaluate, report
     from kinlens.training.commands.export import export
     from kinlens.training.commands.fit import fit, new
     from kinlens.training.commands.studies import crossval, search, tournament
@@ -30,7 +30,7 @@ except ModuleNotFoundError as missing:
     raise _needs(missing) from None
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (adapt, new, fit, evaluate, compare, report, export, crossval, search, tournament):
+for command in (adapt, new, fit, evaluate, report, export, crossval, search, tournament):
     app.command()(command)
 app.add_typer(data_app, name="data")
 

@@ -1,10 +1,8 @@
-"""What finished runs report: lines of the log, tables of studies, comparisons side by side."""
+"""What finished runs report: tables of studies, and figures of bundles on other images."""
 
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,6 @@ from kinlens.training.config.settings import Input, Model, RenderedData
 from kinlens.training.data.load import load_split
 from kinlens.training.evaluation.retrieval import with_interval
 from kinlens.training.export.bundle import export_backbone
-from kinlens.training.folder import Result
 from kinlens.training.rendered.catalogue import write_catalogue
 from kinlens.training.report.tables import (
     Record,
@@ -83,42 +80,12 @@ def test_the_page_of_results_has_the_tables_of_the_committed_studies() -> None:
         assert "\n".join(methods(read_study(path))) in page, path
 
 
-def run_folder(folder: Path, recall: float, split: str = "a" * 64, **settings: Any) -> Path:
-    """What a finished run leaves: 10 classes of 20 test images, one of a single image."""
-    folder.mkdir()
-    job = small_job(folder / "products", **settings).as_dict()
-    figures = {"R@1": recall, "MAP@R": 12.34, "uniformity": -1.2345}
-    result = Result(job, figures, {"R@1": 70.0}, 3, "last", 12.0, split)
-    (folder / "result.json").write_text(json.dumps(asdict(result)))
-    for name, classes in (("test", 10), ("validation", 5)):
-        rows = [f"{c}-{n},{c}-{n},{c}" for c in range(classes) for n in range(20)]
-        (folder / f"{name}.csv").write_text("\n".join(["key,path,class", *rows, "lone,lone,lone"]))
-    return folder
-
-
-def test_only_settings_that_differ_and_matter_are_shown(tmp_path: Path) -> None:
-    one = run_folder(tmp_path / "one", 60.0)
-    two = run_folder(tmp_path / "two", 62.5, lr_trunk=1e-4)
-    text = called("compare", one, two)
-    assert f"| {with_interval(60, 200)} | 12.3 | -1.23 | 12 |" in text
-    assert f"| {with_interval(70, 100)} |" in text
-    assert "| `optimizer.lr_trunk` | 0.001 | 0.0001 |" in text
-    assert "batch_size" not in text
-    assert "data.root" not in text, "where the images lie changes nothing"
-    assert "two: +2.5 points of R@1 against" in text
-    assert "on the same 200 queries" in text
-
-
 def test_runs_on_other_images_are_not_subtracted(tmp_path: Path) -> None:
-    one, two = (run_folder(tmp_path / name, 60.0, split=name * 64) for name in "ab")
-    text = called("compare", one, two)
-    assert "tested on other images" in text
-    assert "points of R@1" not in text
     records = [Record(name, 0, {"R@1": 50.0}, split_sha256=name) for name in ("recipe", "more")]
     with pytest.raises(JobError, match="were tested on different images"):
         methods(Study(tuple(records), {"": "recipe"}))
     with pytest.raises(KinlensError, match="has no finished run"):
-        called("compare", tmp_path)
+        called("report", tmp_path / "study.json", tmp_path)
 
 
 def test_a_bundle_without_a_job_is_evaluated_on_images(weights: Path, tmp_path: Path) -> None:

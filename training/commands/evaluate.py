@@ -1,4 +1,4 @@
-"""kinlens-train evaluate, compare and report: measure a model, and compare runs and methods."""
+"""kinlens-train evaluate and report: measure a model, and compare methods over seeds."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -69,18 +69,6 @@ def evaluate(
     for name, value in figures.items():
         shown = with_interval(value, queries) if name.startswith("R@") else f"{value:.4g}"
         typer.echo(f"{name} {shown}")
-
-
-def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; the first is the baseline.")],
-) -> None:
-    """Finished runs side by side, as Markdown: figures with intervals, and differing settings.
-
-    Example: kinlens-train compare runs/cars196-half-proxy-anchor runs/cars196-half-determinant
-    """
-    from kinlens.training.report.tables import side_by_side
-
-    typer.echo("\n".join(side_by_side(runs)))
 
 
 def report(

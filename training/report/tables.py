@@ -1,4 +1,4 @@
-"""Tables of finished runs in Markdown: a few runs side by side, and methods over seeds.
+"""Tables of finished runs in Markdown, methods over seeds.
 
 A study is a JSON file of the records of runs; its table can be rebuilt without them.
 """
@@ -15,7 +15,6 @@ import pandas as pd
 from scipy import stats
 
 from kinlens.embedder.errors import CheckpointError, JobError
-from kinlens.training.evaluation.retrieval import GAIN, with_interval
 from kinlens.training.folder import RESULT, Result, read_result, replace_text, settings
 from kinlens.training.report.markdown import table
 from kinlens.training.state import OF_TERMS, on_validation
@@ -61,7 +60,7 @@ def read_study(path: Path) -> Study:
     if path.is_dir():
         raise JobError(
             f"{path} is a folder; the first argument is the JSON file of a study. The report of a "
-            "run is its report.md, and `kinlens-train compare RUN RUN` sets runs side by side."
+            "run is its report.md."
         )
     if not path.exists():
         return Study()
@@ -93,7 +92,12 @@ def record_of(source: Path, by: str = "") -> Record:
     """
     if source.is_file():
         return _of_peer(source)
-    result = _finished(source)
+    result = read_result(source)
+    if result is None:
+        raise JobError(
+            f"{source} has no finished run: {RESULT} is missing. Give the folder of a finished "
+            "run, or continue this one with --resume."
+        )
     last = _last_epoch(source)  # {} if too few classes left the trunk alone
     method: Any = source.parent.name if _SEED.fullmatch(source.name) else source.name
     if by and (method := settings(result.job, free=()).get(by)) is None:
@@ -162,81 +166,6 @@ def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
     replace_text(page, "\n".join([before + first, "", *lines, "", last + after]))
 
 
-def side_by_side(folders: Sequence[Path]) -> list[str]:
-    """Markdown: figures, remarks, differing settings. Raises: JobError, CheckpointError."""
-    runs = {folder: _finished(folder) for folder in folders}
-    names = list(dict.fromkeys(name for run in runs.values() for name in run.figures))
-    names = [name for name in names if name not in GAIN]
-    rows = []
-    for folder, run in runs.items():
-        on_test, on_held_out = _queries(folder, "test"), _queries(folder, "validation")
-        validation = _cell("R@1", run.validation.get("R@1"), on_held_out)
-        figures = (_cell(name, run.figures.get(name), on_test) for name in names)
-        seconds = f"{run.seconds_per_epoch:.0f}"
-        rows.append([f"`{folder}`", str(run.best_epoch), validation, *figures, seconds])
-    lines = table(["run", "epoch", "validation R@1", *names, "s/epoch"], rows)
-    lines += ["", *_remarks(runs), ""]
-    of_runs = [settings(run.job) for run in runs.values()]
-    differing = []
-    for name in sorted(set[str]().union(*of_runs)):
-        values = [found.get(name) for found in of_runs]
-        if any(value != values[0] for value in values):
-            differing.append([f"`{name}`", *("" if v is None else str(v) for v in values)])
-    header = ["setting", *(f"`{folder}`" for folder in runs)]
-    return lines + (table(header, differing) if differing else [])
-
-
-def _remarks(runs: Mapping[Path, Result]) -> list[str]:
-    (first, base), *others = runs.items()
-    remarks = []
-    for folder, run in others:
-        if run.split_sha256 != base.split_sha256:
-            remarks.append(
-                f"- {folder} was tested on other images than {first}: their figures are not "
-                "comparable."
-            )
-        elif "R@1" in run.figures and "R@1" in base.figures:
-            remarks.append(
-                f"- {folder}: {run.figures['R@1'] - base.figures['R@1']:+.1f} points of R@1 "
-                f"against {first}, on the same {_queries(folder, 'test'):,} queries"
-            )
-    return remarks
-
-
-def _cell(name: str, value: float | None, queries: int) -> str:
-    if value is None:
-        return ""
-    if name.startswith("R@") and queries:
-        return with_interval(value, queries)
-    return f"{value:.1f}" if _in_percent(name) else f"{value:.3g}"
-
-
-def _in_percent(figure: str) -> bool:
-    return "@" in figure or figure in ("NMI", "F1") or figure.startswith("share ")
-
-
-def _queries(folder: Path, part: str) -> int:
-    sizes, gallery = (_classes(folder / f"{name}.csv") for name in (part, "gallery"))
-    apart = part == "test" and len(gallery) > 0
-    return int(sizes[sizes.index.isin(gallery.index) if apart else sizes > 1].sum())
-
-
-def _classes(path: Path) -> pd.Series:
-    if not path.is_file():
-        return pd.Series(dtype=int)
-    return pd.read_csv(path, dtype=str, keep_default_na=False)["class"].value_counts()
-
-
-def _finished(folder: Path) -> Result:
-    result = read_result(folder)
-    if result is None:
-        raise JobError(
-            f"{folder} has no finished run: {RESULT} is missing. Give the folder of a finished "
-            "run, or continue this one with --resume."
-        )
-    return result
-
-
 def _row(record: Record) -> dict[str, Any]:
     seconds = record.seconds_per_step
     return {
@@ -257,6 +186,10 @@ def _mean(values: pd.Series) -> str:
         return ""
     spread = f" ± {known.std():.1f}" if known.name == "R@1" and len(known) > 1 else ""
     return f"{known.mean():.{1 if _in_percent(known.name) else 3}f}{spread}"
+
+
+def _in_percent(figure: str) -> bool:
+    return "@" in figure or figure in ("NMI", "F1") or figure.startswith("share ")
 
 
 def _difference(runs: pd.DataFrame, others: pd.DataFrame) -> str:

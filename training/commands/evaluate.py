@@ -1,7 +1,7 @@
 """kinlens-train evaluate and report: measure a model, and compare methods over seeds."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,12 +11,15 @@ import typer
 from kinlens.embedder.bundle import MANIFEST
 from kinlens.embedder.errors import DatasetError, JobError
 from kinlens.embedder.manifest import AskedEngine, AskedPrecision, Preprocessing
-from kinlens.training.commands.jobs import Overrides, load_images, with_settings
+from kinlens.training.commands.jobs import Overrides, load_images, shop_of, with_settings
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Runtime
 from kinlens.training.data.records import LabelledImages, labelled
 from kinlens.training.folder import replace_json
 from kinlens.training.report.log import note, progress_bar
+
+Model = tuple[Any, Preprocessing, Job | None, str | None]
+"""A network as a function of images, its input, its job and the digest of its split, if known."""
 
 
 def evaluate(
@@ -43,26 +46,41 @@ def evaluate(
 
     kinlens-train evaluate bundles/shop --precision bf16
     """
+    from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings, searched
     from kinlens.training.evaluation.retrieval import queries_in, with_interval
 
     if (source / MANIFEST).is_file():
-        model = _of_bundle(source, precision, engine)
+        embed, spec, job, split_sha256 = _of_bundle(source, precision, engine)
     elif precision != "fp32" or engine != "auto":
         raise JobError(
             f"--precision and --engine need a bundle, and {source} is a run. Export it first: "
             "kinlens-train export."
         )
     else:
-        model = _of_run(source)
-    if data is None:
-        model, parts = _with_test_images(source, model, overrides)
-    else:
+        embed, spec, job, split_sha256 = _of_run(source)
+    if data is not None:
         if overrides:
             raise JobError("--set changes the job's own images; omit it with --data.")
         parts = [_images(data)]
+    elif job is None or split_sha256 is None:
+        raise JobError(
+            f"The bundle {source} was made without a job, so it has no test images. Pass some: "
+            "--data /my/shop, a folder of class folders."
+        )
+    else:
+        job = with_settings(job, overrides, ("data.", "recall_at="))
+        split = load_images(job)
+        split.require(split_sha256, str(source))
+        parts = split.tested
     queries = queries_in(*parts)
     note(f"{len(parts[0]):,} images of {parts[0].classes:,} classes, {queries:,} queries")
-    figures = _figures(model, parts, full)
+    runtime = Runtime() if job is None else job.runtime
+    with progress_bar() as bar:
+        task = bar.add_task("embed", total=sum(map(len, parts)))
+        watch = partial(bar.advance, task)
+        vectors = [embed_with({"": embed}, part, spec, runtime, watch)[""] for part in parts]
+    settings: dict[str, Any] = {} if job is None else {"ks": job.recall_at, "seed": job.seed}
+    figures = evaluate_embeddings(*searched(vectors, parts), full=full, **settings)
     if as_json:
         typer.echo(json.dumps(figures))
         return
@@ -119,17 +137,7 @@ def report(
         tables.replace_block(page, study.stem, lines)
 
 
-@dataclass(frozen=True)
-class _Model:
-    """A network as a function of images, and its origin, if known."""
-
-    embed: Any
-    spec: Preprocessing
-    job: Job | None
-    split_sha256: str | None
-
-
-def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> _Model:
+def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> Model:
     from kinlens.embedder.bundle import Bundle
     from kinlens.embedder.engines.models import SessionSettings
     from kinlens.embedder.session import OnnxEmbedder
@@ -140,10 +148,10 @@ def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> 
     opened = OnnxEmbedder.open(bundle, SessionSettings(precision=precision, engine=engine))
     if precision != "fp32" or engine != "auto":
         note(f"in {opened.mode}: {opened.precision_reason}")
-    return _Model(opened.embed, manifest.preprocessing, job, manifest.split_sha256)
+    return opened.embed, manifest.preprocessing, job, manifest.split_sha256
 
 
-def _of_run(source: Path) -> _Model:
+def _of_run(source: Path) -> Model:
     from kinlens.training.checkpoint import load_chosen
     from kinlens.training.device import choose_device
     from kinlens.training.models.embedding import torch_embed
@@ -151,34 +159,15 @@ def _of_run(source: Path) -> _Model:
     checkpoint = load_chosen(source)
     job, net = checkpoint.network()
     embed = partial(torch_embed, net.to(choose_device(Runtime())))
-    return _Model(embed, job.input.preprocessing(), job, checkpoint.split_sha256)
-
-
-def _with_test_images(
-    source: Path, model: _Model, overrides: list[str] | None
-) -> tuple[_Model, list[LabelledImages]]:
-    """The model under the settings of the command, its test images and, perhaps, a gallery."""
-    if model.job is None or model.split_sha256 is None:
-        raise JobError(
-            f"The bundle {source} was made without a job, so it has no test images. Pass some: "
-            "--data /my/shop, a folder of class folders."
-        )
-    job = with_settings(model.job, overrides, ("data.", "recall_at="))
-    split = load_images(job)
-    split.require(model.split_sha256, str(source))
-    return replace(model, job=job), split.tested
+    return embed, job.input.preprocessing(), job, checkpoint.split_sha256
 
 
 def _images(data: Path) -> LabelledImages:
-    from kinlens.training.data.load import TABLE, read_folder, read_table
+    from kinlens.training.data.load import read_folder, read_table
 
-    data = data / TABLE if (data / TABLE).is_file() else data
-    if not data.exists():
-        raise DatasetError(f"--data {data}: there is no such folder or CSV.")
-    root = data if data.is_dir() else data.parent
+    root, _, table = shop_of(data)
     given = f"--data {data}"
-    records = read_folder(root, given) if data.is_dir() else read_table(root, data.name, given)
-    images = labelled(root, records)
+    images = labelled(root, read_table(root, table, given) if table else read_folder(root, given))
     if images.classes < 2:
         raise DatasetError(
             f"{data} has one class, {images.class_names[0]!r}, so every answer would be right. "
@@ -186,19 +175,3 @@ def _images(data: Path) -> LabelledImages:
         )
     note("If the model was trained on some of these images, the figures are too high.")
     return images
-
-
-def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str, float]:
-    from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings, searched
-
-    runtime = Runtime() if model.job is None else model.job.runtime
-    with progress_bar() as bar:
-        task = bar.add_task("embed", total=sum(map(len, parts)))
-        watch = partial(bar.advance, task)
-        vectors = [
-            embed_with({"": model.embed}, part, model.spec, runtime, watch)[""] for part in parts
-        ]
-    job, settings = model.job, dict[str, Any]()
-    if job is not None:
-        settings = {"ks": job.recall_at, "seed": job.seed}
-    return evaluate_embeddings(*searched(vectors, parts), full=full, **settings)

@@ -146,7 +146,8 @@ def test_a_training_gets_the_feedback_with_its_image_names(shop) -> None:
     assert first[0] == f"pictures/{'a' * 64}.jpg"
     assert second[1] == first[2]
     assert all(seen["there"]), "each name is a file of the data"
-    assert first[2].startswith("class-1-") and second[2].startswith("class-2-")
+    assert first[2].startswith("class-1-")
+    assert second[2].startswith("class-2-")
 
 
 def test_a_training_that_fails_says_why(shop) -> None:

@@ -51,8 +51,11 @@ class Checkpoint:
     def network(self) -> tuple[Job, EmbeddingNet]:
         """The job and its network (with `trunk_alone` its first trunk), evaluating on the CPU."""
         job = parse_job(self.job, origin="the job in the checkpoint")
-        random_start = job.model.model_copy(update={"weights": "none"})
-        net = EmbeddingNet(random_start, job.regularizers.determinant)
+        changes: dict[str, Any] = {"weights": "none"}
+        if job.model.dim == "auto":  # that of the trunk, or of a bundle that may be gone
+            head = "projection.linear" if job.model.hidden else "projection"
+            changes["dim"] = len(self.net[f"{head}.weight"])
+        net = EmbeddingNet(job.model.model_copy(update=changes), job.regularizers.determinant)
         if self.average is None:
             net.load_state_dict(self.net)
         else:

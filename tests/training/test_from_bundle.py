@@ -56,6 +56,16 @@ def test_a_run_begins_with_the_embeddings_of_its_bundle(bundle: Bundle, batch_no
     assert np.abs(served[0] - served[1]).max() > 1e-2
 
 
+def test_a_dimension_that_is_not_given_is_that_of_the_trunk_or_the_bundle(
+    bundle: Bundle, weights: Path, tmp_path: Path
+) -> None:
+    assert create_run(job_from(bundle, dim="auto"), classes=3).net.dim == bundle.manifest.dim
+    content = small_job(tmp_path / "products", regularized=False, weights=weights).as_dict()
+    content["model"]["dim"] = "auto"
+    net = create_run(parse_job(content), classes=3).net
+    assert net.dim == net.channels == net.projection.weight.shape[0]
+
+
 @pytest.mark.parametrize("pooling", ["gap+gmp", "gap"])
 def test_a_trunk_alone_lends_its_trunk_and_leaves_the_head(
     weights: Path, tmp_path: Path, pooling: Any
@@ -75,7 +85,7 @@ def test_a_trunk_alone_lends_its_trunk_and_leaves_the_head(
 
 def test_a_run_that_continues_a_bundle_has_no_folds(bundle: Bundle, tmp_path: Path) -> None:
     """The bundle was trained on their held-out classes, so they would always prefer it."""
-    content = job_from(bundle).as_dict()
+    content = job_from(bundle, dim="auto").as_dict()
     content["protocol"] = {"choose_by": "folds", "folds": 2, "alpha": 0.5}
     content["data"] |= {"root": str(tmp_path / "products"), "products": 10}
     job, folder = parse_job(content), tmp_path / "run"

@@ -97,8 +97,10 @@ class Model(Section):
     weights: str = "imagenet"
     """Initial weights: `imagenet` downloads published ones, `none` is random. Any other value is
     the path of a state dict of the trunk, or the folder of a bundle to continue from."""
-    dim: int | None = Field(512, ge=2)
-    """Length of an embedding, the output of the projection."""
+    dim: Annotated[int, Field(ge=2)] | Literal["auto"] | None = 512
+    """Length of an embedding, the output of the projection. `auto`: as many as the trunk has
+    channels, or as the bundle has that the run continues. Fewer save memory in a large gallery, but
+    a few classes do not show which directions others differ in."""
     pooling: Pooling = "gap+gmp"
     """Pooling over positions: average, maximum, their sum, the generalised mean with a learnt
     exponent, or the class token of a timm transformer."""

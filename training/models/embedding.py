@@ -142,13 +142,13 @@ class EmbeddingNet(nn.Module):
         if model.batch_norm == "folded":
             fold_batch_norm(self.trunk, side)
         self.pool = Pool(model.pooling, prefix)
-        self.dim = model.dim or channels
+        self.dim = model.dim if isinstance(model.dim, int) else channels
         self.projection: nn.Module = nn.Identity()
         if model.dim is not None:
             if model.hidden is None:
-                self.projection = linear_layer(channels, model.dim)
+                self.projection = linear_layer(channels, self.dim)
             else:
-                self.projection = Head(channels, model.dim, model.hidden)
+                self.projection = Head(channels, self.dim, model.hidden)
         self.flow_input: nn.Module = nn.Identity()
         self.flow: RealNVP | None = None
         if determinant is not None:

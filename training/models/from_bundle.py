@@ -53,7 +53,8 @@ def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
     made_by = parse_job(bundle.manifest.job, f"the job of {path}") if bundle.manifest.job else None
     _require_fit(job, bundle, made_by)
     start = _network(job, bundle, made_by)
-    random_start = job.model.model_copy(update={"weights": "none"})
+    own = {"dim": bundle.manifest.dim} if made_by and job.model.dim == "auto" else {}
+    random_start = job.model.model_copy(update={"weights": "none", **own})
     net = EmbeddingNet(random_start, job.regularizers.determinant)
     net.trunk.load_state_dict(start.trunk.state_dict())
     if made_by is not None:
@@ -69,8 +70,10 @@ def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
         "model.backbone": (bundle.manifest.backbone, job.model.backbone)
     }
     if made_by is not None:
-        for name in ("dim", "hidden", "pooling"):
+        for name in ("hidden", "pooling"):
             pairs[f"model.{name}"] = getattr(made_by.model, name), getattr(job.model, name)
+        if job.model.dim != "auto":
+            pairs["model.dim"] = bundle.manifest.dim, job.model.dim
         there, here = (each.regularizers.determinant for each in (made_by, job))
         if there is not None:
             for name in ("flow", "activation", "input_norm"):
@@ -92,7 +95,9 @@ def _network(job: Job, bundle: Bundle, made_by: Job | None) -> EmbeddingNet:
     """The network of the bundle, with the batch norm of `job`; checked on the golden images."""
     import onnx  # here, as few runs begin with a bundle
 
-    shapes = [made_by.model] if made_by is not None else _trunks(job.model.backbone)
+    shapes = _trunks(job.model.backbone)
+    if made_by is not None:
+        shapes = [made_by.model.model_copy(update={"dim": bundle.manifest.dim})]
     flow = made_by.regularizers.determinant if made_by is not None else None
     tensors = {
         tensor.name: torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())

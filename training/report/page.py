@@ -22,7 +22,6 @@ from kinlens.training.state import Row, on_validation
 
 Rows = Sequence[Row]
 
-
 def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Result) -> None:
     if history:
         _draw_curves(folder / "curves.png", history)
@@ -75,9 +74,10 @@ def _names(history: Rows, part: str) -> list[str]:
 def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
     regularizers = [name for name, value in job.regularizers if value is not None]
     minutes = sum(row["seconds"] for row in history) / 60
+    dims = "the trunk's" if job.model.dim == "auto" else job.model.dim or "no"
     return [
         f"- model: {result.model}; backbone {job.model.backbone}, head of "
-        f"{job.model.dim or 'no'} dimensions, pooling {job.model.pooling}, {job.input.size_px} px",
+        f"{dims} dimensions, pooling {job.model.pooling}, {job.input.size_px} px",
         f"- loss: {job.loss.name}; regularizers: {', '.join(regularizers) or 'none'}; "
         f"sampling: {job.sampling.kind}; seed {job.seed}",
         *(

@@ -5,10 +5,11 @@
 Each shop is a random draw of products and of images from groceries, cars, rendered products or all
 three; half of its products are trained on. The methods:
 
-- adapt   `kinlens-train adapt`: a head on the frozen trunk, chosen on folds
-- today   the earlier job `shop`: the whole network, from principal directions, the last epoch
-- shop    the job `shop`: from the directions of `adapt`, with its folds
-- whole   the same training without folds: every point between its start and its last epoch
+- adapt     `kinlens-train adapt`: a head on the frozen trunk, with its folds
+- head      the same training without folds: every point between its start and its last epoch
+- head-512  a head of 512 dimensions instead of the trunk's 1,280
+- shop      the job `shop`: the whole network, with its folds
+- whole     the same training without folds
 
 A gain is R@1 or MAP@R on the products that were not trained on, minus the untrained trunk's, in
 points. Means have Student's 95 % interval over all runs. Runs in the JSON file are not repeated.
@@ -40,9 +41,11 @@ from kinlens.training.rendered.catalogue import class_name, render_view
 from kinlens.training.runner import run_job
 from kinlens.training.trainer import fit
 
+WITH_FOLDS = ("adapt", "shop")
 METHODS: dict[str, tuple[str, list[str]]] = {
     "adapt": ("adapt", []),
-    "today": ("shop", ["start.projection=trunk", "protocol={choose_by='last'}"]),
+    "head": ("adapt", []),
+    "head-512": ("adapt", ["model.dim=512"]),
     "shop": ("shop", []),
     "whole": ("shop", []),
 }
@@ -72,7 +75,7 @@ SHOPS = (
 
 
 def main() -> None:
-    args = options(__doc__, seeds=3, shops=10, methods=["adapt", "today"], first_seed=0, json=None)
+    args = options(__doc__, seeds=3, shops=10, methods=["head", "whole"], first_seed=0, json=None)
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
@@ -149,19 +152,15 @@ def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[st
     split = load_split(job.data)
     out.mkdir()
     found: dict[str, Any] = {}
-    if method == "whole":
+    if method not in WITH_FOLDS:
         with tuned(choose_device(job.runtime)):
             fit(job, split, out, Quiet())
     else:
         result = run_job(job, split, out, Quiet())
         found["chosen"] = _rounded(result.figures)
     found["seconds"] = round(time.perf_counter() - started, 1)
-    if job.protocol.choose_by == "folds":
-        began = load_checkpoint(out)
-        found["line"] = {"trunk": _rounded(began.trunk)}
-        found["line"] |= {name_of(a): _rounded(_at(a, out, split.test, job)) for a in ALPHAS}
-    else:
-        found["line"] = {"trunk": _rounded(result.trunk), "1": found["chosen"]}
+    found["line"] = {"trunk": _rounded(load_checkpoint(out).trunk)}
+    found["line"] |= {name_of(a): _rounded(_at(a, out, split.test, job)) for a in ALPHAS}
     if (out / "choice.json").exists():
         choice = read_json(out / "choice.json", "")
         found["alpha"] = choice["alpha"]
@@ -194,12 +193,13 @@ def _print(found: dict[str, dict[str, Any]], methods: list[str]) -> None:
         shop, _, method = key.rsplit(" ", 2)
         if method in methods:
             named = {f"alpha {name}": figures for name, figures in run["line"].items()}
-            if method != "whole":
-                named = {method: run["chosen"]}
+            if method in WITH_FOLDS:
+                named = {"folds": run["chosen"]}
             for name, figures in named.items():
                 recall, precision = np.subtract(figures, run["line"]["trunk"])
-                chosen.setdefault(name, {}).setdefault(shop, []).append((recall, precision))
-    chosen.pop("alpha trunk", None)
+                column = chosen.setdefault(f"{method} {name}", {})
+                column.setdefault(shop, []).append((recall, precision))
+    chosen = {name: column for name, column in chosen.items() if not name.endswith("trunk")}
     heading("shop", "trunk R@1", *(f"{name}: R@1 (worst), MAP@R" for name in chosen))
     for shop in shops:
         trunks = {

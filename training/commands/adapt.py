@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kinlens.embedder.bundle import MANIFEST
-from kinlens.embedder.errors import BundleError, CheckpointError, JobError
+from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
 from kinlens.training.commands.jobs import Overrides, load_images, shop_of, stoppable, summary
 from kinlens.training.config.job import expand_path, load_job
@@ -37,9 +37,10 @@ def adapt(
 ) -> None:
     """Adapt a pretrained network to your images in about a minute, and export the bundle.
 
-    The network itself is not trained: its features are computed once and cached, and a small head
-    is trained on them. Cross validation over your products rejects a head that is worse than the
-    trunk. Run the same command again to resume.
+    The network itself is not trained: its features are computed once and cached, and a head is
+    trained on them. The head of the bundle is a quarter of the way from a whitening to the trained
+    one, unless cross validation over your products finds another point, or the trunk, better.
+    Run the same command again to resume.
 
     Examples:
 
@@ -50,12 +51,11 @@ def adapt(
       --set input.size_px=256 --set input.resize_px=288 --set input.test_px=256
     """
     from kinlens.training.checkpoint import load_chosen
-    from kinlens.training.export.bundle import export_checkpoint
+    from kinlens.training.export.bundle import export_checkpoint, make_room
     from kinlens.training.folder import finished_result, settings, stamp
     from kinlens.training.runner import run_job
 
-    if out.exists():
-        raise BundleError(f"{out} exists already. Choose another --out or remove it first.")
+    make_room(out)
     precisions = precisions_of(precision)
     root, name, table = shop_of(data)
     content = [f'name="{name}"', f"model.backbone={backbone}", f"model.weights={weights}"]

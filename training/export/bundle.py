@@ -138,7 +138,7 @@ def export_checkpoint(
 
     Raises: DatasetError if `split` is not the split of the run; ExportError, BundleError.
     """
-    _make_room(out)
+    make_room(out)
     split.require(checkpoint.split_sha256, "The checkpoint")
     job = parse_job(checkpoint.job)
     data = _Data(split, tuple(sorted({1, *job.recall_at})), job.runtime, on_batch, on_refusal)
@@ -172,7 +172,7 @@ def export_backbone(
     name: str, model: Model, spec: Input, out: Path, with_map: bool = False
 ) -> Bundle:
     """Write the bundle of a pretrained trunk: its pooled features, without recall."""
-    _make_room(out)
+    make_room(out)
     net = EmbeddingNet(model.model_copy(update={"dim": None})).eval()
     net.check_sizes(spec.preprocessing().crop_px)
     manifest = _manifest(name, net, spec.preprocessing(), model.backbone)
@@ -184,7 +184,7 @@ def images_to_embed(split: Split) -> int:
     return sum(len(images) for name, images in split.parts.items() if name != "train")
 
 
-def _make_room(out: Path) -> None:
+def make_room(out: Path) -> None:
     """Create the parent folder, before the work. Raises: BundleError if `out` cannot be created."""
     if out.exists():
         raise BundleError(f"{out} exists already. Choose another folder or delete it first.")

@@ -66,7 +66,7 @@ def fit(
     """
     torch.manual_seed(job.seed)  # NumPy and Python draw from generators of their own
     images = split.to_learn()
-    order = BatchSampler(job, images.labels, rank(), world(), split.confused())
+    order = BatchSampler(job, images.labels, rank(), world())
     job = job.model_copy(update={"optimizer": job.optimizer.enough_epochs(len(order))})
     check_labels(torch.from_numpy(images.labels), images.classes)
     run = create_run(job, images.classes)

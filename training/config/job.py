@@ -165,6 +165,8 @@ def load_job(source: str | Path, overrides: Sequence[str] = ()) -> Job:
     return parse_job(content, origin)
 
 
+_ANY = object()
+
 _RETIRED: dict[str, Any] = {
     "loss.beta_per_class": False,
     "loss.farthest": 1.4,
@@ -175,13 +177,14 @@ _RETIRED: dict[str, Any] = {
     "loss.pairs": "all",
     "regularizers.determinant.flow.kind": "real_nvp",
     "regularizers.determinant.same_class": False,
+    "sampling.confused": _ANY,
 }
 """Settings that stored jobs have and this version has not, with the value that is left."""
 
 
 def is_retired(name: str, value: Any) -> bool:
     """Whether a stored job has this setting only because an older version wrote it."""
-    return name in _RETIRED and bool(value == _RETIRED[name])
+    return name in _RETIRED and (_RETIRED[name] is _ANY or bool(value == _RETIRED[name]))
 
 
 def parse_job(content: dict[str, Any], origin: str = "job") -> Job:

@@ -327,8 +327,6 @@ class Sampling(Section):
     draws: Literal[1, 2] | None = None
     """1: the loss is that of the whole batch. 2: it is the mean over its two halves. None: 2 under
     `paired`, otherwise 1."""
-    confused: float = Field(0.25, ge=0, le=0.5)
-    """Fraction of the batches in which classes that feedback marks as confused are put together."""
 
     @property
     def parts(self) -> int:

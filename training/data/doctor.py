@@ -45,11 +45,10 @@ _FINDINGS = {
     "copies-across-parts": "image(s) are in train and in test, byte for byte",
     "copies-across-classes": "image(s) are in two classes, byte for byte",
     "copies": "image(s) are twice in their class, byte for byte, and would find each other",
-    "confused": "pair(s) of classes are confused, by feedback; batches put them together",
     "feedback": "reason(s) why rows of the feedback are not used",
     "unlisted": "image(s) belong to no class or are hidden; they are skipped",
 }
-_NOTES = {"unlisted", "confused", "feedback"}
+_NOTES = {"unlisted", "feedback"}
 _NOTES_IF_OFFICIAL = {"one-image", "copies", "copies-across-parts", "copies-across-classes"}
 """Notes for official data sets, whose lists are fixed by the literature."""
 _NOTES_IF_PARTIAL = {"missing", "counts"}
@@ -233,8 +232,6 @@ def _check_feedback(
     except DatasetError as error:
         cases["feedback-rows"].append(str(error))
         return []
-    often = sorted(feedback.confused, key=lambda pair: -pair.times)
-    cases["confused"] = [f"{one} and {other}: {times:,} row(s)" for one, other, times in often]
     cases["feedback"] = [f"{n:,} of {feedback.rows:,} {why}" for why, n in feedback.unused.items()]
     for image in feedback.images:
         if fault := _check_image(image.path, quick)[1]:

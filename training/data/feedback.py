@@ -8,8 +8,7 @@ A folder has `pairs.csv`, one row per judged answer, and optionally the query im
 - `action`: clicked, bought or wrong.
 
 A query image gets the class with the most votes: a click or purchase is a vote for the class of
-the item, a wrong answer a vote against it. Without a single winner above 0 it has no class. An
-item that is wrong for a query image of another class means that these two classes are confused.
+the item, a wrong answer a vote against it. Without a single winner above 0 it has no class.
 """
 
 from collections import Counter, defaultdict
@@ -18,14 +17,14 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from kinlens.embedder.errors import DatasetError
-from kinlens.training.data.records import Confused, Feedback, QueryImage, Split, read_rows
+from kinlens.training.data.records import Feedback, QueryImage, Split, read_rows
 
 FILE = "pairs.csv"
 _LIKED = ("clicked", "bought")
 _ACTIONS = (*_LIKED, "wrong")
 
 UNKNOWN = "name items that are not in the data; train on the folder that the gallery is built from"
-KEY_ONLY = "like an answer to a search with an image of the shop itself, which adds no new image"
+KEY_ONLY = "judge an answer to a search with an image of the shop itself, which adds no new image"
 NOT_KEPT = "like an answer to a query image that is not kept in the folder"
 OUTVOTED = "are outvoted by other rows of the same query image, or tied with them"
 UNKNOWN_PRODUCT = "call an answer wrong for a query image of unknown product"
@@ -58,12 +57,10 @@ def read_feedback(folders: Sequence[Path], classes: Mapping[str, str]) -> Feedba
                 kept[name] = (folder / name).absolute()
     labels = _classes_of_queries(rows, classes)
     uses = [_use(row, labels, classes, kept) for row in rows]
-    confused = Counter(tuple(sorted(use)) for use in uses if isinstance(use, frozenset))
     unused = Counter(use for use in uses if isinstance(use, str))
     return Feedback(
         rows=len(rows),
         images=tuple(sorted({use for use in uses if isinstance(use, QueryImage)})),
-        confused=tuple(Confused(a, b, n) for (a, b), n in sorted(confused.items())),
         unused={reason: unused[reason] for reason in sorted(unused)},
     )
 
@@ -86,18 +83,13 @@ def sentences(split: Split) -> list[str]:
     feedback = split.feedback
     if feedback is None:
         return []
-    images, confused = split.joined(), split.confused()
+    images = split.joined()
     classes = len(set(images.labels.tolist()))
+    held_out = len(feedback.images) - len(images)
     lines = [
-        f"feedback: {len(images):,} query image(s) join {classes:,} train class(es); "
-        f"{len(confused):,} pair(s) of train classes are confused"
+        f"feedback: {len(images):,} query image(s) join {classes:,} train class(es)"
+        + (f"; {held_out:,} of held-out classes are not used" if held_out else "")
     ]
-    held_out = len(feedback.images) - len(images), len(feedback.confused) - len(confused)
-    if any(held_out):
-        lines.append(
-            f"feedback: {held_out[0]:,} query image(s) and {held_out[1]:,} pair(s) of held-out "
-            "classes are not used"
-        )
     unused = feedback.unused.items()
     return lines + [f"feedback: {n:,} of {feedback.rows:,} rows {why}" for why, n in unused]
 
@@ -117,22 +109,21 @@ def _classes_of_queries(rows: Sequence[Row], classes: Mapping[str, str]) -> dict
 
 def _use(
     row: Row, labels: Mapping[str, str], classes: Mapping[str, str], kept: Mapping[str, Path]
-) -> QueryImage | frozenset[str] | str:
-    """The query image that a row adds, the two classes that it confuses, or why it is not used."""
+) -> QueryImage | str | None:
+    """The query image that a row adds, why it is not used, or None for a vote against an item."""
     item = classes.get(row.item)
     if item is None:
         return UNKNOWN
+    if not row.query:
+        return KEY_ONLY
     own = labels.get(row.query)
     if row.action in _LIKED:
-        if not row.query:
-            return KEY_ONLY
         if own != item:
             return OUTVOTED
         return QueryImage(item, row.query, kept[row.query]) if row.query in kept else NOT_KEPT
-    own = own or classes.get(row.query_key)
     if own is None:
         return UNKNOWN_PRODUCT
-    return OUTVOTED if own == item else frozenset((own, item))
+    return OUTVOTED if own == item else None
 
 
 def _fault(row: Row) -> str:

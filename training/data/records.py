@@ -103,14 +103,6 @@ class QueryImage(NamedTuple):
     path: Path
 
 
-class Confused(NamedTuple):
-    """Two classes, in order, and how often customers called one wrong for the other."""
-
-    one: str
-    other: str
-    times: int
-
-
 @dataclass(frozen=True)
 class Feedback:
     """What customers reported about the images of a data set, see training.data.feedback.
@@ -120,13 +112,13 @@ class Feedback:
 
     rows: int
     images: tuple[QueryImage, ...] = ()
-    confused: tuple[Confused, ...] = ()
     unused: Mapping[str, int] = field(default_factory=dict)
 
     def sha256(self) -> str:
         """Digest of all that a run learns from it, independent of its folder."""
         content = [(image.label, image.name) for image in self.images]
-        return hashlib.sha256(repr((content, self.confused)).encode()).hexdigest()
+        # The empty tuple keeps the digest of runs from when feedback had more than images.
+        return hashlib.sha256(repr((content, ())).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -189,13 +181,6 @@ class Split:
         joined = self.joined()
         labels = np.concatenate([self.train.labels, joined.labels])
         return replace(self.train, paths=self.train.paths + joined.paths, labels=labels)
-
-    def confused(self) -> NDArray[np.int64]:
-        """Train classes that customers confuse: two labels and the number of rows, (P, 3)."""
-        number = {name: index for index, name in enumerate(self.train.class_names)}
-        pairs = self.feedback.confused if self.feedback else ()
-        found = [(number[a], number[b], n) for a, b, n in pairs if {a, b} <= number.keys()]
-        return np.array(found, dtype=np.int64).reshape(-1, 3)
 
     def sha256(self) -> str:
         """Digest of the lists; validation and gallery count if they exist."""

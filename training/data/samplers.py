@@ -5,11 +5,9 @@ same global batch and yields its own contiguous share, so the concatenated share
 0 .. world - 1 are the batch of a run of one process.
 
 N images of C classes, batch size B: c classes, drawn d times with m images each, so B = c d m.
-Classes that feedback marks as confused share more batches than by chance: hard negatives, for
-every loss and miner.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import count
 
@@ -22,9 +20,6 @@ from kinlens.training.config.job import Job
 from kinlens.training.data.images import Index
 
 Numbers = NDArray[np.int64]
-
-Partners = dict[int, tuple[Numbers, NDArray[np.float64]]]
-"""For each class: the classes that it is confused with, and the probability of choosing each."""
 
 
 class BatchSampler(Sampler[list[Index]]):
@@ -51,22 +46,13 @@ class BatchSampler(Sampler[list[Index]]):
         job: with its `sampling`, `seed` and sizes.
         labels: class of each image (N,).
         rank, world: number of this process, and how many processes share each batch.
-        confused: two labels and a weight for each pair of classes (P, 3), see `_group_confused`.
 
     Raises: JobError if the settings are inconsistent with each other, the classes or the processes.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        labels: Numbers,
-        rank: int = 0,
-        world: int = 1,
-        confused: Numbers | None = None,
-    ) -> None:
+    def __init__(self, job: Job, labels: Numbers, rank: int = 0, world: int = 1) -> None:
         self.sampling, self.seed, self.rank, self.world = job.sampling, job.seed, rank, world
-        found, self.labels = np.unique(labels, return_inverse=True)  # from 0, without gaps
-        self.partners = {} if confused is None else _partners(confused, found)
+        _, self.labels = np.unique(labels, return_inverse=True)  # from 0, without gaps
         self.batches = max(len(labels) // job.optimizer.batch_size, 1)
         self.limit = job.optimizer.steps_per_epoch
         self.epoch = 0
@@ -108,9 +94,7 @@ class BatchSampler(Sampler[list[Index]]):
         epoch = self.epoch
         rng = np.random.default_rng((self.seed, epoch))
         if self.sampling.kind == "random":
-            images = rng.permutation(len(self.labels))
-            order = self._group_confused(self.labels[images], self.batch_size, rng)
-            images = images[order][: self.batches * self.batch_size]
+            images = rng.permutation(len(self.labels))[: self.batches * self.batch_size]
         else:
             images = self._of_classes(rng)
         views = times_before(images)
@@ -123,41 +107,10 @@ class BatchSampler(Sampler[list[Index]]):
     def _of_classes(self, rng: np.random.Generator) -> Numbers:
         """The images of one draw after the other, grouped by class: (batches * B,)."""
         classes = _class_order(int(self.labels.max()) + 1, self.width, self.batches, rng)
-        classes = classes[self._group_confused(classes, self.width, rng)]
         visits = self.draws * times_before(classes)[:, None] + np.arange(self.draws)
         images = self._visit(classes.repeat(self.draws), visits.ravel(), rng)  # (batches c d, m)
         grouped = images.reshape(self.batches, self.width, self.draws, self.sampling.per_class)
         return grouped.transpose(0, 2, 1, 3).ravel()
-
-    def _group_confused(self, classes: Numbers, width: int, rng: np.random.Generator) -> Numbers:
-        """A permutation (V,) of V slots that puts confused classes into the same batch.
-
-        A fraction `sampling.confused` of the batches is chosen at random. In them each class in
-        turn gets one of the classes that it is confused with, swapped in from a batch that is not
-        chosen. The swap moves out the last slot of the chosen batch that no pair needs, unless the
-        other batch has that class already. So an epoch uses the same images as before, and no batch
-        repeats a class more often.
-        """
-        order = np.arange(len(classes))
-        if not self.partners:
-            return order
-        chosen = np.flatnonzero(rng.random(self.batches) < self.sampling.confused)
-        free = rng.permutation(np.flatnonzero(~np.isin(order // width, chosen)))
-        slots = _Slots(classes, width, free)
-        for batch in chosen.tolist():
-            first, last = batch * width, (batch + 1) * width - 1
-            needed: set[int] = set()
-            for slot in range(first, last):
-                own = slots.classes[slot]
-                if own not in self.partners:
-                    continue
-                partners, chances = self.partners[own]
-                partner = int(rng.choice(partners, p=chances))
-                while last > slot and slots.classes[last] in needed | {own, partner}:
-                    last -= 1
-                if last > slot and slots.bring(partner, last):
-                    needed |= {own, partner}
-        return slots.order
 
     def _visit(self, classes: Numbers, visits: Numbers, rng: np.random.Generator) -> Numbers:
         """m images for each visit to a class: classes (V,) and their visits (V,) to (V, m).
@@ -182,37 +135,6 @@ class BatchSampler(Sampler[list[Index]]):
         return rng.permuted(images, axis=1)
 
 
-class _Slots:
-    """Slots with classes (V,) in batches of `width`; only slots in `free` may be swapped out."""
-
-    def __init__(self, classes: Numbers, width: int, free: Numbers) -> None:
-        self.classes: list[int] = classes.tolist()
-        self.order = np.arange(len(classes))
-        self.width = width
-        starts = range(0, len(classes), width)
-        self.present = [Counter(self.classes[start : start + width]) for start in starts]
-        self.free: defaultdict[int, list[int]] = defaultdict(list)
-        for slot in free.tolist():
-            self.free[self.classes[slot]].append(slot)
-
-    def bring(self, wanted: int, slot: int) -> bool:
-        """Put class `wanted` into the batch of `slot`, by a swap if needed; whether it is there."""
-        target, evicted = self.present[slot // self.width], self.classes[slot]
-        if target[wanted]:
-            return True
-        for source in self.free[wanted]:
-            donor = self.present[source // self.width]
-            if not donor[evicted]:
-                self.free[wanted].remove(source)
-                self.free[evicted].append(source)
-                self.classes[slot], self.classes[source] = wanted, evicted
-                self.order[[slot, source]] = self.order[[source, slot]]
-                target.update({wanted: 1, evicted: -1})
-                donor.update({wanted: -1, evicted: 1})
-                return True
-        return False
-
-
 def _class_order(classes: int, width: int, batches: int, rng: np.random.Generator) -> Numbers:
     """Shuffled rounds over all classes, without repeats in a batch: (batches * width,)."""
     rounds = [rng.permutation(classes)]
@@ -223,20 +145,6 @@ def _class_order(classes: int, width: int, batches: int, rng: np.random.Generato
         first = new[~np.isin(new, taken)][: width - begun]  # the rest of that batch
         rounds.append(np.concatenate([first, new[~np.isin(new, first)]]))
     return np.concatenate(rounds)[: batches * width]
-
-
-def _partners(confused: Numbers, labels: Numbers) -> Partners:
-    """`Partners` from pairs of labels and weights (P, 3), as indices into `labels`, sorted (C,)."""
-    known = confused[np.isin(confused[:, :2], labels).all(axis=1)]
-    weights: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    for one, other, times in zip(
-        *np.searchsorted(labels, known[:, :2]).T, known[:, 2], strict=True
-    ):
-        weights[int(one)][int(other)] = weights[int(other)][int(one)] = int(times)
-    return {
-        own: (np.array(list(row)), np.array(list(row.values())) / sum(row.values()))
-        for own, row in weights.items()
-    }
 
 
 def times_before(items: Numbers) -> Numbers:

@@ -138,7 +138,7 @@ def choose(job: Job, split: Split, folder: Path, train: Train) -> Choice:
         one = job.model_copy(update={"protocol": protocol})
         part = with_protocol(split, protocol)
         try:  # before any fold is trained
-            BatchSampler(one, part.to_learn().labels, rank(), world(), part.confused())
+            BatchSampler(one, part.to_learn().labels, rank(), world())
         except JobError as error:
             reason = f"Fold {number + 1} of {count} trains on {part.train.classes} classes: {error}"
             raise JobError(reason) from error

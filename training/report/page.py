@@ -22,6 +22,7 @@ from kinlens.training.state import Row, on_validation
 
 Rows = Sequence[Row]
 
+
 def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Result) -> None:
     if history:
         _draw_curves(folder / "curves.png", history)

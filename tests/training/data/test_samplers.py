@@ -25,14 +25,11 @@ def sampler(
     seed: int = 0,
     limit: int | None = None,
     ranks: tuple[int, int] = (0, 1),
-    confused: np.ndarray | None = None,
-    share: float = 0.25,
     **sampling: Any,
 ) -> BatchSampler:
     sizes = {"batch_size": batch_size, "steps_per_epoch": limit}
-    sampling |= {"confused": share}
     job = some_job(seed=seed, sampling=sampling, optimizer=sizes)
-    return BatchSampler(job, labels, *ranks, confused)
+    return BatchSampler(job, labels, *ranks)
 
 
 def even(classes: int, each: int) -> np.ndarray:
@@ -63,13 +60,10 @@ def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 MANY = even(60, 8)
-CONFUSED = np.array([[3, 41, 2], [3, 55, 2], [7, 8, 1], [20, 59, 4]])
-WITH_AND_WITHOUT = pytest.mark.parametrize("confused", [None, CONFUSED], ids=["plain", "confused"])
 
 
-@WITH_AND_WITHOUT
-def test_seed_and_epoch_decide_the_order(kind: dict[str, Any], confused: np.ndarray | None) -> None:
-    a, b, c = (sampler(MANY, 24, seed=n, confused=confused, **kind) for n in (0, 0, 1))
+def test_seed_and_epoch_decide_the_order(kind: dict[str, Any]) -> None:
+    a, b, c = (sampler(MANY, 24, seed=n, **kind) for n in (0, 0, 1))
     first = epoch_of(a, 0)
     assert epoch_of(a, 1) != first
     assert epoch_of(a, 0) == epoch_of(b, 0) == first
@@ -93,15 +87,11 @@ def test_a_batch_of_all_images_is_shared_equally_too() -> None:
     assert sizes == [13, 13]  # of 27 images
 
 
-@WITH_AND_WITHOUT
-def test_the_shares_of_all_ranks_make_the_global_batch(
-    kind: dict[str, Any], confused: np.ndarray | None
-) -> None:
-    whole = epoch_of(sampler(MANY, 24, confused=confused, **kind), 2)
+def test_the_shares_of_all_ranks_make_the_global_batch(kind: dict[str, Any]) -> None:
+    whole = epoch_of(sampler(MANY, 24, **kind), 2)
     for world in (2, 3):
         shares = [
-            epoch_of(sampler(MANY, 24, ranks=(rank, world), confused=confused, **kind), 2)
-            for rank in range(world)
+            epoch_of(sampler(MANY, 24, ranks=(rank, world), **kind), 2) for rank in range(world)
         ]
         assert {len(batch) for share in shares for batch in share} == {24 // world}
         joined = [list(chain.from_iterable(batches)) for batches in zip(*shares, strict=True)]
@@ -156,31 +146,6 @@ def test_two_draws_have_the_same_classes_and_overlap_as_little_as_possible(n: in
             size = SIZES[LABELS[first[0]]]
             common = (Counter(first.tolist()) & Counter(second.tolist())).total()
             assert common == n // size * size + max(0, 2 * (n % size) - size)
-
-
-def meetings(sampler: BatchSampler, labels: np.ndarray, epochs: int = 30) -> float:
-    """How many of CONFUSED are both in a batch, in the mean batch."""
-    met = 0
-    for epoch in range(epochs):
-        for batch in labels[images_of(sampler, epoch)]:
-            met += sum({one, other} <= set(batch.tolist()) for one, other, _ in CONFUSED)
-    return met / epochs / len(sampler)
-
-
-def test_confused_classes_meet_more_often(kind: dict[str, Any]) -> None:
-    plain, reported = (sampler(MANY, 24, confused=pairs, **kind) for pairs in (None, CONFUSED))
-    often = sampler(MANY, 24, confused=CONFUSED, **(kind | {"share": 0.5}))
-    found = [meetings(each, MANY) for each in (plain, reported, often)]
-    assert found[2] > found[1] > 1.4 * found[0]
-    for epoch in range(5):
-        before, now = MANY[images_of(plain, epoch)], MANY[images_of(reported, epoch)]
-        assert sorted(now.ravel()) == sorted(before.ravel())  # the same visits to every class
-        if kind["kind"] == "random":
-            assert sorted(images_of(reported, epoch).ravel()) == list(range(480))
-        else:
-            assert {len(set(batch)) for batch in now.tolist()} == {len(set(before[0]))}
-    absent = np.array([[3, 99, 1]])
-    assert epoch_of(sampler(MANY, 24, confused=absent, **kind), 3) == epoch_of(plain, 3)
 
 
 def test_impossible_settings_are_refused_with_a_cure(kind: dict[str, Any]) -> None:

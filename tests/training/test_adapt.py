@@ -19,7 +19,7 @@ from kinlens.training.config.settings import Input, Runtime
 from kinlens.training.data.features import FeatureStore, pooled_views
 from kinlens.training.data.load import load_split
 from kinlens.training.data.records import Split
-from kinlens.training.evaluation.choice import between
+from kinlens.training.evaluation.choice import ALPHAS, between, choose, name_of
 from kinlens.training.export.bundle import export_checkpoint
 from kinlens.training.folder import replace_json
 from kinlens.training.models.embedding import EmbeddingNet
@@ -132,7 +132,7 @@ def test_a_stopped_head_resumes_as_if_never_stopped(tmp_path: Path, weights: Pat
 
 def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: Path) -> None:
     harmful = {"lr_head": 30.0, "epochs": 6}
-    job = head_job(tmp_path / "products", weights, 32, optimizer=harmful, protocol={"alpha": 1.0})
+    job = head_job(tmp_path / "products", weights, 32, optimizer=harmful)
     same = {"split_sha256": load_split(job.data).sha256(), "job": small_job(tmp_path).as_dict()}
     known = {"figures": {"R@1": 99.6, "MAP@R": 98.7}, "validation": {}, "best_epoch": 1}
     result = {**same, **known, "chosen_by": "last", "seconds_per_epoch": 1.0}
@@ -142,7 +142,7 @@ def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: 
     _, listener = ran(job, tmp_path / "run")
     found = json.loads((tmp_path / "run" / "choice.json").read_text())
     assert found["recall"]["1"] < found["recall"]["trunk"]
-    assert found["alpha"] != found["wanted"] == 1.0
+    assert found["alpha"] != 1.0
     assert load_chosen(tmp_path / "run").trunk_alone == (found["alpha"] is None)
     assert sum("2 folds of the train classes" in sentence for sentence in listener.sentences) == 2
     report = (tmp_path / "run" / "report.md").read_text()
@@ -159,6 +159,36 @@ def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: 
     torch.testing.assert_close(mixed, 0.75 * before + 0.25 * after)
     assert torch.equal(before, start.network()[1].projection.weight)
     assert torch.equal(after, last.network()[1].projection.weight)
+
+
+@pytest.mark.parametrize(("hits", "alpha"), [(9, 0.25), (40, 0.75), (0, 0.25)])
+def test_folds_change_the_model_only_beyond_chance(
+    tmp_path: Path, weights: Path, hits: int, alpha: float
+) -> None:
+    """Of 40 held-out classes the candidate 0.75 finds `hits`, the others 8."""
+    job = head_job(tmp_path / "products", weights)
+    split = load_split(job.data)
+    ranks = {name: [int(i % 5 > 0) for i in range(40)] for name in ("trunk", *map(name_of, ALPHAS))}
+    ranks["0.75"] = [int(i >= hits) for i in range(40)]
+    line = {
+        "began_with": "the untrained trunk",
+        "classes": [f"class {i}" for i in range(40)],
+        "ranks": ranks,
+        "precisions": {name: [0.5] * 40 for name in ranks},
+    }
+
+    def finish(fold: Job, part: Split, folder: Path) -> None:
+        identity = {"job": fold.as_dict(), "split_sha256": part.learnt_sha256()}
+        replace_json(folder / "line.json", identity | line)
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            choose(job, split, tmp_path / "run", finish)
+    choice = choose(job, split, tmp_path / "run", finish)
+    assert choice.alpha == alpha
+    assert choice.recall["0.75"] == 100 * hits / 40
+    assert ("kept alpha 0.25" in choice.sentence()) == (alpha == 0.25)
 
 
 def test_finished_folds_are_not_trained_with_other_settings(tmp_path: Path, weights: Path) -> None:

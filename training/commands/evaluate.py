@@ -69,7 +69,7 @@ def evaluate(
         )
     else:
         job = with_settings(job, overrides, ("data.", "recall_at="))
-        split = load_images(job)
+        split = load_images(job, expected=split_sha256)
         split.require(split_sha256, str(source))
         parts = split.tested
     queries = queries_in(*parts)

@@ -70,7 +70,8 @@ def export(
         describe(export_backbone(backbone, model, spec, out, with_map))
     if run is not None:
         checkpoint = load_chosen(run)
-        split = load_images(with_settings(parse_job(checkpoint.job), overrides, ("data.",)))
+        job = with_settings(parse_job(checkpoint.job), overrides, ("data.",))
+        split = load_images(job, expected=checkpoint.split_sha256)
         with progress_bar() as bar:
             refused = note if skip_refused else None
             task = bar.add_task("check recall", total=images_to_embed(split))

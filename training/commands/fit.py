@@ -44,6 +44,7 @@ def fit(
 
     torchrun --nproc-per-node=4 -m kinlens.training fit cub-proxy-anchor --set data.root=/data/cub
     """
+    from kinlens.training.checkpoint import FILE, load_checkpoint
     from kinlens.training.distributed import is_main, main_first, process_group
     from kinlens.training.runner import require_fresh_or_resumable, run_job
 
@@ -54,7 +55,8 @@ def fit(
     with process_group(settings.runtime.device):
         console.quiet = not is_main()
         with main_first():
-            split = load_images(settings)
+            begun = load_checkpoint(folder).split_sha256 if (folder / FILE).exists() else ""
+            split = load_images(settings, expected=begun)
         note(f"{settings.name}: {summary(split)}")
         resume_it = f"Finished epochs are kept. Resume: --out {folder} --resume."
         with stoppable(resume_it), console_listener() as listener:

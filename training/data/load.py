@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from kinlens.embedder.errors import DatasetError
 from kinlens.embedder.formats import SUFFIXES
 from kinlens.training.config.job import expand_path
@@ -32,9 +34,14 @@ _WHY = (
 )
 
 
-def load_split(data: Data, on_image: Callable[[], None] | None = None) -> Split:
-    """`on_image` is called for each rendered view. Raises: DatasetError, JobError."""
-    split = _load(data, on_image)
+def load_split(
+    data: Data, on_image: Callable[[], None] | None = None, by_name: bool = True
+) -> Split:
+    """`on_image` is called for each rendered view, `by_name` is that of `split_by_class`.
+
+    Raises: DatasetError, JobError.
+    """
+    split = _load(data, on_image, by_name)
     if not data.feedback:
         return split
     folders = [expand_path(folder, "data.feedback") for folder in data.feedback]
@@ -46,7 +53,7 @@ def load_split(data: Data, on_image: Callable[[], None] | None = None) -> Split:
     return replace(split, feedback=read_feedback(folders, classes))
 
 
-def _load(data: Data, on_image: Callable[[], None] | None) -> Split:
+def _load(data: Data, on_image: Callable[[], None] | None, by_name: bool) -> Split:
     root = expand_path(data.root, "data.root")
     dropped: tuple[str, ...] = ()
     match data:
@@ -63,7 +70,7 @@ def _load(data: Data, on_image: Callable[[], None] | None) -> Split:
     if any(record.part for record in records):
         split = split_by_column(root, records)
     else:
-        split = split_by_class(root, records, data.train_fraction, data.split_seed)
+        split = split_by_class(root, records, data.train_fraction, data.split_seed, by_name)
     return replace(split, dropped_classes=dropped)
 
 
@@ -174,12 +181,13 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 def split_by_class(
-    root: Path, records: Sequence[Record], train_fraction: float, seed: int
+    root: Path, records: Sequence[Record], train_fraction: float, seed: int, by_name: bool = True
 ) -> Split:
     """At least 2 classes train and 2 test, drawn by seed and name. Raises: DatasetError.
 
     A class that is added or removed moves at most one other to the other part, so that a growing
-    shop keeps its test classes from training to training.
+    shop keeps its test classes from training to training. Without `by_name` the classes are those
+    that version 0.1 drew, of which a new class changes all.
     """
     names = sorted({record.label for record in records})
     if len(names) < 2 * FEWEST:
@@ -187,7 +195,10 @@ def split_by_class(
             f"{root} has {len(names)} class(es) to train and test with; {2 * FEWEST} are needed, "
             f"{FEWEST} to train on and {FEWEST} others to test with. {_WHY}"
         )
-    names.sort(key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
+    if by_name:
+        names.sort(key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
+    else:
+        names = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
     count = min(max(round(len(names) * train_fraction), FEWEST), len(names) - FEWEST)
     chosen = set(names[:count])
     return Split(

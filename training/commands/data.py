@@ -1,4 +1,4 @@
-"""kinlens-train data: render, download, doctor."""
+"""kinlens-train data: render, download, split, doctor."""
 
 import json
 from collections.abc import Callable
@@ -66,6 +66,30 @@ def download(
     folder = root / source.folder
     typer.echo(f'data.kind = "{name}", data.root = "{folder}"')
     typer.echo(f"Check it: kinlens-train data doctor {folder}")
+
+
+@app.command()
+def split(
+    path: Annotated[Path, typer.Argument(help="Folder of an official data set.")],
+    out: Annotated[Path, typer.Option(help="Folder for the lists.")],
+    kind: Annotated[
+        str | None, typer.Option(help="cub, cars196, sop, in_shop, aircraft; default: detect.")
+    ] = None,
+    allow_partial: AllowPartial = False,
+) -> None:
+    """Write the official split as lists for `kinlens-index build --csv`: train, test, gallery.
+
+    With a gallery, as in In-Shop, the test images are the queries. The last line prints the folder
+    that the paths of the lists are relative to.
+
+    Example: kinlens-train data split data/in-shop --out lists
+    """
+    from kinlens.training.data.load import write_lists
+
+    lists = write_lists(path, out, kind, allow_partial)
+    for name, images in lists.items():
+        typer.echo(f"{name}: {len(images):,} images in {out / f'{name}.csv'}")
+    typer.echo(f"images: {lists['test'].root}")
 
 
 @app.command()

@@ -17,10 +17,12 @@ from kinlens.training.data.datasets import OFFICIAL, data_sets_in, read_official
 from kinlens.training.data.feedback import read_feedback
 from kinlens.training.data.records import (
     FEWEST,
+    LabelledImages,
     Record,
     Split,
     labelled,
     read_rows,
+    write_table,
 )
 from kinlens.training.rendered.catalogue import write_catalogue
 
@@ -243,3 +245,20 @@ def recognise(root: Path) -> str | None:
         return "folder" if not data_sets_in(root) and read_folder(root) else None
     except DatasetError:
         return None
+
+
+def write_lists(
+    root: Path, out: Path, kind: str | None, allow_partial: bool
+) -> dict[str, LabelledImages]:
+    """Write the official split as train.csv, test.csv, gallery.csv. Raises: DatasetError."""
+    official = OFFICIAL.get(kind or recognise(root) or "")
+    if official is None:
+        raise DatasetError(
+            f"{root} is not an official data set. Give the folder that was unpacked, or name its "
+            f"kind with --kind: {', '.join(OFFICIAL)}."
+        )
+    split = read_official(official, root, allow_partial)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, images in split.parts.items():
+        write_table(out / f"{name}.csv", images)
+    return split.parts

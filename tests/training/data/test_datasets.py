@@ -1,5 +1,6 @@
 """Official data sets, on miniature trees in their layouts."""
 
+import csv
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from pydantic import TypeAdapter
 
 from kinlens.embedder.errors import DatasetError
 from kinlens.training.config.settings import Data
-from kinlens.training.data.load import load_split, recognise
+from kinlens.training.data.load import load_split, recognise, write_lists
 from kinlens.training.data.records import Split, labelled, labels_in
 from tests.training.official_layouts import KINDS, write_layout
 
@@ -126,3 +127,20 @@ def test_the_half_of_cars196_has_its_counts(shared_data: Path) -> None:
     split = partial("cars196", shared_data / "data" / "cars196-half")
     assert (len(split.train), len(split.test)) == (4052, 4092)
     assert (split.train.classes, split.test.classes) == (98, 98)
+
+
+@pytest.mark.parametrize("kind", ["cub", "in_shop"])
+def test_lists_name_existing_images_and_disjoint_classes(kind: str, tmp_path: Path) -> None:
+    root, lists = write_layout(kind, tmp_path / kind), tmp_path / "lists"
+    for layout, allowed, message in ((None, False, "train images of"), ("folder", True, "is not")):
+        with pytest.raises(DatasetError, match=message):
+            write_lists(root, lists, layout, allow_partial=allowed)
+    written = write_lists(root, lists, None, allow_partial=True)
+    rows = {p.stem: list(csv.DictReader(p.read_text().splitlines())) for p in lists.iterdir()}
+    assert rows.keys() == written.keys()
+    classes = {part: {row["class"] for row in found} for part, found in rows.items()}
+    assert not classes["train"] & classes["test"]
+    assert classes.get("gallery", classes["test"]) == classes["test"]
+    paths = {row["path"] for found in rows.values() for row in found}
+    assert len(paths) == sum(map(len, rows.values())) == 16
+    assert all((written["test"].root / path).is_file() for path in paths)

@@ -5,7 +5,7 @@ size, a competitor a loss and a regularizer.
 
 References:
     Psomas, Metric Learning: A Deep Dive (2020), part 4, "Tournament of Loss Functions": the rank of
-    each loss in each of 12 experiments, their average and standard deviation.
+    each loss in each of 12 experiments, their sum, average and standard deviation.
 """
 
 import itertools
@@ -38,6 +38,7 @@ from kinlens.training.report.markdown import plain, table
 from kinlens.training.report.notices import CHOSEN_BY
 from kinlens.training.report.tables import Study, methods, record
 
+_AXES = ("loss", "regularizer", "backbone", "dim", "seed")
 _FAILURE, _OUTPUT = "failure.txt", "output.log"
 _DECIMALS = 9
 """Means that differ only by rounding are a tie."""
@@ -180,8 +181,8 @@ def play(
 ) -> list[Run]:
     """Train every run without a result in `folder`; failed runs are tried again.
 
-    Before the first run and after each one, `report.md` is written. `report` gets progress
-    messages; `launch` trains a job in a folder and returns None, or why it failed.
+    Before the first run and after each one, `runs.csv` and `report.md` are written. `report` gets
+    progress messages; `launch` trains a job in a folder and returns None, or why it failed.
 
     Raises: JobError if a job does not measure R@1 on test classes, or if `folder` is in use or
         holds results of other jobs.
@@ -265,9 +266,48 @@ def command(job: Job, folder: Path) -> list[str]:
     return words + ([CHOOSE_BY_TEST] if job.protocol.choose_by == "test" else [])
 
 
+def figures_of(runs: Sequence[Run]) -> pd.DataFrame:
+    rows = []
+    for run in runs:
+        row: dict[str, Any] = {axis: getattr(run, axis) for axis in _AXES}
+        row |= {"experiment": run.experiment, "competitor": run.competitor}
+        row["folder"] = run.folder.as_posix()
+        if run.result is not None:
+            row |= run.result.figures
+            row |= {f"validation {name}": value for name, value in run.result.validation.items()}
+            for name in ("best_epoch", "chosen_by", "seconds_per_epoch"):
+                row[name] = getattr(run.result, name)
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def rank(scores: pd.DataFrame) -> pd.DataFrame:
+    """Rank competitors by score (high is good) within each experiment, then average the ranks.
+
+    Ties share the average of their ranks. A competitor without any score is not ranked. An
+    experiment that lacks one of the others is excluded, as ranks among five and among ten are not
+    comparable.
+
+    `scores` has a row per experiment and a column per competitor. The result has a row per
+    competitor, best average first: its rank in each remaining experiment, then "total", "average
+    rank" and "standard deviation" (n - 1).
+    """
+    present = scores.round(_DECIMALS).dropna(axis="columns", how="all")
+    ranks = present.dropna().rank(axis="columns", ascending=False).T
+    averaged = {
+        "total": ranks.sum(axis="columns"),
+        "average rank": ranks.mean(axis="columns"),
+        "standard deviation": ranks.std(axis="columns"),
+    }
+    return ranks.assign(**averaged).sort_values("average rank", kind="stable")
+
+
 def write_report(folder: Path, runs: Sequence[Run]) -> None:
+    figures = figures_of(runs)
     finished = [(run, run.result) for run in runs if run.result is not None]
     failed = [(run.job.name, plain(run.reason)) for run in runs if run.reason]
+    done = [run.result is not None for run in runs]
+    replace_text(folder / "runs.csv", figures[done].to_csv(index=False))
     lines = [f"# {plain(folder.name)}", ""]
     lines += [f"- {len(finished)} of {len(runs)} runs finished, {len(failed)} failed"]
     chosen = dict.fromkeys(result.chosen_by for _, result in finished)
@@ -277,7 +317,7 @@ def write_report(folder: Path, runs: Sequence[Run]) -> None:
             "- The models were chosen in several ways, so their figures cannot be compared."
         )
     if finished:
-        lines += ["", "## Ranks by R@1", "", *_ranking(runs)]
+        lines += ["", "## Ranks by R@1", "", *_ranking(figures)]
     for experiment in dict.fromkeys(run.experiment for run, _ in finished):
         here = ((run, result) for run, result in finished if run.experiment == experiment)
         records = tuple(record(run.competitor, result) for run, result in here)
@@ -288,23 +328,19 @@ def write_report(folder: Path, runs: Sequence[Run]) -> None:
     replace_text(folder / "report.md", "\n".join(lines) + "\n")
 
 
-def _ranking(runs: Sequence[Run]) -> list[str]:
-    """Rank competitors by mean R@1 in each experiment that all of them finished; ties share."""
-    found = [
-        (run.experiment, run.competitor, run.result.figures["R@1"]) for run in runs if run.result
-    ]
-    figures = pd.DataFrame(found, columns=["experiment", "competitor", "R@1"])
+def _ranking(figures: pd.DataFrame) -> list[str]:
     means = figures.groupby(["experiment", "competitor"], sort=False)["R@1"].mean().unstack()
-    ranks = means.round(_DECIMALS).dropna().rank(axis="columns", ascending=False).T
-    averaged = {
-        "average rank": ranks.mean(axis="columns"),
-        "standard deviation": ranks.std(axis="columns"),
-    }
-    shown = ranks.assign(**averaged).sort_values("average rank", kind="stable")
-    cells = shown.map(lambda value: "" if pd.isna(value) else f"{value:.4g}")
+    scores = means.loc[figures["experiment"].unique(), figures["competitor"].unique()]
+    lines = ["- by mean R@1 over the seeds within each experiment; ties share their ranks"]
+    never = [name for name in scores if scores[name].isna().all()]
+    lines += [f"- not ranked, no finished run: {plain(name)}" for name in never]
+    for experiment, row in scores.drop(columns=never).iterrows():
+        if row.isna().any():
+            missing = plain(", ".join(row.index[row.isna()]))
+            lines.append(f"- {plain(experiment)} lacks {missing}, so it is omitted")
+    ranks = rank(scores)
+    if next(iter(ranks)) == "total":
+        return [*lines, "- no experiment has a score of every competitor, so there is no ranking"]
+    cells = ranks.map(lambda value: "" if pd.isna(value) else f"{value:.4g}")
     rows = [[plain(name), *row] for name, row in cells.iterrows()]
-    return [
-        "- by mean R@1 over the seeds, in each experiment with a run of every competitor below",
-        "",
-        *table(["", *map(plain, shown)], rows),
-    ]
+    return [*lines, "", *table(["", *map(plain, ranks)], rows)]

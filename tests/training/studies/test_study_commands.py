@@ -1,5 +1,6 @@
 """crossval, search and tournament from the command line, on a few rendered products."""
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -77,7 +78,10 @@ def test_a_tournament_trains_ranks_and_reports(
     assert "exit code 1: no images" in (out / "report.md").read_text()
     monkeypatch.setattr(tournament.subprocess, "Popen", InThisProcess)
     called("tournament", grid, "--out", out)
-    assert "| proxy_anchor | 1 |" in (out / "report.md").read_text()
+    with (out / "runs.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["loss"], row["seed"]) == ("proxy_anchor", "7")
+    assert 0 <= float(row["R@1"]) <= 100
     assert "1 of 1 runs finished, 0 failed" in (out / "report.md").read_text()
     assert "1 runs, 1 finished" in called("tournament", grid, "--out", out, "--plan")
     by_test = "tournament", grid, "--plan", "--set", "protocol.choose_by=test"

@@ -1,5 +1,6 @@
 """The grid of a tournament, how it is played without training, its ranks and its report."""
 
+import csv
 import json
 import os
 import shutil
@@ -106,15 +107,23 @@ def fine(job: Job) -> float:
     return 50.0 + job.seed
 
 
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "runs.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def test_the_run_folders_alone_say_what_is_finished(tmp_path: Path) -> None:
     played(ALL[:4], tmp_path, fine)
+    (tmp_path / "runs.csv").unlink()
     shutil.rmtree(tmp_path / ALL[3].folder)
-    found, messages, launched = played(ALL, tmp_path, fine)
+    _, messages, launched = played(ALL, tmp_path, fine)
     assert launched == [run.job.name for run in ALL[3:]]
     assert messages[0].startswith("6 runs: 3 finished, 3 to go, 0 of them after a failure")
     assert messages[1] == f"run 4 of 6: {ALL[3].job.name}"
     assert "R@1 51.00" in messages[2]
-    assert [run.result and run.result.figures["R@1"] for run in found] == [50.0] * 3 + [51.0] * 3
+    found = rows(tmp_path)
+    assert [(row["loss"], row["seed"]) for row in found] == [(r.loss, str(r.seed)) for r in ALL]
+    assert (found[0]["R@1"], found[0]["chosen_by"], found[0]["best_epoch"]) == ("50.0", "last", "3")
 
 
 def test_results_of_another_job_or_on_other_images_are_refused(tmp_path: Path) -> None:
@@ -138,6 +147,7 @@ def test_a_run_that_fails_is_kept_and_tried_again_on_the_next_call(tmp_path: Pat
         assert failed.job.name == ill
         assert reason in failed.reason
         assert f"  failed: {failed.reason} (output.log in {tmp_path / ALL[1].folder})" in messages
+        assert len(rows(tmp_path)) == 5
     runs, messages, launched = played(ALL, tmp_path, fine)
     assert launched == [ill]
     assert "1 of them after a failure" in messages[0]
@@ -211,17 +221,17 @@ def test_competitors_are_ranked_by_their_mean_over_seeds(tmp_path: Path) -> None
     ]
     page = report(tmp_path, [*runs, finished(tournament_run("a", regularizer="nir"), 50.0)])
     ranks, figures = page.split("## net-64")
-    assert row_of(ranks, "a") == ["1", "1", ""]
-    assert row_of(ranks, "a + nir") == ["3", "3", ""]
+    assert row_of(ranks, "a") == ["1", "1", "1", ""]
+    assert row_of(ranks, "a + nir")[0] == "3"
     assert row_of(figures, "a")[:4] == ["3", "", "62.0 ± 2.6", "63.0"]
     assert row_of(figures, "b")[:3] == ["2", "", "61.2 ± 0.4"]
-    assert "| c |" not in page
+    assert "not ranked, no finished run: c" in page
 
 
-def test_only_complete_experiments_are_ranked(tmp_path: Path) -> None:
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
     runs = [finished(tournament_run(loss, dim=dim), 60.0) for dim in (16, 32) for loss in "ab"]
     runs[-1] = tournament_run("b", dim=32)
-    assert "| net-16 | average rank |" in report(tmp_path, runs)
+    assert "net-32 lacks b, so it is omitted" in report(tmp_path, runs)
     runs[0] = tournament_run("a", dim=16)
-    assert "|  | average rank |" in report(tmp_path, runs)
+    assert "there is no ranking" in report(tmp_path, runs)
     assert "0 of 2 runs finished" in report(tmp_path, [runs[0], runs[-1]])

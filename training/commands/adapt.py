@@ -38,9 +38,9 @@ def adapt(
     """Adapt a pretrained network to your images in about a minute, and export the bundle.
 
     The network itself is not trained: its features are computed once and cached, and a head is
-    trained on them. The head of the bundle is a quarter of the way from a whitening to the trained
-    one, unless cross validation over your products finds another point, or the trunk, better.
-    Run the same command again to resume.
+    trained on them. The head of the bundle is a quarter of the way from its start, a whitening, to
+    the trained one, unless cross validation over your products finds another point, or the trunk,
+    better. Run the same command again to resume.
 
     Examples:
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job, apply_override, parse_job
 from kinlens.training.config.layers import known_jobs
@@ -78,25 +79,31 @@ def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str,
 def load_images(job: Job, hold_out: bool = True, expected: str = "") -> Split:
     """The images of a job, with a line for each remark. Raises: DatasetError.
 
-    `expected` is the sha256 of the split of an existing run: one of version 0.1 gets its own.
+    `expected` is the sha256 of the split of an existing run, otherwise that of the bundle that the
+    job continues. If only the rule of version 0.1 gives this split, the classes are split by it.
     """
     from kinlens.training.data.feedback import sentences
     from kinlens.training.data.load import load_split, remarks
     from kinlens.training.data.protocol import with_protocol
+    from kinlens.training.models.from_bundle import bundle_of
 
     if isinstance(job.data, RenderedData):
         with progress_bar() as bar:
             task = bar.add_task("render products", total=job.data.products * job.data.views)
             load_split(job.data, lambda: bar.advance(task))
-    found = []
-    for by_name in (True, False):
+    bundle = bundle_of(job.model.weights)
+    if bundle is not None:
+        expected = expected or Bundle.open(bundle).manifest.split_sha256 or ""
+
+    def loaded(by_name: bool) -> Split:
         split = load_split(job.data, by_name=by_name)
-        notes = remarks(job.data, split)
-        found.append((with_protocol(split, job.protocol) if hold_out else split, notes))
-        if expected in ("", found[-1][0].sha256()):
-            break
-    split, notes = found[-1] if found[-1][0].sha256() == expected else found[0]
-    for remark in [*notes, *sentences(split)]:
+        return with_protocol(split, job.protocol) if hold_out else split
+
+    split = loaded(by_name=True)
+    if expected and split.sha256() != expected:
+        older = loaded(by_name=False)
+        split = older if older.sha256() == expected else split
+    for remark in [*remarks(job.data, split), *sentences(split)]:
         note(remark)
     return split
 

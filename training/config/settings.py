@@ -28,12 +28,12 @@ class ImageData(Section):
 
 
 class SplitData(ImageData):
-    """Images whose classes are split at random, unless a list defines the split."""
+    """Images whose classes are split by a hash of their names, unless a list defines the split."""
 
     train_fraction: float = Field(0.5, gt=0, lt=1)
     """Fraction of the classes to train on; the others test."""
     split_seed: int = Field(0, ge=0)
-    """Seed of the split into train and test classes."""
+    """Seed of the hash that splits classes into train and test."""
 
 
 class FolderData(SplitData):
@@ -98,9 +98,9 @@ class Model(Section):
     """Initial weights: `imagenet` downloads published ones, `none` is random. Any other value is
     the path of a state dict of the trunk, or the folder of a bundle to continue from."""
     dim: Annotated[int, Field(ge=2)] | Literal["auto"] | None = 512
-    """Length of an embedding, the output of the projection. `auto`: as many as the trunk has
-    channels, or as the bundle has that the run continues. Fewer save memory in a large gallery, but
-    a few classes do not show which directions others differ in."""
+    """Length of an embedding, the output of the projection. `auto`: as many as the trunk, or as the
+    bundle that the run continues. Fewer save memory in a large gallery, but a shop of few products
+    does not show which directions other products need."""
     pooling: Pooling = "gap+gmp"
     """Pooling over positions: average, maximum, their sum, the generalised mean with a learnt
     exponent, or the class token of a timm transformer."""
@@ -446,7 +446,8 @@ class Protocol(Section):
     fold: int | None = Field(None, ge=0)
     """Hold out this fold, counted from 0, instead of a fraction; a cross validation sets it."""
     alpha: float = Field(0.25, ge=0, le=1, multiple_of=0.25)
-    """Under `folds`: the model is this point between the start (0) and the last epoch (1)."""
+    """Under `folds`: the model is this point between the start (0) and the last epoch (1). A run
+    that continues a bundle has no folds."""
     choose_by: Literal["last", "validation", "folds", "test"] = "last"
     """The model that a run keeps. `last`: the last epoch. `validation`: the epoch with the best R@1
     on validation classes. `folds`: a point between start and last epoch, `alpha`; if trainings on

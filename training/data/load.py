@@ -188,8 +188,8 @@ def split_by_class(
     """At least 2 classes train and 2 test, drawn by seed and name. Raises: DatasetError.
 
     A class that is added or removed moves at most one other to the other part, so that a growing
-    shop keeps its test classes from training to training. Without `by_name` the classes are those
-    that version 0.1 drew, of which a new class changes all.
+    shop keeps its test classes from training to training. Without `by_name` the split is that of
+    version 0.1, where one new class changes it completely.
     """
     names = sorted({record.label for record in records})
     if len(names) < 2 * FEWEST:

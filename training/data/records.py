@@ -117,8 +117,7 @@ class Feedback:
     def sha256(self) -> str:
         """Digest of all that a run learns from it, independent of its folder."""
         content = [(image.label, image.name) for image in self.images]
-        # The empty tuple keeps the digest of runs from when feedback had more than images.
-        return hashlib.sha256(repr((content, ())).encode()).hexdigest()
+        return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,7 @@ FEWEST_CLASSES = 4
 """Minimum number of train classes: two folds of two. A shop that tests on half of them has 8."""
 
 WITHOUT_FOLDS = (
-    "The model is alpha {}: a point between the bundle that it continued (0) and the last epoch "
-    "(1). "
+    "The model is alpha {}, a point between the continued bundle (0) and the last epoch (1). "
     "There are no folds: the bundle may have been trained on the classes that they hold out."
 )
 

@@ -12,7 +12,7 @@ from kinlens.training.state import VALIDATION, Row
 CHOSEN_BY = {
     "last": "the model of a run is its last epoch; no epoch was chosen by its test recall",
     "folds": "the model of a run is a point between its start and its last epoch, or the trunk "
-    "itself, chosen on folds of the train classes; test classes chose nothing",
+    "itself; test classes chose nothing",
     "validation": "the model of a run is the epoch with the best R@1 on validation classes; test "
     "classes chose nothing",
     "test": "**CHOSEN BY TEST**: the model of a run is the epoch with the best R@1 on the test "

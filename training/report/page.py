@@ -75,10 +75,12 @@ def _names(history: Rows, part: str) -> list[str]:
 def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
     regularizers = [name for name, value in job.regularizers if value is not None]
     minutes = sum(row["seconds"] for row in history) / 60
-    dims = "the trunk's" if job.model.dim == "auto" else job.model.dim or "no"
+    dims = f"{job.model.dim or 'no'} dimensions"
+    if job.model.dim == "auto":
+        dims = "as many dimensions as the trunk, or as the bundle that was continued"
     return [
         f"- model: {result.model}; backbone {job.model.backbone}, head of "
-        f"{dims} dimensions, pooling {job.model.pooling}, {job.input.size_px} px",
+        f"{dims}, pooling {job.model.pooling}, {job.input.size_px} px",
         f"- loss: {job.loss.name}; regularizers: {', '.join(regularizers) or 'none'}; "
         f"sampling: {job.sampling.kind}; seed {job.seed}",
         *(

@@ -91,9 +91,8 @@ def load_images(job: Job, hold_out: bool = True, expected: str = "") -> Split:
         with progress_bar() as bar:
             task = bar.add_task("render products", total=job.data.products * job.data.views)
             load_split(job.data, lambda: bar.advance(task))
-    bundle = bundle_of(job.model.weights)
-    if bundle is not None:
-        expected = expected or Bundle.open(bundle).manifest.split_sha256 or ""
+    if not expected and (bundle := bundle_of(job.model.weights)):
+        expected = Bundle.open(bundle).manifest.split_sha256 or ""
 
     def loaded(by_name: bool) -> Split:
         split = load_split(job.data, by_name=by_name)

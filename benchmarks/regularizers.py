@@ -679,9 +679,9 @@ def report(found: dict[str, Figures]) -> None:
                 every = [[r[f] for r in seeds.values() if f in r] for f in FIGURES]
                 shown = [f"{np.mean(values):.1f}" if values else "" for values in every]
             else:
-                found_by = [cells[loss, condition, name, figure] for figure in FIGURES]
-                few = CONDITIONS[condition].size_px > 0
-                shown = [marked(values, comparisons, few) for values in found_by]
+                values = [cells[loss, condition, name, figure] for figure in FIGURES]
+                with_interval = CONDITIONS[condition].size_px > 0  # few seeds
+                shown = [marked(each, comparisons, with_interval) for each in values]
             row(loss, condition, name, len(seeds), *shown)
     print(f"\nbold: significant among {comparisons} comparisons")
 

@@ -171,7 +171,6 @@ def test_folds_change_the_model_only_beyond_chance(
     ranks = {name: [int(i % 5 > 0) for i in range(40)] for name in ("trunk", *map(name_of, ALPHAS))}
     ranks["0.75"] = [int(i >= hits) for i in range(40)]
     line = {
-        "began_with": "the untrained trunk",
         "classes": [f"class {i}" for i in range(40)],
         "ranks": ranks,
         "precisions": {name: [0.5] * 40 for name in ranks},

@@ -1,7 +1,7 @@
 """Shared code of the commands: options, and loading of jobs and their images."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,18 +87,19 @@ def load_images(job: Job, hold_out: bool = True, expected: str = "") -> Split:
     from kinlens.training.data.protocol import with_protocol
     from kinlens.training.models.from_bundle import bundle_of
 
-    if isinstance(job.data, RenderedData):
-        with progress_bar() as bar:
-            task = bar.add_task("render products", total=job.data.products * job.data.views)
-            load_split(job.data, lambda: bar.advance(task))
     if not expected and (bundle := bundle_of(job.model.weights)):
         expected = Bundle.open(bundle).manifest.split_sha256 or ""
 
-    def loaded(by_name: bool) -> Split:
-        split = load_split(job.data, by_name=by_name)
+    def loaded(by_name: bool, on_image: Callable[[], None] | None = None) -> Split:
+        split = load_split(job.data, on_image, by_name)
         return with_protocol(split, job.protocol) if hold_out else split
 
-    split = loaded(by_name=True)
+    if isinstance(job.data, RenderedData):
+        with progress_bar() as bar:
+            task = bar.add_task("render products", total=job.data.products * job.data.views)
+            split = loaded(by_name=True, on_image=lambda: bar.advance(task))
+    else:
+        split = loaded(by_name=True)
     if expected and split.sha256() != expected:
         older = loaded(by_name=False)
         split = older if older.sha256() == expected else split

@@ -71,14 +71,13 @@ class Choice:
     """The result of the folds.
 
     `alpha` is the point on the line, None the trunk itself. `recall` and `map_at_r` are by the name
-    of a candidate, in percent. `gain` is the interval of the change in R@1 from the model that the
-    run began with to the chosen one. `wanted` is the alpha of the job.
+    of a candidate, in percent. `gain` is the interval of the change in R@1 from the untrained trunk
+    to the chosen one. `wanted` is the alpha of the job.
     """
 
     alpha: float | None
     folds: int
     queries: int
-    began_with: str
     wanted: float
     recall: dict[str, float]
     map_at_r: dict[str, float]
@@ -90,7 +89,7 @@ class Choice:
         if self.alpha != self.wanted:
             model = "the trunk itself" if self.alpha is None else f"alpha {chosen}"
             what = f"chose {model}, better than alpha {name_of(self.wanted)} beyond chance"
-        began, paired = recall.get(_TRUNK, recall["0"]), ""
+        paired = ""
         if self.gain and self.alpha is not None:
             low, high = (self.gain[name] for name in GAIN)
             verdict = "" if low > 0 else ", no gain beyond chance"
@@ -98,7 +97,7 @@ class Choice:
         line = ", ".join(f"{name} {value:.1f}" for name, value in recall.items())
         return (
             f"{self.folds} folds of the train classes ({self.queries:,} held-out queries) {what}: "
-            f"R@1 {recall[chosen]:.1f}, {recall[chosen] - began:+.1f} from {self.began_with}"
+            f"R@1 {recall[chosen]:.1f}, {recall[chosen] - recall[_TRUNK]:+.1f} from {UNTRAINED}"
             f"{paired}. R@1 from the start (alpha 0) to the last epoch (1): {line}"
         )
 
@@ -202,10 +201,9 @@ def _evaluate_fold(job: Job, split: Split, run_folder: Path) -> dict[str, Any]:
         ranks[name] = answers.ranks[: len(held_out)].tolist()
         precisions[name] = answers.precisions[: len(held_out)].tolist()
 
-    if last.began_with == UNTRAINED:
-        trunk = start.network()[1].to(choose_device(job.runtime))
-        of_trunk = features or [pooled(trunk, part, job) for part in parts]
-        ask(_TRUNK, [functional.normalize(x).numpy() for x in of_trunk])
+    trunk = start.network()[1].to(choose_device(job.runtime))
+    of_trunk = features or [pooled(trunk, part, job) for part in parts]
+    ask(_TRUNK, [functional.normalize(x).numpy() for x in of_trunk])
     for alpha in ALPHAS:
         net.load_state_dict(between(start, last, alpha))
         if features:
@@ -213,7 +211,6 @@ def _evaluate_fold(job: Job, split: Split, run_folder: Path) -> dict[str, Any]:
         else:
             ask(name_of(alpha), [embed(net, part, job) for part in parts])
     return {
-        "began_with": last.began_with,
         "classes": [held_out.class_names[label] for label in held_out.labels.tolist()],
         "ranks": ranks,
         "precisions": precisions,
@@ -236,16 +233,14 @@ def _choice(lines: list[dict[str, Any]], wanted: float) -> Choice:
     better = [x for x, interval in gains.items() if interval.get(GAIN[0], 0.0) > 0]
     if better:
         chosen = max(better, key=lambda name: (recall[name], map_at_r[name]))
-    began = hits.get(_TRUNK, hits["0"])
     return Choice(
         alpha=None if chosen == _TRUNK else float(chosen),
         folds=len(lines),
         queries=int(answered.sum()),
-        began_with=lines[0]["began_with"],
         wanted=wanted,
         recall=recall,
         map_at_r=map_at_r,
-        gain=gain(began, hits[chosen], classes),
+        gain=gain(hits[_TRUNK], hits[chosen], classes),
     )
 
 

@@ -48,6 +48,9 @@ _BOX_TOLERANCE = 1e-6  # for rounding errors in the browser
 MAX_SIDE_PX = 2048
 """Default limit of `render_jpeg` for the longer side, in pixels."""
 
+_THUMBNAIL = {"quality": 70, "optimize": True, "progressive": True}
+_WHOLE = {"quality": 90}
+
 Box = tuple[float, float, float, float]
 """A part of an image: left, top, width, height as fractions 0..1 of the upright image."""
 
@@ -162,6 +165,8 @@ def preprocess(
 def render_jpeg(data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
     """An image for the screen: an upright JPEG whose longer side is at most `side_px` pixels.
 
+    Below MAX_SIDE_PX it is a thumbnail, which has to be small: quality 70, progressive.
+
     Raises: the errors of `decode`.
     """
     header = read_header(data, limits)
@@ -172,7 +177,7 @@ def render_jpeg(data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) ->
         size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
         image = image.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=90)
+    image.save(buffer, "JPEG", **(_THUMBNAIL if side_px < MAX_SIDE_PX else _WHOLE))
     return buffer.getvalue()
 
 

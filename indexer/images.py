@@ -10,6 +10,7 @@ from pathlib import Path
 from kinlens.embedder.errors import (
     GalleryCorruptError,
     ImageError,
+    ImageMissingError,
     ImageTooManyBytesError,
     ItemNotFoundError,
     SourceError,
@@ -35,8 +36,9 @@ class ItemImage:
 def item_image(root: Path, item: Item) -> ItemImage:
     """The image of an item as it was indexed; BMP, TIFF and HEIC are converted to JPEG.
 
-    Raises: ItemNotFoundError if it has no image, or the file was removed, was changed after it was
-        indexed, or is outside `root`; GalleryCorruptError if it cannot be read.
+    Raises: ItemNotFoundError if it has no image; ImageMissingError if the file was removed, was
+        changed after it was indexed, or is outside `root`; GalleryCorruptError if it cannot be
+        read.
     """
     data = item_bytes(root, item)
     if is_shown(item.format):
@@ -54,7 +56,7 @@ def item_bytes(root: Path, item: Item) -> bytes:
     try:
         return source_bytes(root, item)
     except (SourceError, ImageTooManyBytesError) as error:
-        raise ItemNotFoundError(
+        raise ImageMissingError(
             f"The image file of item {item.key!r} was removed or changed after it was indexed. "
             "Restore the file below the image root, or add the image again."
         ) from error

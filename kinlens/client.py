@@ -488,10 +488,13 @@ class AsyncClient(_BaseClient):
         """Return an item by its id or key."""
         return await self._send(api.ItemModel, "GET", "galleries", gallery, *calls.item_path(item))
 
-    async def image(self, gallery: str, item: int | str) -> bytes:
-        """Return the image of an item, in a format that browsers can show."""
+    async def image(self, gallery: str, item: int | str, size: int | None = None) -> bytes:
+        """Return the image of an item, in a format that browsers can show.
+
+        With `size`, the longest side in pixels (160, 320, 480 or 640), it is a smaller JPEG.
+        """
         path = ("galleries", gallery, *calls.item_path(item), "image")
-        return await self._send(bytes, "GET", *path)
+        return await self._send(bytes, "GET", *path, query={"size": size})
 
     async def patch(
         self, gallery: str, changes: Mapping[str, Mapping[str, AttributeInput | None]]

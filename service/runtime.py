@@ -34,6 +34,7 @@ from kinlens.service.galleries.renditions import Renditions
 from kinlens.service.galleries.uploads import Sweeper
 from kinlens.service.health import Health
 from kinlens.service.jobs.manager import JobManager
+from kinlens.service.observe.logs import Repeats
 from kinlens.service.observe.metrics import Metrics
 from kinlens.service.observer import Observer, publish
 from kinlens.service.search.pipeline import Pipeline, RecallSampler
@@ -57,6 +58,7 @@ class Runtime:
     pools: Mapping[str, BoundedPool]
     search_threads: SearchThreads
     renditions: Renditions
+    missing_images: Repeats
     searching: Pipeline
     sampler: RecallSampler
     health: Health
@@ -180,6 +182,7 @@ def build_runtime(
         pools=pools,
         search_threads=search_threads,
         renditions=_create_renditions(settings, search_threads),
+        missing_images=Repeats(),
         searching=Pipeline(
             registry, search_threads, cache, metrics, sampler, limit_s, settings.no_match_prior
         ),

@@ -34,7 +34,7 @@ from kinlens.service.api.galleries import (
     IMAGE_FAILURES,
     Service,
 )
-from kinlens.service.api.images import AS_SIZE, Size
+from kinlens.service.api.images import AS_SIZE, KEPT, Size
 from kinlens.service.api.requests import FORM
 from kinlens.service.concurrency import within
 from kinlens.service.galleries.registry import Served
@@ -148,7 +148,7 @@ async def image(
         return data
 
     made = await runtime.renditions.get(f"golden/{sha256}", read, size)
-    return Response(made, media_type="image/jpeg")
+    return Response(made, media_type="image/jpeg", headers={"Cache-Control": KEPT})
 
 
 @router.post("/run", responses=problems(*CHANGE_FAILURES, *_MODEL), summary="Run the golden set")

@@ -3,6 +3,7 @@
 import contextlib
 from typing import Annotated, Any, Literal
 
+import structlog
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BeforeValidator
 
@@ -16,9 +17,12 @@ from kinlens.service.http.openapi import problems
 from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
-Size = Literal[160, 320, 640]
+Size = Literal[160, 320, 480, 640]
 AS_SIZE = BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text))
 """A validator that converts the text of a query parameter to a size."""
+
+KEPT = "private, max-age=604800, immutable"
+"""`Cache-Control` of thumbnails whose content cannot change."""
 
 _UNKNOWN_ITEM = PROBLEM_TYPES[errors.ItemNotFoundError]
 _IMAGE = {"content": {"image/*": {}}, "description": "The image."}
@@ -77,12 +81,18 @@ async def image_of(
         gallery = served.gallery
         served.check_generation(version)
         etag = f'"{gallery.generation}-{item_id}{f"-{size}" if size else ""}"'
-        headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
+        # An id never gets other content within a generation, so browsers need not ask again.
+        is_fixed = version is not None and size is not None
+        headers = {"ETag": etag, "Cache-Control": KEPT if is_fixed else "private, no-cache"}
         if etag in request.headers.get("if-none-match", ""):
             # Raises if the item was removed.
             await runtime.read("the image", lambda: gallery.item(item_id), served=served)
             return Response(status_code=304, headers=headers)
-        data, media_type = await _image(runtime, served, item_id, size)
+        try:
+            data, media_type = await _image(runtime, served, item_id, size)
+        except errors.ImageMissingError as error:
+            _report_missing(runtime, served.name, item_id, error)
+            raise
     return Response(data, media_type=media_type, headers=headers)
 
 
@@ -106,6 +116,22 @@ async def _image(
 
     key = f"{served.name}/{gallery.generation}-{item_id}"  # copied folders share a generation
     return await runtime.renditions.get(key, read, size), "image/jpeg"
+
+
+def _report_missing(
+    runtime: Runtime, gallery: str, item_id: int, error: errors.ImageMissingError
+) -> None:
+    """Tell the operator, since visitors only see a placeholder; a page can miss many images."""
+    runtime.metrics.missing_images.labels(gallery).inc()
+    runtime.missing_images.add()
+    if count := runtime.missing_images.due():
+        structlog.get_logger().warning(
+            "image file is missing",
+            gallery=gallery,
+            item=item_id,
+            detail=str(error),
+            requests=count,
+        )
 
 
 def original(served: Served, item: Item) -> bytes:

@@ -18,7 +18,7 @@ from kinlens.service.concurrency import SingleFlight, within
 from kinlens.service.encoding.cache import LruCache
 from kinlens.service.encoding.threads import SearchThreads
 
-SIDES_PX = (160, 320, 640)
+SIDES_PX = (160, 320, 480, 640)
 """Longest sides of the available thumbnails."""
 
 _CACHED_BYTES = 64 * 2**20

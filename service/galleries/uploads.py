@@ -24,6 +24,7 @@ from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
     GalleryWriteError,
+    ImageMissingError,
     ItemNotFoundError,
     KinlensError,
 )
@@ -56,7 +57,7 @@ class UploadFolder:
         return self._path(sha256).is_file()
 
     def read(self, sha256: str) -> bytes:
-        """The content with this sha256. Raises: ItemNotFoundError, GalleryCorruptError."""
+        """The content with this sha256. Raises: ImageMissingError, GalleryCorruptError."""
         try:
             return _intact(sha256, self._path(sha256).read_bytes())
         except FileNotFoundError as error:
@@ -252,8 +253,8 @@ def _intact(sha256: str, data: bytes) -> bytes:
     return data
 
 
-def _missing() -> ItemNotFoundError:
-    return ItemNotFoundError(
+def _missing() -> ImageMissingError:
+    return ImageMissingError(
         "The image of this item is not stored here: the item was added as a vector or has been "
         "removed. Put the item again with its image."
     )
@@ -335,7 +336,7 @@ class SharedUploads:
     def read(self, sha256: str) -> bytes:
         """The content with this sha256.
 
-        Raises: ItemNotFoundError, GalleryCorruptError, EngineUnavailableError.
+        Raises: ImageMissingError, GalleryCorruptError, EngineUnavailableError.
         """
         try:
             return _intact(sha256, self._call("read", self._files.read, sha256))

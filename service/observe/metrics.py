@@ -88,6 +88,12 @@ class Metrics:
             "Generations that could not be opened and are not served.",
             "gallery",
         )
+        self.missing_images = self._counter(
+            "kinlens_missing_images",
+            "Requests for the image of an item whose file was removed or changed; visitors see a "
+            "placeholder.",
+            "gallery",
+        )
         self.feedback = self._counter(
             "kinlens_feedback",
             "Stored feedback: `clicked`, `bought` or `wrong`, each counted once.",

@@ -1,12 +1,16 @@
 """The search page and the real service together."""
 
+import io
 from typing import Any
 
+import numpy as np
 import pytest
-from playwright.sync_api import Page, expect
+from PIL import Image
+from playwright.sync_api import Page, Request, expect
 
 from tests.support.admin_page import FEW, AdminShop
 from tests.support.page_browser import (
+    PHONE,
     OpenPage,
     judge,
     keys,
@@ -14,6 +18,7 @@ from tests.support.page_browser import (
     send_files,
     send_image,
     settled,
+    until,
 )
 
 pytestmark = pytest.mark.browser
@@ -137,3 +142,53 @@ def test_refusals_are_explained(page: Page, shop: AdminShop, allowed: list[str])
     expect(detail).to_contain_text("This link is from version 000000000000 of gallery shop")
     page.get_by_test_id("error-close").click()
     expect(page.get_by_test_id("error")).to_be_hidden()
+
+
+def phone_photo() -> bytes:
+    """A detailed photo of 4000 x 3000 pixels."""
+    rng = np.random.default_rng(7)
+    pixels = np.zeros((3000, 4000, 3), dtype=np.float32)
+    for side, share in ((8, 0.4), (40, 0.3), (300, 0.2), (1500, 0.1)):
+        noise = rng.integers(0, 255, (side * 3 // 4, side, 3), dtype=np.uint8)
+        pixels += share * np.asarray(Image.fromarray(noise).resize((4000, 3000)))
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8)).save(buffer, "JPEG", quality=92)
+    return buffer.getvalue()
+
+
+def test_forty_phone_photos_cost_at_most_one_and_a_half_megabytes_once(
+    open_admin: OpenPage, shop: AdminShop
+) -> None:
+    photo, count = phone_photo(), 40
+    assert len(photo) > 2_000_000
+    shop.stock("phones", 0)
+    for first in range(0, count, 8):  # bytes after the end of a JPEG are not shown
+        images = {f"{n}.jpg": photo + bytes([n]) for n in range(first, first + 8)}
+        shop.shop.put(images, "phones")
+    page = open_admin("/#gallery=phones&k=50", before=None, device_scale_factor=3, **PHONE)
+    finished: list[Request] = []
+    page.on("requestfinished", lambda request: finished.append(request))
+    page.reload()
+    expect(page.get_by_test_id("sample")).to_have_count(8)
+
+    def show_all(name: str) -> None:
+        send_image(page, shop.images[0], name)
+        expect(page.get_by_test_id("query-name")).to_have_text(name)
+        settled(page)
+        expect(page.get_by_test_id("card")).to_have_count(count)
+        page.evaluate("""async () => {
+            for (let y = 0; y <= document.body.scrollHeight; y += 400) {
+                scrollTo(0, y);
+                await new Promise(requestAnimationFrame);
+            }
+        }""")
+        until(page, "[...document.querySelectorAll('.card img')].every((i) => i.naturalWidth > 0)")
+
+    show_all("first.png")
+    shown = [request for request in finished if "/items/" in request.url]
+    assert len(shown) >= count
+    assert all("size=" in request.url for request in shown if "/image" in request.url)
+    assert sum(request.sizes()["responseBodySize"] for request in finished) <= 1_500_000
+    finished.clear()
+    show_all("second.png")
+    assert not [request for request in finished if "/image" in request.url]

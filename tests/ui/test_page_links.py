@@ -155,7 +155,7 @@ def test_a_key_is_kept_in_the_tab_and_sent_for_images(
     assert page.evaluate("Object.values(localStorage).join().includes('secret')") is False
     assert "secret" not in page.url
 
-    pending = intercept(page, "**/items/*/image")
+    pending = intercept(page, "**/items/*/image?*")
     search_with_card(page, 1)
     assert page.evaluate(QUERY_SRC) is None  # not the image of the previous query
     received(page, pending, 1)

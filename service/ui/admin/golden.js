@@ -46,9 +46,9 @@ function worstRow(one, known, generation) {
   const path = galleryPath(state.name);
   const row = element("li", { className: "panel-box golden-row" });
   row.dataset.testid = "golden-worst";
-  if (known.has(query.sha256)) row.append(thumb(`${path}/golden/${query.sha256}/image?size=160`, `Query ${query.name}`));
+  if (known.has(query.sha256)) row.append(thumb(`${path}/golden/${query.sha256}/image`, `Query ${query.name}`));
   if (one.best_id !== null && generation === chosen()?.generation) {
-    row.append(thumb(`${path}/items/${one.best_id}/image?version=${generation}&size=160`, `Found ${one.best_key}`));
+    row.append(thumb(`${path}/items/${one.best_id}/image?version=${generation}`, `Found ${one.best_key}`));
   }
   const found = one.best_key === null ? "nothing" : `${one.best_key} (${one.best_score.toFixed(3)})`;
   const rank = one.rank === null ? "" : `; first right answer at rank ${one.rank}`;

@@ -3,7 +3,7 @@
 import { GROUP_SIZE, PRODUCT } from "/ui/search/ask.js";
 import { definitions, element, icon } from "/ui/shared/dom.js";
 import { attributeText, capitalized, labelOf, percent, plural, splitKey, valueText } from "/ui/shared/format.js";
-import { imageOf } from "/ui/shared/images.js";
+import { CARD, imageOf } from "/ui/shared/images.js";
 
 const TITLE_NAMES = ["title", "name", "product", "product_name"];
 const SHOWN_FACTS = 3;
@@ -99,7 +99,7 @@ function found(text) {
 
 function searchButton(hit, handlers, ...more) {
   const view = handlers.viewText(hit);
-  const image = element("span", { className: "card-image" }, imageOf(hit.image, hit.key), ...found(view), ...more);
+  const image = element("span", { className: "card-image" }, imageOf(hit.image, hit.key, CARD), ...found(view), ...more);
   const button = element(
     "button",
     { type: "button", className: "card-search" },

@@ -7,7 +7,7 @@ import { EMPTY_TEXT } from "/ui/search/samples.js";
 import * as settings from "/ui/search/settings.js";
 import { announce, definitions, element, ui } from "/ui/shared/dom.js";
 import { capitalized, milliseconds, percent, plural } from "/ui/shared/format.js";
-import { imageOf, showImage } from "/ui/shared/images.js";
+import { imageOf, LARGE, showImage } from "/ui/shared/images.js";
 
 const PLACEHOLDERS = 12;
 
@@ -22,7 +22,7 @@ export function showQuery(query) {
   ui["crop-tools"].hidden = !isOne;
   showQueryImages(query);
   if (isOne && ui["query-image"].dataset.link !== query.preview) {
-    showImage(ui["query-image"], query.preview);
+    showImage(ui["query-image"], query.preview, LARGE);
   }
   ui["query-image"].alt = `Your query: ${query.name}`;
   ui["query-kind"].textContent = query.kind === "item" ? "Searching with the item" : "Searching with";

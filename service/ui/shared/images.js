@@ -1,14 +1,30 @@
-// Images of items. An <img> sends no API key, so with a key they are fetched when they scroll near.
+// Images of items, as thumbnails. An <img> sends no API key, so with a key they are fetched when they
+// scroll near.
 
 import { fetchImage } from "/ui/shared/api.js";
 import { getKey } from "/ui/shared/key.js";
 
 const NEAR = "400px";
 
+// The longest sides in pixels for an <img>, on a plain and on a dense screen. The service offers these sizes.
+export const SMALL = [160, 320];
+export const CARD = [320, 480];
+export const LARGE = [320, 640];
+
+const isLocal = (link) => /^(blob|data):/.test(link);
+
+// The address of the image scaled to `side_px`. Other parameters of the address stay.
+function scaled(link, side_px) {
+  const url = new URL(link, location.href);
+  url.searchParams.set("size", side_px);
+  return url.href;
+}
+
 // Drops an image that arrives after its <img> was removed or got another link.
 async function load(image) {
-  const { link } = image.dataset;
-  const blob = await fetchImage(link).catch(() => null);
+  const { link, sides } = image.dataset;
+  const [plain, dense] = sides.split(",");
+  const blob = await fetchImage(scaled(link, devicePixelRatio > 1 ? dense : plain)).catch(() => null);
   if (image.dataset.link !== link || !image.isConnected) return;
   if (blob === null) return image.dispatchEvent(new Event("error"));
   const url = URL.createObjectURL(blob);
@@ -29,17 +45,16 @@ const watcher = new IntersectionObserver(
   { rootMargin: NEAR },
 );
 
-export function showImage(image, link) {
+// `sides` is SMALL, CARD or LARGE.
+export function showImage(image, link, sides) {
+  const [plain, dense] = sides;
   image.classList.remove("broken");
-  image.dataset.link = link;
-  const isLocal = /^(blob|data):/.test(link);
+  Object.assign(image.dataset, { link, sides });
   watcher.unobserve(image);
-  if (isLocal || !getKey()) {
-    image.src = link;
-    return;
-  }
-  image.removeAttribute("src"); // it still shows the previous link
-  watcher.observe(image);
+  for (const name of ["src", "srcset"]) image.removeAttribute(name); // they still show the previous link
+  if (isLocal(link)) image.src = link;
+  else if (getKey()) watcher.observe(image);
+  else Object.assign(image, { srcset: `${scaled(link, plain)} 1x, ${scaled(link, dense)} 2x`, src: scaled(link, plain) });
 }
 
 // Waits until the <img> shows `link`. Resolves to false if it cannot, or has another link by then.
@@ -56,13 +71,16 @@ export async function isShown(image, link) {
 }
 
 // An <img> that gets the class `broken` if it cannot load. `link` comes from the service.
-export function imageOf(link, alt) {
+export function imageOf(link, alt, sides = SMALL) {
+  const [side] = sides;
   const image = Object.assign(document.createElement("img"), {
     loading: "lazy",
     decoding: "async",
+    width: side, // with the height it reserves a square; the style sheets set the size
+    height: side,
     alt,
   });
   image.addEventListener("error", () => image.classList.add("broken"));
-  showImage(image, link);
+  showImage(image, link, sides);
   return image;
 }

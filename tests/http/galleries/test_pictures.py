@@ -25,7 +25,7 @@ from tests.tiny import encoded, photo
 
 SECRET = b"secret-outside-of-the-catalogue"
 WAIT_S = 20.0
-SIDES_PX = (160, 320, 640)
+SIDES_PX = (160, 320, 480, 640)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,7 @@ def test_nothing_in_an_address_reaches_another_file(service, catalogue, photos) 
 @pytest.mark.parametrize("change", ["removed", "changed", "a link"])
 def test_a_changed_or_missing_file_is_404(service, catalogue, photos, change: str) -> None:
     file, link = catalogue / "1.png", first_link(service, photos[1])
+    before = service.metric("kinlens_missing_images_total", gallery="shop")
     file.unlink()
     if change == "changed":
         file.write_bytes(photos[0])
@@ -109,6 +110,7 @@ def test_a_changed_or_missing_file_is_404(service, catalogue, photos, change: st
         file.symlink_to(catalogue.parent / "secret.txt")
     response = service.client.get(link)
     assert "Restore the file" in assert_problem(response, 404, "unknown-item")["detail"]
+    assert service.metric("kinlens_missing_images_total", gallery="shop") > before
     assert SECRET not in response.content
     file.unlink(missing_ok=True)
     file.write_bytes(photos[1])
@@ -168,8 +170,9 @@ def test_each_size_of_an_image_has_its_own_etag(shop) -> None:
         answer = shop.client.get(f"{link}&size={side}")
         assert opened(answer.content).size == (side, round(side * 2 / 3))
         assert len(answer.content) < len(whole.content)
+        assert answer.headers["cache-control"] == "private, max-age=604800, immutable"
         etags[f"&size={side}"] = answer.headers["etag"]
-    assert len({*etags.values()}) == 4
+    assert len({*etags.values()}) == 5
     for size in ("0", "161", "-1", "x", "99999999999"):
         response = shop.client.get(f"{link}&size={size}")
         assert_problem(response, 422, "invalid-parameter")

@@ -645,8 +645,8 @@ class Gallery(Searcher):
     ) -> Written:
         """Store entries, all or none.
 
-        An entry with the key and content of an item updates its attributes. An entry with other
-        content replaces the item, which gets a new id.
+        An entry with the key, sha256 and vector of an item updates its attributes. An entry with
+        another sha256 or vector replaces the item, which gets a new id.
 
         owned: stored attributes that an entry does not give are removed only if they have one of
             these names; None removes all.

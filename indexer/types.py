@@ -1,5 +1,6 @@
 """The interface of a gallery engine (FAISS, Milvus) and the types that it shares."""
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,7 +91,8 @@ class Entry:
     """An item to store.
 
     vector: unit vector (D,).
-    sha256: hash (hex) of the image that the vector was computed from.
+    sha256: hash (hex) of the image that the vector was computed from; without an image, by default
+        that of the bytes of the vector.
     attributes: a list or tuple gives an attribute several values; an empty one is omitted.
     path: relative to the image root of the gallery; empty for an item without an image.
     keeps: keep attributes of the stored item that the entry does not give.
@@ -98,7 +100,7 @@ class Entry:
 
     key: str
     vector: NDArray[np.float32] = field(repr=False)
-    sha256: str
+    sha256: str = ""
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
     path: str = ""
     format: str = ""
@@ -106,6 +108,9 @@ class Entry:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attributes", as_stored(self.attributes))
+        if self.sha256 == "" and isinstance(self.vector, np.ndarray):
+            content = np.ascontiguousarray(self.vector, np.float32).tobytes()
+            object.__setattr__(self, "sha256", hashlib.sha256(content).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +237,8 @@ class SearchOptions:
     where: only items that match this filter.
     min_score: minimum cosine similarity of hits, or score of groups, in [-1, 1].
     offset: number of top hits to skip.
-    distinct: of items with equal content, return only the best one; of ties, the lowest id.
+    distinct: of items with one sha256 and equal vectors, return only the best one; of ties, the
+        lowest id.
     near: drop a hit whose cosine to a better hit is at least this, in [-1, 1]; not for groups, and
         not on Milvus.
     exclude: ids of items to skip.
@@ -355,8 +361,8 @@ class VectorStore(Protocol):
     def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
         """Store entries.
 
-        An entry with the key and content of an item updates its attributes. An entry with other
-        content replaces the item, which gets a new id.
+        An entry with the key, sha256 and vector of an item updates its attributes. An entry with
+        another sha256 or vector replaces the item, which gets a new id.
 
         owned: stored attributes that an entry does not give are removed only if they have one of
             these names; None removes all.

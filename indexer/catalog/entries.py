@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.attributes import as_stored, check_name, checked_type, is_printable
-from kinlens.indexer.types import Entry, Item
+from kinlens.indexer.types import Entry, Item, VectorType
 from kinlens.values import AttributeType, AttributeValue
 
 MAX_KEY = 1024
@@ -19,6 +19,9 @@ NORM_TOLERANCE = 1e-3
 
 ROUNDING = 1e-6
 """A vector whose norm differs from 1 by more than this is normalised; others are unchanged."""
+
+SAME_VECTOR: Mapping[VectorType, float] = {"fp32": 1e-5, "fp16": 2.0**-11}
+"""Vectors are equal if no component differs by more: two calls of a model differ by rounding."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -58,8 +61,8 @@ def checked_vectors(entries: Sequence[Entry], dim: int) -> Embeddings:
                 f"Key {entry.key!r} occurs twice. Give each item a different key."
             )
         seen.add(entry.key)
-        _check_content(entry)
         _check_vector(entry.key, entry.vector, dim)
+        _check_content(entry)
     if not entries:
         return np.empty((0, dim), dtype=np.float32)
     vectors = np.stack([entry.vector for entry in entries], dtype=np.float32, casting="same_kind")
@@ -72,6 +75,14 @@ def norms_of(vectors: Embeddings) -> NDArray[np.float64]:
     """Length of each vector (N, D)."""
     norms: NDArray[np.float64] = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
     return norms
+
+
+def are_equal(
+    some: Embeddings, others: Embeddings, vector_type: VectorType = "fp16"
+) -> NDArray[np.bool_]:
+    """Whether each vector (N, D) equals the one of `others` (N, D) in its row, up to rounding."""
+    equal: NDArray[np.bool_] = (np.abs(some - others) <= SAME_VECTOR[vector_type]).all(axis=-1)
+    return equal
 
 
 def normalised(vectors: Embeddings, norms: NDArray[np.float64]) -> Embeddings:

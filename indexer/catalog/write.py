@@ -11,7 +11,7 @@ import numpy as np
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import as_stored
-from kinlens.indexer.catalog.entries import checked_vectors, learn_types, with_stored
+from kinlens.indexer.catalog.entries import are_equal, checked_vectors, learn_types, with_stored
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import (
     REMOVED,
@@ -24,7 +24,7 @@ from kinlens.indexer.catalog.schema import (
 )
 from kinlens.indexer.catalog.vectors import VectorFile
 from kinlens.indexer.filters.tree import Filter
-from kinlens.indexer.types import Entry, Ids, Item, Written
+from kinlens.indexer.types import NUMBER_BYTES, Entry, Ids, Item, Written
 from kinlens.values import AttributeType, AttributeValue
 
 Attributes = Mapping[str, AttributeValue]
@@ -73,8 +73,8 @@ class CatalogWriter(CatalogView):
     ) -> Written:
         """Store entries.
 
-        An entry with the key and content of an item updates its attributes, path and format. An
-        entry with other content replaces the item, which gets a new id.
+        An entry with the key, sha256 and vector of an item updates its attributes, path and format.
+        An entry with another sha256 or vector replaces the item, which gets a new id.
 
         owned: stored attributes that an entry does not give are removed only if they have one of
             these names; None removes all.
@@ -97,11 +97,12 @@ class CatalogWriter(CatalogView):
         types = dict(self._types)
         for entry in entries:
             learn_types(types, entry.key, entry.attributes)
-        new = [n for n, e in enumerate(entries) if not _has_content(known.get(e.key), e)]
+        same = self._equal(entries, vectors, known)
+        new = [n for n in range(len(entries)) if n not in same]
         updated = [
-            (known[e.key], e)
-            for e in entries
-            if _has_content(known.get(e.key), e) and not _is_equal(known[e.key], e)
+            (known[entries[n].key], entries[n])
+            for n in sorted(same)
+            if not _is_equal(known[entries[n].key], entries[n])
         ]
         replaced = [known[entries[n].key].id for n in new if entries[n].key in known]
         if new or updated:
@@ -193,6 +194,20 @@ class CatalogWriter(CatalogView):
             self._many("DELETE FROM removed WHERE id = ?", [(item.id,) for item in items])
             seal(self.connection)
         return [*self.get([*self.find([item.key for item in items]).values()]).values()]
+
+    def _equal(
+        self, entries: Sequence[Entry], vectors: Embeddings, known: Mapping[str, Item]
+    ) -> set[int]:
+        """The indices of the entries that have the sha256 and the vector of the item `known` by
+        their key.
+        """
+        alike = [
+            n for n, e in enumerate(entries) if e.key in known and known[e.key].sha256 == e.sha256
+        ]
+        stored = self.vectors([known[entries[n].key].id for n in alike])
+        is_half = self.file is not None and self.file.dtype.itemsize == NUMBER_BYTES["fp16"]
+        equal = are_equal(vectors[alike], stored, "fp16" if is_half else "fp32")
+        return {n for n, is_equal in zip(alike, equal, strict=True) if is_equal}
 
     def _delete(self, items: Sequence[Item]) -> None:
         if items:
@@ -350,10 +365,6 @@ def _vector_rows(first: ItemId, vectors: Embeddings) -> list[tuple[int, int, byt
 def _attributes_text(attributes: Attributes) -> str:
     """Attributes as JSON."""
     return _ENCODER.encode(dict(attributes))
-
-
-def _has_content(item: Item | None, entry: Entry) -> bool:
-    return item is not None and item.sha256 == entry.sha256
 
 
 def _is_equal(item: Item, entry: Entry) -> bool:

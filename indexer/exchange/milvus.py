@@ -31,7 +31,13 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.types import SHORT, Embeddings, Hit, ItemId
 from kinlens.indexer.attributes import Schema
-from kinlens.indexer.catalog.entries import checked_keys, checked_vectors, learn_types, with_stored
+from kinlens.indexer.catalog.entries import (
+    are_equal,
+    checked_keys,
+    checked_vectors,
+    learn_types,
+    with_stored,
+)
 from kinlens.indexer.exchange.milvus_collection import (
     ENTRY,
     ID_LIMIT,
@@ -46,6 +52,7 @@ from kinlens.indexer.exchange.milvus_collection import (
     entry_of,
     item_of,
     lookups,
+    number_of,
     row_of,
     vectors_of,
 )
@@ -467,7 +474,7 @@ class MilvusStore:
         now = self._now()
         queries = _checked(now, queries, k, options)
         fetch, reorder = _fetch(now, queries, options), _reorder(now, k, options)
-        return best_hits(fetch, len(queries), k, options, reorder=reorder)
+        return best_hits(fetch, len(queries), k, options, partial(_vectors, now), reorder)
 
     def search_groups(
         self,
@@ -483,7 +490,8 @@ class MilvusStore:
             check_grouped(grouping.by, now.kinds)
         groups = _Groups(now, queries, grouping.by, options)
         reorder = _reorder(now, k, options)
-        return best_groups(groups, len(queries), k, grouping, options, reorder)
+        vectors_of = partial(_vectors, now)
+        return best_groups(groups, len(queries), k, grouping, options, vectors_of, reorder)
 
     def search_like(
         self,
@@ -567,19 +575,21 @@ def _fetch(now: Collection, queries: Embeddings, options: SearchOptions, group: 
 def _reorder(now: Collection, k: int, options: SearchOptions) -> Reorder | None:
     """How to reorder the first hits. Fetching their vectors takes another request."""
 
-    def vectors(ids: Sequence[ItemId]) -> Embeddings:
-        rows = now.lookup("number", ids, ["number", "vector"])
-        found = {int(row["number"]): row["vector"] for row in rows}
-        zero = [0.0] * now.facts.dim  # for items removed since the search: similar to none
-        return np.array([found.get(number, zero) for number in ids], np.float32)
-
     def span(name: str) -> None:
         if now.kinds or now.count():
             check_boosted(name, now.kinds)  # the server does not report the range
 
     if options.sort_by is not None and (now.kinds or now.count()):
         check_attribute(options.sort_by.attribute, now.kinds, "sort by")
-    return reorder_of(options, k, vectors, span)
+    return reorder_of(options, k, partial(_vectors, now), span)
+
+
+def _vectors(now: Collection, ids: Sequence[ItemId]) -> Embeddings:
+    """The vectors (N, D) of these items, in their order; zero for those removed since."""
+    rows = now.lookup("number", ids, ["number", "vector"])
+    found = {int(row["number"]): row["vector"] for row in rows}
+    zero = [0.0] * now.facts.dim
+    return np.array([found.get(number, zero) for number in ids], np.float32)
 
 
 def _candidate(row: Row) -> Candidate:
@@ -597,10 +607,15 @@ def _upsert_entries(
     rows, became = [], Counter[str]()
     for entry, vector in zip(with_stored(entries, items, owned), vectors, strict=True):
         old, new = stored.get(entry.key), row_of(entry, vector)
-        if old is None or old["sha256"] != entry.sha256:
-            became["added" if old is None else "replaced"] += 1
+        if old is None:
+            became["added"] += 1
+        elif old["sha256"] != entry.sha256:
+            became["replaced"] += 1
+        elif not are_equal(vector, np.asarray(old["vector"], np.float32), "fp32"):
+            became["replaced"] += 1
+            new["number"] = number_of(entry.key, vector.tobytes().hex())  # other content, other id
         else:
-            new["vector"] = old["vector"]  # equal content keeps its vector
+            new |= {"vector": old["vector"], "number": old["number"]}  # equal content keeps both
             if all(old[name] == new[name] for name in ITEM):
                 became["unchanged"] += 1
                 continue

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
-import numpy as np
 from pydantic import BaseModel
 
 from kinlens.embedder.durable import discard
@@ -39,7 +38,6 @@ from kinlens.indexer.ingest.sources import Source, check_attributes
 from kinlens.indexer.types import GalleryExport, Progress, VectorType, checked_name
 
 _CHUNK = 4096
-_SAME_VECTOR = {"fp32": 1e-6, "fp16": 2.0**-11}
 
 
 class BuildReport(BaseModel, frozen=True):
@@ -188,19 +186,8 @@ def import_gallery(
 
 def _filled(gallery: Gallery, dump: GalleryExport, on_progress: Progress | None) -> UnlistedItems:
     unlisted, entries = UnlistedItems(gallery), dump.entries()
-    same = _SAME_VECTOR[gallery.vector_type]
     while part := list(islice(entries, _CHUNK)):
-        stored = gallery.stored([entry.key for entry in part])
-        unlisted.mark_listed(stored.values())
-        if stored:  # an interrupted import may have stored other vectors for these keys
-            existing = [entry for entry in part if entry.key in stored]
-            before = gallery.entries([entry.key for entry in existing])
-            gallery.remove(
-                entry.key
-                for entry, old in zip(existing, before, strict=True)
-                if np.shape(entry.vector) == old.vector.shape
-                and not np.allclose(entry.vector, old.vector, atol=same)
-            )
+        unlisted.mark_listed(gallery.stored([entry.key for entry in part]).values())
         gallery.add(part)
         if on_progress is not None:
             on_progress(len(part))

@@ -5,9 +5,11 @@ An engine provides a `Fetch`. More candidates are fetched until no other item ca
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import islice, takewhile
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -15,7 +17,13 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit, ItemId
-from kinlens.indexer.catalog.entries import NORM_TOLERANCE, ROUNDING, normalised, norms_of
+from kinlens.indexer.catalog.entries import (
+    NORM_TOLERANCE,
+    ROUNDING,
+    are_equal,
+    normalised,
+    norms_of,
+)
 from kinlens.indexer.types import CANDIDATES, MAX_BOOST, Group, Grouping, SearchOptions
 from kinlens.values import AttributeValue, Scalar, values_in
 
@@ -26,12 +34,13 @@ _MAX_OVERFETCH = 16  # upper bound on over-fetching for groups, as a multiple of
 _MAX_EXCLUDED_VALUES = 5000
 _MAX_COMPARED = 10_000  # top candidates among which near-duplicates are removed
 _COMPARED = 256  # candidates whose vectors are compared at a time
+_SAME_COPY = 1e-3  # equal vectors, stored in half precision, have scores that differ by less
 
 T = TypeVar("T")
 
 _Key = tuple[bool | None, Scalar]
 """The key of a group: (whether the value is a boolean, value), since True == 1 in Python. For an
-item without the attribute: (None, its id or content)."""
+item without the attribute: (None, its id)."""
 
 
 class Candidate(NamedTuple):
@@ -96,20 +105,20 @@ def best_hits(
     rows: int,
     k: int,
     options: SearchOptions,
-    vectors_of: VectorsOf | None = None,
+    vectors_of: VectorsOf,
     reorder: Reorder | None = None,
 ) -> list[list[Hit]]:
     """The `k` best items of each of `rows` queries after `options.offset`, best first.
 
-    Applies the options `min_score`, `offset`, `distinct`, `exclude` and, with `vectors_of`, `near`.
-    `fetch` and `reorder` apply the others.
+    Applies the options `min_score`, `offset`, `distinct`, `exclude` and `near`. `fetch` and
+    `reorder` apply the others.
     """
     depth = _depth(k, options, reorder)
 
     def settled(pool: Pool) -> list[Hit] | None:
         allowed = (c for c in pool.candidates if passes(c.score, options.min_score))
-        ordered = remaining(allowed, options)
-        if options.near is not None and vectors_of is not None:
+        ordered = remaining(allowed, options, vectors_of)
+        if options.near is not None:
             ordered = without_near_duplicates(ordered, options.near, vectors_of, options.checkpoint)
         kept = list(islice(ordered, depth))
         is_capped = options.near is not None and len(pool.candidates) >= _MAX_COMPARED
@@ -165,16 +174,43 @@ def first_count(depth: int, options: SearchOptions) -> int:
     return depth + min(len(options.exclude), _EXPECTED_EXCLUDED) + 1
 
 
-def remaining(ordered: Iterable[Candidate], options: SearchOptions) -> Iterator[Candidate]:
+def remaining(
+    ordered: Iterable[Candidate], options: SearchOptions, vectors_of: VectorsOf
+) -> Iterator[Candidate]:
     """Candidates without the excluded items and, with `distinct`, without repeated content."""
-    contents: set[str] = set()
-    for candidate in ordered:
-        if candidate.id in options.exclude:
-            continue
-        if options.distinct and candidate.sha256 in contents:
-            continue
-        contents.add(candidate.sha256)
-        yield candidate
+    allowed = (candidate for candidate in ordered if candidate.id not in options.exclude)
+    return _without_copies(allowed, vectors_of) if options.distinct else allowed
+
+
+def _without_copies(ordered: Iterable[Candidate], vectors_of: VectorsOf) -> Iterator[Candidate]:
+    """Drop candidates with the sha256 and the vector of a better one.
+
+    A sha256 alone is not enough, as it can be that of another image or a placeholder of the writer.
+    Vectors are read only of candidates that share one, a block at a time.
+    """
+    rest = iter(ordered)
+    kept: dict[str, list[Candidate]] = {}
+    vectors: dict[ItemId, Embeddings] = {}
+    while block := list(islice(rest, _COMPARED)):
+        counts = Counter(candidate.sha256 for candidate in block)
+        shared = [c for c in block if counts[c.sha256] > 1 or c.sha256 in kept]
+        wanted = {c.id for c in (*shared, *(kept[c.sha256][0] for c in shared if c.sha256 in kept))}
+        unread = sorted(wanted - vectors.keys())
+        vectors |= zip(unread, vectors_of(unread) if unread else (), strict=True)
+        for candidate in block:
+            better = kept.setdefault(candidate.sha256, [])
+            # Equal vectors have nearly equal scores, and `better` is in the order of scores.
+            highest = candidate.score + _SAME_COPY
+            similar = takewhile(partial(_scores_at_most, highest), reversed(better))
+            if any(are_equal(vectors[candidate.id], vectors[other.id]) for other in similar):
+                del vectors[candidate.id]
+            else:
+                better.append(candidate)
+                yield candidate
+
+
+def _scores_at_most(highest: float, candidate: Candidate) -> bool:
+    return candidate.score <= highest
 
 
 def without_near_duplicates(
@@ -249,6 +285,7 @@ def best_groups(
     k: int,
     grouping: Grouping,
     options: SearchOptions,
+    vectors_of: VectorsOf,
     reorder: Reorder | None = None,
 ) -> list[list[Group]]:
     """The `k` best groups of each of `rows` queries after `options.offset`, best first.
@@ -270,7 +307,7 @@ def best_groups(
     first = _EXPECTED_SIZE * first_count(depth, options)
     fetched = source.fetch(range(rows), first) if rows else []
     return [
-        _Search(source, row, k, depth, grouping, options, reorder).found(
+        _Search(source, row, k, depth, grouping, options, vectors_of, reorder).found(
             Pool.of(best, first), first
         )
         for row, best in enumerate(fetched)
@@ -287,6 +324,7 @@ class _Search:
     depth: int
     grouping: Grouping
     options: SearchOptions
+    vectors_of: VectorsOf
     reorder: Reorder | None
 
     def found(self, pool: Pool, first: int) -> list[Group]:
@@ -314,18 +352,21 @@ class _Search:
     def _split(self, pool: Pool) -> list[tuple[_Key, list[Candidate]]]:
         """The known candidates of each group; groups are in the order of their best candidate."""
         groups: dict[_Key, list[Candidate]] = {}
+        alone = [candidate for candidate in pool.candidates if not self._values(candidate)]
+        for candidate in self._remaining(alone):
+            groups[None, candidate.id] = [candidate]
         for candidate in pool.candidates:
-            for key in self._keys(candidate):
-                groups.setdefault(key, []).append(candidate)
-        kept = ((key, list(remaining(own, self.options))) for key, own in groups.items())
+            for value in self._values(candidate):
+                groups.setdefault((isinstance(value, bool), value), []).append(candidate)
+        kept = ((key, list(self._remaining(own))) for key, own in groups.items())
         # Sorted again: without an excluded best item, a group ranks lower.
         return sorted(((key, own) for key, own in kept if own), key=lambda one: rank(one[1][0]))
 
-    def _keys(self, candidate: Candidate) -> list[_Key]:
-        values = dict.fromkeys(values_in(candidate.attributes.get(self.grouping.by)))
-        if not values:
-            return [(None, candidate.sha256 if self.options.distinct else candidate.id)]
-        return [(isinstance(value, bool), value) for value in values]
+    def _values(self, candidate: Candidate) -> list[Scalar]:
+        return list(dict.fromkeys(values_in(candidate.attributes.get(self.grouping.by))))
+
+    def _remaining(self, ordered: Iterable[Candidate]) -> Iterator[Candidate]:
+        return remaining(ordered, self.options, self.vectors_of)
 
     def _members(self, key: _Key, own: Sequence[Candidate]) -> Sequence[Candidate]:
         """The members to return, given the best members `own` of a group."""
@@ -345,7 +386,7 @@ class _Search:
         return best
 
     def _ordered(self, members: Mapping[ItemId, Candidate]) -> list[Candidate]:
-        return list(remaining(sorted(members.values(), key=rank), self.options))
+        return list(self._remaining(sorted(members.values(), key=rank)))
 
     def _group(self, key: _Key, members: Sequence[Candidate], score: float) -> Group:
         value = None if key[0] is None else key[1]

@@ -103,7 +103,8 @@ class Searcher:
             mask, attributes = self._mask(now, options), self._attributes_of(now)
             source = _Groups(now, attributes, queries, grouping.by, options, mask)
             reorder = self._reorder(now, k, options)
-            return best_groups(source, len(queries), k, grouping, options, reorder)
+            vectors_of = partial(_vectors, now.snapshot)
+            return best_groups(source, len(queries), k, grouping, options, vectors_of, reorder)
 
     def search_like(
         self,

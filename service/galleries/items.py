@@ -249,7 +249,7 @@ class _Draft:
         attributes: Literal["kept", "replaced"] = (
             "kept" if self.item.keeps and key in old else "replaced"
         )
-        status = _status(old.get(key), entries[key])
+        status = _status(old.get(key), new.get(key), entries[key])
         return ItemOutcome(key, status, item_id, attributes=attributes)
 
 
@@ -330,11 +330,11 @@ def _add(served: Served, drafts: Mapping[str, _Draft], entries: Mapping[str, Ent
                 drafts[key].error = error
 
 
-def _status(stored: Item | None, entry: Entry) -> Status:
-    """The effect of storing `entry` on the `stored` item with its key."""
+def _status(stored: Item | None, item: Item | None, entry: Entry) -> Status:
+    """The effect of storing `entry`: `stored` and `item` had its key before and after it."""
     if stored is None:
         return "added"
-    if stored.sha256 != entry.sha256:
+    if stored.sha256 != entry.sha256 or (item is not None and item.id != stored.id):
         return "replaced"
     before = (stored.path, stored.format, dict(stored.attributes))
     kept = stored.attributes if entry.keeps else {}

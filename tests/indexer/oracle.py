@@ -145,7 +145,7 @@ class Oracle:
     ) -> list[tuple[AttributeValue | None, float, list[str]]]:
         parts: dict[tuple[bool | None, Any], list[tuple[float, Entry]]] = {}
         for score, e in self.ranked(query, options):
-            alone = e.sha256 if options.distinct else e.key
+            alone = (e.sha256, e.vector.tobytes()) if options.distinct else e.key
             for value in dict.fromkeys(values_in(e.attributes.get(grouping.by))) or [None]:
                 key = (None, alone) if value is None else (isinstance(value, bool), value)
                 parts.setdefault(key, []).append((score, e))
@@ -163,8 +163,8 @@ class Oracle:
 
 
 def without_copies(ranked: Sequence[tuple[float, Entry]]) -> list[tuple[float, Entry]]:
-    seen: set[str] = set()
-    return [p for p in ranked if not (p[1].sha256 in seen or seen.add(p[1].sha256))]
+    contents = [(e.sha256, e.vector.tobytes()) for _, e in ranked]
+    return [pair for n, pair in enumerate(ranked) if contents[n] not in contents[:n]]
 
 
 def assert_hits(found: Sequence[Hit], expected: Sequence[tuple[float, str]]) -> None:

@@ -316,21 +316,45 @@ def test_each_entry_is_added_replaced_updated_or_left(store: VectorStore) -> Non
     new = [
         old[0],
         entry("key1", fresh[0], {"colour": "blue"}, content="other content"),
-        replace(old[2], attributes={"colour": "red", "price": 1.5}),  # its vector stays
+        replace(old[2], attributes={"colour": "red", "price": 1.5}),
         replace(old[3], path="moved.png"),
+        replace(old[4], vector=fresh[1]),  # equal sha256, another vector
         entry("key99", fresh[1]),
     ]
-    other_vector = replace(new[2], vector=fresh[0])
-    sent = [*new[:2], other_vector, *new[3:]]
-    assert store.add(sent) == Written(added=1, replaced=1, updated=2, unchanged=1)
+    rounded = replace(new[2], vector=new[2].vector + np.float32(1e-7))
+    sent = [*new[:2], rounded, *new[3:]]
+    assert store.add(sent) == Written(added=1, replaced=2, updated=2, unchanged=1)
     now = ids_of(store)
     assert store.size == 9
-    assert [now[f"key{n}"] == numbers[f"key{n}"] for n in range(8)] == [True, False, *[True] * 6]
+    kept = [now[f"key{n}"] == numbers[f"key{n}"] for n in range(8)]
+    assert kept == [True, False, True, True, False, True, True, True]
     for expected, found in zip(new, store.entries([e.key for e in new]), strict=True):
         assert same(found, expected)
     everything = {e.key: e for e in old} | {e.key: e for e in new}
     oracle = Oracle(store, list(everything.values()))
     assert_hits(store.search(fresh[:1], 20)[0], oracle.hits(fresh[0], 20, SearchOptions()))
+
+
+def test_vectors_need_no_sha256_and_one_sha256_hides_no_vector(store: VectorStore) -> None:
+    """A writer without images may give no sha256, or the same placeholder to every vector."""
+    vectors, axes = units(12), np.eye(DIM, dtype=np.float32)
+    same = [Entry(f"same{n}", v, sha256="0" * 64) for n, v in enumerate((*vectors, *axes))]
+    own = [Entry(f"own{n}", vector) for n, vector in enumerate(vectors)]
+    copies = [Entry("own0 again", vectors[0]), replace(same[0], key="same0 again")]
+    store.add([*same, *own, *copies, Entry("other", -vectors[0], attributes={"sku": "other"})])
+    assert store.add(own) == Written(unchanged=12)
+    assert len({item.sha256 for item in store.items()}) == 14
+    keys = [*sorted(e.key for e in (*same, *own)), "other"]
+    for query in (vectors[0], axes[0]):  # most axes have the score 0
+        [hits] = store.search(query[None], 100, SearchOptions(distinct=True))
+        [groups] = store.search_groups(
+            query[None], 100, Grouping("sku"), SearchOptions(distinct=True)
+        )
+        for found in (hits, [group.hits[0] for group in groups]):
+            names = [hit.key.removesuffix(" again") for hit in found]
+            assert sorted(names, key=lambda name: (name == "other", name)) == keys
+    assert store.add([replace(same[1], vector=vectors[2])]) == Written(replaced=1)
+    assert store.entries(["same1"])[0].vector.tolist() == vectors[2].tolist()
 
 
 def test_an_add_takes_away_only_attributes_whose_names_it_owns(store: VectorStore) -> None:

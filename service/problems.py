@@ -82,6 +82,7 @@ class ProblemType:
 
 BAD_REQUEST = ProblemType(400, "Bad Request", "bad-request")
 UNKNOWN_HOST = ProblemType(400, "Unknown host", "unknown-host")
+HEAD_TOO_LARGE = ProblemType(431, "Request head too large", "head-too-large")
 UNSUPPORTED_MEDIA = ProblemType(415, "Unsupported Media Type", "unsupported-media-type")
 INTERNAL = ProblemType(500, "Internal error", "internal", public=False)
 INVALID = ProblemType(422, "Invalid parameter", "invalid-parameter")

@@ -15,7 +15,7 @@ from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -137,6 +137,9 @@ class BodyLimit:
             nonlocal started
             if body.refusal and not started:
                 return
+            if not started and not body.complete and _waits(scope):
+                # The client then sends no body, so the next request would be read as that body.
+                MutableHeaders(scope=message)["Connection"] = "close"
             started = True
             await send(message)
 
@@ -271,8 +274,7 @@ async def refuse(
     headers = [*answer.raw_headers, (b"connection", b"close")]
     await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": bytes(answer.body), "more_body": True})
-    waits = "expect" in Headers(scope=scope)  # the client waits for 100 Continue and sends no body
-    if not waits and answer.status_code != HTTPStatus.REQUEST_TIMEOUT:
+    if not _waits(scope) and answer.status_code != HTTPStatus.REQUEST_TIMEOUT:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
                 await _drain(receive, drain_bytes)
@@ -292,6 +294,11 @@ def _has_body(scope: Scope) -> bool:
     """Whether the headers of the request declare a body."""
     headers = Headers(scope=scope)
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def _waits(scope: Scope) -> bool:
+    """Whether the client waits for 100 Continue before it sends its body."""
+    return Headers(scope=scope).get("expect", "").lower() == "100-continue"
 
 
 def _claimed_bytes(scope: Scope) -> int | None:

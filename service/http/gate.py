@@ -477,7 +477,7 @@ class Gate:
         return self._table
 
     def _bad_request(self, scope: Scope) -> Response | None:
-        """The refusal of an unknown host or of control characters in the path, or None.
+        """The refusal of a head, an unknown host or control characters in the path, or None.
 
         The host check prevents DNS rebinding: a web page could point its own name at this machine
         and read the responses. Probes are exempt, since orchestrators and monitoring call by IP
@@ -488,7 +488,9 @@ class Gate:
         match = _HOST.fullmatch(given)
         is_known = ANY_HOST in self._hosts or (match and match[1].lower() in self._hosts)
         control = _CONTROL.search(scope["path"])
-        if not is_known and not _is_probe(scope):
+        if "refusal" in scope["state"]:
+            kind, text = scope["state"]["refusal"]
+        elif not is_known and not _is_probe(scope):
             kind = UNKNOWN_HOST
             text = (
                 f"The host {given[:_SHOWN_CHARACTERS]!r} is not allowed; allowed are "

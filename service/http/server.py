@@ -15,17 +15,22 @@ from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
+from uuid import uuid4
 
+import httptools
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kinlens.service.http.bodies import Connection
+from kinlens.service.http.gate import SECURITY_HEADERS
+from kinlens.service.problems import BAD_REQUEST, HEAD_TOO_LARGE, ProblemType, problem
 from kinlens.service.settings import Settings
 
 _KEEP_ALIVE_S = 20
 _HEADER_S = 10.0
+_LINGER_S = 2.0
 _HEAD_BYTES = 16 * 2**10
 _MOST_CONNECTIONS = 4096
 _FEWEST_CONNECTIONS = 64
@@ -38,6 +43,10 @@ _LEAST_READ = 16 * 2**10  # bytes a second
 _MAX_PIPELINED = 8  # queued behind the request that is being answered; browsers send none
 _STATUS_LINE = b"HTTP/1.1 "
 _CONTINUE = b"HTTP/1.1 100 "
+_CODING = b"transfer-encoding"
+_ADDRESS_TEXT = "The address of the request is not valid. Send a path that begins with /."
+_VERSION_TEXT = "The service speaks HTTP/1.0 and 1.1, without CONNECT. Send such a request."
+_HEAD_TEXT = f"The head of the request has more than {_HEAD_BYTES // 2**10} KiB. Shorten it."
 
 
 ServerType = TypeVar("ServerType", bound="Server")
@@ -173,7 +182,12 @@ class SharedLimits:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Closes connections whose request head does not arrive or whose client does not read."""
+    """Closes connections whose request head does not arrive or whose client does not read.
+
+    Each request gets one answer. Bytes after a request that cannot be read are ignored, and the
+    connection closes, since nobody can know where the next request begins. An offer to upgrade is
+    ignored: the parser would treat everything after the head as another protocol.
+    """
 
     def __init__(
         self,
@@ -190,7 +204,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self.connection = Connection()
         self._head_buffer: _HeadBuffer
         self._unused_bytes = 0
-        self._is_in_head = True
+        self._is_in_head = True  # also between two requests
+        self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -211,12 +226,74 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received data; limit the size of heads and trailers."""
+        self._unset_keepalive_if_required()
         self._unused_bytes += len(data)
-        super().data_received(data)
+        while data and not self._is_refused and not self.transport.is_closing():
+            data = self._parse(data)
         # The parser buffers heads and trailers without a limit.
-        if self._unused_bytes > _HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too long.")
+        if self._unused_bytes > _HEAD_BYTES:
+            self._refuse(HEAD_TOO_LARGE, _HEAD_TEXT)
         self._watch()
+
+    def _parse(self, data: bytes) -> bytes:
+        """Feed the parser; return the rest after the head of an upgrade."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return self._head_without_upgrade() + data[upgrade.args[0] :]
+        except httptools.HttpParserCallbackError:
+            self._refuse(*(self._refusal_of_head() or (BAD_REQUEST, _ADDRESS_TEXT)))
+        except httptools.HttpParserError as error:
+            self._refuse(BAD_REQUEST, f"The request is not valid HTTP/1.1: {error}. Correct it.")
+        return b""
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head that the parser has just read, for a new parser."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        kept = (b"%b: %b\r\n" % each for each in self.headers if each[0] != b"upgrade")
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(kept))
+
+    def _refuse(self, kind: ProblemType, text: str) -> None:
+        """Answer a request that cannot be read, unless others are still being answered, and close.
+
+        Its predecessors get their answers first.
+        """
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._is_refused = True
+        is_answered = not self._is_in_head and self.cycle.response_started
+        if self._is_in_head and not self.is_idle:
+            self.cycle.keep_alive = False  # closes after the last answer
+        elif self.pipeline:
+            self.cycle.disconnected = True
+            self.pipeline[0] = (self.cycle, self._close)
+        elif is_answered:
+            self.transport.close()
+        else:
+            self._send_refusal(kind, text)
+
+    async def _close(self, *_: Any) -> None:
+        self.transport.close()
+
+    def _send_refusal(self, kind: ProblemType, text: str) -> None:
+        request_id = uuid4().hex
+        self.logger.warning("%s (request_id %s)", text, request_id)
+        answer = problem(kind, text, request_id=request_id, instance="")
+        answer.headers.update(SECURITY_HEADERS)
+        answer.headers.update({"X-Request-ID": request_id, "Connection": "close"})
+        head = b"".join(b"%b: %b\r\n" % header for header in answer.raw_headers)
+        status = f"HTTP/1.1 {kind.status} {kind.title}\r\n".encode()
+        self.transport.write(b"%b%b\r\n%b" % (status, head, bytes(answer.body)))
+        self._head_buffer.flush()
+        # The service reads on for a moment: `close` resets the connection of a client that is still
+        # sending, and a reset discards the answer.
+        self._head_buffer.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.close)
+        if not self._is_in_head:
+            self.cycle.disconnected = True  # ends the work for the body
+            self.cycle.message_event.set()
 
     def on_message_begin(self) -> None:
         """A request starts."""
@@ -234,8 +311,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head has arrived."""
-        self._is_in_head = False
         self._unused_bytes = 0
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("CONNECT")  # as for an address that cannot be read
+            return  # another parser gets this head
         # A request of 18 bytes uses 1 KB of objects, and one read can contain thousands of them.
         if len(self.pipeline) >= _MAX_PIPELINED:
             self.transport.abort()
@@ -244,7 +324,25 @@ class GuardedProtocol(HttpToolsProtocol):
             self.limits.end_idle(self)
             self.limits.begin_idle(self)
         self.scope["state"]["connection"] = self.connection
+        if (refusal := self._refusal_of_head()) is not None:
+            self.scope["state"]["refusal"] = refusal
         super().on_headers_complete()
+        self._is_in_head = False
+
+    def _refusal_of_head(self) -> tuple[ProblemType, str] | None:
+        """Why the gate refuses a request whose head the parser accepts, or None."""
+        version = self.parser.get_http_version()
+        coding = [value.strip().lower() for name, value in self.headers if name == _CODING]
+        lines = sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if len(self.url) + lines > _HEAD_BYTES:
+            return HEAD_TOO_LARGE, _HEAD_TEXT
+        if version not in ("1.0", "1.1") or self.parser.should_upgrade():
+            return BAD_REQUEST, _VERSION_TEXT
+        if coding and (coding != [b"chunked"] or version != "1.1"):
+            return BAD_REQUEST, "Transfer-Encoding must be chunked, in HTTP/1.1."
+        if version != "1.1":
+            self.expect_100_continue = False  # would look like the answer
+        return None
 
     def on_body(self, body: bytes) -> None:
         """A part of the body has arrived."""
@@ -254,6 +352,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The whole request has arrived."""
         self._unused_bytes = 0
+        if self._is_in_head:
+            return  # another parser gets this head
+        self._is_in_head = True
         if not self.flow.write_paused and not self.cycle.response_complete:
             self.limits.end_idle(self)
         super().on_message_complete()

@@ -74,17 +74,7 @@ def test_the_size_of_a_head_is_limited(running_service, start: bytes) -> None:
     with contextlib.suppress(ConnectionError):
         for part in range(0, len(start), 10_000):
             connection.sendall(start[part : part + 10_000])
-    answer = answer_to(connection, b"nothing of the kind")
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
-
-
-def test_an_offer_of_h2c_is_answered_in_http_1(running_service) -> None:
-    """Java's own client offers h2c with its first request and then continues."""
-    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEA\r\n"
-    connection = running_service.connect()
-    for head in (HEAD + offer, HEAD):
-        connection.sendall(head + b"\r\n")
-        assert answer_to(connection).startswith(b"HTTP/1.1 200")
+    assert answer_to(connection, b"nothing of the kind").startswith(b"HTTP/1.1 431")
 
 
 def test_a_client_that_does_not_read_is_cut_off(start_service, embedder, photos) -> None:

@@ -29,7 +29,9 @@ from kinlens.indexer.ingest.sources import Record, Source, folder_source
 from kinlens.indexer.types import Entry
 from tests.indexer.conftest import failure, printed
 from tests.indexer.oracle import contents
+from tests.support import paused_workers
 from tests.support.own_process import children, command_of
+from tests.support.waiting import until
 from tests.tiny import TINY_DIM, encoded, photo
 
 COMMAND = Path(sys.executable).with_name("kinlens-index")
@@ -52,7 +54,13 @@ def shop(tmp_path_factory) -> Path:
     return folder
 
 
-def command(*words: object) -> subprocess.Popen[str]:
+PAUSED = {
+    "RAY_RUNTIME_ENV_HOOK": "tests.support.paused_workers.runtime_env",
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+}
+
+
+def command(*words: object, **env: str) -> subprocess.Popen[str]:
     """`kinlens-index` in a process group of its own."""
     return subprocess.Popen(
         [str(COMMAND), *map(str, words)],
@@ -60,7 +68,7 @@ def command(*words: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env=os.environ | OPEN,
+        env=os.environ | OPEN | env,
     )
 
 
@@ -123,16 +131,15 @@ def test_a_killed_call_is_finished_on_a_cluster_and_its_gallery_is_that_of_a_bui
     pytest.importorskip("ray", reason="Ray is not installed (pip install 'kinlens[ray]')")
     folder = tmp_path / "v"
     words = ("--bundle", tiny_bundle.path, "--out", folder, "--shard-size", 8)
-    process = command("embed", shop, *words)
+    process = command("embed", shop, *words, **PAUSED)
     wait_for_parts(process, folder, 1)
     worker = next(pid for pid in below(process.pid) if command_of(pid).startswith("ray::MapWorker"))
     os.kill(worker, signal.SIGKILL)
-    wait_for_parts(process, folder, 6)
+    wait_for_parts(process, folder, paused_workers.PARTS)
     workers = [pid for pid in below(process.pid) if command_of(pid).startswith("ray::")]
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    while any(map(command_of, workers)):  # each writes its shard before it ends
-        time.sleep(0.05)
+    until(lambda: not any(map(command_of, workers)))  # one may still write its shard
     shards = VectorShards(str(folder))
     left = shards.missing()
     assert 0 < len(left) < shards.manifest.shards

@@ -661,6 +661,10 @@ class AsyncClient(_BaseClient):
         body = {"overlap_hours": overlap_hours}
         return await self._send(api.NewKey, "POST", "keys", name, "rotate", json=body, once=True)
 
+    async def access(self) -> api.Access:
+        """Return the scopes and galleries of the key of this client."""
+        return await self._send(api.Access, "GET", "access")
+
     async def audit(self, *, limit: int = 100, before: int | None = None) -> api.Audit:
         """Return the audit log, newest first; with `before`, only entries with lower numbers."""
         return await self._send(api.Audit, "GET", "audit", query={"limit": limit, "before": before})
@@ -804,6 +808,7 @@ class Client(_BaseClient):
     create_key = _blocking(AsyncClient.create_key)
     revoke_key = _blocking(AsyncClient.revoke_key)
     rotate_key = _blocking(AsyncClient.rotate_key)
+    access = _blocking(AsyncClient.access)
     audit = _blocking(AsyncClient.audit)
     jobs = _blocking(AsyncClient.jobs)
     job_options = _blocking(AsyncClient.job_options)

@@ -9,6 +9,7 @@ from kinlens.values import AttributeValue, Scalar
 
 JobKind = Literal["compact", "swap", "rebuild", "train"]
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+Scope = Literal["search", "write", "admin"]
 Action = Literal["clicked", "bought", "wrong"]
 FeedbackMode = Literal["off", "pairs", "pictures"]
 
@@ -527,8 +528,26 @@ class BundleModel(BaseModel):
     created_at: str
 
 
+class Access(BaseModel):
+    """What the caller may do. A page shows only what `scopes`, `galleries` and `filter` permit."""
+
+    key: Annotated[str | None, Field(description="The name of the key; null without a key.")]
+    scopes: Annotated[
+        list[Scope], Field(description="Its scopes, including those that they imply.")
+    ]
+    galleries: Annotated[
+        list[str] | None,
+        Field(description="The only galleries that it may see; null: all, and the whole service."),
+    ]
+    filter: Annotated[
+        str | None, Field(description="It only sees items that match this filter; null: all.")
+    ]
+
+
 class JobOptions(BaseModel):
-    """The names that requests for jobs can use."""
+    """The names that requests for jobs can use. A key that is bound to galleries gets the bundles
+    of these, and no data sets or training jobs.
+    """
 
     training_jobs: list[str]
     no_training: Annotated[
@@ -613,7 +632,7 @@ class KeyModel(BaseModel):
 
     id: str
     name: str
-    scopes: list[Literal["search", "write", "admin"]]
+    scopes: list[Scope]
     state: Literal["active", "expired", "revoked"]
     created_at: datetime
     expires_at: datetime | None

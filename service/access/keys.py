@@ -23,12 +23,12 @@ from kinlens.embedder.errors import FilterError, InvalidParameterError, KeyNotFo
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import checked_name
+from kinlens.models import Scope
 from kinlens.service.access.binding import EVERYTHING, Binding
 from kinlens.service.access.rates import DAY_S, Rate, parse_rates
 from kinlens.service.problems import fault_text, path_of
 
 T = TypeVar("T")
-Scope = Literal["search", "write", "admin"]
 SCOPES: tuple[Scope, ...] = ("search", "write", "admin")
 
 _IMPLIED: dict[Scope, frozenset[Scope]] = {

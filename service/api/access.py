@@ -1,4 +1,4 @@
-"""API keys and the audit log over HTTP, for admin keys that are not bound to galleries."""
+"""What the caller may do; and API keys and the audit log, for admin keys that are not bound."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, Field, field_validator
 
 from kinlens.embedder import errors
-from kinlens.models import Audit, KeyModel, Keys, NewKey
+from kinlens.models import Access, Audit, KeyModel, Keys, NewKey, Scope
 from kinlens.service.access import keys
 from kinlens.service.access.audit import AuditLog, note
 from kinlens.service.access.keys import MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
@@ -40,7 +40,7 @@ class KeyRequest(Limits):
     """A key to create."""
 
     name: Annotated[str, Field(max_length=64, description="A unique name for the key.")]
-    scopes: Annotated[list[keys.Scope], Field(min_length=1)]
+    scopes: Annotated[list[Scope], Field(min_length=1)]
     expires_days: Annotated[
         int | None, Field(ge=1, le=_MAX_DAYS, description="Days until it expires; null: never.")
     ] = None
@@ -67,6 +67,20 @@ class RotateRequest(BaseModel):
         if isinstance(value, bool):
             raise ValueError("overlap_hours must be a number; use digits.")
         return value
+
+
+@router.get("/access", responses=problems(), summary="What the caller may do")
+async def access(runtime: Service, request: Request) -> Access:
+    """The scopes and the galleries of the API key that was sent, or of callers without a key."""
+    key: Key | None = getattr(request.state, "key", None)
+    scopes = keys.allowed(runtime.settings.anonymous_scopes if key is None else key.scopes)
+    limits = keys.NO_LIMITS if key is None else key.limits
+    return Access(
+        key=None if key is None else key.name,
+        scopes=[scope for scope in keys.SCOPES if scope in scopes],
+        galleries=None if limits.galleries is None else list(limits.galleries),
+        filter=limits.filter,
+    )
 
 
 @router.get("/keys", responses=problems(*_STATE), summary="List API keys")

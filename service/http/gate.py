@@ -30,6 +30,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kinlens import models
 from kinlens.embedder.errors import (
     AccessError,
     KeyMissingError,
@@ -85,7 +86,7 @@ class Rule:
 
     methods: frozenset[str]
     path: str
-    scope: keys.Scope | None
+    scope: models.Scope | None
     extent: Extent
     body: BodyKind = "plain"
     stores: bool = False
@@ -98,6 +99,7 @@ RULES = (
     Rule(_READ, r"/ui/", None, "none"),
     Rule(_READ, r"/ready", None, "items"),
     Rule(_READ, r"/metrics", None, "service"),
+    Rule(_READ, r"/access", "search", "items"),
     Rule(_POST, r"/search", "search", "items", "image"),
     Rule(_POST, r"/search/batch", "search", "items", "batch"),
     Rule(_POST, rf"{_G}/golden", "write", "galleries", "image"),
@@ -117,8 +119,7 @@ RULES = (
     Rule(_POST, r"/galleries", "admin", "galleries"),
     Rule(frozenset({"DELETE"}), _G, "admin", "galleries"),
     Rule(_POST, rf"{_G}/(compact|swap)", "admin", "galleries"),
-    Rule(_READ, r"/jobs", "admin", "galleries"),
-    Rule(_READ, r"/jobs/\{job_id\}", "admin", "galleries"),
+    Rule(_READ, r"/jobs(/options|/\{job_id\}(/log)?)?", "admin", "galleries"),
     Rule(_POST, r"/jobs/[^/]+/cancel", "admin", "galleries"),
 )
 """The first matching rule applies. A route without a rule needs `admin`, refuses all bound keys and
@@ -370,7 +371,7 @@ class Gate:
             return await from_error(Request(scope), error)
         return await self._not_served(scope) if route is None else None
 
-    async def _authorize(self, scope: Scope, rule: Rule, needed: keys.Scope) -> None:
+    async def _authorize(self, scope: Scope, rule: Rule, needed: models.Scope) -> None:
         text = _sent_key(scope)
         if text is None:
             if needed not in self._anonymous:
@@ -425,7 +426,7 @@ class Gate:
             )
         return key
 
-    async def _closed(self, needed: keys.Scope) -> AccessError:
+    async def _closed(self, needed: models.Scope) -> AccessError:
         if self._keys is None:
             return AccessError(
                 f"This needs the scope {needed}, but the service has no state folder for keys. "

@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic_core import to_json
 
 from kinlens.embedder import errors
-from kinlens.models import Fault, Problem
+from kinlens.models import Fault, Problem, Scope
 from kinlens.service.access import keys
 from kinlens.service.concurrency import Recent
 from kinlens.service.http.bodies import JSON
@@ -148,7 +148,7 @@ def install_openapi(app: FastAPI) -> None:
         return (await kept.get())[1].answer(request)
 
 
-def _add_security(document: dict[str, Any], anonymous: Iterable[keys.Scope]) -> None:
+def _add_security(document: dict[str, Any], anonymous: Iterable[Scope]) -> None:
     """Add the scope of every operation and the problems of the gate.
 
     The scope is listed as the role of each security scheme. Operations for anonymous callers also

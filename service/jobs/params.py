@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -249,7 +249,28 @@ def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
 
 
 def options_of(settings: Settings) -> JobOptions:
-    """The names that the parameters of jobs can have in this process; newest bundle first."""
+    """The names that the parameters of jobs can have in this process; newest bundle first.
+
+    For a key that is bound to galleries these are the bundles of its galleries: it cannot train,
+    and other names can be those of other shops.
+    """
+    binding = of_caller()
+    known = known_bundles(settings.state, settings.bundle)
+    if binding.is_bound:
+        paths = [
+            location.path
+            for location in Locations(settings).list_galleries()
+            if location.path is not None and location.exists and binding.permits(location.name)
+        ]
+        used = {current_manifest(path).bundle_id for path in paths}
+        return JobOptions(
+            training_jobs=[],
+            no_training=f"The key {binding.key} is bound to galleries, so it cannot train. Send a "
+            "key that was created without --gallery.",
+            data=[],
+            weights=[],
+            bundles=_newest(manifest for name, (_, manifest) in known.items() if name in used),
+        )
     recommended = TrainParams.model_fields["job"].default
     jobs, why = sorted(training_jobs(), key=lambda name: (name != recommended, name)), None
     try:
@@ -257,17 +278,20 @@ def options_of(settings: Settings) -> JobOptions:
             _training_command(settings)
     except JobConflictError as error:
         why = str(error)
-    bundles = [
-        BundleModel(**{name: manifest.get(name, "") for name in BundleModel.model_fields})
-        for _, manifest in known_bundles(settings.state, settings.bundle).values()
-    ]
     return JobOptions(
         training_jobs=jobs,
         no_training=why if jobs else "The training jobs of Kinlens are not installed here.",
         data=sorted(_named(settings.training_data)),
         weights=[*START_WORDS, *sorted(_named(settings.training_weights))],
-        bundles=sorted(bundles, key=lambda one: one.created_at, reverse=True),
+        bundles=_newest(manifest for _, manifest in known.values()),
     )
+
+
+def _newest(manifests: Iterable[Mapping[str, Any]]) -> list[BundleModel]:
+    """The bundles of these manifests, newest first."""
+    names = BundleModel.model_fields
+    bundles = [BundleModel(**{name: one.get(name, "") for name in names}) for one in manifests]
+    return sorted(bundles, key=lambda bundle: bundle.created_at, reverse=True)
 
 
 def training_jobs() -> dict[str, Path]:

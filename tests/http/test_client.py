@@ -54,6 +54,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "POST /galleries/{name}/swap": lambda c: c.swap("g", "h"),
     "POST /galleries/{name}/rebuild": lambda c: c.rebuild("g", "f" * 64),
     "POST /jobs/train": lambda c: c.train("shop", "g"),
+    "GET /access": lambda c: c.access(),
     "GET /keys": lambda c: c.keys(),
     "POST /keys": lambda c: c.create_key("shop7", ["search"], galleries=["g"]),
     "DELETE /keys/{name}": lambda c: c.revoke_key("shop7"),

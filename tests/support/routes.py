@@ -15,7 +15,7 @@ _TABLE: dict[tuple[str | None, str], str] = {
     (FREE, "items"): "GET /ready",
     (FREE, "service"): "GET /metrics",
     ("search", "items"): """
-        POST /search    POST /search/batch              POST /feedback
+        GET /access     POST /search    POST /search/batch              POST /feedback
         GET /galleries  GET /galleries/{name}           GET /galleries/{name}/items
         GET /galleries/{name}/items/{item_id}           GET /galleries/{name}/items/{item_id}/image
         GET /galleries/{name}/items/{item_id}/similar
@@ -42,10 +42,11 @@ _TABLE: dict[tuple[str | None, str], str] = {
         POST /galleries/{name}/compact  POST /galleries/{name}/swap
         GET /galleries/{name}/feedback  GET /galleries/{name}/duplicates
         GET /jobs       GET /jobs/{job_id}              POST /jobs/{job_id}/cancel
+        GET /jobs/options                               GET /jobs/{job_id}/log
     """,
     ("admin", "service"): """
-        POST /galleries/{name}/rebuild  POST /jobs/train                GET /jobs/options
-        GET /jobs/{job_id}/log          POST /jobs/{job_id}/swap        POST /jobs/{job_id}/resume
+        POST /galleries/{name}/rebuild  POST /jobs/train
+        POST /jobs/{job_id}/swap        POST /jobs/{job_id}/resume
         GET /keys       POST /keys      DELETE /keys/{name}             POST /keys/{name}/rotate
         GET /audit
     """,

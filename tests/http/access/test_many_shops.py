@@ -373,6 +373,26 @@ def test_a_bound_admin_manages_only_its_own_galleries(market) -> None:
     listed = market.client.get("/jobs", headers=admin).json()["jobs"]
     assert [one["id"] for one in listed] == [job]
     assert len(market.client.get("/jobs").json()["jobs"]) == 2
+    until(lambda: market.client.get(f"/jobs/{job}").json()["state"] == "succeeded")
+    assert market.client.get(f"/jobs/{job}/log", headers=admin).json()["text"]
+    options = market.client.get("/jobs/options", headers=admin).json()
+    assert "bound to galleries" in options["no_training"]
+    assert not options["data"] + options["weights"] + options["training_jobs"]
+
+
+def test_each_caller_can_ask_what_it_may_do(market, bound, filtered, start_service) -> None:
+    def ask(headers: dict[str, str]) -> Any:
+        return market.client.get("/access", headers=headers).json()
+
+    every = ["search", "write", "admin"]
+    assert ask({}) == {"key": None, "scopes": every, "galleries": None, "filter": None}
+    assert ask(bound) == {"key": "bound", "scopes": every, "galleries": [MINE], "filter": None}
+    assert ask(filtered)["filter"] == "tenant = 7"
+    assert ask(market.key("staff", "write"))["scopes"] == ["search", "write"]
+    wrong = {"authorization": "Bearer kl_0_wrong"}
+    assert_problem(market.client.get("/access", headers=wrong), 401, "key-needed")
+    closed = start_service(anonymous_scopes=())
+    assert_problem(closed.client.get("/access"), 403, "not-allowed")
 
 
 def test_a_rate_and_the_units_of_a_day_are_of_the_key(market) -> None:

@@ -16,6 +16,7 @@ from kinlens.embedder.errors import (
     SourceError,
 )
 from kinlens.embedder.preprocess import ImageLimits, decode
+from kinlens.embedder.sources.names import NOT_UTF8, printable
 from kinlens.indexer.types import Item
 
 ANY_SIZE = ImageLimits(max_bytes=2**30, max_megapixels=178.0, max_side_px=2**20)
@@ -107,7 +108,7 @@ def read_image(root: Path, path: str, max_bytes: int) -> bytes:
         ImageTooManyBytesError; OSError.
     """
     if path != printable(path):
-        raise SourceError("The name of the file is not valid UTF-8. Rename the file.")
+        raise SourceError(f"{NOT_UTF8}.")
     file = inside(root, path)
     try:
         status = file.stat()
@@ -125,11 +126,6 @@ def read_image(root: Path, path: str, max_bytes: int) -> bytes:
         raise SourceError(
             f"{path} is missing below {root}. Restore it, or remove it from the list."
         ) from error
-
-
-def printable(path: str) -> str:
-    """`path` with bytes that are not UTF-8 replaced by escapes."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _unreadable(item: Item, error: Exception) -> GalleryCorruptError:

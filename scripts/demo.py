@@ -40,6 +40,7 @@ from typing import NamedTuple
 from kinlens.client import Client
 from kinlens.embedder.errors import SourceError
 from kinlens.errors import ClientError
+from kinlens.indexer.commands.console import SKIPPED
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.sources import folder_source
 from kinlens.values import AttributeValue
@@ -377,7 +378,7 @@ def build(work: Path, bundle: Path, images: Path, listed: list[Row] | None = Non
             writer.writerows(listed)
         source += "--csv", work / "gallery.csv"
     place = ("--out", work / "gallery", "--name", work.name)
-    kinlens("index", "build", *source, "--bundle", bundle, *place)
+    kinlens("index", "build", *source, "--bundle", bundle, *place, accepted=(0, SKIPPED))
 
 
 @contextlib.contextmanager

@@ -6,13 +6,14 @@ from typing import Annotated
 import typer
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import BundleMismatchError
+from kinlens.embedder.errors import BundleMismatchError, SourceError
 from kinlens.embedder.session import Embedder
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.commands import options, stores
 from kinlens.indexer.commands.console import (
     errors_shown,
+    exit_with_skipped,
     failure_lines,
     out,
     print_report,
@@ -42,7 +43,13 @@ from kinlens.indexer.ingest.add import AddReport, add_source, check_image_root
 from kinlens.indexer.ingest.build import BuildReport, BuildSettings, build_gallery, import_gallery
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.shards import VectorShards
-from kinlens.indexer.ingest.sources import Source, csv_source, folder_source, split_source
+from kinlens.indexer.ingest.sources import (
+    Source,
+    csv_source,
+    existing_folder,
+    folder_source,
+    split_source,
+)
 from kinlens.indexer.types import VectorType
 
 app = typer.Typer()
@@ -97,7 +104,7 @@ def build(
     """Build a gallery from a folder, a CSV list, a dataset split, or vectors of `embed`.
 
     To resume an interrupted build, run the same command again. Unreadable images are skipped and
-    listed in report.json.
+    listed in report.json, and the exit status is 3.
     """
     if images and root:
         raise typer.BadParameter("Pass IMAGES or --root, not both: they mean the same.")
@@ -143,7 +150,7 @@ def add(
 
     All paths are relative to the gallery's image root, so IMAGES must be below it. Unchanged images
     are skipped, and content that the gallery already has is not embedded again. To resume an
-    interrupted run, run the same command again.
+    interrupted run, run the same command again. If images were skipped, the exit status is 3.
     """
     with errors_shown():
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
@@ -153,8 +160,9 @@ def add(
             settings = EmbedSettings(batch_size, workers)
             with progress(source.count, "Embedding", "images") as advance:
                 report = add_source(store, source, embedder, settings, advance)
-            _print_add(report, store.size, gallery, json)
+            _print_add(source, report, store.size, gallery, json)
             stores.compact_if_due(store, no_compact)
+        exit_with_skipped(report.failures)
 
 
 def _build_of_vectors(
@@ -182,6 +190,7 @@ def _build_of_vectors(
         skipped = tuple(shards.failures())
         found = shards.manifest.images
         print_report(report, json, text, *failure_lines(skipped, found, f"in {vectors}/parts"))
+        exit_with_skipped(skipped)
 
 
 def _new_source(images: Path | None, csv: Path | None, split: Path | None) -> Source:
@@ -204,17 +213,17 @@ def _further_source(
     Raises: SourceError; BadParameter for wrong usage.
     """
     _refuse_both(csv, split)
-    if images is not None and (csv or split):
-        raise typer.BadParameter(
-            "Pass IMAGES or a list, not both: paths of a list are relative to the image root."
-        )
     if images is None and not (csv or split):
         raise typer.BadParameter("Pass the folder IMAGES, or a list with --csv or --split.")
-    if csv:
-        return csv_source(csv, root, kinds)
-    if split:
-        return split_source(split, root)
-    return folder_source(images or root, root)
+    folder = existing_folder(images or root)
+    if not (csv or split):
+        return folder_source(folder, root)
+    if folder != root.resolve():
+        raise SourceError(
+            f"The paths of a list are relative to the image root of the gallery, {root}, but "
+            f"{folder} was given. Omit it, or write the paths relative to the image root."
+        )
+    return csv_source(csv, root, kinds) if csv else split_source(split or Path(), root)
 
 
 def _refuse_both(csv: Path | None, split: Path | None) -> None:
@@ -232,7 +241,7 @@ def _print_plan(source: Source, embedder: Embedder, settings: BuildSettings, jso
         "(--device, --precision): "
         f"{embedder.precision_reason}."
     )
-    for line in plan.lines():
+    for line in (*source.omitted.lines(), *plan.lines()):
         out.print(line)
 
 
@@ -255,9 +264,10 @@ def _print_build(report: BuildReport, folder: Path, json: bool) -> None:
     file = GalleryFolder(folder).current() / "report.json"
     failures = failure_lines(report.failures, report.found, f"in {file}")
     print_report(report, json, text, *failures)
+    exit_with_skipped(report.failures)
 
 
-def _print_add(report: AddReport, size: int, gallery: str, json: bool) -> None:
+def _print_add(source: Source, report: AddReport, size: int, gallery: str, json: bool) -> None:
     text = (
         f"Gallery {gallery}: {report.added:,} added, {report.replaced:,} replaced, "
         f"{report.updated:,} with new attributes, {report.unchanged:,} unchanged "
@@ -265,4 +275,4 @@ def _print_add(report: AddReport, size: int, gallery: str, json: bool) -> None:
         f"{report.images_per_s:.1f} images/s; {size:,} items in all."
     )
     failures = failure_lines(report.failures, report.found, "(--json lists all of them)")
-    print_report(report, json, text, *failures)
+    print_report(report, json, *source.omitted.lines(), text, *failures)

@@ -25,6 +25,9 @@ from kinlens.values import AttributeValue
 SHOWN = 10
 """Number of failures or problems that are printed; a JSON report has all of them."""
 
+SKIPPED = 3
+"""Exit status if the work is done, but some images were skipped."""
+
 _SPEED_PERIOD_S = 600.0  # covers several batches, each of which may take minutes
 
 out = Console(soft_wrap=True, markup=False, highlight=False, emoji=False)
@@ -124,6 +127,12 @@ def failure_lines(failures: tuple[Failure, ...], found: int, where: str) -> Iter
         yield f"  {failure.key}: {failure.reason}"
     if len(failures) > SHOWN:
         yield f"  ... and {len(failures) - SHOWN:,} more {where}"
+
+
+def exit_with_skipped(failures: tuple[Failure, ...]) -> None:
+    """Exit with status 3 if images were skipped, so that a script can notice it."""
+    if failures:
+        raise typer.Exit(SKIPPED)
 
 
 def shown(attributes: Mapping[str, AttributeValue]) -> str:

@@ -7,10 +7,17 @@ import typer
 
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.manifest import Engine, Precision
-from kinlens.indexer.commands.console import errors_shown, failure_lines, print_report, progress
+from kinlens.indexer.commands.console import (
+    errors_shown,
+    exit_with_skipped,
+    failure_lines,
+    print_report,
+    progress,
+)
 from kinlens.indexer.commands.options import BatchOption, DeviceOption, JsonOption
 from kinlens.indexer.exchange.objects import REMOTE
 from kinlens.indexer.ingest.cluster import SHARD_SIZE, embed_on_cluster, remote_source
+from kinlens.indexer.ingest.embed import faults_of
 from kinlens.indexer.ingest.sources import Source, csv_source, folder_source
 
 app = typer.Typer()
@@ -74,8 +81,10 @@ def embed(
             f"files ({report.embedded:,} images now). Build a gallery: kinlens-index build "
             f"--vectors {out} --out GALLERY"
         )
-        failures = failure_lines(report.failures, report.images, "(--json lists all of them)")
-        print_report(report, json, text, *failures)
+        skipped = (*faults_of(given), *report.failures)
+        failures = failure_lines(skipped, report.images, "(--json lists all of them)")
+        print_report(report, json, *given.omitted.lines(), text, *failures)
+        exit_with_skipped(skipped)
 
 
 def _source(text: str, root: str | None) -> Source:

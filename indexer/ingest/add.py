@@ -23,6 +23,7 @@ from kinlens.indexer.ingest.embed import (
     embedded_batches,
     entry_of,
     failure_of,
+    faults_of,
     refuse_unreadable,
 )
 from kinlens.indexer.ingest.sources import Source, check_attributes
@@ -37,7 +38,7 @@ class AddReport(BaseModel, frozen=True):
     """Result of `add_source`: found = added + replaced + updated + unchanged + failures.
 
     `embedded` is the number of contents that the model embedded; for the other images the gallery
-    already had a vector.
+    already had a vector. `omitted` counts the files that are no images, by kind.
     """
 
     found: int
@@ -47,6 +48,7 @@ class AddReport(BaseModel, frozen=True):
     unchanged: int
     embedded: int
     failures: tuple[Failure, ...]
+    omitted: dict[str, int] = {}
     bundle_id: str
     provider: str
     elapsed_s: float
@@ -78,12 +80,14 @@ def add_source(
     work = Ingest(gallery, source, embedder, source.names)
     work.run(settings or EmbedSettings(), on_progress)
     refuse_unreadable(source, work.found, work.failures)
+    faults = faults_of(source)
     elapsed_s = perf_counter() - start
     return AddReport(
-        found=work.found,
+        found=work.found + len(faults),
         **asdict(work.written),
         embedded=work.embedded,
-        failures=tuple(work.failures),
+        failures=(*faults, *work.failures),
+        omitted=source.omitted.counts,
         bundle_id=embedder.bundle_id,
         provider=embedder.provider,
         elapsed_s=round(elapsed_s, 3),

@@ -33,7 +33,7 @@ from kinlens.indexer.folder.manifest import (
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import ITEM_DISK_BYTES, IndexSettings, Plan, plan_index
 from kinlens.indexer.ingest.add import Ingest, UnlistedItems
-from kinlens.indexer.ingest.embed import EmbedSettings, Failure, refuse_unreadable
+from kinlens.indexer.ingest.embed import EmbedSettings, Failure, faults_of, refuse_unreadable
 from kinlens.indexer.ingest.sources import Source, check_attributes
 from kinlens.indexer.types import GalleryExport, Progress, VectorType, checked_name
 
@@ -43,7 +43,8 @@ _CHUNK = 4096
 class BuildReport(BaseModel, frozen=True):
     """Result of a build: indexed = embedded + reused + duplicates, found = indexed + failures.
 
-    `reused` items come from an interrupted run; `duplicates` are copies of other images.
+    `reused` items come from an interrupted run; `duplicates` are copies of other images. `omitted`
+    counts the files that are no images, by kind.
     """
 
     found: int
@@ -52,6 +53,7 @@ class BuildReport(BaseModel, frozen=True):
     reused: int
     duplicates: int
     failures: tuple[Failure, ...]
+    omitted: dict[str, int] = {}
     bundle_id: str
     provider: str
     elapsed_s: float
@@ -288,13 +290,15 @@ def _report(work: Ingest, elapsed_s: float) -> BuildReport:
     counts = asdict(work.written)
     indexed = sum(counts.values())
     reused = counts["unchanged"] + counts["updated"]
+    faults = faults_of(work.source)
     return BuildReport(
-        found=work.found,
+        found=work.found + len(faults),
         indexed=indexed,
         embedded=work.embedded,
         reused=reused,
         duplicates=indexed - reused - work.embedded,
-        failures=tuple(work.failures),
+        failures=(*faults, *work.failures),
+        omitted=work.source.omitted.counts,
         bundle_id=work.embedder.bundle_id,
         provider=work.embedder.provider,
         elapsed_s=round(elapsed_s, 3),

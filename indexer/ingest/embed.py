@@ -174,6 +174,14 @@ def failure_of(outcome: Outcome) -> Failure:
     return Failure(key=record.key, path=path, reason=outcome.failure or "")
 
 
+def faults_of(source: Source) -> tuple[Failure, ...]:
+    """The files that a source omits although they should be images."""
+    return tuple(
+        Failure(key=fault.path, path=fault.path, reason=fault.reason)
+        for fault in source.omitted.faults
+    )
+
+
 def entry_of(outcome: Outcome, vector: NDArray[np.float32]) -> Entry:
     """The item to store for a usable record."""
     record = outcome.record

@@ -21,11 +21,12 @@ from pydantic import BaseModel, Field, ValidationError
 
 from kinlens.embedder.errors import SourceError
 from kinlens.embedder.formats import SUFFIXES
+from kinlens.embedder.sources.walk import Omitted, is_omitted
 from kinlens.indexer.exchange.objects import ObjectFolder, files_at, is_local
 from kinlens.indexer.exchange.parquet import read_dump, write_entries
 from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.embed import Failure
-from kinlens.indexer.ingest.sources import Record, walk
+from kinlens.indexer.ingest.sources import Record, folder_records
 from kinlens.indexer.types import Entry, GalleryExport
 
 MANIFEST = "manifest.json"
@@ -184,16 +185,14 @@ def reader_at(root: str) -> Any:
 
 
 def image_paths(address: str) -> list[str]:
-    """The sorted paths of the images below an address, relative to it, without hidden ones."""
+    """The sorted paths of the images below an address, relative to it, as of `walk_images`."""
     files, root = files_at(address)
     if is_local(files):
-        return [path.relative_to(root).as_posix() for path in walk(Path(root))]
+        return [record.path for record in folder_records(Path(root), "", Omitted())]
     files.invalidate_cache()
     found = (str(path)[len(root) :].lstrip("/") for path in files.find(root))
     return sorted(
-        path
-        for path in found
-        if path.lower().endswith(SUFFIXES) and not any(p.startswith(".") for p in path.split("/"))
+        path for path in found if path.lower().endswith(SUFFIXES) and not is_omitted(path)
     )
 
 

@@ -16,9 +16,11 @@ import numpy as np
 
 from kinlens.embedder.errors import SourceError
 from kinlens.embedder.formats import SUFFIXES
+from kinlens.embedder.sources.names import composed
+from kinlens.embedder.sources.walk import Omitted, fault_lines, read_failed, walk_images
 from kinlens.indexer.attributes import Schema, is_printable
 from kinlens.indexer.catalog.entries import MAX_KEY, is_key, learn_types
-from kinlens.indexer.images import printable, read_image
+from kinlens.indexer.images import read_image
 from kinlens.values import AttributeType, AttributeValue, Scalar, date_text
 
 KINDS: tuple[AttributeType, ...] = get_args(AttributeType)
@@ -254,6 +256,7 @@ class Source:
         names: attributes that the source defines, also for records without a value.
         read: reads the image of a record, of at most `max_bytes`; None to read its file.
         remote: the address of fsspec that paths are relative to, if it is not a folder.
+        omitted: the files that are no images of the source, and those that cannot be used.
     """
 
     root: Path
@@ -263,6 +266,7 @@ class Source:
     names: frozenset[str] = frozenset()
     read: Callable[[Record, int], bytes] | None = field(default=None, repr=False)
     remote: str = ""
+    omitted: Omitted = field(default_factory=Omitted, repr=False)
 
     @property
     def address(self) -> str:
@@ -279,8 +283,8 @@ class Source:
 def folder_source(folder: Path | str, root: Path | str | None = None) -> Source:
     """All images below `folder`. The key is the path relative to `root`, by default the folder.
 
-    Images in a sub-folder of the root get its relative name as attribute `class`. Hidden files and
-    folders are skipped, and links to folders are not followed.
+    Images in a sub-folder of the root get its relative name as attribute `class`. Thumbnails, trash
+    and hidden files are omitted, see `walk_images`.
 
     Raises: SourceError for a folder that is missing, unreadable, without images or outside `root`.
     """
@@ -291,18 +295,37 @@ def folder_source(folder: Path | str, root: Path | str | None = None) -> Source:
             f"The folder {folder} is outside {root}, the image root of the gallery. Move or copy "
             "the images below that folder, or build a separate gallery."
         )
-
-    def records() -> Iterator[Record]:
-        for path in walk(folder):
-            yield folder_record(path.relative_to(root).as_posix())
-
-    count = sum(1 for _ in walk(folder))
+    below, omitted = folder_below(root, folder), Omitted()
+    count = sum(1 for _ in folder_records(root, below, omitted))
     if not count:
+        faults = fault_lines(omitted.faults)
         raise SourceError(
-            f"{folder} and its sub-folders have no images: no name ends with "
+            f"{folder} and its sub-folders have no images that can be used. {' '.join(faults[:3])}"
+            if faults
+            else f"{folder} and its sub-folders have no images: no name ends with "
             f"{', '.join(SUFFIXES)}. Use another folder, or list the files with --csv."
         )
-    return Source(root, records, count, f"folder {folder}", frozenset({"class"}))
+    return Source(
+        root,
+        lambda: folder_records(root, below, Omitted()),
+        count,
+        f"folder {folder}",
+        frozenset({"class"}),
+        omitted=omitted,
+    )
+
+
+def folder_below(root: Path, folder: Path) -> str:
+    """The path of a folder below `root`, "" for the root itself."""
+    return "" if folder == root else folder.relative_to(root).as_posix()
+
+
+def folder_records(root: Path, below: str, omitted: Omitted) -> Iterator[Record]:
+    """The records of the images in a folder. Raises: SourceError if it cannot be read."""
+    try:
+        yield from (folder_record(*image) for image in walk_images(root, omitted, below))
+    except OSError as error:
+        raise SourceError(read_failed(error)) from error
 
 
 def check_attributes(source: Source, schema: Schema) -> None:
@@ -336,32 +359,11 @@ def existing_folder(path: Path | str) -> Path:
     return path.resolve()
 
 
-def walk(folder: Path) -> Iterator[Path]:
-    """The image files below `folder`, sorted by path. Raises: SourceError."""
-    try:
-        with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name + "/" * _is_folder(entry))
-    except OSError as error:
-        raise SourceError(
-            f"The folder {error.filename} cannot be read: {error.strerror}. Allow this user to "
-            "read it, or list the files to index with --csv."
-        ) from error
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if _is_folder(entry):
-            yield from walk(folder / entry.name)
-        elif entry.name.lower().endswith(SUFFIXES) and not entry.is_dir():
-            yield folder / entry.name
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False)
-
-
-def folder_record(path: str) -> Record:
-    """The record of an image in a folder; the attribute `class` is its sub-folder."""
-    key = printable(path)
+def folder_record(path: str, name: str = "") -> Record:
+    """The record of an image in a folder, whose key is its composed `name`; the attribute `class`
+    is its sub-folder.
+    """
+    key = name or composed(path)
     subfolder = key.rpartition("/")[0]
     return Record(key, path, {"class": subfolder} if subfolder else {})
 

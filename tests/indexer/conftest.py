@@ -102,8 +102,8 @@ def run(monkeypatch: pytest.MonkeyPatch, embedder: CountingEmbedder) -> Callable
     return lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-def printed(result: Result) -> Any:
-    assert result.exit_code == 0, result.output
+def printed(result: Result, status: int = 0) -> Any:
+    assert result.exit_code == status, result.output
     return json.loads(result.stdout)
 
 

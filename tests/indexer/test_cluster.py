@@ -106,7 +106,7 @@ def invoke(*words: object) -> Result:
 def plain(shop, tiny_bundle, tmp_path_factory) -> Path:
     """The gallery of a build without a cluster."""
     out = tmp_path_factory.mktemp("plain") / "g"
-    assert invoke("build", shop, "--bundle", tiny_bundle.path, "--out", out).exit_code == 0
+    assert invoke("build", shop, "--bundle", tiny_bundle.path, "--out", out).exit_code == 3
     return out
 
 
@@ -146,17 +146,17 @@ def test_a_killed_call_is_finished_on_a_cluster_and_its_gallery_is_that_of_a_bui
     address = request.getfixturevalue("cluster")
     process = command("embed", shop, *words, "--ray", address, "--json")
     out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
+    assert process.returncode == 3, err
     report = json.loads(out)
     assert report["embedded"] == shards.manifest.images_in(left)
     assert (report["images"], report["items"], report["shards"]) == (COUNT + 1, COUNT, 17)
     assert [one["key"] for one in report["failures"]] == ["class-0/none.png"]
-    printed(invoke("build", "--vectors", folder, "--out", tmp_path / "a", "--json"))
+    printed(invoke("build", "--vectors", folder, "--out", tmp_path / "a", "--json"), 3)
     assert items_of(tmp_path / "a") == items_of(plain)
     printed(invoke("import", folder, "--out", tmp_path / "c", "--vector-type", "fp16", "--json"))
     with closing(Gallery.open(tmp_path / "c")) as made:
         assert (made.size, made.bundle_id) == (COUNT, tiny_bundle.bundle_id)
-    assert printed(invoke("embed", shop, *words, "--json"))["embedded"] == 0
+    assert printed(invoke("embed", shop, *words, "--json"), 3)["embedded"] == 0
     for other in ((shop / "class-0",), (shop, "--precision", "bf16")):
         assert "or another --out" in failure(invoke("embed", *other, *words))
 

@@ -2,43 +2,12 @@
 
 import os
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
 from kinlens.embedder.errors import ImageTooManyBytesError, SourceError
 from kinlens.indexer.images import inside, read_image
 from kinlens.indexer.ingest.sources import csv_source, folder_source, split_source
-from tests.indexer.conftest import PHOTOS
-
-
-def test_a_folder_that_cannot_be_read_is_named_instead_of_left_out(shop, monkeypatch) -> None:
-    refused = Mock(side_effect=PermissionError(13, "Permission denied", str(shop / "hat")))
-    monkeypatch.setattr(os, "scandir", refused)
-    message = rf"{shop / 'hat'} cannot be read: Permission denied\. Allow .*--csv"
-    with pytest.raises(SourceError, match=message):
-        folder_source(shop)
-
-
-def test_the_sub_folder_is_the_class_and_what_is_no_image_is_left_out(shop, tmp_path) -> None:
-    """Links to folders are not followed; the root may be one."""
-    for name in (".thumbnails/t.jpg", "._f.gif", "notes.txt", "Thumbs.db", "hat/red/g.PNG"):
-        (shop / name).parent.mkdir(exist_ok=True)
-        (shop / name).write_bytes(b"x")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "secret.png").write_bytes(b"x")
-    (shop / "link").symlink_to(tmp_path / "elsewhere")
-    (shop / "loop").symlink_to(shop)
-    (tmp_path / "alias").symlink_to(shop)
-    for root in (shop, tmp_path / "alias"):
-        source = folder_source(root)
-        assert source.root == shop.resolve()
-        classes = {r.key: dict(r.attributes) for r in source.records()}
-        assert [*classes] == sorted([*PHOTOS, "hat/red/g.PNG"])
-        assert classes["cup/a.png"] == {"class": "cup"}
-        assert classes["hat/red/g.PNG"] == {"class": "hat/red"}
-        assert classes["f.gif"] == {}
-        assert read_image(root, "f.gif", 10**6)
 
 
 def test_a_folder_that_is_no_source_is_refused_by_name(shop, tmp_path) -> None:
@@ -70,14 +39,6 @@ def test_a_link_out_of_the_root_and_what_is_no_regular_file_are_not_read(shop, t
     for name in ("pipe.png", "cup"):
         with pytest.raises(SourceError, match=rf"{name} below .* is not a regular file"):
             read_image(shop, name, 10**6)
-
-
-def test_a_name_that_is_not_unicode_gets_a_printable_key_and_a_reason(shop) -> None:
-    Path(os.fsdecode(os.fsencode(shop) + b"/caf\xe9.png")).write_bytes(b"x")
-    [record] = [r for r in folder_source(shop).records() if r.key.startswith("caf")]
-    assert record.key == "caf\\xe9.png"
-    with pytest.raises(SourceError, match="not valid UTF-8"):
-        read_image(shop, record.path, 10**6)
 
 
 def listed(tmp_path: Path, content: str | bytes) -> Path:

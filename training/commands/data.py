@@ -108,6 +108,7 @@ def doctor(
         list[Path] | None,
         typer.Option(help="Folder of `kinlens-serve feedback export` on these images. Repeatable."),
     ] = None,
+    whole: Annotated[bool, typer.Option("--all", help="List all cases of each problem.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Report all problems of a data set folder; exit code 1 if there are any to fix.
@@ -126,7 +127,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
-        for line in report.lines():
+        for line in report.lines(whole):
             typer.echo(line)
     if not report.healthy:
         raise typer.Exit(1)

@@ -7,13 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from kinlens.embedder.errors import DatasetError, ImageError
 from kinlens.embedder.formats import SUFFIXES
 from kinlens.embedder.preprocess import decode, read_header
+from kinlens.embedder.sources.names import composed
+from kinlens.embedder.sources.walk import Omitted, fault_lines, is_omitted, read_failed, walk_images
 from kinlens.training.data.datasets import OFFICIAL, Count, counts, data_sets_in
 from kinlens.training.data.feedback import read_feedback, scan_feedback
 from kinlens.training.data.load import (
@@ -41,28 +42,37 @@ _FINDINGS = {
     "unreadable": "image(s) are empty, damaged, too large or not images. Copy again or remove them",
     "few-classes": f"class(es) have 2 images or more; a training needs {2 * FEWEST}: {FEWEST} to "
     f"train on and {FEWEST} others to test with. Add classes, or images to those that have one",
-    "one-image": 'class(es) have one image, so no pair. Add images, or set small_classes = "drop"',
+    "one-image": "class(es) have one image, so no pair. Add images; `adapt` drops such classes, "
+    'and so does `fit` with small_classes = "drop"',
     "copies-across-parts": "image(s) are in train and in test, byte for byte",
     "copies-across-classes": "image(s) are in two classes, byte for byte",
     "copies": "image(s) are twice in their class, byte for byte, and would find each other",
+    "unusable": "file(s) or folder(s) cannot be used and are skipped",
     "feedback": "reason(s) why rows of the feedback are not used",
-    "unlisted": "image(s) belong to no class or are hidden; they are skipped",
+    "unlisted": "image(s) belong to no class; they are skipped",
+    "omitted": "kind(s) of files and folders are omitted",
 }
-_NOTES = {"unlisted", "feedback"}
+_NOTES = {"unlisted", "feedback", "omitted"}
 _NOTES_IF_OFFICIAL = {"one-image", "copies", "copies-across-parts", "copies-across-classes"}
 """Notes for official data sets, whose lists are fixed by the literature."""
 _NOTES_IF_PARTIAL = {"missing", "counts"}
+_STOPS = {"layout", "counts", "rows", "feedback-rows", "missing", "unreadable", "few-classes"}
+_EXAMPLES = 5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem prevents training, or makes its figures wrong; a note does not."""
+    """A problem prevents training, or makes its figures wrong; a note does not.
+
+    `examples` has all cases; `stops` is true if no training starts.
+    """
 
     severity: Literal["problem", "note"]
     code: str
     count: int
     message: str
     examples: tuple[str, ...]
+    stops: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,17 +97,24 @@ class Report:
             "findings": [asdict(finding) for finding in self.findings],
         }
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, whole: bool = False) -> Iterator[str]:
+        """The report for people, with the first examples or the `whole` list of each finding."""
         yield f"{self.root}: layout {self.kind or 'unknown'}"
         for part, size in self.parts.items():
             yield f"  {part}: {size.images:,} images of {size.classes:,} classes"
         for finding in sorted(self.findings, key=lambda finding: finding.severity == "note"):
             sign = "note" if finding.severity == "note" else "PROBLEM"
             yield f"{sign} [{finding.code}] {finding.count:,} {finding.message}"
-            yield from (f"    {example}" for example in finding.examples)
-            if finding.count > len(finding.examples):
-                yield f"    ... and {finding.count - len(finding.examples):,} more"
-        yield "Healthy." if self.healthy else "Fix the problems before training."
+            shown = None if whole or finding.code == "omitted" else _EXAMPLES
+            yield from (f"    {example}" for example in finding.examples[:shown])
+            if shown is not None and finding.count > shown:
+                yield f"    ... and {finding.count - shown:,} more (--all lists them)"
+        if self.healthy:
+            yield "Healthy."
+        elif any(finding.stops for finding in self.findings):
+            yield "Fix the problems before training."
+        else:
+            yield "These problems do not stop a training; fixed, it is better."
 
 
 def examine(
@@ -127,12 +144,13 @@ def examine(
     official = OFFICIAL.get(kind or "")
     cases: Cases = defaultdict(list)
     records: list[Record] = []
+    omitted = Omitted()
     try:
-        records = _listed(root, kind, file or TABLE, cases)
+        records = _listed(root, kind, file or TABLE, cases, omitted)
         base = official.image_root(root) if official else root
         there = _check_images(base, records, quick, watch(len(records)), cases)
         _check_classes(there, cases)
-        _find_unlisted(base, records, cases)
+        cases["unlisted"] = _unlisted(base, records, omitted if kind != "folder" else Omitted())
         if official:
             cases["few-classes"] = []  # the literature has fixed the split
             if differing := official.differs(there):
@@ -141,18 +159,28 @@ def examine(
             split_by_column(root, there)  # raises if a training would refuse the column
     except DatasetError as error:
         cases["layout"].append(str(error))
+    cases["unusable"], cases["omitted"] = fault_lines(omitted.faults), [*omitted.lines()]
     images = _check_feedback(feedback, records, quick, cases) if feedback else []
     notes = _NOTES | (_NOTES_IF_OFFICIAL if official else set())
     notes |= _NOTES_IF_PARTIAL if allow_partial else set()
     findings = [
-        Finding("note" if code in notes else "problem", code, len(found), message, tuple(found[:5]))
+        Finding(
+            "note" if code in notes else "problem",
+            code,
+            len(found),
+            message,
+            tuple(found),
+            code in _STOPS - notes,
+        )
         for code, message in _FINDINGS.items()
         if (found := cases[code])
     ]
     return Report(root, kind, counts(records) | counts(images), tuple(findings))
 
 
-def _listed(root: Path, kind: str | None, file: str, cases: Cases) -> list[Record]:
+def _listed(
+    root: Path, kind: str | None, file: str, cases: Cases, omitted: Omitted
+) -> list[Record]:
     if kind is None:
         inside = data_sets_in(root)
         hint = f" {inside[0]} looks like one: try that." if inside else ""
@@ -163,7 +191,7 @@ def _listed(root: Path, kind: str | None, file: str, cases: Cases) -> list[Recor
     if kind in OFFICIAL:
         return OFFICIAL[kind].records(root)
     if kind == "folder":
-        return read_folder(root)
+        return read_folder(root, omitted=omitted)
     records, cases["rows"] = scan_table(root, file)
     return records
 
@@ -239,11 +267,19 @@ def _check_feedback(
     return [Record(image.name, image.label, "feedback") for image in feedback.images]
 
 
-def _find_unlisted(base: Path, records: Sequence[Record], cases: Cases) -> None:
+def _unlisted(base: Path, records: Sequence[Record], omitted: Omitted) -> list[str]:
     """Images next to the listed ones, in the same folders, that no list has."""
     # A CSV may have ./mug/1.jpg, absolute paths, and paths out of the folder.
     listed = {os.path.relpath(base / record.path, base) for record in records}
     folders = {path.split("/")[0] for path in listed if "/" in path} - {".."}
-    paths = chain(base.iterdir(), *((base / name).rglob("*") for name in folders))
-    images = (path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
-    cases["unlisted"] = sorted({path.relative_to(base).as_posix() for path in images} - listed)
+    try:
+        images = {
+            path.name
+            for path in base.iterdir()
+            if path.suffix.lower() in SUFFIXES and path.is_file() and not is_omitted(path.name)
+        }
+        for folder in sorted(folders):
+            images |= {path for path, _ in walk_images(base, omitted, folder, leave_root=True)}
+    except OSError as error:
+        raise DatasetError(read_failed(error)) from error
+    return sorted(map(composed, images - listed))

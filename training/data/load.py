@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kinlens.embedder.errors import DatasetError
-from kinlens.embedder.formats import SUFFIXES
+from kinlens.embedder.sources.walk import Omitted, fault_lines, read_failed, walk_images
 from kinlens.training.config.job import expand_path
 from kinlens.training.config.settings import CsvData, Data, FolderData, OfficialData, RenderedData
 from kinlens.training.data.datasets import OFFICIAL, data_sets_in, read_official
@@ -27,6 +27,7 @@ from kinlens.training.data.records import (
 from kinlens.training.rendered.catalogue import write_catalogue
 
 TABLE = "images.csv"
+_SHOWN = 5
 KINDS = (*OFFICIAL, "csv", "folder")
 
 _WHY = (
@@ -58,9 +59,11 @@ def load_split(
 def _load(data: Data, on_image: Callable[[], None] | None, by_name: bool) -> Split:
     root = expand_path(data.root, "data.root")
     dropped: tuple[str, ...] = ()
+    omitted = Omitted()
     match data:
         case FolderData():
-            records, dropped = without_small_classes(root, read_folder(root), data.small_classes)
+            listed = read_folder(root, omitted=omitted)
+            records, dropped = without_small_classes(root, listed, data.small_classes)
         case CsvData():
             listed = read_table(root, data.file)
             records, dropped = without_small_classes(root, listed, data.small_classes)
@@ -73,12 +76,18 @@ def _load(data: Data, on_image: Callable[[], None] | None, by_name: bool) -> Spl
         split = split_by_column(root, records)
     else:
         split = split_by_class(root, records, data.train_fraction, data.split_seed, by_name)
-    return replace(split, dropped_classes=dropped)
+    return replace(split, dropped_classes=dropped, omitted=omitted)
 
 
 def remarks(data: Data, split: Split) -> list[str]:
     """What to know about a split before using it, one sentence each."""
-    found = []
+    found = [*split.omitted.lines()]
+    if faults := fault_lines(split.omitted.faults):
+        more = f" {len(faults) - _SHOWN:,} more: kinlens-train data doctor {data.root}"
+        found.append(
+            f"{len(faults):,} file(s) or folder(s) cannot be used and are skipped: "
+            f"{' '.join(faults[:_SHOWN])}{more if len(faults) > _SHOWN else ''}"
+        )
     if isinstance(data, OfficialData) and data.allow_partial:
         name = OFFICIAL[data.kind].name
         found.append(f"{name}: allow_partial is set, the official counts are not checked")
@@ -95,8 +104,10 @@ def remarks(data: Data, split: Split) -> list[str]:
     return found
 
 
-def read_folder(root: Path, setting: str = "data.root") -> list[Record]:
-    """The images of a folder; hidden files and folders are skipped.
+def read_folder(
+    root: Path, setting: str = "data.root", omitted: Omitted | None = None
+) -> list[Record]:
+    """The images of a folder, without what `walk_images` omits, which goes to `omitted`.
 
     The class is the folder of the image, named by its path below root as in galleries: "mug", or
     "Women/Dress". An error names the `setting` or the option that gave the folder.
@@ -105,25 +116,22 @@ def read_folder(root: Path, setting: str = "data.root") -> list[Record]:
     """
     if not root.is_dir():
         raise DatasetError(f"The data set folder {root} does not exist. Check {setting}.")
-    records = []
-    for path in sorted(root.rglob("*")):
-        relative = path.relative_to(root)
-        hidden = any(part.startswith(".") for part in relative.parts)
-        if path.suffix.lower() not in SUFFIXES or path.is_dir():  # a folder may be called mug.png
-            continue
-        if len(relative.parts) > 1 and not hidden:
-            records.append(Record(relative.as_posix(), relative.parent.as_posix()))
-            try:
-                records[-1].path.encode()
-            except UnicodeEncodeError as error:
-                raise DatasetError(
-                    f"The name {records[-1].path!a} is not UTF-8, as from an old archive. Rename "
-                    "that file or folder."
-                ) from error
+    omitted = Omitted() if omitted is None else omitted
+    try:
+        images = [*walk_images(root, omitted, leave_root=True)]
+    except OSError as error:
+        raise DatasetError(read_failed(error)) from error
+    records = [
+        Record(path, folder)
+        for path, name in images
+        if (folder := name.rpartition("/")[0])  # an image in the root has no class
+    ]
     if not records:
+        faults = " ".join(fault_lines(omitted.faults)[:3])
         raise DatasetError(
             f"{root} has no images in sub-folders. Put the images of each class into a sub-folder "
             "of its own: shop/mug-17/front.jpg, or shop/mugs/mug-17/front.jpg."
+            f"{faults and f' These cannot be used: {faults}'}"
         )
     return records
 

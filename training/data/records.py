@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kinlens.embedder.errors import DatasetError
+from kinlens.embedder.sources.walk import Omitted
 
 FEWEST = 2
 """Minimum number of classes in each part: with one class every answer would be right."""
@@ -137,6 +138,8 @@ class Split:
     feedback: Feedback | None = None
     dropped_classes: tuple[str, ...] = ()
     """Names of classes of one image, which were dropped as they have no pair."""
+    omitted: Omitted = field(default_factory=Omitted)
+    """What is in the folder and not in the split."""
 
     def __post_init__(self) -> None:
         names = {part: set(images.class_names) for part, images in self.parts.items()}

@@ -90,14 +90,18 @@ def test_all_faults_are_told_at_once(shop: Path) -> None:
         "one-image": ("problem", 1, ("lone",)),
         "copies-across-classes": ("problem", 1, ("hat/4.jpg = pen/1.jpg",)),
         "copies": ("problem", 1, ("cup/1.jpg = cup/3.jpg",)),
-        "unlisted": ("note", 2, ("flat.jpg", "mug/.hidden.jpg")),
+        "unlisted": ("note", 1, ("flat.jpg",)),
+        "omitted": ("note", 1, ("Omitted 1 hidden files or folders (mug/.hidden.jpg).",)),
     }
     for number in range(7):
         put(shop, f"mug/bad{number}.jpg", b"")
     text = called("data", "doctor", shop, code=1)
     assert "all: 19 images of 5 classes" in text
-    assert text.index("PROBLEM [unreadable] 8 image(s)") < text.index("note [unlisted] 2 image(s)")
-    assert "... and 3 more" in text
+    assert text.index("PROBLEM [unreadable] 8 image(s)") < text.index("note [unlisted] 1 image(s)")
+    assert "... and 3 more (--all lists them)" in text
+    assert text.endswith("Fix the problems before training.\n")
+    text = called("data", "doctor", shop, "--all", code=1)
+    assert all(f"mug/bad{number}.jpg: " in text for number in range(7))
 
 
 def test_few_classes_and_copies_across_the_parts_are_problems(shop: Path) -> None:

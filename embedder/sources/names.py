@@ -1,0 +1,50 @@
+"""Names of files: one name in all Unicode forms, and names that are not UTF-8."""
+
+import os
+import unicodedata
+from pathlib import Path
+
+NOT_UTF8 = (
+    "The name is not UTF-8, as from an old archive or disk. Rename it, or convert all names of the "
+    "folder, for example: convmv -r -f latin1 -t utf8 --notest FOLDER"
+)
+
+
+def composed(text: str) -> str:
+    """`text` in the composed Unicode form (NFC), in which one name has one spelling."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def spellings(text: str) -> tuple[str, ...]:
+    """`text` in its composed and decomposed Unicode form, and as it is; one if they are equal."""
+    if text.isascii():
+        return (text,)
+    forms = composed(text), text, unicodedata.normalize("NFD", text)
+    return tuple(dict.fromkeys(forms))
+
+
+def printable(path: str) -> str:
+    """`path` with bytes that are not UTF-8 replaced by escapes."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def existing(root: Path, path: str) -> str:
+    """`path`, spelled as the file below `root` is; `path` itself if there is no such file.
+
+    A name that was typed is composed, and the same name from a Mac is often decomposed.
+    """
+    if path.isascii() or os.path.lexists(root / path):
+        return path
+    spelled = ""
+    for part in path.split("/"):
+        place = root / spelled
+        wanted = composed(part)
+        try:
+            names = [part] if os.path.lexists(place / part) else sorted(os.listdir(place))  # noqa: PTH208
+        except OSError:
+            return path
+        same = next((name for name in names if composed(name) == wanted), None)
+        if same is None:
+            return path
+        spelled = f"{spelled}/{same}" if spelled else same
+    return spelled

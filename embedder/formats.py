@@ -11,7 +11,9 @@ from importlib import import_module
 
 from PIL import Image, UnidentifiedImageError
 
+from kinlens.embedder.colour import cicp_profile
 from kinlens.embedder.errors import UnsupportedFormatError
+from kinlens.embedder.png import bit_depth, without_metadata
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIC")
 """Formats that are decoded, detected from the content. Of an animation, the first frame is used.
@@ -46,6 +48,7 @@ _GENERIC_BRANDS = (b"mif1", b"msf1")
 _MAX_BRANDS_BYTES = 512
 _HEADER_BYTES = 2**16
 _SIZE_BOX = re.compile(rb"ispe....(....)(....)", re.DOTALL)
+_COLOURS = re.compile(rb"colrnclx(..)(..)", re.DOTALL)
 _PILLOW_NAMES = {"MPO": "JPEG", "HEIF": "HEIC"}
 
 
@@ -66,7 +69,7 @@ def format_of(data: bytes) -> str | None:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Open an image and read its header.
+    """Open an image and read its header. `info["icc_profile"]` describes its colours, if known.
 
     Raises: UnsupportedFormatError if the decoder of its format is not installed; any exception of
         Pillow.
@@ -74,6 +77,22 @@ def open_image(data: bytes) -> Image.Image:
     kind = format_of(data)
     if kind in _LOADERS:
         _LOADERS[kind]()
+    profile = None
+    if kind == "PNG":
+        data, profile = without_metadata(data)
+    elif kind == "AVIF" and (colours := _COLOURS.search(data, 0, _HEADER_BYTES)):
+        profile = cicp_profile(_number(colours[1]), _number(colours[2]), video=True)
+    image = _opened(data, kind)
+    if kind == "PNG":
+        image.info["bits"] = bit_depth(data)
+    if nclx := image.info.get("nclx_profile"):
+        profile = cicp_profile(nclx["color_primaries"], nclx["transfer_characteristics"], True)
+    if profile is not None:
+        image.info.setdefault("icc_profile", profile)
+    return image
+
+
+def _opened(data: bytes, kind: str | None) -> Image.Image:
     names = {"AVIF": ("AVIF",), "HEIC": ("HEIF",)}.get(kind or "", _ALWAYS)
     try:
         return Image.open(io.BytesIO(data), formats=names)
@@ -119,10 +138,14 @@ def claimed_size(data: bytes) -> tuple[int, int]:
     if format_of(data) not in _CONTAINERS:
         return 0, 0
     claims = [
-        (int.from_bytes(width, "big"), int.from_bytes(height, "big"))
+        (_number(width), _number(height))
         for width, height in _SIZE_BOX.findall(data, 0, _HEADER_BYTES)
     ]
     return max(claims, key=lambda size: size[0] * size[1], default=(0, 0))
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(data, "big")
 
 
 def _load_avif() -> None:

@@ -5,11 +5,12 @@ import json
 from operator import not_
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kinlens.embedder.calibration import Calibration
 
 Interpolation = Literal["bilinear", "bicubic", "lanczos"]
+Colour = Literal["srgb", "stored"]
 Precision = Literal["fp32", "bf16", "int8", "fp16"]
 OtherPrecision = Literal["bf16", "int8", "fp16"]
 FilePrecision = Literal["int8", "fp16"]
@@ -48,16 +49,26 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
+def _is_stored(value: object) -> bool:
+    return value == "stored"
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Preprocessing(_Frozen):
-    """Resize the shorter side to `resize_px`, crop the central square of `crop_px`."""
+    """Resize the shorter side to `resize_px`, crop the central square of `crop_px`.
+
+    Attributes:
+        colour: "srgb" for the colours that a browser shows; "stored" for the stored values, whose
+            colour space is ignored. Manifests without it are of version 0.2 or older: "stored".
+    """
 
     resize_px: int = Field(ge=8, le=4096)
     crop_px: int = Field(ge=8, le=4096)
     interpolation: Interpolation = "bilinear"
+    colour: Colour = Field(default="srgb", exclude_if=_is_stored)
 
     @model_validator(mode="after")
     def _crop_fits(self) -> "Preprocessing":
@@ -184,6 +195,11 @@ class BundleManifest(_Frozen):
     licence: str = "unspecified"
     versions: dict[str, str] = Field(default_factory=dict)
     bundle_id: str = ""
+
+    @field_validator("preprocessing", mode="before")
+    @classmethod
+    def _old_colour(cls, spec: object) -> object:
+        return {"colour": "stored"} | spec if isinstance(spec, dict) else spec
 
     def comparison(self, mode: Mode) -> Comparison | None:
         """The comparison of `mode` with fp32; None if it was not measured."""

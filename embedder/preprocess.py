@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from kinlens.embedder.colour import on_white, to_srgb
 from kinlens.embedder.errors import (
     CorruptImageError,
     EmptyImageError,
@@ -28,7 +29,7 @@ from kinlens.embedder.formats import (
     opened_format,
     readable_formats,
 )
-from kinlens.embedder.manifest import Interpolation, Preprocessing
+from kinlens.embedder.manifest import Colour, Interpolation, Preprocessing
 
 _EXIF_ORIENTATION = 0x0112
 _TURNS = {
@@ -41,7 +42,6 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
-_STRIP_ROWS = 256
 _PILLOW_MEGAPIXELS = 178.0  # Pillow rejects larger images, whatever our limit is
 _BOX_TOLERANCE = 1e-6  # for rounding errors in the browser
 
@@ -120,8 +120,11 @@ def decode(
     limits: ImageLimits | None = None,
     min_side_px: int | None = None,
     box: Box | None = None,
+    colour: Colour = "srgb",
 ) -> Image.Image:
-    """Decode to an upright RGB image on a white background; with `box`, only that part.
+    """Decode to an upright sRGB image on a white background; with `box`, only that part.
+
+    With `colour` "stored", the colour space of the image is ignored.
 
     With `min_side_px`, a JPEG is decoded at the smallest built-in scale at which the shorter side
     still has that many pixels. For photos from a phone this is several times cheaper.
@@ -136,7 +139,8 @@ def decode(
         try:
             image.load()
             turn = _TURNS.get(_orientation(image))
-            upright = _to_rgb(image) if turn is None else _to_rgb(image).transpose(turn)
+            shown = to_srgb(image) if colour == "srgb" else on_white(image)
+            upright = shown if turn is None else shown.transpose(turn)
         except MemoryError:
             raise
         except Exception as error:
@@ -157,7 +161,7 @@ def preprocess(
 
     Raises: the errors of `decode`.
     """
-    image = decode(data, limits, spec.resize_px, box)
+    image = decode(data, limits, spec.resize_px, box, spec.colour)
     square = central_box(image.size, spec)
     return to_chw(resize_box(image, square, spec.crop_px, spec.interpolation))
 
@@ -263,27 +267,6 @@ def _draft(image: Image.Image, min_side_px: int, box: Box | None) -> None:
     scale = min_side_px / min(image.width * width, image.height * height)
     if scale < 1:
         image.draft(None, (round(image.width * scale), round(image.height * scale)))
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):
-        return _deep_grey_to_rgb(image)
-    if image.has_transparency_data:
-        rgba = image if image.mode == "RGBA" else image.convert("RGBA")
-        white = Image.new("RGB", rgba.size, "white")
-        white.paste(rgba, mask=rgba.getchannel("A"))
-        return white
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _deep_grey_to_rgb(image: Image.Image) -> Image.Image:
-    """Convert 16-bit grey, 0..65535, to RGB, 0..255, in strips to save memory on large scans."""
-    values = np.asarray(image)
-    grey = np.empty(values.shape, dtype=np.uint8)
-    for start in range(0, len(values), _STRIP_ROWS):
-        strip = values[start : start + _STRIP_ROWS].astype(np.float32)
-        grey[start : start + _STRIP_ROWS] = (strip * (255.0 / 65535.0)).round()
-    return Image.fromarray(grey).convert("RGB")
 
 
 def _orientation(image: Image.Image) -> int:

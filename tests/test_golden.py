@@ -15,6 +15,9 @@ from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import CalibrationError
 from kinlens.embedder.session import OnnxEmbedder
+from tests.support import profiles
+from tests.support.odd_images import colour_spaces, street_photo
+from tests.tiny import encoded
 from tests.training.jobs import called
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,6 +43,9 @@ def test_a_stored_bundle_opens_in_all_its_precisions(stored: Path) -> None:
         vectors = embedder.embed(bundle.golden_inputs())
         cosines = (vectors * bundle.golden_vectors()).sum(1)
         assert cosines.min() > 0.99
+    wide = colour_spaces()["prophoto-PNG"]  # what the bundle made of it when it was exported
+    plain = encoded(profiles.stored_in(street_photo(), profiles.named("prophoto")))
+    assert np.array_equal(embedder.preprocess(wide), embedder.preprocess(plain))
     calibration = bundle.manifest.calibration
     assert calibration is not None
     assert all(one.search_score > one.pair_score for one in calibration.thresholds)
@@ -58,6 +64,7 @@ def test_a_stored_run_is_reported_evaluated_and_exported(stored: Path, tmp_path:
     assert np.abs(old.golden_vectors() - new.golden_vectors()).max() < 1e-4
     assert old.manifest.split_sha256 == new.manifest.split_sha256
     assert old.manifest.baseline == new.manifest.baseline
+    assert json.loads((new.path / "manifest.json").read_text())["preprocessing"]["colour"] == "srgb"
 
 
 def test_a_stored_run_goes_on(stored: Path, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def pack_order(
 ) -> bytes:
     """How to decode an image, and whether to answer with its vector, as JSON."""
     sizes = (limits.max_bytes, limits.max_megapixels, limits.max_side_px)
-    order = {"spec": spec.model_dump(), "limits": sizes, "box": box, "embed": embed}
+    order = {"spec": dict(spec), "limits": sizes, "box": box, "embed": embed}
     return json.dumps(order).encode()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
 from kinlens.embedder import errors
 from kinlens.embedder.fake import FakeEmbedder
@@ -19,7 +19,8 @@ from kinlens.embedder.preprocess import (
     render_jpeg,
     resize_box,
 )
-from tests.support.odd_images import FORMATS, claiming, turned
+from tests.support.odd_images import FORMATS, claiming, colour_spaces, street_photo, turned
+from tests.support.profiles import grey, named
 from tests.tiny import encoded, photo
 
 SPEC = Preprocessing(resize_px=40, crop_px=32)
@@ -50,11 +51,27 @@ def test_a_refusal_names_the_installed_formats(monkeypatch: pytest.MonkeyPatch) 
         decode(encoded(photo(3), "JPEG")[:-60])
 
 
-def test_sixteen_bit_grey_keeps_its_tones() -> None:
-    grey = photo(4).convert("L")
-    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
-    for kind in ("PNG", "TIFF"):
-        assert cosine(encoded(grey), encoded(deep, kind)) > 0.99
+COLOUR_SPACES = colour_spaces()
+
+
+@pytest.mark.parametrize("name", COLOUR_SPACES)
+def test_an_image_looks_the_same_in_any_colour_space(name: str) -> None:
+    data, photo = COLOUR_SPACES[name], np.asarray(street_photo(), dtype=float)
+    thumbnail = Image.open(io.BytesIO(render_jpeg(data, ImageLimits(), 96)))
+    assert np.abs(np.asarray(decode(data)) - photo).mean() < 2.5
+    assert np.abs(np.asarray(thumbnail) - photo).mean() < 3.5
+    assert not {"icc_profile", "exif"} & thumbnail.info.keys()
+    assert np.abs(np.asarray(decode(data, colour="stored")) - photo).mean() > 5
+
+
+def test_a_profile_that_says_srgb_or_nothing_changes_no_pixel() -> None:
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    wide = named("prophoto")
+    for kind in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF", "HEIF"):
+        plain = np.asarray(decode(encoded(street_photo(), kind)))
+        for profile in (srgb, wide[:300], wide[:16] + b"LUV " + wide[20:], grey(1.4), b"x" * 9):
+            data = encoded(street_photo(), kind, icc_profile=profile)
+            assert np.array_equal(np.asarray(decode(data)), plain)
 
 
 def test_transparency_is_laid_on_white() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageCms
 
+from tests.support import profiles
 from tests.tiny import encoded, photo
 
 HERE = Path(__file__).parent
@@ -58,8 +59,8 @@ class OddImage:
 def odd_images() -> tuple[OddImage, ...]:
     """All of them."""
     tables: tuple[tuple[int, bool, Callable[[], Table]], ...] = (
-        *((200, True, table) for table in (_forms, _extras)),
-        (200, False, _other_pixels),
+        *((200, True, table) for table in (_forms, _extras, colour_spaces)),
+        *((200, False, table) for table in (_other_pixels, encodings)),
         (413, False, _too_large),
         (415, False, _other_formats),
         (422, False, _damaged),
@@ -224,9 +225,163 @@ def cut_later(kind: str) -> bytes:
     return data[: len(data) * 7 // 10]
 
 
+_PRECISE: dict[str, dict[str, object]] = {
+    "JPEG": {"subsampling": 0},
+    "PNG": {},
+    "WEBP": {"lossless": True},
+    "TIFF": {},
+    "AVIF": {"subsampling": "4:4:4"},
+    "HEIF": {"chroma": 444},
+}
+
+
+def colour_spaces() -> Table:
+    """The photo in other colour spaces than sRGB, in each format that can name one."""
+    files, video = {}, encoded(_IMAGE, "AVIF").index(b"colr") + 8
+    for name in profiles.POINTS:
+        profile = profiles.named(name)
+        image = profiles.stored_in(_IMAGE, profile)
+        for kind, options in _PRECISE.items():
+            files[f"{name}-{kind}"] = fine(image, kind, icc_profile=profile, **options)
+        files[f"{name}-PNG-with-alpha"] = fine(image.convert("RGBA"), "PNG", icc_profile=profile)
+    image = profiles.stored_in(_IMAGE, profiles.named("display-p3"))
+    avif = fine(image, "AVIF")
+    numbers = _PRECISE["HEIF"] | {
+        "color_primaries": 12,
+        "transfer_characteristics": 13,
+        "matrix_coefficients": 6,
+    }
+    return files | {
+        "display-p3-PNG-by-numbers": coloured_png(image, chunk(b"cICP", b"\x0c\x0d\0\1")),
+        "display-p3-AVIF-by-numbers": avif[:video] + b"\0\x0c\0\x0d" + avif[video + 4 :],
+        "display-p3-HEIF-by-numbers": fine(image, "HEIF", **numbers, full_range_flag=1),
+        "prophoto-PNG-by-points-and-gamma": coloured_png(
+            profiles.stored_in(_IMAGE, profiles.named("prophoto")), PROPHOTO_POINTS + gamma(1 / 1.8)
+        ),
+    }
+
+
+def coloured_png(image: Image.Image, chunks: bytes) -> bytes:
+    return png(SIZE, 8, 2, chunks + idat(filtered(np.asarray(image))))
+
+
+def gamma(value: float) -> bytes:
+    return chunk(b"gAMA", struct.pack(">I", round(value * 1e5)))
+
+
+def points(name: str) -> bytes:
+    return chunk(b"cHRM", struct.pack(">8I", *(round(v * 1e5) for v in profiles.POINTS[name])))
+
+
+PROPHOTO_POINTS = points("prophoto")
+_BAD_CHECKSUM = b"bad!"
+
+
+def encodings() -> Table:
+    """Legal encodings of grey, colour, ink, palette and alpha, as a browser must show them."""
+    p3, grey = profiles.named("display-p3"), _IMAGE.convert("L")
+    cmyk, press = _IMAGE.convert("CMYK"), profiles.table(b"CMYK", profiles.press)
+    wide = zlib.compress(profiles.named("prophoto"))
+    profile = chunk(b"iCCP", b"name\0\0" + wide)
+    kinds = {
+        "gamma": gamma(0.6),
+        "gamma-of-srgb": gamma(0.4545),
+        "gamma-0": gamma(0),
+        "points-alone": PROPHOTO_POINTS,
+        "points-of-a-line": chunk(b"cHRM", struct.pack(">8I", *[30000] * 8)) + gamma(0.6),
+        "srgb-before-gamma": chunk(b"sRGB", b"\0") + PROPHOTO_POINTS + gamma(0.6),
+        "profile-before-srgb": chunk(b"sRGB", b"\0") + profile,
+        "numbers-before-profile": chunk(b"cICP", b"\x0c\x0d\0\1") + profile,
+        **{f"transfer-{n}": chunk(b"cICP", bytes([9, n, 0, 1])) for n in (1, 4, 5, 7, 8, 13)},
+        "profile-with-bad-checksum": profile[:-4] + _BAD_CHECKSUM,
+    }
+    files = {f"png-{name}": coloured_png(_IMAGE, chunks) for name, chunks in kinds.items()}
+    files |= {f"png-{name}": data for name, data in _pngs().items()}
+    for kind in ("JPEG", "PNG"):
+        files |= {
+            f"grey-gamma-{kind}": fine(grey, kind, icc_profile=profiles.grey(1.4)),
+            f"grey-in-colours-{kind}": fine(grey, kind, icc_profile=profiles.named("prophoto")),
+            f"colours-with-grey-profile-{kind}": fine(_IMAGE, kind, icc_profile=profiles.grey(1.4)),
+            f"colours-with-ink-profile-{kind}": fine(_IMAGE, kind, icc_profile=press),
+        }
+    return files | {
+        "jpeg-ink-on-paper": fine(cmyk, "JPEG", icc_profile=press),
+        "jpeg-ink-with-rgb-profile": fine(cmyk, "JPEG", icc_profile=p3),
+        "jpeg-rgb-without-ycc": fine(_IMAGE, "JPEG", keep_rgb=True),
+        "jpeg-profile-cut-in-half": fine(_IMAGE, "JPEG", icc_profile=p3[: len(p3) // 2]),
+        "png-profile-of-a-scanner": fine(
+            _IMAGE, "PNG", icc_profile=profiles.table(b"RGB ", _scanner)
+        ),
+    }
+
+
+def _scanner(rgb: NDArray[np.float64]) -> NDArray[np.float64]:
+    r, g, b = rgb.T
+    return np.stack([5 + 90 * (0.3 * r + 0.6 * g + 0.1 * b), 30 * (r - g), 30 * (g - b)], -1)
+
+
+def _pngs() -> Table:
+    """Grey, palette, alpha and transparent colours, with all depths."""
+    rng, files = np.random.default_rng(0), {}
+    grey = np.asarray(_IMAGE.convert("L")).astype(np.int64)
+    ramp = np.arange(grey.size).reshape(grey.shape)
+    for depth in (1, 2, 4, 8, 16):
+        top = 2**depth - 1
+        level = grey * 257 + ramp % 200 if depth == 16 else grey * top // 255
+        level = level.clip(0, top)
+        clear = chunk(b"tRNS", struct.pack(">H", level[20, 20]))
+        rows = idat(filtered(packed(level, depth)))
+        files |= {
+            f"grey-{depth}": png(SIZE, depth, 0, rows),
+            f"grey-{depth}-clear": png(SIZE, depth, 0, clear + rows),
+            f"grey-{depth}-bad-clear": png(SIZE, depth, 0, clear[:-4] + _BAD_CHECKSUM + rows),
+        }
+        if depth <= 8:
+            palette = chunk(b"PLTE", rng.bytes(3 * (top + 1)))
+            for name, alpha in (("opaque", b""), ("one", b"\0"), ("many", rng.bytes(top))):
+                clear = chunk(b"tRNS", alpha) if alpha else b""
+                files[f"palette-{depth}-{name}"] = png(SIZE, depth, 3, palette + clear + rows)
+        if depth >= 8:
+            colour = _PIXELS.astype(np.int64) * (top // 255)
+            alpha = (ramp % (top + 1))[..., None]
+            clear = chunk(b"tRNS", struct.pack(">3H", *colour[20, 20]))
+            pairs = {4: np.dstack([level, alpha]), 2: colour, 6: np.dstack([colour, alpha])}
+            for kind, values in pairs.items():
+                rows = idat(filtered(packed(values, depth)))
+                files[f"kind-{kind}-{depth}"] = png(SIZE, depth, kind, rows)
+            rows = idat(filtered(packed(colour, depth)))
+            files[f"colour-{depth}-clear"] = png(SIZE, depth, 2, clear + rows)
+    return files
+
+
+def packed(values: NDArray[np.int64], depth: int) -> NDArray[np.generic]:
+    """Rows of values as a PNG stores them, `depth` bits each."""
+    if depth >= 8:
+        return values.astype(f">u{depth // 8}")
+    bits = values[..., None] >> np.arange(depth)[::-1] & 1
+    return np.packbits(bits.reshape(len(values), -1).astype(np.uint8), axis=1)
+
+
 def _extras() -> Table:
     """Large or strange data next to the pixels of the photo."""
     exif = chunk(b"eXIf", b"II*\0" + b"\xff" * 10**6)
+    bomb = b"name\0\0" + zlib.compress(bytes(30 * 2**20), 9)
+    text = zlib.compress(_NOISE.tobytes().hex().encode() * 80)  # 2 MB
+    metadata = {
+        "bomb-in-zTXt": chunk(b"zTXt", bomb),
+        "bomb-in-iTXt": chunk(b"iTXt", b"name\0\1" + bomb[5:6] + b"\0\0" + bomb[6:]),
+        "bomb-in-iCCP": chunk(b"iCCP", bomb),
+        "2-MB-of-zTXt": chunk(b"zTXt", b"Raw profile type xmp\0\0" + text),
+        "10-MB-of-tEXt": chunk(b"tEXt", b"a\0" + bytes(2**20)) * 10,
+        "unknown-text": chunk(b"zTXt", b"name\0\7" + text) + chunk(b"iTXt", b"name"),
+        "unknown-iCCP": chunk(b"iCCP", b"name\0\1" + text),
+        "random-iCCP": chunk(b"iCCP", b"name\0\0" + zlib.compress(_NOISE.tobytes() * 110)),
+        "short-chunks": b"".join(
+            chunk(k, b"") for k in (b"gAMA", b"cHRM", b"pHYs", b"sRGB", b"iCCP")
+        ),
+        "bad-checksum": chunk(b"tEXt", b"a\0b")[:-4] + _BAD_CHECKSUM,
+        "unknown-chunks": chunk(b"prVt", bytes(9)) * 3 + chunk(b"acTL", b"") + chunk(b"fcTL", b""),
+    }
     profiles = {"srgb": _SRGB, "damaged": b"\xff" * 3000, "of-another": _SRGB[::-1]}
     return {
         **{
@@ -238,6 +393,7 @@ def _extras() -> Table:
         "jpeg-with-5-MB-of-segments": _GOOD[:2] + segment(0xE5, b"x" * 65_000) * 80 + _GOOD[2:],
         "jpeg-with-broken-exif": _GOOD[:2] + segment(0xE1, b"Exif\0\0broken") + _GOOD[2:],
         "png-with-1-MB-of-broken-exif": png(SIZE, 8, 2, exif + _ROWS),
+        **{f"png-{name}": png(SIZE, 8, 2, chunks + _ROWS) for name, chunks in metadata.items()},
     }
 
 
@@ -342,7 +498,6 @@ def _damaged() -> Table:
     }
     progressive = encoded(_NOISE, "JPEG", progressive=True)
     good, web = png(SIZE, 8, 2, _ROWS), encoded(_IMAGE, "WEBP")
-    packed = b"name\0\0" + zlib.compress(bytes(30 * 2**20), 9)
     return images | {
         **{f"signature-and-zeros-{kind}": start + bytes(3000) for kind, start in starts.items()},
         **{f"animated-{kind}-cut-in-a-later-frame": cut_later(kind) for kind in ("WEBP", "AVIF")},
@@ -350,8 +505,6 @@ def _damaged() -> Table:
         "png-header-with-a-wrong-checksum": good[:30] + bytes([good[30] ^ 1]) + good[31:],
         "png-with-too-few-rows": png(SIZE, 8, 2, idat(bytes(1000))),
         "png-with-a-chunk-of-2-GB": _PNG + struct.pack(">I", 2**31 - 1) + b"IHDR" + bytes(100),
-        "png-bomb-in-zTXt": png(SIZE, 8, 2, chunk(b"zTXt", packed) + _ROWS),
-        "png-bomb-in-iCCP": png(SIZE, 8, 2, chunk(b"iCCP", packed) + _ROWS),
         "claims-nothing-JPEG": claiming(0, 0),
         "jpeg-lossless": patched(1, b"\xc3"),
         "jpeg-12-bit": patched(4, b"\x0c"),

@@ -21,7 +21,7 @@ from kinlens.embedder import errors
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import ImageLimits, preprocess
 from tests.support.hostile import START, attempt
-from tests.support.odd_images import FORMATS
+from tests.support.odd_images import FORMATS, colour_spaces
 from tests.support.own_process import children
 from tests.support.seams import ProcessDecoder, decoders, sandbox
 from tests.support.waiting import until
@@ -82,6 +82,13 @@ def test_pixels_and_errors_equal_a_direct_call() -> None:
                 pixels = decoder.decode(data, SPEC, LIMITS, box)
                 assert np.array_equal(pixels, preprocess(data, SPEC, LIMITS, box))
                 assert (pixels.dtype, pixels.shape) == (np.uint8, (3, 32, 32))
+        wide = colour_spaces()["prophoto-JPEG"]
+        shown, stored = (
+            decoder.decode(wide, spec, LIMITS)
+            for spec in (SPEC, SPEC.model_copy(update={"colour": "stored"}))
+        )
+        assert np.array_equal(shown, preprocess(wide, SPEC))
+        assert np.abs(shown.astype(int) - stored).mean() > 5
         for data, limits, box in cases:
             with pytest.raises(errors.KinlensError) as direct:
                 preprocess(data, SPEC, limits, box)

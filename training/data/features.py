@@ -30,7 +30,7 @@ Vectors = NDArray[np.float32]
 
 _BATCH = 64
 _LARGEST = 2 * 10**9  # bytes of the file: 400,000 views of MobileNetV2
-_FORMAT = "1"  # increase it when features of the same image and trunk change
+_FORMAT = "2"  # increase it when features of the same image and trunk change
 
 
 class CachedFeatures(Dataset[Item]):

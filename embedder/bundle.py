@@ -4,6 +4,7 @@ bundle/
   model.onnx          uint8 (N, 3, S, S) -> float32 (N, D), unit norm
   model.int8.onnx     optional files of the network in other precisions: int8, fp16
   model.map.onnx      optional map: float32 (N, D, h, w), whose sum over h, w is the vector
+  seen.npy            optional hashes of the classes and images that the model was trained on
   manifest.json       BundleManifest with the bundle_id
   golden/             encoded images, their preprocessed tensors, their vectors in each precision
 """
@@ -32,11 +33,13 @@ from kinlens.embedder.manifest import (
     OtherPrecision,
     Precision,
 )
+from kinlens.embedder.seen import Seen
 from kinlens.embedder.types import Embeddings, Images
 
 MODEL = "model.onnx"
 MAP = "model.map.onnx"
 MANIFEST = "manifest.json"
+SEEN = "seen.npy"
 GOLDEN = "golden"
 _INPUTS = "inputs.npy"
 _VECTORS = "vectors.npy"
@@ -117,6 +120,15 @@ class Bundle:
             )
         return self.path / MAP
 
+    def seen(self) -> Seen | None:
+        """What the model was trained on, its ancestors included; None if it is not recorded.
+
+        A pretrained trunk, which has no job, was trained on no images of ours.
+        """
+        if self.manifest.seen_sha256 is not None:
+            return Seen.load(self.path / SEEN)
+        return None if self.manifest.job else Seen.of()
+
     def golden_images(self) -> list[bytes]:
         """The golden images as encoded files, in the order of the vectors."""
         names = [n for n in self.manifest.golden.files if not n.endswith(".npy")]
@@ -148,6 +160,8 @@ class Bundle:
         expected = {MODEL: manifest.model_sha256}
         if manifest.map is not None:
             expected[MAP] = manifest.map.sha256
+        if manifest.seen_sha256 is not None:
+            expected[SEEN] = manifest.seen_sha256
         for precision, variant in manifest.variants.items():
             expected[_model_name(precision)] = variant.sha256
         for mode in self.modes():
@@ -179,6 +193,7 @@ def write_bundle(
     variants: Mapping[FilePrecision, VariantFiles] | None = None,
     map_model: Path | None = None,
     modes: Mapping[Mode, Embeddings] | None = None,
+    seen: Seen | None = None,
 ) -> Bundle:
     """Write a bundle atomically to the new folder `out`.
 
@@ -187,6 +202,7 @@ def write_bundle(
         variants: the files of the precisions in `manifest.variants`.
         map_model: the ONNX file of the map, if `manifest.map` is set.
         modes: the golden vectors of the modes in `manifest.modes`.
+        seen: what the model was trained on.
 
     Raises: BundleError if `out` exists.
     """
@@ -210,6 +226,8 @@ def write_bundle(
             np.save(golden / _vectors_name(mode), vectors)
         if map_model is not None:
             shutil.copyfile(map_model, stage / MAP)
+        if seen is not None:
+            np.save(stage / SEEN, seen.hashes)
         page = _stamped(manifest, stage).model_dump(mode="json")
         text = json.dumps(page, indent=2, ensure_ascii=False)
         (stage / MANIFEST).write_text(text + "\n", encoding="utf-8")
@@ -234,6 +252,7 @@ def _stamped(manifest: BundleManifest, stage: Path) -> BundleManifest:
         "golden": GoldenHashes(files=golden),
         "variants": variants,
         "map": manifest.map and manifest.map.model_copy(update={"sha256": sha256_of(stage / MAP)}),
+        "seen_sha256": sha256_of(stage / SEEN) if (stage / SEEN).exists() else None,
     }
     return manifest.model_copy(update=hashes).with_id()
 

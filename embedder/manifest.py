@@ -170,7 +170,8 @@ class BundleManifest(_Frozen):
     """Metadata of an exported model. `bundle_id` is a hash of the model and this manifest.
 
     `variants` are the files in other precisions; `modes` are other ways to run a file, by
-    `Mode.key`. Keys that were added to schema 1 later are omitted, also from the id, while empty.
+    `Mode.key`. `seen_sha256` is that of the record of classes and images trained on. Keys that were
+    added to schema 1 later are omitted, also from the id, while empty.
     """
 
     schema_version: Literal[1] = 1
@@ -192,6 +193,7 @@ class BundleManifest(_Frozen):
     modes: dict[str, Comparison] = Field(default_factory=dict, exclude_if=not_)
     calibration: Calibration | None = Field(default=None, exclude_if=not_)
     map: MapFile | None = Field(default=None, exclude_if=not_)
+    seen_sha256: str | None = Field(default=None, exclude_if=not_)
     licence: str = "unspecified"
     versions: dict[str, str] = Field(default_factory=dict)
     bundle_id: str = ""

@@ -6,7 +6,11 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
+
+from kinlens.embedder.bundle import SEEN
 from kinlens.embedder.errors import JobError
+from kinlens.embedder.seen import Seen
 from kinlens.training.checkpoint import (
     FILE,
     Checkpoint,
@@ -19,10 +23,10 @@ from kinlens.training.device import choose_device, tuned
 from kinlens.training.distributed import is_main, wait_for_all
 from kinlens.training.evaluation.choice import WITHOUT_FOLDS, Train, choose, too_few, write_chosen
 from kinlens.training.evaluation.evaluate import evaluate
-from kinlens.training.folder import RESULT, Result, exclusive, is_begun, replace_json
-from kinlens.training.report.notices import SEEN, did_it_help, verdict_of
+from kinlens.training.folder import RESULT, Result, exclusive, is_begun, replace_json, replacing
+from kinlens.training.report.notices import MAY_HAVE_SEEN, did_it_help, verdict_of
 from kinlens.training.report.page import write_report
-from kinlens.training.start import continues_model, may_have_seen
+from kinlens.training.start import continues_model, may_have_seen, seen_before
 from kinlens.training.state import OF_TERMS, RESUMABLE, VALIDATION, Row, on_validation, require_same
 from kinlens.training.trainer import Listener, fit
 
@@ -43,6 +47,8 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     if (folder / FILE).exists():  # before the folds; `min_steps` may have raised the epochs
         free = RESUMABLE | {"optimizer.epochs"}
         require_same(load_checkpoint(folder), job, split, folder / FILE, free)
+
+    _record_seen(job, split, folder)
 
     def train(one: Job, part: Split, run_folder: Path, trains: bool = True) -> list[Row]:
         run_folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +86,7 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     )
     verdicts = [] if why_not or chosen.trunk_alone else [verdict_of(result)]
     if may_have_seen(job, split):
-        verdicts.append(SEEN.format(job.model.weights))
+        verdicts.append(MAY_HAVE_SEEN.format(job.model.weights))
         result = replace(result, model=f"{result.model}, which may have seen test classes")
     result = replace(result, verdict=" ".join(verdicts))
     for sentence in did_it_help(split, result):
@@ -90,6 +96,23 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         write_report(folder, job, split, history, result)
     wait_for_all()
     return result
+
+
+def _record_seen(job: Job, split: Split, folder: Path) -> None:
+    """Write what the model is trained on, unless it continues a bundle that does not say it."""
+    path, before = folder / SEEN, seen_before(job)
+    is_resumed = path.exists() and (folder / FILE).exists()  # its bundle may have changed since
+    if is_resumed or not is_main():
+        return
+    path.unlink(missing_ok=True)
+    if before is not None:
+        with replacing(path) as file:
+            np.save(file, (split.seen() | before).hashes)
+
+
+def seen_in(folder: Path) -> Seen | None:
+    """What the run in `folder` was trained on; None if it is not recorded. Raises: BundleError."""
+    return Seen.load(folder / SEEN) if (folder / SEEN).is_file() else None
 
 
 def _alpha(job: Job, split: Split, folder: Path, train: Train) -> tuple[float | None, str]:

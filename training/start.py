@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.seen import Seen
 from kinlens.training.config.job import Job
 from kinlens.training.data.records import LabelledImages, Split
 from kinlens.training.evaluation.evaluate import pooled
@@ -58,11 +59,18 @@ def continues_model(job: Job) -> bool:
     return bundle is not None and bool(Bundle.open(bundle).manifest.job)
 
 
+def seen_before(job: Job) -> Seen | None:
+    """What the bundle that a run starts from was trained on; None if the bundle does not say it."""
+    bundle = bundle_of(job.model.weights)
+    return Seen.of() if bundle is None else Bundle.open(bundle).seen()
+
+
 def may_have_seen(job: Job, split: Split) -> bool:
     """Whether the bundle that a run continues may have been trained on test classes of `split`."""
-    bundle = bundle_of(job.model.weights)
-    if bundle is None or not continues_model(job):
-        return False
+    seen, bundle = seen_before(job), bundle_of(job.model.weights)
+    if seen is not None:
+        return any(part.seen_by(seen) for part in split.tested)
+    assert bundle is not None
     return Bundle.open(bundle).manifest.split_sha256 != split.sha256()
 
 

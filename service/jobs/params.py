@@ -41,6 +41,12 @@ _KEYS = ("seed", "recall_at", "data.train_fraction", "data.split_seed", "data.sm
 _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9 +:._-]{0,127}")
 
+ENOUGH = 50
+"""Number of queries to judge two models by, unless the gate has another one."""
+MIN_CLASSES = 6
+"""Number of classes that these must be of. If all of six get worse, this is chance in 1 of 32 cases
+(a sign test in both directions); of five it would be in 1 of 16."""
+
 Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _LOSS = "Largest accepted fall of recall@1."
 
@@ -110,7 +116,8 @@ class RebuildParams(ModelParams):
 class Gate(BaseModel):
     """The conditions for a new gallery to replace the old one; recalls are in [0, 1].
 
-    `min_queries`: with fewer images that the model was not trained on, the gate refuses.
+    `min_queries`: with fewer images of classes that neither model was trained on, nothing is judged
+    and a person decides. 50 must be of at least 6 classes, fewer of proportionally fewer.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -119,7 +126,7 @@ class Gate(BaseModel):
     min_recall_at_1: Annotated[
         Part | None, Field(description="Least accepted recall@1; null: any.")
     ] = None
-    min_queries: Annotated[int, Field(ge=0, le=1000)] = 50
+    min_queries: Annotated[int, Field(ge=0, le=1000)] = ENOUGH
 
 
 class TrainParams(ModelParams):

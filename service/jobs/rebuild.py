@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Set
@@ -11,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.bundle import SEEN, Bundle
 from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import GalleryError, JobConflictError
+from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.golden import Interval
 from kinlens.indexer.checks.compare import Comparison, compare
@@ -40,7 +42,10 @@ from kinlens.indexer.ingest.rebuild import (
 from kinlens.indexer.ingest.sources import Record
 from kinlens.indexer.types import Item, Progress
 from kinlens.service.galleries.uploads import UploadFolder
+from kinlens.service.jobs.fairness import Questions, fair_questions, seen_by_bundle
 from kinlens.service.jobs.params import (
+    ENOUGH,
+    MIN_CLASSES,
     Gate,
     ModelParams,
     Params,
@@ -53,6 +58,8 @@ from kinlens.service.jobs.store import TOTAL, Job, JobFolders, JobStore
 
 _BUNDLE_DIGITS = 16  # of its id, in the name of its folder
 _REPORT_EVERY_S = 0.2
+_WORDS = {True: "good enough", False: "refused", None: "not judged"}
+_BY_HAND = "The new model is kept: look at the figures, then swap it in by hand or leave it."
 _SHOWN = 100
 
 
@@ -135,27 +142,14 @@ def opened(bundle: Path, session: SessionSettings) -> OnnxEmbedder:
 
 
 @dataclass(frozen=True, slots=True)
-class Questions:
-    """The items that serve as queries to compare two models.
-
-    keys: the keys of items that the new model was not trained on; None for all items.
-    clause: describes these items in the verdict.
-    seen: sha256 of the images that the new model was trained on; None if unknown.
-    """
-
-    keys: Set[str] | None = None
-    clause: str = ""
-    seen: Set[str] | None = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether a new gallery is good enough to replace the old one, and why.
 
-    `by` is the data that decided: the items or the golden set. `note` describes the other data.
+    `passed` is None if that cannot be judged, so that a person decides. `by` is the data that
+    decided: the items or the golden set. `note` describes the other data.
     """
 
-    passed: bool
+    passed: bool | None
     reason: str
     by: Literal["items", "golden"] = "items"
     note: str = ""
@@ -234,7 +228,7 @@ def rebuild_gallery(context: Context) -> None:
     params, bundle = context.params, context.plan.bundle
     assert isinstance(params, RebuildParams)
     assert bundle is not None
-    replace_model(context, bundle, Gate(max_recall_loss=params.max_recall_loss, min_queries=0))
+    replace_model(context, bundle, Gate(max_recall_loss=params.max_recall_loss))
 
 
 def replace_model(
@@ -242,12 +236,12 @@ def replace_model(
     bundle: Path,
     gate: Gate,
     start: float = 0.0,
-    choose: Callable[[Gallery], Questions] = lambda _: Questions(),
+    learnt: Callable[[], Seen | None] | None = None,
 ) -> None:
     """Rebuild the gallery with `bundle`, compare, and swap if the gate and the parameters allow it.
 
     An interrupted job continues with its candidate. `start` is the part of the job that is already
-    done. `choose` returns the items to compare the models with.
+    done. `learnt` returns what a new model was trained on whose bundle has no record of that.
 
     Raises: what `rebuild` and `swap_in` raise; JobConflictError if it was cancelled.
     """
@@ -270,14 +264,26 @@ def replace_model(
         context.folders.missing.write_text(json.dumps(missing), encoding="utf-8")
         context.report(rebuild=report.model_dump(mode="json"), swapped=False)
         context.at("compare old and new", indexed)
-        questions = choose(old)
+        is_recorded = learnt is None or (bundle / SEEN).exists()
+        seen = seen_by_bundle(bundle) if is_recorded or learnt is None else learnt()
+        before = seen_by_bundle(context.plan.old_bundle)
+        questions = fair_questions(old, params.class_attribute, before, seen)
         with contextlib.closing(Gallery.open(candidate, verify_hashes=False)) as new:
             _calibrate_as(old, new)
             found = compare(old, new, params.class_attribute, asked=questions.keys)
-            verdict = judge(found, gate, questions.clause)
+            verdict = judge(found, gate, questions)
+            if verdict.passed is None and isinstance(params, RebuildParams):
+                # The bundle was chosen by a person, so it is judged by what there is.
+                found = compare(old, new, params.class_attribute)
+                note = (
+                    "" if questions.keys is None else f"All items were compared. {verdict.reason}"
+                )
+                anyhow = gate.model_copy(update={"min_queries": 0})
+                questions = Questions(seen=questions.seen or Seen.of())
+                verdict = replace(judge(found, anyhow, questions), note=note)
             verdict = _judged_by_golden(context, follower, new, questions, gate, verdict)
         context.report(**found.model_dump(mode="json"), gate=asdict(verdict))
-        context.log(f"{'good enough' if verdict.passed else 'refused'}: {verdict.reason}")
+        context.log(f"{_WORDS[verdict.passed]}: {verdict.reason}")
         store_bundle(bundle, context.folders.bundles)
         if params.swap == "auto" and verdict.passed:
             _swap_in(context, follower, candidate, compared, params.max_missing, frozenset())
@@ -298,19 +304,19 @@ def _judged_by_golden(
     gate: Gate,
     otherwise: Verdict,
 ) -> Verdict:
-    """The verdict by the golden set, without images that the new model was trained on. If it cannot
+    """The verdict by the golden set, without images that a model was trained on. If it cannot
     decide, the verdict `otherwise` with the reason as a note.
     """
     plan, golden, seen = context.plan, GoldenSet(context.plan.gallery), questions.seen
     golden_queries = golden.queries()
-    queries = [one for one in golden_queries if seen is not None and one.sha256 not in seen]
+    queries = [x for x in golden_queries if seen is not None and not seen.has_image(x.sha256)]
     if not golden_queries:
         return otherwise
     if plan.old_bundle is None or not queries:
         why = "the bundle of the old model is unknown to this service"
         if not queries:
-            why = "the new model may have been trained on all of it"
-        return replace(otherwise, note=f"The golden set was not used: {why}.")
+            why = "the models may have been trained on all of it"
+        return _noted(otherwise, f"The golden set was not used: {why}.")
     old = opened(plan.old_bundle, plan.session)
     before = GoldenResults.of(follower.gallery, queries, embedded(golden, queries, old))
     vectors = embedded(golden, queries, follower.embedder)
@@ -324,10 +330,15 @@ def _judged_by_golden(
     context.report(golden=found.model_dump(mode="json"))
     if found.decides:
         passed, reason = found.verdict(gate.max_recall_loss, gate.min_recall_at_1)
-        note = "" if otherwise.passed else f"The items would refuse it: {otherwise.reason}"
+        would = "would refuse it" if otherwise.passed is False else "cannot judge it"
+        note = "" if otherwise.passed else f"The items {would}: {otherwise.reason}"
         return Verdict(passed, reason, "golden", note if passed else "")
     few = f"{found.judged:,} of its queries can be judged, {MIN_JUDGED} are needed"
-    return replace(otherwise, note=f"The golden set did not decide: {few}.")
+    return _noted(otherwise, f"The golden set did not decide: {few}.")
+
+
+def _noted(verdict: Verdict, note: str) -> Verdict:
+    return replace(verdict, note=f"{verdict.note} {note}".strip())
 
 
 def _swap_in(
@@ -375,21 +386,25 @@ def store_bundle(bundle: Path, bundles: Path) -> None:
             rename(copy, target, "bundle")
 
 
-def judge(found: Comparison, gate: Gate, clause: str = "") -> Verdict:
+def judge(found: Comparison, gate: Gate, questions: Questions) -> Verdict:
     """Check the recalls of both galleries against the gate.
 
-    With fewer than `gate.min_queries` queries the gate refuses. `clause` describes the queries.
+    Nothing is judged with fewer than `gate.min_queries` queries or the classes that go with them.
     """
     old, new = found.old.recall_at_1, found.new.recall_at_1
-    asked = f"{found.judged:,} images of {found.classes:,} classes{clause}"
+    asked = f"{found.judged:,} images of {found.classes:,} classes{questions.clause}"
+    least = gate.min_queries or bool(questions.clause)
+    fewest = math.ceil(MIN_CLASSES * min(least / ENOUGH, 1))
     if not found.old.items:
         return Verdict(True, "The gallery has no items to compare.")
-    if found.judged < gate.min_queries:
+    if questions.unfair:
+        return Verdict(None, f"This cannot be judged: {questions.unfair}. {_BY_HAND}")
+    if found.judged < least or found.classes < fewest:
         return Verdict(
-            False,
-            f"Too few queries to judge by: {asked}; the gate requires {gate.min_queries}. Check "
-            "the figures and swap by hand, set gate.min_queries, or hold out more with "
-            "data.train_fraction.",
+            None,
+            f"This cannot be judged: there are {asked}, and {least:d} images of {fewest} "
+            f"classes are needed. Fewer can be better or worse by chance. {_BY_HAND} Or start "
+            "again with a lower gate.min_queries, or with more products.",
         )
     if old is None or new is None:
         return Verdict(

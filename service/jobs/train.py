@@ -9,23 +9,26 @@ import shutil
 import subprocess
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kinlens.embedder.bundle import MAP
 from kinlens.embedder.errors import GalleryError, ImageError, SourceError, StateError
+from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import FASTER
 from kinlens.indexer.gallery import Gallery
 from kinlens.service.galleries.feedback import FeedbackStore
+from kinlens.service.jobs.fairness import class_name
 from kinlens.service.jobs.params import Plan, TrainParams, data_kind
-from kinlens.service.jobs.rebuild import Context, Questions, replace_model
+from kinlens.service.jobs.rebuild import Context, replace_model
 from kinlens.service.jobs.store import TOTAL
 from kinlens.values import Scalar, single
 
 _LAST_LINES = 3  # of a command's output, quoted in the error
 _PREPARED, _TRAINED, _EXPORTED = 0.05, 0.6, 0.65  # parts of the whole job
 _SHOWN = 100
+_LIST = "images.csv"
 _MIN_CLASSES = 4  # with 2 images: half of them are held out, and a search needs more than one
 _SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIFF": ".tif"} | {
     "AVIF": ".avif",
@@ -40,16 +43,6 @@ _RESULTS = (
     "verdict",
     "choice",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The data that a model was trained on: the sha256 (hex) of its images, and the names of its
-    classes. Images of validation and test classes are not included.
-    """
-
-    contents: frozenset[str]
-    classes: frozenset[str]
 
 
 def train_gallery(context: Context) -> None:
@@ -73,14 +66,9 @@ def train_gallery(context: Context) -> None:
     context.at("export the bundle", _TRAINED)
     shutil.rmtree(bundle, ignore_errors=True)
     _run([*command, "export", str(run), "--out", str(bundle), *_options(context.plan)])
-    seen = seen_by(run, context.plan.data_root or folders.data, folders.feedback)
-    replace_model(
-        context,
-        bundle,
-        params.gate,
-        _EXPORTED,
-        choose=lambda gallery: unseen_in(gallery, params.class_attribute, seen),
-    )
+    root = context.plan.data_root or folders.data
+    learnt = partial(seen_by, run, root, folders.feedback)
+    replace_model(context, bundle, params.gate, _EXPORTED, learnt)
     shutil.rmtree(bundle, ignore_errors=True)  # the service has a copy
     shutil.rmtree(folders.feedback, ignore_errors=True)
     for checkpoint in run.glob("*.pt"):
@@ -91,8 +79,8 @@ def train_gallery(context: Context) -> None:
 
 
 def seen_by(run: Path, root: Path, feedback: Path) -> Seen | None:
-    """The data that the run in folder `run` was trained on: the images of its train.csv below
-    `root`, and the customers' query images in `feedback`, whose file names are their sha256.
+    """What the run in folder `run` was trained on, if its trainer keeps no record: the rows of its
+    train.csv below `root`, and the query images in `feedback`, whose file names are their sha256.
 
     None if there is no train.csv, or its images are neither in `root` nor in a subfolder of it.
 
@@ -109,33 +97,7 @@ def seen_by(run: Path, root: Path, feedback: Path) -> Seen | None:
         return None
     contents = (hashlib.sha256((base / row["path"]).read_bytes()).hexdigest() for row in rows)
     joined = (path.stem for path in (feedback / "pictures").glob("*"))
-    return Seen(frozenset((*contents, *joined)), frozenset(row["class"] for row in rows))
-
-
-def unseen_in(gallery: Gallery, class_attribute: str, seen: Seen | None) -> Questions:
-    """The items of classes that the model was not trained on; if there are none, the items whose
-    images it was not trained on.
-
-    The model was trained on a class if it was trained on one of its images or on a class of the
-    same name. If `seen` is None, all items count as trained on.
-    """
-    if seen is None:
-        return Questions(frozenset(), " that are known not to be trained on", seen=None)
-    items = [(i.key, i.sha256, i.attributes.get(class_attribute)) for i in gallery.items()]
-    trained = {name for _, content, name in items if content in seen.contents}
-    keys = {
-        key
-        for key, _, name in items
-        if name is not None and name not in trained and str(name) not in seen.classes
-    }
-    if keys:
-        clause = ", classes that the new model was not trained on"
-        return Questions(keys, clause, seen.contents)
-    return Questions(
-        {key for key, content, _ in items if content not in seen.contents},
-        " that the new model was not trained on, though it was on others of their classes",
-        seen.contents,
-    )
+    return Seen.of((row["class"] for row in rows), (*contents, *joined))
 
 
 def _options(plan: Plan) -> list[str]:
@@ -216,7 +178,9 @@ def _data(context: Context, params: TrainParams) -> tuple[str, dict[str, str] | 
     elif data_kind(params.job) != "rendered":
         return f"data.root={json.dumps(str(root))}", None
     # Replace the whole table: jobs of another kind have other fields in it.
-    data = f'data={{kind = "folder", root = {json.dumps(str(root))}, small_classes = "drop"}}'
+    is_listed = (root / _LIST).is_file()
+    kind = f'kind = "csv", file = "{_LIST}"' if is_listed else 'kind = "folder"'
+    data = f'data={{{kind}, root = {json.dumps(str(root))}, small_classes = "drop"}}'
     return data, names
 
 
@@ -235,13 +199,15 @@ def _feedback(context: Context, params: TrainParams, names: dict[str, str] | Non
 
 
 def _write_images(context: Context, class_attribute: str, root: Path) -> dict[str, str]:
-    """Copy the image of each item of the gallery to `root`/CLASS/ID; the copied paths by key.
+    """Copy the image of each item of the gallery to `root`, with a list of their classes under the
+    names that they have in the gallery; the copied paths by key.
 
     Raises: SourceError if fewer than four classes have two images; OSError.
     """
     shutil.rmtree(root, ignore_errors=True)
     names: dict[Scalar, str] = {}
     written: dict[str, str] = {}
+    classes: dict[str, str] = {}
     sizes: Counter[Scalar] = Counter()
     skipped = 0
     read_image = context.read_image()
@@ -252,7 +218,7 @@ def _write_images(context: Context, class_attribute: str, root: Path) -> dict[st
             value = single(item.attributes.get(class_attribute))
             suffix = _SUFFIXES.get(item.format)
             try:
-                if value is None or suffix is None:
+                if value in (None, "") or suffix is None:
                     raise SourceError(f"no {class_attribute}, or no format for training")
                 data = read_image(item)
             except (ImageError, GalleryError, OSError) as error:
@@ -260,7 +226,7 @@ def _write_images(context: Context, class_attribute: str, root: Path) -> dict[st
                 if skipped <= _SHOWN:
                     print(f"skipped: {item.key}: {error}"[:500], flush=True)  # noqa: T201
                 continue
-            if value not in names:  # the same in the next training, which splits classes by name
+            if value not in names:
                 word = re.sub(r"[^A-Za-z0-9]+", "-", str(value))[:40].strip("-")
                 names[value] = (
                     f"{word or 'class'}-{hashlib.sha256(repr(value).encode()).hexdigest()[:12]}"
@@ -269,6 +235,7 @@ def _write_images(context: Context, class_attribute: str, root: Path) -> dict[st
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{item.id:09d}{suffix}").write_bytes(data)
             written[item.key] = f"{folder.name}/{item.id:09d}{suffix}"
+            classes[written[item.key]] = class_name(value)
             sizes[value] += 1
         name = gallery.name
     if skipped:
@@ -280,6 +247,9 @@ def _write_images(context: Context, class_attribute: str, root: Path) -> dict[st
             f"images or more; a training needs {_MIN_CLASSES}. Add that attribute to the items, or "
             "choose another one with class_attribute."
         )
+    with (root / _LIST).open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, quoting=csv.QUOTE_ALL)  # a reader strips spaces without quotes
+        writer.writerows([("path", "class"), *classes.items()])
     return written
 
 

@@ -194,6 +194,11 @@ def test_a_finished_job_shows_the_figures_that_decided(page: Page) -> None:
     detail.get_by_test_id("job-keep").click()
     expect(detail).to_be_hidden()
 
+    gate = {"passed": None, "by": "items", "note": "", "reason": "This cannot be judged: few."}
+    open_job(page, {"gate": gate, "swapped": False})
+    expect(detail.get_by_test_id("report-gate")).to_contain_text("you decide")
+    expect(detail.get_by_test_id("job-state")).to_have_text("done")
+
     figures = {"R@1": 200 / 3, "MAP@R": 11.456619, "density": 0.891141}
     training = {"figures": figures, "trunk": {"R@1": 61.0}, "epochs": [2, 2]}
     open_job(page, {"training": training, "swapped": True})

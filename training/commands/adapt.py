@@ -53,7 +53,7 @@ def adapt(
     from kinlens.training.checkpoint import load_chosen
     from kinlens.training.export.bundle import export_checkpoint, make_room
     from kinlens.training.folder import finished_result, settings, stamp
-    from kinlens.training.runner import run_job
+    from kinlens.training.runner import run_job, seen_in
 
     make_room(out)
     precisions = precisions_of(precision)
@@ -98,5 +98,6 @@ def adapt(
             precisions=precisions,
             on_refusal=note,
             with_map=with_map,
+            seen=seen_in(folder),
         )
     )

@@ -11,6 +11,7 @@ import typer
 from kinlens.embedder.bundle import MANIFEST
 from kinlens.embedder.errors import DatasetError, JobError
 from kinlens.embedder.manifest import AskedEngine, AskedPrecision, Preprocessing
+from kinlens.embedder.seen import Seen
 from kinlens.training.commands.jobs import Overrides, load_images, shop_of, with_settings
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Runtime
@@ -18,8 +19,9 @@ from kinlens.training.data.records import LabelledImages, labelled
 from kinlens.training.folder import replace_json
 from kinlens.training.report.log import note, progress_bar
 
-Model = tuple[Any, Preprocessing, Job | None, str | None]
-"""A network as a function of images, its input, its job and the digest of its split, if known."""
+Model = tuple[Any, Preprocessing, Job | None, str | None, Seen | None]
+"""A network as a function of images, its input; if known, its job, the digest of its split, and
+what it was trained on."""
 
 
 def evaluate(
@@ -50,14 +52,14 @@ def evaluate(
     from kinlens.training.evaluation.retrieval import queries_in, with_interval
 
     if (source / MANIFEST).is_file():
-        embed, spec, job, split_sha256 = _of_bundle(source, precision, engine)
+        embed, spec, job, split_sha256, seen = _of_bundle(source, precision, engine)
     elif precision != "fp32" or engine != "auto":
         raise JobError(
             f"--precision and --engine need a bundle, and {source} is a run. Export it first: "
             "kinlens-train export."
         )
     else:
-        embed, spec, job, split_sha256 = _of_run(source)
+        embed, spec, job, split_sha256, seen = _of_run(source)
     if data is not None:
         if overrides:
             raise JobError("--set changes the job's own images; omit it with --data.")
@@ -74,6 +76,7 @@ def evaluate(
         parts = split.tested
     queries = queries_in(*parts)
     note(f"{len(parts[0]):,} images of {parts[0].classes:,} classes, {queries:,} queries")
+    _warn_of_seen(parts[0], seen, is_own=data is None)
     runtime = Runtime() if job is None else job.runtime
     with progress_bar() as bar:
         task = bar.add_task("embed", total=sum(map(len, parts)))
@@ -148,18 +151,19 @@ def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> 
     opened = OnnxEmbedder.open(bundle, SessionSettings(precision=precision, engine=engine))
     if precision != "fp32" or engine != "auto":
         note(f"in {opened.mode}: {opened.precision_reason}")
-    return opened.embed, manifest.preprocessing, job, manifest.split_sha256
+    return opened.embed, manifest.preprocessing, job, manifest.split_sha256, bundle.seen()
 
 
 def _of_run(source: Path) -> Model:
     from kinlens.training.checkpoint import load_chosen
     from kinlens.training.device import choose_device
     from kinlens.training.models.embedding import torch_embed
+    from kinlens.training.runner import seen_in
 
     checkpoint = load_chosen(source)
     job, net = checkpoint.network()
     embed = partial(torch_embed, net.to(choose_device(Runtime())))
-    return embed, job.input.preprocessing(), job, checkpoint.split_sha256
+    return embed, job.input.preprocessing(), job, checkpoint.split_sha256, seen_in(source)
 
 
 def _images(data: Path) -> LabelledImages:
@@ -173,5 +177,17 @@ def _images(data: Path) -> LabelledImages:
             f"{data} has one class, {images.class_names[0]!r}, so every answer would be right. "
             "Give images of 2 classes or more, each in a sub-folder of its own."
         )
-    note("If the model was trained on some of these images, the figures are too high.")
     return images
+
+
+def _warn_of_seen(images: LabelledImages, seen: Seen | None, *, is_own: bool) -> None:
+    """Figures on classes that a model was trained on are not comparable with those of others."""
+    if seen is None:
+        if not is_own:
+            note("If the model was trained on some of these images, the figures are too high.")
+    elif known := images.seen_by(seen):
+        note(
+            f"The model was trained on {len(known):,} of these {images.classes:,} classes, such as "
+            f"{known[0]!r}, so the figures are too high. Compare models on classes that neither of "
+            "them was trained on."
+        )

@@ -54,6 +54,7 @@ def export(
     """
     from kinlens.training.checkpoint import load_chosen
     from kinlens.training.export.bundle import export_backbone, export_checkpoint, images_to_embed
+    from kinlens.training.runner import seen_in
 
     if trunk and run is None:
         raise typer.BadParameter("--trunk needs a run; give its folder")
@@ -77,7 +78,7 @@ def export(
             task = bar.add_task("check recall", total=images_to_embed(split))
             watch = partial(bar.advance, task)
             bundle = export_checkpoint(
-                checkpoint, split, out, watch, precisions, refused, trunk, with_map
+                checkpoint, split, out, watch, precisions, refused, trunk, with_map, seen_in(run)
             )
         describe(bundle)
 

@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -13,7 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kinlens.embedder.errors import DatasetError
+from kinlens.embedder.seen import Seen
 from kinlens.embedder.sources.walk import Omitted
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 FEWEST = 2
 """Minimum number of classes in each part: with one class every answer would be right."""
@@ -87,6 +91,20 @@ class LabelledImages:
         for path in self.paths:
             digest.update(content_digest(self.root / path))
         return digest.hexdigest()
+
+    def seen_by(self, seen: Seen) -> list[str]:
+        """The classes that a model was trained on: on their name, or on one of their images."""
+        if not len(seen.hashes):
+            return []
+        names = [self.class_names[label] for label in self.labels.tolist()]
+        return sorted(
+            {name for name in self.class_names if seen.has_class(name)}
+            | {
+                name
+                for name, path in zip(names, self.paths, strict=True)
+                if seen.has_image(content_digest(self.root / path).hex())
+            }
+        )
 
     def sha256(self) -> str:
         """Digest of the list of paths and classes (not of the pixels)."""
@@ -191,6 +209,14 @@ class Split:
             if part in ("validation", "gallery"):
                 content += f"{part}{images.sha256()}"
         return hashlib.sha256(content.encode()).hexdigest()
+
+    def seen(self) -> Seen:
+        """The record of all that a run learns from. Raises: DatasetError if an image is gone."""
+        images = self.to_learn()
+        contents = [content_digest(images.root / path).hex() for path in images.paths]
+        # The image of a customer's query is named by the sha256 of the original, which was larger.
+        stems = (Path(path).stem for path in self.joined().paths)
+        return Seen.of(images.class_names, contents + [x for x in stems if _SHA256.fullmatch(x)])
 
     def learnt_sha256(self) -> str:
         """Digest of all that a run learns from: the lists, and the feedback if there is any."""

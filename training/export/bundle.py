@@ -43,6 +43,7 @@ from kinlens.embedder.manifest import (
     Variant,
 )
 from kinlens.embedder.preprocess import preprocess
+from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embed, Embeddings, Images
 from kinlens.training.checkpoint import Checkpoint
@@ -119,6 +120,7 @@ def export_checkpoint(
     on_refusal: OnRefusal | None = None,
     trunk: bool = False,
     with_map: bool = False,
+    seen: Seen | None = None,
 ) -> Bundle:
     """Write the bundle of a checkpoint to the new folder `out`.
 
@@ -135,6 +137,7 @@ def export_checkpoint(
         on_refusal: called with the reason if another precision fails, which is then omitted.
         trunk: export the pooled features of the trunk that the run began with, not its model.
         with_map: also export the share of each position in the embedding (see `EmbeddingMap`).
+        seen: what the model was trained on, for comparisons with other models.
 
     Raises: DatasetError if `split` is not the split of the run; ExportError, BundleError.
     """
@@ -152,6 +155,7 @@ def export_checkpoint(
         alone = checkpoint.trunk_alone
         net = checkpoint.network()[1] if alone else new_network(job).eval().without_head()
         manifest = _manifest(f"{job.name}-trunk", net, spec, backbone, licence=job.licence)
+        seen = None
     else:
         net = checkpoint.network()[1]
         manifest = _manifest(
@@ -165,7 +169,7 @@ def export_checkpoint(
             split_sha256=split.sha256(),
             baseline=_baseline(checkpoint, split),
         )
-    return _export(net, manifest, out, data, precisions, with_map)
+    return _export(net, manifest, out, data, precisions, with_map, seen)
 
 
 def export_backbone(
@@ -227,6 +231,7 @@ def _export(
     data: _Data | None = None,
     precisions: Sequence[Precision] = (),
     with_map: bool = False,
+    seen: Seen | None = None,
 ) -> Bundle:
     # Next to the bundle there must be space for it; a /tmp in memory may have none.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as name:
@@ -260,7 +265,7 @@ def _export(
             checked = check_map(partial(torch_embed, map_net), by_onnx, inputs, golden)
             manifest = manifest.model_copy(update={"map": checked})
         return write_bundle(
-            out, manifest, trial.model_path, images, inputs, golden, files, map_model, modes
+            out, manifest, trial.model_path, images, inputs, golden, files, map_model, modes, seen
         )
 
 

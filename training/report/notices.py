@@ -18,9 +18,9 @@ CHOSEN_BY = {
     "test": "**CHOSEN BY TEST**: the model of a run is the epoch with the best R@1 on the test "
     "classes themselves. The figures are too high and not comparable with unbiased ones",
 }
-SEEN = (
-    "The bundle {} was trained on another list of images and may have seen some of these test "
-    "classes, so the figures of both models may be too high."
+MAY_HAVE_SEEN = (
+    "The bundle {} was trained on some of these test classes, or does not say on which it was "
+    "trained, so the figures of both models may be too high."
 )
 _FEW_STEPS = 100
 _WEIGHTS = {"determinant": "lambda1 and lambda2"}

@@ -70,7 +70,8 @@ function basis({ overlap_at_k: overlap, k, judged, queries, class_attribute: nam
 
 function gateLine({ gate }) {
   if (!gate) return [];
-  const word = gate.passed ? "Good enough to replace the old version" : "Refused, not good enough to replace the old version";
+  let word = gate.passed ? "Good enough to replace the old version" : "Refused, not good enough to replace the old version";
+  if (gate.passed === null) word = "Not judged, you decide whether to put it in place";
   return [line(`${word}: ${gate.reason}`, "report-gate", `verdict ${gate.passed ? "good" : "attention"}`)];
 }
 

@@ -1,19 +1,30 @@
 """Jobs over HTTP: routes, refusals, and a swap of the model under load."""
 
+import csv
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.ingest.build import BuildSettings, build_gallery
+from kinlens.indexer.ingest.sources import folder_source
 from kinlens.models import JobModel
 from kinlens.service.app import create_app
 from kinlens.service.jobs import params
 from kinlens.service.settings import Settings
 from tests.support.job_shops import JobShop, processes_of
+from tests.support.seams import store_bundle
 from tests.support.servers import Running, run
 from tests.support.waiting import repeating, until
 
@@ -49,7 +60,6 @@ def shop(
         request_timeout_ms=60_000,
     )
     made.build("busy")
-    made.build("trained")
     return made
 
 
@@ -207,9 +217,48 @@ def test_jobs_outlive_their_service_and_are_visible_to_others(shop, served) -> N
     assert answer.json()["bundle_id"] == shop.old.bundle_id
 
 
+SMALL = {
+    "optimizer.epochs": 1,
+    "optimizer.batch_size": 4,
+    "recall_at": [1, 2],
+    "model.backbone": "timm:test_resnet",
+    "model.dim": 16,
+    "runtime.workers": 0,
+    "input.size_px": 32,
+    "input.resize_px": 36,
+    "runtime.device": "cpu",
+    "runtime.precision": "fp32",
+}
+
+
+def adapted_gallery(shop: JobShop, folder: Path) -> tuple[Bundle, set[str]]:
+    """A gallery `trained` of a model adapted on the command line, and the classes that it knows."""
+    photos, run, out = folder / "photos", folder / "run", folder / "bundle"
+    for path in shop.photos.iterdir():
+        shutil.copytree(path, photos / "Shop" / path.name.replace("-", " "))
+    settings = {
+        **SMALL,
+        "input.test_px": 32,
+        "optimizer.min_steps": 2,
+        "protocol.choose_by": "last",
+    }
+    words = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
+    words += ["--data", str(photos), "--out", str(out), "--run", str(run), "--weights", "none"]
+    command = Path(sys.executable).with_name("kinlens-train")
+    subprocess.run([command, "adapt", *words], check=True, stdout=subprocess.DEVNULL)
+    store_bundle(out, shop.state / "bundles")
+    path, settings = shop.state / "galleries" / "trained", BuildSettings(name="trained")
+    build_gallery(folder_source(photos), OnnxEmbedder.open(out), path, settings)
+    with (run / "train.csv").open(encoding="utf-8") as stream:
+        return Bundle.open(out), {row["class"] for row in csv.DictReader(stream)}
+
+
 @pytest.mark.timeout(900)
-def test_a_real_training_swaps_in_a_model_under_load(shop) -> None:
+def test_a_real_training_swaps_in_a_model_under_load(shop, tmp_path) -> None:
+    """In the order of the tutorial: adapt, serve, feedback, train."""
     pytest.importorskip("timm")
+    old, known = adapted_gallery(shop, tmp_path)
+    assert len(known) == 3
     more = {"training_command": "kinlens-train", "feedback": "pictures"}
     service = run(create_app(Settings(**shop.settings.model_dump() | more)))
     asked = ("query.png", query(shop))
@@ -217,16 +266,12 @@ def test_a_real_training_swaps_in_a_model_under_load(shop) -> None:
     judged = {"item": found.json()["hits"][0]["key"], "action": "clicked"}
     judged |= {"answer_id": found.json()["answer_id"]}
     service.client.post("/feedback", files={"image": asked}, data=judged).raise_for_status()
-    small = {"optimizer.epochs": 1, "optimizer.batch_size": 4, "recall_at": [1, 2]}
-    small |= {"model.backbone": "timm:test_resnet", "model.dim": 16, "runtime.workers": 0}
-    small |= {"input.size_px": 32, "input.resize_px": 36, "runtime.device": "cpu"}
-    small |= {"runtime.precision": "fp32", "data.split_seed": 1}  # class-2 is trained on
     body = {
         "job": "demo",
         "gallery": "trained",
         "feedback": True,
         "gate": {"max_recall_loss": 1.0, "min_queries": 4},
-        "overrides": small,
+        "overrides": SMALL,
     }
     with load(service.url, "trained", query(shop), every_s=0.5) as answers:
         answer = service.client.post("/jobs/train", json=body)
@@ -237,11 +282,15 @@ def test_a_real_training_swaps_in_a_model_under_load(shop) -> None:
         assert "feedback: 1 query image(s) join 1 train class(es)" in log, log
         report = job["report"]
         assert (report["swapped"], report["training"]["epochs"]) == (True, [1, 1]), report
+        assert (report["classes"], report["judged"]) == (3, 12), "both split the classes alike"
         made = report["new"]["bundle_id"]
-        assert made not in (shop.old.bundle_id, shop.new.bundle_id)
+        assert report["old"]["bundle_id"] == old.bundle_id != made
         until(lambda: answers[-1]["bundle_id"] == made)
-    assert {found["bundle_id"] for found in answers} == {shop.old.bundle_id, made}
+    assert {found["bundle_id"] for found in answers} == {old.bundle_id, made}
     assert answers[-1]["hits"][0]["score"] > 0.99
+    record = Bundle.open(shop.state / "bundles" / made[:16]).seen()
+    assert {f"Shop/class {n}" for n in range(6) if record.has_class(f"Shop/class {n}")} == known
+    assert record.has_image(hashlib.sha256(query(shop)).hexdigest())
     service.close()
 
 

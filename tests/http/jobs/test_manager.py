@@ -120,12 +120,25 @@ def test_a_training_makes_a_bundle_and_tests_it_with_unseen_classes(shop) -> Non
     assert report["swapped"]
     # Of 6 classes with 4 images each, the trainer takes half.
     assert (report["judged"], report["classes"]) == (12, 3)
-    assert "classes that the new model was not trained on" in report["gate"]["reason"]
+    assert "classes that neither model was trained on" in report["gate"]["reason"]
     assert shop.bundle_id() == shop.new.bundle_id
     text = shop.manager.log(job.id).text
     assert "epoch 2: grün" in text
     assert "optimizer.epochs=2" in text
     assert not (shop.state / "runs" / job.id / "data").exists()
+
+
+def test_a_training_with_too_few_products_to_judge_by_waits_for_a_person(shop) -> None:
+    job = shop.start("train")
+    report = shop.succeeded(job)
+    assert report["gate"]["passed"] is None
+    assert "12 images of 3 classes" in report["gate"]["reason"]
+    assert "50 images of 6 classes are needed" in report["gate"]["reason"]
+    assert "swap it in by hand" in report["gate"]["reason"]
+    assert not report["swapped"]
+    assert shop.bundle_id() == shop.old.bundle_id
+    assert shop.succeeded(shop.manager.swap(job.id, "test"))["swapped"]
+    assert shop.bundle_id() == shop.new.bundle_id
 
 
 def test_a_training_gets_the_feedback_with_its_image_names(shop) -> None:

@@ -218,6 +218,13 @@ class GalleryModel(BaseModel):
     has_map: Annotated[bool, Field(description="Whether its bundle supports POST .../explain.")] = (
         False
     )
+    product_url: Annotated[
+        str,
+        Field(
+            description="The address of an item in the shop: the name of an attribute, or an "
+            "address with names of attributes in braces; empty: none."
+        ),
+    ] = ""
 
 
 class Galleries(BaseModel):

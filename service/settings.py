@@ -20,6 +20,7 @@ from kinlens.indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_addr
 from kinlens.models import FeedbackMode
 from kinlens.service.access.keys import Scope
 from kinlens.service.access.rates import parse_network, parse_rates
+from kinlens.service.galleries.cards import check_product_url
 from kinlens.service.redis import check_url
 
 ANY_HOST = "*"
@@ -241,6 +242,10 @@ class Settings(BaseSettings):
     """The same limit for each client address without a key."""
     admin_link: bool = False
     """Show a link to `/admin` in the header of the search page."""
+    product_url: Annotated[str, _checked(check_product_url)] = "url"
+    """Where a result on the search page leads: the name of an attribute that is a link, or an
+    address with attributes in braces, such as `https://shop.example/p/{product}`; empty: nowhere.
+    """
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least important log events that are written."""
     otlp_endpoint: Annotated[HttpAddress | None, _EmptyIsNone] = None

@@ -95,8 +95,8 @@ class NewGallery(BaseModel):
 @router.get("/galleries", responses=problems(*_READING), summary="List the galleries")
 async def galleries(runtime: Service) -> Galleries:
     """All galleries; the first is the default of a search."""
-    registry, state = runtime.registry, runtime.settings.state
-    listed, silent = await registry.describe_each(lambda served: _described(served, state))
+    registry, settings = runtime.registry, runtime.settings
+    listed, silent = await registry.describe_each(lambda served: _described(served, settings))
     return Galleries(bundle_id=registry.model.bundle_id, galleries=listed, unavailable=silent)
 
 
@@ -124,7 +124,7 @@ async def create(
     await runtime.managed.create(new.name, new.bundle_id)
     response.headers["Location"] = f"/galleries/{new.name}"
     with runtime.registry.lease(new.name) as served:
-        return await runtime.read("the gallery", lambda: _described(served, runtime.settings.state))
+        return await runtime.read("the gallery", lambda: _described(served, runtime.settings))
 
 
 @router.delete(
@@ -141,20 +141,19 @@ async def delete(runtime: Service, request: Request, name: str) -> None:
         note(request.scope["state"], target=f"{forgotten} feedbacks")
 
 
-def _described(served: Served, state: FilePath | None) -> GalleryModel:
-    return GalleryModel(**_known(served, served.gallery, state))
+def _described(served: Served, settings: Settings) -> GalleryModel:
+    return GalleryModel(**_known(served, served.gallery, settings))
 
 
-def _known(
-    served: Served, gallery: Gallery | GalleryFacts, state: FilePath | None
-) -> dict[str, Any]:
+def _known(served: Served, gallery: Gallery | GalleryFacts, settings: Settings) -> dict[str, Any]:
     """The fields that need no index, since the index may be damaged."""
     shared = ("version", "generation", "bundle_id", "precision", "size", "dim", "created_at")
     return {name: getattr(gallery, name) for name in shared} | {
         "name": served.name,
         "managed": served.managed,
-        "writable": _is_writable(served, state),
+        "writable": _is_writable(served, settings.state),
         "has_map": served.model.embedder.has_map,
+        "product_url": settings.product_url,
     }
 
 
@@ -169,7 +168,7 @@ def _detail(served: Served, settings: Settings) -> GalleryDetail:
     facts, known = served.gallery.facts(), served.model.calibration
     calibrated = calibrated_by(served)
     return GalleryDetail(
-        **_known(served, facts, settings.state),
+        **_known(served, facts, settings),
         attributes=[_attribute(one) for one in served.gallery.attribute_facts()],
         index=_index(facts),
         calibration=None

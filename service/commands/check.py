@@ -28,6 +28,7 @@ from kinlens.service.commands.settings import unknown_variables
 from kinlens.service.encoding.decode_worker import known_image
 from kinlens.service.encoding.decoders import create_decoder
 from kinlens.service.encoding.sandbox import absences, holding
+from kinlens.service.galleries.cards import describe_use
 from kinlens.service.galleries.locations import Bundles, Gallery, Locations, open_gallery
 from kinlens.service.http.server import listen
 from kinlens.service.runtime import missing_image_roots
@@ -139,7 +140,9 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
             with contextlib.closing(open_gallery(location, on_cpu)) as gallery:
                 bundles.folder(gallery.bundle_id)
                 items = f"{gallery.size:,} items of bundle {gallery.bundle_id[:12]}"
-                yield Finding(subject, "ok", f"{items}{_index_text(gallery)}")
+                names = [facts.name for facts in gallery.attribute_facts()]
+                use = describe_use(names, settings.product_url)
+                yield Finding(subject, "ok", f"{items}{_index_text(gallery)}; on the page: {use}")
                 if not location.managed:  # managed galleries store their own images
                     for text in missing_image_roots({location.name: gallery}):
                         yield Finding(subject, "warning", text)

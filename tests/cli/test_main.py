@@ -222,6 +222,7 @@ def test_a_set_up_that_would_start_exits_with_0_and_serves_nothing(paths, tmp_pa
     assert found["decoder"]["text"].startswith("sandbox: ")  # the layers depend on the kernel
     assert found["bundle"]["text"].endswith("on CPUExecutionProvider in fp32: asked for")
     assert "8 items" in found["gallery shop"]["text"]
+    assert "results do not lead to your shop" in found["gallery shop"]["text"]
     assert list((tmp_path / "new").iterdir()) == []
 
 

@@ -21,7 +21,7 @@ def test_each_image_has_its_own_row(shop_page: Page, fake_shop: Shop, allowed: l
     expect(shop_page.get_by_test_id("summary")).to_have_text("6 photos: 5 answered, 1 failed")
     expect(rows).to_have_count(6)
     expect(rows.nth(2)).to_have_attribute("data-state", "failed")
-    expect(rows.nth(2)).to_contain_text("The bytes are no image")
+    expect(rows.nth(2)).to_contain_text("not a photo that can be read")
     expect(rows.nth(0).locator(".batch-hit")).to_have_count(6)
     expect(shop_page.get_by_test_id("live")).to_contain_text("5 answered")
     assert faults(shop_page) == []

@@ -64,7 +64,7 @@ def test_a_link_to_a_removed_item_shows_a_message(open_shop: OpenPage, allowed: 
     allowed.append("404")
     page = open_shop("/#gallery=attic&item=99&key=none.png")
     expect(page.get_by_test_id("notice-text")).to_contain_text("no gallery attic")
-    expect(page.get_by_test_id("error-title")).to_have_text("The item was removed")
+    expect(page.get_by_test_id("error-title")).to_have_text("This item is no longer here")
 
 
 def test_a_broken_link_opens_the_start(open_shop: OpenPage) -> None:
@@ -140,7 +140,7 @@ def test_a_key_is_kept_in_the_tab_and_sent_for_images(
     fake_shop.key = "kl_1_secret"
     allowed.append("401")
     page = open_shop()
-    expect(page.get_by_test_id("error-title")).to_have_text("API key needed")
+    expect(page.get_by_test_id("error-title")).to_have_text("This search needs a key")
     assert violations(page) == []
     page.get_by_test_id("key").fill("wrong")
     page.keyboard.press("Enter")

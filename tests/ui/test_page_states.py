@@ -52,7 +52,7 @@ def test_a_search_can_be_cancelled_and_a_newer_one_cancels_it(shop_page: Page) -
 
 def test_a_retry_after_is_counted_down(shop_page: Page, allowed: list[str]) -> None:
     allowed.append("429")
-    content = {"title": "Too busy", "detail": "Others are searching.", "request_id": "r7"}
+    content = {"title": "Too busy", "detail": "64 searches wait, the limit.", "request_id": "r7"}
 
     def refuse(route: Route) -> None:
         route.fulfill(status=429, headers={"Retry-After": "2"}, json=content)
@@ -62,7 +62,10 @@ def test_a_retry_after_is_counted_down(shop_page: Page, allowed: list[str]) -> N
     retry = shop_page.get_by_test_id("error-retry")
     expect(retry).to_be_disabled()
     expect(retry).to_contain_text("Try again in")
-    expect(shop_page.get_by_test_id("error-detail")).to_have_text("Others are searching.")
+    expect(shop_page.get_by_test_id("error")).not_to_contain_text("64 searches")
+    expect(shop_page.get_by_test_id("error-request")).to_be_hidden()
+    shop_page.get_by_test_id("error").locator("summary").click()
+    expect(shop_page.get_by_test_id("error-request")).to_have_text("Request r7")
     assert violations(shop_page) == []
     expect(retry).to_have_text("Try again")
     shop_page.unroute("**/search")
@@ -98,7 +101,7 @@ def test_empty_answers_name_the_cause(results: Page, fake_shop: Shop, open_shop:
     expect(results.get_by_test_id("card")).to_have_count(20)
     fake_shop.galleries["shop"] = []
     page = open_shop()
-    expect(page.get_by_test_id("samples")).to_contain_text("This gallery is empty")
+    expect(page.get_by_test_id("samples")).to_contain_text("Please come back later")
     expect(page.get_by_test_id("sample")).to_have_count(0)
 
 
@@ -107,6 +110,12 @@ def test_odd_files_and_hostile_markup_are_harmless(results: Page) -> None:
     send_files(results, ("notes.txt", "text/plain", b"not an image"))
     expect(results.get_by_test_id("error-title")).to_have_text("“notes.txt” is not a photo")
     assert keys(results) == before
+    good = ("photo.png", "image/png", IMAGE)
+    send_files(results, good, ("list.csv", "text/csv", b"a;b"), (".DS_Store", "", b"\0"))
+    notice = results.get_by_test_id("notice-text")
+    expect(notice).to_have_text("2 of 3 files are not photos: list.csv, .DS_Store")
+    expect(results.get_by_test_id("query-name")).to_have_text("photo.png")
+    settled(results)
 
     hostile = "<img src=x onerror=document.body.remove()>"
     hit = {"id": 0, "key": hostile, "score": 0.5, "probability": None}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kinlens.service.galleries.cards import EARLY, TITLES
 from tests.support.servers import StartService
 
 
@@ -56,6 +57,14 @@ def test_a_script_loads_from_its_folder_and_the_shared_one_and_writes_no_markup(
     assert re.findall(forbidden, text) == []
     for line in re.findall(r"^import.*$", text, re.MULTILINE):
         assert re.fullmatch(rf'import .+ from "/ui/({path.parent.name}|shared)/.+";', line), line
+
+
+def test_check_and_the_page_use_the_same_attributes() -> None:
+    text = (UI / "search" / "cards.js").read_text(encoding="utf-8")
+    for name, expected in (("TITLE_NAMES", TITLES), ("EARLY_NAMES", EARLY)):
+        found = re.search(rf"const {name} = \[(.*?)\];", text)
+        assert found is not None
+        assert tuple(re.findall(r'"(\w+)"', found[1])) == expected
 
 
 @pytest.mark.parametrize("is_on", [False, True])

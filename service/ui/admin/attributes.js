@@ -1,23 +1,24 @@
 // The attributes of an item as rows of name, kind and value, or as JSON.
 
+import { parsed } from "/ui/shared/api.js";
 import { element, icon, optionsOf } from "/ui/shared/dom.js";
 
 const KINDS = [["text", "text"], ["number", "number"], ["boolean", "yes or no"]];
 const WORDS = { "add-row": "Add an attribute", json: "Edit as JSON", rows: "Edit as a list" };
 
-export const kindOf = (value) => ({ number: "number", boolean: "boolean" })[typeof value] ?? "text";
+export const kindOf = (value) => ({ number: "number", bigint: "number", boolean: "boolean" })[typeof value] ?? "text";
 
 function checkedObject(text) {
   let found;
   try {
-    found = JSON.parse(text || "{}");
+    found = parsed(text || "{}");
   } catch (error) {
     throw new RangeError(`This must be valid JSON: ${error.message}.`);
   }
   if (found === null || typeof found !== "object" || Array.isArray(found)) {
     throw new RangeError('Write one object, such as {"colour": "red", "price": 5}.');
   }
-  const isOne = (value) => ["string", "number", "boolean"].includes(typeof value);
+  const isOne = (value) => ["string", "number", "bigint", "boolean"].includes(typeof value);
   const wrong = Object.entries(found).find(([, value]) => !(Array.isArray(value) ? value.every(isOne) : isOne(value)));
   if (wrong) throw new RangeError(`${wrong[0]} must be a string, a number, true or false, or a list of these.`);
   return found;
@@ -43,7 +44,7 @@ function readValue(name, kind, text) {
   if (kind === "boolean") return text === "true";
   if (kind === "text") return text;
   if (text.trim() === "" || !Number.isFinite(Number(text))) throw new RangeError(`${name} must be a number.`);
-  return Number(text);
+  return /^\d+$/.test(text) && !Number.isSafeInteger(Number(text)) ? BigInt(text) : Number(text);
 }
 
 let editors = 0;

@@ -6,7 +6,7 @@ import { moment, table } from "/ui/admin/status.js";
 import { whileBusy } from "/ui/admin/work.js";
 import { galleryPath } from "/ui/shared/api.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
-import { valueText } from "/ui/shared/format.js";
+import { grouped, valueText } from "/ui/shared/format.js";
 import { imageOf } from "/ui/shared/images.js";
 
 const SHOWN_RUNS = 20;
@@ -19,7 +19,7 @@ function overTime(runs) {
   const rows = runs.slice(0, SHOWN_RUNS).map((run) => [
     moment(run.at),
     run.bundle_id.slice(0, 12),
-    run.items.toLocaleString("en"),
+    grouped(run.items),
     ...[run.recall_at_1, run.recall_at_5, run.recall_at_10, run.map_at_r, run.no_match_precision].map(part),
   ]);
   const made = table("Figures over time", HEAD, rows);
@@ -69,7 +69,7 @@ function worst({ worst: rows, generation }, queries) {
 
 function show(queries, runs, reason = EMPTY) {
   const isEmpty = queries.length === 0;
-  ui["golden-count"].textContent = isEmpty ? "" : `${queries.length.toLocaleString("en")} labelled`;
+  ui["golden-count"].textContent = isEmpty ? "" : `${grouped(queries.length)} labelled`;
   ui["golden-run"].disabled = isEmpty;
   ui["golden-empty"].hidden = !isEmpty;
   ui["golden-empty"].textContent = reason;

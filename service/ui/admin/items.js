@@ -9,7 +9,7 @@ import { whileBusy, failed } from "/ui/admin/work.js";
 import { showNotice } from "/ui/shared/alerts.js";
 import { Problem, listItems } from "/ui/shared/api.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
-import { plural, someOf, valueText } from "/ui/shared/format.js";
+import { grouped, plural, someOf, valueText } from "/ui/shared/format.js";
 import { emptyView, toHash } from "/ui/shared/link.js";
 import { imageOf } from "/ui/shared/images.js";
 
@@ -89,7 +89,7 @@ function showBulk() {
   ui["bulk-text"].textContent = selected.size > 0 ? `${plural(selected.size, "item")} selected` : "";
   ui["bulk-delete"].hidden = ui["bulk-clear"].hidden = selected.size === 0;
   ui["filter-delete"].hidden = !canDeleteFiltered;
-  ui["filter-delete"].textContent = `Delete all ${view.total.toLocaleString("en")} matching`;
+  ui["filter-delete"].textContent = `Delete all ${grouped(view.total)} matching`;
 }
 
 function showEmpty() {
@@ -107,7 +107,7 @@ function showPager(count) {
   const isSplit = view.total > PAGE;
   ui.pager.hidden = !isSplit;
   const last = view.offset + count;
-  ui["page-text"].textContent = `${(view.offset + 1).toLocaleString("en")} – ${last.toLocaleString("en")} of ${view.total.toLocaleString("en")}`;
+  ui["page-text"].textContent = `${grouped(view.offset + 1)} – ${grouped(last)} of ${grouped(view.total)}`;
   ui["page-before"].disabled = view.offset === 0;
   ui["page-after"].disabled = last >= view.total;
 }
@@ -181,7 +181,7 @@ async function deleteFiltered() {
     const isSure = await confirmed({
       title: `Delete ${plural(total, "item")}?`,
       text: `All items of ${name} that match ${filter} will be deleted. This page cannot undo it.`,
-      action: `Delete ${total.toLocaleString("en")}`,
+      action: `Delete ${grouped(total)}`,
     });
     if (isSure) await remove(name, { filter });
   });

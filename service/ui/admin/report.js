@@ -2,13 +2,14 @@
 
 import { table } from "/ui/admin/status.js";
 import { element } from "/ui/shared/dom.js";
+import { grouped } from "/ui/shared/format.js";
 
 const NONE = "not measured";
 const LISTED_FAILURES = 5;
 
 const share = (value) => (typeof value === "number" ? `${(value * 100).toFixed(2)}%` : NONE);
 const points = (value) => `${value > 0 ? "+" : ""}${(value * 100).toFixed(2)} points`;
-const count = (value) => (typeof value === "number" ? value.toLocaleString("en") : NONE);
+const count = (value) => (typeof value === "number" ? grouped(value) : NONE);
 const time = (value) => (typeof value === "number" ? `${value.toFixed(1)} ms` : NONE);
 
 function difference(before, after, show, change) {

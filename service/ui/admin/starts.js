@@ -5,7 +5,7 @@ import { AttributeEditor } from "/ui/admin/attributes.js";
 import { describeChosen, modelChoice, state } from "/ui/admin/state.js";
 import { whileBusy, failureText } from "/ui/admin/work.js";
 import { element, optionsOf, ui } from "/ui/shared/dom.js";
-import { plural } from "/ui/shared/format.js";
+import { grouped, plural } from "/ui/shared/format.js";
 
 const CLASS = "class";
 const RECOMMENDED = "shop";
@@ -94,7 +94,7 @@ function form(kind, title, text, button, parts, read) {
 }
 
 function compactForm({ index }) {
-  const found = `${plural(index.delta, "item")} added and ${index.tombstones.toLocaleString("en")} removed since the index was built.`;
+  const found = `${plural(index.delta, "item")} added and ${grouped(index.tombstones)} removed since the index was built.`;
   const due = index.compaction_due ? ` Compaction is due: ${index.compaction_due}.` : "";
   return form("compact", "Compact", `Rebuilds the index without the removed items. ${found}${due}`, "Start compaction", [], () => ({}));
 }

@@ -5,7 +5,7 @@ import { state } from "/ui/admin/state.js";
 import { failed } from "/ui/admin/work.js";
 import { describeGallery } from "/ui/shared/api.js";
 import { definitions, element, ui } from "/ui/shared/dom.js";
-import { percent, plural, valueText } from "/ui/shared/format.js";
+import { grouped, percent, plural, valueText } from "/ui/shared/format.js";
 
 const SHOWN_VALUES = 6;
 const KINDS = {
@@ -22,7 +22,7 @@ const SOURCES = {
   bundle: "the model, fitted to other images",
 };
 
-const number = (value) => (value ?? 0).toLocaleString("en");
+const number = (value) => grouped(value ?? 0);
 const part = (value) => (value === null || value === undefined ? "not measured" : `${(value * 100).toFixed(2)}%`);
 export const moment = (text) => (text ? new Date(text).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" }) : "never");
 

@@ -4,7 +4,7 @@ import { restoreItems } from "/ui/admin/api.js";
 import { whileBusy } from "/ui/admin/work.js";
 import { showNotice } from "/ui/shared/alerts.js";
 import { element } from "/ui/shared/dom.js";
-import { plural } from "/ui/shared/format.js";
+import { grouped, plural } from "/ui/shared/format.js";
 
 export const UNDO_TEXT = "This can be undone for a day, or until you compact the gallery.";
 
@@ -14,7 +14,7 @@ async function restore(name, keys) {
   showNotice(
     missing === 0
       ? `${plural(restored, "item")} restored.`
-      : `${plural(restored, "item")} restored, ${missing.toLocaleString("en")} not: the key is in use again, or the gallery was compacted.`,
+      : `${plural(restored, "item")} restored, ${grouped(missing)} not: the key is in use again, or the gallery was compacted.`,
   );
 }
 

@@ -13,8 +13,9 @@ import * as results from "/ui/search/results.js";
 import { hideSamples, showSamples } from "/ui/search/samples.js";
 import * as settings from "/ui/search/settings.js";
 import * as trail from "/ui/search/trail.js";
+import { worded } from "/ui/search/words.js";
 import { hideError, hideNotice, showNotice, showProblem, startAlerts } from "/ui/shared/alerts.js";
-import { fetchImage, Problem } from "/ui/shared/api.js";
+import { Problem } from "/ui/shared/api.js";
 import { announce, debounced, keepFocus, startSkip, ui } from "/ui/shared/dom.js";
 import { fromHash, toHash } from "/ui/shared/link.js";
 
@@ -213,20 +214,6 @@ function settingsChanged(what) {
   countSoon();
 }
 
-// An <img> gives no reason for its failure, a request does. One request for each answer is enough.
-async function explainImage({ target }) {
-  const entry = trail.current();
-  if (entry === null || entry.explained) return;
-  entry.explained = true;
-  try {
-    await fetchImage(target.dataset.link);
-  } catch (error) {
-    // Do not replace a message that may offer another try.
-    const isFirst = running === null && ui.error.hidden;
-    if (isFirst && entry === trail.current()) showProblem(error, null);
-  }
-}
-
 function cancel() {
   if (running === null) return batch.cancel();
   settle(focusIsInResults());
@@ -305,7 +292,6 @@ function listen() {
   ui["copy-link"].addEventListener("click", copyLink);
   ui["crop-add"].addEventListener("click", () => cropper.add());
   ui["crop-clear"].addEventListener("click", () => cropper.clear());
-  ui.grid.addEventListener("error", explainImage, true); // true: this event does not bubble
   ui["query-image"].addEventListener("error", () => ui["query-image"].classList.add("broken"));
   ui["query-image"].addEventListener("load", ({ target }) =>
     ui.stage.style.setProperty("--ratio", String(target.naturalWidth / target.naturalHeight)));
@@ -326,13 +312,14 @@ function showSettings() {
 }
 
 if (/Mac|iPhone|iPad/.test(navigator.platform)) ui["paste-key"].textContent = "⌘";
-startAlerts(ui.summary);
+startAlerts(ui.summary, worded);
 startSkip(ui.results);
 settings.startSettings(settingsChanged);
 showSettings();
 walkWithArrows(ui.grid);
 acceptImages(ui, {
   onImages: searchImages,
+  onLeftOut: (text) => showNotice(ui.notice.hidden ? text : `${ui["notice-text"].textContent} ${text}`),
   onRefused: (title, detail) => showProblem(new Problem(title, detail)),
 });
 startCamera((file) => searchImages([file]));

@@ -70,7 +70,7 @@ async function itemNow({ id, key, gallery }) {
   const { items } = await listItems(gallery, { prefix: key, limit: FEW });
   const same = items.find((item) => item.key === key);
   if (same) return same;
-  throw new Problem("The item was removed", `Gallery ${gallery} no longer has an item ${key}.`);
+  throw new Problem("This item is no longer here", `${key} was removed from the gallery.`);
 }
 
 // The query with the current id, image and attributes of its item.

@@ -1,11 +1,14 @@
-// Result cards: an image to search with, its score, its attributes and votes.
+// Result cards: an image that opens the shop or is searched with, its score, its attributes and votes.
 
 import { GROUP_SIZE, PRODUCT } from "/ui/search/ask.js";
 import { definitions, element, icon } from "/ui/shared/dom.js";
 import { attributeText, capitalized, labelOf, percent, plural, splitKey, valueText } from "/ui/shared/format.js";
 import { CARD, imageOf } from "/ui/shared/images.js";
 
+// service/galleries/cards.py has the same names, for `kinlens-serve check`.
 const TITLE_NAMES = ["title", "name", "product", "product_name"];
+const EARLY_NAMES = ["price", "sizes", "size", "stock"];
+const BADGE = "badge";
 const SHOWN_FACTS = 3;
 const LONG_FACT = 28;
 
@@ -14,10 +17,32 @@ export function titleOf(key, attributes = {}) {
   return named || splitKey(key).name || key;
 }
 
+const isLink = (value) => /^(https?:)?\/\//i.test(value);
+const rankOf = ([name]) => (EARLY_NAMES.indexOf(name) + EARLY_NAMES.length + 1) % (EARLY_NAMES.length + 1);
+
+// The address of an item in the shop, or "" without one. `template` is the name of an attribute, or an
+// address with the names of attributes in braces. Other schemes than http and https could run a script.
+export function shopLink(template, attributes = {}) {
+  const valueOf = (name) => (Object.hasOwn(attributes, name) ? attributes[name] : "");
+  const names = [...template.matchAll(/\{([^{}]+)\}/g)].map(([, name]) => name);
+  if (names.some((name) => valueOf(name) === "" || Array.isArray(valueOf(name)))) return "";
+  const fill = (_, name) => encodeURIComponent(valueOf(name));
+  const text = names.length > 0 ? template.replaceAll(/\{([^{}]+)\}/g, fill) : valueOf(template);
+  if (typeof text !== "string" || text.trim() === "") return "";
+  try {
+    const { protocol, href } = new URL(text, location.href);
+    return /^https?:$/.test(protocol) ? href : "";
+  } catch {
+    return ""; // not an address
+  }
+}
+
 // The second line of a card: a few short attributes, or the folder of the key.
 function subtitleOf(key, attributes = {}) {
   const facts = Object.entries(attributes)
-    .filter(([name, value]) => ![...TITLE_NAMES, "currency"].includes(name) && String(value).length <= LONG_FACT)
+    .sort((one, other) => rankOf(one) - rankOf(other))
+    .filter(([name, value]) => ![...TITLE_NAMES, "currency", BADGE].includes(name) && String(value).length <= LONG_FACT)
+    .filter(([, value]) => !isLink(value))
     .filter(([, value]) => value !== false && value !== titleOf(key, attributes))
     .map(([name, value]) => {
       if (value === true) return labelOf(name);
@@ -70,7 +95,7 @@ function votes(hit, handlers) {
 // The button that explains a score by its regions, if the model supports it.
 function where(hit, handlers) {
   if (handlers.onExplain === null) return [];
-  const button = element("button", { type: "button", className: "where" }, icon("where"));
+  const button = element("button", { type: "button", className: "round-tool where" }, icon("where"));
   button.ariaLabel = `Where ${titleOf(hit.key, hit.attributes)} matches`;
   button.title = "Where it matches";
   button.dataset.testid = "where";
@@ -81,8 +106,9 @@ function where(hit, handlers) {
 }
 
 // A browser opens only one of several details with the same name: they overlap below the card.
-function facts(hit) {
-  const pairs = Object.entries(hit.attributes ?? {}).map(([name, value]) => [labelOf(name), attributeText(name, value, hit.attributes)]);
+function facts(hit, { productUrl }) {
+  const others = Object.entries(hit.attributes ?? {}).filter(([name]) => name !== productUrl);
+  const pairs = others.map(([name, value]) => [labelOf(name), attributeText(name, value, hit.attributes)]);
   if (pairs.length === 0) return [];
   const summary = element("summary", { textContent: "Details" });
   summary.append(element("span", { className: "sr-only", textContent: ` of ${hit.key}` }));
@@ -97,16 +123,41 @@ function found(text) {
   return [made];
 }
 
-function searchButton(hit, handlers, ...more) {
+function badge({ attributes }) {
+  const text = attributes?.[BADGE];
+  const isShort = typeof text === "string" && text !== "" && text.length <= LONG_FACT;
+  return isShort ? [element("span", { className: "image-note card-badge", textContent: text })] : [];
+}
+
+// The body of a card: a link to the shop, or a button that searches with the item.
+function body(hit, handlers, ...more) {
   const view = handlers.viewText(hit);
-  const image = element("span", { className: "card-image" }, imageOf(hit.image, hit.key, CARD), ...found(view), ...more);
-  const button = element(
-    "button",
-    { type: "button", className: "card-search" },
-    image,
-    label(hit),
-    score(hit),
+  const image = element(
+    "span",
+    { className: "card-image" },
+    imageOf(hit.image, hit.key, CARD),
+    ...badge(hit),
+    ...found(view),
+    ...more,
   );
+  const content = [image, label(hit), score(hit)];
+  const href = shopLink(handlers.productUrl, hit.attributes);
+  if (href === "") return searchButton(element("button", { className: "card-main" }, ...content), hit, handlers);
+  const link = element("a", { className: "card-main", href, target: "_blank", rel: "noopener noreferrer" }, ...content);
+  link.ariaLabel = `Open ${titleOf(hit.key, hit.attributes)} in the shop`;
+  link.dataset.testid = "card-link";
+  return link;
+}
+
+function similar(hit, handlers) {
+  if (shopLink(handlers.productUrl, hit.attributes) === "") return [];
+  const button = element("button", { className: "round-tool similar", title: "Search similar" }, icon("similar"));
+  return [searchButton(button, hit, handlers)];
+}
+
+function searchButton(button, hit, handlers) {
+  const view = handlers.viewText(hit);
+  button.type = "button";
   const sure = hit.probability === null ? "" : `, ${percent(hit.probability)} sure`;
   const by = view === "" ? "" : `, found with ${view}`;
   button.ariaLabel = `Search with ${titleOf(hit.key, hit.attributes)}, score ${hit.score.toFixed(2)}${sure}${by}`;
@@ -115,17 +166,18 @@ function searchButton(hit, handlers, ...more) {
   return button;
 }
 
-function item(hit, button, handlers, ...more) {
-  const foot = element("div", { className: "card-foot" }, ...facts(hit), ...votes(hit, handlers));
-  const made = element("li", { className: "card" }, button, ...where(hit, handlers), ...more, foot);
+function item(hit, main, handlers, ...more) {
+  const foot = element("div", { className: "card-foot" }, ...facts(hit, handlers), ...votes(hit, handlers));
+  const tools = element("div", { className: "card-tools" }, ...similar(hit, handlers), ...where(hit, handlers));
+  const made = element("li", { className: "card" }, main, tools, ...more, foot);
   Object.assign(made.dataset, { testid: "card", id: String(hit.id), key: hit.key });
   return made;
 }
 
 // handlers: onSelect(hit), onVote(kind, hit) or null, voteOf(key), onExplain(hit, button, cardImage) or
-// null, viewText(hit), group: the attribute of the groups.
+// null, viewText(hit), group: the attribute of the groups, productUrl: the template of `shopLink`.
 export function card(hit, handlers) {
-  return item(hit, searchButton(hit, handlers), handlers);
+  return item(hit, body(hit, handlers), handlers);
 }
 
 function otherImage(hit, handlers) {
@@ -156,13 +208,13 @@ export function groupCard(group, handlers) {
   const best = { ...group.hits[0], view: group.view, probability: group.probability };
   const isProduct = handlers.group === PRODUCT;
   const value = group.value === null ? `Without ${labelOf(handlers.group).toLowerCase()}` : valueText(group.value);
-  const badge = element("span", { className: "group-badge", textContent: value });
-  badge.dataset.testid = "group-value";
+  const tag = element("span", { className: "group-badge", textContent: value });
+  tag.dataset.testid = "group-value";
   const count = element("span", { className: "image-note group-count", textContent: countText(group.hits.length, isProduct ? "view" : "photo") });
   count.dataset.testid = "group-count";
-  const button = searchButton(best, handlers, ...(group.value === null ? [] : [count]));
-  if (!isProduct && value !== titleOf(best.key, best.attributes)) button.querySelector(".key").prepend(badge);
-  const made = item(best, button, handlers, ...others(group, group.hits, handlers));
+  const main = body(best, handlers, ...(group.value === null ? [] : [count]));
+  if (!isProduct && value !== titleOf(best.key, best.attributes)) main.querySelector(".key").prepend(tag);
+  const made = item(best, main, handlers, ...others(group, group.hits, handlers));
   made.classList.add("group");
   return made;
 }
@@ -178,14 +230,15 @@ export function placeholders(count) {
     ));
 }
 
-// Arrow keys move between the cards of a grid. L and D vote for the focused one, W shows where it matches.
+// Arrow keys move between the cards of a grid. L and D vote for the focused one, S searches with it, W shows
+// where it matches.
 export function walkWithArrows(grid) {
-  const shown = () => [...grid.querySelectorAll(".card:not([hidden]) .card-search")];
+  const shown = () => [...grid.querySelectorAll(".card:not([hidden]) .card-main")];
   const columns = () => getComputedStyle(grid).gridTemplateColumns.split(" ").length;
   grid.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || !event.target.matches(".card-search")) return;
-    const votes = { l: ".vote-like", d: ".vote-dislike", w: ".where" };
-    if (votes[event.key]) return event.target.closest(".card").querySelector(votes[event.key])?.click();
+    if (event.ctrlKey || event.metaKey || event.altKey || !event.target.matches(".card-main")) return;
+    const buttons = { l: ".vote-like", d: ".vote-dislike", s: "[data-testid=card-search]", w: ".where" };
+    if (buttons[event.key]) return event.target.closest(".card").querySelector(buttons[event.key])?.click();
     const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns(), ArrowUp: -columns() };
     if (!(event.key in steps)) return;
     const cards = shown();

@@ -7,7 +7,7 @@ import { announce, element, ui } from "/ui/shared/dom.js";
 
 // From no share of the score to the largest share: red, green, blue, opacity.
 const COLOURS = [[68, 1, 84, 0], [190, 30, 90, 110], [250, 110, 40, 170], [255, 225, 90, 205]];
-const REBUILT = "The gallery was rebuilt after this search. Search again.";
+const CHANGED = "The items have changed since this search. Search again.";
 let shown = null; // {button, controller, layers} of the explained result
 
 function colourOf(level) {
@@ -66,7 +66,7 @@ export async function toggleHeat(hit, button, cardImage, { query, view }) {
   try {
     const answer = await askWhere(query, view, hit, mine.controller.signal);
     if (shown !== mine) return;
-    if (answer.key !== hit.key) throw new Problem("The item has changed", REBUILT);
+    if (answer.key !== hit.key) throw new Problem("This item has changed", CHANGED);
     mine.layers = paint(answer, cardImage, hit.view);
     announce("The matching regions are shown over both photos");
   } catch (error) {

@@ -2,7 +2,7 @@
 // {"colour": {"in": ["red"]}, "price": {">=": 5, "<=": 20}, "sale": true}.
 
 import { debounced, element } from "/ui/shared/dom.js";
-import { labelOf, valueText } from "/ui/shared/format.js";
+import { grouped, labelOf, valueText } from "/ui/shared/format.js";
 
 const OPEN_AT_FIRST = 2;
 const SHOWN_OPTIONS = 8;
@@ -27,7 +27,7 @@ function checkbox({ value, count }, chosen, onToggle) {
   const box = element("input", { type: "checkbox", value, checked: chosen.includes(value) });
   box.addEventListener("change", () => onToggle(value, box.checked));
   const name = element("span", { className: "option-name", textContent: valueText(value) });
-  const number = element("span", { className: "option-count", textContent: count.toLocaleString("en") });
+  const number = element("span", { className: "option-count", textContent: grouped(count) });
   return element("label", { className: "option" }, box, name, number);
 }
 
@@ -38,7 +38,7 @@ function countOf({ values, other }, value) {
 
 function bar({ from, to, count }, most) {
   const span = from === to ? valueText(from) : `${valueText(from)} to ${valueText(to)}`;
-  const made = element("span", { title: `${span}: ${count.toLocaleString("en")}` });
+  const made = element("span", { title: `${span}: ${grouped(count)}` });
   made.style.height = `${(100 * count) / most}%`;
   return made;
 }
@@ -55,7 +55,7 @@ function showCount(part, facet) {
   for (const option of part.querySelectorAll(".option")) {
     const count = countOf(facet, option.querySelector("input").value);
     option.classList.toggle("none", count === 0);
-    option.querySelector(".option-count").textContent = count === null ? "" : count.toLocaleString("en");
+    option.querySelector(".option-count").textContent = count === null ? "" : grouped(count);
   }
   for (const choice of part.querySelectorAll(".choice")) {
     const word = choice.querySelector("input").value;
@@ -81,7 +81,7 @@ function optionList(name, options) {
       option.hidden = !(wanted ? option.textContent.toLowerCase().includes(wanted) : isListed);
     });
     more.hidden = isOpen || wanted !== "";
-    more.textContent = `Show ${options.filter(({ hidden }) => hidden).length.toLocaleString("en")} more`;
+    more.textContent = `Show ${grouped(options.filter(({ hidden }) => hidden).length)} more`;
   };
   field.addEventListener("input", show);
   more.addEventListener("click", () => {

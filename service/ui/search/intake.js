@@ -1,17 +1,29 @@
-// Images that are dropped, pasted or picked. Each calls onImages(files) or onRefused(title, detail).
+// Images that are dropped, pasted or picked. Each calls onImages(files), and then onLeftOut(text) if other
+// files came with them, or onRefused(title, detail).
+
+import { someOf } from "/ui/shared/format.js";
 
 const TEXT_FIELD = "textarea, " +
   ["email", "number", "password", "search", "tel", "text", "url"].map((type) => `input[type=${type}]`).join();
+const NO_PHOTO = /(^|\/)\.|\.(csv|docx?|html?|json|log|md|mov|mp[34]|pdf|pptx?|rtf|txt|xlsx?|xml|zip)$/i;
 const FORMATS = "Use a JPEG, PNG, WebP, AVIF, GIF, BMP or TIFF photo. Some shops also accept HEIC.";
 
-function judge(files, { onImages, onRefused }, source) {
+// A file without a type may still be an image, which the service checks, unless its name has the ending of another kind.
+const isPhoto = ({ name, type }) => type.startsWith("image/") || (type === "" && !NO_PHOTO.test(name));
+
+function judge(files, { onImages, onLeftOut, onRefused }, source) {
   const list = [...files];
-  // A file without a type may still be an image; the service checks it.
-  const images = list.filter(({ type }) => type.startsWith("image/") || type === "");
-  if (images.length > 0) return onImages(images);
+  const images = list.filter(isPhoto);
+  const others = list.filter((file) => !images.includes(file)).map(({ name }) => name);
+  if (images.length > 0) {
+    onImages(images);
+    const verb = others.length === 1 ? "is not a photo" : "are not photos";
+    if (others.length > 0) onLeftOut(`${others.length} of ${list.length} files ${verb}: ${someOf(others)}`);
+    return;
+  }
   if (list.length === 0) return onRefused(`There is no photo in the ${source}`, FORMATS);
-  const [{ name, type }] = list;
-  return onRefused(`“${name}” is not a photo`, `Its type is ${type}. ${FORMATS}`);
+  const [name] = others;
+  onRefused(`“${name}” is not a photo`, FORMATS);
 }
 
 function acceptDrops(handlers) {

@@ -52,8 +52,8 @@ function summaryOf(shown, { answer, view }) {
   const total = plural(rows.length, nounOf(answer, view));
   const amount = shown < rows.length ? `${shown} of ${total}` : total;
   const { probability: sure, score } = bestOf(rows);
-  const best = `best ${score.toFixed(2)}`;
-  return sure === null ? `${amount}, ${best}` : `${amount}, ${best} · ${percent(sure)} sure`;
+  const best = sure === null ? `similarity ${score.toFixed(2)}` : `${percent(sure)} sure`;
+  return `${amount}, best ${best}`;
 }
 
 // The probability that no result is right, as text; "" without a calibration.
@@ -160,6 +160,7 @@ function handlersOf(handlers, entry) {
     onExplain: canExplain ? onExplain : null,
     viewText: (hit) => (hit.view ? viewText(query, hit.view) : ""),
     group: view.group,
+    productUrl: settings.productUrl(),
   };
 }
 
@@ -169,6 +170,8 @@ function showAnswer(entry, handlers) {
   const focused = document.activeElement?.closest?.(".card")?.dataset.key;
   const testid = document.activeElement?.dataset?.testid;
   ui.grid.replaceChildren(...rowsOf(entry.answer).map((row) => make(row, all)));
+  const leads = ui.grid.querySelector("a.card-main") !== null;
+  ui["results-hint"].textContent = leads ? "Select a result to open it in the shop" : "Select a result to search with it";
   if (focused) refocus(focused, testid);
   showAbout(entry);
   filterCards(entry);

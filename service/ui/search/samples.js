@@ -9,9 +9,10 @@ import { imageOf } from "/ui/shared/images.js";
 
 const SHOWN = 8;
 const LOOKED_AT = 120;
-export const EMPTY_TEXT =
-  "There is nothing to search yet. The operator can add items on the page /admin, with kinlens-index add, " +
-  "or with PUT /galleries/NAME/items.";
+// Whoever sees the link to the admin page may add items there.
+export const EMPTY_TEXT = ui["admin-link"].hidden
+  ? "There is nothing to search yet. Please come back later."
+  : "There is nothing to search yet. Add items on the admin page.";
 
 function spread(list) {
   const step = Math.max(list.length / SHOWN, 1);

@@ -5,7 +5,7 @@ import { PRODUCT } from "/ui/search/ask.js";
 import { FilterPanel, filterChips, hasValues } from "/ui/search/filters.js";
 import { describeGallery, listGalleries } from "/ui/shared/api.js";
 import { element, icon, optionsOf, ui } from "/ui/shared/dom.js";
-import { labelOf, percent, plural, splitKey } from "/ui/shared/format.js";
+import { grouped, labelOf, percent, plural, splitKey } from "/ui/shared/format.js";
 import { emptyView } from "/ui/shared/link.js";
 import { imageOf } from "/ui/shared/images.js";
 
@@ -30,6 +30,7 @@ export const snapshot = () => structuredClone(view);
 export const facts = () => described.get(view.gallery) ?? { attributes: [] };
 const listed = () => galleries.find(({ name }) => name === view.gallery);
 export const hasMap = () => facts().has_map ?? listed()?.has_map;
+export const productUrl = () => facts().product_url ?? listed()?.product_url ?? "";
 export const itemCount = () => facts().size ?? listed()?.size;
 export const galleryNames = () => galleries.map(({ name }) => name);
 
@@ -62,10 +63,10 @@ function setMin(score) {
 
 function preset({ false_matches: share, search_score: score }) {
   const value = Math.max(Math.ceil(score * 100) / 100, 0);
-  const text = Math.round(1 / share).toLocaleString("en");
-  const button = element("button", { type: "button", className: "preset", value, textContent: text });
+  const text = grouped(Math.round(1 / share));
+  const button = element("button", { type: "button", className: "preset", value, textContent: `1 in ${text}` });
   button.title = `${percent(share)} of photos without a match get a wrong answer`;
-  button.ariaLabel = `${text}: one wrong match in ${text}, score ${value.toFixed(2)}`;
+  button.ariaLabel = `Wrong matches: 1 in ${text}, minimum score ${value.toFixed(2)}`;
   button.addEventListener("click", () => setMin(value));
   return button;
 }
@@ -73,7 +74,7 @@ function preset({ false_matches: share, search_score: score }) {
 function showPresets() {
   const usable = (facts().thresholds ?? []).filter(({ search_score: score }) => score < 1);
   ui.presets.hidden = usable.length === 0;
-  const words = element("span", { className: "hint", textContent: "One wrong match in" });
+  const words = element("span", { className: "hint", textContent: "Wrong matches" });
   ui.presets.replaceChildren(...(usable.length > 0 ? [words] : []), ...usable.map(preset));
 }
 

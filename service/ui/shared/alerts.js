@@ -8,9 +8,11 @@ const SECOND_MS = 1000;
 let counting = 0;
 let again = null;
 let home = null; // gets the focus when a focused message closes
+let wordsOf = (problem) => problem;
 
+// An error as a Problem, in the words of the page.
 export function problemOf(error) {
-  if (error instanceof Problem) return error;
+  if (error instanceof Problem) return wordsOf(error);
   console.error(error);
   return new Problem("Something went wrong on this page", "Reload the page and try again.");
 }
@@ -47,7 +49,8 @@ export function showProblem(error, retry = null) {
   again = canRetry ? retry : null;
   ui["error-title"].textContent = problem.title;
   ui["error-detail"].textContent = problem.detail;
-  ui["error-request"].textContent = problem.requestId ? `Request ${problem.requestId}` : "";
+  ui["error-more"].hidden = !problem.requestId;
+  ui["error-request"].textContent = `Request ${problem.requestId}`;
   ui["error-retry"].hidden = !canRetry || problem.needsKey;
   showKeyForm(problem.needsKey && retry !== null);
   countDown(problem.retryAfter_s);
@@ -87,8 +90,10 @@ function showConnection() {
   ui.offline.hidden = navigator.onLine !== false;
 }
 
-export function startAlerts(focusHome) {
+// `words(problem)` returns the problem in other words.
+export function startAlerts(focusHome, words = wordsOf) {
   home = focusHome;
+  wordsOf = words;
   ui["error-retry"].addEventListener("click", retryNow);
   ui["error-close"].addEventListener("click", hideError);
   ui["notice-close"].addEventListener("click", hideNotice);

@@ -48,10 +48,8 @@ function unreachable(error) {
   if (error.name === "AbortError") return error;
   const offline = navigator.onLine === false;
   return new Problem(
-    offline ? "You are offline" : "The service cannot be reached",
-    offline
-      ? "Connect to the network, then try again."
-      : "Check that you are online and that the service is running, then try again.",
+    offline ? "You are offline" : "There is no connection",
+    offline ? "Connect to the network, then try again." : "Check your connection, then try again in a moment.",
     { canRetry: true },
   );
 }
@@ -70,12 +68,22 @@ export async function request(url, { headers = {}, ...options } = {}) {
   return response;
 }
 
+BigInt.prototype.toJSON = function toJSON() {
+  return JSON.rawJSON(String(this));
+};
+
+// Integers that a number of JavaScript cannot hold, such as long codes, become a BigInt.
+export const parsed = (text) => JSON.parse(text, (_, value, context) =>
+  Number.isInteger(value) && !Number.isSafeInteger(value) && /^-?\d+$/.test(context?.source) ? BigInt(context.source) : value);
+
 export async function bodyOf(response, kind = "json") {
+  let body;
   try {
-    return await response[kind]();
+    body = kind === "json" ? await response.text() : await response[kind]();
   } catch (error) {
     throw unreachable(error);
   }
+  return kind === "json" ? parsed(body) : body;
 }
 
 export const getJson = async (url, options) => bodyOf(await request(url, options));

@@ -1,0 +1,58 @@
+"""What the search page makes of the attributes of an item: title, price, link to the shop."""
+
+import re
+from collections.abc import Collection
+
+TITLES = ("title", "name", "product", "product_name")
+"""The first of these that is a text is the title. `ui/search/cards.js` has the same names."""
+
+EARLY = ("price", "sizes", "size", "stock")
+"""Attributes that come first in the second line of a card."""
+
+BADGE = "badge"
+_CURRENCY = "currency"
+_NAME = re.compile(r"\{([^{}]+)\}")
+_EXAMPLE = "https://shop.example/p/{product}"
+
+
+def check_product_url(text: str) -> None:
+    """Raises: ValueError if it is neither the name of an attribute nor a template of an address."""
+    if not _NAME.search(text):
+        if re.search(r"[{}/:]", text):
+            raise ValueError(
+                f"{text!r} names no attribute; write the name of an attribute that is a link, such "
+                f"as url, or an address with attributes in braces, such as {_EXAMPLE}"
+            )
+    elif re.search(r"[{}\s]", _NAME.sub("", text)) or not re.match(r"(?i)https?://[^/]|/", text):
+        raise ValueError(
+            f"{text!r} is not the address of a product; begin with https://, http:// or / and put "
+            f"each attribute in braces, such as {_EXAMPLE}"
+        )
+
+
+def attributes_in(product_url: str) -> list[str]:
+    """The attributes that the link to the shop needs."""
+    return _NAME.findall(product_url) or [product_url]
+
+
+def describe_use(names: Collection[str], product_url: str) -> str:
+    """Which of the attributes `names` the page uses, and whether results lead to the shop."""
+    price = next((name for name in names if name.lower().endswith("price")), None)
+    has_currency = price is not None and _CURRENCY in names
+    uses = {
+        "title": next((name for name in TITLES if name in names), None),
+        "price": f"{price} in {_CURRENCY}" if has_currency else price,
+        "badge": BADGE if BADGE in names else None,
+        "also": ", ".join(name for name in EARLY[1:] if name in names) or None,
+    }
+    texts = [f"{use} from {source}" for use, source in uses.items() if source and use != "also"]
+    if uses["also"]:
+        texts.append(f"also {uses['also']}")
+    if not product_url:
+        return "; ".join([*texts, "KINLENS_PRODUCT_URL is empty: results do not lead to your shop"])
+    missing = [name for name in attributes_in(product_url) if name not in names]
+    if missing:
+        texts.append(f"no attribute {' or '.join(missing)}: results do not lead to your shop")
+    else:
+        texts.append(f"link to your shop from {product_url}")
+    return "; ".join(texts)

@@ -260,7 +260,7 @@ def _from_form(body: bytes, content_type: str) -> NewQuery:
         if name not in parts:
             raise fault(name, f"{name} is missing; send an image file and its label.")
     try:
-        label = Label.model_validate(parse_json(parts["label"].data))
+        label = Label.model_validate(parse_json(parts["label"].text.encode()))
     except ValidationError as error:
         raise as_faults(error, "label") from None
     except ValueError as error:

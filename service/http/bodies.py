@@ -1,11 +1,14 @@
 """Request bodies: limits of size and time, parsing as forms or JSON, and messages for faults.
 
-socket ─► BodyLimit (bytes per route, total bytes, seconds) ─► forms, read_model ─► route
-             └─ refuse: 413, 408, 503, while the rest of the body is discarded
+socket ─► _Source (gzip, byte order mark) ─► BodyLimit (bytes per route, total bytes, seconds)
+    ─► forms, read_model ─► route
+BodyLimit refuses with 413, 408, 415, 503, while the rest of the body is discarded.
 """
 
 import asyncio
+import codecs
 import contextlib
+import zlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -21,10 +24,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.service.problems import (
+    BAD_REQUEST,
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
     CLIENT_DISCONNECTED,
     OVERLOADED,
+    UNSUPPORTED_MEDIA,
     fault_text,
     path_of,
     problem,
@@ -50,6 +55,9 @@ _KEYS_BYTES = 2**20
 _PLAIN_BYTES = 16 * 2**10  # small, since it is parsed on the event loop
 _DRAIN_S = 5.0
 _DRAIN_FACTOR = 4
+_CODINGS = ("gzip", "deflate")
+_INFLATE_STEP = 2**18  # bytes inflated at once on the event loop; takes about 1 ms
+_GZIP_OR_ZLIB = 47
 _MARKS = (b",", b"[", b"{")
 _STEP = 2**20  # bytes counted at once; holds the GIL for 1 to 2 ms
 _SHOWN = 80
@@ -106,7 +114,69 @@ class BufferedBytes:
 
 
 class _RefusedError(Exception):
-    """Stops reading a refused body."""
+    """Stops reading a body, which is refused for `reason`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class _Source:
+    """The messages of one body, inflated, and without the byte order mark of a JSON text.
+
+    Inflated bytes come in small steps, so a small body that inflates to a large one blocks neither
+    the event loop nor memory before a limit refuses it. `is_read` tells that all has arrived.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.is_read = False
+        self._receive = receive
+        self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB) if _coding(scope) else None
+        self._pending = b""
+        media_type = media_type_of(scope)
+        self._is_start_of_json = media_type == JSON or media_type.endswith("+json")
+
+    async def raw(self) -> Message:
+        """The next message as it was sent."""
+        message = await self._receive()
+        self.is_read = not message.get("more_body", False)
+        return message
+
+    async def receive(self) -> Message:
+        """The next message. Raises: _RefusedError."""
+        message = await self._inflated()
+        while self._is_start_of_json and message.get("more_body") and len(message["body"]) < 3:
+            more = await self._inflated()
+            message = {**more, "body": message["body"] + more.get("body", b"")}
+        if self._is_start_of_json:
+            self._is_start_of_json = False
+            start = message.get("body", b"")
+            if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start[:2]:
+                raise _RefusedError("no UTF-8")
+            message = {**message, "body": start.removeprefix(codecs.BOM_UTF8)}
+        return message
+
+    async def _inflated(self) -> Message:
+        if self._inflater is None:
+            return await self.raw()
+        if self._pending or self.is_read:
+            await asyncio.sleep(0)  # lets other requests run
+        else:
+            message = await self.raw()
+            if message["type"] != "http.request":
+                return message
+            self._pending = message.get("body", b"")
+        if self._inflater.eof and self._pending:  # the next member of a gzip file
+            self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
+        try:
+            body = self._inflater.decompress(self._pending, _INFLATE_STEP)
+        except zlib.error:
+            raise _RefusedError("damaged") from None
+        self._pending = self._inflater.unconsumed_tail or self._inflater.unused_data
+        more = not self.is_read or bool(self._pending) or len(body) == _INFLATE_STEP
+        if not more and not self._inflater.eof:
+            raise _RefusedError("damaged")
+        return {"type": "http.request", "body": body, "more_body": more}
 
 
 class BodyLimit:
@@ -128,9 +198,8 @@ class BodyLimit:
             return
         max_bytes = self._bounds.of(scope["state"]["route"].rule.body, media_type_of(scope))
         claimed = _claimed_bytes(scope)
-        body = _Body(receive, max_bytes, self._timeout_s, self._buffered)
-        if claimed is not None and claimed > max_bytes:
-            body.refusal = "large"
+        body = _Body(_Source(scope, receive), max_bytes, self._timeout_s, self._buffered)
+        body.refusal = _refusal_of_head(scope, claimed or 0, max_bytes)
         started = False
 
         async def send_unless_refused(message: Message) -> None:
@@ -183,58 +252,76 @@ class BodyLimit:
                 CLIENT_DISCONNECTED,
                 "The client disconnected before its body was complete.",
             ),
+            "coding": (
+                UNSUPPORTED_MEDIA,
+                f"Content-Encoding = {_coding(scope)[:_SHOWN]!r} is not supported; send "
+                f"{' or '.join(_CODINGS)}, or the body as it is.",
+            ),
+            "damaged": (
+                BAD_REQUEST,
+                f"The body is not complete {_coding(scope)} data. Compress it again, or send it "
+                "without Content-Encoding.",
+            ),
+            "no UTF-8": (
+                UNSUPPORTED_MEDIA,
+                "The JSON is encoded as UTF-16 or UTF-32. Send it as UTF-8.",
+            ),
         }[body.refusal]
-        return problem(kind, text, request_id=request_id_of(scope), instance=scope["path"])
+        headers = {"Accept-Encoding": ", ".join(_CODINGS)} if body.refusal == "coding" else {}
+        where = {"request_id": request_id_of(scope), "instance": scope["path"]}
+        return problem(kind, text, headers=headers, **where)
 
 
 class _Body:
     """Receives one body, counts its bytes until `release`, and enforces its limits.
 
-    `refusal` is the reason of a refusal: large, slow, evicted, ending or disconnected; else empty.
+    `refusal` is the reason of a refusal, a key of `BodyLimit._answer`; else empty.
     """
 
     def __init__(
-        self, receive: Receive, max_bytes: int, timeout_s: float, buffered: BufferedBytes
+        self, source: _Source, max_bytes: int, timeout_s: float, buffered: BufferedBytes
     ) -> None:
         self.refusal = ""
         self.complete = False
         self.max_bytes = max_bytes
         self._buffered = buffered
-        self._receive = receive
+        self._source = source
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._timeout: asyncio.Timeout | None = None
         self._bytes = 0
+        self._is_evicted = False
 
     async def receive(self) -> Message:
-        if self.refusal:
-            raise _RefusedError
-        if self.complete:
-            return await self._receive()
+        if self.complete and not self.refusal:
+            return await self._source.raw()
         try:
+            if self.refusal:
+                raise _RefusedError(self.refusal)
             async with asyncio.timeout_at(self._deadline) as self._timeout:
-                message = await self._receive()
+                message = await self._source.receive()
         except TimeoutError:
-            if not self.refusal:  # not evicted
-                self.refusal = "slow"
-            raise _RefusedError from None
+            self.refusal = "evicted" if self._is_evicted else "slow"
+            raise _RefusedError(self.refusal) from None
+        except _RefusedError as error:
+            self.refusal = error.reason
+            raise
         finally:
             self._timeout = None
         self._count(message)
         if self.refusal:
-            raise _RefusedError
+            raise _RefusedError(self.refusal)
         return message
 
     async def drained(self) -> Message:
         """The next message, without limits."""
-        if self.complete:
+        if self._source.is_read:
             return {"type": "http.request", "body": b"", "more_body": False}
-        message = await self._receive()
-        self.complete = not message.get("more_body", False)
-        return message
+        return await self._source.raw()
 
     def evict(self) -> None:
         """Refuse this body now to free memory for others."""
         self.refusal = "evicted"
+        self._is_evicted = True
         self.release()
         if self._timeout is not None:
             self._timeout.reschedule(asyncio.get_running_loop().time())
@@ -294,6 +381,19 @@ def _has_body(scope: Scope) -> bool:
     """Whether the headers of the request declare a body."""
     headers = Headers(scope=scope)
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def _refusal_of_head(scope: Scope, claimed: int, max_bytes: int) -> str:
+    """The reason to refuse a body before it is read; empty without one."""
+    if _coding(scope) not in ("", *_CODINGS):
+        return "coding"
+    return "large" if claimed > max_bytes else ""
+
+
+def _coding(scope: Scope) -> str:
+    """The Content-Encoding of a body; empty if it is sent as it is."""
+    coding = ", ".join(Headers(scope=scope).getlist("content-encoding")).strip().lower()
+    return {"identity": "", "x-gzip": "gzip"}.get(coding, coding)
 
 
 def _waits(scope: Scope) -> bool:

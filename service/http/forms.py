@@ -103,7 +103,7 @@ def _parameters(value: bytes) -> dict[bytes, bytes]:
 
 def _decoded(text: bytes, what: str) -> str:
     try:
-        return text.decode()
+        return text.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise _malformed(f"{what} is not UTF-8 text") from None
 

@@ -24,6 +24,7 @@ from kinlens.service.problems import (
     MEDIA_TYPE,
     PROBLEM_TYPES,
     UNKNOWN_HOST,
+    UNSUPPORTED_MEDIA,
     ProblemType,
 )
 
@@ -62,7 +63,7 @@ _TEXTS = {
     408: "The body did not arrive in time.",
     409: "The current state does not allow this.",
     413: "The body or the image is larger than the limit.",
-    415: "The image format or the content type is not supported.",
+    415: "The image format, content type or content encoding is not supported.",
     422: "A parameter is missing or outside its range, or the image is damaged.",
     429: "More requests than the rate allows; retry after Retry-After seconds.",
     500: "Something failed inside the service.",
@@ -160,6 +161,8 @@ def _add_security(document: dict[str, Any], anonymous: Iterable[Scope]) -> None:
         for method in _METHODS & item.keys():
             operation, rule = item[method], rule_of(method.upper(), path)
             scope = rule.scope
+            if "requestBody" in operation:
+                operation["responses"].setdefault("415", problems(UNSUPPORTED_MEDIA)[415])
             operation["security"] = []
             if scope is None:
                 continue

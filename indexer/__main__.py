@@ -17,6 +17,7 @@ try:
         embed,
         golden,
         search,
+        sync,
         transfer,
         upkeep,
         verify,
@@ -25,7 +26,7 @@ except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-index", missing, "cpu", "gpu")) from None
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-for commands in (build, embed, change, search, verify, duplicates, upkeep, transfer):
+for commands in (build, embed, sync, change, search, verify, duplicates, upkeep, transfer):
     app.add_typer(commands.app)
 app.add_typer(golden.app, name="golden", help="Measure a gallery with labelled queries.")
 

@@ -301,6 +301,14 @@ class Gallery(Searcher):
         """The folder that images are read from; it may not exist."""
         return self._image_root
 
+    def built_with(self) -> Path | None:
+        """The folder of the bundle that built this generation; None if it was not recorded."""
+        try:
+            path = json.loads((self._generation / REPORT).read_bytes()).get("bundle", "")
+        except (OSError, ValueError):
+            return None
+        return Path(path) if path else None
+
     def facts(self) -> GalleryFacts:
         """A description of the gallery's current state."""
         with self._snapshots.reading() as reading:

@@ -103,8 +103,9 @@ def build(
 ) -> None:
     """Build a gallery from a folder, a CSV list, a dataset split, or vectors of `embed`.
 
-    To resume an interrupted build, run the same command again. Unreadable images are skipped and
-    listed in report.json, and the exit status is 3.
+    Vectors of equal images are taken from the gallery that is replaced. To resume an interrupted
+    build, run the same command again. Unreadable images are skipped and listed in report.json, and
+    the exit status is 3.
     """
     if images and root:
         raise typer.BadParameter("Pass IMAGES or --root, not both: they mean the same.")
@@ -121,7 +122,8 @@ def build(
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
         given = options.given_settings(index, memory_mb, target_recall, index_device)
         plan = IndexSettings(**given)
-        settings = BuildSettings(name, EmbedSettings(batch_size, workers), plan, vector_type)
+        embed = EmbedSettings(batch_size, workers)
+        settings = BuildSettings(name, embed, plan, vector_type, bundle)
         _print_plan(source, embedder, settings, json)
         report = _built(source, embedder, out, settings)
         _print_build(report, out, json)
@@ -151,6 +153,7 @@ def add(
     All paths are relative to the gallery's image root, so IMAGES must be below it. Unchanged images
     are skipped, and content that the gallery already has is not embedded again. To resume an
     interrupted run, run the same command again. If images were skipped, the exit status is 3.
+    `sync` also removes what is gone.
     """
     with errors_shown():
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
@@ -237,9 +240,7 @@ def _print_plan(source: Source, embedder: Embedder, settings: BuildSettings, jso
         return
     out.print(
         f"Found {source.count:,} images in the {source.description}. "
-        f"Dimension {embedder.dim}, model on {embedder.provider} in {embedder.mode.precision} "
-        "(--device, --precision): "
-        f"{embedder.precision_reason}."
+        f"Dimension {embedder.dim}, model {options.place_of(embedder)}."
     )
     for line in (*source.omitted.lines(), *plan.lines()):
         out.print(line)
@@ -257,7 +258,7 @@ def _built(
 def _print_build(report: BuildReport, folder: Path, json: bool) -> None:
     text = (
         f"Gallery {folder}, generation {report.generation}: {report.indexed:,} items "
-        f"({report.embedded:,} embedded, {report.reused:,} from an earlier run, "
+        f"({report.embedded:,} embedded, {report.reused:,} reused, "
         f"{report.duplicates:,} copies) in {report.elapsed_s:.1f} s, "
         f"{report.images_per_s:.1f} images/s."
     )

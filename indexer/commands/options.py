@@ -8,7 +8,7 @@ import typer
 from numpy.lib.format import read_array
 from numpy.typing import NDArray
 
-from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.engines.models import OPENVINO, PROVIDERS, SessionSettings
 from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import AskedEngine, AskedPrecision
@@ -70,6 +70,11 @@ VectorTypeOption = Annotated[
     VectorType,
     typer.Option(help="Number format of stored vectors; fp16 halves disk and cache use."),
 ]
+_DEVICES = {
+    PROVIDERS["cpu"]: "the CPU",
+    PROVIDERS["cuda"]: "the GPU",
+    OPENVINO: "the CPU with OpenVINO",
+}
 NoCompactOption = Annotated[
     bool, typer.Option("--no-compact", help="Do not compact the index, even if it is due.")
 ]
@@ -87,6 +92,15 @@ def open_embedder(
         device, 1, allow_cpu_fallback, precision, engine=engine, callers=core_count()
     )
     return OnnxEmbedder.open(bundle, settings)
+
+
+def place_of(embedder: Embedder) -> str:
+    """Where a model runs, and in which precision: "on the CPU in fp32"."""
+    reason = embedder.precision_reason
+    device = _DEVICES.get(embedder.provider, embedder.provider)
+    return f"on {device} in {embedder.mode.precision}" + (
+        "" if reason == "asked for" else f" ({reason})"
+    )
 
 
 def given_settings(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from kinlens.embedder.errors import GalleryError
 from kinlens.indexer.commands.console import err, progress
 from kinlens.indexer.exchange.milvus import MilvusStore
 from kinlens.indexer.exchange.objects import REMOTE
@@ -57,6 +58,17 @@ def compact_if_due(store: Store, no_compact: bool) -> None:
     err.print(f"Compacting: {reason}.", soft_wrap=True)
     with progress(store.size, "Indexing") as advance:
         store.compact(wait=True, keep_removed_s=KEEP_REMOVED_S, on_progress=advance)
+
+
+def bundle_of(store: Store) -> Path:
+    """The bundle that built a gallery. Raises: GalleryError if its folder is unknown or gone."""
+    path = store.built_with() if isinstance(store, Gallery) else None
+    if path is None or not path.is_dir():
+        raise GalleryError(
+            f"Images have to be embedded, and the bundle that built gallery {store.name} is "
+            f"{'unknown' if path is None else f'no longer in {path}'}. Pass it with --bundle."
+        )
+    return path
 
 
 def facts_of(store: Store) -> dict[str, str]:

@@ -11,6 +11,7 @@ gallery/
   PUBLISHER            a random id that identifies the owner of a published snapshot
   COPY_OF              the address of the original of this copy; copies are read-only
   downloads/           files that a copy has downloaded but not adopted yet
+  files.sqlite         hashes of the images as of the last sync; builds do not change it
   golden.sqlite        labelled queries and reports; builds do not change it
   versions/<name>/     a generation: the result of one build, and every change since
   versions/.draft-<...>/     an unfinished build, itself a gallery; kept if the build is killed
@@ -58,6 +59,7 @@ _WRITE = "WRITE"
 _TURN = "TURN"
 _VERSIONS = "versions"
 UPLOADS = "pictures"
+FILES = "files.sqlite"
 COPY_OF = "COPY_OF"
 DOWNLOADS = "downloads"
 PUBLISH = "PUBLISH"
@@ -67,7 +69,7 @@ _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _OWN_NAMES = {
     *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, UPLOADS),
     *(COPY_OF, DOWNLOADS, PUBLISH, PUBLISHER),
-    *(f"{GOLDEN}{suffix}" for suffix in ("", "-journal")),
+    *(f"{name}{suffix}" for name in (GOLDEN, FILES) for suffix in ("", "-journal")),
 }
 
 

@@ -29,7 +29,7 @@ from kinlens.indexer.ingest.embed import (
 from kinlens.indexer.ingest.sources import Source, check_attributes
 from kinlens.indexer.types import Ids, Item, Progress, VectorStore, Written
 
-_KEPT = "The gallery keeps its existing item with this key."
+KEPT = "The gallery keeps its existing item with this key."
 _CHANGED = "The file was changed while it was read. Run the same command again."
 _REMOVAL_BATCH = 10_000
 
@@ -73,8 +73,8 @@ def add_source(
         InvalidParameterError for an attribute of another type than in the gallery; BundleError;
         GalleryWriteError; GalleryBusyError.
     """
-    _check_bundle(gallery, embedder)
-    _check_root(gallery, source)
+    check_bundle(gallery, embedder)
+    check_root(gallery, source)
     check_attributes(source, gallery.schema())
     start = perf_counter()
     work = Ingest(gallery, source, embedder, source.names)
@@ -118,8 +118,10 @@ class Ingest:
         owned: names of the attributes that the source defines; others are kept. None: all.
         unlisted: gets each item of the gallery that the source lists, so that the caller can remove
             the other items afterwards.
+        old: a gallery of the same model whose vectors are used for equal contents.
         found: number of records read so far.
         embedded: number of contents that the model embedded.
+        reused: number of contents whose vector comes from `old`.
     """
 
     gallery: VectorStore
@@ -127,19 +129,24 @@ class Ingest:
     embedder: Embedder
     owned: frozenset[str] | None = None
     unlisted: "UnlistedItems | None" = None
+    old: VectorStore | None = None
     found: int = 0
     written: Written = field(default_factory=Written)
     embedded: int = 0
+    reused: int = 0
     failures: list[Failure] = field(default_factory=list)
 
     def run(self, settings: EmbedSettings, on_progress: Progress | None = None) -> None:
         """Process the whole source. Raises: the errors of `add_source`."""
-        known = self.gallery.contents
-        with embedded_batches(self.source, self.embedder, known, settings) as batches:
+        with embedded_batches(self.source, self.embedder, self._known, settings) as batches:
             for batch in batches:
                 self._take(batch)
                 if on_progress is not None:
                     on_progress(len(batch.outcomes))
+
+    def _known(self, sha256s: Sequence[str]) -> set[str]:
+        known = self.gallery.contents(sha256s)
+        return known if self.old is None else known | self.old.contents(sha256s)
 
     def _take(self, batch: Batch) -> None:
         self.found += len(batch.outcomes)
@@ -153,7 +160,7 @@ class Ingest:
         if self.unlisted is not None:
             keys = {outcome.record.key for outcome in usable}
             self.unlisted.mark_listed(item for key, item in stored.items() if key in keys)
-        changed = [o for o in usable if not self._is_stored(o, stored.get(o.record.key))]
+        changed = [o for o in usable if not is_stored(o, stored.get(o.record.key), self.owned)]
         self.written += Written(unchanged=len(usable) - len(changed))
         vectors = self._vectors(changed, batch.vectors)
         entries = [entry_of(o, vectors[o.sha256]) for o in changed if o.sha256 in vectors]
@@ -166,10 +173,15 @@ class Ingest:
         """The vectors of the changed contents by sha256. Stored vectors take precedence."""
         contents = sorted({outcome.sha256 for outcome in changed} | made.keys())
         stored = self.gallery.vectors_of_contents(contents)
+        if self.old is not None:
+            unknown = [sha256 for sha256 in contents if sha256 not in stored]
+            reused = self.old.vectors_of_contents(unknown)
+            self.reused += len(reused)
+            stored |= reused
         self.embedded += len(made.keys() - stored.keys())
         vectors = {**made, **stored}
         lost = [outcome for outcome in changed if outcome.sha256 not in vectors]
-        if lost:  # another process removed these contents after `held` returned them
+        if lost:  # another process removed these contents since
             records = [outcome.record for outcome in lost]
             again = embedded(self.source, records, self.embedder, lambda _: ()).vectors
             vectors |= again
@@ -181,21 +193,23 @@ class Ingest:
 
     def _fail(self, outcome: Outcome, is_stored: bool) -> None:
         if is_stored and self.owned is not None:
-            outcome = replace(outcome, failure=f"{outcome.failure} {_KEPT}")
+            outcome = replace(outcome, failure=f"{outcome.failure} {KEPT}")
         self.failures.append(failure_of(outcome))
 
-    def _is_stored(self, outcome: Outcome, item: Item | None) -> bool:
-        record = outcome.record
-        if item is None:
-            return False
-        owned = item.attributes.keys() if self.owned is None else self.owned
-        wanted = merged(record.attributes, item.attributes, owned)
-        return (item.sha256, item.path, item.format, item.attributes) == (
-            outcome.sha256,
-            record.path,
-            outcome.format,
-            wanted,
-        )
+
+def is_stored(outcome: Outcome, item: Item | None, owned: frozenset[str] | None) -> bool:
+    """Whether `item` is what a record would be stored as; `owned` as in `Ingest`."""
+    record = outcome.record
+    if item is None:
+        return False
+    names = item.attributes.keys() if owned is None else owned
+    wanted = merged(record.attributes, item.attributes, names)
+    return (item.sha256, item.path, item.format, item.attributes) == (
+        outcome.sha256,
+        record.path,
+        outcome.format,
+        wanted,
+    )
 
 
 class UnlistedItems:
@@ -232,7 +246,8 @@ def remove_in_parts(gallery: Gallery, ids: Ids) -> None:
         gallery.remove_items(ids[start : start + _REMOVAL_BATCH].tolist())
 
 
-def _check_bundle(gallery: VectorStore, embedder: Embedder) -> None:
+def check_bundle(gallery: VectorStore, embedder: Embedder) -> None:
+    """Check that a gallery can take vectors of this model. Raises: BundleMismatchError."""
     if gallery.bundle_id != embedder.bundle_id:
         raise BundleMismatchError(
             f"Gallery {gallery.name} was built with bundle {gallery.bundle_id[:SHORT]}, not with "
@@ -243,7 +258,8 @@ def _check_bundle(gallery: VectorStore, embedder: Embedder) -> None:
     gallery.admit(embedder.mode.precision)
 
 
-def _check_root(gallery: VectorStore, source: Source) -> None:
+def check_root(gallery: VectorStore, source: Source) -> None:
+    """Check that paths of a source fit those of a gallery. Raises: SourceError."""
     check_image_root(gallery)
     if source.root.resolve() != gallery.image_root.resolve():
         raise SourceError(

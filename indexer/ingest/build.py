@@ -43,8 +43,9 @@ _CHUNK = 4096
 class BuildReport(BaseModel, frozen=True):
     """Result of a build: indexed = embedded + reused + duplicates, found = indexed + failures.
 
-    `reused` items come from an interrupted run; `duplicates` are copies of other images. `omitted`
-    counts the files that are no images, by kind.
+    `reused` items have the vector of an interrupted run or of the gallery that is replaced;
+    `duplicates` are copies of other images. `omitted` counts the files that are no images, by kind.
+    `bundle` is the folder of the model.
     """
 
     found: int
@@ -54,6 +55,7 @@ class BuildReport(BaseModel, frozen=True):
     duplicates: int
     failures: tuple[Failure, ...]
     omitted: dict[str, int] = {}
+    bundle: str = ""
     bundle_id: str
     provider: str
     elapsed_s: float
@@ -68,12 +70,14 @@ class BuildSettings:
     Attributes:
         name: of the gallery; None for the name of the folder.
         vector_type: number format of the stored vectors.
+        bundle: the folder of the model, for the report.
     """
 
     name: str | None = None
     embed: EmbedSettings = field(default_factory=EmbedSettings)
     index: IndexSettings = field(default_factory=IndexSettings)
     vector_type: VectorType = "fp32"
+    bundle: Path | None = None
 
 
 def build_gallery(
@@ -87,8 +91,9 @@ def build_gallery(
     """Index `source` and publish it as the new generation of the gallery in folder `out`.
 
     Unreadable images are skipped and reported. To resume an interrupted build, make the same call.
-    The old generation is unchanged until the new one is published. `on_progress` counts embedded
-    images, `on_indexed` indexed items.
+    The old generation is unchanged until the new one is published, which takes the vectors of
+    equal images from it if the same model made them. `on_progress` counts embedded images,
+    `on_indexed` indexed items.
 
     Raises: SourceError if no image can be read; PlanError if the index does not fit the machine;
         RecallError; GalleryBusyError; GalleryError if `out` cannot be written;
@@ -117,12 +122,28 @@ def build_gallery(
         with disk_errors_explained(folder.path):
             _check_space(folder.path, needed_mb(plan, draft.gallery.size))
         unlisted = UnlistedItems(draft.gallery)
-        work = Ingest(draft.gallery, source, embedder, unlisted=unlisted)
-        work.run(settings.embed, on_progress)
+        with _reusable(folder, manifest) as old:
+            work = Ingest(draft.gallery, source, embedder, unlisted=unlisted, old=old)
+            work.run(settings.embed, on_progress)
         refuse_unreadable(source, work.found, work.failures)
-        report = _report(work, perf_counter() - started)
+        report = _report(work, settings.bundle, perf_counter() - started)
         generation = draft.publish(unlisted, settings.index, report, on_indexed)
     return report.model_copy(update={"generation": generation})
+
+
+@contextlib.contextmanager
+def _reusable(folder: GalleryFolder, manifest: GalleryManifest) -> Iterator[Gallery | None]:
+    """The gallery that is replaced, if its vectors are those that the new one would get."""
+    try:
+        old = Gallery.open(folder.path, load_index=False)
+    except GalleryError:  # there is none, or it is damaged: embed all images
+        yield None
+        return
+    with contextlib.closing(old):
+        same = ("bundle_id", "precision", "dim")
+        is_exact = old.vector_type in ("fp32", manifest.vector_type)
+        is_equal = all(getattr(old, name) == getattr(manifest, name) for name in same)
+        yield old if is_exact and is_equal else None
 
 
 class ImportReport(BaseModel, frozen=True):
@@ -286,10 +307,10 @@ def needed_mb(plan: Plan, written: int = 0) -> float:
     return plan.disk_mb - part * (plan.mapped_mb + plan.n * ITEM_DISK_BYTES / 2**20)
 
 
-def _report(work: Ingest, elapsed_s: float) -> BuildReport:
+def _report(work: Ingest, bundle: Path | None, elapsed_s: float) -> BuildReport:
     counts = asdict(work.written)
     indexed = sum(counts.values())
-    reused = counts["unchanged"] + counts["updated"]
+    reused = counts["unchanged"] + counts["updated"] + work.reused
     faults = faults_of(work.source)
     return BuildReport(
         found=work.found + len(faults),
@@ -299,6 +320,7 @@ def _report(work: Ingest, elapsed_s: float) -> BuildReport:
         duplicates=indexed - reused - work.embedded,
         failures=(*faults, *work.failures),
         omitted=work.source.omitted.counts,
+        bundle="" if bundle is None else str(bundle.resolve()),
         bundle_id=work.embedder.bundle_id,
         provider=work.embedder.provider,
         elapsed_s=round(elapsed_s, 3),

@@ -154,9 +154,13 @@ def _file(source: Source, record: Record, max_bytes: int) -> tuple[Outcome, byte
         if record.sha256 not in ("", sha256):
             raise SourceError("The image was changed after it was indexed. Add it again.")
     except (ImageError, GalleryError, OSError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        return Outcome(record, failure=reason), b""
+        return Outcome(record, failure=reason_of(error)), b""
     return Outcome(record, sha256, record.format), data
+
+
+def reason_of(error: Exception) -> str:
+    """Why an image cannot be used."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 class Failure(BaseModel, frozen=True):

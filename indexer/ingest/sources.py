@@ -255,6 +255,7 @@ class Source:
         count: number of records.
         names: attributes that the source defines, also for records without a value.
         read: reads the image of a record, of at most `max_bytes`; None to read its file.
+        below: the folder, relative to the root, that all paths are in; "" for the root.
         remote: the address of fsspec that paths are relative to, if it is not a folder.
         omitted: the files that are no images of the source, and those that cannot be used.
     """
@@ -267,6 +268,7 @@ class Source:
     read: Callable[[Record, int], bytes] | None = field(default=None, repr=False)
     remote: str = ""
     omitted: Omitted = field(default_factory=Omitted, repr=False)
+    below: str = ""
 
     @property
     def address(self) -> str:

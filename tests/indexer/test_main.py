@@ -127,7 +127,7 @@ def test_a_gallery_names_the_precision_that_it_was_made_in_and_mixes_no_two_othe
     bundle = write_full_bundle(tiny_bundle, tmp_path).path
     built = invoke("build", shop, "--bundle", bundle, "--out", out, "--precision", "int8")
     assert built.exit_code == 0, built.output
-    assert "CPUExecutionProvider in int8" in built.stdout
+    assert "model on the CPU in int8." in built.stdout
     assert invoke("export", out, "--out", tmp_path / "g.parquet").exit_code == 0
     assert invoke("import", tmp_path / "g.parquet", "--out", tmp_path / "again").exit_code == 0
     for gallery in (out, tmp_path / "again"):

@@ -1,0 +1,136 @@
+"""kinlens-index sync: make a gallery equal to a folder or list, each night."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kinlens.indexer.commands import options, stores
+from kinlens.indexer.commands.console import (
+    err,
+    errors_shown,
+    exit_with_skipped,
+    failure_lines,
+    print_report,
+    progress,
+)
+from kinlens.indexer.commands.options import (
+    BatchOption,
+    DeviceOption,
+    EngineOption,
+    FallbackOption,
+    ImageRootOption,
+    JsonOption,
+    NoCompactOption,
+    PrecisionOption,
+    StoreArgument,
+    WorkersOption,
+)
+from kinlens.indexer.ingest.embed import EmbedSettings
+from kinlens.indexer.ingest.sync import (
+    MaxRemoved,
+    SyncReport,
+    SyncSettings,
+    source_of,
+    sync_source,
+)
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: kinlens-index sync galleries/shop shop/images --bundle bundles/shop --dry-run"
+)
+def sync(
+    gallery: StoreArgument,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Folder of images in the image root, or a CSV list with paths relative to it.",
+        ),
+    ],
+    csv: Annotated[
+        Path | None, typer.Option(help="CSV list, as for build; its paths are relative to SOURCE.")
+    ] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(help="Model bundle of the gallery; by default the one that built it."),
+    ] = None,
+    max_removed: Annotated[
+        str, typer.Option(help="Refuse to remove more items than this part, or this number.")
+    ] = "10%",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be done, and change nothing.")
+    ] = False,
+    uploads: Annotated[
+        bool,
+        typer.Option("--uploads", help="Also remove items without a file, such as uploaded ones."),
+    ] = False,
+    checksum: Annotated[
+        bool, typer.Option("--checksum", help="Read every file, not only those with a new date.")
+    ] = False,
+    image_root: ImageRootOption = None,
+    device: DeviceOption = "cpu",
+    allow_cpu_fallback: FallbackOption = False,
+    precision: PrecisionOption = "fp32",
+    engine: EngineOption = "auto",
+    batch_size: BatchOption = 32,
+    workers: WorkersOption = 0,
+    no_compact: NoCompactOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Make a gallery equal to a folder or list: add, update, rename and remove items.
+
+    Exits with 0 if the gallery is in step, 1 if nothing or not all was done, 3 if all was done but
+    some images cannot be read; their items stay. To complete an interrupted run, repeat it.
+    """
+    with errors_shown():
+        settings = SyncSettings(
+            MaxRemoved.parse(max_removed),
+            uploads,
+            checksum,
+            dry_run,
+            EmbedSettings(batch_size, workers),
+        )
+        with stores.opened(gallery, image_root=image_root) as store:
+            found = source_of(store, source, csv)
+            with progress(found.count, "Comparing", "images") as compared:
+                report = sync_source(
+                    store,
+                    found,
+                    lambda: options.open_embedder(
+                        bundle or stores.bundle_of(store),
+                        device,
+                        allow_cpu_fallback,
+                        precision,
+                        engine,
+                    ),
+                    settings,
+                    compared,
+                    compared.then("Updating", found.count),
+                )
+            print_report(report, json, *_lines(report, gallery, found.omitted.lines()))
+            if report.refused:
+                err.print(f"Error: {report.refused}", soft_wrap=True)
+                raise typer.Exit(1)
+            if not dry_run:
+                stores.compact_if_due(store, no_compact)
+        exit_with_skipped(report.failures)
+
+
+def _lines(report: SyncReport, gallery: str, omitted: Iterable[str]) -> Iterator[str]:
+    would = "would be " if report.dry_run or report.refused else ""
+    yield (
+        f"Gallery {gallery}: {report.added:,} {would}added, {report.replaced:,} {would}replaced, "
+        f"{report.updated:,} {would}changed, {report.renamed:,} {would}renamed, "
+        f"{report.removed:,} {would}removed, {report.unchanged:,} unchanged "
+        f"({report.embedded:,} embedded) in {report.elapsed_s:.1f} s."
+    )
+    if would:
+        for kind, keys in report.examples.items():
+            more = ", ..." if getattr(report, kind) > len(keys) else ""
+            yield f"  {kind}: {', '.join(keys)}{more}"
+    yield from omitted
+    yield from failure_lines(report.failures, report.found, "(--json lists all of them)")

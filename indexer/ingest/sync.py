@@ -1,0 +1,522 @@
+"""Make a gallery equal to a source: add, update, rename and remove items, each where it differs.
+
+Only items whose image is a file below the folder of the source are removed. Uploaded items and
+vectors without an image stay, unless they are to be removed as well.
+"""
+
+import hashlib
+import json
+import math
+import os
+import sqlite3
+import time
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, Self
+
+import numpy as np
+from pydantic import BaseModel
+
+from kinlens.embedder.errors import (
+    GalleryError,
+    GalleryWriteError,
+    ImageError,
+    InvalidParameterError,
+    SourceError,
+)
+from kinlens.embedder.preprocess import read_header
+from kinlens.embedder.session import Embedder
+from kinlens.indexer.attributes import is_printable
+from kinlens.indexer.catalog.entries import merged
+from kinlens.indexer.folder.layout import FILES
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.images import ANY_SIZE, inside
+from kinlens.indexer.ingest.add import (
+    KEPT,
+    Ingest,
+    check_bundle,
+    check_image_root,
+    check_root,
+    is_stored,
+)
+from kinlens.indexer.ingest.embed import (
+    EmbedSettings,
+    Failure,
+    Outcome,
+    failure_of,
+    faults_of,
+    reason_of,
+    refuse_unreadable,
+)
+from kinlens.indexer.ingest.sources import (
+    Record,
+    Source,
+    check_attributes,
+    check_names,
+    csv_source,
+    existing_folder,
+    folder_source,
+)
+from kinlens.indexer.types import Ids, Item, Progress, VectorStore
+
+_PART = 256  # records that are compared at a time
+_REMOVAL_PART = 10_000
+_READERS = 8  # threads that read files: a network share answers many requests at a time
+_EXAMPLES = 5
+_RECENT_NS = 2 * 10**9  # a file may change once more within the resolution of its time stamp
+
+
+class MaxRemoved(NamedTuple):
+    """The most items that may be removed: a part of the managed items, or a number."""
+
+    value: float
+    is_part: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `10%` or `25`. Raises: InvalidParameterError."""
+        word = text.strip()
+        is_part = word.endswith("%")
+        try:
+            value = float(word.removesuffix("%")) / 100 if is_part else int(word)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value <= (1 if is_part else math.inf):
+            raise InvalidParameterError(
+                f"max-removed = {text!r:.40} must be a percentage from 0% to 100%, or a number of "
+                "items such as 25."
+            )
+        return cls(value, is_part)
+
+    def permits(self, removed: int, items: int) -> bool:
+        """Whether `removed` of `items` may be removed."""
+        return removed <= (self.value * items if self.is_part else self.value)
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:g} %" if self.is_part else f"{self.value:,} items"
+
+
+MAX_REMOVED = MaxRemoved(0.1, is_part=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSettings:
+    """Settings of a sync.
+
+    Attributes:
+        max_removed: with more items to remove, nothing is changed.
+        uploads: also remove items without a file below the folder, such as uploaded ones.
+        checksum: read every file, also if its size and time of change are as before.
+        dry_run: change nothing.
+    """
+
+    max_removed: MaxRemoved = MAX_REMOVED
+    uploads: bool = False
+    checksum: bool = False
+    dry_run: bool = False
+    embed: EmbedSettings = field(default_factory=EmbedSettings)
+
+
+class SyncReport(BaseModel, frozen=True):
+    """Result of a sync, or what it would do: found = added + replaced + updated + renamed +
+    unchanged + failures.
+
+    Attributes:
+        removed: items whose image is gone; renamed ones are not counted.
+        failures: images that cannot be read. Their items are unchanged.
+        refused: why nothing was changed; empty if the gallery is in step.
+        examples: the first keys of each kind of change.
+    """
+
+    found: int
+    added: int
+    replaced: int
+    updated: int
+    renamed: int
+    removed: int
+    unchanged: int
+    embedded: int
+    failures: tuple[Failure, ...]
+    examples: dict[str, tuple[str, ...]]
+    dry_run: bool
+    refused: str
+    elapsed_s: float
+
+
+def sync_source(
+    store: VectorStore,
+    source: Source,
+    open_embedder: Callable[[], Embedder],
+    settings: SyncSettings | None = None,
+    on_compared: Progress = lambda _: None,
+    on_progress: Progress = lambda _: None,
+) -> SyncReport:
+    """Make the items of a gallery equal to those of a source, while it is in use.
+
+    A file whose size and time of change are as at the last sync is not read. An image under a new
+    key keeps the vector and the attributes of its item. To complete an interrupted sync, make the
+    same call. `open_embedder` is called if items are to be added or changed.
+
+    Raises: SourceError for another root, or if no image can be read; BundleMismatchError;
+        InvalidParameterError for an attribute of another type than in the gallery; BundleError;
+        GalleryWriteError; GalleryBusyError.
+    """
+    settings = settings or SyncSettings()
+    start = time.perf_counter()
+    check_root(store, source)
+    check_attributes(source, store.schema())
+    with FileHashes.of(store) as hashes:
+        sync = _Sync(store, source, settings, hashes)
+        sync.compare(on_compared)
+        refuse_unreadable(source, sync.found, sync.failures)
+        refused = sync.refusal()
+        if not settings.dry_run and not refused:
+            sync.apply(open_embedder, on_progress)
+        return sync.report(refused, time.perf_counter() - start)
+
+
+class Facts(NamedTuple):
+    """A file, as it was read: size in bytes, time of change, sha256 (hex) and image format."""
+
+    size: int
+    mtime_ns: int
+    sha256: str
+    format: str
+
+
+class FileHashes:
+    """The sha256 of files by path, size and time of change, as of the last sync.
+
+    Also the ids of items whose renaming has begun. All of it can be lost: it only saves time.
+    """
+
+    def __init__(self, file: Path | None, generation: str) -> None:
+        self._connection = _connect(file)
+        self._file = file
+        with self._writing() as connection:
+            old = connection.execute("SELECT name FROM generation").fetchone()
+            if old != (generation,):  # its ids are those of other items
+                connection.execute("DELETE FROM moved")
+                connection.execute("DELETE FROM generation")
+                connection.execute("INSERT INTO generation VALUES (?)", (generation,))
+
+    @classmethod
+    def of(cls, store: VectorStore) -> Self:
+        """The hashes next to a gallery in a folder; on Milvus, they are lost at the end."""
+        file = store.path / FILES if isinstance(store, Gallery) else None
+        return cls(file, store.generation)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def known(self, paths: Sequence[str]) -> dict[str, Facts]:
+        """The facts of files, by path."""
+        text = json.dumps([path for path in paths if is_printable(path)])
+        rows = self._connection.execute(_KNOWN, (text,))
+        return {path: Facts(*facts) for path, *facts in rows}
+
+    def store(self, facts: Mapping[str, Facts]) -> None:
+        """Store the facts of files by path. Raises: GalleryWriteError."""
+        rows = [(path, *known) for path, known in facts.items()]
+        with self._writing() as connection:
+            connection.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", rows)
+
+    def moved(self) -> set[int]:
+        """The ids of items whose renaming has begun."""
+        return {number for (number,) in self._connection.execute("SELECT id FROM moved")}
+
+    def set_moved(self, ids: Iterable[int]) -> None:
+        """Replace the ids of items whose renaming has begun. Raises: GalleryWriteError."""
+        with self._writing() as connection:
+            connection.execute("DELETE FROM moved")
+            connection.executemany("INSERT INTO moved VALUES (?)", ((number,) for number in ids))
+
+    def _writing(self) -> "_Writing":
+        return _Writing(self._connection, self._file)
+
+
+class _Writing:
+    """A transaction whose errors name the file."""
+
+    def __init__(self, connection: sqlite3.Connection, file: Path | None) -> None:
+        self.connection, self.file = connection, file
+
+    def __enter__(self) -> sqlite3.Connection:
+        return self.connection.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        try:
+            self.connection.__exit__(kind, error, trace)  # type: ignore[arg-type]
+        except sqlite3.Error as failure:
+            error, kind = failure, type(failure)
+        if isinstance(error, sqlite3.Error):
+            raise GalleryWriteError(
+                f"Cannot write {self.file}: {error}. Check the free space and the permissions."
+            ) from error
+
+
+_KNOWN = "SELECT * FROM files WHERE path IN (SELECT value FROM json_each(?))"
+_TABLES = """
+CREATE TABLE IF NOT EXISTS files (
+    path TEXT PRIMARY KEY, size INTEGER, mtime_ns INTEGER, sha256 TEXT, format TEXT
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS moved (id INTEGER PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS generation (name TEXT);
+"""
+
+
+def _connect(file: Path | None) -> sqlite3.Connection:
+    for _ in range(2):
+        connection = sqlite3.connect(":memory:" if file is None else file, timeout=60)
+        try:
+            connection.executescript(_TABLES)
+            return connection
+        except sqlite3.OperationalError:  # a folder that is read-only: fine for a dry run
+            file = None
+        except sqlite3.DatabaseError:  # a damaged file only costs time
+            assert file is not None
+            file.unlink()
+        connection.close()
+    return _connect(None)
+
+
+class _Sync:
+    """The differences between a gallery and a source."""
+
+    def __init__(
+        self, store: VectorStore, source: Source, settings: SyncSettings, hashes: FileHashes
+    ) -> None:
+        self.store, self.source, self.settings, self.hashes = store, source, settings, hashes
+        self.found = 0
+        self.embedded = 0
+        self.counts = dict.fromkeys(("added", "replaced", "updated", "renamed", "removed"), 0)
+        self.examples: dict[str, list[str]] = {name: [] for name in self.counts}
+        self.failures: list[Failure] = []
+        # Read before the walk, so that what others add meanwhile is not removed.
+        self.managed = array("q", (i.id for i in store.items() if self._is_managed(i)))
+        self.names: dict[str, str] = {}  # new key -> old key of a renamed item
+        self.gone: Ids = np.empty(0, np.int64)
+
+    def compare(self, on_progress: Progress) -> None:
+        """Find all differences. Raises: SourceError, GalleryWriteError."""
+        listed, new = array("q"), list[tuple[str, str]]()
+        for outcomes in self._described():
+            stored = self.store.stored([outcome.record.key for outcome in outcomes])
+            self.found += len(outcomes)
+            listed.extend(item.id for item in stored.values())
+            for outcome in outcomes:
+                item = stored.get(outcome.record.key)
+                if outcome.failure is not None:
+                    kept = f"{outcome.failure} {KEPT}" if item else outcome.failure
+                    self.failures.append(failure_of(replace(outcome, failure=kept)))
+                elif item is None:
+                    new.append((outcome.record.key, outcome.sha256))
+                elif item.sha256 != outcome.sha256:
+                    self._count("replaced", item.key)
+                elif not is_stored(outcome, item, self.source.names):
+                    self._count("updated", item.key)
+            on_progress(len(outcomes))
+        self.gone = np.setdiff1d(
+            np.frombuffer(self.managed, np.int64), np.frombuffer(listed, np.int64)
+        )
+        self._match(new)
+
+    def _match(self, new: Sequence[tuple[str, str]]) -> None:
+        """Tell renamed images from added and removed ones, by their content."""
+        begun, missing = self.hashes.moved(), defaultdict[str, deque[str]](deque)
+        faults = {fault.path for fault in self.source.omitted.faults}
+        moved: list[int] = []
+        ids = {*self.gone.tolist()}
+        wanted = {sha256 for _, sha256 in new}
+        for item in self.store.items() if ids else ():
+            if item.id in ids and faults and _is_below(item.path, faults):
+                ids.remove(item.id)  # such as a link to a share that is away
+            elif item.id in begun and item.id in ids and item.sha256 not in wanted:
+                moved.append(item.id)  # an interrupted sync has already added its new key
+            elif item.id in ids:
+                missing[item.sha256].append(item.key)
+        for key, sha256 in new:
+            if missing.get(sha256):
+                self.names[key] = missing[sha256].popleft()
+                self._count("renamed", f"{self.names[key]} -> {key}")
+            else:
+                self._count("added", key)
+        for keys in missing.values():
+            for key in keys:
+                self._count("removed", key)
+        self.moved = moved
+        self.gone = np.array(sorted(ids), np.int64)
+
+    def refusal(self) -> str:
+        """Why the changes are refused; empty if they are permitted."""
+        removed, managed = self.counts["removed"], len(self.managed)
+        if self.settings.max_removed.permits(removed, managed):
+            return ""
+        return (
+            f"{removed:,} of {managed:,} items ({removed / managed:.1%}) would be removed, since "
+            f"the {self.source.description} has no image for them; the limit is "
+            f"{self.settings.max_removed}. Nothing was changed. Check that the folder is mounted "
+            f"and the list is complete, or permit it: --max-removed {removed}."
+        )
+
+    def apply(self, open_embedder: Callable[[], Embedder], on_progress: Progress) -> None:
+        """Make the changes. Raises: the errors of `sync_source`."""
+        counts = self.counts
+        if counts["added"] or counts["replaced"] or counts["updated"] or self.names:
+            old = self.store.stored([*self.names.values()])
+            self.hashes.set_moved([*self.moved, *(item.id for item in old.values())])
+            embedder = open_embedder()
+            check_bundle(self.store, embedder)
+            source = replace(self.source, records=self._records)
+            work = Ingest(self.store, source, embedder, source.names)
+            work.run(self.settings.embed, on_progress)
+            written = work.written
+            self.found, self.embedded, self.failures = work.found, work.embedded, work.failures
+            # Of an interrupted rename, the new key may be stored already.
+            renamed = min(len(self.names), written.added)
+            self.counts |= {
+                "added": written.added - renamed,
+                "replaced": written.replaced,
+                "updated": written.updated,
+                "renamed": renamed,
+            }
+        for start in range(0, len(self.gone), _REMOVAL_PART):
+            self.store.remove_items(self.gone[start : start + _REMOVAL_PART].tolist())
+        self.hashes.set_moved(())
+
+    def report(self, refused: str, elapsed_s: float) -> SyncReport:
+        """The report of all differences."""
+        faults = faults_of(self.source)
+        changed = sum(self.counts.values()) - self.counts["removed"]
+        return SyncReport(
+            found=self.found + len(faults),
+            **self.counts,
+            unchanged=self.found - changed - len(self.failures),
+            embedded=self.embedded,
+            failures=(*faults, *self.failures),
+            examples={name: tuple(keys) for name, keys in self.examples.items() if keys},
+            dry_run=self.settings.dry_run,
+            refused=refused,
+            elapsed_s=round(elapsed_s, 3),
+        )
+
+    def _count(self, kind: str, example: str) -> None:
+        self.counts[kind] += 1
+        if len(self.examples[kind]) < _EXAMPLES:
+            self.examples[kind].append(example)
+
+    def _is_managed(self, item: Item) -> bool:
+        """Whether an item is removed if the source does not list it."""
+        if not item.path:
+            return self.settings.uploads
+        return not self.source.below or item.path.startswith(f"{self.source.below}/")
+
+    def _described(self) -> Iterator[list[Outcome]]:
+        """All records with the hash and format of their images."""
+        records = self.source.records()
+        with ThreadPoolExecutor(max(_READERS, self.settings.embed.worker_count)) as pool:
+            while part := list(islice(records, _PART)):
+                known = self.hashes.known([record.path for record in part])
+                facts = [known.get(record.path) for record in part]
+                found = list(pool.map(self._describe, part, facts))
+                self.hashes.store({o.record.path: read for o, read in found if read is not None})
+                yield [outcome for outcome, _ in found]
+
+    def _describe(self, record: Record, known: Facts | None) -> tuple[Outcome, Facts | None]:
+        """The outcome of one record, and the facts to store if its file was read."""
+        try:
+            check_names(record)
+            stat = _stat(self.source, record)
+            if _is_unchanged(known, stat) and not self.settings.checksum:
+                assert known is not None
+                return Outcome(record, known.sha256, known.format), None
+            data = self.source.read_image(record, self.settings.embed.max_bytes)
+            format_ = read_header(data, ANY_SIZE).format
+        except (ImageError, GalleryError, OSError) as error:
+            return Outcome(record, failure=reason_of(error)), None
+        read = Facts(stat.st_size, stat.st_mtime_ns, hashlib.sha256(data).hexdigest(), format_)
+        is_recent = time.time_ns() - stat.st_mtime_ns < _RECENT_NS
+        return Outcome(record, read.sha256, format_), None if is_recent else read
+
+    def _records(self) -> Iterator[Record]:
+        """The records of the source with the hashes of unchanged files, which are not read again,
+        and with the attributes that renamed items keep.
+        """
+        records = self.source.records()
+        while part := list(islice(records, _PART)):
+            known = self.hashes.known([record.path for record in part])
+            old = self.store.stored([self.names[r.key] for r in part if r.key in self.names])
+            for record in part:
+                named = old.get(self.names.get(record.key, ""))
+                record = _renamed(record, named, self.source.names)
+                yield self._as_known(record, known.get(record.path))
+
+    def _as_known(self, record: Record, known: Facts | None) -> Record:
+        try:
+            if not _is_unchanged(known, _stat(self.source, record)):
+                return record
+        except (GalleryError, OSError):
+            return record  # its failure is reported when it is read
+        assert known is not None
+        return replace(record, sha256=known.sha256, format=known.format)
+
+
+def source_of(store: VectorStore, place: Path, csv: Path | None) -> Source:
+    """The images of a folder, or of a list whose paths are relative to it. Instead of a folder,
+    `place` can be a list whose paths are relative to the image root of the gallery.
+
+    Raises: SourceError.
+    """
+    check_image_root(store)
+    root = store.image_root.resolve()
+    if csv is None and place.is_file():
+        place, csv = root, place
+    folder = existing_folder(place)
+    if not folder.is_relative_to(root):
+        raise SourceError(
+            f"The folder {folder} is outside {root}, the image root of the gallery. Pass a folder "
+            "below it, or set the current folder of the images with --image-root."
+        )
+    below = folder.relative_to(root).as_posix() if folder != root else ""
+    if csv is None:
+        return replace(folder_source(folder, root), below=below)
+    listed = csv_source(csv, folder, store.schema())
+    if not below:
+        return listed
+
+    def records() -> Iterator[Record]:
+        for record in listed.records():
+            yield replace(record, path=f"{below}/{record.path}")
+
+    return replace(listed, root=root, records=records, below=below)
+
+
+def _is_below(path: str, folders: Set[str]) -> bool:
+    return path in folders or any(str(parent) in folders for parent in PurePosixPath(path).parents)
+
+
+def _is_unchanged(known: Facts | None, stat: os.stat_result) -> bool:
+    return known is not None and known[:2] == (stat.st_size, stat.st_mtime_ns)
+
+
+def _stat(source: Source, record: Record) -> os.stat_result:
+    """The status of the file of a record. Raises: SourceError if it is missing; OSError."""
+    file = inside(source.root, record.path)
+    try:
+        return file.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SourceError(f"{record.path} is missing below {source.root}.") from error
+
+
+def _renamed(record: Record, old: Item | None, names: frozenset[str]) -> Record:
+    if old is None:
+        return record
+    return replace(record, attributes=merged(record.attributes, old.attributes, names))

@@ -70,6 +70,16 @@ class ImageSearchOptions(SearchOptions, total=False):
     negatives: Sequence[str] | None
 
 
+class SyncOptions(TypedDict, total=False):
+    """Options of a sync with a folder; docs/nightly.md describes each."""
+
+    folder: str | None
+    max_removed: str
+    uploads: bool
+    checksum: bool
+    dry_run: bool
+
+
 class RebuildOptions(TypedDict, total=False):
     """Options of a rebuild with another bundle; docs/service-jobs.md describes each."""
 

@@ -606,6 +606,12 @@ class AsyncClient(_BaseClient):
         """Start a job that replaces the contents of this gallery with those of `other`."""
         return await self._start("galleries", gallery, "swap", json={"with": other})
 
+    async def sync(self, gallery: str, **options: Unpack[calls.SyncOptions]) -> api.JobModel:
+        """Start a job that makes a gallery equal to its image root, or to a folder of the settings
+        of the service.
+        """
+        return await self._start("galleries", gallery, "sync", json={**options})
+
     async def rebuild(
         self, gallery: str, bundle_id: str, **options: Unpack[calls.RebuildOptions]
     ) -> api.JobModel:
@@ -801,6 +807,7 @@ class Client(_BaseClient):
     run_golden = _blocking(AsyncClient.run_golden)
     golden_runs = _blocking(AsyncClient.golden_runs)
     compact = _blocking(AsyncClient.compact)
+    sync = _blocking(AsyncClient.sync)
     swap = _blocking(AsyncClient.swap)
     rebuild = _blocking(AsyncClient.rebuild)
     train = _blocking(AsyncClient.train)

@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 
 from kinlens.values import AttributeValue, Scalar
 
-JobKind = Literal["compact", "swap", "rebuild", "train"]
+JobKind = Literal["compact", "swap", "sync", "rebuild", "train"]
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 Scope = Literal["search", "write", "admin"]
 Action = Literal["clicked", "bought", "wrong"]
@@ -561,6 +561,7 @@ class JobOptions(BaseModel):
         str | None, Field(description="Why this service cannot run training jobs.")
     ] = None
     data: Annotated[list[str], Field(description="Data sets named in the settings.")]
+    folders: Annotated[list[str], Field(description="Folders and lists that a sync can use.")] = []
     weights: Annotated[
         list[str], Field(description="Allowed values of model.weights in a training job.")
     ]

@@ -348,6 +348,10 @@ class Settings(BaseSettings):
     """`here`: the service runs jobs; `elsewhere`: `kinlens-serve work` does."""
     training_command: Annotated[str, Field(pattern=r"\S")] = "kinlens-train"
     """Command of a training job."""
+    sync_folders: NamedPaths = ()
+    """`NAME=PATH`, separated by commas: folders below the image root of a gallery, or CSV lists,
+    that a sync over HTTP may name.
+    """
     training_data: NamedPaths = ()
     """`NAME=DIR`, separated by commas: data sets that training jobs may name."""
     training_weights: Annotated[NamedPaths, _each(_check_weights)] = ()

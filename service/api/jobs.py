@@ -20,6 +20,7 @@ from kinlens.service.jobs.params import (
     Params,
     RebuildParams,
     SwapParams,
+    SyncParams,
     TrainParams,
 )
 from kinlens.service.jobs.store import Job
@@ -117,6 +118,21 @@ def swap(
     return accept(manager.start(name, SwapParams(other=body.other), by))
 
 
+@router.post("/galleries/{name}/sync", **_START, summary="Sync with a folder")
+def sync(
+    manager: Manager,
+    name: GalleryName,
+    by: Principal,
+    accept: Accept,
+    body: SyncParams = SyncParams(),  # noqa: B008 (never changed)
+) -> Job:
+    """Make the gallery equal to its image root, or to a folder or list of the settings.
+
+    Items are added, updated, renamed and removed. If cancelled, the changes made so far stay.
+    """
+    return accept(manager.start(name, body, by))
+
+
 @router.post("/galleries/{name}/compact", **_START, summary="Compact the index")
 def compact(manager: Manager, name: GalleryName, by: Principal, accept: Accept) -> Job:
     """Rebuild the index without removed items."""
@@ -155,7 +171,7 @@ def log(
 
 @router.post("/jobs/{job_id}/cancel", **_CHANGE, summary="Cancel a job")
 def cancel(manager: Manager, job_id: JobId, accept: Accept) -> Job:
-    """Cancel a job and stop all its processes; the gallery does not change."""
+    """Cancel a job and stop all its processes. The gallery does not change, but for a sync."""
     return accept(manager.cancel(job_id))
 
 
@@ -167,5 +183,5 @@ def swap_candidate(manager: Manager, job_id: JobId, by: Principal, accept: Accep
 
 @router.post("/jobs/{job_id}/resume", **_CHANGE, summary="Resume a job")
 def resume(manager: Manager, job_id: JobId, accept: Accept) -> Job:
-    """Continue a rebuild or training job that failed or was cancelled, from its last step."""
+    """Continue a sync, rebuild or training job that failed or was cancelled, from its last step."""
     return accept(manager.resume(job_id))

@@ -118,7 +118,7 @@ RULES = (
     Rule(_CHANGE, rf"{_G}/items/.*", "write", "items"),
     Rule(_POST, r"/galleries", "admin", "galleries"),
     Rule(frozenset({"DELETE"}), _G, "admin", "galleries"),
-    Rule(_POST, rf"{_G}/(compact|swap)", "admin", "galleries"),
+    Rule(_POST, rf"{_G}/(compact|swap|sync)", "admin", "galleries"),
     Rule(_READ, r"/jobs(/options|/\{job_id\}(/log)?)?", "admin", "galleries"),
     Rule(_POST, r"/jobs/[^/]+/cancel", "admin", "galleries"),
 )

@@ -30,7 +30,7 @@ from kinlens.indexer.gallery import current_manifest
 from kinlens.models import JobLog, JobOptions
 from kinlens.service.galleries.locations import Locations, id_of
 from kinlens.service.jobs.params import Params, SwapParams, options_of, params_of, plan_of
-from kinlens.service.jobs.store import HEAVY, Job, JobFolders, JobStore, reason_of
+from kinlens.service.jobs.store import RESUMABLE, Job, JobFolders, JobStore, reason_of
 from kinlens.service.settings import Settings
 
 LOG_PAGE = 64 * 1024
@@ -118,7 +118,7 @@ class JobManager:
         return self.start(job.gallery, SwapParams(job=job.id), by)
 
     def resume(self, job_id: str) -> Job:
-        """Resume a failed or cancelled rebuild or training from its partial results.
+        """Resume a failed or cancelled sync, rebuild or training from its partial results.
 
         Raises: JobNotFoundError; JobConflictError for another kind or state; what `start` raises.
         """
@@ -129,7 +129,8 @@ class JobManager:
         return job
 
     def cancel(self, job_id: str) -> Job:
-        """End a job and all its processes; the gallery is not changed.
+        """End a job and all its processes. The gallery is not changed, but for a sync, which keeps
+        the changes made so far.
 
         Raises: JobNotFoundError; JobConflictError if it has ended, or is changing the gallery now.
         """
@@ -263,7 +264,9 @@ def _reason_of_death(job: Job) -> str:
     if job.committed:
         found = f"The bundle_id in GET /galleries/{job.gallery} shows whether the gallery changed."
     cure = "Start the job again."
-    if job.kind in HEAVY:
+    if job.kind == "sync":
+        found = "Changes made before that are kept."
+    if job.kind in RESUMABLE:
         cure = f"Resume it with POST /jobs/{job.id}/resume; finished epochs and images are kept."
     return (
         "Its process ended without a result: it was killed, the machine went down, or the memory "

@@ -25,6 +25,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.gallery import current_manifest
+from kinlens.indexer.ingest.sync import MaxRemoved
 from kinlens.models import BundleModel, JobKind, JobOptions
 from kinlens.service.access.binding import of_caller
 from kinlens.service.galleries.locations import GalleryLocation, Locations, known_bundles
@@ -70,6 +71,37 @@ class SwapParams(Params):
     kind = "swap"
     other: str | None = Field(None, alias="with", pattern=NAME)
     job: str | None = Field(None, pattern=r"^[0-9a-f]{12}$")
+
+
+class SyncParams(Params):
+    """The parameters of a sync, which makes a gallery equal to a folder or list."""
+
+    kind = "sync"
+    folder: Annotated[
+        str | None,
+        Field(
+            pattern=NAME,
+            description="A folder or list of the settings; null: the image root of the gallery.",
+        ),
+    ] = None
+    max_removed: Annotated[
+        str,
+        Field(
+            pattern=r"^\d+(\.\d+)?%$|^\d+$",
+            max_length=20,
+            description="With more items to remove, a percentage or a number, the job fails and "
+            "changes nothing.",
+        ),
+    ] = "10%"
+    uploads: Annotated[
+        bool, Field(description="Also remove items without a file, such as uploaded ones.")
+    ] = False
+    checksum: Annotated[
+        bool, Field(description="Read every file, not only those with another size or date.")
+    ] = False
+    dry_run: Annotated[bool, Field(description="Change nothing; the report has what would be.")] = (
+        False
+    )
 
 
 class ModelParams(Params):
@@ -182,7 +214,10 @@ class TrainParams(ModelParams):
         return value
 
 
-_MODELS = {model.kind: model for model in (CompactParams, SwapParams, RebuildParams, TrainParams)}
+_MODELS = {
+    model.kind: model
+    for model in (CompactParams, SwapParams, SyncParams, RebuildParams, TrainParams)
+}
 
 
 def params_of(kind: JobKind, stored: dict[str, Any]) -> Params:
@@ -199,6 +234,7 @@ class Plan(BaseModel):
     image_root: Path | None = None
     other: Path | None = None
     other_root: Path | None = None
+    folder: Path | None = None
     bundle: Path | None = None
     old_bundle: Path | None = None
     command: tuple[str, ...] = ()
@@ -232,6 +268,8 @@ def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
     if isinstance(params, SwapParams) and params.job is not None:
         assert settings.state is not None
         found["other"] = JobFolders(settings.state.absolute(), params.job).candidate
+    if isinstance(params, SyncParams):
+        found |= _syncing(params, location, settings)
     if isinstance(params, RebuildParams):
         found["bundle"] = _bundle_folder(params.bundle_id, settings)
     if isinstance(params, ModelParams):
@@ -289,6 +327,7 @@ def options_of(settings: Settings) -> JobOptions:
         training_jobs=jobs,
         no_training=why if jobs else "The training jobs of Kinlens are not installed here.",
         data=sorted(_named(settings.training_data)),
+        folders=sorted(_named(settings.sync_folders)),
         weights=[*START_WORDS, *sorted(_named(settings.training_weights))],
         bundles=_newest(manifest for _, manifest in known.values()),
     )
@@ -359,6 +398,20 @@ def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
         f"{', '.join(other[:SHORT] for other in known) or 'none'}. Put the bundle into the folder "
         "bundles of --state."
     )
+
+
+def _syncing(params: SyncParams, location: GalleryLocation, settings: Settings) -> dict[str, Any]:
+    """The paths of a sync: a folder by its name in the settings, and the bundle of the gallery."""
+    MaxRemoved.parse(params.max_removed)
+    assert location.path is not None
+    bundle_id = current_manifest(location.path).bundle_id
+    found: dict[str, Any] = {"bundle": _bundle_folder(bundle_id, settings)}
+    if params.folder is not None:
+        folders = _named(settings.sync_folders)
+        cure = f"Add it to KINLENS_SYNC_FOLDERS of the service, as {params.folder}=DIR."
+        _check_known("folder", params.folder, folders, cure)
+        found["folder"] = folders[params.folder]
+    return found
 
 
 def _training(params: TrainParams, location: GalleryLocation, settings: Settings) -> dict[str, Any]:

@@ -20,7 +20,10 @@ from kinlens.service.access.binding import of_caller
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
 ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 HEAVY: tuple[JobKind, ...] = ("rebuild", "train")
-"""Kinds that need a whole machine: only one runs at a time, and an interrupted one can resume."""
+"""Kinds that need a whole machine: only one runs at a time."""
+
+RESUMABLE: tuple[JobKind, ...] = (*HEAVY, "sync")
+"""Kinds of which an interrupted one can resume."""
 
 TOTAL = 1000
 """The value of `done` at the end of every job: progress is counted in per mille."""
@@ -233,7 +236,7 @@ class JobStore:
         return self._change(sql, job_id)
 
     def renew(self, job_id: str) -> Job:
-        """Queue a failed or cancelled rebuild or training again.
+        """Queue a failed or cancelled job of a kind in `RESUMABLE` again.
 
         Raises: JobNotFoundError; JobConflictError for another kind or state, or naming a job that
             uses the same gallery.
@@ -244,13 +247,13 @@ class JobStore:
                 "UPDATE jobs SET state = 'queued', step = 'waiting', error = NULL, ended_at = NULL,"
                 " cancel_requested = 0, committed = 0"
                 " WHERE id = ? AND state IN ('failed', 'cancelled')"
-                " AND kind IN ('rebuild', 'train')",
-                (job_id,),
+                " AND kind IN (SELECT value FROM json_each(?))",
+                (job_id, json.dumps(RESUMABLE)),
             )
             if not ended.rowcount:
                 raise JobConflictError(
-                    f"Job {job_id} ({job.kind}, {job.state}) cannot be resumed: only a rebuild or "
-                    "training that failed or was cancelled can. Start it again instead."
+                    f"Job {job_id} ({job.kind}, {job.state}) cannot be resumed: only a sync, "
+                    "rebuild or training that failed or was cancelled can. Start it again instead."
                 )
             return _without_conflict(connection, job_id)
 

@@ -51,6 +51,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "GET /galleries/{name}/golden/runs": lambda c: c.golden_runs("g"),
     "POST /galleries/{name}/items/{item_id}/explain": lambda c: c.explain("g", 1, b"x"),
     "POST /galleries/{name}/compact": lambda c: c.compact("g"),
+    "POST /galleries/{name}/sync": lambda c: c.sync("g", max_removed="5%"),
     "POST /galleries/{name}/swap": lambda c: c.swap("g", "h"),
     "POST /galleries/{name}/rebuild": lambda c: c.rebuild("g", "f" * 64),
     "POST /jobs/train": lambda c: c.train("shop", "g"),

@@ -39,7 +39,7 @@ _TABLE: dict[tuple[str | None, str], str] = {
     """,
     ("admin", "galleries"): """
         POST /galleries                 DELETE /galleries/{name}
-        POST /galleries/{name}/compact  POST /galleries/{name}/swap
+        POST /galleries/{name}/compact  POST /galleries/{name}/swap     POST /galleries/{name}/sync
         GET /galleries/{name}/feedback  GET /galleries/{name}/duplicates
         GET /jobs       GET /jobs/{job_id}              POST /jobs/{job_id}/cancel
         GET /jobs/options                               GET /jobs/{job_id}/log

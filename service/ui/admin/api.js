@@ -77,7 +77,7 @@ export const changeJob = async (id, what) => bodyOf(await request(`/jobs/${id}/$
 
 export const getFeedback = (gallery) => getJson(`${galleryPath(gallery)}/feedback?format=json`);
 
-// kind: compact, swap or rebuild of a gallery, or train.
+// kind: compact, swap, sync or rebuild of a gallery, or train.
 export function startJob(kind, gallery, params) {
   if (kind === "train") return sent("POST", "/jobs/train", { ...params, gallery });
   return sent("POST", `${galleryPath(gallery)}/${kind}`, params);

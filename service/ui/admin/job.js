@@ -10,6 +10,7 @@ import { definitions, element, ui } from "/ui/shared/dom.js";
 export const KINDS = {
   compact: "Compact",
   swap: "Swap",
+  sync: "Sync with a folder",
   rebuild: "Change the model",
   train: "Train a model",
 };

@@ -95,6 +95,14 @@ function rebuilt({ rebuild: found }) {
   return [line(`${count(found.missing)} of ${count(found.found)} items were skipped because their images cannot be read: ${names}.`, "report-missing", "verdict attention")];
 }
 
+function synced({ sync: found, skipped }) {
+  if (!found) return [];
+  const kinds = ["added", "replaced", "updated", "renamed", "removed"].map((kind) => `${count(found[kind])} ${kind}`).join(", ");
+  const would = found.dry_run || found.refused ? "Would be changed" : "Changed";
+  const missing = skipped ? ` ${count(skipped)} images cannot be read: ${found.failures.slice(0, LISTED_FAILURES).map(({ key }) => key).join(", ")}.` : "";
+  return [line(`${would}: ${kinds}.${missing}`, "report-sync", skipped ? "verdict attention" : "")];
+}
+
 function rest({ segment }) {
   return segment ? [line("The index was rebuilt.", "report-segment")] : [];
 }
@@ -122,7 +130,7 @@ export function reportNodes(report) {
   const asides = [...second, ...training(report), ...note];
   const others = report.gate ? folded(asides) : asides;
   const swapped = report.swapped ? [line("The new version is in place.", "report-swapped", "verdict good")] : [];
-  return [...gateLine(report), ...deciding, ...others, ...rebuilt(report), ...rest(report), ...swapped];
+  return [...gateLine(report), ...deciding, ...others, ...rebuilt(report), ...synced(report), ...rest(report), ...swapped];
 }
 
 const MODEL_JOBS = ["rebuild", "train"];

@@ -107,6 +107,17 @@ function swapForm() {
   return form("swap", "Swap", text, "Start swap", [field("Replace with", control)], (data) => ({ with: data.get("with") }));
 }
 
+function syncForm({ folders }) {
+  const control = select("folder", [["", "The image root of the gallery"], ...folders.map((name) => [name, name])]);
+  const most = field("Largest part to remove (%)", percent("max_removed", 10, { required: true }), "With more to remove, nothing is changed.");
+  const parts = [field("Folder", control), most];
+  const text = "Adds, updates, renames and removes items, so that the gallery equals a folder. Uploaded items stay.";
+  return form("sync", "Sync with a folder", text, "Start sync", parts, (data) => ({
+    folder: data.get("folder") || null,
+    max_removed: `${data.get("max_removed")}%`,
+  }));
+}
+
 function rebuildForm({ attributes, bundle_id: own }, { bundles }) {
   const models = bundles.filter(({ bundle_id: id }) => id !== own).map(modelChoice);
   if (models.length === 0) return closed("rebuild", "Change the model", NO_MODEL);
@@ -194,7 +205,7 @@ export async function showStarts() {
   if (name !== state.name) return; // another call shows that one
   if (shownFor === name && !wasOpen && isStarting()) return; // the user opened a form
   shownFor = name;
-  const forms = [compactForm(found), swapForm(), rebuildForm(found, options), trainForm(found, options)];
+  const forms = [compactForm(found), syncForm(options), swapForm(), rebuildForm(found, options), trainForm(found, options)];
   ui.starts.replaceChildren(element("h2", { textContent: `Start on ${name}` }), ...forms);
 }
 

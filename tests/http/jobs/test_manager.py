@@ -17,8 +17,8 @@ from kinlens.embedder.manifest import MapFile
 from kinlens.golden import Label
 from kinlens.indexer.golden import GoldenSet, NewQuery
 from kinlens.service.jobs.manager import LOG_PAGE
-from tests.support.job_shops import JobShop, processes_of, size_of
-from tests.support.seams import FeedbackStore, Job, Question
+from tests.support.job_shops import JobShop, processes_of, size_of, write_photos
+from tests.support.seams import FeedbackStore, GalleryFolder, Job, Question
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
@@ -310,3 +310,34 @@ def test_pages_of_a_log_are_bounded_and_join_to_the_whole(shop, store) -> None:
         pages.append(page.text)
     assert "".join(pages) == text
     assert len(pages) > 2
+
+
+def test_a_sync_makes_the_gallery_equal_to_its_folder_or_says_why_not(shop: JobShop) -> None:
+    part = shop.photos / "class-1"
+    shop.reopen(sync_folders=(f"part={part}", f"other={shop.state}"))
+    before = shop.content()
+    for file in (shop.photos / "class-0").iterdir():
+        file.unlink()
+    (part / "0.png").rename(part / "renamed.png")
+    assert "4 of 24 items (16.7%) would be removed" in shop.failed(shop.start("sync"))
+    assert "is outside" in shop.failed(shop.start("sync", folder="other"))
+    planned = shop.succeeded(shop.start("sync", max_removed="4", dry_run=True))
+    assert (planned["sync"]["renamed"], planned["sync"]["removed"]) == (1, 4)
+    assert shop.content() == before
+    done = shop.succeeded(shop.start("sync", folder="part"))
+    assert (done["sync"]["renamed"], done["sync"]["embedded"], done["skipped"]) == (1, 0, 0)
+    shop.succeeded(shop.start("sync", max_removed="20%"))
+    files = {file.relative_to(shop.photos).as_posix() for file in shop.photos.rglob("*.png")}
+    assert shop.content().keys() == files
+    for params in ({"folder": "unknown"}, {"max_removed": "101%"}):
+        with pytest.raises(InvalidParameterError, match=r"Known are: other, part|0% to 100%"):
+            shop.start("sync", **params)
+
+
+def test_a_sync_that_failed_is_completed_when_it_is_resumed(shop: JobShop) -> None:
+    write_photos(shop.photos / "more", classes=2)
+    with GalleryFolder(shop.path).locked():
+        job = shop.start("sync")
+        assert "a change made now would be lost" in shop.failed(job)
+    assert shop.succeeded(shop.manager.resume(job.id))["sync"]["added"] == 8
+    assert len(shop.content()) == 24 + 8

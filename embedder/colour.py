@@ -82,7 +82,12 @@ def to_srgb(image: Image.Image) -> Image.Image:
     if alpha is not None:
         plain = plain.convert("RGB")
         plain.putalpha(alpha)
-    return on_white(plain)
+    shown, frame = on_white(plain), image.info.get("frame")
+    if frame is not None and frame != (0, 0, *image.size):
+        white = Image.new("RGB", image.size, "white")
+        white.paste(shown.crop(frame), frame)
+        return white
+    return shown
 
 
 def on_white(image: Image.Image) -> Image.Image:
@@ -99,9 +104,9 @@ def on_white(image: Image.Image) -> Image.Image:
 
 def _eight_bit(image: Image.Image) -> Image.Image:
     """The image as L, LA, RGB, RGBA or CMYK."""
-    clear, bits = image.info.get("transparency"), image.info.get("bits", 8)
+    clear, bits = image.info.get("transparency"), image.info.get("bits", 16)
     if image.mode.startswith("I;16"):
-        grey = _deep_grey(image)
+        grey = _deep_grey(image, bits, image.info.get("inverted", False))
         if not isinstance(clear, int):
             return grey
         opaque = Image.fromarray(np.asarray(image) != clear).convert("L")
@@ -121,14 +126,14 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     return image.convert("L" if image.mode in ("1", "L") else "RGB")
 
 
-def _deep_grey(image: Image.Image) -> Image.Image:
-    """16-bit grey as 8-bit grey, in strips to save memory on large scans."""
+def _deep_grey(image: Image.Image, bits: int = 16, inverted: bool = False) -> Image.Image:
+    """Grey of up to 16 bits as 8-bit grey, in strips to save memory on large scans."""
     values = np.asarray(image)
     grey = np.empty(values.shape, dtype=np.uint8)
     for start in range(0, len(values), _STRIP_ROWS):
         strip = values[start : start + _STRIP_ROWS].astype(np.float32)
-        grey[start : start + _STRIP_ROWS] = (strip * (255.0 / 65535.0)).round()
-    return Image.fromarray(grey)
+        grey[start : start + _STRIP_ROWS] = (strip * (255.0 / (2**bits - 1))).round()
+    return Image.fromarray(255 - grey if inverted else grey)
 
 
 @lru_cache(_CACHED)
@@ -138,7 +143,12 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
         return None
     target = "RGBA" if mode == "RGBA" else "RGB"
     try:
-        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        # Browsers use the first table whatever the intent, and no black point compensation.
+        end = _HEADER_BYTES + 4 + 12 * int.from_bytes(profile[128:132], "big")
+        first = (
+            profile[:end].replace(b"A2B1", b"none") if b"A2B0" in profile[:end] else profile[:end]
+        )
+        source = ImageCms.ImageCmsProfile(io.BytesIO(first + profile[end:]))
         kind = source.profile
         if kind.xcolor_space != _SPACES[mode] or kind.device_class not in _CLASSES:
             return None
@@ -148,7 +158,6 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
             mode,
             target,
             ImageCms.Intent.RELATIVE_COLORIMETRIC,
-            ImageCms.Flags.BLACKPOINTCOMPENSATION,
         )
     except (OSError, ImageCms.PyCMSError):
         return None

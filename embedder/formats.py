@@ -8,12 +8,18 @@ import contextlib
 import io
 import re
 from importlib import import_module
+from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import GifImagePlugin, Image, UnidentifiedImageError
 
-from kinlens.embedder.colour import cicp_profile
 from kinlens.embedder.errors import UnsupportedFormatError
-from kinlens.embedder.png import bit_depth, without_metadata
+from kinlens.embedder.metadata import (
+    colours_of,
+    strip_avif,
+    strip_jpeg,
+    strip_png,
+    strip_webp,
+)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIC")
 """Formats that are decoded, detected from the content. Of an animation, the first frame is used.
@@ -48,7 +54,8 @@ _GENERIC_BRANDS = (b"mif1", b"msf1")
 _MAX_BRANDS_BYTES = 512
 _HEADER_BYTES = 2**16
 _SIZE_BOX = re.compile(rb"ispe....(....)(....)", re.DOTALL)
-_COLOURS = re.compile(rb"colrnclx(..)(..)", re.DOTALL)
+_STRIP = {"JPEG": strip_jpeg, "PNG": strip_png, "WEBP": strip_webp, "AVIF": strip_avif}
+_BITS, _PHOTOMETRIC = 258, 262  # tags of a TIFF
 _PILLOW_NAMES = {"MPO": "JPEG", "HEIF": "HEIC"}
 
 
@@ -68,8 +75,10 @@ def format_of(data: bytes) -> str | None:
     return next((name for name in _CONTAINERS if name in others), None)
 
 
-def open_image(data: bytes) -> Image.Image:
+def open_image(data: bytes, as_shown: bool = True) -> Image.Image:
     """Open an image and read its header. `info["icc_profile"]` describes its colours, if known.
+
+    Unless `as_shown`, what browsers ignore is not removed first: XMP may turn the image.
 
     Raises: UnsupportedFormatError if the decoder of its format is not installed; any exception of
         Pillow.
@@ -77,19 +86,26 @@ def open_image(data: bytes) -> Image.Image:
     kind = format_of(data)
     if kind in _LOADERS:
         _LOADERS[kind]()
-    profile = None
-    if kind == "PNG":
-        data, profile = without_metadata(data)
-    elif kind == "AVIF" and (colours := _COLOURS.search(data, 0, _HEADER_BYTES)):
-        profile = cicp_profile(_number(colours[1]), _number(colours[2]), video=True)
-    image = _opened(data, kind)
-    if kind == "PNG":
-        image.info["bits"] = bit_depth(data)
-    if nclx := image.info.get("nclx_profile"):
-        profile = cicp_profile(nclx["color_primaries"], nclx["transfer_characteristics"], True)
-    if profile is not None:
-        image.info.setdefault("icc_profile", profile)
+    if not as_shown:
+        with contextlib.suppress(Exception):
+            return _opened(data, kind)
+    stripped, info = _STRIP[kind](data) if kind in _STRIP else (data, {})
+    image = _opened(stripped, kind)
+    for name, fact in (info | _facts(image)).items():
+        image.info.setdefault(name, fact)
+    image.info.pop("xmp", None)  # Pillow would take the orientation from it
     return image
+
+
+def _facts(image: Image.Image) -> dict[str, Any]:
+    """What the colours of an opened image depend on, apart from its pixels."""
+    if isinstance(image, GifImagePlugin.GifImageFile):
+        return {"frame": image.tile[0].extents}
+    if tags := getattr(image, "tag_v2", None):
+        return {"bits": tags.get(_BITS, (8,))[0], "inverted": tags.get(_PHOTOMETRIC) == 0}
+    if (nclx := image.info.get("nclx_profile")) and "icc_profile" not in image.info:
+        return colours_of(nclx["color_primaries"], nclx["transfer_characteristics"])
+    return {}
 
 
 def _opened(data: bytes, kind: str | None) -> Image.Image:
@@ -138,14 +154,10 @@ def claimed_size(data: bytes) -> tuple[int, int]:
     if format_of(data) not in _CONTAINERS:
         return 0, 0
     claims = [
-        (_number(width), _number(height))
+        (int.from_bytes(width, "big"), int.from_bytes(height, "big"))
         for width, height in _SIZE_BOX.findall(data, 0, _HEADER_BYTES)
     ]
     return max(claims, key=lambda size: size[0] * size[1], default=(0, 0))
-
-
-def _number(data: bytes) -> int:
-    return int.from_bytes(data, "big")
 
 
 def _load_avif() -> None:

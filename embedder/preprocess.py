@@ -133,14 +133,16 @@ def decode(
         InvalidParameterError for a box outside the image or smaller than a pixel.
     """
     box = None if box is None else check_box(box)
-    with _open(data, limits or ImageLimits()) as image:
+    as_shown = colour == "srgb"
+    with _open(data, limits or ImageLimits(), as_shown) as image:
         if min_side_px is not None and opened_format(image) == "JPEG":
             _draft(image, min_side_px, box)
         try:
             image.load()
             turn = _TURNS.get(_orientation(image))
-            shown = to_srgb(image) if colour == "srgb" else on_white(image)
-            upright = shown if turn is None else shown.transpose(turn)
+            pixels = to_srgb(image) if as_shown else on_white(image)
+            upright = pixels if turn is None else pixels.transpose(turn)
+            upright.info.clear()  # a thumbnail must not name the place of a photo
         except MemoryError:
             raise
         except Exception as error:
@@ -208,7 +210,7 @@ def to_chw(image: Image.Image) -> NDArray[np.uint8]:
     return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
 
 
-def _open(data: bytes, limits: ImageLimits) -> Image.Image:
+def _open(data: bytes, limits: ImageLimits, as_shown: bool = True) -> Image.Image:
     if not data:
         raise EmptyImageError("The image is empty (0 bytes). Send the content of an image file.")
     if len(data) > limits.max_bytes:
@@ -217,7 +219,7 @@ def _open(data: bytes, limits: ImageLimits) -> Image.Image:
             "Resize or compress it."
         )
     try:
-        image = open_image(data)
+        image = open_image(data, as_shown)
     except UnsupportedFormatError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

@@ -19,7 +19,14 @@ from kinlens.embedder.preprocess import (
     render_jpeg,
     resize_box,
 )
-from tests.support.odd_images import FORMATS, claiming, colour_spaces, street_photo, turned
+from tests.support.odd_images import (
+    FORMATS,
+    claiming,
+    colour_spaces,
+    grey_tiff,
+    street_photo,
+    turned,
+)
 from tests.support.profiles import grey, named
 from tests.tiny import encoded, photo
 
@@ -62,6 +69,29 @@ def test_an_image_looks_the_same_in_any_colour_space(name: str) -> None:
     assert np.abs(np.asarray(thumbnail) - photo).mean() < 3.5
     assert not {"icc_profile", "exif"} & thumbnail.info.keys()
     assert np.abs(np.asarray(decode(data, colour="stored")) - photo).mean() > 5
+
+
+@pytest.mark.parametrize(("bits", "inverted"), [(12, False), (16, False), (16, True)])
+def test_deep_grey_of_a_tiff_keeps_its_tones(bits: int, inverted: bool) -> None:
+    rows = np.linspace(0, 2**bits - 1, 32).astype(np.uint16)
+    content = rows.astype("<u2").tobytes()
+    if bits == 12:
+        pairs = rows.astype(np.uint32).reshape(-1, 2) @ np.array([4096, 1], np.uint32)
+        content = b"".join(int(pair).to_bytes(3, "big") for pair in pairs)
+    kind = 0 if inverted else 1
+    data = grey_tiff(32, 1, content, t258=(3, 1, bits), t262=(3, 1, kind))
+    shown = np.asarray(decode(data)).astype(int)[0, :, 0]
+    assert np.abs((255 - shown if inverted else shown) - np.linspace(0, 255, 32)).max() < 1.5
+
+
+def test_a_thumbnail_keeps_no_metadata() -> None:
+    exif = Image.Exif()
+    exif[0x010E] = "secret"
+    for kind in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF", "HEIF"):
+        options = {"comment": b"secret"} if kind == "JPEG" else {}
+        data = encoded(photo(1), kind, exif=exif.tobytes(), xmp=b"<secret/>", **options)
+        assert b"secret" in data
+        assert b"secret" not in render_jpeg(data, ImageLimits(), 160)
 
 
 def test_a_profile_that_says_srgb_or_nothing_changes_no_pixel() -> None:

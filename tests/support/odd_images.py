@@ -105,9 +105,11 @@ def filtered(pixels: NDArray[np.generic]) -> bytes:
     return b"".join(b"\0" + row.tobytes() for row in pixels)
 
 
-def grey_tiff(width: int, height: int, **changes: tuple[int, int, int]) -> bytes:
+def grey_tiff(
+    width: int, height: int, content: bytes = b"", **changes: tuple[int, int, int]
+) -> bytes:
     """An uncompressed little-endian grey TIFF of one strip; `t<tag>` changes a tag."""
-    content = bytes(min(width * height, 64))
+    content = content or bytes(min(width * height, 64))
     tags = {
         256: (4, 1, width),
         257: (4, 1, height),
@@ -274,6 +276,7 @@ def points(name: str) -> bytes:
 
 
 PROPHOTO_POINTS = points("prophoto")
+_ICC = b"ICC_PROFILE\0"
 _BAD_CHECKSUM = b"bad!"
 
 
@@ -304,7 +307,25 @@ def encodings() -> Table:
             f"colours-with-grey-profile-{kind}": fine(_IMAGE, kind, icc_profile=profiles.grey(1.4)),
             f"colours-with-ink-profile-{kind}": fine(_IMAGE, kind, icc_profile=press),
         }
+    small = _IMAGE.resize((40, 30)).quantize(64)
+    one, clear = encoded(small, "GIF"), Image.new("RGBA", SIZE)
+    start = one.index(b",\0\0\0\0", 13)
+    clear.paste(_IMAGE.resize((40, 30)), (20, 10))
+    animation = encoded(
+        clear, "WEBP", lossless=True, save_all=True, append_images=[_IMAGE.convert("RGBA")]
+    )
     return files | {
+        "gif-of-a-small-frame": one[:6]
+        + struct.pack("<HH", *SIZE)
+        + one[10:start]
+        + struct.pack("<BHH", 44, 10, 20)
+        + one[start + 5 :],
+        "webp-of-a-small-frame": animation,
+        "jpeg-ink-with-two-tables": fine(
+            cmyk,
+            "JPEG",
+            icc_profile=profiles.table(b"CMYK", profiles.press, other=lambda ink: ink[:, :3] * 50),
+        ),
         "jpeg-ink-on-paper": fine(cmyk, "JPEG", icc_profile=press),
         "jpeg-ink-with-rgb-profile": fine(cmyk, "JPEG", icc_profile=p3),
         "jpeg-rgb-without-ycc": fine(_IMAGE, "JPEG", keep_rgb=True),
@@ -367,6 +388,22 @@ def _extras() -> Table:
     exif = chunk(b"eXIf", b"II*\0" + b"\xff" * 10**6)
     bomb = b"name\0\0" + zlib.compress(bytes(30 * 2**20), 9)
     text = zlib.compress(_NOISE.tobytes().hex().encode() * 80)  # 2 MB
+    head = b"Exif\0\0II*\0\x08\0\0\0"
+    segments = {
+        "short-jfif": segment(0xE0, b"JFIF\0"),
+        "short-exif": segment(0xE1, head),
+        "huge-tag": segment(0xE1, head + b"\1\0\x12\1\3\0" + b"\xff" * 8 + bytes(4)),
+        "turn-in-xmp": segment(
+            0xE1, b'http://ns.adobe.com/xap/1.0/\0<x tiff:Orientation="6"></x:xmpmeta>'
+        ),
+        "short-profile": segment(0xE2, _ICC[:12]),
+        "part-of-a-profile": segment(0xE2, _ICC + b"\1\2xx"),
+        "profile-in-no-parts": segment(0xE2, _ICC + b"\0\0xx"),
+        "short-mpf": segment(0xE2, b"MPF\0MM\0*\0\0\0\x08\0\1\xb0\1\0\4\0\0"),
+        "short-photoshop": segment(0xED, b"Photoshop 3.0\x008BIM\x04\x04"),
+        "short-adobe": segment(0xEE, b"Adobe"),
+        "fill-bytes": b"\xff\xff\xff",
+    }
     metadata = {
         "bomb-in-zTXt": chunk(b"zTXt", bomb),
         "bomb-in-iTXt": chunk(b"iTXt", b"name\0\1" + bomb[5:6] + b"\0\0" + bomb[6:]),
@@ -393,6 +430,7 @@ def _extras() -> Table:
         "jpeg-with-5-MB-of-segments": _GOOD[:2] + segment(0xE5, b"x" * 65_000) * 80 + _GOOD[2:],
         "jpeg-with-broken-exif": _GOOD[:2] + segment(0xE1, b"Exif\0\0broken") + _GOOD[2:],
         "png-with-1-MB-of-broken-exif": png(SIZE, 8, 2, exif + _ROWS),
+        **{f"jpeg-{name}": _GOOD[:2] + data + _GOOD[2:] for name, data in segments.items()},
         **{f"png-{name}": png(SIZE, 8, 2, chunks + _ROWS) for name, chunks in metadata.items()},
     }
 

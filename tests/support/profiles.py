@@ -35,8 +35,19 @@ def grey(gamma: float) -> bytes:
     return _file(b"GRAY", {b"kTRC": _curve((gamma,))})
 
 
-def table(space: bytes, lab: Callable[[Array], Array], side: int = 7) -> bytes:
-    """A profile with a table of `side` values a channel; `lab` maps (N, channels) to CIE Lab."""
+ToLab = Callable[[Array], Array]
+"""(N, channels) to CIE Lab (N, 3)."""
+
+
+def table(space: bytes, lab: ToLab, other: ToLab | None = None) -> bytes:
+    """A profile with a table for the first intent, perhaps with an `other` for the second one."""
+    tags = {b"A2B0": _table(space, lab)}
+    if other is not None:
+        tags[b"A2B1"] = _table(space, other)
+    return _file(space, tags, b"\2\x40\0\0prtr", b"Lab ")
+
+
+def _table(space: bytes, lab: ToLab, side: int = 7) -> bytes:
     channels = {b"CMYK": 4, b"RGB ": 3}[space]
     axes = [np.linspace(0, 1, side)] * channels
     grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, channels)
@@ -45,8 +56,7 @@ def table(space: bytes, lab: Callable[[Array], Array], side: int = 7) -> bytes:
     matrix = struct.pack(">9i", *(np.eye(3).ravel() * 65536).astype(int))
     head = b"mft2" + bytes(4) + struct.pack(">BBBx", channels, 3, side) + matrix
     content = values.clip(0, 65535).round().astype(">u2").tobytes()
-    tag = head + struct.pack(">HH", 2, 2) + line * channels + content + line * 3
-    return _file(space, {b"A2B0": tag}, b"\2\x40\0\0prtr", b"Lab ")
+    return head + struct.pack(">HH", 2, 2) + line * channels + content + line * 3
 
 
 def press(ink: Array) -> Array:

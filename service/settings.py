@@ -234,6 +234,10 @@ class Settings(BaseSettings):
     """Web origins that may call from a browser, separated by commas."""
     anonymous_scopes: Annotated[tuple[Scope, ...], NoDecode, _Split] = ("search",)
     """Scopes of callers without a key, separated by commas; empty also closes search."""
+    image_links: Literal["plain", "signed"] = "plain"
+    """`signed`: image links in answers to an API key work without the key, for a day or until the
+    key is revoked, so that a page of a shop can show them. They count against the client address.
+    """
     rate_limit_per_key: Rate = ""
     """Rate of each API key, such as `600/minute`. It counts images and queries, not requests; a key
     may have its own rate.

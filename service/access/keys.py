@@ -346,6 +346,12 @@ class FreshKeys:
         """The active key with this text among the cached keys. Raises: StateError."""
         return _matching(await self._recent(), text)
 
+    async def by_id(self, identity: str) -> Key | None:
+        """The active key with this id. Raises: StateError."""
+        now = _now()
+        keys = await self._recent()
+        return next((k for k in keys if k.id == identity and k.state(now) == "active"), None)
+
     async def created(self, text: str) -> Key | None:
         """The active key with this text after re-reading the file, for keys that are not cached.
 

@@ -4,7 +4,6 @@ import hashlib
 from collections import Counter
 from dataclasses import replace
 from typing import Annotated, Any, Self, get_args
-from urllib.parse import quote
 
 from fastapi import APIRouter, HTTPException, Query, Request
 from pydantic import (
@@ -32,6 +31,7 @@ from kinlens.models import (
     RestoreAnswer,
 )
 from kinlens.service.access.audit import note
+from kinlens.service.access.links import image_link
 from kinlens.service.access.rates import account_of
 from kinlens.service.api.galleries import (
     BODY_FAILURES,
@@ -52,7 +52,7 @@ from kinlens.service.api.requests import (
     where_of,
 )
 from kinlens.service.galleries.items import ItemOutcome, NewItem, Status
-from kinlens.service.galleries.locations import VERSION_DIGITS, Gallery
+from kinlens.service.galleries.locations import Gallery
 from kinlens.service.http.bodies import (
     JSON,
     body_docs,
@@ -397,13 +397,12 @@ async def remove_item(
 
 def item_model(name: str, gallery: Gallery, item: Item) -> ItemModel:
     """The response model of an item of gallery `name`."""
-    version = gallery.generation[:VERSION_DIGITS]
     return ItemModel(
         id=item.id,
         key=item.key,
         attributes=dict(item.attributes),
         sha256=item.sha256,
-        image=f"/galleries/{quote(name, safe='')}/items/{item.id}/image?version={version}",
+        image=image_link(name, item.id, gallery.generation),
     )
 
 

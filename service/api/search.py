@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from kinlens.embedder import errors
 from kinlens.models import BatchAnswer, ExplainAnswer, QueryShares, SearchAnswer, Timings
+from kinlens.service.access.links import with_links
 from kinlens.service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
 from kinlens.service.api.images import original
 from kinlens.service.api.requests import (
@@ -273,7 +274,7 @@ def _json(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> byt
             **({} if feedback is None else {"answer_id": _answer_id(answer, feedback, like)}),
         }
     )
-    return head[:-1] + b"," + answer.results[1:]
+    return head[:-1] + b"," + with_links(answer.results)[1:]
 
 
 def _answer_id(answer: Answer, feedback: FeedbackStore, like: str) -> str | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import structlog
 from fastapi.routing import iter_route_contexts
@@ -41,7 +41,7 @@ from kinlens.embedder.errors import (
     ScopeError,
     StateError,
 )
-from kinlens.service.access import keys
+from kinlens.service.access import keys, links
 from kinlens.service.access.audit import AuditLog, Change, warn
 from kinlens.service.access.binding import calling
 from kinlens.service.access.keys import FreshKeys, KeyStore
@@ -267,6 +267,7 @@ class Gate:
         self._rates = rates
         self._table: RouteTable | None = None
         self._hosts = settings.hosts()
+        self._signs = settings.image_links == "signed"
         self._anonymous = keys.allowed(settings.anonymous_scopes)
         self._addresses = Addresses(settings.trusted_proxies)
         self._drain_bytes = bounds_of(settings).largest
@@ -324,8 +325,7 @@ class Gate:
             if not verdict.allowed:
                 return
         route = state["route"]
-        path = route.pattern.match(scope["path"])
-        named = {"gallery": path.groupdict().get("name")} if path and _is_of_gallery(route) else {}
+        named = {"gallery": _path_parameters(scope)["name"]} if _is_of_gallery(route) else {}
         change = Change(
             action=f"{route.method} {route.template}",
             by=state["principal"],
@@ -350,7 +350,11 @@ class Gate:
             # Copy the scope, since the method of the original makes the server omit a HEAD body.
             method = scope["state"]["route"].method
             key: keys.Key | None = scope["state"].get("key")
-            with contextlib.nullcontext() if key is None else calling(key.binding()):
+            with contextlib.ExitStack() as stack:
+                if key is not None:
+                    stack.enter_context(calling(key.binding()))
+                    if self._signs:
+                        stack.enter_context(links.signing(key))
                 await self.app({**scope, "method": method}, receive, send)
         else:
             await refuse(answer, scope, receive, send, drain_bytes=self._drain_bytes)
@@ -373,6 +377,11 @@ class Gate:
 
     async def _authorize(self, scope: Scope, rule: Rule, needed: models.Scope) -> None:
         text = _sent_key(scope)
+        if text is None and (link := self._signed_link(scope)) is not None:
+            signer = None if self._keys is None else await self._keys.by_id(link["signed_by"])
+            key = links.check(signer, _path_parameters(scope), link)
+            scope["state"] |= {"principal": key.name, "key": key, "is_link": True}
+            return
         if text is None:
             if needed not in self._anonymous:
                 raise await self._closed(needed)
@@ -405,6 +414,13 @@ class Gate:
             _refuse_beyond(key, rule.extent)
             scope["state"]["principal"] = key.name
             scope["state"]["key"] = key
+
+    def _signed_link(self, scope: Scope) -> dict[str, str] | None:
+        """The query of a signed image link, or None for any other request."""
+        if not self._signs or not scope["state"]["route"].template.endswith(links.IMAGE_OF_ITEM):
+            return None
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        return query if "signed_by" in query else None
 
     async def _created(self, scope: Scope, text: str) -> keys.Key:
         """The key, if it was created after the last read of the file.
@@ -445,7 +461,7 @@ class Gate:
     async def _count(self, scope: Scope) -> None:
         """Count a request against the rate of its key, or of its address if it has no key."""
         key: keys.Key | None = scope["state"].get("key")
-        if key is None:
+        if key is None or "is_link" in scope["state"]:  # one customer, not all who have the key
             account = Account(self._rates, "address", client_address(scope))
         else:
             account = Account(self._rates, "key", key.id, key.rates(self._per_key))
@@ -626,6 +642,11 @@ def _is_change(scope: Scope) -> bool:
     return (
         route is not None and route.method not in _READ and route.rule.scope in ("write", "admin")
     )
+
+
+def _path_parameters(scope: Scope) -> dict[str, str]:
+    path = scope["state"]["route"].pattern.match(scope["path"])
+    return path.groupdict() if path else {}
 
 
 def _is_of_gallery(route: ServedRoute) -> bool:

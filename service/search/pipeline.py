@@ -214,7 +214,7 @@ class Pipeline:
             with served.reading(), span("search"):
                 found = find(served, query, vectors, calibrated, self._prior, cancel_token)
             results = encode_results(
-                HitRenderer.of(served.name, gallery.generation),
+                HitRenderer(served.name, gallery.generation),
                 found.hits,
                 found.groups,
                 match=found.match,

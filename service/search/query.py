@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
 from typing import Any, Literal
-from urllib.parse import quote
 
 from pydantic_core import to_json
 
@@ -21,6 +20,7 @@ from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Boost, Facet, Group, Grouping, SortBy, VectorStore
+from kinlens.service.access.links import plain_link
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.galleries.view import GalleryView
 
@@ -123,9 +123,6 @@ def _plain(number: float | None) -> float | None:
     return None if number is None else float(number) + 0.0  # turns -0.0 into 0.0
 
 
-_VERSION_DIGITS = 12
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """`results` is a JSON object; the other fields identify what produced it."""
@@ -141,16 +138,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class HitRenderer:
-    """Renders hits as JSON values. Image links are `prefix`, the item id and `suffix`."""
+    """Renders hits of gallery `name` as JSON values; image links are of one generation."""
 
-    prefix: str
-    suffix: str
-
-    @classmethod
-    def of(cls, name: str, generation: str) -> "HitRenderer":
-        """The renderer for gallery `name`; its links are valid for one generation."""
-        items = f"/galleries/{quote(name, safe='')}/items/"
-        return cls(items, f"/image?version={generation[:_VERSION_DIGITS]}")
+    name: str
+    generation: str
 
     def hits(self, hits: Sequence[Hit], shares: Shares | None) -> list[dict[str, Any]]:
         """Ranked hits as JSON values; without `shares` their probability is null."""
@@ -161,7 +152,7 @@ class HitRenderer:
                 "score": _floored(hit.score, 6),
                 "probability": None if shares is None else _floored(shares.of(hit), 4),
                 "attributes": hit.attributes,
-                "image": f"{self.prefix}{hit.id}{self.suffix}",
+                "image": plain_link(self.name, hit.id, self.generation),
             }
             for hit in hits
         ]

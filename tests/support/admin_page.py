@@ -10,6 +10,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from kinlens.embedder.calibration import Calibration
 from kinlens.embedder.fake import FakeEmbedder
+from kinlens.service.access.keys import Limits
 from tests.support import page_browser
 from tests.support.shops import Shop, start_shop
 
@@ -37,10 +38,10 @@ class AdminShop:
         self.key = self.make_key("office", "admin")
         self.shop.client.headers["Authorization"] = f"Bearer {self.key}"
 
-    def make_key(self, name: str, scope: Any) -> str:
+    def make_key(self, name: str, scope: Any, **limits: Any) -> str:
         store = self.shop.running.runtime.keys
         assert store is not None
-        return store.create(name, (scope,))
+        return store.create(name, (scope,), limits=Limits(**limits))
 
     def stock(self, gallery: str = "shop", count: int = FEW) -> None:
         """A new gallery of `count` items with colour, price and sale."""

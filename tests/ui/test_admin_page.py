@@ -12,6 +12,7 @@ from tests.support.page_browser import FOCUSED, OpenPage, faults, intercept, rec
 from tests.support.page_browser import until as page_until
 from tests.support.page_shop import CALIBRATION
 from tests.support.shops import start_shop
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.browser
 
@@ -28,14 +29,14 @@ def page(open_admin: OpenPage, shop: AdminShop, allowed: list[str]) -> Page:
 
 def test_the_page_asks_for_a_key_with_the_right_scope(browser: Browser, shop: AdminShop) -> None:
     shop.stock(count=3)
-    writer = shop.make_key("feed", "write")
+    searcher = shop.make_key("feed", "search")
     with opening(browser, shop.url, None, ["401", "403"]) as open_it:
         page = open_it("/admin?gallery=shop")
         expect(page.get_by_test_id("error-detail")).to_have_text(
             "This needs an API key with the scope admin."
         )
         assert page.evaluate(FOCUSED) == "key"
-        for text, message in [("kl_no", "is unknown"), (writer, "feed has the scopes write")]:
+        for text, message in [("kl_no", "is unknown"), (searcher, "feed has the scopes search")]:
             page.get_by_test_id("key").fill(text)
             page.get_by_test_id("key-save").click()
             expect(page.get_by_test_id("error-detail")).to_contain_text(message)
@@ -85,6 +86,103 @@ def test_the_page_shows_how_to_create_the_first_key(browser: Browser, tmp_path: 
         expect(detail).to_contain_text("no API key exists yet")
         expect(detail).to_contain_text("kinlens-serve keys create NAME --scope admin")
     closed.close()
+
+
+VIEWS = ["items", "add", "duplicates", "status", "golden", "jobs", "galleries", "keys", "audit"]
+
+
+@pytest.mark.parametrize(
+    ("scope", "limits", "hidden"),
+    [
+        ("write", {}, "duplicates jobs galleries keys audit"),
+        ("write", {"galleries": ("shop",)}, "duplicates jobs galleries keys audit"),
+        ("admin", {"galleries": ("shop",)}, "keys audit"),
+        (
+            "admin",
+            {"galleries": ("shop",), "filter": 'colour = "red"'},
+            "duplicates golden jobs galleries keys audit",
+        ),
+    ],
+)
+def test_each_key_sees_its_part_and_no_refusal_throws_it_out(
+    browser: Browser, shop: AdminShop, scope: Any, limits: dict[str, Any], hidden: str
+) -> None:
+    shop.stock()
+    shop.stock("other", 0)
+    key = shop.make_key(f"{scope}-{len(hidden)}-{len(limits)}", scope, **limits)
+    with opening(browser, shop.url, key, ["403"]) as open_it:
+        page = open_it("/admin?gallery=shop#keys")  # a view that it may not see
+        expect(rows(page)).to_have_count(4 if "filter" in limits else FEW)
+        for view in VIEWS:
+            link = page.get_by_test_id(f"to-{view}")
+            if view in hidden.split():
+                expect(link).to_be_hidden()
+                continue
+            link.click()
+            expect(link).to_have_attribute("aria-current", "page")
+            expect(page.locator("main")).to_be_visible()
+            expect(page.get_by_test_id("error")).to_be_hidden()
+        if "jobs" not in hidden:
+            page.get_by_test_id("to-jobs").click()
+            expect(page.get_by_test_id("open-compact")).to_be_visible()
+            expect(page.get_by_test_id("open-train")).to_have_count(0)
+        page.route("**/galleries/shop/items?*", lambda route: route.fulfill(status=403))
+        page.get_by_test_id("to-status").click()
+        page.get_by_test_id("to-items").click()
+        expect(page.get_by_test_id("error")).to_be_visible()
+        expect(page.locator("main")).to_be_visible()
+        expect(page.get_by_test_id("key")).to_be_hidden()
+
+
+def test_keys_are_made_rotated_and_revoked_and_the_audit_log_shows_it(
+    open_admin: OpenPage, shop: AdminShop, allowed: list[str]
+) -> None:
+    allowed.append("422")
+    shop.stock()
+    page = open_admin("/admin?gallery=shop#keys")
+    page.get_by_test_id("key-name").fill("till")
+    page.get_by_test_id("scope-write").check()
+    page.get_by_test_id("key-galleries").select_option("shop")
+    page.get_by_test_id("key-filter").fill("colour =")
+    page.get_by_test_id("key-create").click()
+    expect(page.get_by_test_id("new-key-error")).to_contain_text("filter")
+    page.get_by_test_id("key-filter").fill('colour = "red"')
+    page.get_by_test_id("key-rate").fill("600/minute")
+    page.get_by_test_id("key-create").click()
+    expect(page.get_by_test_id("secret-text")).to_contain_text("kl_")
+    texts = [page.get_by_test_id("secret-text").inner_text()]
+    made = page.locator("[data-testid=key-row][data-name=till]")
+    expect(made).to_contain_text('search, write · only shop · items with colour = "red" · 600/min')
+    made.get_by_test_id("key-rotate").click()
+    page.get_by_test_id("confirm-yes").click()
+    expect(page.get_by_test_id("secret-text")).not_to_have_text(texts[0])
+    texts.append(page.get_by_test_id("secret-text").inner_text())
+    assert faults(page) == []
+
+    def may_search(text: str) -> bool:
+        headers = {"Authorization": f"Bearer {text}"}
+        return bool(shop.shop.client.get("/galleries/shop", headers=headers).status_code == 200)
+
+    assert [may_search(text) for text in texts] == [True, True]  # the old one for a day
+    page.get_by_test_id("to-audit").click()
+    page.get_by_test_id("to-keys").click()
+    expect(page.get_by_test_id("secret")).to_be_hidden()
+    assert texts[1] not in page.content()
+    made.get_by_test_id("key-revoke").click()
+    page.get_by_test_id("confirm-yes").click()
+    expect(made).to_contain_text("revoked")
+    until(lambda: not any(may_search(text) for text in texts))
+
+    for _ in range(101):  # more than a page
+        shop.shop.client.patch("/galleries/shop/items", json={"changes": {"i/00.png": {"n": 1}}})
+    page.get_by_test_id("to-audit").click()
+    expect(page.get_by_test_id("audit-count")).to_have_text("100 entries")
+    page.get_by_test_id("audit-older").click()
+    page.get_by_test_id("audit-words").fill("till")
+    lines = page.get_by_test_id("audit-table").locator("tbody tr")
+    expect(lines).to_have_count(3)
+    expect(lines.first).to_contain_text("DELETE /keys/{name}")
+    assert faults(page) == []
 
 
 def test_found_items_are_deleted_together(page: Page, shop: AdminShop, allowed: list[str]) -> None:

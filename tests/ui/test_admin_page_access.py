@@ -92,7 +92,7 @@ def test_a_phone_has_large_targets_and_no_violation(open_view: OpenPage) -> None
     targets = SMALL_TARGETS.replace("input", "input:not([type=checkbox])", 1)
     assert page.evaluate(targets) == []
     assert violations(page) == []
-    for view in ("add", "status", "galleries"):
+    for view in ("add", "status", "galleries", "keys", "audit"):
         page.get_by_test_id(f"to-{view}").tap()
         assert page.evaluate(targets) == []
     with_jobs(page)

@@ -4,8 +4,7 @@ import { AttributeEditor } from "/ui/admin/attributes.js";
 import { editAttributes, knownAttributes } from "/ui/admin/edit.js";
 import { sendAll } from "/ui/admin/send.js";
 import { chosen } from "/ui/admin/state.js";
-import { close } from "/ui/admin/work.js";
-import { problemOf } from "/ui/shared/alerts.js";
+import { failed } from "/ui/admin/work.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
 import { plural, valueText } from "/ui/shared/format.js";
 import { imageOf } from "/ui/shared/images.js";
@@ -153,7 +152,7 @@ async function send() {
   try {
     await sendAll(chosen().name, open, progressed, sending.signal);
   } catch (error) {
-    if (error?.name !== "AbortError") close(problemOf(error));
+    failed(error);
   } finally {
     for (const entry of open) if (entry.state === "sending") entry.state = "waiting";
     sending = null;

@@ -4,9 +4,11 @@ import { bodyOf, galleryPath, getJson, Problem, request, sendJson } from "/ui/sh
 
 const sent = async (method, url, content, signal) => bodyOf(await sendJson(method, url, content, signal));
 
-// Checks that this tab has admin rights. Resolves to the reason why there are no jobs, or "".
-// Throws: Problem with `needsKey` without these rights.
-export async function checkAccess() {
+// What the key of this tab may do: {key, scopes, galleries, filter}.
+export const getAccess = () => getJson("/access");
+
+// Resolves to the reason why there are no jobs, or "".
+export async function findNoJobs() {
   try {
     await getJson("/jobs?limit=1");
     return "";
@@ -54,6 +56,19 @@ export const deleteItems = (gallery, which) =>
 
 export const restoreItems = (gallery, keys) =>
   sent("POST", `${galleryPath(gallery)}/items/restore`, { keys });
+
+export const listKeys = async () => (await getJson("/keys")).keys;
+
+// wanted: {name, scopes, galleries, filter, rate, expires_days}. Resolves to {text, key}.
+export const createKey = (wanted) => sent("POST", "/keys", wanted);
+
+export const rotateKey = (name) => sent("POST", `/keys/${encodeURIComponent(name)}/rotate`, {});
+
+export const revokeKey = (name) => request(`/keys/${encodeURIComponent(name)}`, { method: "DELETE" });
+
+// The entries of the audit log before the number `before`, newest first.
+export const listAudit = async (limit, before) =>
+  (await getJson(`/audit?${new URLSearchParams({ limit, ...(before && { before }) })}`)).entries;
 
 export const listGolden = async (gallery) => (await getJson(`${galleryPath(gallery)}/golden`)).queries;
 

@@ -1,7 +1,8 @@
 // The admin page: access, the current view and the chosen gallery.
 
 import { startAdd, showAdd } from "/ui/admin/add.js";
-import { checkAccess } from "/ui/admin/api.js";
+import { findNoJobs, getAccess } from "/ui/admin/api.js";
+import { showAudit, startAudit } from "/ui/admin/audit.js";
 import { startConfirm } from "/ui/admin/confirm.js";
 import { showDuplicates, startDuplicates } from "/ui/admin/duplicates.js";
 import { startEdit } from "/ui/admin/edit.js";
@@ -9,8 +10,9 @@ import { showGalleries, startGalleries } from "/ui/admin/galleries.js";
 import * as golden from "/ui/admin/golden.js";
 import * as items from "/ui/admin/items.js";
 import { follow, showJob, startJobs } from "/ui/admin/jobs.js";
+import { showKeys, startKeys } from "/ui/admin/keys.js";
 import { isStarting, showStarts, startStarts } from "/ui/admin/starts.js";
-import { choose, chosen, loadGalleries, refreshSizes, state, whenGalleryChanges } from "/ui/admin/state.js";
+import { choose, chosen, loadGalleries, may, refreshSizes, state, whenGalleryChanges } from "/ui/admin/state.js";
 import * as status from "/ui/admin/status.js";
 import { close, failed, startWork } from "/ui/admin/work.js";
 import { hideError, problemOf, showProblem, startAlerts } from "/ui/shared/alerts.js";
@@ -26,12 +28,14 @@ const VIEWS = {
   golden: golden.load,
   jobs: () => Promise.all([showStarts(), follow()]),
   galleries: showGalleries,
+  keys: showKeys,
+  audit: showAudit,
 };
 let shown = "";
 
 function wantedView() {
   const name = location.hash.slice(1);
-  return Object.hasOwn(VIEWS, name) ? name : shown || "items";
+  return Object.hasOwn(VIEWS, name) && may(name) ? name : shown || "items";
 }
 
 function showChooser() {
@@ -44,7 +48,8 @@ function showChooser() {
 
 async function showView() {
   if (document.body.dataset.access !== "open") return;
-  const name = state.name || wantedView() !== "items" ? wantedView() : "galleries";
+  const hasGallery = state.name !== "" || !may("galleries");
+  const name = hasGallery || wantedView() !== "items" ? wantedView() : "galleries";
   const isOther = shown !== "" && shown !== name;
   shown = name;
   for (const view of document.querySelectorAll(".view")) view.hidden = view.dataset.view !== name;
@@ -83,10 +88,18 @@ async function afterJob() {
   if (shown === "jobs" && !isStarting()) await showStarts().catch(failed);
 }
 
+// Throws: Problem with `needsKey` if the key of this tab has no rights here.
+async function learnAccess() {
+  state.access = await getAccess();
+  // Without the right to change items, the service itself says how to get a key.
+  state.noJobs = may("jobs") || !may("items") ? await findNoJobs() : "";
+  for (const link of ui.views.querySelectorAll("a")) link.hidden = !may(link.hash.slice(1));
+}
+
 async function enter() {
   const isFirst = document.body.dataset.access === "asking" && !getKey();
   try {
-    state.noJobs = await checkAccess();
+    await learnAccess();
     await loadGalleries();
   } catch (error) {
     const problem = problemOf(error);
@@ -125,6 +138,8 @@ startDuplicates(refresh);
 status.startStatus();
 golden.startGolden();
 startGalleries();
+startKeys();
+startAudit();
 startJobs(afterJob);
 startStarts(showJob);
 ui.gallery.addEventListener("change", () => choose(ui.gallery.value));

@@ -3,6 +3,7 @@
 import { changeJob, getLog } from "/ui/admin/api.js";
 import { confirmed } from "/ui/admin/confirm.js";
 import { isRefused, reportNodes } from "/ui/admin/report.js";
+import { may } from "/ui/admin/state.js";
 import { moment } from "/ui/admin/status.js";
 import { whileBusy, failed } from "/ui/admin/work.js";
 import { definitions, element, ui } from "/ui/shared/dom.js";
@@ -120,12 +121,13 @@ export class JobPanel {
   #showButtons(job) {
     const wanted = [];
     if (isActive(job)) wanted.push(["cancel", "Cancel the job", "secondary"]);
-    if (job.waits && isRefused(job)) {
+    const waits = job.waits && may("models");
+    if (waits && isRefused(job)) {
       wanted.push(["keep", "Keep the old version", "primary"], ["swap", "Put the new version in place anyway", "secondary"]);
-    } else if (job.waits) {
+    } else if (waits) {
       wanted.push(["swap", "Put the new version in place", "primary"]);
     }
-    if (["rebuild", "train"].includes(job.kind) && ["failed", "cancelled"].includes(job.state)) wanted.push(["resume", "Resume", "secondary"]);
+    if (may("models") && ["rebuild", "train"].includes(job.kind) && ["failed", "cancelled"].includes(job.state)) wanted.push(["resume", "Resume", "secondary"]);
     const now = [job.id, ...wanted.map(([what]) => what)].join();
     if (now === this.buttons.dataset.shown) return;
     this.buttons.dataset.shown = now;
@@ -171,7 +173,7 @@ export class JobPanel {
         if (id === this.id && isMore) this.#append(text, next);
       }
     } catch (error) {
-      if (error.needsKey) failed(error);
+      if (error.status === 401) failed(error);
     } finally {
       this.reading = false;
     }

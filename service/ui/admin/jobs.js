@@ -3,8 +3,8 @@
 import { listJobs } from "/ui/admin/api.js";
 import { JobPanel, isActive, progressOf, stateBadge, stateText, stepText, titleOf } from "/ui/admin/job.js";
 import { withWaiting } from "/ui/admin/report.js";
-import { state } from "/ui/admin/state.js";
-import { close } from "/ui/admin/work.js";
+import { may, state } from "/ui/admin/state.js";
+import { failed } from "/ui/admin/work.js";
 import { problemOf } from "/ui/shared/alerts.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
 import { ago } from "/ui/shared/format.js";
@@ -60,7 +60,7 @@ async function askNow() {
     ui["jobs-text"].textContent = "";
   } catch (error) {
     const problem = problemOf(error);
-    if (problem.needsKey) return close(problem);
+    if (problem.needsKey) return failed(problem);
     ui["jobs-text"].textContent = `${problem.title}. Trying again.`;
     return;
   }
@@ -73,7 +73,7 @@ async function askNow() {
 // Asks at once and then at intervals. Only one request runs at a time.
 export async function follow() {
   clearTimeout(timer);
-  if (state.noJobs) return;
+  if (state.noJobs || !may("jobs")) return;
   asking ??= askNow().finally(() => (asking = null));
   await asking;
   clearTimeout(timer);

@@ -2,7 +2,7 @@
 
 import { getJobOptions, startJob } from "/ui/admin/api.js";
 import { AttributeEditor } from "/ui/admin/attributes.js";
-import { describeChosen, modelChoice, state } from "/ui/admin/state.js";
+import { describeChosen, may, modelChoice, state } from "/ui/admin/state.js";
 import { whileBusy, failureText } from "/ui/admin/work.js";
 import { element, optionsOf, ui } from "/ui/shared/dom.js";
 import { grouped, plural } from "/ui/shared/format.js";
@@ -205,7 +205,8 @@ export async function showStarts() {
   if (name !== state.name) return; // another call shows that one
   if (shownFor === name && !wasOpen && isStarting()) return; // the user opened a form
   shownFor = name;
-  const forms = [compactForm(found), syncForm(options), swapForm(), rebuildForm(found, options), trainForm(found, options)];
+  const ofService = may("models") ? [syncForm(options), rebuildForm(found, options), trainForm(found, options)] : [];
+  const forms = [compactForm(found), swapForm(), ...ofService];
   ui.starts.replaceChildren(element("h2", { textContent: `Start on ${name}` }), ...forms);
 }
 

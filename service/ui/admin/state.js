@@ -5,7 +5,29 @@ import { describeGallery, listGalleries } from "/ui/shared/api.js";
 const SHORT = 12;
 const DATE = "2026-01-01".length;
 const listeners = new Set();
-export const state = { galleries: [], name: "", noJobs: "" };
+export const state = { galleries: [], name: "", noJobs: "", access: { scopes: [], galleries: null, filter: null } };
+
+// What the key of this tab may do.
+const isAdmin = () => state.access.scopes.includes("admin");
+const isWriter = () => state.access.scopes.includes("write");
+const seesAllItems = () => state.access.filter === null;
+const seesAllGalleries = () => state.access.galleries === null;
+const RIGHTS = {
+  items: isWriter,
+  add: isWriter,
+  status: isWriter,
+  golden: () => isWriter() && seesAllItems(),
+  duplicates: () => isAdmin() && seesAllItems(),
+  feedback: () => isAdmin() && seesAllItems(),
+  jobs: () => isAdmin() && seesAllItems(),
+  galleries: () => isAdmin() && seesAllItems(),
+  models: () => isAdmin() && seesAllGalleries(), // sync, rebuild, train, put in place, resume
+  keys: () => isAdmin() && seesAllGalleries(),
+  audit: () => isAdmin() && seesAllGalleries(),
+};
+
+// Whether the key of this tab may use a view or a part of one.
+export const may = (part) => RIGHTS[part]();
 
 export const chosen = () => state.galleries.find(({ name }) => name === state.name) ?? null;
 

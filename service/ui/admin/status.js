@@ -1,7 +1,7 @@
 // The state of the chosen gallery, its index and its model, and whether the service is ready.
 
 import { getFeedback, getReady } from "/ui/admin/api.js";
-import { state } from "/ui/admin/state.js";
+import { may, state } from "/ui/admin/state.js";
 import { failed } from "/ui/admin/work.js";
 import { describeGallery } from "/ui/shared/api.js";
 import { definitions, element, ui } from "/ui/shared/dom.js";
@@ -149,7 +149,7 @@ function settle({ status, value, reason }, show) {
 
 async function chosenNow(name) {
   const found = await describeGallery(name);
-  return { ...found, counts: found.feedback === "off" ? null : await getFeedback(name) };
+  return { ...found, counts: found.feedback === "off" || !may("feedback") ? null : await getFeedback(name) };
 }
 
 function boxesOf(found) {

@@ -25,19 +25,22 @@ export function close(problem, isFirst = false) {
   ui.key.focus();
 }
 
+// A key that expired or was revoked closes the page. One that may not do this leaves it open.
+const isOver = ({ status }) => status === 401;
+
 // Shows an error. `retry` repeats the work if that can help.
 export function failed(error, retry = null) {
   if (error?.name === "AbortError") return;
   const problem = problemOf(error);
-  if (problem.needsKey) close(problem);
-  else showProblem(problem, retry);
+  if (isOver(problem)) close(problem);
+  else showProblem(problem, problem.needsKey ? null : retry);
 }
 
 // An error as text to show next to a form, or "" if the key form is shown instead.
 export function failureText(error) {
   if (error?.name === "AbortError") return "";
   const problem = problemOf(error);
-  if (!problem.needsKey) return `${problem.title}: ${problem.detail}`;
+  if (!isOver(problem)) return `${problem.title}: ${problem.detail}`;
   close(problem);
   return "";
 }

@@ -1,0 +1,49 @@
+// The audit log: changes and refused attempts, newest first, a page at a time.
+
+import { listAudit } from "/ui/admin/api.js";
+import { moment, table } from "/ui/admin/status.js";
+import { whileBusy } from "/ui/admin/work.js";
+import { ui } from "/ui/shared/dom.js";
+import { grouped, plural } from "/ui/shared/format.js";
+
+const PAGE = 100;
+const HEAD = ["When", "Who", "Action", "Gallery", "Changed", "Status", "From"];
+let entries = [];
+
+const cellsOf = ({ time, by, action, gallery, target, affected, status, client }) => [
+  moment(time),
+  by,
+  action,
+  gallery ?? "",
+  [target, affected === null ? null : grouped(affected)].filter(Boolean).join(": "),
+  status === 0 ? "no answer" : String(status),
+  client ?? "",
+];
+
+function show() {
+  const words = ui["audit-words"].value.trim().toLowerCase();
+  const rows = entries.map(cellsOf).filter((cells) => cells.join(" ").toLowerCase().includes(words));
+  const made = table("Changes and refused attempts", HEAD, rows);
+  made.dataset.testid = "audit-table";
+  ui["audit-frame"].replaceChildren(made);
+  const all = plural(entries.length, "entry").replace(/entrys$/, "entries");
+  ui["audit-count"].textContent = words === "" ? all : `${grouped(rows.length)} of ${all}`;
+}
+
+async function more() {
+  const page = await listAudit(PAGE, entries.at(-1)?.number);
+  entries.push(...page);
+  ui["audit-older"].hidden = page.length < PAGE;
+  show();
+}
+
+export async function showAudit() {
+  entries = [];
+  await more();
+}
+
+export function startAudit() {
+  ui["audit-form"].addEventListener("submit", (event) => event.preventDefault());
+  ui["audit-words"].addEventListener("input", show);
+  ui["audit-older"].addEventListener("click", () => whileBusy(ui["audit-older"], more));
+}

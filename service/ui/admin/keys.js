@@ -1,0 +1,141 @@
+// API keys: list, create, rotate, revoke. The secret of a new key is shown once.
+
+import { createKey, listKeys, revokeKey, rotateKey } from "/ui/admin/api.js";
+import { confirmed } from "/ui/admin/confirm.js";
+import { state } from "/ui/admin/state.js";
+import { moment } from "/ui/admin/status.js";
+import { failureText, whileBusy } from "/ui/admin/work.js";
+import { showNotice } from "/ui/shared/alerts.js";
+import { announce, element, optionsOf, ui } from "/ui/shared/dom.js";
+
+const STATE_CLASSES = { active: "good", expired: "attention", revoked: "plain" };
+
+function showSecret(title, text) {
+  ui["secret-title"].textContent = title;
+  ui["secret-text"].textContent = text;
+  ui.secret.hidden = false;
+  ui.secret.focus();
+}
+
+function hideSecret() {
+  ui["secret-text"].textContent = "";
+  ui.secret.hidden = true;
+}
+
+async function copySecret() {
+  try {
+    await navigator.clipboard.writeText(ui["secret-text"].textContent);
+    announce("Copied");
+    ui["secret-copy"].textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(ui["secret-text"]);
+  }
+}
+
+function notesOf({ scopes, galleries, filter, rate, created_at: created, expires_at: expires, old_until: oldUntil }) {
+  return [
+    scopes.join(", "),
+    galleries === null ? "all galleries" : `only ${galleries.join(", ")}`,
+    ...(filter === null ? [] : [`items with ${filter}`]),
+    ...(rate === null ? [] : [rate === "" ? "no rate limit" : rate]),
+    `created ${moment(created)}`,
+    ...(expires === null ? [] : [`expires ${moment(expires)}`]),
+    ...(oldUntil === null ? [] : [`the old secret works until ${moment(oldUntil)}`]),
+  ];
+}
+
+function action(text, { name }, testId, extra, work) {
+  const button = element("button", { type: "button", className: `small ${extra}`, textContent: text });
+  button.append(element("span", { className: "sr-only", textContent: ` ${name}` }));
+  button.dataset.testid = testId;
+  button.addEventListener("click", () => work(button));
+  return button;
+}
+
+async function rotate({ name }, button) {
+  const isSure = await confirmed({
+    title: `Give ${name} a new secret?`,
+    text: "The old secret works for another day, so that you can replace it where it is used.",
+    action: "New secret",
+  });
+  if (!isSure) return;
+  await whileBusy(button, async () => {
+    const { text } = await rotateKey(name);
+    await showKeys();
+    showSecret(`The new secret of ${name}`, text);
+  });
+}
+
+async function revoke({ name }, button) {
+  const isSure = await confirmed({
+    title: `Revoke ${name}?`,
+    text: "Whoever uses it is refused within a second. This cannot be undone.",
+    action: "Revoke",
+  });
+  if (!isSure) return;
+  await whileBusy(button, async () => {
+    await revokeKey(name);
+    await showKeys();
+    showNotice(`${name} was revoked.`);
+    ui["keys-title"].focus();
+  });
+}
+
+function rowOf(key) {
+  const head = element("h2", { textContent: key.name });
+  const badge = element("span", { className: `state verdict ${STATE_CLASSES[key.state]}`, textContent: key.state });
+  const text = element("div", { className: "gallery-text" }, head, element("p", { className: "hint", textContent: notesOf(key).join(" · ") }));
+  const buttons = key.state !== "active" ? [] : [
+    action("New secret", key, "key-rotate", "", (button) => rotate(key, button)),
+    action("Revoke", key, "key-revoke", "danger", (button) => revoke(key, button)),
+  ];
+  const row = element("li", { className: "panel-box gallery-row" }, text, badge, ...buttons);
+  Object.assign(row.dataset, { testid: "key-row", name: key.name });
+  return row;
+}
+
+export async function showKeys() {
+  const keys = await listKeys();
+  ui["key-list"].replaceChildren(...keys.map(rowOf));
+  ui["keys-empty"].hidden = keys.length > 0;
+  const before = [...ui["key-galleries"].selectedOptions].map(({ value }) => value);
+  ui["key-galleries"].replaceChildren(...optionsOf(state.galleries.map(({ name }) => [name, name])));
+  for (const option of ui["key-galleries"].options) option.selected = before.includes(option.value);
+}
+
+// The fields that are filled in; the service uses its defaults for the others.
+function read() {
+  const data = new FormData(ui["new-key"]);
+  const [galleries, days] = [data.getAll("galleries"), data.get("expires_days")];
+  return {
+    name: data.get("name"),
+    scopes: data.getAll("scopes"),
+    ...(galleries.length > 0 && { galleries }),
+    ...(data.get("filter").trim() && { filter: data.get("filter").trim() }),
+    ...(data.get("rate").trim() && { rate: data.get("rate").trim() }),
+    ...(days && { expires_days: Number(days) }),
+  };
+}
+
+async function create() {
+  const { text, key } = await createKey(read());
+  ui["new-key"].reset();
+  await showKeys();
+  showSecret(`The secret of ${key.name}`, text);
+}
+
+export function startKeys() {
+  ui["secret-copy"].addEventListener("click", copySecret);
+  ui["secret-close"].addEventListener("click", () => {
+    hideSecret();
+    ui["keys-title"].focus();
+  });
+  addEventListener("hashchange", hideSecret);
+  ui["new-key"].addEventListener("submit", (event) => {
+    event.preventDefault();
+    ui["new-key-error"].textContent = "";
+    whileBusy(event.submitter ?? ui["new-key"], create, (error) => {
+      ui["new-key-error"].textContent = failureText(error);
+    });
+  });
+}

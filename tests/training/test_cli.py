@@ -29,11 +29,20 @@ def refused(words: Sequence[object], message: str) -> None:
         called(*words)
 
 
-def test_fit_evaluate_and_export_walk_the_road(tmp_path: Path) -> None:
+def test_fit_evaluate_and_export_walk_the_road(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fit` gets relative paths, and the other commands run in another folder."""
+    monkeypatch.chdir(tmp_path)
     job, out, bundle = job_file(tmp_path), tmp_path / "run", tmp_path / "bundle"
     fit = ["fit", str(job), "--out", str(out)]
     refused([*fit, "--resume"], "no checkpoint to resume from")
-    called(*fit, "--set", "optimizer.epochs=2")
+    relative = ("--set", "data.root=products", "--set", "model.weights=./weights.pth")
+    called(*fit, "--set", "optimizer.epochs=2", *relative)
+    stored = json.loads((out / "job.json").read_text())
+    assert stored["data"]["root"] == str(tmp_path / "products")
+    assert stored["model"]["weights"] == str(tmp_path / "weights.pth")
+    monkeypatch.chdir("/")
     written = ("job.json", "log.jsonl", "checkpoint.pt", "curves.png", "report.md", "result.json")
     assert {path.name for path in out.iterdir()} >= {*written, "test.csv"}
     refused(fit, "--resume")

@@ -11,7 +11,7 @@ from kinlens.embedder.bundle import MANIFEST
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
 from kinlens.training.commands.jobs import Overrides, load_images, shop_of, stoppable, summary
-from kinlens.training.config.job import expand_path, load_job
+from kinlens.training.config.job import expand_path, load_job, with_absolute_paths
 from kinlens.training.data.records import content_digest
 from kinlens.training.report.log import console_listener, note
 
@@ -62,7 +62,7 @@ def adapt(
     if table:
         file = json.dumps(table)
         content.append(f'data={{kind="csv", root="", file={file}, small_classes="drop"}}')
-    job = load_job("adapt", [*content, *(overrides or ())])
+    job = with_absolute_paths(load_job("adapt", [*content, *(overrides or ())]))
     job = job.model_copy(update={"data": job.data.model_copy(update={"root": str(root)})})
     split = load_images(job)
     note(f"{name}: {summary(split)}")

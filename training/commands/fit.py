@@ -20,7 +20,7 @@ from kinlens.training.commands.jobs import (
     stoppable,
     summary,
 )
-from kinlens.training.config.job import load_job
+from kinlens.training.config.job import load_job, with_absolute_paths
 from kinlens.training.config.layers import JOBS
 from kinlens.training.folder import replace_text
 from kinlens.training.report.log import console, console_listener, note
@@ -42,13 +42,13 @@ def fit(
 
     kinlens-train fit cars196-half-detreg --out runs/cars --set optimizer.epochs=8
 
-    torchrun --nproc-per-node=4 -m kinlens.training fit cub-proxy-anchor --set data.root=/data/cub
+    torchrun --nproc-per-node=4 --no-python kinlens-train fit cub-proxy-anchor
     """
     from kinlens.training.checkpoint import FILE, load_checkpoint
     from kinlens.training.distributed import is_main, main_first, process_group
     from kinlens.training.runner import require_fresh_or_resumable, run_job
 
-    settings = load_job(job, settings_of(overrides, allow_partial))
+    settings = with_absolute_paths(load_job(job, settings_of(overrides, allow_partial)))
     settings.protocol.require_flag(choose_by_test)
     folder = out or Path("runs") / settings.name
     require_fresh_or_resumable(folder, resume)

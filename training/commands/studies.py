@@ -14,7 +14,7 @@ from kinlens.training.commands.jobs import (
     settings_of,
     stoppable,
 )
-from kinlens.training.config.job import load_job
+from kinlens.training.config.job import load_job, with_absolute_paths
 from kinlens.training.report.log import console_listener, note
 
 _RESUME = "Call again with the same --out to resume."
@@ -34,7 +34,7 @@ def crossval(
     """
     from kinlens.training.studies.crossval import cross_validate, scores
 
-    settings = load_job(job, settings_of(overrides, allow_partial))
+    settings = with_absolute_paths(load_job(job, settings_of(overrides, allow_partial)))
     folder = out or Path("runs") / f"{settings.name}-crossval"
     with stoppable(_RESUME):
         split = load_images(settings, hold_out=False)
@@ -66,7 +66,7 @@ def search(
     """
     from kinlens.training.studies import search as study
 
-    settings = load_job(job, settings_of(overrides, allow_partial))
+    settings = with_absolute_paths(load_job(job, settings_of(overrides, allow_partial)))
     plan = study.Plan(study.load_space(space), trials, validation, seed, epochs)
     folder = out or Path("runs") / f"{settings.name}-search"
     with stoppable(_RESUME):

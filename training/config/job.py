@@ -165,6 +165,24 @@ def load_job(source: str | Path, overrides: Sequence[str] = ()) -> Job:
     return parse_job(content, origin)
 
 
+def with_absolute_paths(job: Job) -> Job:
+    """`job` with absolute paths, so its run can be evaluated and exported from another folder."""
+    data: dict[str, Any] = {"root": _absolute(job.data.root)}
+    if job.data.feedback:
+        data["feedback"] = tuple(map(_absolute, job.data.feedback))
+    changed: dict[str, Any] = {"data": job.data.model_copy(update=data)}
+    weights = job.model.weights
+    if weights not in ("imagenet", "none") and Path(_absolute(weights)).exists():
+        changed["model"] = job.model.model_copy(update={"weights": _absolute(weights)})
+    return job.model_copy(update=changed)
+
+
+def _absolute(path: str) -> str:
+    """An absolute path, unless a variable in it is not set: only reading it is an error then."""
+    expanded = os.path.expandvars(path)
+    return path if "$" in expanded else str(Path(expanded).expanduser().absolute())
+
+
 _ANY = object()
 
 _RETIRED: dict[str, Any] = {

@@ -58,6 +58,11 @@ def load_split(
 
 def _load(data: Data, on_image: Callable[[], None] | None, by_name: bool) -> Split:
     root = expand_path(data.root, "data.root")
+    if not root.is_absolute() and not root.exists():
+        raise DatasetError(
+            f"data.root = {data.root!r} is a relative path, as in runs of version 0.2, and "
+            f"{Path.cwd()} has no such folder. Add --set data.root=/path/of/the/images."
+        )
     dropped: tuple[str, ...] = ()
     omitted = Omitted()
     match data:

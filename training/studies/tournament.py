@@ -30,7 +30,14 @@ from pydantic import (
 )
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.config.job import Job, apply_override, job_toml, load_job, parse_job
+from kinlens.training.config.job import (
+    Job,
+    apply_override,
+    job_toml,
+    load_job,
+    parse_job,
+    with_absolute_paths,
+)
 from kinlens.training.config.layers import lay_over, read_file
 from kinlens.training.config.settings import CHOOSE_BY_TEST
 from kinlens.training.folder import Result, exclusive, finished_result, is_begun, replace_text
@@ -166,7 +173,7 @@ def _job(base: dict[str, Any], values: Mapping[str, Any]) -> Job:
     content["model"] = content["model"] | {"dim": values["dim"]}
     size, seed = _size(values["dim"]), values["seed"]
     name = f"{loss.name}-{regularizer.name}-{backbone.name}-{size}-s{seed}"
-    return parse_job(content | {"seed": seed, "name": name}, origin=name)
+    return with_absolute_paths(parse_job(content | {"seed": seed, "name": name}, origin=name))
 
 
 def _size(dim: int | None) -> str:
@@ -243,7 +250,10 @@ def run_in_process(job: Job, folder: Path) -> str | None:
     with (folder / _OUTPUT).open("wb") as output:
         # The child inherits our files, so a run that outlives a killed tournament keeps the lock.
         process = subprocess.Popen(
-            command(job, folder), stdout=output, stderr=subprocess.STDOUT, close_fds=False
+            command(job, folder),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            close_fds=False,
         )
     try:
         code = process.wait()

@@ -42,6 +42,8 @@ def test_a_missing_or_flat_folder_is_explained(tmp_path: Path) -> None:
         read_folder(fill(tmp_path, "flat.png"))
     with pytest.raises(DatasetError, match=r"f\\xfcr.png: The name is not UTF-8.*Rename"):
         read_folder(fill(tmp_path / "old", "mug/f\udcfcr.png"))
+    with pytest.raises(DatasetError, match=r"'far/shop' is a relative path.*--set data.root=/path"):
+        load_split(FolderData(kind="folder", root="far/shop"))
     with pytest.raises(DatasetError, match=r"images.csv cannot be read.*Check data.root"):
         read_table(tmp_path, "images.csv")
 

@@ -3,10 +3,8 @@
 import math
 import re
 from collections.abc import Mapping
-from datetime import date
-from typing import Any
 
-from kinlens.values import AttributeType, AttributeValue, Scalar, date_text
+from kinlens.values import AttributeType, AttributeValue, Scalar, is_missing
 
 Schema = Mapping[str, AttributeType]
 """The attributes of a gallery: name -> type."""
@@ -25,21 +23,6 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def as_stored(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Attributes as they are stored: lists as tuples, dates as texts, empty lists removed."""
-    if not any(isinstance(value, list | tuple | date) for value in attributes.values()):
-        return attributes
-    return {
-        name: tuple(map(_plain, value)) if isinstance(value, list | tuple) else _plain(value)
-        for name, value in attributes.items()
-        if value not in ([], ())
-    }
-
-
-def _plain(value: Any) -> Any:
-    return date_text(value) if isinstance(value, date) else value
-
-
 def type_of(value: object) -> AttributeType:
     """The attribute type of one value. Raises: ValueError for None, a list and other objects."""
     found = _TYPES.get(type(value))
@@ -48,6 +31,8 @@ def type_of(value: object) -> AttributeType:
     for known, type_ in _TYPES.items():
         if isinstance(value, known):
             return type_
+    if is_missing(value):
+        raise ValueError(f"{value!r:.80} is a missing value. Omit the attribute")
     raise ValueError(f"{value!r:.80} must be a string, a number or true/false")
 
 
@@ -69,7 +54,8 @@ def checked_type(value: AttributeValue) -> AttributeType:
             )
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"{value} is not a finite number")
+            cure = ". Omit the attribute" if math.isnan(value) else ""
+            raise ValueError(f"{value} is not a finite number{cure}")
     elif not _SMALLEST <= value <= _LARGEST:
         raise ValueError(f"a whole number of {value.bit_length()} bits does not fit in 64 bits")
     return type_

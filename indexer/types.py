@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit, ItemId
-from kinlens.indexer.attributes import Schema, as_stored
+from kinlens.indexer.attributes import Schema
 from kinlens.indexer.filters.tree import Filter
-from kinlens.values import AttributeType, AttributeValue, Scalar, values_in
+from kinlens.values import AttributeType, AttributeValue, Scalar, plain_attributes, values_in
 
 Ids = NDArray[np.int64]
 """Item ids, shape (N,)."""
@@ -107,7 +107,7 @@ class Entry:
     keeps: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "attributes", as_stored(self.attributes))
+        object.__setattr__(self, "attributes", plain_attributes(self.attributes))
         if self.sha256 == "" and isinstance(self.vector, np.ndarray):
             content = np.ascontiguousarray(self.vector, np.float32).tobytes()
             object.__setattr__(self, "sha256", hashlib.sha256(content).hexdigest())

@@ -1,13 +1,13 @@
 """Requests and responses of the client: images, options, forms and JSON; answers and problems."""
 
 import base64
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypedDict, TypeVar
+from typing import Any, BinaryIO, Literal, Protocol, TypedDict, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -15,12 +15,19 @@ from pydantic import BaseModel, ValidationError
 
 from kinlens.errors import AnswerError, ArgumentError, ImageReadError, problem_error
 from kinlens.models import Problem, PutAnswer, PutResult
-from kinlens.values import AttributeInput, date_text
+from kinlens.values import AttributeInput, is_missing, plain
 
 T = TypeVar("T")
 
-Image = bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO
-"""The content of an image file, its path, or the open file."""
+
+class ImageArray(Protocol):
+    """An image of Pillow, or an array uint8 (H, W) or (H, W, 3 or 4); it is sent as PNG."""
+
+    def tobytes(self) -> bytes: ...
+
+
+Image = bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO | ImageArray
+"""The content of an image file, its path, the open file, or pixels."""
 
 Images = Image | Sequence[Image]
 
@@ -149,23 +156,42 @@ def json_of(value: object) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(
             f"{value!r:.{_SHOWN}} cannot be sent as JSON: {error}. Send strings, finite numbers, "
-            "booleans, dates, and lists and mappings of these."
+            "booleans, dates, and lists and mappings of these; omit missing values such as NaN."
         ) from error
 
 
 def _plain(value: Any) -> Any:
-    """Convert dates, and mappings other than dict."""
-    return date_text(value) if isinstance(value, date) else dict(value)
+    """Convert mappings other than dict, and what `json` does not know."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    stored = plain(value)
+    if stored is value:
+        reason = "is a missing value" if is_missing(value) else f"is of type {type(value).__name__}"
+        raise TypeError(f"{value!r:.{_SHOWN}} {reason}")
+    return stored
 
 
 def search_form(images: Images, options: ImageSearchOptions) -> list[Part]:
     """A search as parts of a form. Raises: ImageReadError, ArgumentError."""
     single = fields(options)
     parts = [_file(image) for image in _listed(images)]
-    parts += [_field("crop", ",".join(map(str, crop))) for crop in single.pop("crops", ())]
-    parts += [_field("positive", key) for key in single.pop("positives", ())]
-    parts += [_field("negative", key) for key in single.pop("negatives", ())]
+    crops: Any = single.pop("crops", ())
+    try:
+        parts += [_field("crop", ",".join(map(str, crop))) for crop in crops]
+    except TypeError:
+        raise ArgumentError(
+            f"crops = {crops!r:.{_SHOWN}} must be a list of (left, top, width, height)."
+        ) from None
+    for name in ("positives", "negatives"):
+        parts += [_field(name.removesuffix("s"), key) for key in _keys(name, single.pop(name, ()))]
     return parts + [_field(name, value) for name, value in single.items()]
+
+
+def _keys(name: str, keys: Any) -> Sequence[str]:
+    """Keys of items. Raises: ArgumentError for a single text, whose letters would be the keys."""
+    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        raise ArgumentError(f"{name} = {keys!r:.{_SHOWN}} must be a list of keys, as strings.")
+    return list(keys)
 
 
 def feedback_form(answer_id: str, item: str, action: str, image: Image | None) -> list[Part]:
@@ -201,6 +227,7 @@ def put_forms(items: Iterable[NewItem], count: int) -> Iterator[tuple[list[str],
     size = 0
     for item in items:
         given = None if item.attributes is None else dict(item.attributes)
+        _keys("keys", [item.key])
         image, attributes = _file(item.image), json_of(given)
         texts = 4 * (len(item.key) + len(attributes))  # UTF-8 uses up to 4 bytes per character
         added = len(image[1][1]) + texts + 3 * _PART_BYTES
@@ -244,11 +271,19 @@ def answer_of(response: httpx.Response, result: type[T], accepted: Sequence[int]
         try:
             problem = Problem.model_validate_json(response.content)
         except ValidationError:
+            to = response.headers.get("location")
             raise AnswerError(
                 f"{request} returned {response.status_code} without a problem document: "
-                f"{response.text[:_SHOWN]!r}. Check that the URL is that of a Kinlens service."
+                f"{f'a redirect to {to}' if to else repr(response.text[:_SHOWN])}. Check that the "
+                "URL is that of a Kinlens service, and that no proxy or login page answers for it."
             ) from None
         raise problem_error(problem, retry_after_s(response))
+    type_ = response.headers.get("content-type", "")
+    if "html" in type_:
+        raise AnswerError(
+            f"The answer to {request} is not one of Kinlens, but {type_}. Check that the URL is "
+            "that of a Kinlens service, and that no proxy or login page answers for it."
+        )
     if not issubclass(result, BaseModel):
         content: Any = response.content
         return content  # type: ignore[no-any-return]
@@ -256,9 +291,16 @@ def answer_of(response: httpx.Response, result: type[T], accepted: Sequence[int]
         return result.model_validate_json(response.content)
     except ValidationError as error:
         raise AnswerError(
-            f"The answer to {request} does not match this client: {error.errors()[0]['msg']}. "
-            "Check that client and service have the same version."
+            f"The answer to {request} does not match this client: {_fault(error)}. Check that "
+            "client and service have the same version."
         ) from error
+
+
+def _fault(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return "it is not valid JSON"
+    return f"its field {'.'.join(map(str, first['loc']))!r} is missing or has another type"
 
 
 def retry_after_s(response: httpx.Response) -> float | None:
@@ -268,7 +310,8 @@ def retry_after_s(response: httpx.Response) -> float | None:
 
 
 def _listed(images: Any) -> Iterable[Image]:
-    is_one = isinstance(images, str | bytes | bytearray | memoryview) or hasattr(images, "read")
+    is_one = isinstance(images, str | bytes | bytearray | memoryview)
+    is_one = is_one or hasattr(images, "read") or hasattr(images, "tobytes")
     return images if isinstance(images, Iterable) and not is_one else [images]
 
 
@@ -279,6 +322,8 @@ def _content(image: Any) -> bytes:
             content = Path(image).read_bytes()
         elif hasattr(image, "read"):
             content = image.read()
+        elif hasattr(image, "tobytes") and not isinstance(image, memoryview):
+            content = _encoded(image)
     except (OSError, ValueError) as error:  # ValueError: a closed file, a NUL in a path
         raise ImageReadError(
             f"The image {image!r:.{_SHOWN}} cannot be read: {error}. Send the path of an existing "
@@ -286,10 +331,36 @@ def _content(image: Any) -> bytes:
         ) from error
     if not isinstance(content, bytes | bytearray | memoryview):
         raise ArgumentError(
-            f"An image must be a path, bytes or a binary file (got {type(image).__name__} without "
-            "bytes). Send the path of a file, its bytes, or a file opened with 'rb'."
+            f"An image must be a path, bytes, a binary file, an image of Pillow or an array (got "
+            f"{type(image).__name__} without bytes). Send the path of a file, its bytes, or a file "
+            "opened with 'rb'."
         )
     return bytes(content)
+
+
+def _encoded(image: Any) -> bytes:
+    """An image of Pillow, or an array uint8 (H, W) or (H, W, 3 or 4), as a PNG file."""
+    try:
+        import PIL.Image
+    except ModuleNotFoundError:
+        raise ArgumentError(
+            f"A {type(image).__name__} as an image needs Pillow: pip install pillow. Or send the "
+            "path of a file, or its bytes."
+        ) from None
+    if not isinstance(image, PIL.Image.Image):
+        shape: tuple[int, ...] = tuple(getattr(image, "shape", ()))
+        kind = str(getattr(image, "dtype", "unknown"))
+        if kind != "uint8" or not (len(shape) == 2 or (len(shape) == 3 and shape[2] in (3, 4))):
+            raise ArgumentError(
+                f"An array as an image must be uint8 (H, W) or (H, W, 3), not {kind} "
+                f"{shape}. Convert it, or send the path of a file."
+            )
+        image = PIL.Image.fromarray(image)
+    if image.mode not in ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"):  # what PNG can hold
+        image = image.convert("RGB")
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", exif=image.getexif())  # the exif has the orientation
+    return buffer.getvalue()
 
 
 def _file(image: Image) -> Part:

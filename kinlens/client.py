@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import httpx
 
-from kinlens import calls
+from kinlens import calls, connection
 from kinlens import models as api
 from kinlens.calls import (
     Attributes,
@@ -79,6 +79,12 @@ _PAGE = 200  # items; the maximum of the service
 _ITEM_ERRORS = frozenset({413, 415, 422})
 
 
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise ArgumentError(f"{name} = {value!r:.80} must be a number.")
+    return value
+
+
 def _run(coroutine: Coroutine[Any, Any, R]) -> R:
     """Run a coroutine that never suspends, and return its result."""
     try:
@@ -124,6 +130,7 @@ class _BaseClient:
     """Sends requests and retries those that are safe to repeat. Its waits block the thread."""
 
     _http_client: ClassVar[Callable[..., Any]] = httpx.Client
+    _transport: ClassVar[Callable[..., Any]] = httpx.HTTPTransport
 
     def __init__(
         self,
@@ -144,23 +151,37 @@ class _BaseClient:
                 connection. Each retry waits as long as the service requests, up to 30 s.
             transport: a transport of httpx, for example for tests.
 
-        Raises: ArgumentError if `url` or `key` is invalid.
+        Raises: ArgumentError if an argument is invalid, or a proxy or certificate setting of the
+            environment cannot be used.
         """
+        if not isinstance(key, str | None):
+            raise ArgumentError(f"key must be a string, not {type(key).__name__}.")
         key = (key or "").strip()  # a key read from a file ends with a line break
-        if not key.isprintable():
+        if not (key.isprintable() and key.isascii()):
             raise ArgumentError(_INVALID_KEY)
-        if not url.lower().startswith(("http://", "https://")):
-            raise ArgumentError(f"url = {url!r} has no scheme. Write http://{url}, or https://.")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._retries = max(retries, 0)
+        self._retries = max(int(_number("retries", retries)), 0)
+        if _number("timeout_s", timeout_s) <= 0:
+            raise ArgumentError(f"timeout_s = {timeout_s} must be more than 0.")
+        self._url = connection.checked_url(url)
         try:
             self._http = self._http_client(
-                base_url=url, headers=headers, timeout=timeout_s, transport=transport
+                base_url=self._url,
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=timeout_s,
+                transport=transport or self._direct_transport(),
+                # Certificates are read for https alone: their settings may name missing files.
+                verify=self._url.scheme == "https",
             )
-        except httpx.InvalidURL as error:
-            raise ArgumentError(f"url = {url!r} is not a valid URL: {error}.") from error
-        except UnicodeError:  # not chained: its message would show a part of the key
-            raise ArgumentError(_INVALID_KEY) from None
+        except (ImportError, OSError, ValueError) as error:  # no socksio, a missing file, a scheme
+            raise ArgumentError(connection.why_not(error, self._url)) from error
+
+    def _direct_transport(self) -> Any:
+        """A transport without a proxy if NO_PROXY has the host; otherwise None.
+
+        httpx fails for a proxy that it does not support even if it would not be used.
+        """
+        is_direct = connection.proxy_of(self._url) is None
+        return self._transport(verify=self._url.scheme == "https") if is_direct else None
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         response: httpx.Response = self._http.send(request)
@@ -198,18 +219,25 @@ class _BaseClient:
             request = self._http.build_request(method, calls.path_of(*path), params=params, **body)
         except (httpx.InvalidURL, UnicodeError, TypeError) as error:
             raise ArgumentError(f"{method} {path!a} cannot be sent: {error}.") from error
+        if self._http.is_closed:
+            raise ArgumentError("The client is closed. Create another one.")
         attempt = 0
         while True:
             is_last = once or attempt == self._retries
             wait_s = _FIRST_WAIT_S * 2**attempt
             try:
                 response = await self._exchange(request)
-            except httpx.RequestError as error:
+            except httpx.DecodingError as error:
+                raise AnswerError(
+                    f"The answer to {method} {request.url.path} is damaged: {error}. Check the "
+                    "proxies between the client and the service."
+                ) from error
+            # Besides its own errors httpx raises those of sockets, TLS, and a closed event loop.
+            except (httpx.HTTPError, httpx.StreamError, OSError, RuntimeError, ValueError) as error:
                 if is_last:
+                    address = f"{method} {request.url.copy_with(query=None)}"
                     raise ConnectionFailedError(
-                        f"{method} {request.url.copy_with(query=None)} got no answer: "
-                        f"{str(error).rstrip('.') or type(error).__name__}. Check that the service "
-                        "runs at this address and that timeout_s is long enough."
+                        f"{address} got no answer: {connection.why_no_answer(error, self._url)}"
                     ) from error
             else:
                 if is_last or response.status_code not in _RETRIED_STATUSES - {*accepted}:
@@ -238,6 +266,7 @@ class AsyncClient(_BaseClient):
     """
 
     _http_client = httpx.AsyncClient
+    _transport = httpx.AsyncHTTPTransport
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         response: httpx.Response = await self._http.send(request)

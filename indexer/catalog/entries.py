@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.attributes import as_stored, check_name, checked_type, is_printable
+from kinlens.indexer.attributes import check_name, checked_type, is_printable
 from kinlens.indexer.types import Entry, Item, VectorType
-from kinlens.values import AttributeType, AttributeValue
+from kinlens.values import AttributeType, AttributeValue, plain_attributes
 
 MAX_KEY = 1024
 NORM_TOLERANCE = 1e-3
@@ -131,7 +131,7 @@ def learn_types(
 
     Raises: InvalidParameterError naming attribute, type, value and key.
     """
-    for name, value in as_stored(attributes).items():
+    for name, value in plain_attributes(attributes).items():
         try:
             type_ = checked_type(value)
             known = types.get(name)

@@ -11,7 +11,7 @@ import numpy as np
 
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import Embeddings, ItemId
-from kinlens.indexer.attributes import Schema, as_stored, is_printable
+from kinlens.indexer.attributes import Schema, is_printable
 from kinlens.indexer.catalog.entries import MAX_KEY, is_key
 from kinlens.indexer.catalog.schema import (
     KEEPS_REMOVED,
@@ -25,7 +25,7 @@ from kinlens.indexer.catalog.schema import (
 )
 from kinlens.indexer.catalog.vectors import VectorFile
 from kinlens.indexer.types import Ids, Item, find_sorted
-from kinlens.values import AttributeValue
+from kinlens.values import AttributeValue, plain_attributes
 
 # Always reads complete rows with their crc: values from a covering index would not be verified.
 _ITEM = "SELECT id, key, path, sha256, format, attributes, crc FROM items"
@@ -377,7 +377,7 @@ class CatalogView:
         text = ",".join([row[5] for row in rows])
         found: list[dict[str, AttributeValue]] = _DECODE(f"[{text}]")[0]
         if "[" in text:
-            return [dict(as_stored(own)) for own in found]
+            return [dict(plain_attributes(own)) for own in found]
         return found
 
     def _is_whole(self, row: tuple[Any, ...]) -> bool:

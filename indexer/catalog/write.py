@@ -10,7 +10,6 @@ import numpy as np
 
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, ItemId
-from kinlens.indexer.attributes import as_stored
 from kinlens.indexer.catalog.entries import are_equal, checked_vectors, learn_types, with_stored
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import (
@@ -25,7 +24,7 @@ from kinlens.indexer.catalog.schema import (
 from kinlens.indexer.catalog.vectors import VectorFile
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import NUMBER_BYTES, Entry, Ids, Item, Written
-from kinlens.values import AttributeType, AttributeValue
+from kinlens.values import AttributeType, AttributeValue, plain_attributes
 
 Attributes = Mapping[str, AttributeValue]
 Changes = Mapping[str, Mapping[str, AttributeValue | None]]
@@ -335,7 +334,7 @@ class CatalogWriter(CatalogView):
 
 def _change(change: Mapping[str, Any]) -> Mapping[str, Any]:
     """Normalise a change: an empty list removes an attribute, as None does."""
-    return {**dict.fromkeys(change), **as_stored(change)}
+    return {**dict.fromkeys(change), **plain_attributes(change)}
 
 
 def _check_within(

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+import pandas as pd
 import pytest
+from PIL import Image, ImageOps
 
 from kinlens import errors
 from kinlens.client import AsyncClient, Client, NewItem, Query
@@ -302,6 +305,134 @@ def test_no_service_and_the_answer_of_another_service_are_errors(ask) -> None:
             ask(lambda c: c.galleries(), Answers(httpx.Response(status, text="<html>")))
 
 
+def test_what_is_no_answer_of_kinlens_is_named(ask) -> None:
+    html = {"content-type": "text/html"}
+    cases: dict[str, Any] = {
+        "a redirect to https://login": httpx.Response(302, headers={"location": "https://login"}),
+        "text/html": httpx.Response(200, text="<html>", headers=html),
+        "not valid JSON": httpx.Response(200, text='{"galleries": ['),
+        "its field 'bundle_id' is missing": httpx.Response(200, json={}),
+        "is damaged": httpx.DecodingError("incorrect header check"),
+    }
+    for match, response in cases.items():
+        with pytest.raises(errors.AnswerError, match=match):
+            ask(lambda c: c.galleries(), Answers(response))
+    with pytest.raises(errors.AnswerError, match="login page"):
+        ask(lambda c: c.image("g", 1), Answers(httpx.Response(200, text="<html>", headers=html)))
+
+
+NO_FILE = "/opt/none/cacert.pem"
+ENVIRONMENTS: dict[str, tuple[dict[str, str], str, str]] = {
+    "a SOCKS proxy": ({"ALL_PROXY": "socks5://u:p@127.0.0.1:9"}, "http", "pip install 'httpx"),
+    "a SOCKS proxy of a desktop": ({"all_proxy": "socks://127.0.0.1:9/"}, "http", "scheme socks;"),
+    "a dead proxy": ({"HTTP_PROXY": "http://u:p@127.0.0.1:9"}, "http", "proxy http://127.0.0.1:9 "),
+    "no certificates": ({"SSL_CERT_FILE": NO_FILE}, "https", f"SSL_CERT_FILE = {NO_FILE} does not"),
+    "no folder of them": ({"SSL_CERT_DIR": NO_FILE}, "https", "CERT"),
+}
+NAMES = [f"{name}_PROXY" for name in ("HTTP", "HTTPS", "ALL", "NO")] + ["SSL_CERT_FILE"]
+
+
+@pytest.fixture
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*NAMES, "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_setting_of_the_environment_is_not_in_the_way_or_is_named(
+    name: str, shop, plain_environment: pytest.MonkeyPatch
+) -> None:
+    variables, scheme, match = ENVIRONMENTS[name]
+    for variable, value in variables.items():
+        plain_environment.setenv(variable, value)
+    url = shop.running.url
+    if scheme == "http":
+        with pytest.raises(errors.ClientError, match=re.escape(match)) as caught:
+            Client(url, retries=0).live()
+        assert "NO_PROXY=127.0.0.1" in str(caught.value)
+        assert "u:p" not in str(caught.value)
+        plain_environment.setenv("NO_PROXY", "example.org,127.0.0.1")
+    elif "FILE" in match:
+        with pytest.raises(errors.ArgumentError, match=re.escape(match)):
+            Client("https://localhost:1", retries=0)
+    with Client(url) as client:
+        client.live()
+    asyncio.run(_live(url))
+
+
+async def _live(url: str) -> None:
+    async with AsyncClient(url) as client:
+        await client.live()
+
+
+WRONG_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no scheme": ({"url": "localhost:8000"}, "http://localhost:8000"),
+    "no host": ({"url": "http://"}, "needs a host"),
+    "a port": ({"url": "http://x:99999"}, "99999"),
+    "port 0": ({"url": "http://x:0"}, "1 to 65535"),
+    "no string": ({"url": None}, "url must be a string"),
+    "a bracket": ({"url": "http://[::1"}, "not a valid URL"),
+    "a letter": ({"key": "kl_\xe9"}, "copy it again"),
+    "a line break": ({"key": "kl_\nx"}, "copy it again"),
+    "bytes": ({"key": b"kl_"}, "key must be a string"),
+    "text as time": ({"timeout_s": "3"}, "timeout_s"),
+    "no time": ({"timeout_s": 0}, "timeout_s"),
+    "NaN": ({"timeout_s": float("nan")}, "timeout_s"),
+    "retries": ({"retries": "3"}, "retries"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_a_wrong_argument_of_a_client_is_named(name: str) -> None:
+    arguments, match = WRONG_ARGUMENTS[name]
+    for kind in (Client, AsyncClient):
+        with pytest.raises(errors.ArgumentError, match=re.escape(match)):
+            kind(**arguments)
+
+
+def test_the_ways_to_get_no_answer_are_connection_errors() -> None:
+    for failure in (
+        httpx.ConnectError("[Errno -2] Name or service not known"),
+        httpx.ReadTimeout(""),
+        httpx.RemoteProtocolError("peer closed connection"),
+        RuntimeError("Event loop is closed"),
+        ConnectionResetError("reset"),
+    ):
+        client = Client("http://x", retries=0, transport=httpx.MockTransport(raising(failure)))
+        with pytest.raises(errors.ConnectionFailedError, match=r"GET http://x/live got no answer"):
+            client.live()
+    client.close()
+    with pytest.raises(errors.ArgumentError, match="closed"):
+        client.live()
+
+
+def raising(failure: Exception) -> Callable[[httpx.Request], httpx.Response]:
+    def answer(_: httpx.Request) -> httpx.Response:
+        raise failure
+
+    return answer
+
+
+def test_images_of_pillow_and_arrays_are_sent_upright_as_png(client) -> None:
+    client.create_gallery("pixels")
+    shown = photo(3)
+    turned = shown.transpose(Image.Transpose.ROTATE_90)
+    turned.getexif()[274] = 6  # a quarter turn to the right shows it upright
+    sent = {"pillow": shown, "array": np.asarray(shown), "turned": turned}
+    sent |= {"alpha": shown.convert("RGBA"), "cmyk": shown.convert("CMYK")}
+    for key, image in sent.items():
+        assert client.put("pixels", key, image).added == 1
+        with Image.open(io.BytesIO(client.image("pixels", key))) as stored:
+            pixels = np.asarray(ImageOps.exif_transpose(stored).convert("RGB")).astype(int)
+        assert np.abs(pixels - np.asarray(shown)).max() <= (3 if key == "cmyk" else 0)
+    client.delete_gallery("pixels")
+    for wrong in (np.zeros((4, 4, 2), "u1"), np.zeros((4, 4, 3)), object()):
+        with pytest.raises(errors.ArgumentError, match=r"array|image must be"):
+            client.search(wrong)
+
+
 def job(state: str, done: int) -> httpx.Response:
     known = {"id": JOB, "kind": "compact", "gallery": "g", "state": state, "done": done, "by": "me"}
     known |= {"step": "s", "created_at": "2026-01-01T00:00:00.000+00:00", "params": {}}
@@ -394,7 +525,11 @@ def test_large_images_are_read_and_sent_a_few_at_a_time(ask) -> None:
         (lambda c: c.items("g", filter={"a": object()}), errors.ArgumentError),
         (lambda c: c.gallery("\ud800"), errors.ArgumentError),
         (lambda c: c.put_many("g", [NewItem("k", b"x")], per_request=0), errors.ArgumentError),
-        (lambda _: Client("localhost:8000"), errors.ArgumentError),
+        (lambda c: c.put("g", "k", b"x", {"a": pd.NaT}), errors.ArgumentError),
+        (lambda c: c.put("g", "k", b"x", {"a": np.timedelta64(1, "s")}), errors.ArgumentError),
+        (lambda c: c.put("g", 7, b"x"), errors.ArgumentError),
+        (lambda c: c.search(b"x", crops=[1]), errors.ArgumentError),
+        (lambda c: c.search(positives="k"), errors.ArgumentError),
     ],
 )
 def test_what_cannot_be_sent_is_a_client_error(call, expected, ask) -> None:

@@ -1,11 +1,18 @@
 """Attributes with several values, such as sizes; and dates: texts in the order of time."""
 
+import json
 import random
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from kinlens.calls import json_of
@@ -32,7 +39,7 @@ from kinlens.indexer.types import (
     SortBy,
     sort_by_of,
 )
-from kinlens.values import date_text
+from kinlens.values import AttributeValue, date_text
 from tests.indexer.oracle import BUNDLE, Oracle, entry, ids_of, random_filter, shop, units
 
 SIZES = ["S", "M", "L", "XL"]
@@ -217,6 +224,51 @@ def test_texts_of_dates_are_in_the_order_of_time() -> None:
     assert json_of({"added": MOMENTS[1], "seen": [MOMENTS[0]]}) == (
         '{"added": "2026-11-24T22:30:00Z", "seen": ["2026-11-24"]}'
     )
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+OF_OTHER_LIBRARIES: dict[str, tuple[Any, AttributeValue]] = {
+    "int64": (np.int64(3), 3),
+    "float32": (np.float32(9.9), 9.9),
+    "float64": (np.float64(0.1), 0.1),
+    "bool": (np.bool_(True), True),
+    "str": (np.str_("x"), "x"),
+    "decimal": (Decimal("9.90"), 9.9),
+    "whole decimal": (Decimal("9.00"), 9),
+    "fraction": (Fraction(1, 4), 0.25),
+    "enum": (Colour.RED, "red"),
+    "date": (date(2026, 1, 2), "2026-01-02"),
+    "datetime64[D]": (np.datetime64("2026-01-02"), "2026-01-02"),
+    "datetime64[ns]": (np.datetime64("2026-01-02T03:04:05", "ns"), "2026-01-02T03:04:05Z"),
+    "timestamp": (pd.Timestamp("2026-01-02 03:04:05", tz="Europe/Berlin"), "2026-01-02T02:04:05Z"),
+    "array": (np.array([1, 2]), (1, 2)),
+    "series": (pd.Series(["b", "a"]), ("b", "a")),
+    "set": ({"b", "a"}, ("a", "b")),
+    "list": ([np.float32(0.1), Decimal(2)], (0.1, 2)),
+}
+MISSING = (float("nan"), np.float32("nan"), Decimal("NaN"), pd.NaT, pd.NA, np.datetime64("NaT"))
+
+
+def test_values_of_numpy_pandas_and_the_standard_library_are_stored_alike(tmp_path: Path) -> None:
+    """What the client sends for a value is what the library stores for it."""
+    gallery = Gallery.create(tmp_path / "g", name="g", bundle_id=BUNDLE, dim=2)
+    for key, (given, stored) in OF_OTHER_LIBRARIES.items():
+        vector = np.array([1, 0], np.float32)
+        gallery.add([Entry(key, vector, attributes={key: given})])
+        gallery.update({key: {f"{key} changed": given}})
+        [item] = gallery.entries([key])
+        values = [item.attributes[key], item.attributes[f"{key} changed"]]
+        assert [(type(value), value) for value in values] == [(type(stored), stored)] * 2
+        assert json.loads(json_of({"a": given}))["a"] == (
+            [*stored] if isinstance(stored, tuple) else stored
+        )
+    for value in (*MISSING, np.timedelta64(1, "s"), b"x", None):
+        with pytest.raises(InvalidParameterError, match=r"Omit|must be a string"):
+            gallery.add([Entry("k", np.array([1, 0], np.float32), attributes={"a": value})])
+    gallery.close()
 
 
 def test_a_column_of_dates_is_read_checked_and_written_in_utc() -> None:

@@ -2,9 +2,12 @@
 
 import asyncio
 import math
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -14,6 +17,7 @@ from prometheus_client.registry import Collector
 from kinlens.embedder.errors import GalleryNotFoundError, KinlensError
 from kinlens.indexer.gallery import checked_s
 from kinlens.models import JobState
+from kinlens.service.backups.folder import last_backup
 from kinlens.service.concurrency import KeyedThreads, Recent
 from kinlens.service.encoding.cache import Cache
 from kinlens.service.encoding.model import Models
@@ -35,6 +39,7 @@ class Observer(Collector):
         models: Models,
         health: Health,
         jobs: Callable[[], Mapping[JobState, int]] = dict,
+        state: Path | None = None,
     ) -> None:
         self._metrics = metrics
         self._registry = registry
@@ -43,6 +48,7 @@ class Observer(Collector):
         self._omitted: dict[str, str] = {}
         self._threads = KeyedThreads("metrics")
         self._jobs = jobs
+        self._state = state
         self._families = _families()
         self._recent = Recent(self._render)
 
@@ -64,7 +70,8 @@ class Observer(Collector):
         return await asyncio.to_thread(self._metrics.render, galleries)
 
     async def _read(self) -> Sequence[GaugeMetricFamily]:
-        provider, jobs, items, age, ready, replicas = families = _families()
+        families = _families()
+        provider, jobs, items, age, ready, replicas, *of_disks = families
         for model in self._models.running():
             precision = model.embedder.mode.precision
             provider.add_metric([model.provider, precision, model.bundle_id], 1)
@@ -90,13 +97,51 @@ class Observer(Collector):
 
         names = self._registry.names()
         reads = [self._try(f"gallery {name}", read_gallery(name)) for name in names]
-        await asyncio.gather(self._try("jobs", count_jobs()), *reads)
+        reads.append(self._try("jobs", count_jobs()))
+        await asyncio.gather(*reads, *self._disk_reads(names, *of_disks))
         self._omitted = {
             subject: reason
             for subject, reason in self._omitted.items()
-            if subject == "jobs" or subject.removeprefix("gallery ") in names
+            if not subject.startswith("gallery ") or subject.removeprefix("gallery ") in names
         }
         return families
+
+    def _disk_reads(
+        self,
+        names: Sequence[str],
+        free: GaugeMetricFamily,
+        size: GaugeMetricFamily,
+        saved_at: GaugeMetricFamily,
+        has_failed: GaugeMetricFamily,
+    ) -> list[Coroutine[Any, Any, None]]:
+        """Coroutines that fill the metrics of file systems and backups."""
+        devices = set[int]()
+
+        async def read_disk(folder: Path) -> None:
+            device, usage = await self._threads.run(folder, lambda: _usage(folder), _LIMIT_S)
+            if device not in devices:
+                devices.add(device)
+                free.add_metric([str(folder)], usage.free)
+                size.add_metric([str(folder)], usage.total)
+
+        async def read_backup(state: Path) -> None:
+            last = await self._threads.run("backup", lambda: last_backup(state), _LIMIT_S)
+            saved_at.add_metric([], last.succeeded_at)
+            has_failed.add_metric([], last.has_failed)
+
+        reads = [self._try(f"disk {path}", read_disk(path)) for path in self._folders(names)]
+        if self._state is not None:
+            reads.append(self._try("backup", read_backup(self._state)))
+        return reads
+
+    def _folders(self, names: Sequence[str]) -> list[Path]:
+        """The state folder, and the folders that hold galleries."""
+        folders = dict.fromkeys([] if self._state is None else [self._state])
+        for name in names:
+            with suppress(KinlensError), self._registry.lease(name) as own:
+                if own.path is not None:
+                    folders[own.path.parent] = None
+        return list(folders)
 
     async def _try(self, subject: str, reading: Coroutine[Any, Any, None]) -> None:
         """Await `reading`; log only when it starts or stops failing, not on each scrape."""
@@ -105,7 +150,7 @@ class Observer(Collector):
             await reading
         except GalleryNotFoundError:
             return  # concurrently deleted
-        except (KinlensError, TimeoutError) as error:
+        except (KinlensError, OSError, ValueError) as error:  # TimeoutError is an OSError
             reason = type(error).__name__
         if reason != self._omitted.get(subject, ""):
             self._omitted[subject] = reason
@@ -113,6 +158,10 @@ class Observer(Collector):
                 structlog.get_logger().warning("metrics omitted", subject=subject, error=reason)
             else:
                 structlog.get_logger().info("metrics read again", subject=subject)
+
+
+def _usage(folder: Path) -> tuple[int, Any]:
+    return folder.stat().st_dev, shutil.disk_usage(folder)
 
 
 _MODEL = ["provider", "precision", "bundle_id"]
@@ -144,6 +193,24 @@ def _families() -> Sequence[GaugeMetricFamily]:
                 "kinlens_replica_checked_seconds",
                 "Time since a copy of a published gallery was known to have the newest snapshot.",
                 ["gallery"],
+            ),
+            (
+                "kinlens_disk_free_bytes",
+                "Free space of each file system with the state folder or galleries, by one folder "
+                "on it.",
+                ["folder"],
+            ),
+            ("kinlens_disk_size_bytes", "Size of these file systems.", ["folder"]),
+            (
+                "kinlens_backup_last_success_timestamp_seconds",
+                "When the last complete `kinlens-serve backup` of this state folder ended, in "
+                "seconds since 1970; 0 if there was none.",
+                [],
+            ),
+            (
+                "kinlens_backup_failed",
+                "1 if a backup has failed since the last complete one.",
+                [],
             ),
         ]
     ]

@@ -167,7 +167,7 @@ def build_runtime(
     count_jobs = dict if jobs is None else jobs.store.counts
     is_on_gpu = settings.searched_on() == "cuda"
     health = Health(registry, models, settings.ready_timeout_ms / 1e3, is_on_gpu)
-    observer = Observer(metrics, registry, models, health, count_jobs)
+    observer = Observer(metrics, registry, models, health, count_jobs, settings.state)
     metrics.add(observer)
     publish(metrics, search_threads, cache, health)
     sampler = RecallSampler(registry, metrics, settings.recall_sample)

@@ -311,7 +311,6 @@ def test_names_within_an_overlay_lead_somewhere(built: dict[str, Any]) -> None:
             volumes = {volume["name"] for volume in template["spec"]["volumes"]}
             for container in template["spec"]["containers"]:
                 assert {mount["name"] for mount in container["volumeMounts"]} == volumes, name
-                assert ":" in container["image"], "the overlay names it without a tag"
                 ports |= {port["name"] for port in container.get("ports", [])}
         for service_ in kinds(objects, "Service"):
             assert service_["spec"]["selector"] in labels
@@ -320,6 +319,13 @@ def test_names_within_an_overlay_lead_somewhere(built: dict[str, Any]) -> None:
             assert budget["spec"]["selector"]["matchLabels"] in labels
         if name in ("folder", "writer"):
             assert not kinds(objects, "HorizontalPodAutoscaler"), "it has one writer"
+
+
+def test_each_overlay_names_the_image_of_all_its_containers(built: dict[str, Any]) -> None:
+    for name, objects in built.items():
+        pod = pod_of(objects)
+        containers = pod["containers"] + pod.get("initContainers", [])
+        assert {container["image"] for container in containers} == {"kinlens-shop:1"}, name
 
 
 def test_a_pod_has_time_to_end_no_rights_and_probes_that_exist(built: dict[str, Any]) -> None:

@@ -15,11 +15,13 @@ import contextlib
 import hashlib
 import shutil
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
@@ -59,6 +61,9 @@ from kinlens.service.galleries.locations import (
 from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.jobs.store import JobFolders, JobStore
 from kinlens.service.settings import REPLICAS, Settings
+
+LAST = ".last-backup.json"
+"""In the state folder: `LastBackup`, for the metrics of the service."""
 
 REPORT = "backup.json"
 SUMS = "SHA256SUMS"
@@ -122,7 +127,49 @@ def expected_bytes(settings: Settings) -> int:
     return size + (_size(_state_files(settings.state)) if settings.state is not None else 0)
 
 
+class LastBackup(BaseModel, frozen=True):
+    """The end of the last backup that was complete, in seconds since 1970 (0 for none), and whether
+    a later one has failed.
+    """
+
+    succeeded_at: float = 0.0
+    has_failed: bool = False
+
+
+def last_backup(state: Path) -> LastBackup:
+    """Raises: OSError; ValueError if the record is damaged."""
+    try:
+        return LastBackup.model_validate_json((state / LAST).read_bytes())
+    except FileNotFoundError:
+        return LastBackup()
+
+
 def back_up(settings: Settings, out: Path, on_progress: Progress) -> Backup:
+    """Copy all data that the service stores in folders to the new folder `out`, while it runs.
+
+    The outcome is recorded in the state folder for `last_backup`.
+
+    Raises: as `_back_up`.
+    """
+    record = partial(_record, settings.state)
+    try:
+        report = _back_up(settings, out, on_progress)
+    except BaseException:
+        record(has_failed=True)
+        raise
+    record(succeeded_at=time.time(), has_failed=False)
+    return report
+
+
+def _record(state: Path | None, **changes: Any) -> None:
+    # Without the record the service reports an old backup; the backup itself is not at fault.
+    with contextlib.suppress(OSError, ValueError):
+        if state is not None:
+            last = last_backup(state).model_copy(update=changes)
+            (state / LAST).write_text(last.model_dump_json(), encoding="utf-8")
+
+
+def _back_up(settings: Settings, out: Path, on_progress: Progress) -> Backup:
     """Copy all data that the service stores in folders to the new folder `out`, while it runs.
 
     The backup contains every change that was acknowledged before the call. `out` is created only

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -133,6 +135,7 @@ def test_a_restore_on_an_empty_host_has_every_acknowledged_write(tiny_bundle, tm
     headers = {"X-API-Key": key.strip()}
     common = {"anonymous_scopes": "", "feedback": "pictures"}
     acknowledged: dict[str, bytes] = {}
+    began_at = time.time()
 
     with (
         own_process(tmp_path / "log", bundle=old / "model", state=old / "state", **common) as one,
@@ -156,6 +159,13 @@ def test_a_restore_on_an_empty_host_has_every_acknowledged_write(tiny_bundle, tm
         refusal = call("restore", saved, *options, "--replace", code=1).stderr
         assert "runs on" in refusal
         assert "Stop it" in refusal
+        call("backup", "--out", saved, *options, code=1)
+        metrics = httpx.get(f"{one.url}/metrics").text
+        assert "kinlens_backup_failed 1.0" in metrics
+        succeeded_at = re.findall(r"^kinlens_backup_last_success\w+ (.*)$", metrics, re.MULTILINE)
+        assert began_at < float(succeeded_at[0]) < time.time()
+        [free] = re.findall(r"^kinlens_disk_free_bytes\{.* (.*)$", metrics, re.MULTILINE)
+        assert float(free) > 0
     assert len(acknowledged) > len(known)
     shutil.rmtree(old)
     call("restore", saved, "--bundle", new / "model", "--state", new / "state")

@@ -77,7 +77,9 @@ def test_every_metric_is_described_and_the_pages_name_no_other_one(start_service
         for family in metrics.registry.collect()
     }
     assert described.keys() == families.keys()
-    pages = "\n".join(page.read_text("utf-8") for page in DOCS.glob("*.md"))
+    deploy = DOCS.parent / "deploy"
+    files = [*DOCS.glob("*.md"), *deploy.rglob("*.json"), deploy / "prometheus/alerts.yml"]
+    pages = "\n".join(file.read_text("utf-8") for file in files)
     named = set(re.findall(r"\b(kinlens_\w+?)(?:_sum|_count|_bucket)?\b(?![/.])", pages))
     assert len(named) > 5
     assert named <= described.keys()

@@ -65,6 +65,7 @@ test: $(VENV)/.dev  ## All tests, in TEST_PROCESSES=4 processes
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/http/test_schemathesis.py \
 	  tests/http/galleries/test_live_writes.py tests/promises/test_bar.py tests/units/test_decoding.py \
+	  tests/promises/test_quiet_machine.py \
 	  tests/training/test_models.py tests/training/test_trunks.py \
 	  tests/training/losses/test_laws.py --timeout 3600
 	$(BIN)/python scripts/soak.py $(if $(HOURS),--hours $(HOURS))

@@ -28,6 +28,7 @@ COPY --from=build /opt/kinlens /opt/kinlens
 ENV PATH=/opt/kinlens/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
+    PYTHONSAFEPATH=1 \
     KINLENS_HOST=0.0.0.0 \
     KINLENS_PORT=8000 \
     KINLENS_STATE=/state \

@@ -26,6 +26,7 @@ COPY --from=build /opt/kinlens /opt/kinlens
 ENV PATH=/opt/kinlens/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
+    PYTHONSAFEPATH=1 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     MPLCONFIGDIR=/tmp \

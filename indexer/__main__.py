@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from kinlens.embedder.machine import print_version, require_faiss
+from kinlens.environment import isolate
 from kinlens.installs import missing_package
 
 require_faiss("kinlens-index")
@@ -43,5 +44,11 @@ def start(
     """Build, change, search and check image galleries."""
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command line."""
+    isolate()
     app()
+
+
+if __name__ == "__main__":
+    main()

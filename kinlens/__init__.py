@@ -17,6 +17,8 @@ Each name is imported on first use, so `import kinlens` is cheap.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kinlens.environment import refuse_telemetry
+
 if TYPE_CHECKING:
     from kinlens.client import AsyncClient, Client
     from kinlens.local import load_bundle, open_gallery
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["AsyncClient", "Client", "__version__", "load_bundle", "open_gallery"]
 
 __version__ = "0.2.0"
+
+refuse_telemetry()
 
 _MODULES = {
     "AsyncClient": "kinlens.client",

@@ -1,6 +1,7 @@
 """kinlens-serve: serve galleries over HTTP; check a setup; manage keys, jobs, audit, backups."""
 
 from kinlens.embedder.machine import require_faiss
+from kinlens.environment import isolate
 from kinlens.installs import missing_package
 
 require_faiss("kinlens-serve")
@@ -27,5 +28,11 @@ app.add_typer(feedback.app, name="feedback")
 app.add_typer(keys.app, name="keys")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command line."""
+    isolate()
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from kinlens.embedder.errors import JobError, KinlensError
 from kinlens.embedder.machine import print_version
+from kinlens.environment import isolate
 from kinlens.installs import missing_package
 
 
@@ -60,6 +61,7 @@ def start(
 
 def main() -> None:
     """Run the command line; a Kinlens error is one line on stderr and exit code 1."""
+    isolate()
     try:
         app()
     except (KinlensError, OSError) as error:

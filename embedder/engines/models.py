@@ -6,7 +6,6 @@ which onnxruntime does not. It is imported on first use.
 
 import functools
 import importlib.util
-import os
 import platform
 import threading
 from collections.abc import Iterator
@@ -17,9 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
-
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # 1.29 and later report to Microsoft
-
 import onnxruntime as ort
 
 from kinlens.embedder.errors import BundleCorruptError, ProviderError

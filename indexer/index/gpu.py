@@ -22,6 +22,7 @@ import numpy as np
 
 from kinlens.embedder.errors import EngineUnavailableError, ProviderError
 from kinlens.embedder.types import Embeddings
+from kinlens.environment import child_environment
 from kinlens.indexer.types import Ids, Scores
 
 _log = logging.getLogger(__name__)
@@ -95,7 +96,11 @@ def failed_trial() -> str | None:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-c", TRIAL], capture_output=True, text=True, timeout=TRIAL_S
+            [sys.executable, "-c", TRIAL],
+            capture_output=True,
+            text=True,
+            timeout=TRIAL_S,
+            env=child_environment(),
         )
     except subprocess.TimeoutExpired:
         return f"a test search did not end within {TRIAL_S:.0f} s"

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -154,11 +155,20 @@ class ShardEmbedder:
     """A Ray actor: embeds shards with its own session of the bundle."""
 
     def __init__(
-        self, files: Any, session: SessionSettings, address: str, batch_size: int, workers: int
+        self,
+        files: Any,
+        session: SessionSettings,
+        address: str,
+        batch_size: int,
+        workers: int,
+        home: str | None = None,
     ) -> None:
-        """`files` is a Ray reference to the files of the bundle: bytes by relative path."""
+        """`files` is a Ray reference to the files of the bundle: bytes by relative path. `home` is
+        the home folder, which may hold the credentials of a store.
+        """
         import ray
 
+        os.environ |= {} if home is None else {"HOME": home}
         with tempfile.TemporaryDirectory() as folder:
             for name, data in ray.get(files).items():
                 file = Path(folder, name)
@@ -250,6 +260,7 @@ def _run(
             compute=ray.data.ActorPoolStrategy(size=max(1, min(actors, len(missing)))),
             fn_constructor_kwargs={
                 "files": files,
+                "home": None if address else os.environ.get("HOME"),
                 "session": session,
                 "address": shards.address,
                 "batch_size": batch_size,
@@ -270,12 +281,14 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
     mine = {"num_cpus": core_count() + _SPARE_CPUS, "include_dashboard": False}
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints messages about its workers
         try:
-            ray.init(
-                address=address or "local",
-                log_to_driver=False,
-                logging_level="error",
-                **({} if address else mine),
-            )
+            # Ray puts the working directory on the module path of the workers.
+            with contextlib.chdir("/"), contextlib.nullcontext() if address else _home_of_ray():
+                ray.init(
+                    address=address or "local",
+                    log_to_driver=False,
+                    logging_level="error",
+                    **({} if address else mine),
+                )
         except Exception as error:  # many types: no response, another version, a wrong address
             raise EngineUnavailableError(
                 f"Cannot connect to a Ray cluster at {address or 'this machine'}: "
@@ -296,6 +309,24 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
             ) from error
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _home_of_ray() -> Iterator[None]:
+    """A home folder for the processes of a private cluster.
+
+    Ray asks the metadata servers of three clouds for a report about itself, even if the report is
+    switched off, unless the home folder describes the cluster. It also writes a token there.
+    """
+    home = os.environ.get("HOME")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "ray_bootstrap_config.yaml").write_text("provider: {type: local}\n")
+        os.environ["HOME"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("HOME")
+            os.environ |= {} if home is None else {"HOME": home}
 
 
 def _first_line(error: BaseException) -> str:

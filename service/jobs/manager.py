@@ -26,6 +26,7 @@ from kinlens.embedder.errors import (
     KinlensError,
     StateMissingError,
 )
+from kinlens.environment import child_environment
 from kinlens.indexer.gallery import current_manifest
 from kinlens.models import JobLog, JobOptions
 from kinlens.service.galleries.locations import Locations, id_of
@@ -225,7 +226,8 @@ class JobManager:
 
     def _spawn(self, job_id: str, folders: JobFolders, lock: int) -> None:
         # The plan contains all settings that the job needs. Our secrets must not reach it.
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS)}
+        inherited = child_environment()
+        environment = {k: v for k, v in inherited.items() if not k.startswith(_SETTINGS)}
         environment |= {_MARK: job_id, "PYTHONUNBUFFERED": "1"}
         with folders.log.open("ab") as log:
             process = subprocess.Popen(

@@ -30,6 +30,7 @@ from pydantic import (
 )
 
 from kinlens.embedder.errors import JobError
+from kinlens.environment import child_environment
 from kinlens.training.config.job import (
     Job,
     apply_override,
@@ -254,6 +255,7 @@ def run_in_process(job: Job, folder: Path) -> str | None:
             stdout=output,
             stderr=subprocess.STDOUT,
             close_fds=False,
+            env=child_environment(),
         )
     try:
         code = process.wait()

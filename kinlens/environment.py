@@ -1,0 +1,106 @@
+"""What our processes and the libraries in them read from the environment."""
+
+import getpass
+import os
+import stat
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+_NO_TELEMETRY = {
+    "ORT_DISABLE_TELEMETRY": "1",  # onnxruntime 1.29 and later report to Microsoft
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_DISABLE_TELEMETRY": "1",  # for timm's weights
+    "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+}
+
+
+def refuse_telemetry() -> None:
+    """Switch off the reports of libraries to their makers, unless the user has chosen otherwise.
+
+    `import kinlens` calls this, so it precedes every library that Kinlens imports, in each process.
+    """
+    for name, value in _NO_TELEMETRY.items():
+        os.environ.setdefault(name, value)
+    # OpenVINO has no setting for it: its import reports, and writes to the home folder. It runs
+    # without the package `openvino_telemetry`, and None is Python's mark for "cannot be imported".
+    cast(dict[str, Any], sys.modules).setdefault("openvino_telemetry", None)
+
+
+def isolate() -> None:
+    """Prepare the process of a command, and all that it starts, before its work begins.
+
+    - Modules are not imported from the working directory, where anyone may have put a file.
+    - A user id without a name gets one, and caches get a folder where the home folder is missing
+      or read-only, as in a container with an arbitrary user id.
+    """
+    sys.path[:] = _module_path()
+    os.environ.update(child_environment())
+    if not _has_user_name():
+        os.environ["LOGNAME"] = str(os.getuid())  # `getpass.getuser` of torch
+    home = _home()
+    if home is None or not _is_writable(Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")):
+        folder = str(_private_folder())
+        os.environ |= dict.fromkeys(("XDG_CACHE_HOME", "MPLCONFIGDIR", "TRITON_HOME"), folder)
+        if home is None:  # a home folder that cannot be written may still hold credentials
+            os.environ["HOME"] = folder
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for Python processes that must not import from the working directory."""
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}
+    absolute = [entry for entry in _python_path() if Path(entry).is_absolute()]
+    if absolute:
+        environment["PYTHONPATH"] = os.pathsep.join(absolute)
+    else:
+        environment.pop("PYTHONPATH", None)
+    return environment
+
+
+def _python_path() -> list[str]:
+    text = os.environ.get("PYTHONPATH", "")
+    return text.split(os.pathsep) if text else []
+
+
+def _module_path() -> list[str]:
+    """`sys.path` without the entries that Python derived from the working directory."""
+    derived = {Path(entry).resolve() for entry in _python_path() if not Path(entry).is_absolute()}
+    is_module = getattr(sys.modules["__main__"], "__spec__", None) is not None  # python -m
+    if is_module and not sys.flags.safe_path:
+        derived.add(Path.cwd())
+    derived.discard(Path(__file__).resolve().parents[1])  # Kinlens itself, in a checkout
+    return [entry for entry in sys.path if Path(entry).resolve() not in derived]
+
+
+def _has_user_name() -> bool:
+    try:
+        getpass.getuser()
+    except (KeyError, OSError, ImportError):  # no entry for the user id
+        return False
+    return True
+
+
+def _home() -> Path | None:
+    try:
+        return Path.home()
+    except RuntimeError:  # no HOME, and no entry for the user id
+        return None
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether this process may write to a folder, or make it."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _private_folder() -> Path:
+    """A folder for temporary files of this user alone, the same for each process."""
+    folder = Path(tempfile.gettempdir(), f"kinlens-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077
+    if stat.S_ISDIR(status.st_mode) and is_private:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="kinlens-"))  # another user made it first

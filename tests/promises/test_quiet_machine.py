@@ -1,0 +1,61 @@
+"""Kinlens contacts nobody, imports nothing from the working directory, and needs no home folder."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kinlens.embedder.bundle import Bundle
+from tests.support.job_shops import write_photos
+from tests.training.jobs import calibrated_weights
+
+SCRIPT = Path(__file__).parents[1] / "support" / "quiet_machine.py"
+NETWORK = ["unshare", "--net"] if os.name == "posix" and not os.getuid() else ["unshare", "-rn"]
+
+
+@pytest.fixture
+def walk(tiny_bundle: Bundle, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A function that does all that a user does in a network of its own; see the script."""
+    trial = subprocess.run([*NETWORK, "true"], capture_output=True, text=True)
+    if trial.returncode:
+        pytest.skip(f"no network namespace can be made here: {trial.stderr.strip()}")
+    tmp_path.chmod(0o777)
+    write_photos(tmp_path / "shop")
+    shutil.copytree(tiny_bundle.path, tmp_path / "bundle")
+    calibrated_weights(tmp_path / "weights.pt")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work").chmod(0o777)
+
+    def walk(*user: object) -> dict[str, Any]:
+        command = [*NETWORK, sys.executable, SCRIPT, tmp_path, *map(str, user)]
+        command += ["--train"] if os.environ.get("KINLENS_LONG_TESTS") else []  # a minute
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert not done.returncode, done.stderr + done.stdout
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    return walk
+
+
+def test_nothing_is_contacted_and_no_file_of_the_working_directory_is_run(
+    walk: Callable[..., dict[str, Any]],
+) -> None:
+    found = walk()
+    assert found["proxied"] == []
+    assert found["direct"] == 0
+    assert found["ran"] == ""
+    assert not [path for path in found["home"] if "/.cache/" not in path]
+
+
+def test_a_user_id_without_a_name_and_a_home_folder_is_enough(
+    walk: Callable[..., dict[str, Any]],
+) -> None:
+    if os.getuid():
+        pytest.skip("only root can take another user id")
+    assert walk("--user", 12345)["proxied"] == []

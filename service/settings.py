@@ -17,8 +17,7 @@ from kinlens.embedder.manifest import AskedEngine, AskedPrecision
 from kinlens.embedder.preprocess import ImageLimits
 from kinlens.indexer.calibration import DEFAULT_PRIOR
 from kinlens.indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address, seconds_of
-from kinlens.models import FeedbackMode
-from kinlens.service.access.keys import Scope
+from kinlens.models import FeedbackMode, Scope
 from kinlens.service.access.rates import parse_network, parse_rates
 from kinlens.service.galleries.cards import check_product_url
 from kinlens.service.redis import check_url

@@ -1,5 +1,6 @@
 """What our processes and the libraries in them read from the environment."""
 
+import contextlib
 import getpass
 import os
 import stat
@@ -36,15 +37,27 @@ def isolate() -> None:
       or read-only, as in a container with an arbitrary user id.
     """
     sys.path[:] = _module_path()
-    os.environ.update(child_environment())
+    inherited = child_environment()
+    os.environ.pop("PYTHONPATH", None)
+    os.environ.update(inherited)
     if not _has_user_name():
         os.environ["LOGNAME"] = str(os.getuid())  # `getpass.getuser` of torch
-    home = _home()
-    if home is None or not _is_writable(Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")):
-        folder = str(_private_folder())
-        os.environ |= dict.fromkeys(("XDG_CACHE_HOME", "MPLCONFIGDIR", "TRITON_HOME"), folder)
-        if home is None:  # a home folder that cannot be written may still hold credentials
-            os.environ["HOME"] = folder
+    with contextlib.suppress(OSError):  # there is no folder for temporary files either
+        _place_caches()
+
+
+def _place_caches() -> None:
+    home, cache = _home(), os.environ.get("XDG_CACHE_HOME")
+    has_home = home is not None and _is_writable(home)
+    if has_home if cache is None else _is_writable(Path(cache)):
+        folder = cache
+    else:
+        folder = os.environ["XDG_CACHE_HOME"] = str(_private_folder())
+    if not has_home:
+        for name in ("MPLCONFIGDIR", "TRITON_HOME"):  # they ignore XDG_CACHE_HOME
+            os.environ.setdefault(name, str(folder))
+    if home is None:  # a home folder that cannot be written may still hold credentials
+        os.environ["HOME"] = str(folder)
 
 
 def child_environment() -> dict[str, str]:

@@ -134,7 +134,7 @@ class Walk:
         state = self.folder / "state"
         key = self.run("kinlens-serve", "keys", "create", "a", "--scope", "admin", "--state", state)
         environment = self.environment | {
-            "PYTHONPATH": f"{os.pathsep}/nowhere",  # an empty entry is the working directory
+            "PYTHONPATH": os.pathsep,  # two empty entries: the working directory
             "KINLENS_TRAINING_WEIGHTS": f"tiny={weights}",
         }
         words = ["--bundle", bundle, "--gallery", f"shop={self.folder / 'gallery'}", "--port", "0"]

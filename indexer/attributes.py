@@ -3,8 +3,16 @@
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
-from kinlens.values import AttributeType, AttributeValue, Scalar, is_missing
+from kinlens.embedder.sources.names import composed
+from kinlens.values import (
+    AttributeType,
+    AttributeValue,
+    Scalar,
+    is_missing,
+    plain_attributes,
+)
 
 Schema = Mapping[str, AttributeType]
 """The attributes of a gallery: name -> type."""
@@ -21,6 +29,20 @@ _TYPES: Mapping[type, AttributeType] = {
 _SMALLEST, _LARGEST = -(2**63), 2**63 - 1
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def as_stored(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Plain attributes whose texts are in the composed Unicode form."""
+    plain = plain_attributes(attributes)
+    if all(isinstance(value, str) and value.isascii() for value in plain.values()):
+        return plain
+    return {name: _composed(value) for name, value in plain.items()}
+
+
+def _composed(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_composed, value))
+    return composed(value) if isinstance(value, str) else value
 
 
 def type_of(value: object) -> AttributeType:

@@ -30,6 +30,7 @@ from kinlens.embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
+from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import SHORT, Hit
 from kinlens.golden import GoldenOutcome, GoldenQuery, GoldenRun, Interval, Label
 from kinlens.indexer.attributes import is_printable
@@ -78,8 +79,8 @@ def judge_of(label: Label) -> Callable[[Hit], bool]:
     if label.attribute is not None and label.value is not None:
         condition = Equals(label.attribute, label.value)
         return lambda hit: condition.matches(hit.attributes)
-    keys = frozenset(label.keys)
-    return lambda hit: hit.key in keys
+    keys = frozenset(map(composed, label.keys))
+    return lambda hit: composed(hit.key) in keys
 
 
 def right_items(label: Label, store: VectorStore) -> int:

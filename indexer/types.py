@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import Embeddings, Hit, ItemId
-from kinlens.indexer.attributes import Schema
+from kinlens.indexer.attributes import Schema, as_stored
 from kinlens.indexer.filters.tree import Filter
-from kinlens.values import AttributeType, AttributeValue, Scalar, plain_attributes, values_in
+from kinlens.values import AttributeType, AttributeValue, Scalar, values_in
 
 Ids = NDArray[np.int64]
 """Item ids, shape (N,)."""
@@ -90,6 +91,7 @@ _CANCELLED = 1e-3  # norm below which a combination of likes and dislikes has no
 class Entry:
     """An item to store.
 
+    key: in any Unicode form; it is stored composed (NFC), as are texts of attributes.
     vector: unit vector (D,).
     sha256: hash (hex) of the image that the vector was computed from; without an image, by default
         that of the bytes of the vector.
@@ -107,7 +109,9 @@ class Entry:
     keeps: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "attributes", plain_attributes(self.attributes))
+        object.__setattr__(self, "attributes", as_stored(self.attributes))
+        if isinstance(self.key, str):
+            object.__setattr__(self, "key", composed(self.key))
         if self.sha256 == "" and isinstance(self.vector, np.ndarray):
             content = np.ascontiguousarray(self.vector, np.float32).tobytes()
             object.__setattr__(self, "sha256", hashlib.sha256(content).hexdigest())

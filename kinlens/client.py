@@ -539,6 +539,16 @@ class AsyncClient(_BaseClient):
         path = ("galleries", gallery, *calls.item_path(key))
         return await self._send(api.PatchAnswer, "PATCH", *path, json=changes)
 
+    async def patch_products(
+        self, gallery: str, changes: Mapping[str, Mapping[str, AttributeInput | None]]
+    ) -> api.PatchAnswer:
+        """Change attributes of all items of each product, all or none; None removes an attribute.
+
+        The products are values of the attribute `product`.
+        """
+        path = ("galleries", gallery, "items")
+        return await self._send(api.PatchAnswer, "PATCH", *path, json={"products": changes})
+
     async def patch_where(
         self, gallery: str, filter: Filter, changes: Mapping[str, AttributeInput | None]
     ) -> api.PatchAnswer:
@@ -824,6 +834,7 @@ class Client(_BaseClient):
     image = _blocking(AsyncClient.image)
     patch = _blocking(AsyncClient.patch)
     patch_item = _blocking(AsyncClient.patch_item)
+    patch_products = _blocking(AsyncClient.patch_products)
     patch_where = _blocking(AsyncClient.patch_where)
     remove = _blocking(AsyncClient.remove)
     remove_where = _blocking(AsyncClient.remove_where)

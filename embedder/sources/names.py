@@ -2,7 +2,11 @@
 
 import os
 import unicodedata
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 NOT_UTF8 = (
     "The name is not UTF-8, as from an old archive or disk. Rename it, or convert all names of the "
@@ -21,6 +25,17 @@ def spellings(text: str) -> tuple[str, ...]:
         return (text,)
     forms = composed(text), text, unicodedata.normalize("NFD", text)
     return tuple(dict.fromkeys(forms))
+
+
+def by_key(keys: Iterable[str], stored: Mapping[str, T]) -> dict[str, T]:
+    """The values of the `keys` that are `stored` in the same or another spelling."""
+    found = {}
+    for key in keys:
+        for spelling in (key, *spellings(key)):
+            if spelling in stored:
+                found[key] = stored[spelling]
+                break
+    return found
 
 
 def printable(path: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kinlens.embedder.errors import GalleryCorruptError
+from kinlens.embedder.sources.names import by_key, spellings
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import Schema, is_printable
 from kinlens.indexer.catalog.entries import MAX_KEY, is_key
@@ -174,10 +175,10 @@ class CatalogView:
         return [found[item_id] for item_id in wanted]
 
     def find(self, keys: Sequence[str]) -> dict[str, ItemId]:
-        """The ids of the items with these keys; unknown keys are omitted."""
-        # Invalid keys are dropped: SQLite reads JSON texts only up to a NUL.
-        listed = json.dumps([key for key in keys if is_key(key)])
-        return {row[1]: row[0] for row in self._all(_BY_KEY, listed) if self._is_whole(row)}
+        """The ids of the items with these keys, in any Unicode form; unknown keys are omitted."""
+        listed = _json_keys(keys)
+        rows = {row[1]: row[0] for row in self._all(_BY_KEY, listed) if self._is_whole(row)}
+        return by_key(keys, rows)
 
     def content(self, sha256s: Sequence[str]) -> dict[str, ItemId]:
         """The lowest id of an item with each of these contents, by sha256; unknown ones omitted."""
@@ -232,7 +233,7 @@ class CatalogView:
         """
         if not self._keeps_removed():
             return [], np.empty((0, self.dim), np.float32)
-        listed = json.dumps([key for key in keys if is_key(key)])
+        listed = _json_keys(keys)
         items = self._items(self._all(_REMOVED_BY_KEY, listed))
         listed = _json_ids([item.id for item in items])
         return items, self._arrays(self._all(_REMOVED_VECTORS, listed))[1]
@@ -303,10 +304,11 @@ class CatalogView:
         if not is_printable(prefix):  # no key matches; SQLite reads texts only up to a NUL
             return np.empty(0, np.int64)
         own = [*self.find([prefix]).values()]
-        found = self._ids(
-            "items INDEXED BY items_by_key", ("key",), (prefix,), (prefix + _LAST_KEY,)
-        )
-        return np.sort(np.append(found, np.array(own, np.int64)))
+        found = [
+            self._ids("items INDEXED BY items_by_key", ("key",), (start,), (start + _LAST_KEY,))
+            for start in spellings(prefix)
+        ]
+        return np.unique(np.concatenate([*found, np.array(own, np.int64)]))
 
     def iter_vectors(self, batch: int = 4096) -> Iterator[tuple[Ids, Embeddings]]:
         """Batches of ids (B,) and vectors (B, D) of all items, by ascending id."""
@@ -471,6 +473,11 @@ class CatalogView:
 def _is_whole_state(row: StateRow) -> bool:
     """Whether a row fits its checksum; cached, since nearly every search reads the same row."""
     return row.checksum == row.crc
+
+
+def _json_keys(keys: Iterable[str]) -> str:
+    """All spellings of the valid keys: SQLite reads JSON texts only up to a NUL."""
+    return json.dumps([spelling for key in keys if is_key(key) for spelling in spellings(key)])
 
 
 def _json_ids(ids: Sequence[ItemId] | Ids) -> str:

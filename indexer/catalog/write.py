@@ -10,6 +10,7 @@ import numpy as np
 
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, ItemId
+from kinlens.indexer.attributes import as_stored
 from kinlens.indexer.catalog.entries import are_equal, checked_vectors, learn_types, with_stored
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import (
@@ -24,7 +25,7 @@ from kinlens.indexer.catalog.schema import (
 from kinlens.indexer.catalog.vectors import VectorFile
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import NUMBER_BYTES, Entry, Ids, Item, Written
-from kinlens.values import AttributeType, AttributeValue, plain_attributes
+from kinlens.values import AttributeType, AttributeValue
 
 Attributes = Mapping[str, AttributeValue]
 Changes = Mapping[str, Mapping[str, AttributeValue | None]]
@@ -83,8 +84,9 @@ class CatalogWriter(CatalogView):
         Raises: InvalidParameterError naming the invalid key; then nothing was written.
         """
         vectors = checked_vectors(entries, self.dim)
-        old = self.get([*self.find([entry.key for entry in entries]).values()])
-        known = {item.key: item for item in old.values()}
+        ids = self.find([entry.key for entry in entries])
+        old = self.get([*ids.values()])
+        known = {key: old[item_id] for key, item_id in ids.items()}
         for item in known.values():
             if within is not None and not within.matches(item.attributes):
                 raise InvalidParameterError(
@@ -334,7 +336,7 @@ class CatalogWriter(CatalogView):
 
 def _change(change: Mapping[str, Any]) -> Mapping[str, Any]:
     """Normalise a change: an empty list removes an attribute, as None does."""
-    return {**dict.fromkeys(change), **plain_attributes(change)}
+    return {**dict.fromkeys(change), **as_stored(change)}
 
 
 def _check_within(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kinlens.embedder.sources.names import spellings
 from kinlens.indexer.bits import Bits, empty_bits
 from kinlens.indexer.columns.columns import Columns, Span
 from kinlens.indexer.filters.tree import (
@@ -80,7 +81,12 @@ def index_of(value: Scalar, values: Sequence[Any]) -> int | None:
 def _spans(where: Condition, values: Sequence[Any]) -> list[Span]:
     if isinstance(where, Equals | In):
         wanted = (where.value,) if isinstance(where, Equals) else where.values
-        indices = {index_of(value, values) for value in wanted} - {None}
+        forms = (  # galleries of earlier versions keep texts as they were given
+            form
+            for value in wanted
+            for form in (spellings(value) if isinstance(value, str) else (value,))
+        )
+        indices = {index_of(form, values) for form in forms} - {None}
         return [(index + 1, index + 2) for index in indices if index is not None]
     first, end = 0, len(values)
     if isinstance(where, Exists):

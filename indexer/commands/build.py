@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import BundleMismatchError, SourceError
+from kinlens.embedder.errors import BundleMismatchError
 from kinlens.embedder.session import Embedder
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.attributes import Schema
@@ -46,7 +46,6 @@ from kinlens.indexer.ingest.shards import VectorShards
 from kinlens.indexer.ingest.sources import (
     Source,
     csv_source,
-    existing_folder,
     folder_source,
     split_source,
 )
@@ -211,22 +210,19 @@ def _new_source(images: Path | None, csv: Path | None, split: Path | None) -> So
 def _further_source(
     images: Path | None, csv: Path | None, split: Path | None, root: Path, kinds: Schema
 ) -> Source:
-    """The source to add to a gallery with the image root `root`, to which all paths are relative.
+    """The source to add to a gallery with the image root `root`. Paths of a list are relative to
+    `images`, by default the root.
 
     Raises: SourceError; BadParameter for wrong usage.
     """
     _refuse_both(csv, split)
     if images is None and not (csv or split):
         raise typer.BadParameter("Pass the folder IMAGES, or a list with --csv or --split.")
-    folder = existing_folder(images or root)
-    if not (csv or split):
-        return folder_source(folder, root)
-    if folder != root.resolve():
-        raise SourceError(
-            f"The paths of a list are relative to the image root of the gallery, {root}, but "
-            f"{folder} was given. Omit it, or write the paths relative to the image root."
-        )
-    return csv_source(csv, root, kinds) if csv else split_source(split or Path(), root)
+    if csv:
+        return csv_source(csv, root, kinds, images)
+    if split:
+        return split_source(split, root, images)
+    return folder_source(images or root, root)
 
 
 def _refuse_both(csv: Path | None, split: Path | None) -> None:

@@ -14,7 +14,9 @@ from kinlens.indexer.commands.console import SHOWN, err, errors_shown, print_rep
 from kinlens.indexer.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.ingest.sources import DATE, Typed, csv_changes, split_kind
+from kinlens.indexer.ingest.products import changes_by_key
+from kinlens.indexer.ingest.sources import PRODUCT, csv_changes
+from kinlens.indexer.ingest.tables import DATE, Typed, split_kind
 from kinlens.indexer.types import MILVUS
 from kinlens.values import AttributeValue
 
@@ -68,18 +70,25 @@ def update(
         list[str] | None, typer.Option(metavar="NAME", help="Attribute to remove.")
     ] = None,
     csv: Annotated[
-        Path | None, typer.Option(help="CSV list: column key, and the attributes to set.")
+        Path | None,
+        typer.Option(help="CSV list: column key or product, and the attributes to set."),
+    ] = None,
+    product: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PRODUCT", help="Value of the attribute product; repeatable."),
     ] = None,
     where: WhereOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Change attributes of items, without embedding their images again.
+    """Change attributes of items, by key, by product or by filter, without embedding their images.
 
     All changes are made or none, except with --where, which commits 10,000 items at a time. A value
     has the type of the attribute in the gallery. A new attribute is text, unless it is written as
     NAME:number or NAME:boolean. NAME:text[]=S|M|L sets several values.
     """
-    _check_usage(keys, assign, unset, csv, where)
+    _check_usage(keys or product, assign, unset, csv, where)
+    if keys and product:
+        raise typer.BadParameter("Pass keys or --product, not both.")
     with errors_shown(), stores.opened(gallery) as store:
         changes: Mapping[str, Mapping[str, AttributeValue | None]]
         values = assigned(assign or (), unset or (), store.schema())
@@ -88,7 +97,12 @@ def update(
             named = store.page(0, 1, condition).total
             report = Updated(named, store.update_where(condition, values))
         else:
-            changes = csv_changes(csv, store.schema()) if csv else dict.fromkeys(keys or (), values)
+            if csv:
+                column, changes = csv_changes(csv, store.schema())
+            else:
+                column = PRODUCT if product else "key"
+                changes = dict.fromkeys(product or keys or (), values)
+            changes = changes_by_key(store, changes) if column == PRODUCT else changes
             report = Updated(len(changes), store.update(changes))
         stores.compact_if_due(store, False)
         print_report(report, json, f"{report.changed:,} of {report.named:,} items changed.")
@@ -202,10 +216,10 @@ def _check_usage(
     if csv and (keys or assign or unset or where):
         raise typer.BadParameter("Pass --csv, or keys with --set and --unset, not both.")
     if keys and where:
-        raise typer.BadParameter("Pass keys or --where, not both.")
+        raise typer.BadParameter("Pass keys or --product, or --where, not both.")
     if not csv and not ((keys or where) and (assign or unset)):
         raise typer.BadParameter(
-            "Pass keys or --where with --set or --unset, or a list with --csv."
+            "Pass keys, --product or --where with --set or --unset, or a list with --csv."
         )
 
 

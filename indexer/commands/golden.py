@@ -34,7 +34,7 @@ from kinlens.indexer.golden import (
     threshold_of,
 )
 from kinlens.indexer.images import read_image
-from kinlens.indexer.ingest.sources import parse_value, read_table
+from kinlens.indexer.ingest.tables import parse_value, read_table
 from kinlens.indexer.types import VectorStore
 
 app = typer.Typer(no_args_is_help=True)

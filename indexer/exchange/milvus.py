@@ -29,6 +29,7 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
     ItemNotFoundError,
 )
+from kinlens.embedder.sources.names import by_key
 from kinlens.embedder.types import SHORT, Embeddings, Hit, ItemId
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.catalog.entries import (
@@ -411,7 +412,7 @@ class MilvusStore:
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
         """As `VectorStore.stored`, always with consistency "Strong": changes depend on it."""
         found = self._now().strong().lookup("key", keys, ITEM)
-        return {row["key"]: item_of(row) for row in found}
+        return by_key(keys, {row["key"]: item_of(row) for row in found})
 
     def contents(self, sha256s: Sequence[str]) -> set[str]:
         """As `VectorStore.contents`, but always "Strong": unused images are deleted."""
@@ -602,11 +603,12 @@ def _upsert_entries(
     now: Collection, entries: Sequence[Entry], vectors: Embeddings, owned: frozenset[str] | None
 ) -> Written:
     found = now.strong().lookup("key", [entry.key for entry in entries], ENTRY)
-    stored = {row["key"]: row for row in found}
+    stored = by_key([entry.key for entry in entries], {row["key"]: row for row in found})
     items = {key: item_of(row) for key, row in stored.items()}
     rows, became = [], Counter[str]()
     for entry, vector in zip(with_stored(entries, items, owned), vectors, strict=True):
         old, new = stored.get(entry.key), row_of(entry, vector)
+        new["key"] = entry.key if old is None else old["key"]  # as an earlier version spelled it
         if old is None:
             became["added"] += 1
         elif old["sha256"] != entry.sha256:

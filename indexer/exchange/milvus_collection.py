@@ -25,6 +25,7 @@ from kinlens.embedder.errors import (
     ItemNotFoundError,
     PlanError,
 )
+from kinlens.embedder.sources.names import by_key, spellings
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.exchange.milvus_filters import expression, one_of
@@ -217,13 +218,15 @@ class Collection:
     def lookup(
         self, field: str, values: Sequence[str] | Sequence[int], fields: Sequence[str]
     ) -> Iterator[Row]:
-        """The rows with one of these values."""
+        """The rows with one of these values; keys are found in any Unicode form."""
+        if field == "key":
+            values = [form for value in values for form in spellings(str(value))]
         for condition in lookups(field, values):
             yield from self.query(condition, fields)
 
     def known(self, keys: Sequence[str], fields: Sequence[str]) -> list[Row]:
         """The rows of these keys, in their order. Raises: ItemNotFoundError."""
-        found = {row["key"]: row for row in self.lookup("key", keys, fields)}
+        found = by_key(keys, {row["key"]: row for row in self.lookup("key", keys, fields)})
         missing = [key for key in keys if key not in found]
         if missing:
             raise ItemNotFoundError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from kinlens.embedder.errors import FilterError
+from kinlens.embedder.sources.names import composed
 from kinlens.indexer.attributes import Schema, check_name, checked_type, type_of
 from kinlens.values import AttributeType, AttributeValue, Scalar
 
@@ -95,10 +96,11 @@ class Equals(_Condition):
     size: ClassVar = _Size(1, 1, 1)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "value", _composed(self.value))
         self._set_type((self.value,))
 
     def _fits(self, value: Scalar) -> bool:
-        return value == self.value and type_of(value) == self.value_type
+        return _composed(value) == self.value and type_of(value) == self.value_type
 
     def _shown(self) -> str:
         return f"{self.value!r:.80}"
@@ -119,13 +121,14 @@ class In(_Condition):
             raise FilterError(
                 f"{self.name!r:.160} in () matches no item. Give at least one value, or omit it."
             )
+        object.__setattr__(self, "values", tuple(map(_composed, self.values)))
         size = _checked_size(_Size(1, 1, len(self.values)))
         self._set_type(self.values)
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "_set", frozenset(self.values))
 
     def _fits(self, value: Scalar) -> bool:
-        return value in self._set and type_of(value) == self.value_type
+        return _composed(value) in self._set and type_of(value) == self.value_type
 
     def _shown(self) -> str:
         return f"{self.values[0]!r:.80}"
@@ -144,6 +147,8 @@ class Range(_Condition):
     size: ClassVar = _Size(1, 1, 2)
 
     def __post_init__(self) -> None:
+        for name in _ABOVE:
+            object.__setattr__(self, name, _composed(getattr(self, name)))
         limits = tuple(value for _, value in self.limits)
         both = {"at_least", "above"}, {"at_most", "below"}
         given = {limit for limit, _ in self.limits}
@@ -184,6 +189,7 @@ class StartsWith(_Condition):
     size: ClassVar = _Size(1, 1, 1)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "start", _composed(self.start))
         self._set_type((self.start,))
         if self.value_type != "text":
             raise FilterError(
@@ -191,7 +197,7 @@ class StartsWith(_Condition):
             )
 
     def _fits(self, value: Scalar) -> bool:
-        return isinstance(value, str) and value.startswith(self.start)
+        return isinstance(value, str) and composed(value).startswith(self.start)
 
     def _shown(self) -> str:
         return f"{self.start!r:.80}"
@@ -305,6 +311,11 @@ def check_boosted(name: object, schema: Schema) -> None:
     if name not in numeric:
         known = _known(numeric) if numeric else "No attribute of this gallery is a number."
         raise FilterError(f"There is no numeric attribute {name!r:.160} to boost by. {known}")
+
+
+def _composed(value: Any) -> Any:
+    """A text in the composed Unicode form, in which texts are stored; other values as they are."""
+    return composed(value) if isinstance(value, str) else value
 
 
 def _joined(*sizes: _Size) -> _Size:

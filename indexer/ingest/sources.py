@@ -1,231 +1,30 @@
 """Sources of images: a folder, a CSV file with typed columns, or a split list of a dataset."""
 
-import csv
 import json
-import math
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from datetime import date, datetime
 from pathlib import Path
-from typing import NamedTuple, get_args
 
 import numpy as np
 
 from kinlens.embedder.errors import SourceError
 from kinlens.embedder.formats import SUFFIXES
-from kinlens.embedder.sources.names import composed
-from kinlens.embedder.sources.walk import Omitted, fault_lines, read_failed, walk_images
+from kinlens.embedder.sources.names import composed, existing
+from kinlens.embedder.sources.walk import Fault, Omitted, fault_lines, read_failed, walk_images
 from kinlens.indexer.attributes import Schema, is_printable
 from kinlens.indexer.catalog.entries import MAX_KEY, is_key, learn_types
 from kinlens.indexer.images import read_image
-from kinlens.values import AttributeType, AttributeValue, Scalar, date_text
-
-KINDS: tuple[AttributeType, ...] = get_args(AttributeType)
-"""The attribute types, as written after the colon of a typed name."""
-
-DATE = "date"
-"""Type name of a date. It is stored as text in a format that sorts by time."""
-
-_WHOLE = re.compile(r"[+-]?\d+")
-_DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_DIGITS = 100  # including leading zeros
-BOOLEANS = {"true": True, "false": False}
+from kinlens.indexer.ingest.tables import Row, read_rows, read_table
+from kinlens.values import AttributeValue
 
 _NO_KINDS: Schema = {}
+PRODUCT = "product"
+"""The attribute that joins the images of one product."""
 
-
-def parse_value(text: str, kind: str) -> Scalar:
-    """Convert `text` to a value of type `kind`. Raises: ValueError with the expected format."""
-    word = text.strip()
-    if kind == "text":
-        return text
-    if kind == DATE:
-        try:
-            short = len(word) <= len("2026-11-25")
-            return date_text((date if short else datetime).fromisoformat(word))
-        except ValueError as error:
-            raise ValueError("expected a date such as 2026-11-25 or 2026-11-25T10:30Z") from error
-    if kind == "boolean":
-        if word.lower() not in BOOLEANS:
-            raise ValueError("expected true or false")
-        return BOOLEANS[word.lower()]
-    if _WHOLE.fullmatch(word):
-        if len(word) > _DIGITS or not -(2**63) <= int(word) < 2**63:
-            raise ValueError("expected a 64-bit integer, or a number with a point such as 1.5e20")
-        return int(word)
-    if not _DECIMAL.fullmatch(word) or not math.isfinite(float(word)):
-        raise ValueError("expected a finite number such as 12 or 12.5, with a decimal point")
-    return float(word)
-
-
-def parse_values(text: str, kind: str) -> AttributeValue:
-    """The values in `S|M|L`, or in a JSON list such as ["S", "M"]. Raises: ValueError."""
-    if not text.strip():
-        return ()
-    if text.lstrip().startswith("["):
-        try:
-            found = json.loads(text)
-            is_text = kind in ("text", DATE)
-            if is_text and not all(isinstance(one, str) for one in found):
-                raise TypeError
-            return tuple(parse_value(one if is_text else json.dumps(one), kind) for one in found)
-        except (ValueError, TypeError) as error:
-            raise ValueError('expected values such as S|M|L, or ["S", "M", "L"]') from error
-    return tuple(parse_value(part.strip(), kind) for part in text.split("|") if part.strip())
-
-
-class Typed(NamedTuple):
-    """The type of a column (None if it is not given), and whether a cell has several values."""
-
-    kind: AttributeType | None
-    is_list: bool = False
-    is_date: bool = False
-
-    def value_of(self, text: str) -> AttributeValue:
-        """The value of a cell. Raises: ValueError."""
-        kind = DATE if self.is_date else self.kind or "text"
-        return (parse_values if self.is_list else parse_value)(text, kind)
-
-
-def split_kind(typed: str) -> tuple[str, Typed]:
-    """Split `price:number`, or `sizes:text[]` for several values, into the name and the type.
-
-    Raises: ValueError for an unknown type.
-    """
-    name, colon, kind = (part.strip() for part in typed.rpartition(":"))
-    if not colon:
-        return typed.strip(), Typed(None)
-    for known in KINDS:
-        if kind in (known, f"{known}[]"):
-            return name, Typed(known, kind != known)
-    if kind in (DATE, f"{DATE}[]"):
-        return name, Typed("text", kind != DATE, is_date=True)
-    raise ValueError(
-        f"{typed!r} names the type {kind!r}; the types are {', '.join((*KINDS, DATE))}, each also "
-        f"with [] for a list. If the colon is part of the name, write {typed}:text"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of a CSV file.
-
-    Attributes:
-        position: file and line, for messages.
-        cells: the text of the required columns.
-        attributes: the values of the other columns; None for an empty number or boolean.
-    """
-
-    line: int
-    position: str
-    cells: Mapping[str, str]
-    attributes: Mapping[str, AttributeValue | None]
-
-
-def read_table(file: Path, required: Sequence[str], kinds: Schema) -> Iterator[Row]:
-    """The rows below the header of `file`. The columns in `required` are text.
-
-    A column `price:number` has that type, a column `sizes:text[]` several values per cell, such as
-    S|M|L. A plain `price` has the type in `kinds`, or is text. The words true and false in an
-    untyped column are refused, because a boolean was probably meant.
-
-    Raises: SourceError for a missing file, column or value, or a value of another type.
-    """
-    rows = read_rows(file)
-    columns = _checked_columns(file, next(rows, (0, []))[1], required, kinds)
-    for line, row in rows:
-        yield _row(file, line, row, columns, required)
-
-
-def read_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """The rows that are not empty, each with the number of its last line. Raises: SourceError."""
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as text:
-            reader = csv.reader(text, skipinitialspace=True, strict=True)
-            yield from ((reader.line_num, row) for row in reader if row)
-    except OSError as error:
-        raise SourceError(f"Cannot read the list {file}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise SourceError(f"{file} is not UTF-8 text ({error}). Save it as UTF-8.") from error
-    except csv.Error as error:
-        raise SourceError(f"{file} is not a valid CSV file: {error}. Check its quotes.") from error
-
-
-def _row(
-    file: Path,
-    line: int,
-    row: list[str],
-    columns: Mapping[str, Typed],
-    required: Sequence[str],
-) -> Row:
-    position = f"{file}:{line}"
-    if len(row) != len(columns):
-        raise SourceError(
-            f"{position} has {len(row)} values for {len(columns)} columns. Put values that contain "
-            "a comma into double quotes."
-        )
-    texts = dict(zip(columns, row, strict=True))
-    cells = {name: texts.pop(name).strip() for name in required}
-    values = {name: _value(text, name, columns[name], position) for name, text in texts.items()}
-    return Row(line, position, cells, values)
-
-
-def _value(text: str, name: str, typed: Typed, position: str) -> AttributeValue | None:
-    kind = typed.kind
-    if (typed.is_list or typed.is_date or kind not in ("text", None)) and not text.strip():
-        return None
-    if kind is None and text.strip().lower() in BOOLEANS:
-        raise SourceError(
-            f"{position}: column {name} has {text!r} and no type. Name the column {name}:boolean, "
-            f"or {name}:text to keep the word."
-        )
-    try:
-        return typed.value_of(text)
-    except ValueError as error:
-        raise SourceError(
-            f"{position}: column {name} has {text!r}, {error}. Correct the value, clear the cell, "
-            f"or name the column {name}:text."
-        ) from error
-
-
-def _checked_columns(
-    file: Path, header: Sequence[str], required: Sequence[str], kinds: Schema
-) -> dict[str, Typed]:
-    """The type of each column by name, in the order of the header."""
-    columns = [_column(file, typed, required, kinds) for typed in header]
-    names = [name for name, _ in columns]
-    missing = [name for name in required if name not in names]
-    if missing:
-        raise SourceError(
-            f"{file} has no column {' and no column '.join(missing)}; its first line has the "
-            f"columns {names}. Start the file with a line such as {','.join(required)},colour, "
-            "separated by commas."
-        )
-    if len(set(names)) < len(names) or "" in names:
-        raise SourceError(
-            f"{file} has columns with the same name or without a name: {names}. Give each column "
-            "its own name."
-        )
-    return dict(columns)
-
-
-def _column(file: Path, typed: str, required: Sequence[str], kinds: Schema) -> tuple[str, Typed]:
-    if typed.strip() in required:
-        return typed.strip(), Typed("text")
-    try:
-        name, found = split_kind(typed)
-    except ValueError as error:
-        raise SourceError(f"{file}: the column {error}.") from error
-    known = kinds.get(name)
-    if found.kind and known and found.kind != known:
-        raise SourceError(
-            f"{file}: the column {typed.strip()} conflicts with the gallery, where {name} has the "
-            f"type {known}. Name the column {name}, or give the attribute another name."
-        )
-    return name, found._replace(kind=found.kind or known)
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,84 +170,192 @@ def folder_record(path: str, name: str = "") -> Record:
 
 
 def csv_source(
-    file: Path | str, root: Path | str | None = None, kinds: Schema = _NO_KINDS
+    file: Path | str,
+    root: Path | str | None = None,
+    kinds: Schema = _NO_KINDS,
+    folder: Path | str | None = None,
 ) -> Source:
     """The rows of a CSV file with the columns `key` and `path`; other columns are attributes.
 
     A column `price:number` or `sale:boolean` has that type, a column `sizes:text[]` several values
     per cell, such as S|M|L. Others have the type in `kinds`, or are text. An empty number or
-    boolean omits the attribute. Paths are relative to `root`, by default the folder of the file.
+    boolean omits the attribute. Paths are relative to `folder`, by default to `root`, by default
+    the folder of the file.
+
+    In a row per product, `path` is a folder of images, or several files as `a.jpg|b.jpg` or as a
+    JSON list. Each image is an item with the key KEY/FILE, the attributes of the row and the
+    attribute `product`, by default the key. A column `product` may take the place of `key`.
 
     Raises: SourceError for a missing file, column, value or row, a value of another type, a
         repeated key, or a path that leads out of the root.
     """
     file = _regular(file)
     base = existing_folder(file.parent if root is None else root)
-
-    def records() -> Iterator[tuple[int, Record]]:
-        for row in read_table(file, ("key", "path"), kinds):
-            yield row.line, _csv_record(row, base)
-
-    names = next((row.attributes for row in read_table(file, ("key", "path"), kinds)), ())
-    return _listed_source(base, records, file, frozenset(names))
+    rows = _ListRows(file, base, base if folder is None else existing_folder(folder), kinds)
+    return _listed_source(base, rows.records, file, rows.names)
 
 
-def split_source(file: Path | str, root: Path | str | None = None) -> Source:
+class _ListRows:
+    """The rows of a CSV list of images.
+
+    Paths are relative to `folder` and must not lead out of `root`.
+    """
+
+    def __init__(self, file: Path, root: Path, folder: Path, kinds: Schema) -> None:
+        self.file, self.root, self.folder, self.kinds = file, root, folder, kinds
+        header = [name.strip().lower() for name in next(read_rows(file), (0, []))[1]]
+        names = [name.partition(":")[0].strip() for name in header]
+        # A list that has no column key may name its products instead.
+        self.key = PRODUCT if "key" not in names and PRODUCT in names else "key"
+        self.required = (self.key, "path")
+        # One product of several images is enough: the others are products as well.
+        self.is_of_products = self.key == PRODUCT
+        columns: frozenset[str] = frozenset()
+        for row in read_table(file, self.required, kinds):
+            columns = frozenset(row.attributes)
+            if self.is_of_products or self._is_several(row):
+                self.is_of_products = True
+                break
+        self.names = columns | {PRODUCT} if self.is_of_products else columns
+
+    def records(self, omitted: Omitted) -> Iterator[tuple[int, Record]]:
+        """The records of each row, with its line. Raises: SourceError."""
+        for row in read_table(self.file, self.required, self.kinds):
+            key = _checked_key(row.cells[self.key], row.position)
+            values = {name: value for name, value in row.attributes.items() if value is not None}
+            if self.is_of_products and values.get(PRODUCT, "") == "":
+                values[PRODUCT] = key
+            for name, path in self._images(row, omitted):
+                yield row.line, Record(f"{key}/{name}" if name else key, path, values)
+
+    def _is_several(self, row: Row) -> bool:
+        path = row.cells["path"]
+        if path.lower().endswith(SUFFIXES) and not {"|", "["} & set(path):
+            return False
+        files = self._files(row)
+        return len(files) > 1 or self._place(files[0]).is_dir()
+
+    def _images(self, row: Row, omitted: Omitted) -> list[tuple[str, str]]:
+        """The name within its product and the path of each image of a row; no name for the only
+        image of a key.
+        """
+        files = self._files(row)
+        paths = [existing(self.root, self._relative(file, row.position)) for file in files]
+        if len(paths) == 1 and self.key == "key" and not self._is_folder(paths[0]):
+            return [("", paths[0])]
+        images: list[tuple[str, str]] = []
+        for path in dict.fromkeys(paths):
+            images += (
+                self._in_folder(path, row, omitted)
+                if self._is_folder(path)
+                else [(composed(path).rpartition("/")[2], path)]
+            )
+        if len({name for name, _ in images}) < len(images):  # of two folders
+            return [(composed(path), path) for _, path in images]
+        return images
+
+    def _in_folder(self, path: str, row: Row, omitted: Omitted) -> list[tuple[str, str]]:
+        below = "" if path == "." else path
+        try:
+            found = [*walk_images(self.root, omitted, below)]
+        except OSError as error:
+            raise SourceError(f"{row.position}: {read_failed(error)}") from error
+        if not found:
+            omitted.faults.append(
+                Fault(
+                    composed(path),
+                    f"{row.position}: the folder {path} has no images. Add some, or remove the "
+                    "line.",
+                )
+            )
+        start = len(composed(below)) + 1 if below else 0
+        return [(image.name[start:], image.path) for image in found]
+
+    def _files(self, row: Row) -> list[str]:
+        """The files or folders in the cell `path`. Raises: SourceError."""
+        path = row.cells["path"]
+        if path.startswith("[") and not self._place(path).exists():
+            try:
+                files = json.loads(path)
+                if not files or not all(isinstance(file, str) for file in files):
+                    raise ValueError
+            except (ValueError, TypeError) as error:
+                raise SourceError(
+                    f"{row.position}: the path {path!r:.200} is not a list of files. Write "
+                    'a.jpg|b.jpg, or ["a.jpg", "b.jpg"].'
+                ) from error
+            return [*map(str, files)]
+        if "|" in path and not self._place(path).exists():
+            return [file for part in path.split("|") if (file := part.strip())] or [path]
+        return [path]
+
+    def _relative(self, path: str, position: str) -> str:
+        """The path below the root. Raises: SourceError."""
+        return _relative(path, self.root, position, self.folder)
+
+    def _place(self, path: str) -> Path:
+        return self.folder / path.replace("\0", "")
+
+    def _is_folder(self, path: str) -> bool:
+        is_image = path.lower().endswith(SUFFIXES)
+        return not is_image and (self.root / path).is_dir()
+
+
+def split_source(
+    file: Path | str, root: Path | str | None = None, folder: Path | str | None = None
+) -> Source:
     """The lines `relative/path.jpg, class, ...` of a dataset's split file; the key is the path.
 
     The second field becomes the attribute `class`, further ones `class_2`, `class_3`, ... Paths
-    are relative to `root`, by default the folder of the file.
+    are relative to `folder`, by default to `root`, by default the folder of the file.
 
     Raises: the errors of `csv_source`.
     """
     file = _regular(file)
     base = existing_folder(file.parent if root is None else root)
+    below = base if folder is None else existing_folder(folder)
 
     def records() -> Iterator[tuple[int, Record]]:
         for line, row in read_rows(file):
-            yield line, _split_record(row, base, f"{file}:{line}")
+            yield line, _split_record(row, base, f"{file}:{line}", below)
 
     names = frozenset(name for _, record in records() for name in record.attributes)
-    return _listed_source(base, records, file, names)
+    return _listed_source(base, lambda _: records(), file, names)
 
 
 def csv_changes(
     file: Path | str, kinds: Schema = _NO_KINDS
-) -> dict[str, Mapping[str, AttributeValue | None]]:
-    """Attribute changes by key, from a CSV file with the column `key`; other columns are
-    attributes.
+) -> tuple[str, dict[str, Mapping[str, AttributeValue | None]]]:
+    """Attribute changes from a CSV file with the column `key`, or `product`; other columns are
+    attributes. Returns the name of that column, and the changes by its values.
 
     Columns are typed as in `csv_source`. An empty number or boolean removes the attribute.
 
     Raises: the errors of `csv_source`.
     """
     file = Path(file)
+    header = [name.strip().lower() for name in next(read_rows(file), (0, []))[1]]
+    column = PRODUCT if "key" not in header and PRODUCT in header else "key"
     changes: dict[str, Mapping[str, AttributeValue | None]] = {}
     lines: dict[str, int] = {}
-    for row in read_table(file, ("key",), kinds):
-        key = row.cells["key"]
+    for row in read_table(file, (column,), kinds):
+        key = composed(row.cells[column])
         if key in changes:
             raise SourceError(
-                f"{file}: the key {key!r} is on line {lines[key]} and on line {row.line}. "
-                "Give each item one line."
+                f"{file}: the {column} {key!r} is on line {lines[key]} and on line {row.line}. "
+                "Give it one line."
             )
         changes[key], lines[key] = row.attributes, row.line
     if not changes:
         raise SourceError(f"{file} lists no changes. Add one line per item.")
-    return changes
+    return column, changes
 
 
-def _csv_record(row: Row, root: Path) -> Record:
-    values = {name: value for name, value in row.attributes.items() if value is not None}
-    path = _relative(row.cells["path"], root, row.position)
-    return Record(_checked_key(row.cells["key"], row.position), path, values)
-
-
-def _split_record(row: list[str], root: Path, position: str) -> Record:
+def _split_record(row: list[str], root: Path, position: str, folder: Path) -> Record:
     path, *labels = (value.strip() for value in row)
     names = ["class", *(f"class_{n}" for n in range(2, len(labels) + 1))]
-    relative = _relative(path, root, position)
-    return Record(relative, relative, dict(zip(names, labels, strict=False)))
+    relative = existing(root, _relative(path, root, position, folder))
+    return Record(composed(relative), relative, dict(zip(names, labels, strict=False)))
 
 
 def _checked_key(key: str, position: str) -> str:
@@ -457,13 +364,28 @@ def _checked_key(key: str, position: str) -> str:
             f"{position}: the key {key!r} is not valid. Use up to {MAX_KEY:,} characters, without "
             "control characters and without '..' as a part."
         )
-    return key
+    return composed(key)
 
 
-def _relative(path: str, root: Path, position: str) -> str:
+def _relative(path: str, root: Path, position: str, folder: Path | None = None) -> str:
+    """A path relative to `folder`, by default the root, as one relative to the root.
+
+    Raises: SourceError.
+    """
+    place = (folder or root) / path
     if not path or "\0" in path:
         raise SourceError(f"{position}: the path {path!r} is not the name of a file.")
-    relative = os.path.relpath(root / path, root)
+    if _ADDRESS.match(path):
+        raise SourceError(
+            f"{position}: the path {path!r} is a URL, and images are not fetched. Download the "
+            "images, and write their paths."
+        )
+    if "\\" in path and not os.path.lexists(place):
+        raise SourceError(
+            f"{position}: the path {path!r} has backslashes. Write it with slashes and relative to "
+            f"{folder or root}, such as mug/1.jpg."
+        )
+    relative = os.path.relpath(place, root)
     if relative == ".." or relative.startswith("../"):
         raise SourceError(
             f"{position}: the path {path!r} leads out of {root}. Keep the images below one folder "
@@ -485,23 +407,26 @@ def _regular(file: Path | str) -> Path:
 
 def _listed_source(
     root: Path,
-    records: Callable[[], Iterator[tuple[int, Record]]],
+    records: Callable[[Omitted], Iterator[tuple[int, Record]]],
     file: Path,
     names: frozenset[str],
 ) -> Source:
     """A source over a list, which is read and checked now and read again while it is indexed."""
-    hashes = array("q", (hash(record.key) for _, record in records()))  # 8 bytes per key
+    omitted = Omitted()
+    hashes = array("q", (hash(record.key) for _, record in records(omitted)))  # 8 bytes per key
     if not hashes:
-        raise SourceError(f"{file} lists no images. Add one line per image.")
+        faults = " ".join(fault_lines(omitted.faults)[:3])
+        raise SourceError(f"{file} lists no images. {faults or 'Add one line per image.'}")
     different, counts = np.unique(np.frombuffer(hashes, np.int64), return_counts=True)
     if len(different) < len(hashes):
-        _refuse_twice(records(), {*different[counts > 1].tolist()}, file)
+        _refuse_twice(records(Omitted()), {*different[counts > 1].tolist()}, file)
     return Source(
         root,
-        lambda: (record for _, record in records()),
+        lambda: (record for _, record in records(Omitted())),
         len(hashes),
         f"list {file.resolve()}",
         names,
+        omitted=omitted,
     )
 
 

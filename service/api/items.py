@@ -131,21 +131,34 @@ class PutItems(Strict):
 
 
 class PatchItems(Strict):
-    """Attributes to change: per key, or the same change for all items that match a filter. null
-    removes an attribute; all others stay unchanged.
+    """Attributes to change: per key, per product for all its items, or the same change for all
+    items that match a filter. null removes an attribute; all others stay unchanged.
     """
 
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [
                 {"changes": {"shoes/0017.jpg": {"price": 49.9, "sale": None}}},
-                {"filter": 'product = "boot-17"', "set": {"stock": 0}},
+                {"products": {"boot-17": {"price": 49.9}}},
+                {"filter": 'colour = "red"', "set": {"stock": 0}},
             ]
         }
     )
 
     changes: (
         Annotated[dict[str, Changes], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)]
+        | None
+    ) = None
+    products: (
+        Annotated[
+            dict[str, Changes],
+            Field(
+                fail_fast=True,
+                min_length=1,
+                max_length=MAX_KEYS,
+                description="By value of the attribute `product`.",
+            ),
+        ]
         | None
     ) = None
     filter: Annotated[
@@ -156,8 +169,9 @@ class PatchItems(Strict):
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
         by_filter = self.filter is not None, self.set is not None
-        if by_filter not in ((True, True), (False, False)) or any(by_filter) == bool(self.changes):
-            raise custom_error("Send either changes, or filter together with set.")
+        selectors = [any(by_filter), self.changes is not None, self.products is not None]
+        if by_filter not in ((True, True), (False, False)) or sum(selectors) != 1:
+            raise custom_error("Send either changes, or products, or filter together with set.")
         return self
 
 
@@ -311,12 +325,14 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     openapi_extra=body_docs(PatchItems),
 )
 async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
-    """Change attributes of items by key, all or none; or of all items that match a filter, in
-    steps of 10,000.
+    """Change attributes of items by key or by product, all or none; or of all items that match a
+    filter, in steps of 10,000.
     """
     sent = await read_model(request, PatchItems)
     if sent.changes is not None:
         changed = await runtime.items.patch(name, sent.changes)
+    elif sent.products is not None:
+        changed = await runtime.items.patch_products(name, sent.products)
     else:
         where = await runtime.read("the filter", lambda: where_of(sent.filter), "filter")
         if where is None:

@@ -23,11 +23,13 @@ from kinlens.embedder.errors import (
     StateMissingError,
 )
 from kinlens.embedder.formats import format_of
+from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import check_item as check_stored
 from kinlens.indexer.gallery import current_generation
+from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.types import Entry, Item
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.encoding.model import Model
@@ -62,6 +64,9 @@ class NewItem:
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
     error: KinlensError | None = None
     keeps: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", composed(self.key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +149,17 @@ class Items:
         Raises: ItemNotFoundError, InvalidParameterError naming the attribute.
         """
         return await self._calling(gallery, lambda served: _patch(served.gallery, changes))
+
+    async def patch_products(self, gallery: str, changes: Changes) -> Changed:
+        """Change attributes of all items of each product, in one transaction.
+
+        Raises: ItemNotFoundError for a product without items; the errors of `patch`.
+        """
+
+        def patch(served: Served) -> Changed:
+            return _patch(served.gallery, changes_by_key(served.gallery, changes))
+
+        return await self._calling(gallery, patch)
 
     async def patch_where(self, gallery: str, where: Filter, change: Change) -> Changed:
         """Apply one change to every matching item. Raises: FilterError, InvalidParameterError."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.gallery import Gallery, current_generation
 from kinlens.indexer.live import compaction
 from tests.indexer.conftest import (
@@ -19,7 +20,7 @@ from tests.indexer.conftest import (
     segment_of,
     truncated,
 )
-from tests.indexer.oracle import contents
+from tests.indexer.oracle import contents, entry, units
 from tests.support.seams import GalleryFolder
 from tests.tiny import encoded, photo
 
@@ -311,3 +312,49 @@ def test_a_backup_brings_back_what_was_lost(run, changed, tmp_path) -> None:
     damaged = run("restore", folder, "--out", changed, "--replace")
     assert "rows.f32" in failure(damaged)
     assert content(changed) == before
+
+
+def test_update_changes_all_items_of_a_product_from_options_and_lists(run, shop, out) -> None:
+    (shop / "list.csv").write_text("product,path,price:number\nA,cup,1\nB,hat/c.webp|f.gif,2\n")
+    words = ("build", shop, "--csv", shop / "list.csv", "--bundle", "b", "--out", out)
+    assert run(*words).exit_code == 0
+
+    def prices() -> dict[str, object]:
+        with closing(Gallery.open(out)) as gallery:
+            return {item.key: item.attributes["price"] for item in gallery.items()}
+
+    assert prices() == {"A/a.png": 1, "A/b.jpg": 1, "B/c.webp": 2, "B/f.gif": 2}
+    result = run("update", out, "--product", "A", "--set", "price=5")
+    assert "2 of 2 items changed" in result.stdout
+    (shop / "prices.csv").write_text("product,price\nA,6\nB,7\n")
+    assert "4 of 4 items changed" in run("update", out, "--csv", shop / "prices.csv").stdout
+    assert prices() == {"A/a.png": 6, "A/b.jpg": 6, "B/c.webp": 7, "B/f.gif": 7}
+    (shop / "prices.csv").write_text("product,price\nA,8\nnope,9\n")
+    assert "No item has the product 'nope'" in failure(
+        run("update", out, "--csv", shop / "prices.csv")
+    )
+    assert prices()["A/a.png"] == 6
+
+
+def test_a_gallery_with_decomposed_keys_finds_them_in_both_forms(
+    gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Galleries of earlier versions have keys and texts as they were given."""
+    decomposed, composed = "Cafe\u0301", "Caf\xe9"
+    with monkeypatch.context() as earlier:
+        for module in ("types", "attributes"):
+            earlier.setattr(f"kinlens.indexer.{module}.composed", str)
+        gallery.add([entry(decomposed, units(1)[0], {"brand": decomposed})])
+    [item] = gallery.items()
+    assert (item.key, item.attributes["brand"]) == (decomposed, decomposed)
+    for _ in range(2):
+        for name in (decomposed, composed):
+            assert gallery.stored([name])[name].id == item.id
+            assert gallery.page(0, 9, Equals("brand", name)).total == 1
+            assert gallery.page(0, 9, prefix=name).total == 1
+        gallery.compact()
+    assert gallery.update({composed: {"price": 1}}) == 1
+    assert gallery.add([entry(composed, units(1)[0], {"brand": composed})]).replaced == 1
+    assert gallery.size == 1
+    assert gallery.remove([composed]) == 1
+    assert len(gallery.restore([composed])) == 1

@@ -23,13 +23,8 @@ from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Equals, Filter, Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import import_gallery
-from kinlens.indexer.ingest.sources import (
-    csv_changes,
-    csv_source,
-    parse_value,
-    parse_values,
-    split_kind,
-)
+from kinlens.indexer.ingest.sources import csv_changes, csv_source
+from kinlens.indexer.ingest.tables import parse_value, parse_values, split_kind
 from kinlens.indexer.types import (
     Boost,
     Entry,
@@ -145,7 +140,7 @@ def test_lists_travel_through_parquet_and_csv(gallery, tmp_path) -> None:
     }
     changes = tmp_path / "changes.csv"
     changes.write_text("key,sizes:text[]\nkey1,XL\nkey2,\n")
-    gallery.update(csv_changes(changes, gallery.schema()))
+    gallery.update(csv_changes(changes, gallery.schema())[1])
     stored = gallery.stored(["key1", "key2"])
     assert stored["key1"].attributes["sizes"] == ("XL",)
     assert "sizes" not in stored["key2"].attributes

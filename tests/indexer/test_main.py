@@ -60,7 +60,7 @@ def test_each_command_has_help_with_an_example_and_errors_of_one_line(run, tmp_p
         ("build shop --out g --vectors v", "--vectors or images, not both"),
         ("embed shop --bundle b --out v --root r", "--root is only for a CSV"),
         ("build images --batch-size 0 --bundle b --out o", "--batch-size"),
-        ("update GALLERY", "Pass keys or --where with --set"),
+        ("update GALLERY", "Pass keys, --product or --where with --set"),
         ("update GALLERY f.gif --csv x", "not both"),
         ("remove GALLERY f.gif --where a=1", "exactly one of"),
         ("golden add GALLERY", "Pass either --query with its label"),

@@ -50,9 +50,10 @@ def listed(tmp_path: Path, content: str | bytes) -> Path:
 def test_further_columns_of_a_csv_are_attributes_of_a_type(tmp_path) -> None:
     file = listed(
         tmp_path,
-        "colour,key,path,price:number,sale:boolean,size:text,ns:tag:text\n"
+        "colour,Key, PATH,price:number,sale:boolean,size:text,ns:tag:text\n"
         'rot,Tasse №2,b.png, 12.50 ,TRUE,12,"gross, ""sehr"" gross"\n'
         '"",A1,"a, b.png",-12345678901234567,false,,"zwei\nZeilen"\n'
+        "\n,,,,,,\n"  # empty lines of a spreadsheet
         "blue,c,c.png,,,1e3,y\n",
     )
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))  # as Windows does
@@ -72,13 +73,21 @@ def test_further_columns_of_a_csv_are_attributes_of_a_type(tmp_path) -> None:
     ("content", "message"),
     [
         ("key,path\na,1.png\nb,2.png\na,3.png\n", "'a' is on line 2 and on line 4"),
-        ("key;path\na;b\n", r"no column key.*'key;path'.*commas"),
+        ("key;path\na;b\n", r"separated by semicolons.*'key;path'.*commas"),
+        ("key\tpath\na\tb\n", r"separated by tabs.*commas"),
+        ("key,path\na,1.png\n".encode("utf-16"), r"list\.csv is UTF-16.*Save it as CSV UTF-8"),
+        ("key,path\na,https://a.shop/1.png\n", r"list\.csv:2.*is a URL.*Download"),
+        ("key,path\na,mug\\1.png\n", r"list\.csv:2.*backslashes.*slashes"),
+        ("key,path\ncafe\u0301,1.png\ncaf\xe9,2.png\n", "'caf\xe9' is on line 2 and on line 3"),
         ("key,file\na,b\n", r"no column path; its first line has the columns \['key', 'file'\]"),
         ("key,path,\na,b,c\n", "same name or without a name"),
         ("key,path\n", "lists no images"),
         ("key,path\na,b,c\n", r"list\.csv:2 has 3 values for 2 columns.*quotes"),
-        ('key,path\na,"b\n', "not a valid CSV file.*quotes"),
-        ("key,path\na,\u00fc.png\n".encode("latin-1"), "not UTF-8.*Save it as UTF-8"),
+        ('key,path\na,"b\n', r"list\.csv:2 is not valid CSV.*quotes"),
+        (
+            "key,path\na,\u00fc.png\n".encode("cp1252"),
+            "csv:2 is not UTF-8.* 0xfc.*Save it",
+        ),
         *(
             (f'key,path\na,1.png\nb,"{path}"\n', r"list\.csv:3.*path")
             for path in ("/etc/passwd", "cup/../../a.png", "..", "", "a\0b")
@@ -127,3 +136,68 @@ def test_a_value_of_another_type_is_named_with_line_and_column(
     file = listed(tmp_path, f"key,path,{column}\na,a.png,\nb,b.png,{value}\n")
     with pytest.raises(SourceError, match=message):
         csv_source(file, kinds={"weight": "text"})
+
+
+@pytest.mark.parametrize("column", ["key", "product"])
+def test_a_row_per_product_gives_an_item_for_each_image(shop, tmp_path, column: str) -> None:
+    (shop / "cup" / "back").mkdir()
+    for name in ("cup/back/a.png", "cup/@eaDir/t.jpg"):
+        (shop / name).parent.mkdir(exist_ok=True)
+        (shop / name).write_bytes(b"x")
+    (shop / "empty").mkdir()
+    file = listed(
+        tmp_path,
+        f"{column},path,price:number\n"
+        "A,cup,1\n"
+        "B,hat/c.webp|f.gif,2\n"
+        'C,"[""hat/d.bmp"", ""cup/a.png"", ""cup/back/a.png""]",3\n'
+        "D,hat/e.tiff,4\n"
+        "E,empty,5\n",
+    )
+    source = csv_source(file, shop)
+    found = {r.key: (r.path, *r.attributes.values()) for r in source.records()}
+    assert found == {
+        "A/a.png": ("cup/a.png", 1, "A"),
+        "A/b.jpg": ("cup/b.jpg", 1, "A"),
+        "A/back/a.png": ("cup/back/a.png", 1, "A"),
+        "B/c.webp": ("hat/c.webp", 2, "B"),
+        "B/f.gif": ("f.gif", 2, "B"),
+        "C/hat/d.bmp": ("hat/d.bmp", 3, "C"),
+        "C/cup/a.png": ("cup/a.png", 3, "C"),
+        "C/cup/back/a.png": ("cup/back/a.png", 3, "C"),
+        ("D" if column == "key" else "D/e.tiff"): ("hat/e.tiff", 4, "D"),
+    }
+    assert source.count == len(found)
+    assert source.names == {"price", "product"}
+    assert source.omitted.faults == [
+        ("empty", f"{file}:6: the folder empty has no images. Add some, or remove the line.")
+    ]
+    assert [*source.omitted.counts] == ["@eaDir: thumbnails of a Synology NAS"]
+    named = listed(tmp_path, "key,path,product\nA,cup,Mug\nB,f.gif,\n")
+    products = {r.key: r.attributes["product"] for r in csv_source(named, shop).records()}
+    assert products["A/a.png"] == "Mug"
+    assert products["B"] == "B"
+
+
+def test_the_paths_of_a_list_may_be_relative_to_a_folder_below_the_root(shop, tmp_path) -> None:
+    file = listed(tmp_path, "key,path\na,a.png\nb,../f.gif\n")
+    records = csv_source(file, shop, folder=shop / "cup").records()
+    assert [record.path for record in records] == ["cup/a.png", "f.gif"]
+    with pytest.raises(SourceError, match=r"list\.csv:2.*leads out of"):
+        csv_source(listed(tmp_path, "key,path\na,../../x.png\n"), shop, folder=shop / "cup")
+
+
+def test_a_path_in_a_list_finds_its_file_in_both_unicode_forms(shop, tmp_path) -> None:
+    composed, decomposed = "Caf\xe9", "Cafe\u0301"
+    for folder in (decomposed, "mug"):
+        (shop / folder).mkdir()
+        (shop / folder / f"{decomposed}.png").write_bytes(b"x")
+    rows = f"a,{composed}/{composed}.png\nb,{decomposed}/{composed}.png\nc,mug/{composed}.png\n"
+    paths = [
+        record.path for record in csv_source(listed(tmp_path, "key,path\n" + rows), shop).records()
+    ]
+    stored = [f"{decomposed}/{decomposed}.png"] * 2 + [f"mug/{decomposed}.png"]
+    assert paths == stored
+    split = split_source(listed(tmp_path, f"{composed}/{composed}.png,{decomposed}\n"), shop)
+    [record] = split.records()
+    assert (record.key, record.path) == (f"{composed}/{composed}.png", stored[0])

@@ -173,6 +173,40 @@ def test_one_request_changes_all_items_of_a_filter(shop, data) -> None:
     assert patch(shop, filter={"sale": True}, set={"sale": None}).json()["changed"] == 2
 
 
+def test_one_request_changes_the_items_of_products_all_or_none(shop, data) -> None:
+    for number, one in enumerate(data[:4]):
+        shop.put({f"k{number}": one}, product=f"p{number % 2}", price=number)
+    change = {"products": {"p1": {"price": 9}}}
+    assert [patch(shop, **change).json()["changed"] for _ in range(2)] == [2, 0]
+    before = listed(shop)
+    assert [before[f"k{n}"]["price"] for n in range(4)] == [0, 9, 2, 9]
+    for body, status, text in (
+        ({"products": {"p0": {"price": 1}, "nope": {"price": 1}}}, 404, "the product 'nope'"),
+        ({"products": {"p0": {"price": "low"}}}, 422, "'price'"),
+        ({"products": {}}, 422, "products"),
+        ({"products": {"p0": {"price": 1}}, "changes": {"k0": {"price": 1}}}, 422, "Send either"),
+    ):
+        answer = patch(shop, **body)
+        assert (answer.status_code, text in answer.json()["detail"]) == (status, True), answer.text
+    assert listed(shop) == before
+
+
+def test_a_key_and_a_text_are_one_in_both_unicode_forms(shop, data) -> None:
+    composed, decomposed = "Caf\xe9", "Cafe\u0301"
+    assert shop.put({f"{decomposed}/1": data[0]}, brand=decomposed)["added"] == 1
+    assert listed(shop) == {f"{composed}/1": {"brand": composed}}
+    for name in (composed, decomposed):
+        address = f"{shop.url}/items/by-key/{quote(name)}/1"
+        assert shop.client.get(address).json()["key"] == f"{composed}/1"
+        assert shop.put({f"{name}/1": data[0]}, brand=name)["unchanged"] == 1
+        assert len(shop.items(filter=f'brand = "{name}"')["items"]) == 1
+        assert len(shop.items(filter=f'brand starts with "{name}"')["items"]) == 1
+        assert len(shop.items(key_prefix=name)["items"]) == 1
+    assert patch(shop, changes={f"{decomposed}/1": {"note": decomposed}}).json()["changed"] == 1
+    assert listed(shop)[f"{composed}/1"]["note"] == composed
+    assert shop.remove(f"{decomposed}/1") == 1
+
+
 def test_an_invalid_item_fails_alone_with_its_reason(shop, data) -> None:
     answer = shop.put_form({"good": data[0], "bad": b"no image", "empty": b"", "fine": data[1]})
     content = answer.json()

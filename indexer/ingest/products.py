@@ -1,0 +1,71 @@
+"""Changes by product: the items that have a value of the attribute `product`."""
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Protocol
+
+from kinlens.embedder.errors import ItemNotFoundError
+from kinlens.embedder.sources.names import composed
+from kinlens.embedder.types import ItemId
+from kinlens.indexer.attributes import Schema
+from kinlens.indexer.filters.tree import Filter, In
+from kinlens.indexer.ingest.sources import PRODUCT
+from kinlens.indexer.ingest.tables import parse_value
+from kinlens.indexer.types import Page
+from kinlens.values import AttributeValue, Scalar, values_in
+
+_PART = 1_000
+_PAGE = 10_000
+
+
+class Pages(Protocol):
+    """Items by filter: a gallery on disk, on Milvus, or the part of one that a key may see."""
+
+    def schema(self) -> Schema: ...
+
+    def page(
+        self,
+        offset: int,
+        limit: int,
+        where: Filter | None = None,
+        prefix: str = "",
+        after: ItemId = -1,
+    ) -> Page: ...
+
+
+def changes_by_key(
+    store: Pages, changes: Mapping[str, Mapping[str, AttributeValue | None]]
+) -> dict[str, Mapping[str, AttributeValue | None]]:
+    """Changes by product as changes by key, for `VectorStore.update`: all or none.
+
+    Raises: ItemNotFoundError naming a product that no item has.
+    """
+    by_value = {_value(store, name): name for name in changes}
+    found: dict[str, Mapping[str, AttributeValue | None]] = {}
+    missing = dict(by_value)
+    values = iter(by_value)
+    known = PRODUCT in store.schema()
+    while known and (part := [*islice(values, _PART)]):
+        last = -1
+        while items := store.page(0, _PAGE, In(PRODUCT, tuple(part)), "", last).items:
+            for item in items:
+                for value in values_in(item.attributes.get(PRODUCT)):
+                    value = composed(value) if isinstance(value, str) else value
+                    if value in by_value:
+                        found[item.key] = changes[by_value[value]]
+                        missing.pop(value, None)
+            last = items[-1].id
+    if missing:
+        raise ItemNotFoundError(
+            f"No item has the {PRODUCT} {next(iter(missing.values()))!r:.200}. Add its images "
+            "first, or name items by key."
+        )
+    return found
+
+
+def _value(store: Pages, name: str) -> Scalar:
+    """A product in the type of the attribute."""
+    try:
+        return parse_value(composed(name), store.schema().get(PRODUCT, "text"))
+    except ValueError:
+        return name

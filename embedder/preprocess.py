@@ -256,7 +256,7 @@ def _unreadable(data: bytes) -> CorruptImageError | UnsupportedFormatError:
             "original, or send another file."
         )
     return UnsupportedFormatError(
-        "The file is not an image in a supported format. Send one of "
+        "The file is not an image in a supported format. Use one of "
         f"{', '.join(readable_formats())}. The format is detected from the content, not from the "
         "file name."
     )

@@ -19,7 +19,7 @@ from kinlens.training.config.job import Job
 from kinlens.training.config.settings import rate
 from kinlens.training.data.features import CachedFeatures, pooled_views
 from kinlens.training.data.images import TrainingImages, batches, build_loader
-from kinlens.training.data.records import LabelledImages, Split, write_table
+from kinlens.training.data.records import SKIPPED, LabelledImages, Split, write_table
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.device import autocast, on_device
 from kinlens.training.distributed import is_main, local_world, main_first, rank, wait_for_all, world
@@ -134,6 +134,9 @@ class _Training:
         (self.folder / "job.json").write_text(content, encoding="utf-8")
         for name, part in self.split.parts.items():
             write_table(self.folder / f"{name}.csv", part)
+        if self.split.damaged:
+            lines = "\n".join(self.split.damaged)
+            (self.folder / SKIPPED).write_text(f"{lines}\n", encoding="utf-8")
         if self.split.feedback is not None:
             write_table(self.folder / "feedback.csv", self.split.joined())
 

@@ -49,10 +49,10 @@ def test_an_exif_turn_is_undone_before_a_crop_box_is_cut(kind: str, loss: float)
 
 
 def test_a_refusal_names_the_installed_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(errors.UnsupportedFormatError, match=r"Send one of JPEG.*, AVIF, HEIC\. "):
+    with pytest.raises(errors.UnsupportedFormatError, match=r"Use one of JPEG.*, AVIF, HEIC\. "):
         decode(b"no image")
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    with pytest.raises(errors.UnsupportedFormatError, match=r"Send one of JPEG.*, AVIF\. "):
+    with pytest.raises(errors.UnsupportedFormatError, match=r"Use one of JPEG.*, AVIF\. "):
         decode(b"no image")
     with pytest.raises(errors.CorruptImageError, match=r"JPEG image is truncated or damaged\. Exp"):
         decode(encoded(photo(3), "JPEG")[:-60])

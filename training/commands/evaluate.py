@@ -167,11 +167,17 @@ def _of_run(source: Path) -> Model:
 
 
 def _images(data: Path) -> LabelledImages:
+    from kinlens.training.config.settings import MAX_DAMAGED
+    from kinlens.training.data.damage import without_damaged
     from kinlens.training.data.load import read_folder, read_table
 
     root, _, table = shop_of(data)
     given = f"--data {data}"
-    images = labelled(root, read_table(root, table, given) if table else read_folder(root, given))
+    records = read_table(root, table, given) if table else read_folder(root, given)
+    records, damaged = without_damaged(root, records, MAX_DAMAGED)
+    if damaged:
+        note(f"{len(damaged):,} image(s) are damaged and skipped: {' '.join(damaged[:5])}")
+    images = labelled(root, records)
     if images.classes < 2:
         raise DatasetError(
             f"{data} has one class, {images.class_names[0]!r}, so every answer would be right. "

@@ -36,12 +36,18 @@ class SplitData(ImageData):
     """Seed of the hash that splits classes into train and test."""
 
 
+MAX_DAMAGED = 0.1
+"""Share of damaged images that a training skips."""
+
+
 class FolderData(SplitData):
     """A folder with a sub-folder for each class."""
 
     kind: Literal["folder"]
     small_classes: Literal["refuse", "drop"] = "refuse"
     """Refuse a class with one image, or skip it."""
+    max_damaged: float = Field(MAX_DAMAGED, ge=0, le=1)
+    """Skip damaged images up to this share of all; above it no training starts."""
 
 
 class CsvData(SplitData):
@@ -52,6 +58,8 @@ class CsvData(SplitData):
     """The CSV, a path below `root`."""
     small_classes: Literal["refuse", "drop"] = "refuse"
     """Refuse a class with one image, or skip it."""
+    max_damaged: float = Field(MAX_DAMAGED, ge=0, le=1)
+    """Skip damaged images up to this share of all; above it no training starts."""
 
 
 class RenderedData(SplitData):

@@ -15,6 +15,7 @@ from kinlens.embedder.formats import SUFFIXES
 from kinlens.embedder.preprocess import decode, read_header
 from kinlens.embedder.sources.names import composed
 from kinlens.embedder.sources.walk import Omitted, fault_lines, is_omitted, read_failed, walk_images
+from kinlens.training.config.settings import MAX_DAMAGED
 from kinlens.training.data.datasets import OFFICIAL, Count, counts, data_sets_in
 from kinlens.training.data.feedback import read_feedback, scan_feedback
 from kinlens.training.data.load import (
@@ -163,6 +164,9 @@ def examine(
     images = _check_feedback(feedback, records, quick, cases) if feedback else []
     notes = _NOTES | (_NOTES_IF_OFFICIAL if official else set())
     notes |= _NOTES_IF_PARTIAL if allow_partial else set()
+    stops = _STOPS
+    if not official and len(cases["unreadable"]) <= MAX_DAMAGED * len(records):
+        stops = _STOPS - {"unreadable"}  # a training skips them
     findings = [
         Finding(
             "note" if code in notes else "problem",
@@ -170,7 +174,7 @@ def examine(
             len(found),
             message,
             tuple(found),
-            code in _STOPS - notes,
+            code in stops - notes,
         )
         for code, message in _FINDINGS.items()
         if (found := cases[code])

@@ -13,6 +13,7 @@ from kinlens.embedder.errors import DatasetError
 from kinlens.embedder.sources.walk import Omitted, fault_lines, read_failed, walk_images
 from kinlens.training.config.job import expand_path
 from kinlens.training.config.settings import CsvData, Data, FolderData, OfficialData, RenderedData
+from kinlens.training.data.damage import without_damaged
 from kinlens.training.data.datasets import OFFICIAL, data_sets_in, read_official
 from kinlens.training.data.feedback import read_feedback
 from kinlens.training.data.records import (
@@ -65,23 +66,27 @@ def _load(data: Data, on_image: Callable[[], None] | None, by_name: bool) -> Spl
         )
     dropped: tuple[str, ...] = ()
     omitted = Omitted()
+    damaged: tuple[str, ...] = ()
     match data:
         case FolderData():
             listed = read_folder(root, omitted=omitted)
-            records, dropped = without_small_classes(root, listed, data.small_classes)
         case CsvData():
             listed = read_table(root, data.file)
-            records, dropped = without_small_classes(root, listed, data.small_classes)
         case RenderedData():
             write_catalogue(root, data, on_image)
             records = read_folder(root)
         case OfficialData():
             return read_official(OFFICIAL[data.kind], root, data.allow_partial)
+    if isinstance(data, FolderData | CsvData):
+        records, dropped = without_small_classes(root, listed, data.small_classes)
+        records, damaged = without_damaged(root, records, data.max_damaged)
+        records, more = without_small_classes(root, records, "drop")
+        dropped = tuple(sorted({*dropped, *more}))
     if any(record.part for record in records):
         split = split_by_column(root, records)
     else:
         split = split_by_class(root, records, data.train_fraction, data.split_seed, by_name)
-    return replace(split, dropped_classes=dropped, omitted=omitted)
+    return replace(split, dropped_classes=dropped, omitted=omitted, damaged=damaged)
 
 
 def remarks(data: Data, split: Split) -> list[str]:
@@ -92,6 +97,12 @@ def remarks(data: Data, split: Split) -> list[str]:
         found.append(
             f"{len(faults):,} file(s) or folder(s) cannot be used and are skipped: "
             f"{' '.join(faults[:_SHOWN])}{more if len(faults) > _SHOWN else ''}"
+        )
+    if split.damaged:
+        more = f" and {len(split.damaged) - _SHOWN:,} more" if len(split.damaged) > _SHOWN else ""
+        found.append(
+            f"{len(split.damaged):,} image(s) are damaged and skipped: "
+            f"{' '.join(split.damaged[:_SHOWN])}{more}"
         )
     if isinstance(data, OfficialData) and data.allow_partial:
         name = OFFICIAL[data.kind].name

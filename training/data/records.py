@@ -23,6 +23,10 @@ FEWEST = 2
 """Minimum number of classes in each part: with one class every answer would be right."""
 
 
+SKIPPED = "skipped.txt"
+"""The list of a run's damaged images, in its folder."""
+
+
 class Record(NamedTuple):
     """An image in a list or folder: its path below the root; `part` may be empty."""
 
@@ -156,6 +160,8 @@ class Split:
     feedback: Feedback | None = None
     dropped_classes: tuple[str, ...] = ()
     """Names of classes of one image, which were dropped as they have no pair."""
+    damaged: tuple[str, ...] = ()
+    """The images that are skipped because they cannot be read, each with the reason."""
     omitted: Omitted = field(default_factory=Omitted)
     """What is in the folder and not in the split."""
 

@@ -11,7 +11,7 @@ import torch
 from kinlens.embedder.errors import CheckpointError
 from kinlens.training.config.job import Job
 from kinlens.training.data.feedback import sentences
-from kinlens.training.data.records import Split
+from kinlens.training.data.records import SKIPPED, Split
 from kinlens.training.distributed import world
 from kinlens.training.evaluation.retrieval import GAIN
 from kinlens.training.folder import RESULT, Result, read_result, replace_text
@@ -88,6 +88,11 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
             for name, images in split.parts.items()
         ),
         *(f"- {sentence}" for sentence in sentences(split)),
+        *(
+            [f"- {len(split.damaged):,} damaged images are skipped; `{SKIPPED}` lists all"]
+            if split.damaged
+            else []
+        ),
         f"- split sha256: `{split.sha256()[:16]}`",
         f"- training time: {minutes:.1f} minutes, without folds and evaluation, on "
         f"{platform.machine()}, {world()} process(es), {torch.get_num_threads()} threads, "

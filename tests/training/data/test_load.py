@@ -102,6 +102,29 @@ def test_a_class_with_one_image_is_refused_by_name_or_dropped(shop: Path) -> Non
     ]
 
 
+def test_damaged_images_are_skipped_and_listed_up_to_a_limit(shop: Path) -> None:
+    fill(shop, "bag/1.png", "bag/2.png", *(f"mug/{view}.png" for view in range(4, 12)))
+    whole = load_split(FolderData(kind="folder", root=str(shop)))
+    assert not whole.damaged
+    data = encoded(photo(1, (300, 200)), "JPEG")
+    (shop / "bag" / "2.png").write_bytes(data[: len(data) // 2])
+    (shop / "mug" / "1.png").write_bytes(b"")
+    job = FolderData(kind="folder", root=str(shop))
+    split = load_split(job)
+    found = [line.split(": ")[0] for line in split.damaged]
+    assert found == ["bag/2.png", "mug/1.png"]
+    assert split.dropped_classes == ("bag",), "one image of it is left"
+    assert sum(len(part) for part in split.parts.values()) == 22 - 2 - 1
+    text = " ".join(remarks(job, split))
+    assert "2 image(s) are damaged and skipped: bag/2.png: " in text
+    assert "1 class(es) of one image are dropped" in text
+    strict = job.model_copy(update={"max_damaged": 0.05})
+    with pytest.raises(DatasetError, match=r"2 of the 22 images .*data.max_damaged = 0.05.*bag/2"):
+        load_split(strict)
+    (shop / "mug" / "1.png").write_bytes(encoded(photo(77)))
+    assert len(load_split(job).damaged) == 1, "the content decides, not the name"
+
+
 @pytest.fixture
 def table(shop: Path) -> Callable[[str], CsvData]:
     def make(text: str) -> CsvData:

@@ -186,8 +186,9 @@ def _build_of_vectors(
                 f"{vectors} was embedded with bundle {bundle_id[:SHORT]}, not with the one in "
                 f"{bundle}. Pass that bundle, or omit --bundle."
             )
-        with progress(2 * dump.count, "Building") as advance:
-            report = import_gallery(dump, out, name, settings, advance, vector_type)
+        with progress(dump.count, "Importing") as advance:
+            indexed = advance.then("Indexing", dump.count)
+            report = import_gallery(dump, out, name, settings, advance, vector_type, indexed)
         text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
         skipped = tuple(shards.failures())
         found = shards.manifest.images

@@ -3,14 +3,18 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from kinlens.embedder.errors import GalleryError
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.errors import GalleryError, SourceError
 from kinlens.indexer.commands.console import err, progress
 from kinlens.indexer.exchange.milvus import MilvusStore
 from kinlens.indexer.exchange.objects import REMOTE
 from kinlens.indexer.exchange.parquet import read_dump
+from kinlens.indexer.exchange.tables import Tables, files_of, is_foreign
+from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import name_of
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.shards import MANIFEST as SHARDS
@@ -19,6 +23,9 @@ from kinlens.indexer.live.compaction import KEEP_REMOVED_S
 from kinlens.indexer.types import MILVUS, Entry, GalleryExport, Progress, milvus_address
 
 Store = Gallery | MilvusStore
+
+OTHER_MODEL = "model:"
+"""Begins the bundle id of a gallery whose vectors are of no bundle."""
 
 
 def opened(
@@ -77,23 +84,81 @@ def facts_of(store: Store) -> dict[str, str]:
     return store.facts().model_dump(include=known)
 
 
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """How to read vectors of another program, and the model that they are of."""
+
+    bundle: Path | None = None
+    model: str | None = None
+    image_root: Path | None = None
+    key_column: str | None = None
+    vector_column: str | None = None
+    columns: Sequence[str] | None = None
+    keys: Path | None = None
+    csv: Path | None = None
+
+    def tables(self, files: Sequence[Path]) -> Tables:
+        """The vectors in these files."""
+        return Tables(files, self.key_column, self.vector_column, self.columns, self.keys, self.csv)
+
+    def dump(self, tables: Tables) -> GalleryExport:
+        """The content of files as an export. Raises: SourceError, BundleError."""
+        file = tables.files[0]
+        if (self.bundle is None) == (self.model is None):
+            raise SourceError(
+                f"{file} was not written by Kinlens and names no model. Pass --bundle BUNDLE if "
+                "its vectors are of that model; else --model NAME, to search by vector only."
+            )
+        bundle_id, dim = f"{OTHER_MODEL}{self.model}", None
+        if self.bundle is not None:
+            bundle = Bundle.open(self.bundle)
+            bundle_id, dim = bundle.bundle_id, bundle.manifest.dim
+        root = "" if self.image_root is None else str(self.image_root.resolve())
+        source = f"vectors in {file.resolve()}"
+        dump = tables.dump(
+            {
+                "name": name_of(file.with_suffix("")),
+                "bundle_id": bundle_id,
+                "source": source,
+                "source_root": root,
+            }
+        )
+        if dim not in (None, dump.dim):
+            raise SourceError(
+                f"The vectors in {file} have {dump.dim} components, those of {self.bundle} {dim}. "
+                "Pass the bundle that computed them, or --model NAME for another model."
+            )
+        return dump
+
+
 @contextlib.contextmanager
-def content_of(text: str) -> Iterator[GalleryExport]:
-    """The input of `import`: a file of `export`, vectors of `embed`, or a gallery of any engine.
+def content_of(sources: Sequence[str], foreign: Foreign) -> Iterator[GalleryExport]:
+    """The input of `import`: a file of `export`, vectors of `embed`, a gallery of any engine, or
+    files of another program.
 
     Raises: SourceError, GalleryError; EngineUnavailableError without pyarrow.
     """
-    if not text.startswith(MILVUS):
-        is_remote = REMOTE in text
-        if is_remote or Path(text, SHARDS).is_file():
-            yield VectorShards(text).dump(name_of(Path(text)))
-            return
-        if not Path(text).is_dir():
-            yield read_dump(text)
-            return
-    with opened(text) as store:
-        entries = itertools.chain.from_iterable
-        yield GalleryExport(facts_of(store), store.dim, store.size, lambda: entries(store.scan()))
+    [text, *more], place = sources, Path(sources[0])
+    if not more and not text.startswith(MILVUS) and (REMOTE in text or (place / SHARDS).is_file()):
+        yield VectorShards(text).dump(name_of(place))
+        return
+    if not more and (text.startswith(MILVUS) or GalleryFolder(place).current_name()):
+        with opened(text) as store:
+            entries = itertools.chain.from_iterable
+            scan = store.scan
+            yield GalleryExport(facts_of(store), store.dim, store.size, lambda: entries(scan()))
+        return
+    if not more and place.is_file() and not is_foreign(place):
+        yield read_dump(place)
+        return
+    tables = foreign.tables(files_of(sources))
+    yield foreign.dump(tables)
+    if tables.normalised:
+        err.print(
+            f"{tables.normalised:,} vectors were not of norm 1 and were normalised: scores are "
+            "cosines.",
+            soft_wrap=True,
+        )
 
 
 class _Entries:

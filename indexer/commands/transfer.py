@@ -73,11 +73,12 @@ def export(
     "import", epilog="Example: kinlens-index import shop.parquet --out galleries/shop --index hnsw"
 )
 def import_(
-    source: Annotated[
-        str,
+    sources: Annotated[
+        list[str],
         typer.Argument(
-            metavar="SOURCE",
-            help="File of `export`, vectors of `embed`, or another gallery.",
+            metavar="SOURCE...",
+            help="File of `export`, vectors of `embed`, another gallery, or your own "
+            "vectors: Parquet, Arrow, .npy.",
         ),
     ],
     gallery: Annotated[
@@ -106,19 +107,50 @@ def import_(
     target_recall: RecallOption = None,
     device: IndexDeviceOption = None,
     vector_type: VectorTypeOption = "fp32",
+    bundle: Annotated[
+        Path | None, typer.Option(help="The bundle that computed your own vectors.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model of your own vectors, without a bundle.")
+    ] = None,
+    key_column: Annotated[
+        str | None, typer.Option(help="Column of the keys, such as key, id, sku.")
+    ] = None,
+    vector_column: Annotated[str | None, typer.Option(help="Column of the vectors.")] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(help="Columns to store as attributes: colour,price; by default all others."),
+    ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="Text file with one key per line, for a .npy file.")
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="CSV list for a .npy file: column key and attributes, row by row."),
+    ] = None,
+    image_root: Annotated[
+        Path | None, typer.Option(help="Folder of the images in the columns path and sha256.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Import a gallery from an exported file, vectors, or a gallery in another engine.
 
     An existing gallery is replaced. To resume an interrupted import, run the same command again.
     """
-    with errors_shown(), stores.content_of(source) as dump:
+    listed = None if columns is None else [name.strip() for name in columns.split(",") if name]
+    foreign = stores.Foreign(
+        bundle, model, image_root, key_column, vector_column, listed, keys, csv
+    )
+    with errors_shown(), stores.content_of(sources, foreign) as dump:
         if gallery.startswith(MILVUS):
             report = _imported_into(gallery, dump, index or "auto", memory_mb)
         else:
             settings = IndexSettings(**_of_a_folder(index, memory_mb, target_recall, device))
-            with progress(2 * dump.count, "Importing") as advance:
-                report = import_gallery(dump, gallery, name, settings, advance, vector_type)
+            with progress(dump.count, "Importing") as advance:
+                indexed = advance.then("Indexing", dump.count)
+                report = import_gallery(
+                    dump, gallery, name, settings, advance, vector_type, indexed
+                )
         text = f"Gallery {gallery} ({report.name}): {report.items:,} items imported."
         print_report(report, json, text)
 

@@ -36,7 +36,9 @@ ROWS = 10_000
 SCHEMA = "1"
 """Version of the layout, stored in the metadata as `kinlens.schema`."""
 
-_PREFIX = "kinlens."
+METADATA = "kinlens."
+"""Prefix of the metadata of an export."""
+
 _ARROW_NAMES = {str: "string", int: "int64", float: "double", bool: "bool"}
 _CURE = "Export the gallery again, or take another copy of the file."
 
@@ -54,7 +56,7 @@ def export_gallery(
     Raises: GalleryWriteError if it cannot be written; GalleryBusyError if values of a new type were
         added during the export; EngineUnavailableError without pyarrow.
     """
-    _pyarrow()
+    load_pyarrow()
     out = Path(out)
     types: dict[str, set[str]] = {}
     _learn(types, (item.attributes for item in store.items()))
@@ -83,7 +85,7 @@ def write_entries(out: Path, entries: Sequence[Entry], dim: int, facts: Mapping[
 
     Raises: OSError; EngineUnavailableError without pyarrow.
     """
-    _pyarrow()
+    load_pyarrow()
     types: dict[str, set[str]] = {}
     _learn(types, (entry.attributes for entry in entries))
     with _writer(out, _schema(types, dim, facts)) as writer:
@@ -104,7 +106,7 @@ def read_dump(path: Path | str) -> GalleryExport:
     return GalleryExport(facts, dim, count, lambda: _entries(path))
 
 
-def _pyarrow() -> Any:
+def load_pyarrow() -> Any:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -136,14 +138,14 @@ def _arrow_name(value: AttributeValue) -> str:
 
 
 def _arrow_type(name: str) -> Any:
-    pa = _pyarrow()
+    pa = load_pyarrow()
     element = name.removeprefix("list of ")
     kind = pa.type_for_alias(element)
     return kind if element == name else pa.list_(kind)
 
 
 def _schema(types: Mapping[str, set[str]], dim: int, facts: Mapping[str, str]) -> Any:
-    pa = _pyarrow()
+    pa = load_pyarrow()
     fields = [pa.field(name, pa.string(), nullable=False) for name in TEXTS]
     fields.append(pa.field(VECTOR, pa.list_(pa.float32(), dim), nullable=False))
     for name, found in sorted(types.items()):
@@ -151,11 +153,11 @@ def _schema(types: Mapping[str, set[str]], dim: int, facts: Mapping[str, str]) -
         kind = parts[0][1] if len(parts) == 1 else pa.struct(parts)
         fields.append(pa.field(f"{ATTRIBUTE}{name}", kind))
     metadata = {**facts, "dim": str(dim), "schema": SCHEMA}
-    return pa.schema(fields, {f"{_PREFIX}{name}": value for name, value in metadata.items()})
+    return pa.schema(fields, {f"{METADATA}{name}": value for name, value in metadata.items()})
 
 
 def _table(entries: Sequence[Entry], schema: Any) -> Any:
-    pa = _pyarrow()
+    pa = load_pyarrow()
     columns = [pa.array([getattr(entry, name) for entry in entries], pa.string()) for name in TEXTS]
     dim = schema.field(VECTOR).type.list_size
     flat = np.concatenate([np.asarray(entry.vector, dtype=np.float32) for entry in entries])
@@ -170,7 +172,7 @@ def _table(entries: Sequence[Entry], schema: Any) -> Any:
 
 
 def _writer(file: Path, schema: Any) -> Any:
-    pa = _pyarrow()
+    pa = load_pyarrow()
     packed = []  # the Parquet names of columns; fields of a struct are columns of their own
     for field in schema:
         parts = field.type if pa.types.is_struct(field.type) else ()
@@ -189,12 +191,12 @@ def _writer(file: Path, schema: Any) -> Any:
 
 
 def _open(path: Path) -> Any:
-    return _pyarrow().parquet.ParquetFile(path, page_checksum_verification=True)
+    return load_pyarrow().parquet.ParquetFile(path, page_checksum_verification=True)
 
 
 def _checked_dim(path: Path, schema: Any) -> int:
     """Check the columns; returns the dimension of the vectors. Raises: SourceError."""
-    pa = _pyarrow()
+    pa = load_pyarrow()
     missing = [name for name in (*TEXTS, VECTOR) if name not in schema.names]
     if missing:
         raise SourceError(
@@ -226,15 +228,17 @@ def _checked_dim(path: Path, schema: Any) -> int:
 def _facts(path: Path, schema: Any, dim: int) -> dict[str, str]:
     pairs = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
     facts = {
-        key.removeprefix(_PREFIX): value for key, value in pairs.items() if key.startswith(_PREFIX)
+        key.removeprefix(METADATA): value
+        for key, value in pairs.items()
+        if key.startswith(METADATA)
     }
     expected = {"schema": SCHEMA, "dim": str(dim)}
     for name in ("name", "bundle_id", *expected):
         if name not in facts:
-            raise SourceError(f"{path} has no {_PREFIX}{name} in its metadata. {_CURE}")
+            raise SourceError(f"{path} has no {METADATA}{name} in its metadata. {_CURE}")
         if facts[name] != expected.get(name, facts[name]):
             raise SourceError(
-                f"{path}: {_PREFIX}{name} is {facts[name]!r}, expected {expected[name]}. {_CURE}"
+                f"{path}: {METADATA}{name} is {facts[name]!r}, expected {expected[name]}. {_CURE}"
             )
     return facts
 
@@ -290,7 +294,7 @@ def _write_errors_explained(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _damage_explained(path: Path) -> Iterator[None]:
-    pa = _pyarrow()
+    pa = load_pyarrow()
     try:
         yield
     except FileNotFoundError as error:

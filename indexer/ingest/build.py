@@ -163,11 +163,12 @@ def import_gallery(
     settings: IndexSettings | None = None,
     on_progress: Progress | None = None,
     vector_type: VectorType = "fp32",
+    on_indexed: Progress | None = None,
 ) -> ImportReport:
     """Build the gallery in folder `out` from `dump`, with the name `name` or that of the dump.
 
     The old gallery is unchanged until the new one is complete. To resume an interrupted import,
-    make the same call. Progress counts every item twice: when it is stored and when it is indexed.
+    make the same call. `on_progress` counts stored items, `on_indexed` indexed ones.
 
     Raises: SourceError for a damaged entry; PlanError, RecallError, GalleryBusyError,
         GalleryWriteError, InvalidParameterError.
@@ -203,7 +204,7 @@ def import_gallery(
             items=dump.count,
             generation="",
         )
-        generation = draft.publish(unlisted, settings, report, on_progress)
+        generation = draft.publish(unlisted, settings, report, on_indexed)
     return report.model_copy(update={"generation": generation})
 
 

@@ -1,0 +1,367 @@
+"""Vectors of other programs: Parquet and Arrow tables, and NumPy arrays with keys.
+
+A table has a column of keys and a column of vectors. Its other columns are attributes. Vectors are
+divided by their norm, so that their product is the cosine.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kinlens.embedder.errors import SourceError
+from kinlens.indexer.catalog.entries import ROUNDING, norms_of
+from kinlens.indexer.exchange.parquet import METADATA, load_pyarrow
+from kinlens.indexer.ingest.sources import read_table
+from kinlens.indexer.types import Entry, GalleryExport
+from kinlens.values import AttributeValue
+
+_KEYS = ("key", "id", "item_id", "product_id", "sku", "path", "file", "filename", "name")
+_VECTORS = ("vector", "embedding", "embeddings", "emb", "features")
+_IMAGE = ("path", "sha256", "format")
+_ROWS = 4096
+_FORMATS = {".parquet": "parquet", ".pq": "parquet", ".arrow": "ipc", ".feather": "ipc"}
+_NUMPY = ".npy"
+_SUFFIXES = (*_FORMATS, _NUMPY)
+
+
+@dataclass(slots=True)
+class Tables:
+    """Files of vectors.
+
+    Attributes:
+        files: all Parquet, all Arrow, or one NumPy file.
+        key_column, vector_column: None to detect them by name and type.
+        columns: the columns to store as attributes; None for all others.
+        keys: a text file with one key per line, for a NumPy file.
+        csv: a CSV list with the column `key` and attributes, in the order of the NumPy file.
+        normalised: number of vectors read so far that were not of norm 1.
+    """
+
+    files: Sequence[Path]
+    key_column: str | None = None
+    vector_column: str | None = None
+    columns: Sequence[str] | None = None
+    keys: Path | None = None
+    csv: Path | None = None
+    normalised: int = field(default=0, init=False)
+
+    def dump(self, facts: Mapping[str, str]) -> GalleryExport:
+        """The content as an export. `facts` are those of `GalleryExport`.
+
+        Raises: SourceError; EngineUnavailableError without pyarrow.
+        """
+        if self.files[0].suffix.lower() == _NUMPY:
+            return self._of_numpy(facts)
+        if self.keys or self.csv:
+            raise SourceError(
+                f"--keys and --csv are for {_NUMPY} files; {self.files[0]} has columns of its own."
+            )
+        return self._of_tables(facts)
+
+    def _of_numpy(self, facts: Mapping[str, str]) -> GalleryExport:
+        [file, *more] = self.files
+        if more:
+            raise SourceError(f"{file} and {more[0]}: import one {_NUMPY} file at a time.")
+        try:
+            vectors = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise SourceError(
+                f"{file} is not a file of numbers. Write it with numpy.save(file, vectors)."
+            ) from error
+        if vectors.ndim != 2 or vectors.dtype.kind != "f" or not vectors.size:
+            raise SourceError(
+                f"{file} contains {vectors.dtype} {vectors.shape}; expected floating-point vectors "
+                "of shape (N, D)."
+            )
+        if bool(self.keys) == bool(self.csv):
+            raise SourceError(
+                f"{file} has no keys. Pass a text file with one key per line as --keys, or a list "
+                "with the column key as --csv, in the order of the vectors."
+            )
+        count = sum(1 for _ in self._listed())
+        if count != len(vectors):
+            raise SourceError(
+                f"{self.keys or self.csv} has {count:,} keys, {file} has {len(vectors):,} vectors. "
+                "Give each vector one key."
+            )
+
+        def entries() -> Iterator[Entry]:
+            listed, start = self._listed(), 0
+            while part := list(islice(listed, _ROWS)):
+                unit = self._units(file, vectors[start : start + len(part)], [k for k, _ in part])
+                for (key, attributes), vector in zip(part, unit, strict=True):
+                    yield Entry(key, vector, attributes=attributes)
+                start += len(part)
+
+        return GalleryExport(facts, vectors.shape[1], len(vectors), entries)
+
+    def _listed(self) -> Iterator[tuple[str, Mapping[str, AttributeValue]]]:
+        """The keys and attributes for a NumPy file."""
+        if self.csv is not None:
+            for row in read_table(self.csv, ("key",), {}):
+                values = {n: value for n, value in row.attributes.items() if value is not None}
+                yield row.cells["key"], values
+            return
+        assert self.keys is not None
+        try:
+            with self.keys.open(encoding="utf-8-sig") as lines:
+                yield from ((line.rstrip("\r\n"), {}) for line in lines)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise SourceError(f"Cannot read the keys in {self.keys}: {reason}.") from error
+
+    def _of_tables(self, facts: Mapping[str, str]) -> GalleryExport:
+        load_pyarrow()
+        import pyarrow.dataset
+
+        first = self.files[0]
+        with _damage_explained(first):
+            table = pyarrow.dataset.dataset(
+                [str(file) for file in self.files], format=_FORMATS[first.suffix.lower()]
+            )
+            count = table.count_rows()
+        key, vector = self._key_of(table.schema), self._vector_of(table.schema)
+        image = [name for name in _IMAGE if name != key and name in table.schema.names]
+        if not {"path", "sha256"} <= {*image}:
+            image = []  # an image is returned only if its hash is known
+        columns = self.columns
+        if columns is None:
+            columns = [n for n in table.schema.names if n not in (key, vector, *image)]
+        for name in columns:
+            self._check_column(table.schema, name)
+
+        def batches() -> Iterator[Any]:
+            with _damage_explained(first):
+                wanted = list(dict.fromkeys([key, vector, *image, *columns]))
+                yield from table.to_batches(columns=wanted, batch_size=_ROWS)
+
+        def entries() -> Iterator[Entry]:
+            row = 1
+            for batch in batches():
+                if not batch.num_rows:
+                    continue
+                keys = _keys(first, batch.column(key), key, row)
+                unit = self._units(first, _vectors(first, batch.column(vector), keys), keys)
+                rows = _rows(batch, columns)
+                images = _rows(batch, image)
+                for number, own in enumerate(keys):
+                    yield Entry(own, unit[number], attributes=rows[number], **images[number])
+                row += batch.num_rows
+
+        dim = table.schema.field(vector).type
+        length = getattr(dim, "list_size", None) or next(
+            (len(b.column(vector)[0]) for b in batches() if b.num_rows and b.column(vector)[0]), 0
+        )
+        if not length:
+            raise SourceError(f"{first}: the column {vector} has no vector.")
+        return GalleryExport(facts, int(length), count, entries)
+
+    def _key_of(self, schema: Any) -> str:
+        names = schema.names
+        found = self.key_column or next((name for name in _KEYS if name in names), None)
+        if found is None or found not in names:
+            what = f"no column {found}" if found else "no column named key, id, sku or path"
+            raise SourceError(
+                f"{self.files[0]} has {what}; its columns are {', '.join(names)}. Name the column "
+                "of the keys with --key-column."
+            )
+        kind = _plain(schema.field(found).type)
+        types = load_pyarrow().types
+        if not (_is_text(kind) or types.is_integer(kind)):
+            raise SourceError(
+                f"{self.files[0]}: the column {found} is {kind}. Keys are texts or whole numbers; "
+                "convert it, or name another column with --key-column."
+            )
+        return str(found)
+
+    def _vector_of(self, schema: Any) -> str:
+        file, names = self.files[0], schema.names
+        fitting = [name for name in names if _is_vector(schema.field(name).type)]
+        if self.vector_column is not None:
+            if self.vector_column not in names:
+                raise SourceError(
+                    f"{file} has no column {self.vector_column}; its columns are "
+                    f"{', '.join(names)}."
+                )
+            if self.vector_column not in fitting:
+                raise SourceError(
+                    f"{file}: the column {self.vector_column} is "
+                    f"{schema.field(self.vector_column).type}, not a list of floating-point "
+                    "numbers."
+                )
+            return self.vector_column
+        named = [name for name in _VECTORS if name in fitting] or fitting
+        if not named or (len(named) > 1 and named == fitting):
+            what = f"several columns of vectors: {', '.join(named)}" if named else "no such column"
+            raise SourceError(
+                f"{file} has {what}. A vector is a list of floating-point numbers; name its column "
+                "with --vector-column."
+            )
+        return named[0]
+
+    def _check_column(self, schema: Any, name: str) -> None:
+        if name not in schema.names:
+            raise SourceError(
+                f"{self.files[0]} has no column {name}; its columns are {', '.join(schema.names)}."
+            )
+        types, kind = load_pyarrow().types, _plain(schema.field(name).type)
+        element = _plain(kind.value_type) if _is_list(kind) else kind
+        if not (
+            _is_text(element)
+            or any(
+                test(element)
+                for test in (
+                    *(types.is_integer, types.is_floating, types.is_boolean, types.is_null),
+                    *(types.is_decimal, types.is_date, types.is_timestamp),
+                )
+            )
+        ):
+            raise SourceError(
+                f"{self.files[0]}: the column {name} is {kind}. An attribute is a text, number, "
+                "boolean or date, or a list of these. Convert it, or name the columns to store "
+                "with --columns."
+            )
+
+    def _units(self, file: Path, vectors: Any, keys: Sequence[str]) -> Any:
+        """The vectors (N, D) with norm 1. Raises: SourceError naming the first wrong one."""
+        given = np.asarray(vectors, np.float64)
+        norms = norms_of(given.astype(np.float32))  # float32: that is how they are stored
+        norms = np.where(np.isfinite(norms), np.sqrt((given * given).sum(axis=1)), norms)
+        wrong = np.flatnonzero(~(np.isfinite(norms) & (norms > 0)))
+        if len(wrong):
+            row = int(wrong[0])
+            fault = "is zero" if norms[row] == 0 else "has NaN or infinite components"
+            raise SourceError(
+                f"{file}: the vector of {keys[row]!r:.200} {fault}. Correct it, or remove the row."
+            )
+        self.normalised += int((np.abs(norms - 1) > 100 * ROUNDING).sum())
+        return (given / norms[:, None]).astype(np.float32)
+
+
+def files_of(sources: Sequence[str]) -> list[Path]:
+    """The files of foreign vectors that arguments name: files, folders and patterns with `*`.
+
+    Raises: SourceError if there are none, or if they are of different formats.
+    """
+    files: list[Path] = []
+    for source in sources:
+        place = Path(source)
+        if place.is_dir():
+            files += sorted(f for f in place.rglob("*") if f.suffix.lower() in _SUFFIXES)
+        else:
+            files += [place] if place.exists() else sorted(place.parent.glob(place.name))
+    if not files:
+        raise SourceError(f"{' '.join(sources)} does not exist, or has no files of vectors.")
+    formats = {file.suffix.lower() for file in files}
+    if len({_FORMATS.get(suffix, suffix) for suffix in formats}) > 1 or not formats <= {*_SUFFIXES}:
+        raise SourceError(
+            f"{', '.join(map(str, files[:3]))}: pass files of one format, with the name ending in "
+            f"{', '.join(_SUFFIXES)}."
+        )
+    return files
+
+
+def is_foreign(file: Path) -> bool:
+    """Whether a file was not written by `export`. Raises: SourceError if it cannot be read."""
+    suffix = file.suffix.lower()
+    if suffix in _SUFFIXES and _FORMATS.get(suffix) != "parquet":
+        return True
+    with _damage_explained(file):
+        schema = load_pyarrow().parquet.read_schema(file)
+    return not any(name.startswith(METADATA.encode()) for name in schema.metadata or ())
+
+
+def _plain(kind: Any) -> Any:
+    """The type of the values of a column, without its dictionary."""
+    return kind.value_type if load_pyarrow().types.is_dictionary(kind) else kind
+
+
+def _is_text(kind: Any) -> bool:
+    types = load_pyarrow().types
+    return any(
+        test(kind) for test in (types.is_string, types.is_large_string, types.is_string_view)
+    )
+
+
+def _is_list(kind: Any) -> bool:
+    types = load_pyarrow().types
+    return any(
+        test(kind) for test in (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    )
+
+
+def _is_vector(kind: Any) -> bool:
+    return _is_list(kind) and bool(load_pyarrow().types.is_floating(kind.value_type))
+
+
+def _keys(file: Path, column: Any, name: str, first: int) -> list[str]:
+    keys = column.to_pylist()
+    if column.null_count:
+        row = first + next(number for number, key in enumerate(keys) if key is None)
+        raise SourceError(f"{file}: row {row:,} has no {name}. Give each vector a key.")
+    return [str(key) for key in keys]
+
+
+def _vectors(file: Path, column: Any, keys: Sequence[str]) -> Any:
+    """The vectors (N, D). Raises: SourceError naming the first that is missing or too short."""
+    lengths = np.array([-1 if v is None else v for v in _lengths(column)])
+    if (lengths != lengths[0]).any() or lengths[0] < 1:
+        row = int(np.flatnonzero(lengths != max(lengths[0], 1))[0])
+        found = "is missing" if lengths[row] < 0 else f"has {lengths[row]} components"
+        raise SourceError(
+            f"{file}: the vector of {keys[row]!r:.200} {found}; that of {keys[0]!r:.200} has "
+            f"{max(lengths[0], 0)}. Give each row a vector of one length."
+        )
+    flat = column.flatten().to_numpy(zero_copy_only=False)
+    return flat.reshape(len(keys), -1)
+
+
+def _lengths(column: Any) -> list[int | None]:
+    import pyarrow.compute
+
+    lengths: list[int | None] = pyarrow.compute.list_value_length(column).to_pylist()
+    return lengths
+
+
+def _rows(batch: Any, columns: Sequence[str]) -> list[dict[str, Any]]:
+    pa = load_pyarrow()
+    rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
+    for name in columns:
+        column = batch.column(name)
+        if pa.types.is_timestamp(column.type):  # Python has no nanoseconds
+            column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
+        for row, found in zip(rows, column.to_pylist(), strict=True):
+            is_list = isinstance(found, list)
+            values = [_value(value) for value in (found if is_list else [found])]
+            present = [value for value in values if value is not None]
+            if present:
+                row[name] = present if is_list else present[0]
+    return rows
+
+
+def _value(value: Any) -> Any:
+    """A value as an attribute; None for a missing one, which pandas also writes as NaN."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return value
+
+
+@contextlib.contextmanager
+def _damage_explained(file: Path) -> Iterator[None]:
+    pa = load_pyarrow()
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise SourceError(f"{file} does not exist.") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise SourceError(f"{file} is not a valid file of its format: {reason}.") from error

@@ -2,15 +2,12 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan
 
 from kinlens import __version__
@@ -35,13 +32,13 @@ from kinlens.service.galleries.locations import Opened
 from kinlens.service.http.bodies import BodyLimit, ClientDisconnectedError
 from kinlens.service.http.gate import Gate, bounds_of, open_rates
 from kinlens.service.http.openapi import install_openapi
+from kinlens.service.http.pages import Assets, Page
 from kinlens.service.observe.metrics_shared import kept_fresh
 from kinlens.service.observe.tracing import Tracing, open_tracing
 from kinlens.service.problems import from_disconnect, from_error, from_http
 from kinlens.service.runtime import Runtime, build_runtime
 from kinlens.service.settings import Settings
 
-_UI = Path(__file__).parent / "ui"
 _ADMIN_LINK = 'id="admin-link"'
 
 
@@ -96,8 +93,9 @@ def create_app(
         app.router.routes.extend(
             context.original_route for context in iter_route_contexts(router.routes)
         )
-    _add_page(app, settings.admin_link)
-    install_openapi(app)
+    assets = Assets()
+    _add_pages(app, assets, settings.admin_link)
+    install_openapi(app, assets)
     return app
 
 
@@ -137,16 +135,16 @@ def _lifespan(runtime: Runtime, rates: RateLimits, tracing: Tracing) -> Lifespan
     return lifespan
 
 
-def _add_page(app: FastAPI, admin_link: bool) -> None:
-    start = _UI / "search" / "index.html"
-    linked = start.read_text(encoding="utf-8").replace(f"{_ADMIN_LINK} hidden", _ADMIN_LINK)
+def _add_pages(app: FastAPI, assets: Assets, admin_link: bool) -> None:
+    shown = ((f"{_ADMIN_LINK} hidden", _ADMIN_LINK),) if admin_link else ()
+    for path, page in (
+        ("/", assets.page("search/index.html", *shown)),
+        ("/admin", assets.page("admin/index.html")),
+    ):
 
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def page() -> Response:
-        return HTMLResponse(linked) if admin_link else FileResponse(start)
+        async def answer(request: Request, page: Page = page) -> Response:
+            return page.answer(request.headers)
 
-    @app.api_route("/admin", methods=["GET", "HEAD"], include_in_schema=False)
-    async def admin() -> FileResponse:
-        return FileResponse(_UI / "admin" / "index.html")
-
-    app.mount("/ui", StaticFiles(directory=_UI))
+        # A plain route: FastAPI would take `page` for a parameter.
+        app.add_route(path, answer, methods=["GET"], include_in_schema=False)
+    app.mount("/ui", assets)

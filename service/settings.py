@@ -18,6 +18,7 @@ from kinlens.embedder.preprocess import ImageLimits
 from kinlens.indexer.calibration import DEFAULT_PRIOR
 from kinlens.indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address, seconds_of
 from kinlens.models import FeedbackMode, Scope
+from kinlens.service.access.prefix import check_prefix
 from kinlens.service.access.rates import parse_network, parse_rates
 from kinlens.service.galleries.cards import check_product_url
 from kinlens.service.redis import check_url
@@ -228,7 +229,13 @@ class Settings(BaseSettings):
     local names and `KINLENS_HOST`; with a host of `0.0.0.0` or `::`, any.
     """
     trusted_proxies: Annotated[Words, _each(parse_network)] = ()
-    """Addresses or networks of proxies whose `X-Forwarded-For` is trusted, separated by commas."""
+    """Addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Prefix` are
+    trusted, separated by commas.
+    """
+    prefix: Annotated[str, AfterValidator(check_prefix)] = ""
+    """Path below which a proxy serves the service, such as `/visual`. It is part of the links in
+    answers. A trusted proxy may send it as `X-Forwarded-Prefix` instead.
+    """
     cors_origins: Annotated[Words, _each(_check_origin)] = ()
     """Web origins that may call from a browser, separated by commas."""
     anonymous_scopes: Annotated[tuple[Scope, ...], NoDecode, _Split] = ("search",)

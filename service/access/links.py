@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote
 
 from kinlens.embedder.errors import KeyMissingError
 from kinlens.service.access.keys import Key
+from kinlens.service.access.prefix import public_path
 from kinlens.service.galleries.locations import VERSION_DIGITS
 
 IMAGE_OF_ITEM = "/items/{item_id}/image"
@@ -43,14 +44,14 @@ def signing(key: Key) -> Iterator[None]:
 
 
 def plain_link(gallery: str, item_id: int, generation: str) -> str:
-    """The link to the image of an item, as answers are cached: without a signature."""
+    """The link to the image of an item, as answers are cached: without prefix and signature."""
     generation = generation[:VERSION_DIGITS]
     return f"/galleries/{quote(gallery, safe='')}/items/{item_id}/image?version={generation}"
 
 
 def image_link(gallery: str, item_id: int, generation: str) -> str:
     """The link to the image of an item, for the caller of the current request."""
-    link, key = plain_link(gallery, item_id, generation), _SIGNER.get()
+    link, key = public_path(plain_link(gallery, item_id, generation)), _SIGNER.get()
     if key is None:
         return link
     # Whole hours, so that a browser finds the images of an earlier answer in its cache.
@@ -61,7 +62,7 @@ def image_link(gallery: str, item_id: int, generation: str) -> str:
 
 def with_links(results: bytes) -> bytes:
     """Encoded results, which callers share in the cache, with the links of this caller."""
-    if _SIGNER.get() is None:
+    if _SIGNER.get() is None and not public_path(""):
         return results
 
     def link(match: re.Match[bytes]) -> bytes:

@@ -80,6 +80,12 @@ class Addresses:
             peer = self._behind(peer, scope)
         return _shown(peer)
 
+    def trusts(self, scope: Scope) -> bool:
+        """Whether a request comes directly from a trusted proxy."""
+        client = scope.get("client")
+        peer = _parse(client[0]) if client else None
+        return peer is not None and self._is_trusted(peer)
+
     def _behind(self, peer: Address, scope: Scope) -> Address:
         forwarded = ",".join(Headers(scope=scope).getlist(_FORWARDED))
         for text in reversed(forwarded.split(",")):

@@ -24,6 +24,7 @@ from kinlens.models import (
     ThresholdModel,
 )
 from kinlens.service.access.audit import note
+from kinlens.service.access.prefix import public_path
 from kinlens.service.galleries.locations import VERSION_PATTERN, VERSION_TEXT, Gallery
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.openapi import problems
@@ -122,7 +123,7 @@ async def create(
     """Create an empty gallery, which can be filled and searched at once."""
     note(request.scope["state"], gallery=new.name)
     await runtime.managed.create(new.name, new.bundle_id)
-    response.headers["Location"] = f"/galleries/{new.name}"
+    response.headers["Location"] = public_path(f"/galleries/{new.name}")
     with runtime.registry.lease(new.name) as served:
         return await runtime.read("the gallery", lambda: _described(served, runtime.settings))
 

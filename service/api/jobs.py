@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 from kinlens.embedder import errors
 from kinlens.models import JobLog, JobModel, JobOptions, Jobs, JobState
 from kinlens.service.access.audit import note
+from kinlens.service.access.prefix import public_path
 from kinlens.service.http.openapi import problems
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.jobs.params import (
@@ -63,7 +64,7 @@ async def _manager_of(request: Request) -> JobManager:
 async def _accept_of(request: Request, response: Response) -> Callable[[Job], Job]:
     def accept(job: Job) -> Job:
         note(request.scope["state"], gallery=job.gallery, target=job.id)
-        response.headers["Location"] = f"/jobs/{job.id}"
+        response.headers["Location"] = public_path(f"/jobs/{job.id}")
         return job
 
     return accept

@@ -48,9 +48,11 @@ def settings(
     width = min(_MOST_COLUMNS, shutil.get_terminal_size().columns)
     indent = " " * 4
     group = ""
-    for variable in variables():
-        if text.casefold() not in f"{variable.name} {variable.meaning}".casefold():
-            continue
+    wanted = [v for v in variables() if text.casefold() in f"{v.name} {v.meaning}".casefold()]
+    if not wanted:
+        typer.echo(f"No setting contains {text.casefold()!r}", err=True)
+        raise typer.Exit(1)
+    for variable in wanted:
         if variable.group != group:
             group = variable.group
             typer.secho(group, bold=True)

@@ -56,11 +56,11 @@ def render_docs(document: dict[str, Any]) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<link rel="icon" href="/ui/shared/icon.svg">'
-        '<link rel="stylesheet" href="/ui/shared/base.css">'
-        '<link rel="stylesheet" href="/ui/docs/page.css"></head>'
+        '<link rel="icon" href="ui/shared/icon.svg">'
+        '<link rel="stylesheet" href="ui/shared/base.css">'
+        '<link rel="stylesheet" href="ui/docs/page.css"></head>'
         f"<body><main><h1>{title}</h1><p>{_prose(document['info']['description'])} "
-        'For programs: <a href="/openapi.json">openapi.json</a>.</p>'
+        'For programs: <a href="openapi.json">openapi.json</a>.</p>'
         f"<nav><h2>Routes</h2><ul>{contents}</ul></nav>{sections}</main></body></html>"
     )
 

@@ -45,6 +45,7 @@ from kinlens.service.access import keys, links
 from kinlens.service.access.audit import AuditLog, Change, warn
 from kinlens.service.access.binding import calling
 from kinlens.service.access.keys import FreshKeys, KeyStore
+from kinlens.service.access.prefix import forwarded_prefix, public_path, set_prefix
 from kinlens.service.access.rates import (
     Account,
     Addresses,
@@ -269,6 +270,7 @@ class Gate:
         self._hosts = settings.hosts()
         self._signs = settings.image_links == "signed"
         self._anonymous = keys.allowed(settings.anonymous_scopes)
+        self._prefix = settings.prefix
         self._addresses = Addresses(settings.trusted_proxies)
         self._drain_bytes = bounds_of(settings).largest
         self._origins = frozenset(settings.cors_origins)
@@ -293,6 +295,7 @@ class Gate:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id = _request_id(scope)
         state["principal"] = ANONYMOUS
+        self._remove_prefix(scope)
         state["route"] = route = self._routes(scope).match(scope["method"], scope["path"])
         state["template"] = "unmatched" if route is None else route.template
         state["address"] = self._addresses.of(scope)
@@ -361,6 +364,9 @@ class Gate:
 
     async def _refusal(self, scope: Scope) -> Response | None:
         route = scope["state"]["route"]
+        if scope["state"].get("is_bare_prefix") and scope["method"] in _READ:
+            # Relative links of the page need the slash.
+            return Response(status_code=308, headers={"Location": public_path("/")})
         try:
             if route is not None and route.rule.scope is not None:
                 await self._authorize(scope, route.rule, route.rule.scope)
@@ -487,6 +493,23 @@ class Gate:
         if self._routes(scope).at(twin):
             detail = f"{path} does not exist. Did you mean {twin}?"
         return await from_http(Request(scope), HTTPException(404, detail))
+
+    def _remove_prefix(self, scope: Scope) -> None:
+        """Set the path prefix of the request, and remove it if the proxy has not.
+
+        A path that is a route as it is was stripped by the proxy.
+        """
+        prefix = self._prefix
+        if self._addresses.trusts(scope):
+            sent = forwarded_prefix(Headers(scope=scope).getlist("x-forwarded-prefix"))
+            prefix = prefix if sent is None else sent
+        set_prefix(prefix)
+        path = scope["path"]
+        if not prefix or not f"{path}/".startswith(f"{prefix}/") or self._routes(scope).at(path):
+            return
+        scope["state"]["is_bare_prefix"] = path == prefix
+        scope["path"] = path[len(prefix) :] or "/"
+        scope["raw_path"] = scope["raw_path"][len(prefix) :] or b"/"
 
     def _routes(self, scope: Scope) -> RouteTable:
         if self._table is None:

@@ -1,10 +1,8 @@
 """The OpenAPI document with its problems and scopes, served at /openapi.json and /docs."""
 
 import asyncio
-import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,10 +13,12 @@ from pydantic_core import to_json
 from kinlens.embedder import errors
 from kinlens.models import Fault, Problem, Scope
 from kinlens.service.access import keys
+from kinlens.service.access.prefix import public_path
 from kinlens.service.concurrency import Recent
 from kinlens.service.http.bodies import JSON
 from kinlens.service.http.docs_page import render_docs
 from kinlens.service.http.gate import Extent, rule_of
+from kinlens.service.http.pages import Assets, Page
 from kinlens.service.problems import (
     INTERNAL,
     MEDIA_TYPE,
@@ -87,27 +87,7 @@ def problems(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
     return responses
 
 
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """A response that stays constant while the process runs."""
-
-    body: bytes
-    media_type: str
-    etag: str
-
-    def answer(self, request: Request) -> Response:
-        """The page, or a 304 without a body if the client has it cached."""
-        headers = {"ETag": self.etag}
-        if self.etag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        return Response(self.body, media_type=self.media_type, headers=headers)
-
-
-def _page(body: bytes, media_type: str) -> _Page:
-    return _Page(body, media_type, f'"{hashlib.sha256(body).hexdigest()}"')
-
-
-def install_openapi(app: FastAPI) -> None:
+def install_openapi(app: FastAPI, assets: Assets) -> None:
     """Add the problem schema to `app.openapi`, and serve the document and its page.
 
     Both are public and as costly as many searches, so they are built once, in a thread, at the
@@ -132,21 +112,26 @@ def install_openapi(app: FastAPI) -> None:
             app.openapi_schema = document
         return app.openapi_schema
 
-    def make() -> tuple[_Page, _Page]:
+    def make() -> tuple[Page, Page]:
         document = app.openapi()
-        page = render_docs(document).encode()
-        return _page(to_json(document), JSON), _page(page, "text/html")
+        page = assets.located(render_docs(document)).encode()
+        return Page.of(to_json(document), JSON), Page.of(page, "text/html")
 
     kept = Recent(partial(asyncio.to_thread, make), math.inf)
+    located: dict[str, Page] = {}  # by path prefix, which only trusted proxies set
     app.openapi = build  # type: ignore[method-assign]
 
     @app.api_route("/openapi.json", methods=["GET", "HEAD"], include_in_schema=False)
     async def openapi(request: Request) -> Response:
-        return (await kept.get())[0].answer(request)
+        page, prefix = (await kept.get())[0], public_path("")
+        if prefix and prefix not in located:
+            server = b'{"servers":' + to_json([{"url": prefix}]) + b","
+            located[prefix] = await asyncio.to_thread(Page.of, server + page.body[1:], JSON)
+        return located.get(prefix, page).answer(request.headers)
 
     @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
     async def docs(request: Request) -> Response:
-        return (await kept.get())[1].answer(request)
+        return (await kept.get())[1].answer(request.headers)
 
 
 def _add_security(document: dict[str, Any], anonymous: Iterable[Scope]) -> None:

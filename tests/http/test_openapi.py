@@ -116,7 +116,7 @@ def test_the_docs_page_has_every_field_and_status_and_needs_no_other_host(tmp_pa
         document = service.client.get("/openapi.json").json()
         text = service.client.get("/docs").text
         for address in re.findall(r'(?:href|src)="([^"]*)"', text):
-            assert re.match(r"#|/(?!/)", address)
+            assert re.match(r"#|ui/|openapi", address)
             assert address[0] == "#" or service.client.get(address).status_code == 200
     assert not re.search(r"<(script|style)|\sstyle=", text), "the policy allows nothing inline"
     sections = text.split("<section")[1:]

@@ -1,5 +1,6 @@
 """HAProxy, nginx and Caddy with their files of deploy/, before services of a test."""
 
+import re
 import shutil
 import ssl
 import subprocess
@@ -23,6 +24,7 @@ CADDY = ROOT / "deploy/caddy/Caddyfile"
 CHECK_MS = 100
 """How often HAProxy and Caddy ask /ready here; the shipped files are slower."""
 
+_FILES = ("nginx.conf", "Caddyfile")
 _CERTIFICATE, _KEY = "certificate.pem", "key.pem"
 
 
@@ -50,9 +52,12 @@ class Proxy:
 
 
 @contextmanager
-def started(name: str, urls: Sequence[str], folder: Path) -> Iterator[Proxy]:
+def started(
+    name: str, urls: Sequence[str], folder: Path, *, is_below_path: bool = False
+) -> Iterator[Proxy]:
     """The proxy `name` before the services at `urls`, once one is ready; its files are in a folder
-    of its own in `folder`. Without the program the test is skipped.
+    of its own in `folder`. Without the program the test is skipped. With `is_below_path`, its file
+    is changed by the command in it, and the proxy passes on only /visual/.
     """
     path, port, folder = program(name), free_port(), folder / name
     folder.mkdir()
@@ -61,6 +66,12 @@ def started(name: str, urls: Sequence[str], folder: Path) -> Iterator[Proxy]:
     if has_tls:
         write_certificate(folder)
     options = OPTIONS[name](folder, services, port)
+    if is_below_path:
+        file = next(
+            path for path in folder.iterdir() if path.suffix == ".cfg" or path.name in _FILES
+        )
+        [expression] = re.findall(r"^#   sed -E '(.+)'$", file.read_text(), re.MULTILINE)
+        subprocess.run(["sed", "-i", "-E", expression, str(file)], check=True)
     with ExitStack() as stack:
         log = stack.enter_context((folder / "log").open("w"))
         variables = {"HOME": str(folder)}
@@ -70,7 +81,8 @@ def started(name: str, urls: Sequence[str], folder: Path) -> Iterator[Proxy]:
         scheme, certificate = ("https", folder / _CERTIFICATE) if has_tls else ("http", None)
         proxy = Proxy(f"{scheme}://127.0.0.1:{port}", certificate)
         with proxy.client() as client:
-            until(lambda: _is_ready(client, process))
+            path = "/visual/ready" if is_below_path else "/ready"
+            until(lambda: _is_ready(client, process, path))
         yield proxy
 
 
@@ -163,9 +175,9 @@ OPTIONS: dict[str, Callable[[Path, Sequence[str], int], list[str]]] = {
 """What a program is started with, after its files are written."""
 
 
-def _is_ready(client: httpx.Client, process: "subprocess.Popen[bytes]") -> bool:
+def _is_ready(client: httpx.Client, process: "subprocess.Popen[bytes]", path: str) -> bool:
     assert process.poll() is None, "the proxy has ended; see its log"
     try:
-        return client.get("/ready").status_code == 200
+        return client.get(path).status_code == 200
     except httpx.TransportError:
         return False

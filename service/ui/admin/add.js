@@ -1,13 +1,13 @@
 // Adding items: images that are dropped or picked, their keys and attributes, and the result of each.
 
-import { AttributeEditor } from "/ui/admin/attributes.js";
-import { editAttributes, knownAttributes } from "/ui/admin/edit.js";
-import { sendAll } from "/ui/admin/send.js";
-import { chosen } from "/ui/admin/state.js";
-import { failed } from "/ui/admin/work.js";
-import { announce, element, ui } from "/ui/shared/dom.js";
-import { plural, valueText } from "/ui/shared/format.js";
-import { imageOf } from "/ui/shared/images.js";
+import { AttributeEditor } from "./attributes.js";
+import { editAttributes, knownAttributes } from "./edit.js";
+import { sendAll } from "./send.js";
+import { chosen } from "./state.js";
+import { failed } from "./work.js";
+import { announce, element, ui } from "../shared/dom.js";
+import { plural, valueText } from "../shared/format.js";
+import { imageOf } from "../shared/images.js";
 
 const WORDS = {
   waiting: "Not sent yet",

@@ -1,16 +1,16 @@
 // The requests of the admin page that the search page does not send.
 
-import { bodyOf, galleryPath, getJson, Problem, request, sendJson } from "/ui/shared/api.js";
+import { bodyOf, galleryPath, getJson, Problem, request, sendJson } from "../shared/api.js";
 
 const sent = async (method, url, content, signal) => bodyOf(await sendJson(method, url, content, signal));
 
 // What the key of this tab may do: {key, scopes, galleries, filter}.
-export const getAccess = () => getJson("/access");
+export const getAccess = () => getJson("access");
 
 // Resolves to the reason why there are no jobs, or "".
 export async function findNoJobs() {
   try {
-    await getJson("/jobs?limit=1");
+    await getJson("jobs?limit=1");
     return "";
   } catch (error) {
     if (error instanceof Problem && error.status === 409) return error.detail;
@@ -21,7 +21,7 @@ export async function findNoJobs() {
 // The checks of readiness come with status 200 and with 503.
 export async function getReady() {
   try {
-    return await getJson("/ready");
+    return await getJson("ready");
   } catch (error) {
     if (error instanceof Problem && error.body?.checks) return error.body;
     throw error;
@@ -29,7 +29,7 @@ export async function getReady() {
 }
 
 export const createGallery = (name, bundleId) =>
-  sent("POST", "/galleries", { name, bundle_id: bundleId || null });
+  sent("POST", "galleries", { name, bundle_id: bundleId || null });
 
 export const deleteGallery = (name) => request(galleryPath(name), { method: "DELETE" });
 
@@ -57,18 +57,18 @@ export const deleteItems = (gallery, which) =>
 export const restoreItems = (gallery, keys) =>
   sent("POST", `${galleryPath(gallery)}/items/restore`, { keys });
 
-export const listKeys = async () => (await getJson("/keys")).keys;
+export const listKeys = async () => (await getJson("keys")).keys;
 
 // wanted: {name, scopes, galleries, filter, rate, expires_days}. Resolves to {text, key}.
-export const createKey = (wanted) => sent("POST", "/keys", wanted);
+export const createKey = (wanted) => sent("POST", "keys", wanted);
 
-export const rotateKey = (name) => sent("POST", `/keys/${encodeURIComponent(name)}/rotate`, {});
+export const rotateKey = (name) => sent("POST", `keys/${encodeURIComponent(name)}/rotate`, {});
 
-export const revokeKey = (name) => request(`/keys/${encodeURIComponent(name)}`, { method: "DELETE" });
+export const revokeKey = (name) => request(`keys/${encodeURIComponent(name)}`, { method: "DELETE" });
 
 // The entries of the audit log before the number `before`, newest first.
 export const listAudit = async (limit, before) =>
-  (await getJson(`/audit?${new URLSearchParams({ limit, ...(before && { before }) })}`)).entries;
+  (await getJson(`audit?${new URLSearchParams({ limit, ...(before && { before }) })}`)).entries;
 
 export const listGolden = async (gallery) => (await getJson(`${galleryPath(gallery)}/golden`)).queries;
 
@@ -80,20 +80,20 @@ export const runGolden = (gallery) => request(`${galleryPath(gallery)}/golden/ru
 export const findDuplicates = (gallery, wanted) =>
   getJson(`${galleryPath(gallery)}/duplicates?${new URLSearchParams(wanted)}`);
 
-export const listJobs = async (limit) => (await getJson(`/jobs?limit=${limit}`)).jobs;
+export const listJobs = async (limit) => (await getJson(`jobs?limit=${limit}`)).jobs;
 
 // The training jobs, data sets, weights and bundles that a job can name.
-export const getJobOptions = () => getJson("/jobs/options");
+export const getJobOptions = () => getJson("jobs/options");
 
-export const getLog = (id, offset) => getJson(`/jobs/${id}/log?offset=${offset}`);
+export const getLog = (id, offset) => getJson(`jobs/${id}/log?offset=${offset}`);
 
 // what: cancel, swap or resume.
-export const changeJob = async (id, what) => bodyOf(await request(`/jobs/${id}/${what}`, { method: "POST" }));
+export const changeJob = async (id, what) => bodyOf(await request(`jobs/${id}/${what}`, { method: "POST" }));
 
 export const getFeedback = (gallery) => getJson(`${galleryPath(gallery)}/feedback?format=json`);
 
 // kind: compact, swap, sync or rebuild of a gallery, or train.
 export function startJob(kind, gallery, params) {
-  if (kind === "train") return sent("POST", "/jobs/train", { ...params, gallery });
+  if (kind === "train") return sent("POST", "jobs/train", { ...params, gallery });
   return sent("POST", `${galleryPath(gallery)}/${kind}`, params);
 }

@@ -1,24 +1,24 @@
 // The admin page: access, the current view and the chosen gallery.
 
-import { startAdd, showAdd } from "/ui/admin/add.js";
-import { findNoJobs, getAccess } from "/ui/admin/api.js";
-import { showAudit, startAudit } from "/ui/admin/audit.js";
-import { startConfirm } from "/ui/admin/confirm.js";
-import { showDuplicates, startDuplicates } from "/ui/admin/duplicates.js";
-import { startEdit } from "/ui/admin/edit.js";
-import { showGalleries, startGalleries } from "/ui/admin/galleries.js";
-import * as golden from "/ui/admin/golden.js";
-import * as items from "/ui/admin/items.js";
-import { follow, showJob, startJobs } from "/ui/admin/jobs.js";
-import { showKeys, startKeys } from "/ui/admin/keys.js";
-import { isStarting, showStarts, startStarts } from "/ui/admin/starts.js";
-import { choose, chosen, loadGalleries, may, refreshSizes, state, whenGalleryChanges } from "/ui/admin/state.js";
-import * as status from "/ui/admin/status.js";
-import { close, failed, startWork } from "/ui/admin/work.js";
-import { hideError, problemOf, showProblem, startAlerts } from "/ui/shared/alerts.js";
-import { optionsOf, startSkip, ui } from "/ui/shared/dom.js";
-import { plural } from "/ui/shared/format.js";
-import { getKey, setKey } from "/ui/shared/key.js";
+import { startAdd, showAdd } from "./add.js";
+import { findNoJobs, getAccess } from "./api.js";
+import { showAudit, startAudit } from "./audit.js";
+import { startConfirm } from "./confirm.js";
+import { showDuplicates, startDuplicates } from "./duplicates.js";
+import { startEdit } from "./edit.js";
+import { showGalleries, startGalleries } from "./galleries.js";
+import * as golden from "./golden.js";
+import * as items from "./items.js";
+import { follow, showJob, startJobs } from "./jobs.js";
+import { showKeys, startKeys } from "./keys.js";
+import { isStarting, showStarts, startStarts } from "./starts.js";
+import { choose, chosen, loadGalleries, may, refreshSizes, state, whenGalleryChanges } from "./state.js";
+import * as status from "./status.js";
+import { close, failed, startWork } from "./work.js";
+import { hideError, problemOf, showProblem, startAlerts } from "../shared/alerts.js";
+import { optionsOf, startSkip, ui } from "../shared/dom.js";
+import { plural } from "../shared/format.js";
+import { getKey, setKey } from "../shared/key.js";
 
 const VIEWS = {
   items: items.load,

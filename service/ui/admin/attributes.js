@@ -1,7 +1,7 @@
 // The attributes of an item as rows of name, kind and value, or as JSON.
 
-import { parsed } from "/ui/shared/api.js";
-import { element, icon, optionsOf } from "/ui/shared/dom.js";
+import { parsed } from "../shared/api.js";
+import { element, icon, optionsOf } from "../shared/dom.js";
 
 const KINDS = [["text", "text"], ["number", "number"], ["boolean", "yes or no"]];
 const WORDS = { "add-row": "Add an attribute", json: "Edit as JSON", rows: "Edit as a list" };

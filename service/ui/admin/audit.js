@@ -1,10 +1,10 @@
 // The audit log: changes and refused attempts, newest first, a page at a time.
 
-import { listAudit } from "/ui/admin/api.js";
-import { moment, table } from "/ui/admin/status.js";
-import { whileBusy } from "/ui/admin/work.js";
-import { ui } from "/ui/shared/dom.js";
-import { grouped, plural } from "/ui/shared/format.js";
+import { listAudit } from "./api.js";
+import { moment, table } from "./status.js";
+import { whileBusy } from "./work.js";
+import { ui } from "../shared/dom.js";
+import { grouped, plural } from "../shared/format.js";
 
 const PAGE = 100;
 const HEAD = ["When", "Who", "Action", "Gallery", "Changed", "Status", "From"];

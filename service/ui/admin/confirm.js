@@ -1,6 +1,6 @@
 // Asks for confirmation before something is deleted.
 
-import { ui } from "/ui/shared/dom.js";
+import { ui } from "../shared/dom.js";
 
 let answer = null;
 let typed = "";

@@ -1,14 +1,14 @@
 // Groups of items that show one product, with buttons that delete all but one.
 
-import { deleteItems, findDuplicates } from "/ui/admin/api.js";
-import { confirmed } from "/ui/admin/confirm.js";
-import { chosen, state } from "/ui/admin/state.js";
-import { UNDO_TEXT, offerUndo } from "/ui/admin/undo.js";
-import { whileBusy } from "/ui/admin/work.js";
-import { element, ui } from "/ui/shared/dom.js";
-import { plural, someOf, valueText } from "/ui/shared/format.js";
-import { emptyView, toHash } from "/ui/shared/link.js";
-import { imageOf } from "/ui/shared/images.js";
+import { deleteItems, findDuplicates } from "./api.js";
+import { confirmed } from "./confirm.js";
+import { chosen, state } from "./state.js";
+import { UNDO_TEXT, offerUndo } from "./undo.js";
+import { whileBusy } from "./work.js";
+import { element, ui } from "../shared/dom.js";
+import { plural, someOf, valueText } from "../shared/format.js";
+import { emptyView, toHash } from "../shared/link.js";
+import { imageOf } from "../shared/images.js";
 
 const SHOWN = 50;
 let about = "";
@@ -80,7 +80,7 @@ function buttonsOf({ key }, items, group, areOne) {
 function rowOf(item, ...more) {
   const { id, key, image } = item;
   const query = { kind: "item", id, key, gallery: state.name, crops: [] };
-  const link = element("a", { href: `/${toHash(emptyView(state.name), query)}`, className: "near-image" }, imageOf(image, ""));
+  const link = element("a", { href: `./${toHash(emptyView(state.name), query)}`, className: "near-image" }, imageOf(image, ""));
   link.ariaLabel = `Search with ${key}`;
   const name = element("p", { className: "near-key", textContent: key });
   const row = element("li", { className: "near-item" }, link, name, ...more);

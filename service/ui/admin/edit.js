@@ -1,11 +1,11 @@
 // The dialog that edits the attributes of one item or of one image in the list to add.
 
-import { patchItems } from "/ui/admin/api.js";
-import { AttributeEditor } from "/ui/admin/attributes.js";
-import { describeChosen, state } from "/ui/admin/state.js";
-import { whileBusy, failureText } from "/ui/admin/work.js";
-import { ui } from "/ui/shared/dom.js";
-import { imageOf } from "/ui/shared/images.js";
+import { patchItems } from "./api.js";
+import { AttributeEditor } from "./attributes.js";
+import { describeChosen, state } from "./state.js";
+import { whileBusy, failureText } from "./work.js";
+import { ui } from "../shared/dom.js";
+import { imageOf } from "../shared/images.js";
 
 let editor = null;
 let save = null;

@@ -1,13 +1,13 @@
 // Creates and deletes galleries.
 
-import { createGallery, deleteGallery, getJobOptions } from "/ui/admin/api.js";
-import { confirmed } from "/ui/admin/confirm.js";
-import { choose, loadGalleries, modelChoice, state } from "/ui/admin/state.js";
-import { moment } from "/ui/admin/status.js";
-import { whileBusy } from "/ui/admin/work.js";
-import { showNotice } from "/ui/shared/alerts.js";
-import { element, optionsOf, ui } from "/ui/shared/dom.js";
-import { plural } from "/ui/shared/format.js";
+import { createGallery, deleteGallery, getJobOptions } from "./api.js";
+import { confirmed } from "./confirm.js";
+import { choose, loadGalleries, modelChoice, state } from "./state.js";
+import { moment } from "./status.js";
+import { whileBusy } from "./work.js";
+import { showNotice } from "../shared/alerts.js";
+import { element, optionsOf, ui } from "../shared/dom.js";
+import { plural } from "../shared/format.js";
 
 const SHORT = 12;
 

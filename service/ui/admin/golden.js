@@ -1,13 +1,13 @@
 // The golden set, labelled queries of the gallery: its figures over time and its wrong answers.
 
-import { listGolden, listGoldenRuns, runGolden } from "/ui/admin/api.js";
-import { chosen, state } from "/ui/admin/state.js";
-import { moment, table } from "/ui/admin/status.js";
-import { whileBusy } from "/ui/admin/work.js";
-import { galleryPath } from "/ui/shared/api.js";
-import { announce, element, ui } from "/ui/shared/dom.js";
-import { grouped, valueText } from "/ui/shared/format.js";
-import { imageOf } from "/ui/shared/images.js";
+import { listGolden, listGoldenRuns, runGolden } from "./api.js";
+import { chosen, state } from "./state.js";
+import { moment, table } from "./status.js";
+import { whileBusy } from "./work.js";
+import { galleryPath } from "../shared/api.js";
+import { announce, element, ui } from "../shared/dom.js";
+import { grouped, valueText } from "../shared/format.js";
+import { imageOf } from "../shared/images.js";
 
 const SHOWN_RUNS = 20;
 const HEAD = ["When", "Model", "Items", "Recall@1", "Recall@5", "Recall@10", "MAP@R", "No-match precision"];

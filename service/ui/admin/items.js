@@ -1,17 +1,17 @@
 // The items of a gallery, a page at a time: find, select, edit, delete.
 
-import { deleteItems } from "/ui/admin/api.js";
-import { confirmed } from "/ui/admin/confirm.js";
-import { editItem } from "/ui/admin/edit.js";
-import { state } from "/ui/admin/state.js";
-import { UNDO_TEXT, offerUndo } from "/ui/admin/undo.js";
-import { whileBusy, failed } from "/ui/admin/work.js";
-import { showNotice } from "/ui/shared/alerts.js";
-import { Problem, listItems } from "/ui/shared/api.js";
-import { announce, element, ui } from "/ui/shared/dom.js";
-import { grouped, plural, someOf, valueText } from "/ui/shared/format.js";
-import { emptyView, toHash } from "/ui/shared/link.js";
-import { imageOf } from "/ui/shared/images.js";
+import { deleteItems } from "./api.js";
+import { confirmed } from "./confirm.js";
+import { editItem } from "./edit.js";
+import { state } from "./state.js";
+import { UNDO_TEXT, offerUndo } from "./undo.js";
+import { whileBusy, failed } from "./work.js";
+import { showNotice } from "../shared/alerts.js";
+import { Problem, listItems } from "../shared/api.js";
+import { announce, element, ui } from "../shared/dom.js";
+import { grouped, plural, someOf, valueText } from "../shared/format.js";
+import { emptyView, toHash } from "../shared/link.js";
+import { imageOf } from "../shared/images.js";
 
 const PAGE = 50;
 const selected = new Set();
@@ -56,7 +56,7 @@ function rowOf(item) {
   row.dataset.testid = "row";
   row.classList.toggle("selected", selected.has(item.key));
   const query = { kind: "item", id: item.id, key: item.key, gallery: state.name, crops: [] };
-  const link = element("a", { href: `/${toHash(emptyView(state.name), query)}`, className: "thumb" }, imageOf(item.image, ""));
+  const link = element("a", { href: `./${toHash(emptyView(state.name), query)}`, className: "thumb" }, imageOf(item.image, ""));
   link.ariaLabel = `Search with ${item.key}`;
   row.append(
     element("td", { className: "col-pick" }, tick(item.key, row)),

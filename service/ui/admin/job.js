@@ -1,12 +1,12 @@
 // One job: its progress, log, report and buttons.
 
-import { changeJob, getLog } from "/ui/admin/api.js";
-import { confirmed } from "/ui/admin/confirm.js";
-import { isRefused, reportNodes } from "/ui/admin/report.js";
-import { may } from "/ui/admin/state.js";
-import { moment } from "/ui/admin/status.js";
-import { whileBusy, failed } from "/ui/admin/work.js";
-import { definitions, element, ui } from "/ui/shared/dom.js";
+import { changeJob, getLog } from "./api.js";
+import { confirmed } from "./confirm.js";
+import { isRefused, reportNodes } from "./report.js";
+import { may } from "./state.js";
+import { moment } from "./status.js";
+import { whileBusy, failed } from "./work.js";
+import { definitions, element, ui } from "../shared/dom.js";
 
 export const KINDS = {
   compact: "Compact",

@@ -1,13 +1,13 @@
 // The list of jobs, updated each second while one runs.
 
-import { listJobs } from "/ui/admin/api.js";
-import { JobPanel, isActive, progressOf, stateBadge, stateText, stepText, titleOf } from "/ui/admin/job.js";
-import { withWaiting } from "/ui/admin/report.js";
-import { may, state } from "/ui/admin/state.js";
-import { failed } from "/ui/admin/work.js";
-import { problemOf } from "/ui/shared/alerts.js";
-import { announce, element, ui } from "/ui/shared/dom.js";
-import { ago } from "/ui/shared/format.js";
+import { listJobs } from "./api.js";
+import { JobPanel, isActive, progressOf, stateBadge, stateText, stepText, titleOf } from "./job.js";
+import { withWaiting } from "./report.js";
+import { may, state } from "./state.js";
+import { failed } from "./work.js";
+import { problemOf } from "../shared/alerts.js";
+import { announce, element, ui } from "../shared/dom.js";
+import { ago } from "../shared/format.js";
 
 const SHOWN = 50;
 const RUNNING_MS = 1000;

@@ -1,12 +1,12 @@
 // API keys: list, create, rotate, revoke. The secret of a new key is shown once.
 
-import { createKey, listKeys, revokeKey, rotateKey } from "/ui/admin/api.js";
-import { confirmed } from "/ui/admin/confirm.js";
-import { state } from "/ui/admin/state.js";
-import { moment } from "/ui/admin/status.js";
-import { failureText, whileBusy } from "/ui/admin/work.js";
-import { showNotice } from "/ui/shared/alerts.js";
-import { announce, element, optionsOf, ui } from "/ui/shared/dom.js";
+import { createKey, listKeys, revokeKey, rotateKey } from "./api.js";
+import { confirmed } from "./confirm.js";
+import { state } from "./state.js";
+import { moment } from "./status.js";
+import { failureText, whileBusy } from "./work.js";
+import { showNotice } from "../shared/alerts.js";
+import { announce, element, optionsOf, ui } from "../shared/dom.js";
 
 const STATE_CLASSES = { active: "good", expired: "attention", revoked: "plain" };
 

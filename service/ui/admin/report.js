@@ -1,8 +1,8 @@
 // The report of a job: a comparison of old and new, and whether the new version was good enough.
 
-import { table } from "/ui/admin/status.js";
-import { element } from "/ui/shared/dom.js";
-import { grouped } from "/ui/shared/format.js";
+import { table } from "./status.js";
+import { element } from "../shared/dom.js";
+import { grouped } from "../shared/format.js";
 
 const NONE = "not measured";
 const LISTED_FAILURES = 5;

@@ -1,9 +1,9 @@
 // Sends images in small batches: the images of a batch share the cost of a request, and a small batch
 // keeps the progress visible and limits the effect of a refusal.
 
-import { putItems } from "/ui/admin/api.js";
-import { problemOf } from "/ui/shared/alerts.js";
-import { withRetries } from "/ui/shared/retries.js";
+import { putItems } from "./api.js";
+import { problemOf } from "../shared/alerts.js";
+import { withRetries } from "../shared/retries.js";
 
 const MOST_FILES = 8;
 const MOST_BYTES = 8 * 2 ** 20;

@@ -1,11 +1,11 @@
 // The forms that start jobs, built from the description of the chosen gallery.
 
-import { getJobOptions, startJob } from "/ui/admin/api.js";
-import { AttributeEditor } from "/ui/admin/attributes.js";
-import { describeChosen, may, modelChoice, state } from "/ui/admin/state.js";
-import { whileBusy, failureText } from "/ui/admin/work.js";
-import { element, optionsOf, ui } from "/ui/shared/dom.js";
-import { grouped, plural } from "/ui/shared/format.js";
+import { getJobOptions, startJob } from "./api.js";
+import { AttributeEditor } from "./attributes.js";
+import { describeChosen, may, modelChoice, state } from "./state.js";
+import { whileBusy, failureText } from "./work.js";
+import { element, optionsOf, ui } from "../shared/dom.js";
+import { grouped, plural } from "../shared/format.js";
 
 const CLASS = "class";
 const RECOMMENDED = "shop";

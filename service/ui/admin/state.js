@@ -1,6 +1,6 @@
 // The list of galleries, the chosen one, and the listeners for changes of both.
 
-import { describeGallery, listGalleries } from "/ui/shared/api.js";
+import { describeGallery, listGalleries } from "../shared/api.js";
 
 const SHORT = 12;
 const DATE = "2026-01-01".length;

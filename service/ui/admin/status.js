@@ -1,11 +1,11 @@
 // The state of the chosen gallery, its index and its model, and whether the service is ready.
 
-import { getFeedback, getReady } from "/ui/admin/api.js";
-import { may, state } from "/ui/admin/state.js";
-import { failed } from "/ui/admin/work.js";
-import { describeGallery } from "/ui/shared/api.js";
-import { definitions, element, ui } from "/ui/shared/dom.js";
-import { grouped, percent, plural, valueText } from "/ui/shared/format.js";
+import { getFeedback, getReady } from "./api.js";
+import { may, state } from "./state.js";
+import { failed } from "./work.js";
+import { describeGallery } from "../shared/api.js";
+import { definitions, element, ui } from "../shared/dom.js";
+import { grouped, percent, plural, valueText } from "../shared/format.js";
 
 const SHOWN_VALUES = 6;
 const KINDS = {

@@ -1,10 +1,10 @@
 // Reports that items were deleted, with a button that restores them.
 
-import { restoreItems } from "/ui/admin/api.js";
-import { whileBusy } from "/ui/admin/work.js";
-import { showNotice } from "/ui/shared/alerts.js";
-import { element } from "/ui/shared/dom.js";
-import { grouped, plural } from "/ui/shared/format.js";
+import { restoreItems } from "./api.js";
+import { whileBusy } from "./work.js";
+import { showNotice } from "../shared/alerts.js";
+import { element } from "../shared/dom.js";
+import { grouped, plural } from "../shared/format.js";
 
 export const UNDO_TEXT = "This can be undone for a day, or until you compact the gallery.";
 

@@ -1,8 +1,8 @@
 // Work that can fail: its message, the return to the key form, and busy buttons.
 
-import { problemOf, showProblem } from "/ui/shared/alerts.js";
-import { Problem } from "/ui/shared/api.js";
-import { ui } from "/ui/shared/dom.js";
+import { problemOf, showProblem } from "../shared/alerts.js";
+import { Problem } from "../shared/api.js";
+import { ui } from "../shared/dom.js";
 
 let enter = () => {};
 

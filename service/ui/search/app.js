@@ -1,23 +1,23 @@
 // The search page: at most one running search and one running batch, and a trail of answers.
 
-import { ask, checkedQuery, countValues, isBest, severalOf } from "/ui/search/ask.js";
-import { itemQuery, likesQuery, linkedQuery, renewed, uploadQuery, uploadsQuery } from "/ui/search/ask.js";
-import { BatchRun } from "/ui/search/batch_run.js";
-import { startCamera } from "/ui/search/camera.js";
-import { walkWithArrows } from "/ui/search/cards.js";
-import { Cropper } from "/ui/search/crop.js";
-import { sendVote } from "/ui/search/feedback.js";
-import { acceptImages } from "/ui/search/intake.js";
-import { fileOf, remember, startRecent } from "/ui/search/recent.js";
-import * as results from "/ui/search/results.js";
-import { hideSamples, showSamples } from "/ui/search/samples.js";
-import * as settings from "/ui/search/settings.js";
-import * as trail from "/ui/search/trail.js";
-import { worded } from "/ui/search/words.js";
-import { hideError, hideNotice, showNotice, showProblem, startAlerts } from "/ui/shared/alerts.js";
-import { Problem } from "/ui/shared/api.js";
-import { announce, debounced, keepFocus, startSkip, ui } from "/ui/shared/dom.js";
-import { fromHash, toHash } from "/ui/shared/link.js";
+import { ask, checkedQuery, countValues, isBest, severalOf } from "./ask.js";
+import { itemQuery, likesQuery, linkedQuery, renewed, uploadQuery, uploadsQuery } from "./ask.js";
+import { BatchRun } from "./batch_run.js";
+import { startCamera } from "./camera.js";
+import { walkWithArrows } from "./cards.js";
+import { Cropper } from "./crop.js";
+import { sendVote } from "./feedback.js";
+import { acceptImages } from "./intake.js";
+import { fileOf, remember, startRecent } from "./recent.js";
+import * as results from "./results.js";
+import { hideSamples, showSamples } from "./samples.js";
+import * as settings from "./settings.js";
+import * as trail from "./trail.js";
+import { worded } from "./words.js";
+import { hideError, hideNotice, showNotice, showProblem, startAlerts } from "../shared/alerts.js";
+import { Problem } from "../shared/api.js";
+import { announce, debounced, keepFocus, startSkip, ui } from "../shared/dom.js";
+import { fromHash, toHash } from "../shared/link.js";
 
 const UPLOAD_LINK = "This link contains the settings of a search, but not its photo, which stays in the " +
   "other browser. Choose a photo to search with these settings.";

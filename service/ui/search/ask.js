@@ -6,8 +6,8 @@
 //   {kind: "item", id, key, name, gallery, link, preview, attributes, crops}
 //   {kind: "likes", name, preview: "", crops: []}: only liked items, from a link without its image
 
-import { explainHit, fetchImage, galleryPath, getItem, getSimilar, listItems, postSearch, Problem } from "/ui/shared/api.js";
-import { plural } from "/ui/shared/format.js";
+import { explainHit, fetchImage, galleryPath, getItem, getSimilar, listItems, postSearch, Problem } from "../shared/api.js";
+import { plural } from "../shared/format.js";
 
 export const GROUP_SIZE = 7;
 export const PRODUCT = "product"; // the attribute that images of one product share

@@ -1,11 +1,11 @@
 // A batch of images: one row for each, a few searches at a time. A failure affects only its own row.
 
-import { titleOf } from "/ui/search/cards.js";
-import { problemOf } from "/ui/shared/alerts.js";
-import { announce, element, ui } from "/ui/shared/dom.js";
-import { percent, plural } from "/ui/shared/format.js";
-import { imageOf } from "/ui/shared/images.js";
-import { withRetries } from "/ui/shared/retries.js";
+import { titleOf } from "./cards.js";
+import { problemOf } from "../shared/alerts.js";
+import { announce, element, ui } from "../shared/dom.js";
+import { percent, plural } from "../shared/format.js";
+import { imageOf } from "../shared/images.js";
+import { withRetries } from "../shared/retries.js";
 
 const AT_ONCE = 4;
 const SHOWN = 6;

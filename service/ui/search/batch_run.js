@@ -1,12 +1,12 @@
 // The running batch, at most one. It continues in the background while one of its rows is open.
 
-import { ask, uploadQuery } from "/ui/search/ask.js";
-import { MAX_IMAGES, repaint, rowOf, runRows, showRows, showSummary } from "/ui/search/batch.js";
-import * as settings from "/ui/search/settings.js";
-import * as trail from "/ui/search/trail.js";
-import { showNotice } from "/ui/shared/alerts.js";
-import { Problem } from "/ui/shared/api.js";
-import { keepFocus, ui } from "/ui/shared/dom.js";
+import { ask, uploadQuery } from "./ask.js";
+import { MAX_IMAGES, repaint, rowOf, runRows, showRows, showSummary } from "./batch.js";
+import * as settings from "./settings.js";
+import * as trail from "./trail.js";
+import { showNotice } from "../shared/alerts.js";
+import { Problem } from "../shared/api.js";
+import { keepFocus, ui } from "../shared/dom.js";
 
 const CANCELLED = new Problem("Cancelled", "This photo was not searched.");
 

@@ -1,6 +1,6 @@
 // A live camera in a dialog. Where the browser has none, the camera app or a file replaces it.
 
-import { ui } from "/ui/shared/dom.js";
+import { ui } from "../shared/dom.js";
 
 const WIDEST_PX = 1920;
 const QUALITY = 0.92;

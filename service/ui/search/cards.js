@@ -1,9 +1,9 @@
 // Result cards: an image that opens the shop or is searched with, its score, its attributes and votes.
 
-import { GROUP_SIZE, PRODUCT } from "/ui/search/ask.js";
-import { definitions, element, icon } from "/ui/shared/dom.js";
-import { attributeText, capitalized, labelOf, percent, plural, splitKey, valueText } from "/ui/shared/format.js";
-import { CARD, imageOf } from "/ui/shared/images.js";
+import { GROUP_SIZE, PRODUCT } from "./ask.js";
+import { definitions, element, icon } from "../shared/dom.js";
+import { attributeText, capitalized, labelOf, percent, plural, splitKey, valueText } from "../shared/format.js";
+import { CARD, imageOf } from "../shared/images.js";
 
 // service/galleries/cards.py has the same names, for `kinlens-serve check`.
 const TITLE_NAMES = ["title", "name", "product", "product_name"];

@@ -1,7 +1,7 @@
 // Boxes over the query image, each [left, top, width, height] in fractions of it. They are drawn, moved
 // and resized with mouse, pen, touch or the keyboard.
 
-import { element } from "/ui/shared/dom.js";
+import { element } from "../shared/dom.js";
 
 const SMALLEST = 0.04;
 const STEP = 0.02;

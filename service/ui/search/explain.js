@@ -1,9 +1,9 @@
 // Where a result matches: a heat map over its image and one over the query image. One result at a time.
 
-import { askWhere } from "/ui/search/ask.js";
-import { showProblem } from "/ui/shared/alerts.js";
-import { Problem } from "/ui/shared/api.js";
-import { announce, element, ui } from "/ui/shared/dom.js";
+import { askWhere } from "./ask.js";
+import { showProblem } from "../shared/alerts.js";
+import { Problem } from "../shared/api.js";
+import { announce, element, ui } from "../shared/dom.js";
 
 // From no share of the score to the largest share: red, green, blue, opacity.
 const COLOURS = [[68, 1, 84, 0], [190, 30, 90, 110], [250, 110, 40, 170], [255, 225, 90, 205]];

@@ -1,7 +1,7 @@
 // Sends votes as feedback if the operator enabled it: which items were right for a query.
 
-import * as settings from "/ui/search/settings.js";
-import { postFeedback } from "/ui/shared/api.js";
+import * as settings from "./settings.js";
+import { postFeedback } from "../shared/api.js";
 
 const ACTIONS = { like: "clicked", dislike: "wrong" };
 

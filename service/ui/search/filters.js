@@ -1,8 +1,8 @@
 // Filters built from the description of a gallery's attributes, in the service's JSON form:
 // {"colour": {"in": ["red"]}, "price": {">=": 5, "<=": 20}, "sale": true}.
 
-import { debounced, element } from "/ui/shared/dom.js";
-import { grouped, labelOf, valueText } from "/ui/shared/format.js";
+import { debounced, element } from "../shared/dom.js";
+import { grouped, labelOf, valueText } from "../shared/format.js";
 
 const OPEN_AT_FIRST = 2;
 const SHOWN_OPTIONS = 8;

@@ -1,7 +1,7 @@
 // Images that are dropped, pasted or picked. Each calls onImages(files), and then onLeftOut(text) if other
 // files came with them, or onRefused(title, detail).
 
-import { someOf } from "/ui/shared/format.js";
+import { someOf } from "../shared/format.js";
 
 const TEXT_FIELD = "textarea, " +
   ["email", "number", "password", "search", "tel", "text", "url"].map((type) => `input[type=${type}]`).join();

@@ -1,9 +1,9 @@
 // The last searches with thumbnails, stored only in this browser, up to LIMIT.
 
-import { element, ui } from "/ui/shared/dom.js";
-import { ago } from "/ui/shared/format.js";
-import { isShown } from "/ui/shared/images.js";
-import { stored } from "/ui/shared/storage.js";
+import { element, ui } from "../shared/dom.js";
+import { ago } from "../shared/format.js";
+import { isShown } from "../shared/images.js";
+import { stored } from "../shared/storage.js";
 
 const LIMIT = 24;
 const THUMB_PX = 224; // the input size of a model, so that an upload can be searched again

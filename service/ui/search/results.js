@@ -1,13 +1,13 @@
 // Shows an answer: cards or groups, the minimum score, the empty state, times and ids.
 
-import { card, groupCard, placeholders, titleOf } from "/ui/search/cards.js";
-import { isBest, PRODUCT, viewText } from "/ui/search/ask.js";
-import { hideHeat, toggleHeat } from "/ui/search/explain.js";
-import { EMPTY_TEXT } from "/ui/search/samples.js";
-import * as settings from "/ui/search/settings.js";
-import { announce, definitions, element, ui } from "/ui/shared/dom.js";
-import { capitalized, milliseconds, percent, plural } from "/ui/shared/format.js";
-import { imageOf, LARGE, showImage } from "/ui/shared/images.js";
+import { card, groupCard, placeholders, titleOf } from "./cards.js";
+import { isBest, PRODUCT, viewText } from "./ask.js";
+import { hideHeat, toggleHeat } from "./explain.js";
+import { EMPTY_TEXT } from "./samples.js";
+import * as settings from "./settings.js";
+import { announce, definitions, element, ui } from "../shared/dom.js";
+import { capitalized, milliseconds, percent, plural } from "../shared/format.js";
+import { imageOf, LARGE, showImage } from "../shared/images.js";
 
 const PLACEHOLDERS = 12;
 

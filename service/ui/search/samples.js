@@ -1,11 +1,11 @@
 // Sample queries on the start page: some of the first items of the gallery.
 
-import { itemQuery } from "/ui/search/ask.js";
-import { titleOf } from "/ui/search/cards.js";
-import * as settings from "/ui/search/settings.js";
-import { listItems } from "/ui/shared/api.js";
-import { element, ui } from "/ui/shared/dom.js";
-import { imageOf } from "/ui/shared/images.js";
+import { itemQuery } from "./ask.js";
+import { titleOf } from "./cards.js";
+import * as settings from "./settings.js";
+import { listItems } from "../shared/api.js";
+import { element, ui } from "../shared/dom.js";
+import { imageOf } from "../shared/images.js";
 
 const SHOWN = 8;
 const LOOKED_AT = 120;

@@ -1,13 +1,13 @@
 // The controls of a search: gallery, number of results, grouping, minimum score, filters, votes.
 // `view` (see link.js) contains the current settings. The controls always show it.
 
-import { PRODUCT } from "/ui/search/ask.js";
-import { FilterPanel, filterChips, hasValues } from "/ui/search/filters.js";
-import { describeGallery, listGalleries } from "/ui/shared/api.js";
-import { element, icon, optionsOf, ui } from "/ui/shared/dom.js";
-import { grouped, labelOf, percent, plural, splitKey } from "/ui/shared/format.js";
-import { emptyView } from "/ui/shared/link.js";
-import { imageOf } from "/ui/shared/images.js";
+import { PRODUCT } from "./ask.js";
+import { FilterPanel, filterChips, hasValues } from "./filters.js";
+import { describeGallery, listGalleries } from "../shared/api.js";
+import { element, icon, optionsOf, ui } from "../shared/dom.js";
+import { grouped, labelOf, percent, plural, splitKey } from "../shared/format.js";
+import { emptyView } from "../shared/link.js";
+import { imageOf } from "../shared/images.js";
 
 const FRESH_MS = 30_000;
 const NOTES = {

@@ -1,7 +1,7 @@
 // What went wrong, in words for the visitors of a shop. The sentences of the service are for its
 // operator and for programs.
 
-import { Problem } from "/ui/shared/api.js";
+import { Problem } from "../shared/api.js";
 
 const AGAIN = "Please try again in a moment.";
 const PHOTO = "Use a JPEG, PNG, WebP, AVIF, GIF, BMP or TIFF photo.";

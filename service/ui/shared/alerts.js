@@ -1,8 +1,8 @@
 // Messages: errors with their fix, the wait from Retry-After, the form for an API key, and notes.
 
-import { Problem } from "/ui/shared/api.js";
-import { ui } from "/ui/shared/dom.js";
-import { setKey } from "/ui/shared/key.js";
+import { Problem } from "./api.js";
+import { ui } from "./dom.js";
+import { setKey } from "./key.js";
 
 const SECOND_MS = 1000;
 let counting = 0;

@@ -1,6 +1,7 @@
 // The HTTP interface of the service: every failure is thrown as a Problem (RFC 9457).
+// Paths are relative to the page, so they also work behind a proxy that adds a prefix.
 
-import { getKey } from "/ui/shared/key.js";
+import { getKey } from "./key.js";
 
 export class Problem extends Error {
   constructor(title, detail, facts = {}) {
@@ -101,12 +102,12 @@ export function postFeedback(answerId, item, action, image) {
   const form = new FormData();
   for (const [name, text] of Object.entries({ answer_id: answerId, item, action })) form.append(name, text);
   if (image) form.append("image", image, "query");
-  return request("/feedback", { method: "POST", body: form });
+  return request("feedback", { method: "POST", body: form });
 }
 
-export const galleryPath = (name) => `/galleries/${encodeURIComponent(name)}`;
+export const galleryPath = (name) => `galleries/${encodeURIComponent(name)}`;
 
-export const listGalleries = async () => (await getJson("/galleries")).galleries;
+export const listGalleries = async () => (await getJson("galleries")).galleries;
 
 export const describeGallery = (name) => getJson(galleryPath(name));
 
@@ -160,7 +161,7 @@ function searchForm({ images = [], crops = [], combine, gallery, positives = [],
 
 // A search by uploaded images or parts of one image, with liked and disliked items.
 export async function postSearch(wanted, signal) {
-  return answerOf(await request("/search", { method: "POST", body: searchForm(wanted), signal }));
+  return answerOf(await request("search", { method: "POST", body: searchForm(wanted), signal }));
 }
 
 // The share of the score that each region of the hit and of the query contributes.

@@ -1,8 +1,8 @@
 // Images of items, as thumbnails. An <img> sends no API key, so with a key they are fetched when they
 // scroll near.
 
-import { fetchImage } from "/ui/shared/api.js";
-import { getKey } from "/ui/shared/key.js";
+import { fetchImage } from "./api.js";
+import { getKey } from "./key.js";
 
 const NEAR = "400px";
 

@@ -1,6 +1,6 @@
 // The API key of this tab. It is asked for only after a refusal, and removed when the tab closes.
 
-import { stored } from "/ui/shared/storage.js";
+import { stored } from "./storage.js";
 
 const kept = stored("sessionStorage", "kinlens.key");
 

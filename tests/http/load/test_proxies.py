@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 import structlog
@@ -66,6 +67,28 @@ def test_operator_routes_are_closed_to_customers(setup) -> None:
         assert "kinlens_ready" in client.get("/metrics").text
         assert client.get("/admin").status_code == 200
         assert client.get("/jobs").headers["content-type"] == "application/problem+json"
+
+
+@pytest.mark.parametrize("name", ["nginx", "caddy", "haproxy"])
+def test_a_proxy_serves_below_a_path(name, photos, embedder, tmp_path, closes) -> None:
+    settings = Settings(
+        **DEFAULTS, trusted_proxies=(OPERATOR,), allowed_hosts=("*",), prefix="/visual"
+    )
+    service = closes(run(create_app(settings, embedder, {"shop": FakeGallery(embedder, photos)})))
+    with (
+        started(name, [service.url], tmp_path, is_below_path=True) as proxy,
+        proxy.client(CUSTOMER) as client,
+    ):
+        page = client.get("/visual/")
+        for link in re.findall(r'(?:href|src)="([^"#][^"]*)"', page.text):
+            if name == "haproxy" or link != "admin":
+                assert client.get(urljoin("/visual/", link)).status_code == 200, link
+        answer = client.post("/visual/search", files={"image": photos[0]})
+        assert client.get(answer.json()["hits"][0]["image"]).status_code == 200
+        for path in PRIVATE if name != "haproxy" else ():
+            assert client.get(f"/visual{path}").status_code == 403, path
+        assert client.get("/metrics").status_code in {200, 403, 404, 503}
+        assert "kinlens_" not in client.get("/metrics").text
 
 
 def test_every_open_route_is_for_customers_or_closed_by_name() -> None:

@@ -385,8 +385,8 @@ class Gate:
         text = _sent_key(scope)
         if text is None and (link := self._signed_link(scope)) is not None:
             signer = None if self._keys is None else await self._keys.by_id(link["signed_by"])
-            key = links.check(signer, _path_parameters(scope), link)
-            scope["state"] |= {"principal": key.name, "key": key, "is_link": True}
+            signed_by = links.check(signer, _path_parameters(scope), link)
+            scope["state"] |= {"principal": signed_by.name, "key": signed_by, "is_link": True}
             return
         if text is None:
             if needed not in self._anonymous:

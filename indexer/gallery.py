@@ -345,7 +345,7 @@ class Gallery(Searcher):
         with self._catalog.reading() as view:
             found = view.get([item_id]) if 0 <= item_id < 2**63 else {}
         if item_id not in found:
-            raise ItemNotFoundError(no_item(self.manifest.name, item_id))
+            raise ItemNotFoundError(no_item(item_id))
         return found[item_id]
 
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
@@ -551,7 +551,7 @@ class Gallery(Searcher):
         before = self.calibration()
         if product is not None and product not in self.schema():
             raise InvalidParameterError(
-                f"There is no attribute {product!r}. The gallery {self.name} has "
+                f"There is no attribute {product!r}. The gallery has "
                 f"{', '.join(self.schema()) or 'none'}."
             )
         if product is None and before is not None and before.is_chosen:

@@ -301,13 +301,13 @@ def _check_labels(new: Sequence[NewQuery], store: VectorStore) -> None:
             )
         if missing := [key for key in label.keys if key not in known]:
             raise InvalidParameterError(
-                f"The gallery {store.name} has no item {missing[0]!r:.200}, named in the label of "
+                f"The gallery has no item {missing[0]!r:.200}, named in the label of "
                 f"{_shown(one)}. Use existing keys, or label the query as no match."
             )
         count = 0 if label.no_match else right_items(label, store)
         if not label.no_match and not 1 <= count <= MAX_RIGHT:
             raise InvalidParameterError(
-                f"{count:,} items of {store.name} have {label.wanted}, the label of {_shown(one)}; "
+                f"{count:,} items have {label.wanted}, the label of {_shown(one)}; "
                 f"expected 1 to {MAX_RIGHT:,}. Use another value, or label the query as no match."
             )
 

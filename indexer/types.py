@@ -506,11 +506,11 @@ def find_sorted(ids: Ids, known: Ids) -> Ids:
     return np.where(known[positions] == ids, positions, -1)
 
 
-def no_item(gallery: str, item_id: ItemId) -> str:
-    """The error message for an unknown item id."""
+def no_item(item_id: ItemId) -> str:
+    """The error message for an unknown item id. The gallery may be served under another name."""
     return (
-        f"Gallery {gallery} has no item {item_id}; it may have been removed. Use an item id from "
-        "the result of a search."
+        f"The gallery has no item {item_id}; it may have been removed. Use an item id from the "
+        "result of a search."
     )
 
 

@@ -400,7 +400,7 @@ class MilvusStore:
     def item(self, item_id: ItemId) -> Item:
         found = list(self._now().lookup("number", _possible([item_id]), ITEM))
         if not found:
-            raise ItemNotFoundError(no_item(self.name, item_id))
+            raise ItemNotFoundError(no_item(item_id))
         return item_of(found[0])
 
     def image(self, item_id: ItemId) -> ItemImage:
@@ -440,7 +440,7 @@ class MilvusStore:
         yield from chain.from_iterable(now.pages("", fields))
         if self._now().version != now.version:
             raise GalleryBusyError(
-                f"The gallery {self.name} was changed while all its items were read. Try again "
+                "The gallery was changed while all its items were read. Try again "
                 "when no other process changes it."
             )
 
@@ -455,7 +455,7 @@ class MilvusStore:
     ) -> Page:
         if sort_by is not None:
             raise InvalidParameterError(
-                f"sort_by = {sort_by.attribute!r:.160}: gallery {self.name} is on Milvus, which "
+                f"sort_by = {sort_by.attribute!r:.160}: the gallery is on Milvus, which "
                 "lists items by id only. Omit sort_by, or import the gallery into a folder."
             )
         now = self._now()
@@ -514,7 +514,7 @@ class MilvusStore:
     def facets(self, names: Sequence[str], *_others: object, **_named: object) -> dict[str, Facet]:
         """Not supported on Milvus, which cannot count values. Raises: InvalidParameterError."""
         raise InvalidParameterError(
-            f"facets = {', '.join(names):.160}: gallery {self.name} is on Milvus, which does not "
+            f"facets = {', '.join(names):.160}: the gallery is on Milvus, which does not "
             "count values. Omit facets, or import the gallery into a folder."
         )
 
@@ -699,7 +699,7 @@ def _checked(now: Collection, queries: Embeddings, k: int, options: SearchOption
     queries = check_search(k, options, now.facts.dim, queries)
     if options.exact and not is_exact(now.facts.kind):
         raise InvalidParameterError(
-            f"exact: gallery {now.facts.name} has the index {now.facts.kind} on Milvus, which "
+            f"exact: the gallery has the index {now.facts.kind} on Milvus, which "
             "cannot compare with every vector. Omit exact, or use a higher effort."
         )
     if options.near is not None:

@@ -230,7 +230,7 @@ class Collection:
         missing = [key for key in keys if key not in found]
         if missing:
             raise ItemNotFoundError(
-                f"Gallery {self.facts.name} has no item with the key {missing[0]!r:.200}. Keys are "
+                f"The gallery has no item with the key {missing[0]!r:.200}. Keys are "
                 "case-sensitive. Add the item first."
             )
         return [found[key] for key in keys]

@@ -138,7 +138,7 @@ class GalleryView:
     def item(self, item_id: ItemId) -> Item:
         found = self.whole.item(item_id)
         if not self.where.matches(found.attributes):
-            raise ItemNotFoundError(no_item(self.name, item_id))
+            raise ItemNotFoundError(no_item(item_id))
         return found
 
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:

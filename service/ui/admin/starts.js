@@ -205,8 +205,8 @@ export async function showStarts() {
   if (name !== state.name) return; // another call shows that one
   if (shownFor === name && !wasOpen && isStarting()) return; // the user opened a form
   shownFor = name;
-  const ofService = may("models") ? [syncForm(options), rebuildForm(found, options), trainForm(found, options)] : [];
-  const forms = [compactForm(found), swapForm(), ...ofService];
+  const ofModels = may("models") ? [rebuildForm(found, options), trainForm(found, options)] : [];
+  const forms = [compactForm(found), syncForm(options), swapForm(), ...ofModels];
   ui.starts.replaceChildren(element("h2", { textContent: `Start on ${name}` }), ...forms);
 }
 

@@ -21,7 +21,7 @@ const RIGHTS = {
   feedback: () => isAdmin() && seesAllItems(),
   jobs: () => isAdmin() && seesAllItems(),
   galleries: () => isAdmin() && seesAllItems(),
-  models: () => isAdmin() && seesAllGalleries(), // sync, rebuild, train, put in place, resume
+  models: () => isAdmin() && seesAllGalleries(), // rebuild, train, put in place, resume
   keys: () => isAdmin() && seesAllGalleries(),
   audit: () => isAdmin() && seesAllGalleries(),
 };

@@ -117,6 +117,24 @@ def test_a_changed_or_missing_file_is_404(service, catalogue, photos, change: st
     assert service.client.get(link).content == photos[1]
 
 
+def test_errors_do_not_name_the_gallery_as_its_folder_does(tmp_path, closes, photos) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "0.png").write_bytes(photos[0])
+    build_gallery(folder_source(tmp_path / "p"), FakeEmbedder(), tmp_path / "inner-tenant-7")
+    given = (f"shop={tmp_path / 'inner-tenant-7'}",)
+    shop = closes(start_shop(tmp_path / "state", create=False, galleries=given))
+    label = {"label": '{"keys": ["none"]}'}
+    answers = [
+        *(shop.client.get(f"/galleries/shop/items/99{end}") for end in ("", "/image", "/similar")),
+        shop.client.get("/galleries/shop/items/by-key/none"),
+        shop.client.patch("/galleries/shop/items", json={"changes": {"none": {"a": 1}}}),
+        shop.client.post("/galleries/shop/golden", files={"image": photos[0]}, data=label),
+    ]
+    for answer in answers:
+        assert answer.status_code in (404, 422)
+        assert "inner-tenant-7" not in answer.text
+
+
 def test_a_link_of_an_old_generation_is_404(shop, data) -> None:
     """Ids start again in each generation."""
     shop.put({"old": data[0]})

@@ -5,7 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +21,29 @@ NETWORK = ["unshare", "--net"] if os.name == "posix" and not os.getuid() else ["
 
 
 @pytest.fixture
-def walk(tiny_bundle: Bundle, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def walk(tiny_bundle: Bundle) -> Iterator[Callable[..., dict[str, Any]]]:
     """A function that does all that a user does in a network of its own; see the script."""
     trial = subprocess.run([*NETWORK, "true"], capture_output=True, text=True)
     if trial.returncode:
         pytest.skip(f"no network namespace can be made here: {trial.stderr.strip()}")
-    tmp_path.chmod(0o777)
-    write_photos(tmp_path / "shop")
-    shutil.copytree(tiny_bundle.path, tmp_path / "bundle")
-    calibrated_weights(tmp_path / "weights.pt")
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work").chmod(0o777)
+    place = Path(tempfile.mkdtemp())  # not in that of pytest, which only this user may read
+    write_photos(place / "shop")
+    shutil.copytree(tiny_bundle.path, place / "bundle")
+    calibrated_weights(place / "weights.pt")
+    (place / "work").mkdir()
+    for path in (place, *place.rglob("*")):
+        path.chmod(0o777)
 
     def walk(*user: object) -> dict[str, Any]:
-        command = [*NETWORK, sys.executable, SCRIPT, tmp_path, *map(str, user)]
+        command = [*NETWORK, sys.executable, SCRIPT, place, *map(str, user)]
         command += ["--train"] if os.environ.get("KINLENS_LONG_TESTS") else []  # a minute
         done = subprocess.run(command, capture_output=True, text=True)
         assert not done.returncode, done.stderr + done.stdout
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
 
-    return walk
+    yield walk
+    shutil.rmtree(place)
 
 
 def test_nothing_is_contacted_and_no_file_of_the_working_directory_is_run(

@@ -118,8 +118,9 @@ class Walk:
         serve = ("--bundle", bundle, "--gallery", f"shop={gallery}", "--port", 0)
         self.run("kinlens-serve", "check", *serve, "--precision", "auto", "--engine", "auto")
         self.run("kinlens-train", "data", "doctor", shop)
-        out = self.folder / "vectors"
-        self.run("kinlens-index", "embed", shop, "--bundle", bundle, "--out", out)
+        if self.trains or not self.before:  # Ray needs 10 CPU s: once in the short form
+            out = self.folder / "vectors"
+            self.run("kinlens-index", "embed", shop, "--bundle", bundle, "--out", out)
         if not self.trains:
             return
         run = ("--out", self.folder / "adapted", "--run", self.folder / "run")

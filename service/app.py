@@ -32,7 +32,7 @@ from kinlens.service.galleries.locations import Opened
 from kinlens.service.http.bodies import BodyLimit, ClientDisconnectedError
 from kinlens.service.http.gate import Gate, bounds_of, open_rates
 from kinlens.service.http.openapi import install_openapi
-from kinlens.service.http.pages import Assets, Page
+from kinlens.service.http.pages import Assets, Compression, Page
 from kinlens.service.observe.metrics_shared import kept_fresh
 from kinlens.service.observe.tracing import Tracing, open_tracing
 from kinlens.service.problems import from_disconnect, from_error, from_http
@@ -117,6 +117,7 @@ def _middleware(runtime: Runtime, rates: RateLimits) -> list[Middleware]:
             timeout_s=settings.body_timeout_ms / 1e3,
             max_total_bytes=settings.max_held_bytes,
         ),
+        Middleware(Compression),
     ]
 
 

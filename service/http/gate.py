@@ -275,11 +275,11 @@ class Gate:
         self._drain_bytes = bounds_of(settings).largest
         self._origins = frozenset(settings.cors_origins)
         headers = dict(SECURITY_HEADERS)
-        self._inside: ASGIApp = self._admit
+        self._inside: ASGIApp = self._answer
         if self._origins:
             headers["Cross-Origin-Resource-Policy"] = "cross-origin"  # images on their pages
             self._inside = CORSMiddleware(
-                self._admit,
+                self._answer,
                 allow_origins=settings.cors_origins,
                 allow_methods=_CORS_METHODS,
                 allow_headers=_CORS_SENT,
@@ -307,11 +307,6 @@ class Gate:
                     await self._inside(scope, receive, observed.send)
                 else:
                     await refuse(bad, scope, receive, observed.send, drain_bytes=self._drain_bytes)
-            except Exception as error:
-                if observed.status:
-                    raise
-                answer = await from_error(Request(scope), error)
-                await answer(scope, receive, observed.send)
             finally:
                 await observed.end()
 
@@ -346,6 +341,25 @@ class Gate:
             warn(change, f"{_UNWRITTEN:,} changes wait to be written")
         except TimeoutError:  # the thread continues
             structlog.get_logger().warning("audit log is slow", limit_s=_AUDIT_S)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Admit a request. An unexpected error is answered here, so that it gets the headers for
+        other origins: without them, the page of a shop sees a network error.
+        """
+        started = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._admit(scope, receive, send_on)
+        except Exception as error:
+            if started:
+                raise
+            answer = await from_error(Request(scope), error)
+            await answer(scope, receive, send)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = await self._refusal(scope)

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 UI = Path(__file__).parents[1] / "ui"
 _MEDIA_TYPES = {
@@ -67,6 +68,22 @@ def accepts_gzip(header: str) -> bool:
         coding, _, quality = part.replace(" ", "").partition(";q=")
         qualities[coding] = bool(re.sub(r"[0.]", "", quality or "1"))
     return qualities.get("gzip", qualities.get("x-gzip", qualities.get("*", False)))
+
+
+class Compression:
+    """gzip for answers of texts above 4 KiB; images are compressed already."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = GZipMiddleware(app, minimum_size=4 * 2**10, compresslevel=3)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            # The middleware only looks for the word gzip, also in `gzip;q=0`.
+            headers = [header for header in scope["headers"] if header[0] != b"accept-encoding"]
+            if accepts_gzip(Headers(scope=scope).get("accept-encoding", "")):
+                headers.append((b"accept-encoding", b"gzip"))
+            scope = {**scope, "headers": headers}
+        await self._app(scope, receive, send)
 
 
 class Assets:

@@ -184,3 +184,9 @@ def test_processes_share_the_cores_by_default(monkeypatch, workers: str, share: 
     assert Settings(workers=2).search_threads == 5
     monkeypatch.setenv("KINLENS_SEARCH_THREADS", "5")
     assert Settings().search_threads == 5
+
+
+def test_a_text_in_no_setting_is_named_and_exits_with_1() -> None:
+    result = CliRunner().invoke(app, ["settings", "NOSUCH"])
+    assert result.exit_code == 1
+    assert "No setting contains 'nosuch'" in result.output

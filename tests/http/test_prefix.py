@@ -1,6 +1,7 @@
 """The service below a path prefix: every address in an answer begins with it."""
 
 import re
+from base64 import b64encode
 from urllib.parse import urljoin
 
 import httpx
@@ -134,3 +135,36 @@ def test_files_are_compressed_and_kept_for_ever_below_their_checksum(running_ser
         assert plain.headers["etag"] != stable.headers["etag"]
     for path in ("/docs", "/openapi.json"):
         assert client.get(path).headers["content-encoding"] == "gzip"
+
+
+def test_long_texts_are_compressed_for_clients_that_accept_it(running_service, photos) -> None:
+    client = running_service.client
+    query = {"images": [{"data": b64encode(photos[0]).decode()}]}
+
+    def batch(accepted: str) -> httpx.Response:
+        headers = {"Accept-Encoding": accepted}
+        return client.post("/search/batch", json={"queries": [query] * 9}, headers=headers)
+
+    for accepted in ("gzip", "br, GZip;q=0.5", "*"):
+        answer = batch(accepted)
+        assert answer.headers["content-encoding"] == "gzip", accepted
+        assert "Accept-Encoding" in answer.headers["vary"]
+        assert len(answer.json()["answers"]) == 9
+    for refused in ("gzip;q=0", "br", "identity", "gzip; q=0.000, *"):
+        assert "content-encoding" not in batch(refused).headers, refused
+    for path in ("/live", "/galleries/shop/items/0/image"):  # short, an image
+        assert "content-encoding" not in client.get(path).headers
+
+
+def test_a_page_of_another_origin_can_read_an_unexpected_error(
+    start_service, gallery, photos, monkeypatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(gallery, "search", fail)
+    service = start_service(cors_origins=("https://shop.example",))
+    headers = {"Origin": "https://shop.example"}
+    answer = service.client.post("/search", files={"image": photos[0]}, headers=headers)
+    assert answer.status_code == 500
+    assert answer.headers["access-control-allow-origin"] == "https://shop.example"

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from kinlens.embedder.durable import rename, sync_tree
 from kinlens.embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
+from kinlens.embedder.faults import file_fault
 from kinlens.embedder.manifest import (
     FP32,
     BundleManifest,
@@ -76,15 +77,17 @@ class Bundle:
         """
         path = Path(path)
         if not (path / MANIFEST).is_file():
+            absent = f"{MANIFEST} is missing" if path.exists() else "it does not exist"
             raise BundleNotFoundError(
-                f"No model bundle at {path}: {MANIFEST} is missing. Pass the folder that "
-                "`kinlens-train export` wrote."
+                f"No model bundle at {path}: {absent}. Pass the folder that `kinlens-train adapt` "
+                "or `export` wrote."
             )
         try:
             manifest = BundleManifest.model_validate_json((path / MANIFEST).read_bytes())
         except ValidationError as error:
             raise BundleCorruptError(
-                f"{path / MANIFEST} is not a bundle manifest that this version can read: {error}"
+                f"{path / MANIFEST} is not a bundle manifest that this version can read: "
+                f"{file_fault(error)}."
             ) from error
         bundle = cls(path, manifest)
         bundle._verify()

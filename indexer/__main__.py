@@ -11,6 +11,7 @@ require_faiss("kinlens-index")
 try:
     import typer
 
+    from kinlens.embedder.console import Commands
     from kinlens.indexer.commands import (
         build,
         change,
@@ -26,7 +27,12 @@ try:
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-index", missing, "cpu", "gpu")) from None
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 for commands in (build, embed, sync, change, search, verify, duplicates, upkeep, transfer):
     app.add_typer(commands.app)
 app.add_typer(golden.app, name="golden", help="Measure a gallery with labelled queries.")

@@ -9,13 +9,16 @@ require_faiss("kinlens-serve")
 try:
     import typer
 
+    from kinlens.embedder.console import Commands
     from kinlens.service.commands import backup, check, feedback, keys, serve, settings
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Commands, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 
-_EXAMPLE = "Example: [bold]kinlens-serve --bundle bundles/shop --gallery shop=galleries/shop[/bold]"
+_EXAMPLE = "Example: kinlens-serve --bundle bundles/shop --gallery shop=galleries/shop"
 
 app.callback(invoke_without_command=True, epilog=_EXAMPLE)(serve.serve)
 app.command()(check.check)

@@ -20,17 +20,19 @@ def _needs(missing: ModuleNotFoundError) -> SystemExit:
 try:
     import typer
 
+    from kinlens.embedder.console import Commands, print_error
     from kinlens.training.commands.adapt import adapt
     from kinlens.training.commands.data import app as data_app
     from kinlens.training.commands.evaluate import evaluate, report
     from kinlens.training.commands.export import export
     from kinlens.training.commands.fit import fit, new
     from kinlens.training.commands.studies import crossval, search, tournament
-    from kinlens.training.report.log import console
 except ModuleNotFoundError as missing:
     raise _needs(missing) from None
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 for command in (adapt, new, fit, evaluate, report, export, crossval, search, tournament):
     app.command()(command)
 app.add_typer(data_app, name="data")
@@ -70,7 +72,7 @@ def main() -> None:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             cure = ". Free disk space and run the command again."
-        console.print(f"error: {error}{cure}", style="red", soft_wrap=True, markup=False)
+        print_error(f"{error}{cure}")
         raise SystemExit(1) from error
     except ModuleNotFoundError as missing:  # a package that the command imports when it starts
         if missing.name not in ("torch", "torchvision", "onnxruntime"):

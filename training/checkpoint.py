@@ -120,10 +120,11 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint; nothing in the file is executed. Raises: CheckpointError."""
-    if path.is_dir():
+    if path.suffix != ".pt":
         path = path / FILE
     if not path.is_file():
-        raise CheckpointError(f"There is no checkpoint {path}. Give the folder of a run.")
+        absent = f"{path.parent} does not exist" if not path.parent.exists() else f"no {path}"
+        raise CheckpointError(f"There is no run: {absent}. Give the folder of a run.")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         found = content.pop("format")
@@ -137,7 +138,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     except Exception as error:
         # torch.load raises pickle, zip, runtime, key and type errors on a damaged file.
         raise CheckpointError(
-            f"{path} is damaged or not a checkpoint ({error}). Resume from a copy or train again."
+            f"{path} is damaged or not a checkpoint. Resume from a copy or train again."
         ) from error
 
 

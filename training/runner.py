@@ -84,7 +84,7 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         choice=reason,
         model=_model(job, chosen, bool(why_not)),
     )
-    verdicts = [] if why_not or chosen.trunk_alone else [verdict_of(result)]
+    verdicts = [] if why_not or chosen.trunk_alone else [verdict_of(result, folder)]
     if may_have_seen(job, split):
         verdicts.append(MAY_HAVE_SEEN.format(job.model.weights))
         result = replace(result, model=f"{result.model}, which may have seen test classes")

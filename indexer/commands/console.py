@@ -40,17 +40,17 @@ def errors_shown() -> Iterator[None]:
     try:
         yield
     except KinlensError as error:
-        err.print(f"Error: {' '.join(str(error).split())}", soft_wrap=True)
+        err.print(f"error: {' '.join(str(error).split())}", soft_wrap=True)
         raise typer.Exit(1) from error
     except OSError as error:
         file = f" {error.filename}" if error.filename else ""
         err.print(
-            f"Error: {error.strerror or error}{file}. Check it and try again.", soft_wrap=True
+            f"error: {error.strerror or error}{file}. Check it and try again.", soft_wrap=True
         )
         raise typer.Exit(1) from error
     except MemoryError as error:
         err.print(
-            "Error: Not enough memory. Reduce --batch-size or --workers, or limit the index with "
+            "error: Not enough memory. Reduce --batch-size or --workers, or limit the index with "
             "--memory-mb.",
             soft_wrap=True,
         )

@@ -27,6 +27,7 @@ from pydantic import BaseModel, Field, ValidationError, field_serializer
 from kinlens.embedder.bundle import sha256_of
 from kinlens.embedder.durable import FileFacts, HashedFile
 from kinlens.embedder.errors import GalleryCorruptError, ProviderError, RecallError
+from kinlens.embedder.faults import file_fault
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, positions_in
 from kinlens.indexer.catalog.vectors import VECTORS, RowIds, VectorFile
@@ -225,10 +226,7 @@ def mapped(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
 
 def brief(error: Exception) -> str:
     """A short message for an invalid manifest: only the first error."""
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error)
+    return file_fault(error) if isinstance(error, ValidationError) else str(error)
 
 
 class RowIdMap(Protocol):

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from kinlens.embedder.errors import SourceError
+from kinlens.embedder.faults import file_fault
 from kinlens.embedder.formats import SUFFIXES
 from kinlens.embedder.sources.walk import Omitted, is_omitted
 from kinlens.indexer.exchange.objects import ObjectFolder, files_at, is_local
@@ -86,9 +87,8 @@ class VectorShards:
                     "all images. Check the address."
                 ) from error
             except (OSError, ValidationError) as error:
-                raise SourceError(
-                    f"{self.address}/{MANIFEST} cannot be read: {str(error).splitlines()[0]}"
-                ) from error
+                why = file_fault(error) if isinstance(error, ValidationError) else error
+                raise SourceError(f"{self.address}/{MANIFEST} cannot be read: {why}") from error
         return self._known
 
     def begin(self, manifest: ShardsManifest, records: Iterable[Record]) -> None:

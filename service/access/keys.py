@@ -20,13 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kinlens.embedder.durable import exclusive, make_folder, write_whole
 from kinlens.embedder.errors import FilterError, InvalidParameterError, KeyNotFoundError, StateError
+from kinlens.embedder.faults import fault_text, path_of
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import checked_name
 from kinlens.models import Scope
 from kinlens.service.access.binding import EVERYTHING, Binding
 from kinlens.service.access.rates import DAY_S, Rate, parse_rates
-from kinlens.service.problems import fault_text, path_of
 
 T = TypeVar("T")
 SCOPES: tuple[Scope, ...] = ("search", "write", "admin")

@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.faults import fault_text, path_of, shown
 from kinlens.indexer.types import Item, SearchOptions, sort_by_of
 from kinlens.models import (
     ItemModel,
@@ -67,10 +68,7 @@ from kinlens.service.http.openapi import problems
 from kinlens.service.problems import (
     PROBLEM_TYPES,
     described,
-    fault_text,
-    path_of,
     request_id_of,
-    shown,
 )
 from kinlens.service.runtime import Runtime
 from kinlens.values import AttributeValue

@@ -28,6 +28,7 @@ from pydantic_core import PydanticCustomError
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import InvalidParameterError, KinlensError
+from kinlens.embedder.faults import shown
 from kinlens.embedder.preprocess import Box, check_box
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
@@ -53,7 +54,6 @@ from kinlens.service.http.bodies import (
     parse_object,
 )
 from kinlens.service.http.forms import parse_form
-from kinlens.service.problems import shown
 from kinlens.service.runtime import Runtime
 from kinlens.service.search.query import Combine, Distinct, Query, views_of
 from kinlens.service.settings import MAX_HITS, Settings

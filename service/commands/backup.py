@@ -19,12 +19,12 @@ from kinlens.service.commands import options
 from kinlens.service.settings import split_named
 
 BACKUP_EXAMPLE = (
-    "Example: [bold]kinlens-serve backup --out /mnt/backups/2026-01-31 --state /var/lib/kinlens "
-    "--bundle bundles/shop[/bold]"
+    "Example: kinlens-serve backup --out /mnt/backups/2026-01-31 --state /var/lib/kinlens "
+    "--bundle bundles/shop"
 )
 RESTORE_EXAMPLE = (
-    "Example: [bold]kinlens-serve restore /mnt/backups/2026-01-31 --state /var/lib/kinlens "
-    "--bundle bundles/shop[/bold]"
+    "Example: kinlens-serve restore /mnt/backups/2026-01-31 --state /var/lib/kinlens "
+    "--bundle bundles/shop"
 )
 
 

@@ -88,10 +88,13 @@ def create(
 @options.refusals()
 def list_keys(state: options.State = None) -> None:
     """List all keys with their scopes, bindings and limits, without their secrets."""
-    now = datetime.now(UTC)
+    now, folder = datetime.now(UTC), _existing(state)
+    keys = _store(folder).list()
+    if not keys:
+        options.refuse(f"There are no keys in {folder}. Create one with kinlens-serve keys create.")
     columns = ("Name", "Scopes", "State", "Made", "Ends", "Galleries", "Filter", "Limits")
     table = Table(*columns, box=None, pad_edge=False)
-    for key in _store(_folder(state)).list():
+    for key in keys:
         table.add_row(*map(Text, _row(key, now)))
     Console().print(table)
 
@@ -134,7 +137,10 @@ def audit(
     state: options.State = None,
 ) -> None:
     """Show the audit log of changes, newest first."""
-    entries = AuditLog(_folder(state)).newest(limit)
+    folder = _existing(state)
+    entries = AuditLog(folder).newest(limit)
+    if not entries:
+        options.refuse(f"The audit log of {folder} is empty: nothing was changed yet.")
     if as_json:
         for entry in entries:
             typer.echo(entry.model_dump_json(exclude_none=True))
@@ -156,7 +162,7 @@ def noted(state: Path, change: Change) -> None:
 
 @contextlib.contextmanager
 def _changing(command: str, name: str, state: object) -> Iterator[KeyStore]:
-    folder = _folder(state)
+    folder = _folder(state) if command == "create" else _existing(state)
     yield _store(folder)
     noted(folder, Change(f"keys {command}", BY_COMMAND, 200, target=name, affected=1))
 
@@ -167,6 +173,13 @@ def _folder(state: object) -> Path:
         raise StateMissingError(
             "Keys need a state folder. Set it with --state DIR or KINLENS_STATE."
         )
+    return folder
+
+
+def _existing(state: object) -> Path:
+    folder = _folder(state)
+    if not folder.is_dir():
+        raise StateMissingError(f"{folder} is not a state folder: there is no such folder.")
     return folder
 
 

@@ -10,8 +10,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from pydantic import ValidationError
 
+from kinlens.embedder.console import print_error
 from kinlens.embedder.errors import KinlensError, StateError
-from kinlens.service.problems import fault_text, path_of
+from kinlens.embedder.faults import fault_text, path_of
 from kinlens.service.settings import Settings
 
 State = Annotated[
@@ -123,5 +124,5 @@ def faults(error: ValidationError) -> str:
 
 def refuse(message: str) -> NoReturn:
     """Print one line and exit with status 1."""
-    typer.echo(f"kinlens-serve: {' '.join(message.split())}", err=True)
+    print_error(message)
     raise typer.Exit(1)

@@ -12,10 +12,11 @@ import typer
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
+from kinlens.service.commands import options
 from kinlens.service.observe.logs import masked
 from kinlens.service.settings import GROUPS, Settings
 
-EXAMPLE = "Example: [bold]kinlens-serve settings redis[/bold]"
+EXAMPLE = "Example: kinlens-serve settings redis"
 PREFIX = "KINLENS_"
 _OTHERS = frozenset({"JOB_ID", "SHARED", "LONG_TESTS", "CHROMIUM"})
 """Variables of jobs and tests, without the prefix."""
@@ -48,11 +49,11 @@ def settings(
     width = min(_MOST_COLUMNS, shutil.get_terminal_size().columns)
     indent = " " * 4
     group = ""
-    wanted = [v for v in variables() if text.casefold() in f"{v.name} {v.meaning}".casefold()]
-    if not wanted:
-        typer.echo(f"No setting contains {text.casefold()!r}", err=True)
-        raise typer.Exit(1)
-    for variable in wanted:
+    wanted = text.casefold()
+    found = [x for x in variables() if wanted in f"{x.name} {x.meaning}".casefold()]
+    if not found:
+        options.refuse(f"No setting contains {text!r}. List all: kinlens-serve settings.")
+    for variable in found:
         if variable.group != group:
             group = variable.group
             typer.secho(group, bold=True)

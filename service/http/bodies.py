@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.faults import fault_text, path_of
 from kinlens.service.problems import (
     BAD_REQUEST,
     BODY_TOO_LARGE,
@@ -30,8 +31,6 @@ from kinlens.service.problems import (
     CLIENT_DISCONNECTED,
     OVERLOADED,
     UNSUPPORTED_MEDIA,
-    fault_text,
-    path_of,
     problem,
     request_id_of,
 )

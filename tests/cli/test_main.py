@@ -122,7 +122,7 @@ def test_what_cannot_be_served_is_named(words, expected, places, monkeypatch) ->
     result = call(*(placed(word) for word in shlex.split(words)))
     assert result.exit_code == 1, result.output
     (line,) = result.stderr.splitlines()
-    assert line.startswith("kinlens-serve: ")
+    assert line.startswith("error: ")
     assert all(placed(text) in line for text in expected), line
     assert "hunter2" not in line
     assert "Errno" not in line
@@ -281,6 +281,31 @@ def test_keys_are_created_listed_rotated_revoked_and_audited(tmp_path) -> None:
     for secret in (made.stdout, rotated.stdout):
         assert secret.strip().split("_")[2] not in audit + listed
     assert first.digest not in audit + listed
+
+
+def test_an_unknown_folder_and_an_empty_list_are_failures(tmp_path) -> None:
+    (tmp_path / "state").mkdir()
+    for words, text in (
+        (["keys", "list", "--state", "nowhere"], "nowhere is not a state folder"),
+        (["keys", "revoke", "a", "--state", "nowhere"], "nowhere is not a state folder"),
+        (["audit", "--state", "nowhere"], "nowhere is not a state folder"),
+        (["keys", "list", "--state", str(tmp_path / "state")], "There are no keys"),
+        (["audit", "--state", str(tmp_path / "state")], "is empty"),
+        (["settings", "prefixes"], "No setting contains 'prefixes'"),
+    ):
+        result = call(*words)
+        assert result.exit_code == 1, words
+        assert result.stderr.startswith("error: ")
+        assert text in result.stderr
+
+
+@pytest.mark.parametrize("words", [["--nope"], ["keys", "lost"], ["audit", "--limit", "x"]])
+def test_a_wrong_command_line_is_one_line_and_exits_with_2(words) -> None:
+    result = call(*words)
+    assert result.exit_code == 2
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "Value error" not in line
 
 
 def test_check_warns_where_callers_without_a_key_see_more_than_a_bound_key(paths, tmp_path) -> None:

@@ -213,7 +213,7 @@ def test_a_child_that_cannot_start_ends_the_service_with_its_reason(tiny_bundle,
     )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("kinlens-serve: ")
+    assert line.startswith("error: ")
     assert str(nowhere) in line
     assert done.stdout == ""
 

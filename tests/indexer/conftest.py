@@ -118,7 +118,7 @@ def failure(result: Result) -> str:
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
     line = result.stderr.splitlines()[-1]
-    assert line.startswith("Error: ")
+    assert line.startswith("error: ")
     return line
 
 

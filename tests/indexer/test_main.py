@@ -84,15 +84,15 @@ def test_a_device_that_is_not_there_is_an_error(run, shop, out, monkeypatch) -> 
 
     monkeypatch.setattr(options, "open_embedder", refused)
     arguments = ("build", shop, "--bundle", "b", "--out", out, "--device", "cuda")
-    assert run(*arguments).stderr == "Error: b cuda False fp32 auto\n"
-    assert run(*arguments, "--allow-cpu-fallback").stderr == "Error: b cuda True fp32 auto\n"
+    assert run(*arguments).stderr == "error: b cuda False fp32 auto\n"
+    assert run(*arguments, "--allow-cpu-fallback").stderr == "error: b cuda True fp32 auto\n"
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (MemoryError(), "Error: Not enough memory. Reduce --batch-size"),
+        (MemoryError(), "error: Not enough memory. Reduce --batch-size"),
         (KeyboardInterrupt(), "run the same command again"),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_failure_inside_the_engine_is_one_line_without_a_traceback(
     full = Mock(side_effect=RuntimeException("Failed to allocate memory for a buffer of size 42"))
     monkeypatch.setattr("kinlens.embedder.engines.models.run_plain", full)
     line = failure(invoke("build", shop, "--bundle", tiny_bundle.path, "--out", out))
-    assert line.startswith("Error: The model ")
+    assert line.startswith("error: The model ")
     assert "Failed to allocate memory" in line
 
 

@@ -46,8 +46,9 @@ def adapt(
 
     kinlens-train adapt --data /my/shop --out bundles/shop
 
-    kinlens-train adapt --data /my/shop --out bundles/siglip \
-      --backbone timm:vit_base_patch32_siglip_256.v2_webli \
+    \b
+    kinlens-train adapt --data /my/shop --out bundles/siglip \\
+      --backbone timm:vit_base_patch32_siglip_256.v2_webli \\
       --set input.size_px=256 --set input.resize_px=288 --set input.test_px=256
     """
     from kinlens.training.checkpoint import load_chosen
@@ -62,7 +63,8 @@ def adapt(
     if table:
         file = json.dumps(table)
         content.append(f'data={{kind="csv", root="", file={file}, small_classes="drop"}}')
-    job = with_absolute_paths(load_job("adapt", [*content, *(overrides or ())]))
+    options = {"model.backbone": f"--backbone {backbone}", "model.weights": f"--weights {weights}"}
+    job = with_absolute_paths(load_job("adapt", [*content, *(overrides or ())], options))
     job = job.model_copy(update={"data": job.data.model_copy(update={"root": str(root)})})
     split = load_images(job)
     note(f"{name}: {summary(split)}")

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import JobError
-from kinlens.training.config.job import Job, apply_override, parse_job
+from kinlens.training.config.job import Job, apply_override, explain, parse_job
 from kinlens.training.config.layers import known_jobs
 from kinlens.training.config.settings import RenderedData
 from kinlens.training.data.records import Split
@@ -51,7 +51,8 @@ def shop_of(data: Path) -> tuple[Path, str, str]:
     table = path.name if path.is_file() else TABLE if (path / TABLE).is_file() else ""
     if not root.is_dir() or (table and not table.endswith(".csv")):
         raise JobError(
-            f"--data {data}: there is no such folder or CSV. Give the folder with your images."
+            f"--data {data} {'is no folder or CSV' if path.exists() else 'does not exist'}. Give "
+            "the folder with your images."
         )
     if "$" in str(root):
         raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
@@ -122,8 +123,8 @@ def section(kind: type[Any], /, **values: Any) -> Any:
     try:
         return kind(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise JobError(f"{first['loc'][0]} = {first['input']!r}: {first['msg']}") from error
+        given = {name: f"--{name.replace('_', '-')} {value}" for name, value in values.items()}
+        raise JobError(" ".join(explain(fault, given) for fault in error.errors())) from error
 
 
 def summary(split: Split) -> str:

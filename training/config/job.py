@@ -6,10 +6,11 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, get_args
 
 import tomli_w
 from pydantic import (
@@ -24,6 +25,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from kinlens.embedder.errors import JobError
+from kinlens.embedder.faults import TABLES, fault_text
 from kinlens.training.config.layers import read_layers
 from kinlens.training.config.settings import (
     Data,
@@ -124,16 +126,28 @@ class Job(Section):
 
         wanted, choose_by = self.regularizers, self.protocol.choose_by
         on_proxies = {
-            'regularizers.skewed_mean without centres = "batch"': wanted.skewed_mean is not None
-            and wanted.skewed_mean.centres == "proxies",
-            "regularizers.non_isotropy": wanted.non_isotropy is not None,
-            'start.proxies = "class_means"': self.start.proxies == "class_means",
+            'regularizers.skewed_mean without centres = "batch"': (
+                wanted.skewed_mean is not None and wanted.skewed_mean.centres == "proxies",
+                'regularizers.skewed_mean.centres = "batch"',
+            ),
+            "regularizers.non_isotropy": (wanted.non_isotropy is not None, ""),
+            'start.proxies = "class_means"': (
+                self.start.proxies == "class_means",
+                'start.proxies = "random"',
+            ),
         }
-        for setting, is_set in on_proxies.items():
+        for setting, (is_set, cure) in on_proxies.items():
             if is_set and self.loss.name not in WITH_PROXIES:
+                pairs = 'sampling.kind = "balanced" and sampling.per_class = 4'
+                random = f" (and {pairs}, for pairs in each batch)"
                 raise ValueError(
-                    f"{setting} acts on proxies, and the loss {self.loss.name} has no proxies; use "
-                    f"one of {', '.join(WITH_PROXIES)}"
+                    f"{setting} acts on proxies, and the loss {self.loss.name} has no proxies; "
+                    + (
+                        f"set {cure}{random * (self.sampling.kind == 'random')}, or "
+                        if cure
+                        else ""
+                    )
+                    + f"use one of {', '.join(WITH_PROXIES)}"
                 )
         if self.start.projection != "random" and self.model.dim is None:
             raise ValueError(
@@ -157,12 +171,25 @@ class Job(Section):
         return self.model_dump(mode="json")
 
 
-def load_job(source: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """A job of a TOML file or a shipped one; overrides are `table.key=value`. Raises: JobError."""
+def load_job(
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    options: Mapping[str, str] = MappingProxyType({}),
+) -> Job:
+    """A job of a TOML file or a shipped one; overrides are `table.key=value`.
+
+    `options` maps settings to the words by which a user gave them, if not by `--set`.
+
+    Raises: JobError.
+    """
     content, origin = read_layers(source)
     for override in overrides:
         apply_override(content, override)
-    return parse_job(content, origin)
+    loss = content.get("loss")
+    if isinstance(loss, dict):
+        loss.setdefault("name", "proxy_anchor")
+    given = {override.partition("=")[0]: f"--set {override}" for override in overrides}
+    return parse_job(content, origin, {**given, **options})
 
 
 def with_absolute_paths(job: Job) -> Job:
@@ -205,13 +232,21 @@ def is_retired(name: str, value: Any) -> bool:
     return name in _RETIRED and (_RETIRED[name] is _ANY or bool(value == _RETIRED[name]))
 
 
-def parse_job(content: dict[str, Any], origin: str = "job") -> Job:
-    """A job from plain data, also of an older version. Raises: JobError naming each invalid key."""
+def parse_job(
+    content: dict[str, Any], origin: str = "job", given: Mapping[str, str] = MappingProxyType({})
+) -> Job:
+    """A job from plain data, also of an older version. Raises: JobError naming each invalid key.
+
+    `given` maps settings to the options that set them: a fault of these is not one of `origin`.
+    """
     try:
         return Job.model_validate(_without_retired(content))
     except ValidationError as error:
-        lines = [_explain(dict(problem)) for problem in error.errors()]
-        raise JobError(f"{origin} is not a valid job:\n  " + "\n  ".join(lines)) from error
+        faults = error.errors()
+        lines = " ".join(explain(fault, given) for fault in faults)
+        if given and all(_option(_key(fault), given) or not fault["loc"] for fault in faults):
+            raise JobError(lines) from error
+        raise JobError(f"{origin} is not a valid job: {lines}") from error
 
 
 def _without_retired(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -253,20 +288,79 @@ def apply_override(content: dict[str, Any], override: str) -> None:
     content[last] = value
 
 
-def _explain(problem: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] != "extra_forbidden":
-        given = json.dumps(problem["input"], default=str)[:80]
-        return f"{where}: {problem['msg']} (given: {given})"
-    key = str(problem["loc"][-1])
-    close = difflib.get_close_matches(key, sorted(_known_keys() - {key}), n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{where}: unknown key{hint}"
+_TAGGED = ("loss", "data")
+"""Tables with a key that decides on the others; faults in them have its value in their place."""
 
 
-def _known_keys(table: type[BaseModel] = Section) -> set[str]:
-    below = (_known_keys(kind) for kind in table.__subclasses__())
-    return set(table.model_fields).union(*below)
+def explain(fault: Any, given: Mapping[str, str] = MappingProxyType({})) -> str:
+    """A sentence on a fault of a job; `given` maps settings to the options that set them."""
+    where, key = ".".join(map(str, fault["loc"])), _key(fault)
+    option = _option(key, given)
+    about = option or where
+    match fault["type"]:
+        case "extra_forbidden":
+            return f"{about}: unknown key{_hint(key) or '.'}"
+        case "union_tag_invalid":
+            tag, known = str(fault["ctx"]["tag"]), fault["ctx"]["expected_tags"]
+            near = difflib.get_close_matches(tag, re.findall("'(.+?)'", known), 1)
+            hint = f"did you mean {near[0]}? Known are" if near else "use"
+            return f"{key} {tag!r} is unknown; {hint} {known}."
+        case "missing":
+            return f"{where} is missing; add it."
+        case kind if kind in TABLES:
+            value = json.dumps(fault["input"], default=str)[:80]
+            below = f"{key}.{'kind' if key == 'data' else 'name'}={fault['input']}"
+            how = f"write {below}" if key in _TAGGED else "set one of its keys"
+            return f"{key} is a table (given: {value}): {how}."
+    if not key:
+        return f"{str(fault['msg']).removeprefix('Value error, ')}."
+    text = fault_text(dict(fault), where)
+    if option and fault["type"] == "value_error":
+        return option + text.removeprefix(f"{where}: {fault['input']}")
+    return text if option is None or option.endswith(text) else f"{option}: {text}"
+
+
+def _key(fault: Any) -> str:
+    """The setting that a fault is about, as in a job file."""
+    place = [str(part) for part in fault["loc"]]
+    has_tag = len(place) > 2 and place[0] in _TAGGED
+    return ".".join(place[:1] + place[2:] if has_tag else place)
+
+
+def _option(key: str, given: Mapping[str, str]) -> str | None:
+    """The option that set `key`, or a table around it, or a key in it."""
+    fitting = (x for x in given if f"{key}.".startswith(f"{x}.") or f"{x}.".startswith(f"{key}."))
+    return next((given[name] for name in fitting if key), None)
+
+
+def _hint(key: str) -> str:
+    """The setting that was meant: in the same table if one is near, otherwise anywhere."""
+    table, _, last = key.rpartition(".")
+    known = sorted(set(_dotted(Job)) - {key})
+    own = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table]
+    if close := difflib.get_close_matches(last, own, 1):
+        return f"; did you mean {close[0]!r}?"
+    lasts = [name.rpartition(".")[2] for name in known]
+    close = difflib.get_close_matches(last, lasts, 1)
+    return f"; did you mean {known[lasts.index(close[0])]}?" if close else ""
+
+
+def _dotted(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """All settings below a table by their dotted names."""
+    for name, field in table.model_fields.items():
+        tables = [*_tables(field.annotation)]
+        if Loss in tables:
+            tables = [*_settings().values()]
+        yield prefix + name
+        for kind in tables:
+            yield from _dotted(kind, f"{prefix}{name}.")
+
+
+def _tables(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _tables(part)
 
 
 def job_toml(job: Job, *comments: str) -> str:

@@ -5,6 +5,7 @@ The jobs that ship with Kinlens are in `training/jobs/`. In addition to its file
 """
 
 import tomllib
+from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,16 @@ def read_layers(source: str | Path) -> tuple[dict[str, Any], str]:
         return read_file(path), str(path)
     if str(source) in (products := _products()):
         return _product(*products[str(source)]), str(source)
-    raise JobError(f"No job {str(source)!r}. Give the path of a TOML file or {known_jobs()}.")
+    path = Path(source)
+    if path.suffix or len(path.parts) > 1:
+        near = get_close_matches(path.name, [x.name for x in path.parent.glob("*.toml")], 1)
+        hint = (
+            f"; did you mean {path.with_name(near[0])}?" if near else ". Give a job file in TOML."
+        )
+        raise JobError(f"{source} does not exist{hint}")
+    near = get_close_matches(str(source), job_names(), 1)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    raise JobError(f"No job {str(source)!r}. {hint}Give the path of a TOML file or {known_jobs()}.")
 
 
 def job_names() -> list[str]:
@@ -79,6 +89,8 @@ def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The tables of a file over its base; `above` is the chain of files to it. Raises: JobError."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        raise JobError(f"{path} does not exist.") from error
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

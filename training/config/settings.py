@@ -7,7 +7,7 @@ its constructor, see kinlens.training.losses.table.
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.manifest import Interpolation, Preprocessing
@@ -99,7 +99,7 @@ class Model(Section):
     The job of an exported trunk has no `dim`: its embeddings are the pooled features.
     """
 
-    backbone: str = Field("mobilenet_v2", pattern=rf"^({'|'.join(BACKBONE_NAMES)}|{TIMM}.+)$")
+    backbone: str = "mobilenet_v2"
     """The trunk: `mobilenet_v2`, `resnet50`, `googlenet`, `bn_inception`, or `timm:` and any
     network of timm, an optional extra."""
     weights: str = "imagenet"
@@ -124,6 +124,13 @@ class Model(Section):
     random crops."""
     hidden: int | None = Field(None, ge=1)
     """Width of a second layer of the projection; none: one layer."""
+
+    @field_validator("backbone")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value not in BACKBONE_NAMES and (not value.startswith(TIMM) or value == TIMM):
+            raise ValueError(f"{value} is unknown; use {', '.join(BACKBONE_NAMES)} or {TIMM}NAME")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> "Model":

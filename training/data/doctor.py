@@ -136,7 +136,8 @@ def examine(
     Raises: DatasetError if there is no such folder or kind.
     """
     if not root.is_dir():
-        raise DatasetError(f"{root} is not a folder. Give the folder of a data set.")
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise DatasetError(f"{root} {what}. Give the folder of a data set.")
     if kind is not None and kind not in KINDS:
         raise DatasetError(f"--kind {kind}: no such layout. Give one of {', '.join(KINDS)}.")
     if file is not None and kind not in (None, "csv"):

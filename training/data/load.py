@@ -275,6 +275,8 @@ def write_lists(
     root: Path, out: Path, kind: str | None, allow_partial: bool
 ) -> dict[str, LabelledImages]:
     """Write the official split as train.csv, test.csv, gallery.csv. Raises: DatasetError."""
+    if not root.exists():
+        raise DatasetError(f"{root} does not exist. Give the folder that was unpacked.")
     official = OFFICIAL.get(kind or recognise(root) or "")
     if official is None:
         raise DatasetError(

@@ -160,9 +160,9 @@ def _state_dict(name: str, backbone: Backbone, weights: str) -> State:
         raise CheckpointError(
             f"The ImageNet weights of {name} could not be downloaded ({error}). "
             + backbone.cure.format(url=backbone.url)
-            + "--set model.weights=/path for kinlens-train fit, --weights /path for export "
-            "--backbone, make demo IMAGES=... WEIGHTS=/path; a service lists it in "
-            "KINLENS_TRAINING_WEIGHTS."
+            + "--weights /path for kinlens-train adapt, new and export --backbone, "
+            "--set model.weights=/path for fit, make demo IMAGES=... WEIGHTS=/path; a service "
+            "lists it in KINLENS_TRAINING_WEIGHTS."
         ) from error
     return state
 

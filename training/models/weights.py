@@ -8,13 +8,18 @@ from kinlens.training.config.job import expand_path
 
 State = dict[str, Tensor]
 
+_NO_WEIGHTS = (
+    "{path} is not a weight file of PyTorch (names with tensors, as torch.save or safetensors "
+    "write them). Use one of {name}."
+)
+
 
 def read_weights(weights: str, name: str) -> State:
     """The state dict in the file `weights`. Raises: CheckpointError, JobError."""
     path = expand_path(weights, "model.weights")
     if not path.is_file():
         raise CheckpointError(
-            f"The weight file {path} does not exist. Set model.weights to a state dict of {name}, "
+            f"The weight file {path} does not exist. Set model.weights to a weight file of {name}, "
             'the folder of a bundle, "imagenet" or "none".'
         )
     try:
@@ -30,9 +35,9 @@ def read_weights(weights: str, name: str) -> State:
         ) from error
     except Exception as error:
         # torch.load raises pickle, zip, runtime and key errors on other files.
-        raise CheckpointError(f"{path} is not a state dict: {error}") from error
+        raise CheckpointError(_NO_WEIGHTS.format(path=path, name=name)) from error
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise CheckpointError(f"{path} is not a state dict (a mapping of names to tensors).")
+        raise CheckpointError(_NO_WEIGHTS.format(path=path, name=name))
     return state
 
 
@@ -42,7 +47,7 @@ def load_weights(network: nn.Module, state: State, source: str) -> None:
     A leading axis of 1 that the network does not have is dropped: files from the time of
     BN-Inception have one on each batch norm tensor.
 
-    Raises: CheckpointError naming the tensors that do not fit.
+    Raises: CheckpointError counting the tensors that do not fit, with an example of each kind.
     """
     shapes = {key: value.shape for key, value in network.state_dict().items()}
     fitted = {}
@@ -53,5 +58,14 @@ def load_weights(network: nn.Module, state: State, source: str) -> None:
     try:
         network.load_state_dict(fitted, strict=True)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"The weights {source} do not fit the network: {reason}") from error
+        both = fitted.keys() & shapes.keys()
+        kinds = {
+            "are missing": sorted(shapes.keys() - both),
+            "are unknown": sorted(fitted.keys() - both),
+            "have another shape": sorted(key for key in both if fitted[key].shape != shapes[key]),
+        }
+        counts = (f"{len(x):,} tensors {kind} ({x[0]})" for kind, x in kinds.items() if x)
+        raise CheckpointError(
+            f"The weights {source} do not fit the network, as they are of another one: "
+            f"{', '.join(counts)}. Use weights of this backbone, or the backbone of these weights."
+        ) from error

@@ -1,6 +1,8 @@
 """Messages about a run in plain words, for the console and the report."""
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
@@ -46,7 +48,7 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
         if _faint(job, name, row):
             cure = f"regularizers.{name}.share = 0.2, or raise {_WEIGHTS.get(name, 'weight')}"
             if settings.share is not None:
-                cure = "a larger share, or other settings for it: its gradient vanishes"
+                cure = "a larger share"
             notes.append(
                 f"epoch {row['epoch']:.0f}: the gradient of regularizers.{name} is "
                 f"{100 * row[f'share {name}']:.2g} % of the gradient of the loss, so it has almost "
@@ -103,8 +105,10 @@ def did_it_help(split: Split, result: Result) -> list[str]:
     return [*notes, result.verdict] if result.verdict else notes
 
 
-def verdict_of(result: Result) -> str:
-    """Whether a training helped; a gain whose interval includes 0 is not proven."""
+def verdict_of(result: Result, run: Path) -> str:
+    """Whether a training in the folder `run` helped; a gain whose interval includes 0 is not
+    proven.
+    """
     parts: dict[str, list[str]] = {"worse": [], "no gain": [], "gain": []}
     chance = ""
     for part, (model, began, found) in _held_out(result).items():
@@ -113,7 +117,8 @@ def verdict_of(result: Result) -> str:
         parts["worse" if high < 0 else "gain" if low > 0 else "no gain"].append(part)
     cure = "keep the bundle that it continued"
     if result.began_with == UNTRAINED:
-        cure = "export the trunk itself with `kinlens-train export RUN --trunk`"
+        command = shlex.join(["kinlens-train", "export", str(run), "--trunk", "--out", "BUNDLE"])
+        cure = f"export the trunk itself with `{command}`"
     for kind, verdict, advice in (
         ("worse", "Worse: the model is worse than", f" Train on more classes, or {cure}."),
         (

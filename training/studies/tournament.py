@@ -34,6 +34,7 @@ from kinlens.environment import child_environment
 from kinlens.training.config.job import (
     Job,
     apply_override,
+    explain,
     job_toml,
     load_job,
     parse_job,
@@ -150,10 +151,10 @@ def _read(path: Path) -> _Grid:
         return _Grid.model_validate(read_file(path))
     except ValidationError as error:
         first = error.errors()[0]
-        where, message = ".".join(map(str, first["loc"])), first["msg"]
-        if first["type"] == "extra_forbidden":
-            message = f"unknown key; a grid has {', '.join(_Grid.model_fields)}"
-        raise JobError(f"{path}: {where}: {message} (given: {first['input']!r})") from error
+        message = explain(first)
+        if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+            message = f"{first['loc'][0]}: unknown key; a grid has {', '.join(_Grid.model_fields)}."
+        raise JobError(f"{path}: {message}") from error
 
 
 def _base(source: str | dict[str, Any], grid: Path, overrides: Sequence[str]) -> Job:

@@ -1,0 +1,43 @@
+"""The command line that all three programs share: one form of errors, and help that keeps lines."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+USAGE, FAILURE = 2, 1
+"""Exit statuses: the command line is wrong, or what it asked for failed."""
+
+
+def print_error(message: str) -> None:
+    """Print a message on one line of stderr, as all our programs do."""
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+
+
+class Commands(TyperGroup):
+    """A group of commands whose usage errors are one line, `error: ...`, and exit with 2."""
+
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **more: Any
+    ) -> Any:
+        if not standalone_mode:
+            return super().main(args, standalone_mode=False, **more)
+        try:
+            status = super().main(args, standalone_mode=False, **more)
+        except typer.Abort:
+            print_error("Stopped before completion.")
+            sys.exit(FAILURE)
+        except Exception as error:
+            # Typer has its own copy of click, whose errors it does not export.
+            if not hasattr(error, "format_message"):
+                raise
+            if type(error).__name__ == "NoArgsIsHelpError":
+                typer.echo(error.format_message(), err=True)
+            else:
+                path = getattr(getattr(error, "ctx", None), "command_path", "")
+                message = error.format_message().replace("Value error, ", "").rstrip(".")
+                print_error(f"{message}.{path and f' See {path} --help.'}")
+            sys.exit(getattr(error, "exit_code", USAGE))
+        sys.exit(status if isinstance(status, int) else 0)

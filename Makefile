@@ -30,9 +30,11 @@ $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
 	@touch $(VENV)/.training $@
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv
+	@echo "done: source $(BIN)/activate"
 
 install-gpu:  ## As install, with FAISS and ONNX Runtime for CUDA 13, into .venv-gpu
 	@$(MAKE) --no-print-directory VENV=.venv-gpu .venv-gpu/.gpu
+	@echo "done: source .venv-gpu/bin/activate"
 
 $(VENV)/.gpu: $(VENV)/.uv pyproject.toml constraints.txt
 	$(PIP) --quiet --editable '.[gpu,training]'

@@ -53,6 +53,7 @@ MIN_RECALL = 0.6  # for the rendered products; guessing gives 0.04, a colour his
 MAX_QUERIES = 400
 MAX_DOUBT = 0.08  # between the mean probability of the best hits and the share of right ones
 CLIENTS, SHOWN = 4, 3
+UNFINISHED = "unfinished.txt"  # in the folder of a demo, with its options, until it has answers
 Row = dict[str, str]
 
 
@@ -76,7 +77,7 @@ def main() -> int:
         show(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        show("Stopped before completion.")
+        show("Stopped. The same command goes on from here.")
         return 130
     return 0 if is_good else 1
 
@@ -89,6 +90,7 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
     is_rendered = options.images is None
     images = work / "products" if is_rendered else options.images
     shutil.rmtree(work / "gallery", ignore_errors=True)
+    begin(options, work)
     bundle, queries = rendered(work) if is_rendered else own_images(options, work)
     if is_rendered:
         meaning, least = "new views of products that the model was never trained on", MIN_RECALL
@@ -103,6 +105,7 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
         show_example(client, images, queries[len(queries) // 3])
         recall = share_within(found, 1)
         show(f"recall@1: {100 * recall:.1f} % ({meaning})")
+        (work / UNFINISHED).unlink(missing_ok=True)
         if recall < least:
             show(f"That is below {100 * least:.0f} %: something is broken.")
         if not is_rendered and "class" in queries[0]:
@@ -111,11 +114,25 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
         return recall >= least and (not is_rendered or judged(client, found))
 
 
+def begin(options: argparse.Namespace, work: Path) -> None:
+    """Keep what an interrupted demo of the same images left; put aside that of any other."""
+    task, file = repr((options.images, options.bundle, options.weights)), work / UNFINISHED
+    if file.exists() and file.read_text(encoding="utf-8") == task:
+        show("The previous demo was stopped; this one goes on with it.")
+        return
+    for name in ("run", "bundle"):
+        emptied(work / name)
+    file.write_text(task, encoding="utf-8")
+
+
 def rendered(work: Path) -> tuple[Path, list[Row]]:
     """Render, train, export; index half of the views of unseen products, query the other half."""
-    run, bundle = emptied(work / "run"), emptied(work / "bundle")
-    kinlens("train", "fit", "demo", "--out", run)
-    kinlens("train", "export", run, "--map", "--out", bundle)
+    run, bundle = work / "run", work / "bundle"
+    if not (run / "result.json").exists():
+        resume = ("--resume",) if (run / "checkpoint.pt").exists() else ()
+        kinlens("train", "fit", "demo", "--out", run, *resume)
+    if not bundle.exists():
+        kinlens("train", "export", run, "--map", "--out", bundle)
     halves: tuple[list[Row], list[Row]] = ([], [])
     for row in read_list(run / "test.csv"):
         halves[int(Path(row["path"]).stem) % 2].append(row)
@@ -129,10 +146,11 @@ def own_images(options: argparse.Namespace, work: Path) -> tuple[Path, list[Row]
     classes = trainable(images)
     unseen: list[Row] = []
     if bundle is None and len(classes) >= MIN_CLASSES:
-        run, bundle = emptied(work / "run"), emptied(work / "bundle")
+        run, bundle = work / "run", work / "bundle"
         weights = ("--weights", options.weights) if options.weights else ()
         places = ("--data", images, "--run", run, "--out", bundle)
-        kinlens("train", "adapt", *places, "--map", *weights)
+        if not bundle.exists():
+            kinlens("train", "adapt", *places, "--map", *weights)
         unseen = read_list(run / "test.csv")
     elif bundle is None:
         found = f"only {len(classes)}" if classes else "no"

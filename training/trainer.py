@@ -42,6 +42,7 @@ READ_EVERY_STEPS = {"cpu": 1, "cuda": 10}
 
 class Listener(Protocol):
     def note(self, sentence: str) -> None: ...
+    def remark(self, sentence: str) -> None: ...
     def computed(self, done: int, total: int) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
     def step_done(self, parts: dict[str, float]) -> None: ...
@@ -226,7 +227,7 @@ class _Training:
             self.log.write("epoch", run.step, **row)
         self.listener.epoch_done(row)
         for sentence in notices.after_epoch(run.job, run.history):
-            self.listener.note(sentence)
+            self.listener.remark(sentence)  # of the settings; they are in the report as well
 
     def save(self, name: str, if_due: bool = False) -> None:
         """Write a checkpoint; `if_due` skips it if the last one is only a few seconds old.

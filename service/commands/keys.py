@@ -162,7 +162,7 @@ def noted(state: Path, change: Change) -> None:
 
 @contextlib.contextmanager
 def _changing(command: str, name: str, state: object) -> Iterator[KeyStore]:
-    folder = _folder(state) if command == "create" else _existing(state)
+    folder = _folder(state)
     yield _store(folder)
     noted(folder, Change(f"keys {command}", BY_COMMAND, 200, target=name, affected=1))
 

@@ -287,7 +287,6 @@ def test_an_unknown_folder_and_an_empty_list_are_failures(tmp_path) -> None:
     (tmp_path / "state").mkdir()
     for words, text in (
         (["keys", "list", "--state", "nowhere"], "nowhere is not a state folder"),
-        (["keys", "revoke", "a", "--state", "nowhere"], "nowhere is not a state folder"),
         (["audit", "--state", "nowhere"], "nowhere is not a state folder"),
         (["keys", "list", "--state", str(tmp_path / "state")], "There are no keys"),
         (["audit", "--state", str(tmp_path / "state")], "is empty"),

@@ -99,6 +99,9 @@ class Silent:
         self.rows: list[dict[str, float]] = []
         self.sentences: list[str] = []
 
+    def remark(self, sentence: str) -> None:
+        self.note(sentence)
+
     def note(self, sentence: str) -> None:
         self.sentences.append(sentence)
 

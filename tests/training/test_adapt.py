@@ -1,6 +1,7 @@
 """A head on a frozen trunk, what is kept of its features, and which model is chosen on folds."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -264,15 +265,18 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
 
     with monkeypatch.context() as patch:
         patch.setattr("kinlens.training.runner.write_chosen", stopped)
-        begun = CliRunner().invoke(app, command)
+        begun = CliRunner().invoke(app, [*command, "--verbose"])
     assert begun.exit_code != 0
     assert "fold 1 of 2" in begun.output
     with pytest.raises(CheckpointError, match="is not finished"):
         load_chosen(run)
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    assert "2 folds of the train classes" in done.output.replace("\n", " ")
-    assert "fold 1 of 2" not in done.output, "it was finished before"
+    lines = done.output.splitlines()
+    assert not re.search("fold|trunk|alpha|R@1|loss", done.output), "the words of a laboratory"
+    assert f"Next: kinlens-index build '{shop}' --bundle {out} --out galleries/my-shop" in lines
+    assert sum(" photos of 10 products" in line for line in lines) == 1
+    assert "2 folds of the train classes" in (run / "report.md").read_text(encoding="utf-8")
     bundle = Bundle.open(out)
     assert bundle.manifest.map is not None
     assert bundle.manifest.dim in (16, 96)

@@ -122,7 +122,7 @@ def test_our_errors_are_one_line_and_exit_code_1(
 
 def test_export_wants_a_run_or_a_backbone() -> None:
     assert runner.invoke(app, ["export"]).exit_code == 2
-    refused(["export", "--backbone", "vgg"], "backbone = 'vgg'")
+    refused(["export", "--backbone", "vgg"], "--backbone vgg is unknown; use mobilenet_v2")
 
 
 def commands(group: Any, before: str = "") -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,16 @@ import typer
 
 from kinlens.embedder.bundle import MANIFEST
 from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.embedder.manifest import BundleManifest
 from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
-from kinlens.training.commands.jobs import Overrides, load_images, shop_of, stoppable, summary
+from kinlens.training.commands.jobs import (
+    Overrides,
+    Verbose,
+    load_images,
+    shop_of,
+    stoppable,
+    summary,
+)
 from kinlens.training.config.job import expand_path, load_job, with_absolute_paths
 from kinlens.training.data.records import content_digest
 from kinlens.training.report.log import console_listener, note
@@ -34,13 +43,12 @@ def adapt(
     overrides: Overrides = None,
     precision: Precisions = None,
     with_map: WithMap = False,
+    verbose: Verbose = False,
 ) -> None:
     """Adapt a pretrained network to your images in about a minute, and export the bundle.
 
-    The network itself is not trained: its features are computed once and cached, and a head is
-    trained on them. The head of the bundle is a quarter of the way from its start, a whitening, to
-    the trained one, unless cross validation over your products finds another point, or the trunk,
-    better. Run the same command again to resume.
+    Half of your products are learnt and the others test the result. Products with one photo are
+    left out. Run the same command again to resume. With --verbose it prints all figures.
 
     Examples:
 
@@ -67,11 +75,18 @@ def adapt(
     job = with_absolute_paths(load_job("adapt", [*content, *(overrides or ())], options))
     job = job.model_copy(update={"data": job.data.model_copy(update={"root": str(root)})})
     split = load_images(job)
-    note(f"{name}: {summary(split)}")
+    counts = [len(part) for part in split.parts.values()]
+    products = [part.classes for part in split.parts.values()]
+    note(
+        f"{name}: {sum(counts):,} photos of {sum(products):,} products; {products[0]:,} are "
+        "learnt, the others test the result"
+    )
+    if verbose:
+        note(summary(split))
     if copies := sum(part.copies() for part in split.parts.values()):
         note(
-            f"{copies} image(s) are copies within their class. They find each other, so R@1 is too "
-            "high. `kinlens-train data doctor` lists them."
+            f"{copies} image(s) are copies within their class. They find each other, so the "
+            "figures are too high. `kinlens-train data doctor` lists them."
         )
     contents = [part.content_sha256() for part in split.parts.values()]
     contents += [split.joined().content_sha256(), split.learnt_sha256()]
@@ -89,17 +104,34 @@ def adapt(
         ) from error
     if finished_result(job, folder) is None:
         resume_it = "Run the same command again to resume."
-        with stoppable(resume_it), console_listener() as listener:
+        with stoppable(resume_it), console_listener(verbose, brief=not verbose) as listener:
             run_job(job, split, folder, listener)
+    bundle = export_checkpoint(
+        load_chosen(folder),
+        split,
+        out,
+        precisions=precisions,
+        on_refusal=note,
+        with_map=with_map,
+        seen=seen_in(folder),
+    )
+    if verbose:
+        describe(bundle)
+    note(_outcome(bundle.manifest))
     note(f"Report: {folder / 'report.md'}")
-    describe(
-        export_checkpoint(
-            load_chosen(folder),
-            split,
-            out,
-            precisions=precisions,
-            on_refusal=note,
-            with_map=with_map,
-            seen=seen_in(folder),
-        )
+    note(f"Bundle {bundle.bundle_id[:12]}: {out}")
+    words = ["kinlens-index", "build", str(data if data.is_dir() else data.parent)]
+    words += ["--csv", str(root / table)] if table else []
+    words += ["--bundle", str(out), "--out", f"galleries/{name}"]
+    note(f"Next: {shlex.join(words)}")
+
+
+def _outcome(manifest: BundleManifest) -> str:
+    """How often the right product is found first, in the words of a shop."""
+    if manifest.baseline is None or not manifest.recall:
+        return "The network is used as it is: there are too few products to learn from and test on."
+    after, before = manifest.recall["R@1"], manifest.baseline.recall["R@1"]
+    return (
+        f"For {after:.0f} of 100 photos of products that were not learnt, the first answer is "
+        f"right ({before:.0f} before)"
     )

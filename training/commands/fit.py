@@ -14,6 +14,7 @@ from kinlens.training.commands.jobs import (
     ChooseByTest,
     JobName,
     Overrides,
+    Verbose,
     load_images,
     settings_of,
     shop_of,
@@ -33,6 +34,7 @@ def fit(
     resume: Annotated[bool, typer.Option(help="Continue from the run's last checkpoint.")] = False,
     choose_by_test: ChooseByTest = False,
     allow_partial: AllowPartial = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train a job; write checkpoint, log, curves, result and report to a run folder.
 
@@ -59,7 +61,7 @@ def fit(
             split = load_images(settings, expected=begun)
         note(f"{settings.name}: {summary(split)}")
         resume_it = f"Finished epochs are kept. Resume: --out {folder} --resume."
-        with stoppable(resume_it), console_listener() as listener:
+        with stoppable(resume_it), console_listener(verbose) as listener:
             run_job(settings, split, folder, listener)
         note(f"Report: {folder / 'report.md'}")
 

@@ -27,6 +27,9 @@ Overrides = Annotated[
 AllowPartial = Annotated[
     bool, typer.Option("--allow-partial", help="Accept a subset of an official data set.")
 ]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Also print the remarks and figures of the report.")
+]
 ChooseByTest = Annotated[
     bool,
     typer.Option(

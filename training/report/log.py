@@ -75,18 +75,26 @@ _QUICK_S = 1.0
 
 
 @contextmanager
-def console_listener() -> Iterator["ConsoleListener"]:
+def console_listener(verbose: bool = False, brief: bool = False) -> Iterator["ConsoleListener"]:
     with progress_bar(TextColumn("{task.fields[loss]}")) as progress:
-        yield ConsoleListener(progress)
+        yield ConsoleListener(progress, verbose=verbose, brief=brief)
 
 
 class ConsoleListener:
     """Prints the progress of a run: a bar over the steps of all epochs, and a line for each epoch.
 
-    The lines repeat the content of the bar, since a log file does not show it.
+    The lines repeat the content of the bar, since a log file does not show it. With `verbose` it
+    also prints remarks that are in the report, with `brief` only how many epochs are done.
     """
 
-    def __init__(self, progress: Progress, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        clock: Callable[[], float] = time.monotonic,
+        verbose: bool = False,
+        brief: bool = False,
+    ) -> None:
+        self._verbose, self._brief = verbose, brief
         self._progress = progress
         self._task = progress.add_task("epoch", total=None, loss="")
         self._clock = clock
@@ -94,12 +102,15 @@ class ConsoleListener:
         self._began: tuple[int, float] | None = None
 
     def note(self, sentence: str) -> None:
-        note(sentence)
+        if not self._brief:
+            note(sentence)
+
+    def remark(self, sentence: str) -> None:
+        if self._verbose:
+            note(sentence)
 
     def computed(self, done: int, total: int) -> None:
-        self._progress.update(
-            self._task, total=total, completed=done, description="features of the trunk"
-        )
+        self._progress.update(self._task, total=total, completed=done, description="look at images")
 
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
         """`epoch` counts from 0. The bar restarts its timing, as evaluation runs between epochs."""
@@ -114,7 +125,9 @@ class ConsoleListener:
         )
 
     def step_done(self, parts: dict[str, float]) -> None:
-        self._progress.update(self._task, advance=1, loss=f"loss {parts['loss']:.3f}")
+        self._progress.update(
+            self._task, advance=1, loss="" if self._brief else f"loss {parts['loss']:.3f}"
+        )
 
     def epoch_done(self, row: dict[str, float]) -> None:
         recalls = "  ".join(f"{k} {v:.1f}" for k, v in row.items() if "R@" in k)

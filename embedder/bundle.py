@@ -76,6 +76,11 @@ class Bundle:
         Raises: BundleNotFoundError, BundleCorruptError.
         """
         path = Path(path)
+        if not path.exists():
+            raise BundleNotFoundError(
+                f"No model bundle at {path}: {path} does not exist. Check the name, or make it: "
+                f"kinlens-train adapt --data IMAGES --out {path}"
+            )
         if not (path / MANIFEST).is_file():
             absent = f"{MANIFEST} is missing" if path.exists() else "it does not exist"
             raise BundleNotFoundError(

@@ -16,7 +16,7 @@ from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.ingest.sources import PRODUCT, csv_changes
-from kinlens.indexer.ingest.tables import DATE, Typed, split_kind
+from kinlens.indexer.ingest.tables import DATE, Typed, parse_value, split_kind
 from kinlens.indexer.types import MILVUS
 from kinlens.values import AttributeValue
 
@@ -91,7 +91,8 @@ def update(
         raise typer.BadParameter("Pass keys or --product, not both.")
     with errors_shown(), stores.opened(gallery) as store:
         changes: Mapping[str, Mapping[str, AttributeValue | None]]
-        values = assigned(assign or (), unset or (), store.schema())
+        schema = store.schema()
+        values = assigned(assign or (), unset or (), schema)
         if where:
             condition = parse_filter(where)
             named = store.page(0, 1, condition).total
@@ -106,6 +107,13 @@ def update(
             report = Updated(len(changes), store.update(changes))
         stores.compact_if_due(store, False)
         print_report(report, json, f"{report.changed:,} of {report.named:,} items changed.")
+        for text in assign or () if report.changed else ():
+            name, _, value = text.partition("=")
+            if name in values and name not in schema and not json and _is_number(value):
+                err.print(
+                    f"{name} is new and is a text; for numbers write {name}:number={value}",
+                    soft_wrap=True,
+                )
 
 
 @app.command(epilog="Example: kinlens-index remove galleries/shop --where 'sale = true' --dry-run")
@@ -204,6 +212,14 @@ def _assignment(text: str, schema: Schema) -> tuple[str, AttributeValue]:
         raise InvalidParameterError(
             f"--set {text}: {name} is a {kind} and cannot be {value!r}: {error}."
         ) from error
+
+
+def _is_number(text: str) -> bool:
+    try:
+        parse_value(text, "number")
+    except ValueError:
+        return False
+    return True
 
 
 def _check_usage(

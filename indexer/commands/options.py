@@ -145,6 +145,8 @@ def vector_of(image: Path, embedder: Embedder) -> Embeddings:
 
 def pixels_of(image: Path, embedder: Embedder) -> tuple[bytes, NDArray[np.uint8]]:
     """The bytes of an image file, and the preprocessed image (3, S, S). Raises: SourceError."""
+    if not image.exists():
+        raise SourceError(f"{image} does not exist. Check the name of the image.")
     try:
         data = read_image(image.resolve().parent, image.name, ANY_SIZE.max_bytes)
         return data, embedder.preprocess(data)

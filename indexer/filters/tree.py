@@ -53,7 +53,8 @@ class _Condition:
         if type_ != self.value_type:
             raise FilterError(
                 f"Attribute {self.name!r} is a {type_}, but {self._shown()} is a "
-                f"{self.value_type}. Compare it with a {type_}."
+                f"{self.value_type}. Compare it with a {type_}, or "
+                f"build with the column {self.name}:{self.value_type}."
             )
 
     def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:

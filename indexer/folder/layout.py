@@ -293,6 +293,11 @@ class GalleryFolder:
                 f"{self.path} is a published snapshot, not a gallery. Follow it: "
                 f"kinlens-serve --gallery NAME={self.path.absolute().as_uri()}."
             )
+        if not self.path.exists():
+            return (
+                f"No gallery at {self.path}: {self.path} does not exist. Check the name, or make "
+                f"it: kinlens-index build IMAGES --bundle BUNDLE --out {self.path}"
+            )
         return (
             f"No gallery at {self.path}: {_CURRENT} is missing. Give the folder that "
             "`kinlens-index build ... --out` wrote."

@@ -358,3 +358,18 @@ def test_a_gallery_with_decomposed_keys_finds_them_in_both_forms(
     assert gallery.size == 1
     assert gallery.remove([composed]) == 1
     assert len(gallery.restore([composed])) == 1
+
+
+def test_a_path_that_does_not_exist_and_a_number_that_becomes_a_text_are_named(
+    run, built, tmp_path
+) -> None:
+    image = tmp_path / "nope.jpg"
+    assert f"{image} does not exist" in failure(
+        run("search", built, "--image", image, "--bundle", "b")
+    )
+    assert f"{image} does not exist" in failure(run("stats", image))
+    ask = ("update", built, "f.gif", "--set")
+    assert "for numbers write discount:number=10" in run(*ask, "discount=10").stderr
+    assert run(*ask, "discount=11").stderr == run(*ask, "note=red").stderr == ""
+    line = failure(run("remove", built, "--where", "discount < 20"))
+    assert "or build with the column discount:number" in line

@@ -176,7 +176,7 @@ def test_a_name_is_one_name_in_both_unicode_forms(shop: Path) -> None:
     assert {f"{cafe}/{view}.png" for view in "123"} <= {r.key for r in source.records()}
     [(path, reason)] = source.omitted.faults
     assert path == f"{decomposed}/2.png"
-    assert "equals that of another file" in reason
+    assert f"equals that of another file, {f'{cafe}/2.png'!a}, but for the Unicode form" in reason
 
 
 def test_a_name_that_is_not_utf8_is_named_and_the_others_are_read(

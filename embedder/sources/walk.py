@@ -160,8 +160,8 @@ class _Walk:
             for path in paths[1:]:
                 self._fault(
                     path,
-                    "The name equals that of another file next to it, but for the Unicode form "
-                    f"({Path(path).name!a}). Rename or remove one of them.",
+                    f"Its name {path!a} equals that of another file, {paths[0]!a}, but for the "
+                    "Unicode form. Rename or remove one of them.",
                 )
         return result
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kinlens.embedder.errors import DatasetError
+from kinlens.embedder.sources.names import composed, existing
 from kinlens.embedder.sources.walk import Omitted, fault_lines, read_failed, walk_images
 from kinlens.training.config.job import expand_path
 from kinlens.training.config.settings import CsvData, Data, FolderData, OfficialData, RenderedData
@@ -172,7 +173,7 @@ def scan_table(
     faults = []
     for line, row in read_rows(path, "path", "label|class", cure=f"Check {setting}."):
         column = "label" if "label" in row else "class"
-        image, label = row["path"], row[column]
+        image, label = existing(root, row["path"]), composed(row[column])
         place = os.path.normpath(image)
         if not image or not label:
             fault = f"path and {column} must not be empty"

@@ -151,6 +151,14 @@ def test_a_csv_states_labels_and_may_state_the_split(table: Callable[[str], CsvD
     assert len(split.train) == len(split.test) == 6
 
 
+def test_a_csv_finds_files_and_classes_in_both_unicode_forms(shop: Path) -> None:
+    fill(shop, "cafe\u0301/1.png", "cafe\u0301/2.png")
+    rows = "caf\xe9/1.png,caf\xe9\ncafe\u0301/2.png,cafe\u0301\n"
+    (shop / "images.csv").write_text(f"path,label\n{rows}", encoding="utf-8")
+    records = read_table(shop, "images.csv")
+    assert records == [Record(f"cafe\u0301/{view}.png", "caf\xe9") for view in "12"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

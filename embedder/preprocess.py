@@ -13,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from kinlens.embedder.colour import on_white, to_srgb
+from kinlens.embedder.decoding.colour import on_white, to_srgb
+from kinlens.embedder.decoding.formats import (
+    claimed_size,
+    format_of,
+    open_image,
+    opened_format,
+    readable_formats,
+)
 from kinlens.embedder.errors import (
     CorruptImageError,
     EmptyImageError,
@@ -21,13 +28,6 @@ from kinlens.embedder.errors import (
     ImageTooManyBytesError,
     InvalidParameterError,
     UnsupportedFormatError,
-)
-from kinlens.embedder.formats import (
-    claimed_size,
-    format_of,
-    open_image,
-    opened_format,
-    readable_formats,
 )
 from kinlens.embedder.manifest import Colour, Interpolation, Preprocessing
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kinlens.embedder.formats import SUFFIXES
+from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.sources.names import NOT_UTF8, composed, printable
 
 _SYNOLOGY, _QNAP = "a Synology NAS", "a QNAP NAS"

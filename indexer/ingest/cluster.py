@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import (
     EngineUnavailableError,
@@ -23,7 +24,6 @@ from kinlens.embedder.errors import (
     KinlensError,
     SourceError,
 )
-from kinlens.embedder.formats import SUFFIXES
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.exchange.objects import REMOTE

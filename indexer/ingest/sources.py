@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.errors import SourceError
-from kinlens.embedder.formats import SUFFIXES
 from kinlens.embedder.sources.names import composed, existing
 from kinlens.embedder.sources.walk import Fault, Omitted, fault_lines, read_failed, walk_images
 from kinlens.indexer.attributes import Schema, is_printable

@@ -32,8 +32,8 @@ import numpy as np
 from PIL import Image
 
 from kinlens.embedder import errors
+from kinlens.embedder.decoding.formats import load_all
 from kinlens.embedder.errors import BundleError, ImageError, InvalidParameterError
-from kinlens.embedder.formats import load_all
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import Box, ImageLimits, preprocess, render_jpeg
 from kinlens.embedder.types import Embeddings, Images

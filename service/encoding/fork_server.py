@@ -33,9 +33,9 @@ from typing import NoReturn
 
 import kinlens
 from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.decoding.formats import load_all
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import BundleMismatchError, KinlensError
-from kinlens.embedder.formats import load_all
 from kinlens.embedder.manifest import Mode
 from kinlens.embedder.preprocess import ImageLimits
 from kinlens.embedder.session import OnnxEmbedder

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kinlens.embedder.decoding.formats import format_of
 from kinlens.embedder.errors import (
     BundleMismatchError,
     DeadlineExceededError,
@@ -22,7 +23,6 @@ from kinlens.embedder.errors import (
     KinlensError,
     StateMissingError,
 )
-from kinlens.embedder.formats import format_of
 from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.filters.tree import Filter

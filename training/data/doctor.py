@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.errors import DatasetError, ImageError
-from kinlens.embedder.formats import SUFFIXES
 from kinlens.embedder.preprocess import decode, read_header
 from kinlens.embedder.sources.names import composed
 from kinlens.embedder.sources.walk import Omitted, fault_lines, is_omitted, read_failed, walk_images

@@ -123,7 +123,8 @@ def _eight_bit(image: Image.Image) -> Image.Image:
         image.info["transparency"] = tuple(value >> 8 for value in clear)
     if image.has_transparency_data:
         return image.convert("RGBA")
-    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+    mode = "L" if image.mode in ("1", "L") else "RGB"
+    return image if image.mode == mode else image.convert(mode)
 
 
 def _deep_grey(image: Image.Image, bits: int = 16, inverted: bool = False) -> Image.Image:

@@ -12,14 +12,14 @@ from typing import Any
 
 from PIL import GifImagePlugin, Image, UnidentifiedImageError
 
-from kinlens.embedder.errors import UnsupportedFormatError
-from kinlens.embedder.metadata import (
+from kinlens.embedder.decoding.metadata import (
     colours_of,
     strip_avif,
     strip_jpeg,
     strip_png,
     strip_webp,
 )
+from kinlens.embedder.errors import UnsupportedFormatError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIC")
 """Formats that are decoded, detected from the content. Of an animation, the first frame is used.

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from kinlens.embedder.colour import MAX_PROFILE_BYTES, cicp_profile, power_profile
+from kinlens.embedder.decoding.colour import MAX_PROFILE_BYTES, cicp_profile, power_profile
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PIXELS = (b"IHDR", b"PLTE", b"IDAT", b"IEND")
@@ -18,8 +18,8 @@ _BIT_DEPTH_AT = 24
 
 _JPEG = b"\xff\xd8"
 _FILL, _SCAN = 0xFF, 0xDA
-_UNSIZED = (*range(0xC0), *range(0xD0, _SCAN + 1))
-_METADATA = (*range(0xE0, 0xF0), 0xFE)
+_UNSIZED = frozenset((*range(0xC0), *range(0xD0, _SCAN + 1)))
+_METADATA = frozenset((*range(0xE0, 0xF0), 0xFE))
 _KEPT = {0xE0: (b"JFIF\0", 14), 0xEE: (b"Adobe", 12)}
 """Segments that determine colours: how each begins, and its least length."""
 _ICC, _EXIF = b"ICC_PROFILE\0", b"Exif\0\0"

@@ -23,7 +23,6 @@ from pydantic import ValidationError
 
 from kinlens.embedder.durable import rename, sync_tree
 from kinlens.embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
-from kinlens.embedder.faults import file_fault
 from kinlens.embedder.manifest import (
     FP32,
     BundleManifest,
@@ -34,6 +33,7 @@ from kinlens.embedder.manifest import (
     OtherPrecision,
     Precision,
 )
+from kinlens.embedder.programs.faults import file_fault
 from kinlens.embedder.seen import Seen
 from kinlens.embedder.types import Embeddings, Images
 

@@ -11,7 +11,7 @@ require_faiss("kinlens-index")
 try:
     import typer
 
-    from kinlens.embedder.console import Commands
+    from kinlens.embedder.programs.console import Commands
     from kinlens.indexer.commands import (
         build,
         change,
@@ -22,7 +22,6 @@ try:
         sync,
         transfer,
         upkeep,
-        verify,
     )
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-index", missing, "cpu", "gpu")) from None
@@ -33,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for commands in (build, embed, sync, change, search, verify, duplicates, upkeep, transfer):
+for commands in (build, embed, sync, change, search, duplicates, upkeep, transfer):
     app.add_typer(commands.app)
 app.add_typer(golden.app, name="golden", help="Measure a gallery with labelled queries.")
 

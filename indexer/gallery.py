@@ -76,7 +76,6 @@ from kinlens.indexer.live.backup import check_backup as check_backup
 from kinlens.indexer.live.backup import restore as restore
 from kinlens.indexer.live.compaction import (
     CATALOG,
-    KEEP_REMOVED_S,
     SEGMENTS,
     BackgroundCompaction,
     CompactReport,
@@ -84,6 +83,7 @@ from kinlens.indexer.live.compaction import (
     compact,
     due,
 )
+from kinlens.indexer.live.compaction import KEEP_REMOVED_S as KEEP_REMOVED_S
 from kinlens.indexer.live.facets import facts_of
 from kinlens.indexer.live.search import Searcher, ids_of_keys
 from kinlens.indexer.live.snapshot import SnapshotKeeper

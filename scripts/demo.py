@@ -77,7 +77,7 @@ def main() -> int:
         show(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        show("Stopped. The same command goes on from here.")
+        show("Stopped. The same command continues from here.")
         return 130
     return 0 if is_good else 1
 
@@ -118,7 +118,7 @@ def begin(options: argparse.Namespace, work: Path) -> None:
     """Keep what an interrupted demo of the same images left; put aside that of any other."""
     task, file = repr((options.images, options.bundle, options.weights)), work / UNFINISHED
     if file.exists() and file.read_text(encoding="utf-8") == task:
-        show("The previous demo was stopped; this one goes on with it.")
+        show("The previous demo was stopped; this one continues it.")
         return
     for name in ("run", "bundle"):
         emptied(work / name)

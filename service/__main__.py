@@ -9,7 +9,7 @@ require_faiss("kinlens-serve")
 try:
     import typer
 
-    from kinlens.embedder.console import Commands
+    from kinlens.embedder.programs.console import Commands
     from kinlens.service.commands import backup, check, feedback, keys, serve, settings
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None

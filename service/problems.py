@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import KinlensError, OverloadedError, RateLimitedError
-from kinlens.embedder.faults import fault_text, path_of
+from kinlens.embedder.programs.faults import fault_text, path_of
 
 MEDIA_TYPE = "application/problem+json"
 INTERNAL_TEXT = (

@@ -20,7 +20,7 @@ from kinlens.indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_addr
 from kinlens.models import FeedbackMode, Scope
 from kinlens.service.access.prefix import check_prefix
 from kinlens.service.access.rates import parse_network, parse_rates
-from kinlens.service.galleries.cards import check_product_url
+from kinlens.service.cards import check_product_url
 from kinlens.service.redis import check_url
 
 ANY_HOST = "*"

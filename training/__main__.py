@@ -20,7 +20,7 @@ def _needs(missing: ModuleNotFoundError) -> SystemExit:
 try:
     import typer
 
-    from kinlens.embedder.console import Commands, print_error
+    from kinlens.embedder.programs.console import Commands, print_error
     from kinlens.training.commands.adapt import adapt
     from kinlens.training.commands.data import app as data_app
     from kinlens.training.commands.evaluate import evaluate, report

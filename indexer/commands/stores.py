@@ -13,10 +13,10 @@ from kinlens.indexer.commands.console import err, progress
 from kinlens.indexer.exchange.milvus import MilvusStore
 from kinlens.indexer.exchange.objects import REMOTE
 from kinlens.indexer.exchange.parquet import read_dump
-from kinlens.indexer.exchange.tables import Tables, files_of, is_foreign
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import name_of
 from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.foreign import Tables, files_of, is_foreign
 from kinlens.indexer.ingest.shards import MANIFEST as SHARDS
 from kinlens.indexer.ingest.shards import VectorShards
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S

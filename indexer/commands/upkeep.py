@@ -1,23 +1,37 @@
-"""kinlens-index compact, calibrate, plan, stats: maintain galleries and plan their resources."""
+"""kinlens-index compact, calibrate, plan, stats, verify: maintenance of galleries and plans."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, get_args
 
 import typer
 
 from kinlens.embedder.errors import PlanError
+from kinlens.embedder.types import SHORT
 from kinlens.indexer.calibration import GalleryCalibration
 from kinlens.indexer.checks.stats import StoreStats, gallery_stats, store_stats
-from kinlens.indexer.commands import stores
-from kinlens.indexer.commands.console import errors_shown, print_report, progress
+from kinlens.indexer.checks.verify import (
+    VerifyReport,
+    VerifySettings,
+    sample_size,
+    size_of,
+    verify_gallery,
+)
+from kinlens.indexer.commands import options, stores
+from kinlens.indexer.commands.console import SHOWN, errors_shown, print_report, progress
 from kinlens.indexer.commands.options import (
+    DeviceOption,
+    EngineOption,
+    FallbackOption,
     GalleryArgument,
+    ImageRootOption,
     IndexDeviceOption,
     IndexOption,
     JsonOption,
     MemoryOption,
+    PrecisionOption,
     RecallOption,
     StoreArgument,
     VectorTypeOption,
@@ -216,3 +230,65 @@ def _shown_plan(plan: Plan) -> PlanShown:
     return PlanShown(
         **{one.name: facts[one.name] for one in fields(PlanShown) if one.name in facts}
     )
+
+
+@app.command(
+    epilog="Example: kinlens-index verify galleries/shop --bundle bundles/shop --sample 500"
+)
+def verify(
+    gallery: GalleryArgument,
+    bundle: Annotated[
+        Path | None, typer.Option(help="Embed the images again with this bundle and compare.")
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Items to check; by default all up to 10,000, 1,000 of larger galleries."
+        ),
+    ] = None,
+    image_root: ImageRootOption = None,
+    queries: Annotated[
+        Path | None, typer.Option(help="Vectors to measure recall with: .npy, (Q, D).")
+    ] = None,
+    target_recall: RecallOption = None,
+    device: DeviceOption = "cpu",
+    allow_cpu_fallback: FallbackOption = False,
+    precision: PrecisionOption = "fp32",
+    engine: EngineOption = "auto",
+    json: JsonOption = False,
+) -> None:
+    """Check files, items and recall; exits with status 1 if a check fails.
+
+    All hashes and the catalogue are checked, each checked item must find itself, and searches must
+    find the true neighbours. Without --bundle the stored vectors are the queries, so a vector
+    stored for the wrong item is not detected. Without --queries recall is measured with stored
+    vectors; pass vectors of your users' queries to measure the recall that they get.
+    """
+    with errors_shown():
+        embedder = (
+            options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
+            if bundle
+            else None
+        )
+        vectors = None if queries is None else options.read_vectors(queries)
+        settings = VerifySettings(sample, image_root, vectors, target_recall)
+        with progress(sample_size(size_of(gallery), sample), "Searching") as advance:
+            report = verify_gallery(gallery, embedder, settings, advance)
+        print_report(report, json, *_verified(report))
+    if not report.is_good:
+        raise typer.Exit(1)
+
+
+def _verified(report: VerifyReport) -> Iterator[str]:
+    for problem in report.problems[:SHOWN]:
+        yield f"{problem.key}: {problem.reason}"
+    yield (
+        f"Gallery {report.name}, version {report.version[:SHORT]}: files are intact, "
+        f"{report.checked - len(report.problems):,} of {report.checked:,} checked items "
+        f"({report.size:,} in all) find themselves."
+    )
+    if report.recall is not None:
+        yield (
+            f"recall@10 {report.recall:.4f} of {report.recall_queries:,} queries, "
+            f"target {report.target_recall} (index {report.index or 'none'})."
+        )

@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field, ValidationError, field_serializer
 from kinlens.embedder.bundle import sha256_of
 from kinlens.embedder.durable import FileFacts, HashedFile
 from kinlens.embedder.errors import GalleryCorruptError, ProviderError, RecallError
-from kinlens.embedder.faults import file_fault
+from kinlens.embedder.programs.faults import file_fault
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, positions_in
 from kinlens.indexer.catalog.vectors import VECTORS, RowIds, VectorFile

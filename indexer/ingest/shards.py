@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.errors import SourceError
-from kinlens.embedder.faults import file_fault
+from kinlens.embedder.programs.faults import file_fault
 from kinlens.embedder.sources.walk import Omitted, is_omitted
 from kinlens.indexer.exchange.objects import ObjectFolder, files_at, is_local
 from kinlens.indexer.exchange.parquet import read_dump, write_entries

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kinlens.embedder.durable import exclusive, make_folder, write_whole
 from kinlens.embedder.errors import FilterError, InvalidParameterError, KeyNotFoundError, StateError
-from kinlens.embedder.faults import fault_text, path_of
+from kinlens.embedder.programs.faults import fault_text, path_of
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import checked_name

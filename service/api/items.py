@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import InvalidParameterError
-from kinlens.embedder.faults import fault_text, path_of, shown
+from kinlens.embedder.programs.faults import fault_text, path_of, shown
 from kinlens.indexer.types import Item, SearchOptions, sort_by_of
 from kinlens.models import (
     ItemModel,
@@ -32,7 +32,6 @@ from kinlens.models import (
     RestoreAnswer,
 )
 from kinlens.service.access.audit import note
-from kinlens.service.access.links import image_link
 from kinlens.service.access.rates import account_of
 from kinlens.service.api.galleries import (
     BODY_FAILURES,
@@ -53,6 +52,7 @@ from kinlens.service.api.requests import (
     where_of,
 )
 from kinlens.service.galleries.items import ItemOutcome, NewItem, Status
+from kinlens.service.galleries.links import image_link
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.http.bodies import (
     JSON,

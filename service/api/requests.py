@@ -28,8 +28,8 @@ from pydantic_core import PydanticCustomError
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import InvalidParameterError, KinlensError
-from kinlens.embedder.faults import shown
 from kinlens.embedder.preprocess import Box, check_box
+from kinlens.embedder.programs.faults import shown
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Filter

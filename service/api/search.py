@@ -14,7 +14,6 @@ from pydantic_core import to_json
 
 from kinlens.embedder import errors
 from kinlens.models import BatchAnswer, ExplainAnswer, QueryShares, SearchAnswer, Timings
-from kinlens.service.access.links import with_links
 from kinlens.service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
 from kinlens.service.api.images import original
 from kinlens.service.api.requests import (
@@ -30,6 +29,7 @@ from kinlens.service.api.requests import (
     read_search,
 )
 from kinlens.service.galleries.feedback import FeedbackStore, Question
+from kinlens.service.galleries.links import with_links
 from kinlens.service.http.bodies import JSON, while_connected
 from kinlens.service.http.openapi import problems
 from kinlens.service.problems import PROBLEM_TYPES, described, request_id_of

@@ -23,12 +23,12 @@ from kinlens.embedder.errors import GalleryError, KinlensError, StateError
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import gpu_memory, snapshot_at
 from kinlens.service.access.keys import open_keys
+from kinlens.service.cards import describe_use
 from kinlens.service.commands import options
 from kinlens.service.commands.settings import unknown_variables
 from kinlens.service.encoding.decode_worker import known_image
 from kinlens.service.encoding.decoders import create_decoder
 from kinlens.service.encoding.sandbox import absences, holding
-from kinlens.service.galleries.cards import describe_use
 from kinlens.service.galleries.locations import Bundles, Gallery, Locations, open_gallery
 from kinlens.service.http.server import listen
 from kinlens.service.runtime import missing_image_roots

@@ -10,9 +10,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from pydantic import ValidationError
 
-from kinlens.embedder.console import print_error
 from kinlens.embedder.errors import KinlensError, StateError
-from kinlens.embedder.faults import fault_text, path_of
+from kinlens.embedder.programs.console import print_error
+from kinlens.embedder.programs.faults import fault_text, path_of
 from kinlens.service.settings import Settings
 
 State = Annotated[

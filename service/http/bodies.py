@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kinlens.embedder.errors import InvalidParameterError
-from kinlens.embedder.faults import fault_text, path_of
+from kinlens.embedder.programs.faults import fault_text, path_of
 from kinlens.service.problems import (
     BAD_REQUEST,
     BODY_TOO_LARGE,
@@ -124,7 +124,7 @@ class _Source:
     """The messages of one body, inflated, and without the byte order mark of a JSON text.
 
     Inflated bytes come in small steps, so a small body that inflates to a large one blocks neither
-    the event loop nor memory before a limit refuses it. `is_read` tells that all has arrived.
+    the event loop nor memory before a limit refuses it. `is_read` is true once all has arrived.
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:

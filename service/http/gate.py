@@ -41,7 +41,7 @@ from kinlens.embedder.errors import (
     ScopeError,
     StateError,
 )
-from kinlens.service.access import keys, links
+from kinlens.service.access import keys
 from kinlens.service.access.audit import AuditLog, Change, warn
 from kinlens.service.access.binding import calling
 from kinlens.service.access.keys import FreshKeys, KeyStore
@@ -54,6 +54,7 @@ from kinlens.service.access.rates import (
     client_address,
 )
 from kinlens.service.concurrency import BoundedPool
+from kinlens.service.galleries import links
 from kinlens.service.http.bodies import BodyKind, Bounds, refuse
 from kinlens.service.observe.metrics import Metrics
 from kinlens.service.observe.tracing import trace_fields

@@ -20,8 +20,8 @@ from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Boost, Facet, Group, Grouping, SortBy, VectorStore
-from kinlens.service.access.links import plain_link
 from kinlens.service.encoding.model import Stages, View
+from kinlens.service.galleries.links import plain_link
 from kinlens.service.galleries.view import GalleryView
 
 _HITS_OF_A_UNIT = 1_000

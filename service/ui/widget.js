@@ -145,10 +145,10 @@
         url.searchParams.set("size", size);
         return url.href;
       };
-      const picture = element("img", { loading: "lazy", width: 320, height: 320, alt: "" });
-      picture.addEventListener("error", () => picture.classList.add("missing"));
-      Object.assign(picture, { srcset: `${source(320)} 1x, ${source(640)} 2x`, src: source(320) });
-      const parts = [picture, element("span", { textContent: title }), element("span", { textContent: priceOf(attributes) })];
+      const thumbnail = element("img", { loading: "lazy", width: 320, height: 320, alt: "" });
+      thumbnail.addEventListener("error", () => thumbnail.classList.add("missing"));
+      Object.assign(thumbnail, { srcset: `${source(320)} 1x, ${source(640)} 2x`, src: source(320) });
+      const parts = [thumbnail, element("span", { textContent: title }), element("span", { textContent: priceOf(attributes) })];
       const href = shopLink(template, attributes);
       return element("li", {}, href === "" ? element("div", {}, ...parts) : element("a", { href }, ...parts));
     }

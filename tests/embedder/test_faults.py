@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic_core import PydanticKnownError
 from pydantic_core.core_schema import ErrorType
 
-from kinlens.embedder.faults import fault_text, file_fault
+from kinlens.embedder.programs.faults import fault_text, file_fault
 
 FOREIGN = re.compile(
     r"Input should|Input tag|Value error|Field required|Extra inputs|[Pp]ydantic|Assertion|"

@@ -1,4 +1,4 @@
-"""The command sync makes a gallery equal to a folder or list, and says what it did."""
+"""The command sync makes a gallery equal to a folder or list, and reports what it did."""
 
 import json
 import os

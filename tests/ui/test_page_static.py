@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kinlens.service.galleries.cards import EARLY, TITLES
+from kinlens.service.cards import EARLY, TITLES
 from tests.support.servers import StartService
 
 

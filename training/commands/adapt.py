@@ -48,7 +48,7 @@ def adapt(
     """Adapt a pretrained network to your images in about a minute, and export the bundle.
 
     Half of your products are learnt and the others test the result. Products with one photo are
-    left out. Run the same command again to resume. With --verbose it prints all figures.
+    omitted. Run the same command again to resume. With --verbose it prints all figures.
 
     Examples:
 

@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from kinlens.embedder.errors import JobError
-from kinlens.embedder.faults import TABLES, fault_text
+from kinlens.embedder.programs.faults import TABLES, fault_text
 from kinlens.training.config.layers import read_layers
 from kinlens.training.config.settings import (
     Data,

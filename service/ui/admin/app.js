@@ -91,7 +91,7 @@ async function afterJob() {
 // Throws: Problem with `needsKey` if the key of this tab has no rights here.
 async function learnAccess() {
   state.access = await getAccess();
-  // Without the right to change items, the service itself says how to get a key.
+  // Without the right to change items, the service itself explains how to get a key.
   state.noJobs = may("jobs") || !may("items") ? await findNoJobs() : "";
   for (const link of ui.views.querySelectorAll("a")) link.hidden = !may(link.hash.slice(1));
 }

@@ -5,7 +5,7 @@ import { definitions, element, icon } from "../shared/dom.js";
 import { attributeText, capitalized, labelOf, percent, plural, splitKey, valueText } from "../shared/format.js";
 import { CARD, imageOf } from "../shared/images.js";
 
-// service/galleries/cards.py has the same names, for `kinlens-serve check`.
+// service/cards.py has the same names, for `kinlens-serve check`.
 const TITLE_NAMES = ["title", "name", "product", "product_name"];
 const EARLY_NAMES = ["price", "sizes", "size", "stock"];
 const BADGE = "badge";

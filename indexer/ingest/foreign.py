@@ -18,7 +18,7 @@ import numpy as np
 from kinlens.embedder.errors import SourceError
 from kinlens.indexer.catalog.entries import ROUNDING, norms_of
 from kinlens.indexer.exchange.parquet import METADATA, load_pyarrow
-from kinlens.indexer.ingest.sources import read_table
+from kinlens.indexer.ingest.tables import read_table
 from kinlens.indexer.types import Entry, GalleryExport
 from kinlens.values import AttributeValue
 

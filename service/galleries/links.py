@@ -1,4 +1,4 @@
-"""Signed image links: an `<img>` sends no API key, so the link says which key it was made for.
+"""Signed image links: an `<img>` sends no API key, so the link names the key of its answer.
 
     answer to a key ─► sign ─► ?signed_by=ID&expires=TIME&signature=MAC ─► check ─► the same key
 

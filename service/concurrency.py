@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,16 +29,23 @@ class DaemonThreads:
     Unlike executor threads they do not delay the exit of the process. If a call runs longer than
     `overdue_s` seconds, for example a read from an unreachable disk, its thread is replaced and
     exits after the call. There are at most 4 x `count` threads, since calls may be slow because of
-    too many threads.
+    too many threads. Of the calls about one `subject`, such as a file, at most `per_subject` run at
+    once, so one hanging file does not block the threads for the others.
     """
 
-    def __init__(self, name: str, count: int, overdue_s: float = math.inf) -> None:
+    def __init__(
+        self, name: str, count: int, overdue_s: float = math.inf, per_subject: int = 1
+    ) -> None:
         self._name = name
         self._count = count
         self._overdue_s = overdue_s
         self._threads: list[threading.Thread] = []
-        self._running: dict[threading.Thread, float] = {}  # start time of the current call
-        self._waiting: OrderedDict[Future[Any], Callable[[], Any]] = OrderedDict()
+        self._per_subject = per_subject
+        # The start time and the subject of the current call of each thread.
+        self._running: dict[threading.Thread, tuple[float, str | None]] = {}
+        self._waiting: OrderedDict[Future[Any], tuple[Callable[[], Any], str | None]] = (
+            OrderedDict()
+        )
         self._lock = threading.RLock()
         self._idle: list[threading.Condition] = []  # one per idle thread, most recently used last
         self._closed = False
@@ -48,7 +55,20 @@ class DaemonThreads:
         """Number of calls that have not started."""
         return len(self._waiting)
 
-    def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Future[T]:
+    def hangs_s(self, subject: str) -> float:
+        """How long calls about `subject` have been overdue, so that no other can start; 0 if one
+        can.
+        """
+        with self._lock:
+            running = [since for since, other in self._running.values() if other == subject]
+        if len(running) < self._per_subject:
+            return 0.0
+        longest = time.monotonic() - max(running)
+        return longest if longest > self._overdue_s else 0.0
+
+    def submit(
+        self, work: Callable[[], T], *, urgent: bool = False, subject: str | None = None
+    ) -> Future[T]:
         """Queue `work` to run in a thread, with a copy of the current context.
 
         Cancelling the future removes a call that has not started.
@@ -58,7 +78,7 @@ class DaemonThreads:
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the {self._name} threads have been closed")
-            self._waiting[future] = lambda: context.run(work)
+            self._waiting[future] = (lambda: context.run(work)), subject
             if urgent:
                 self._waiting.move_to_end(future, last=False)
             self._let_go_of_overdue()
@@ -85,7 +105,7 @@ class DaemonThreads:
 
     def _let_go_of_overdue(self) -> None:
         due = time.monotonic() - self._overdue_s
-        for thread, since in self._running.items():
+        for thread, (since, _) in self._running.items():
             lost = len(self._running.keys() - {*self._threads})
             if since < due and thread in self._threads and lost < 3 * self._count:
                 self._threads.remove(thread)
@@ -102,13 +122,13 @@ class DaemonThreads:
 
     def _call_next(self, own: threading.Thread) -> bool:
         with self._lock:
-            while not self._waiting and not self._closed:
+            while (future := self._next()) is None and not self._closed:
                 self._idle.append(wake := threading.Condition(self._lock))
                 wake.wait()
-            if not self._waiting:
+            if future is None:
                 return False
-            future, work = self._waiting.popitem(last=False)
-            self._running[own] = time.monotonic()
+            work, subject = self._waiting.pop(future)
+            self._running[own] = time.monotonic(), subject
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(work())
@@ -118,7 +138,17 @@ class DaemonThreads:
                 del future, work  # otherwise the traceback of an error would keep them alive
         with self._lock:
             del self._running[own]
+            if own not in self._threads and self._idle:  # calls may have waited for this subject
+                self._idle.pop().notify()
         return True
+
+    def _next(self) -> Future[Any] | None:
+        """The first call that may start."""
+        running = [subject for _, subject in self._running.values()]
+        for future, (_, subject) in self._waiting.items():
+            if subject is None or running.count(subject) < self._per_subject:
+                return future
+        return None
 
     def _forget(self, future: Future[Any]) -> None:
         with self._lock:
@@ -149,16 +179,24 @@ class BoundedPool:
 
     A cancelled call is dropped if it has not started; a running call keeps its permit until it
     ends. A call that runs longer than `overdue_s` seconds keeps its permit but frees its worker.
+    Calls about one subject hold at most a quarter of the permits, and `per_subject` workers.
     """
 
     def __init__(
-        self, name: str, workers: int, queue_size: int, overdue_s: float = math.inf
+        self,
+        name: str,
+        workers: int,
+        queue_size: int,
+        overdue_s: float = math.inf,
+        per_subject: int = 1,
     ) -> None:
         self._name = name
         self._limit = workers + queue_size
+        self._held: Counter[str] = Counter()
+        self._lock = threading.Lock()
         self._permits = threading.BoundedSemaphore(self._limit)
         self._urgent_permits = threading.BoundedSemaphore(self._limit)
-        self._threads = DaemonThreads(name, workers, overdue_s)
+        self._threads = DaemonThreads(name, workers, overdue_s, per_subject)
 
     @property
     def waiting(self) -> int:
@@ -171,6 +209,7 @@ class BoundedPool:
         *,
         urgent: bool = False,
         bulk: bool = False,
+        subject: str | None = None,
         after: Callable[[], None] = lambda: None,
     ) -> T:
         """Call `work` in a thread.
@@ -181,15 +220,19 @@ class BoundedPool:
                 other calls share.
             bulk: run it without a permit, so it is never refused. The caller must limit the number
                 of such calls, for example with `permit`.
+            subject: the file or gallery that it is about, for the error message; while a call about
+                it hangs, others are refused.
             after: called in any thread once the work has ended, was refused or was dropped.
 
-        Raises: OverloadedError if no permit is free.
+        Raises: OverloadedError if no permit is free, or the subject does not answer.
         """
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(after)
             if not bulk:
                 cleanup.enter_context(self.permit(urgent=urgent))
-            future = self._threads.submit(work, urgent=urgent)
+            if subject is not None:
+                cleanup.enter_context(self._share(subject, bulk))
+            future = self._threads.submit(work, urgent=urgent, subject=subject)
             until_done = cleanup.pop_all()
             future.add_done_callback(lambda _: until_done.close())
         return await asyncio.wrap_future(future)
@@ -211,9 +254,58 @@ class BoundedPool:
         finally:
             permits.release()
 
+    @contextlib.contextmanager
+    def _share(self, subject: str, bulk: bool) -> Iterator[None]:
+        """Hold a permit of a subject. Raises: OverloadedError."""
+        hangs_s = self._threads.hangs_s(subject)
+        if hangs_s:
+            raise OverloadedError(
+                f"{subject} has not answered for {hangs_s:.0f} s. Check its disk or server. Try "
+                "again when it answers."
+            )
+        with self._lock:
+            if self._held[subject] >= max(1, self._limit // 4) and not bulk:
+                raise OverloadedError(
+                    f"{subject} has {self._held[subject]} requests waiting, which is the limit. "
+                    "Try again in a second."
+                )
+            self._held[subject] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held[subject] -= 1
+                self._held += Counter()  # drops the counts of 0
+
     def close(self) -> None:
         """Cancel queued calls; hanging ones end with the process."""
         self._threads.close()
+
+
+def begin_in_thread(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a daemon thread of its own, which does not delay the exit of the process."""
+    future: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            future.set_result(context.run(work))
+        except BaseException as error:
+            future.set_exception(error)
+
+    future.set_running_or_notify_cancel()  # so a cancelled caller does not cancel the thread
+    threading.Thread(target=run, name="kinlens-call", daemon=True).start()
+    return future
+
+
+async def in_thread(work: Callable[[], T], limit_s: float | None = None) -> T:
+    """The result of `begin_in_thread`. Unlike with `asyncio.to_thread`, the exit of the process
+    does not wait for a hanging call.
+
+    Raises: TimeoutError after `limit_s` seconds, if not None; the call continues.
+    """
+    async with asyncio.timeout(limit_s):
+        return await asyncio.wrap_future(begin_in_thread(work))
 
 
 class KeyedThreads:

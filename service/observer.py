@@ -1,6 +1,7 @@
 """Metrics of models, galleries and jobs, which are read on each scrape."""
 
 import asyncio
+import functools
 import math
 import shutil
 import time
@@ -18,7 +19,7 @@ from kinlens.embedder.errors import GalleryNotFoundError, KinlensError
 from kinlens.indexer.gallery import checked_s
 from kinlens.models import JobState
 from kinlens.service.backups.folder import last_backup
-from kinlens.service.concurrency import KeyedThreads, Recent
+from kinlens.service.concurrency import KeyedThreads, Recent, within
 from kinlens.service.encoding.cache import Cache
 from kinlens.service.encoding.model import Models
 from kinlens.service.encoding.threads import SearchThreads
@@ -26,6 +27,7 @@ from kinlens.service.galleries.registry import Registry
 from kinlens.service.health import Health
 from kinlens.service.observe.metrics import Metrics
 
+_RENDER_S = 5.0
 _LIMIT_S = 0.5  # for each value, so a scrape ends before its timeout
 
 
@@ -67,7 +69,9 @@ class Observer(Collector):
         self._families = await self._read()
         self._metrics.refresh()  # not in a thread, since it reads state of the event loop
         galleries = {*self._registry.names(), *self._registry.failures.verdicts()}
-        return await asyncio.to_thread(self._metrics.render, galleries)
+        render = functools.partial(self._metrics.render, galleries)
+        async with within(_RENDER_S, "Reading the metrics"):
+            return await self._threads.run("render", render, None)
 
     async def _read(self) -> Sequence[GaugeMetricFamily]:
         families = _families()

@@ -16,7 +16,7 @@ from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.service.access.audit import AuditLog
 from kinlens.service.access.keys import KeyStore, open_keys
-from kinlens.service.concurrency import BoundedPool, within
+from kinlens.service.concurrency import BoundedPool, in_thread, within
 from kinlens.service.encoding.cache import Cache, LruCache
 from kinlens.service.encoding.decoders import create_decoder
 from kinlens.service.encoding.model import Encoder, Models
@@ -29,7 +29,7 @@ from kinlens.service.galleries.following import Following
 from kinlens.service.galleries.items import Items
 from kinlens.service.galleries.locations import Bundles, Locations, Opened, open_gallery
 from kinlens.service.galleries.managed import ManagedGalleries
-from kinlens.service.galleries.registry import Registry, Served
+from kinlens.service.galleries.registry import Registry, Served, change
 from kinlens.service.galleries.renditions import Renditions
 from kinlens.service.galleries.uploads import Sweeper
 from kinlens.service.health import Health
@@ -41,7 +41,10 @@ from kinlens.service.search.pipeline import Pipeline, RecallSampler
 from kinlens.service.settings import Settings
 
 T = TypeVar("T")
-_WRITERS = 2  # a catalogue has one writer at a time; the other thread prepares its write
+_WRITERS = 4
+_WRITERS_PER_GALLERY = 2  # a catalogue has one writer at a time; the other prepares its write
+_STATE_THREADS = 4  # each file of the state folder uses one at a time
+_CLOSE_S = 5.0  # of each part, at the end
 _BODY_READERS = 2  # parsing holds the GIL, so more threads would only slow down searches
 _FILES_PER_SEARCH = 16  # a page of results requests this number of images at once; each is short
 
@@ -85,7 +88,7 @@ class Runtime:
     async def start(self) -> None:
         """Connect the cache, warm up the models, open the galleries and start background work."""
         await self.search_threads.start()
-        await asyncio.to_thread(self.cache.start)
+        await in_thread(self.cache.start)
         await self.registry.start(self.settings.reload_interval_ms / 1e3)
         _log_sandbox(self.search_threads.layers)  # known after the warm-up of the models
         if self.sweeper is not None:
@@ -106,7 +109,12 @@ class Runtime:
             structlog.get_logger().warning("image root is missing", detail=warning)
 
     async def read(
-        self, what: str, work: Callable[[], T], pool: str = "file", served: Served | None = None
+        self,
+        what: str,
+        work: Callable[[], T],
+        pool: str = "file",
+        served: Served | None = None,
+        subject: str | None = None,
     ) -> T:
         """Run `work` in a thread of `pool` within the request timeout.
 
@@ -115,6 +123,7 @@ class Runtime:
             work: the call.
             pool: the name of the pool.
             served: the gallery that it reads from; a hanging gallery is refused at once.
+            subject: the file or gallery that may hang, as in `BoundedPool.run`.
 
         Raises: DeadlineExceededError, OverloadedError, any error of `work`.
         """
@@ -123,24 +132,39 @@ class Runtime:
             served.refuse_if_hanging(limit_s)
             work = partial(_watched, served, limit_s, work)
         async with within(limit_s, f"Reading {what}"):
-            return await self.pools[pool].run(work)
+            return await self.pools[pool].run(work, subject=subject)
+
+    async def change(self, served: Served, work: Callable[[], T]) -> T:
+        """Run `work`, a change of a gallery, within the request timeout.
+
+        Raises: DeadlineExceededError, OverloadedError, any error of `work`.
+        """
+        return await change(
+            self.pools["write"], served, work, self.settings.request_timeout_ms / 1e3
+        )
 
     async def stop(self) -> None:
         """Stop workers and threads, and disconnect; hanging threads are not waited for."""
+
+        def close(*works: Callable[[], None]) -> None:
+            async def all_closed() -> None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.gather(*(in_thread(work, _CLOSE_S) for work in works))
+
+            ending.push_async_callback(all_closed)
+
         async with AsyncExitStack() as ending:  # runs every step, even if others fail
             if self.feedback is not None:
-                ending.push_async_callback(asyncio.to_thread, self.feedback.close)
-            for pool in self.pools.values():
-                ending.push_async_callback(asyncio.to_thread, pool.close)
-            ending.push_async_callback(asyncio.to_thread, self.cache.close)
+                close(self.feedback.close)
+            close(self.cache.close, *(pool.close for pool in self.pools.values()))
             ending.push_async_callback(self.search_threads.close)
-            ending.push_async_callback(asyncio.to_thread, self.sampler.close)
+            close(self.sampler.close)
             ending.push_async_callback(self.registry.stop)
-            ending.push_async_callback(asyncio.to_thread, self.following.stop)
+            close(self.following.stop)
             if self.sweeper is not None:
                 ending.callback(self.sweeper.stop)
             if self.jobs is not None:
-                ending.push_async_callback(asyncio.to_thread, self.jobs.close)
+                close(self.jobs.close)
 
 
 def build_runtime(
@@ -242,10 +266,13 @@ def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
     return {
         "body": BoundedPool("body", _BODY_READERS, settings.queue_size),
         "lookup": BoundedPool("lookup", settings.search_threads, waiting),
-        "write": BoundedPool("write", _WRITERS, settings.queue_size, overdue_s),
+        "write": BoundedPool(
+            "write", _WRITERS, settings.queue_size, overdue_s, _WRITERS_PER_GALLERY
+        ),
         "file": BoundedPool("file", settings.search_threads, waiting, overdue_s),
+        "image": BoundedPool("image", settings.search_threads, waiting, overdue_s),
         "filter": BoundedPool("filter", 1, settings.queue_size),
-        "feedback": BoundedPool("feedback", 1, settings.queue_size),
+        "state": BoundedPool("state", _STATE_THREADS, settings.queue_size, overdue_s),
     }
 
 

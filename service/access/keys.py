@@ -8,13 +8,11 @@ import hmac
 import math
 import re
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -27,8 +25,8 @@ from kinlens.indexer.types import checked_name
 from kinlens.models import Scope
 from kinlens.service.access.binding import EVERYTHING, Binding
 from kinlens.service.access.rates import DAY_S, Rate, parse_rates
+from kinlens.service.concurrency import begin_in_thread
 
-T = TypeVar("T")
 SCOPES: tuple[Scope, ...] = ("search", "write", "admin")
 
 _IMPLIED: dict[Scope, frozenset[Scope]] = {
@@ -371,7 +369,7 @@ class FreshKeys:
     async def _read(self) -> tuple[Key, ...]:
         asked_at = time.monotonic()
         if self._reading is None or self._reading.done():
-            self._reading = asyncio.wrap_future(_in_thread(self._store.list))
+            self._reading = asyncio.wrap_future(begin_in_thread(self._store.list))
         try:
             async with asyncio.timeout(self._limit_s):
                 self._keys = await asyncio.shield(self._reading)
@@ -424,20 +422,6 @@ def _named(keys: Iterable[Key], name: str, what: str) -> Key:
 def _parsed(text: str) -> Filter:
     """The filter of a key. Raises: FilterError."""
     return parse_filter(text)
-
-
-def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread, which does not delay the exit of the process."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done
 
 
 def _digest(secret: str) -> str:

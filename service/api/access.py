@@ -151,7 +151,9 @@ async def audit(
 ) -> Audit:
     """The changes in this service and the attempts that were refused with 403, newest first."""
     log = _log_of(runtime)
-    found = await runtime.read("the audit log", lambda: log.newest(limit, before))
+    found = await runtime.read(
+        "the audit log", lambda: log.newest(limit, before), "state", subject="The audit log"
+    )
     return Audit(entries=found)
 
 
@@ -162,7 +164,9 @@ async def _changed(runtime: Runtime, work: Callable[[KeyStore], T]) -> T:
         raise errors.StateMissingError(
             "The service has no state folder for keys. Start it with --state DIR."
         )
-    return await runtime.read("or writing the keys", lambda: work(store), "feedback")
+    return await runtime.read(
+        "or writing the keys", lambda: work(store), "state", subject="The file of keys"
+    )
 
 
 def _log_of(runtime: Runtime) -> AuditLog:

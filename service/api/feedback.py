@@ -27,7 +27,7 @@ from kinlens.service.runtime import Runtime
 
 _MAX_ANSWER_ID = 8_192  # the key of an item has up to 1,024 characters of 4 bytes each
 _MAX_KEY = 1_024
-_WHAT = "or writing the feedback"
+_WHAT, _SUBJECT = "or writing the feedback", "The feedback"
 _STATE = PROBLEM_TYPES[errors.StateError]
 _CSV = "text/csv"
 
@@ -85,7 +85,10 @@ async def feedback(runtime: Service, request: Request) -> None:
         )
     stored_image = b"" if image is None else await _stored_image(runtime, store, question, image)
     if await runtime.read(
-        _WHAT, lambda: store.add(question, sent.item, sent.action, stored_image), "feedback"
+        _WHAT,
+        lambda: store.add(question, sent.item, sent.action, stored_image),
+        "state",
+        subject=_SUBJECT,
     ):
         runtime.metrics.feedback.labels(sent.action).inc()
 
@@ -114,13 +117,15 @@ async def gallery_feedback(
     async with runtime.registry.find(name):
         pass  # raises for an unknown gallery
     if kind == "csv":
-        text = await runtime.read(_WHAT, lambda: as_csv(store.pairs(name)), "feedback")
+        text = await runtime.read(
+            _WHAT, lambda: as_csv(store.pairs(name)), "state", subject=_SUBJECT
+        )
         return Response(text, media_type=_CSV)
 
     def count() -> FeedbackCounts:
         return FeedbackCounts(**store.counts(name), pairs=len(store.pairs(name)))
 
-    return await runtime.read(_WHAT, count, "feedback")
+    return await runtime.read(_WHAT, count, "state", subject=_SUBJECT)
 
 
 def _store_of(runtime: Runtime) -> FeedbackStore:
@@ -170,5 +175,7 @@ async def _stored_image(
     async def given() -> bytes:
         return image
 
-    is_kept = await runtime.read(_WHAT, lambda: store.has_image(question), "feedback")
+    is_kept = await runtime.read(
+        _WHAT, lambda: store.has_image(question), "state", subject=_SUBJECT
+    )
     return b"" if is_kept else await runtime.renditions.get(f"feedback-{digest}", given, IMAGE_PX)

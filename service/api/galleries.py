@@ -138,7 +138,9 @@ async def delete(runtime: Service, request: Request, name: str) -> None:
     """Delete a gallery that the service created, with its items and uploaded images."""
     await runtime.managed.delete(name)
     if (feedback := runtime.feedback) is not None:  # another gallery may get the name
-        forgotten = await runtime.read("the feedback", lambda: feedback.clear(name), "feedback")
+        forgotten = await runtime.read(
+            "the feedback", lambda: feedback.clear(name), "state", subject="The feedback"
+        )
         note(request.scope["state"], target=f"{forgotten} feedbacks")
 
 

@@ -99,7 +99,7 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
         new = await _new_query(request, runtime)
         async with within(runtime.settings.request_timeout_ms / 1e3, "Embedding the image"):
             await served.model.encoder.encode(new.data, hashlib.sha256(new.data).hexdigest())
-        [made] = await runtime.pools["write"].run(lambda: golden.add([new], served.whole()))
+        [made] = await runtime.change(served, lambda: golden.add([new], served.whole()))
     note(request.scope["state"], affected=1)
     return made
 
@@ -120,7 +120,7 @@ async def remove(runtime: Service, request: Request, name: str, sha256: Sha256) 
             if not golden.remove([sha256]):
                 golden.image(sha256)  # raises ItemNotFoundError
 
-        await runtime.pools["write"].run(work)
+        await runtime.change(served, work)
     note(request.scope["state"], affected=1)
 
 
@@ -174,7 +174,7 @@ async def run(
         served.refuse_if_followed()
         golden = GoldenSet(_folder(served))
         report = await _run(runtime, served, golden, min_score)
-        await runtime.pools["write"].run(lambda: golden.keep(report))
+        await runtime.change(served, lambda: golden.keep(report))
     return report
 
 
@@ -203,7 +203,7 @@ async def _run(
     runtime: Runtime, served: Served, golden: GoldenSet, min_score: float | None
 ) -> GoldenRun:
     gallery, model, pool = served.whole(), served.model, runtime.pools["file"]
-    queries = await pool.run(golden.queries)
+    queries = await runtime.read("the golden set", golden.queries, served=served)
     if not queries:
         raise InvalidParameterError(
             f"The golden set of gallery {served.name} is empty. Label queries first: POST "

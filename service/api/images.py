@@ -1,6 +1,7 @@
 """Images of items over HTTP."""
 
 import contextlib
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import structlog
@@ -8,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BeforeValidator
 
 from kinlens.embedder import errors
-from kinlens.indexer.images import ItemImage, is_shown, item_bytes, shown
+from kinlens.indexer.images import is_shown, item_bytes, shown
 from kinlens.indexer.types import Item
 from kinlens.service.api.galleries import FAILURES, ItemId, Version
 from kinlens.service.galleries.registry import Served
@@ -101,18 +102,17 @@ async def _image(
 ) -> tuple[bytes, str]:
     """The image of an item and its media type; decoding is done by the decode workers."""
     gallery = served.gallery
-
-    def find() -> tuple[Item, ItemImage | None]:
-        item = gallery.item(item_id)
-        as_it_is = size is None and is_shown(item.format)
-        return item, shown(original(served, item), item.format) if as_it_is else None
-
-    item, image = await runtime.read("the image", find, served=served)
-    if image is not None:
-        return image.data, image.media_type
+    item = await runtime.read("the image", lambda: gallery.item(item_id), served=served)
+    # Not a read of the gallery: one file that hangs must not stop its searches.
+    subject = f"Image {item_id} of gallery {served.name}"
 
     async def read() -> bytes:
-        return await runtime.read("the image", lambda: original(served, item), served=served)
+        of_file = partial(original, served, item)
+        return await runtime.read("the image", of_file, "image", subject=subject)
+
+    if size is None and is_shown(item.format):
+        image = shown(await read(), item.format)
+        return image.data, image.media_type
 
     key = f"{served.name}/{gallery.generation}-{item_id}"  # copied folders share a generation
     return await runtime.renditions.get(key, read, size), "image/jpeg"

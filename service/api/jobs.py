@@ -1,10 +1,8 @@
-"""Jobs over HTTP: start, describe, read the log, cancel.
-
-These routes read and write files, so they are plain functions that FastAPI runs in threads.
-"""
+"""Jobs over HTTP: start, describe, read the log, cancel."""
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import ConfigDict, Field
@@ -13,6 +11,7 @@ from kinlens.embedder import errors
 from kinlens.models import JobLog, JobModel, JobOptions, Jobs, JobState
 from kinlens.service.access.audit import note
 from kinlens.service.access.prefix import public_path
+from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.jobs.params import (
@@ -27,7 +26,10 @@ from kinlens.service.jobs.params import (
 from kinlens.service.jobs.store import Job
 from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, PROBLEM_TYPES
 
+T = TypeVar("T")
 _STATE = (
+    PROBLEM_TYPES[errors.OverloadedError],
+    PROBLEM_TYPES[errors.DeadlineExceededError],
     PROBLEM_TYPES[errors.StateMissingError],
     PROBLEM_TYPES[errors.StateError],
     PROBLEM_TYPES[errors.InvalidParameterError],
@@ -52,32 +54,38 @@ JobId = Annotated[str, Path(max_length=64, description="The id of a job.")]
 GalleryName = Annotated[str, Path(max_length=200, description="The name of a gallery.")]
 
 
-async def _manager_of(request: Request) -> JobManager:
-    manager: JobManager | None = request.app.state.runtime.jobs
-    if manager is None:
-        raise errors.StateMissingError(
-            "The service has no state folder for jobs. Start it with --state DIR."
-        )
-    return manager
+class _Caller:
+    """Calls the job manager for one request, in a thread of the state folder."""
 
+    def __init__(self, request: Request, response: Response, runtime: Service) -> None:
+        self.by = str(getattr(request.state, "principal", "anonymous"))
+        self._request, self._response, self._runtime = request, response, runtime
 
-async def _accept_of(request: Request, response: Response) -> Callable[[Job], Job]:
-    def accept(job: Job) -> Job:
-        note(request.scope["state"], gallery=job.gallery, target=job.id)
-        response.headers["Location"] = public_path(f"/jobs/{job.id}")
+    async def read(self, work: Callable[[JobManager], T], subject: str = "The table of jobs") -> T:
+        """Raises: StateMissingError, DeadlineExceededError, OverloadedError; what `work` raises."""
+        manager = self._runtime.jobs
+        if manager is None:
+            raise errors.StateMissingError(
+                "The service has no state folder for jobs. Start it with --state DIR."
+            )
+        call = partial(work, manager)
+        return await self._runtime.read("or changing the jobs", call, "state", subject=subject)
+
+    async def change(
+        self, work: Callable[[JobManager], Job], subject: str = "The table of jobs"
+    ) -> Job:
+        """Like `read`, and add the job to the audit log and its address to the answer."""
+        job = await self.read(work, subject)
+        note(self._request.scope["state"], gallery=job.gallery, target=job.id)
+        self._response.headers["Location"] = public_path(f"/jobs/{job.id}")
         return job
 
-    return accept
+
+async def _caller_of(request: Request, response: Response, runtime: Service) -> _Caller:
+    return _Caller(request, response, runtime)
 
 
-async def _principal_of(request: Request) -> str:
-    return str(getattr(request.state, "principal", "anonymous"))
-
-
-Manager = Annotated[JobManager, Depends(_manager_of)]
-Principal = Annotated[str, Depends(_principal_of)]
-Accept = Annotated[Callable[[Job], Job], Depends(_accept_of)]
-"""Adds the job to the audit log and sets the Location header."""
+Caller = Annotated[_Caller, Depends(_caller_of)]
 
 router = APIRouter(tags=["jobs"])
 
@@ -97,92 +105,97 @@ class TrainRequest(TrainParams):
 
 
 @router.post("/jobs/train", **_START, summary="Train a model")
-def train(manager: Manager, body: TrainRequest, by: Principal, accept: Accept) -> Job:
+async def train(caller: Caller, body: TrainRequest) -> Job:
     """Train, export, rebuild the gallery next to the old one, compare, and swap if it passes."""
     params = TrainParams.model_validate(body.model_dump(exclude={"gallery"}))
-    return accept(manager.start(body.gallery, params, by))
+    return await _start(caller, body.gallery, params)
 
 
 @router.post("/galleries/{name}/rebuild", **_START, summary="Change the model")
-def rebuild(
-    manager: Manager, name: GalleryName, body: RebuildParams, by: Principal, accept: Accept
-) -> Job:
+async def rebuild(caller: Caller, name: GalleryName, body: RebuildParams) -> Job:
     """Rebuild the gallery with another bundle, compare, and swap if it passes."""
-    return accept(manager.start(name, body, by))
+    return await _start(caller, name, body)
 
 
 @router.post("/galleries/{name}/swap", **_START, summary="Swap in a gallery")
-def swap(
-    manager: Manager, name: GalleryName, body: SwapRequest, by: Principal, accept: Accept
-) -> Job:
+async def swap(caller: Caller, name: GalleryName, body: SwapRequest) -> Job:
     """The state of another gallery becomes the next generation of this one."""
-    return accept(manager.start(name, SwapParams(other=body.other), by))
+    return await _start(caller, name, SwapParams(other=body.other))
 
 
 @router.post("/galleries/{name}/sync", **_START, summary="Sync with a folder")
-def sync(
-    manager: Manager,
+async def sync(
+    caller: Caller,
     name: GalleryName,
-    by: Principal,
-    accept: Accept,
     body: SyncParams = SyncParams(),  # noqa: B008 (never changed)
 ) -> Job:
     """Make the gallery equal to its image root, or to a folder or list of the settings.
 
     Items are added, updated, renamed and removed. If cancelled, the changes made so far stay.
     """
-    return accept(manager.start(name, body, by))
+    return await _start(caller, name, body)
 
 
 @router.post("/galleries/{name}/compact", **_START, summary="Compact the index")
-def compact(manager: Manager, name: GalleryName, by: Principal, accept: Accept) -> Job:
+async def compact(caller: Caller, name: GalleryName) -> Job:
     """Rebuild the index without removed items."""
-    return accept(manager.start(name, CompactParams(), by))
+    return await _start(caller, name, CompactParams())
 
 
 @router.get("/jobs", responses=problems(*_STATE), summary="List jobs")
-def jobs(
-    manager: Manager,
+async def jobs(
+    caller: Caller,
     state: JobState | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Jobs:
     """The newest jobs, newest first."""
-    return Jobs(jobs=[*manager.store.newest(state, limit)])
+    return Jobs(jobs=[*await caller.read(lambda manager: manager.store.newest(state, limit))])
 
 
 @router.get("/jobs/options", responses=problems(*_STATE), summary="Options for jobs")
-def options(manager: Manager) -> JobOptions:
+async def options(caller: Caller) -> JobOptions:
     """The names of the training jobs, data sets, weights and bundles of this service."""
-    return manager.options()
+    return await caller.read(JobManager.options, "The folder of bundles")
 
 
 @router.get("/jobs/{job_id}", **_LOOK, response_model=JobModel, summary="Describe a job")
-def job(manager: Manager, job_id: JobId) -> Job:
+async def job(caller: Caller, job_id: JobId) -> Job:
     """The progress of a job and its report."""
-    return manager.store.get(job_id)
+    return await caller.read(lambda manager: manager.store.get(job_id))
 
 
 @router.get("/jobs/{job_id}/log", **_LOOK, summary="Read the log of a job")
-def log(
-    manager: Manager, job_id: JobId, offset: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0
+async def log(
+    caller: Caller, job_id: JobId, offset: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0
 ) -> JobLog:
     """Up to 64 KiB of the log of a job, from byte `offset` on."""
-    return manager.log(job_id, offset)
+    return await caller.read(
+        lambda manager: manager.log(job_id, offset), f"The log of job {job_id}"
+    )
 
 
 @router.post("/jobs/{job_id}/cancel", **_CHANGE, summary="Cancel a job")
-def cancel(manager: Manager, job_id: JobId, accept: Accept) -> Job:
+async def cancel(caller: Caller, job_id: JobId) -> Job:
     """Cancel a job and stop all its processes. The gallery does not change, but for a sync."""
-    return accept(manager.cancel(job_id))
+    return await caller.change(lambda manager: manager.cancel(job_id))
 
 
 @router.post("/jobs/{job_id}/swap", name="swap", **_CHANGE, summary="Swap in a candidate")
-def swap_candidate(manager: Manager, job_id: JobId, by: Principal, accept: Accept) -> Job:
+async def swap_candidate(caller: Caller, job_id: JobId) -> Job:
     """Swap in the gallery that a job has built, even if it did not pass its gate."""
-    return accept(manager.swap(job_id, by))
+    return await caller.change(
+        lambda manager: manager.swap(job_id, caller.by), f"The gallery of job {job_id}"
+    )
 
 
 @router.post("/jobs/{job_id}/resume", **_CHANGE, summary="Resume a job")
-def resume(manager: Manager, job_id: JobId, accept: Accept) -> Job:
+async def resume(caller: Caller, job_id: JobId) -> Job:
     """Continue a sync, rebuild or training job that failed or was cancelled, from its last step."""
-    return accept(manager.resume(job_id))
+    return await caller.change(
+        lambda manager: manager.resume(job_id), f"The gallery of job {job_id}"
+    )
+
+
+async def _start(caller: _Caller, gallery: str, params: Params) -> Job:
+    work = partial(JobManager.start, gallery=gallery, params=params, by=caller.by)
+    return await caller.change(work, f"Gallery {gallery}")

@@ -1,6 +1,5 @@
 """The models that are served: one session for each bundle, and the embedding of images."""
 
-import asyncio
 import threading
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from kinlens.embedder.errors import BundleError, SearchError
 from kinlens.embedder.preprocess import Box
 from kinlens.embedder.session import Embedder
 from kinlens.embedder.types import Embeddings, Images
-from kinlens.service.concurrency import SingleFlight
+from kinlens.service.concurrency import SingleFlight, in_thread
 from kinlens.service.encoding.cache import (
     Cache,
     Lookup,
@@ -365,7 +364,7 @@ class Models:
     async def _start(self, bundle_id: str, precision: str) -> Model:
         embedder = self._opened.pop(bundle_id, None)
         if embedder is None:
-            embedder = await asyncio.to_thread(self._find, bundle_id, precision)
+            embedder = await in_thread(partial(self._find, bundle_id, precision))
         encoder = self._connect(embedder)
         image = embedder.known_images()[0]
         model = Model(embedder, encoder, image, await encoder.infer(image))

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar, get_args
 
 from kinlens.embedder.errors import OverloadedError
 from kinlens.embedder.preprocess import ImageLimits
-from kinlens.service.concurrency import BoundedPool
+from kinlens.service.concurrency import BoundedPool, in_thread
 from kinlens.service.encoding.decoders import Decoder, DecoderPool, NoProcessError
 from kinlens.service.encoding.sandbox import Layer
 from kinlens.service.encoding.workers import Workers
@@ -116,13 +116,13 @@ class SearchThreads:
 
     async def start(self) -> None:
         """Start the decoding processes. Calls may arrive before these are ready."""
-        await asyncio.to_thread(self._own.start)
+        await in_thread(self._own.start)
 
     async def close(self) -> None:
         """Drop queued calls and end the processes. A thread that hangs ends with the service."""
         closing = [self._own.close, *(workers.close for workers in self._live_workers())]
-        await asyncio.gather(*(asyncio.to_thread(close) for close in closing))
-        await asyncio.to_thread(self._pool.close)
+        await asyncio.gather(*map(in_thread, closing))
+        await in_thread(self._pool.close)
 
     async def run(
         self,

@@ -34,7 +34,7 @@ from kinlens.indexer.types import Entry, Item
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.encoding.model import Model
 from kinlens.service.galleries.locations import Gallery
-from kinlens.service.galleries.registry import Registry, Served
+from kinlens.service.galleries.registry import Registry, Served, change
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.galleries.view import GalleryView
 from kinlens.values import AttributeType, AttributeValue
@@ -49,6 +49,7 @@ MAX_ATTRIBUTES = 64
 
 _EMBEDDED_AT_ONCE = 16  # for all puts together, so that searches need not queue behind them
 _IMAGES_PER_LIMIT = 16
+_ITEMS_PER_LIMIT = 10_000  # a change by filter works in steps of this size
 _PAGE = 20_000
 
 
@@ -109,14 +110,15 @@ class Restored:
 class Items:
     """Changes the galleries of `registry`; a change is durable and searchable when it returns.
 
-    Every method raises: GalleryNotFoundError, GalleryBusyError, GalleryWriteError, OverloadedError.
+    Every method raises: GalleryNotFoundError, GalleryBusyError, GalleryWriteError, OverloadedError,
+    DeadlineExceededError.
     """
 
     def __init__(
         self, registry: Registry, pool: BoundedPool, limit_s: float, *, puts: bool
     ) -> None:
-        """`limit_s` is the time limit for embedding each 16 images of one put. Without `puts`,
-        galleries in folders refuse new items.
+        """`limit_s` is the time limit of a change, for each 16 images of a put and each 10,000
+        items of a change by filter. Without `puts`, galleries in folders refuse new items.
         """
         self._registry = registry
         self._puts = puts
@@ -130,12 +132,13 @@ class Items:
         Raises: StateMissingError if this service cannot store images.
         """
 
-        run = partial(self._pool.run, bulk=True)
+        limit_s = -(-len(items) // _IMAGES_PER_LIMIT) * self._limit_s
 
         async def put(served: Served) -> Put:
             uploads = self._upload_store(served)
+            run = partial(change, self._pool, served, limit_s=limit_s, bulk=True)
             drafts = await run(lambda: _drafts(served.gallery, items))
-            deadline = time.monotonic() + -(-len(items) // _IMAGES_PER_LIMIT) * self._limit_s
+            deadline = time.monotonic() + limit_s
             unknown = [draft for draft in drafts if draft.error is None and draft.vector is None]
             await asyncio.gather(*(self._embed(served.model, draft, deadline) for draft in unknown))
             return await run(lambda: _store(served, uploads, drafts))
@@ -161,9 +164,11 @@ class Items:
 
         return await self._calling(gallery, patch)
 
-    async def patch_where(self, gallery: str, where: Filter, change: Change) -> Changed:
+    async def patch_where(self, gallery: str, where: Filter, attributes: Change) -> Changed:
         """Apply one change to every matching item. Raises: FilterError, InvalidParameterError."""
-        return await self._calling(gallery, lambda own: _patch_where(own.gallery, where, change))
+        return await self._calling(
+            gallery, lambda own: _patch_where(own.gallery, where, attributes), may_take_all=True
+        )
 
     async def remove(self, gallery: str, keys: Sequence[str], keep: Sequence[str] = ()) -> Changed:
         """Remove items by key; with `keep`, only if an item with one of these other keys exists.
@@ -179,7 +184,9 @@ class Items:
 
     async def remove_where(self, gallery: str, where: Filter) -> Changed:
         """Remove every matching item. Raises: FilterError."""
-        return await self._calling(gallery, lambda served: _remove_where(served, where))
+        return await self._calling(
+            gallery, lambda served: _remove_where(served, where), may_take_all=True
+        )
 
     async def remove_item(
         self, gallery: str, item_id: ItemId, generation: str | None = None
@@ -192,10 +199,22 @@ class Items:
         async with self._registry.find(gallery) as served:
             served.refuse_if_followed()
             served.check_generation(generation)
-            return await self._pool.run(lambda: _remove_item(served, item_id))
+            return await self._change(served, lambda served: _remove_item(served, item_id))
 
-    async def _calling(self, gallery: str, work: Callable[[Served], T]) -> T:
-        return await self._changing(gallery, lambda own: self._pool.run(lambda: work(own)))
+    async def _calling(
+        self, gallery: str, work: Callable[[Served], T], *, may_take_all: bool = False
+    ) -> T:
+        async def call(served: Served) -> T:
+            steps = 1
+            if may_take_all:
+                size = await self._change(served, lambda served: served.gallery.size)
+                steps += size // _ITEMS_PER_LIMIT
+            return await self._change(served, work, steps)
+
+        return await self._changing(gallery, call)
+
+    async def _change(self, served: Served, work: Callable[[Served], T], steps: int = 1) -> T:
+        return await change(self._pool, served, lambda: work(served), steps * self._limit_s)
 
     async def _changing(self, gallery: str, work: Callable[[Served], Awaitable[T]]) -> T:
         """Do `work` in the current gallery, and repeat it if that was replaced during the work."""

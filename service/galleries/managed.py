@@ -19,13 +19,16 @@ from kinlens.indexer.gallery import Gallery, current_generation, delete_gallery
 from kinlens.indexer.types import checked_name
 from kinlens.models import JobModel
 from kinlens.service.access.binding import of_caller
-from kinlens.service.concurrency import BoundedPool
+from kinlens.service.concurrency import BoundedPool, within
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.locations import managed_folder
 from kinlens.service.galleries.registry import Registry
 from kinlens.service.galleries.uploads import UploadFolder
 
 _SHOWN = 64
+_SUBJECT = "The folder of galleries"
+_DELETE_LIMITS = 6  # a gallery may have many images
+_MODEL_LIMITS = 6
 
 
 class ManagedGalleries:
@@ -71,8 +74,9 @@ class ManagedGalleries:
         if name in self._registry.names():
             raise _taken(name)
         model = await self._model(bundle_id)
-        async with self._changing:
-            await self._pool.run(lambda: _create(folder / name, model))
+        limit = within(self._limit_s, "Creating the gallery")
+        async with limit, self._changing:
+            await self._pool.run(lambda: _create(folder / name, model), subject=_SUBJECT)
         await self._registry.read_from_disk(self._limit_s, name)
 
     async def delete(self, name: str) -> None:
@@ -89,8 +93,9 @@ class ManagedGalleries:
                     f"Gallery {name[:_SHOWN]!r} was not made by this service, so the service does "
                     "not delete it. Remove it from the settings (--gallery) and delete its folder."
                 )
-        async with self._changing:
-            await self._pool.run(lambda: self._delete(path))
+        limit = within(_DELETE_LIMITS * self._limit_s, "Deleting the gallery", "It continues.")
+        async with limit, self._changing:
+            await self._pool.run(lambda: self._delete(path), subject=_SUBJECT)
         await self._registry.read_from_disk(self._limit_s, name)
 
     def _delete(self, path: Path) -> None:
@@ -110,7 +115,8 @@ class ManagedGalleries:
         if bundle_id is None:
             return self._registry.model
         try:
-            return await self._models.get(bundle_id)
+            async with within(_MODEL_LIMITS * self._limit_s, "Loading the model"):
+                return await self._models.get(bundle_id)
         except BundleNotFoundError as error:
             raise InvalidParameterError(
                 f"bundle_id = {bundle_id[:_SHOWN]!r} is unknown to this service. Put the bundle "

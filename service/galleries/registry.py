@@ -7,12 +7,12 @@ read the disk ─► open new galleries ─► warm up their models ─► self-
 import asyncio
 import contextlib
 import copy
-import functools
 import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,7 +37,7 @@ from kinlens.indexer.calibration import Calibrated
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore
 from kinlens.service.access.binding import Binding, of_caller
-from kinlens.service.concurrency import KeyedThreads, too_late, within
+from kinlens.service.concurrency import BoundedPool, KeyedThreads, in_thread, too_late, within
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.locations import (
     VERSION_DIGITS,
@@ -207,6 +207,22 @@ class Served:
             self._usage.close()
 
 
+async def change(
+    pool: BoundedPool, served: Served, work: Callable[[], T], limit_s: float, *, bulk: bool = False
+) -> T:
+    """Run `work`, a change of the gallery `served`, in a thread of `pool`. It keeps its own lease,
+    since it continues after the limit.
+
+    Raises: DeadlineExceededError after `limit_s`, OverloadedError, any error of `work`.
+    """
+    if not served.acquire():
+        raise OverloadedError("The gallery has just been replaced. Try again in a second.")
+    cure = "It may still be made: read the items before you send it again."
+    subject = f"Gallery {served.name}"
+    async with within(limit_s, f"The change of gallery {served.name}", cure):
+        return await pool.run(work, bulk=bulk, subject=subject, after=served.release)
+
+
 class Registry:
     """Leases galleries by name. A caller gets only galleries that its key is bound to, limited by
     the filter of the key (`kinlens.service.access.binding`); others are unknown to it.
@@ -263,7 +279,9 @@ class Registry:
         while self._opened:
             first = self._opened[0][1]
             model = await self._models.get(first.bundle_id, first.precision)
-            self._serve(*self._opened.pop(0), model)
+            location, gallery = self._opened.pop(0)
+            self._serve(location, gallery, model)
+            await self._call(location.name, partial(_begin_compaction, gallery, location))
         await self._drop_models()
         self._next = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._keep_reading(interval_s))
@@ -284,7 +302,7 @@ class Registry:
         for served in all_served.values():
             served.release()
         await self._models.keep(())
-        await asyncio.to_thread(self._join)
+        await in_thread(self._join)
 
     @property
     def model(self) -> Model:
@@ -344,7 +362,7 @@ class Registry:
         async def ask(name: str) -> list[T]:
             try:
                 with self.lease(name) as served:
-                    work = functools.partial(describe, served)
+                    work = partial(describe, served)
                     key = served.opened, served.scope  # shared by callers who see the same
                     return [await self._descriptions.run(key, work, _LOCATION_S)]
             except GalleryNotFoundError:
@@ -513,12 +531,12 @@ class Registry:
     async def _reload(self, location: GalleryLocation) -> None:
         name = location.name
         try:
-            gallery = await self._call(name, lambda: self._open_gallery(location))
+            gallery, precision = await self._call(name, lambda: self._open(location))
             self._opening[name] = gallery.bundle_id
             try:
-                model = await self._models.get(gallery.bundle_id, gallery.precision)
-                check_precision(gallery, model.embedder)
+                model = await self._models.get(gallery.bundle_id, precision)
                 await self._call(name, lambda: _check_searches(gallery, model))
+                await self._call(name, lambda: _begin_compaction(gallery, location))
             except BaseException:
                 self._close(location, gallery)
                 raise
@@ -540,13 +558,20 @@ class Registry:
             bundle_id=model.bundle_id,
         )
 
+    def _open(self, location: GalleryLocation) -> tuple[Opened, str]:
+        """A gallery and the precision of its vectors, which is read from the disk."""
+        gallery = self._open_gallery(location)
+        try:
+            return gallery, gallery.precision
+        except BaseException:
+            self._close(location, gallery)
+            raise
+
     def _serve(self, location: GalleryLocation, gallery: Opened, model: Model) -> None:
         """Serve a gallery from the next lease on, in place of the old one of this name."""
         served = Served(gallery, model, location, lambda: self._close(location, gallery))
         old = self._served.get(location.name)
         self._served = self._served | {location.name: served}
-        if isinstance(gallery, IndexedGallery):
-            gallery.compact_in_background(only_calibrate=not location.managed)
         if old is not None:
             old.release()
 
@@ -672,11 +697,17 @@ def probe(gallery: Opened, model: Model) -> tuple[str, bool]:
     return version, is_found and all(math.isfinite(hit.score) for hit in hits)
 
 
+def _begin_compaction(gallery: Opened, location: GalleryLocation) -> None:
+    if isinstance(gallery, IndexedGallery):
+        gallery.compact_in_background(only_calibrate=not location.managed)
+
+
 def _check_searches(gallery: Opened, model: Model) -> None:
     """Check that a gallery can be searched before it is served.
 
     Raises: GalleryError, InvalidParameterError.
     """
+    check_precision(gallery, model.embedder)
     _, is_searchable = probe(gallery, model)
     if not is_searchable:
         raise GalleryCorruptError(

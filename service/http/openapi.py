@@ -1,6 +1,5 @@
 """The OpenAPI document with its problems and scopes, served at /openapi.json and /docs."""
 
-import asyncio
 import math
 from collections.abc import Iterable
 from functools import partial
@@ -14,7 +13,7 @@ from kinlens.embedder import errors
 from kinlens.models import Fault, Problem, Scope
 from kinlens.service.access import keys
 from kinlens.service.access.prefix import public_path
-from kinlens.service.concurrency import Recent
+from kinlens.service.concurrency import Recent, in_thread
 from kinlens.service.http.bodies import JSON
 from kinlens.service.http.docs_page import render_docs
 from kinlens.service.http.gate import Extent, rule_of
@@ -117,7 +116,7 @@ def install_openapi(app: FastAPI, assets: Assets) -> None:
         page = assets.located(render_docs(document)).encode()
         return Page.of(to_json(document), JSON), Page.of(page, "text/html")
 
-    kept = Recent(partial(asyncio.to_thread, make), math.inf)
+    kept = Recent(partial(in_thread, make), math.inf)
     located: dict[str, Page] = {}  # by path prefix, which only trusted proxies set
     app.openapi = build  # type: ignore[method-assign]
 
@@ -126,7 +125,7 @@ def install_openapi(app: FastAPI, assets: Assets) -> None:
         page, prefix = (await kept.get())[0], public_path("")
         if prefix and prefix not in located:
             server = b'{"servers":' + to_json([{"url": prefix}]) + b","
-            located[prefix] = await asyncio.to_thread(Page.of, server + page.body[1:], JSON)
+            located[prefix] = await in_thread(partial(Page.of, server + page.body[1:], JSON))
         return located.get(prefix, page).answer(request.headers)
 
     @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)

@@ -6,11 +6,9 @@ Without `otlp_endpoint` no exporter is imported, and `span` does nothing. Spans 
 template, never a query string, an upload or its file name.
 """
 
-import asyncio
 import contextlib
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from fastapi.telemetry import TelemetryConfig
 from opentelemetry.trace import StatusCode, get_current_span, get_tracer, set_tracer_provider
 
 from kinlens.embedder.errors import KinlensError
+from kinlens.service.concurrency import in_thread
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -55,10 +54,8 @@ class Tracing:
         """Send the remaining spans, for up to a few seconds."""
         if self.provider is None:
             return
-        # A daemon thread, so a hanging collector does not delay the exit.
-        sending = threading.Thread(target=self.provider.shutdown, daemon=True)
-        sending.start()
-        await asyncio.to_thread(sending.join, _EXPORT_S)
+        with contextlib.suppress(TimeoutError):
+            await in_thread(self.provider.shutdown, _EXPORT_S)
 
 
 def open_tracing(endpoint: str | None, version: str) -> Tracing:

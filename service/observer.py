@@ -25,6 +25,7 @@ from kinlens.service.encoding.model import Models
 from kinlens.service.encoding.threads import SearchThreads
 from kinlens.service.galleries.registry import Registry
 from kinlens.service.health import Health
+from kinlens.service.observe.logs import dropped_lines
 from kinlens.service.observe.metrics import Metrics
 
 _RENDER_S = 5.0
@@ -242,6 +243,11 @@ def publish(metrics: Metrics, search_threads: SearchThreads, cache: Cache, healt
         "Active layers of the decoder sandbox, at most 2.",
         lambda: sum(layer.holds for layer in search_threads.layers),
         "livemin",
+    )
+    metrics.gauge(
+        "kinlens_log_lines_dropped",
+        "Log lines that could not be written: stderr is full, closed or blocked.",
+        dropped_lines,
     )
     metrics.gauge(
         "kinlens_ready",

@@ -4,15 +4,19 @@ All events of the process are written here, including those of uvicorn and other
 separate thread writes, so a blocked stderr does not delay requests.
 """
 
+import contextlib
 import json
 import logging
 import math
+import os
 import re
+import select
 import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from select import PIPE_BUF
 from typing import TextIO
 
@@ -38,28 +42,36 @@ _ENCODE = json.JSONEncoder(default=str, ensure_ascii=False).encode
 _MAX_LINES = 10_000
 _WRITE_EVERY_S = 0.05
 _CLOSE_S = 1.0
+_opened: "list[weakref.ref[_Lines]]" = []
 
 
 class _Lines:
-    """A thread that writes lines in batches; lines above the limit are dropped and counted.
+    """A thread that writes lines in batches; lines that cannot be written are dropped and counted.
 
-    Waking the thread for each line would double the CPU time of logging.
+    Waking the thread for each line would double the CPU time of logging. A full disk, or a pipe
+    without a reader, can work again later, so the thread goes on after each error.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._lines: deque[str] = deque()
-        self._dropped = 0
+        self._total_dropped = self._reported = 0
+        self._is_cut = False  # whether the last line that was written is incomplete
         self._closed = threading.Event()
         self._writer = threading.Thread(target=self._write, name="kinlens-logs", daemon=True)
         self._writer.start()
+
+    @property
+    def dropped(self) -> int:
+        """Number of lines that were dropped so far."""
+        return self._total_dropped
 
     def add(self, line: str) -> None:
         """Queue a line without waiting or locking, since signal handlers and finalizers may log."""
         if len(self._lines) < _MAX_LINES:
             self._lines.append(line)
         else:
-            self._dropped += 1
+            self._total_dropped += 1
 
     debug = info = warning = error = critical = add  # structlog calls the method of the level
 
@@ -69,35 +81,63 @@ class _Lines:
         self._writer.join(_CLOSE_S)
 
     def _write(self) -> None:
-        try:
-            while not self._closed.wait(_WRITE_EVERY_S):
-                self._write_waiting()
+        while not self._closed.wait(_WRITE_EVERY_S):
             self._write_waiting()
-        except (OSError, ValueError):  # stderr is closed
-            return
+        self._write_waiting()
 
     def _write_waiting(self) -> None:
-        while self._lines or self._dropped:
-            if self._dropped:
-                dropped, self._dropped = self._dropped, 0
-                event = {"event": "log lines dropped", "level": "warning", "times": dropped}
-                self._lines.appendleft(json.dumps(event))
-            self._stream.write(self._batch())
-            self._stream.flush()
+        while self._lines or self._total_dropped > self._reported:
+            missing = self._total_dropped - self._reported
+            batch = [_report(missing)] if missing else []
+            self._take(batch)
+            written = self._send(batch)
+            if missing and written:
+                self._reported += missing
+            unsent = len(batch) - max(written, 1 if missing else 0)
+            self._total_dropped += unsent
+            if written < len(batch):
+                return  # try again later
 
-    def _batch(self) -> str:
+    def _take(self, batch: list[str]) -> None:
         """Take the next lines: at least one, and at most as many as a pipe writes atomically.
 
         Worker processes share a pipe, where longer writes could interleave.
         """
-        batch = f"{self._lines.popleft()}\n"
-        size = len(batch.encode())
+        size = sum(len(line.encode()) + 1 for line in batch)
         while self._lines:
             size += len(self._lines[0].encode()) + 1
-            if size > PIPE_BUF:
+            if size > PIPE_BUF and batch:
                 break
-            batch += f"{self._lines.popleft()}\n"
-        return batch
+            batch.append(self._lines.popleft())
+
+    def _send(self, batch: Sequence[str]) -> int:
+        """Write lines; the number of those that were written whole."""
+        data = b"".join(line.encode() + b"\n" for line in batch)
+        data = b"\n" + data if self._is_cut else data
+        sent = 0
+        try:
+            descriptor = self._stream.fileno()
+        except (OSError, ValueError):  # closed, or a stream of a test
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.write(data.decode())
+                sent = len(data)
+            return len(batch) if sent else 0
+        # Not through the buffer of the stream: it keeps what it could not write, and fails again.
+        while sent < len(data):
+            try:
+                sent += os.write(descriptor, data[sent:])
+            except BlockingIOError:  # a pipe that does not block, with a slow reader
+                select.select([], [descriptor], [], _WRITE_EVERY_S)
+            except (OSError, ValueError):
+                break
+        if sent:
+            self._is_cut = data[sent - 1 : sent] != b"\n"
+        return data[:sent].count(b"\n") - data[:sent].startswith(b"\n")
+
+
+def _report(dropped: int) -> str:
+    event = {"event": "log lines dropped", "level": "warning", "times": dropped}
+    return _ENCODE(event | {"detail": f"{dropped:,} lines were dropped."})
 
 
 class _Handler(logging.Handler):
@@ -131,6 +171,7 @@ def configure_logs(level: str) -> None:
         structlog.processors.format_exc_info,
     ]
     lines = _Lines(sys.stderr)
+    _opened.append(weakref.ref(lines))
     handler = _Handler(lines)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -149,6 +190,11 @@ def configure_logs(level: str) -> None:
         logger_factory=lambda *_: lines,
         wrapper_class=structlog.make_filtering_bound_logger(level),
     )
+
+
+def dropped_lines() -> int:
+    """Number of log lines of this process that could not be written."""
+    return sum(lines.dropped for opened in _opened if (lines := opened()) is not None)
 
 
 def masked(text: str) -> str:

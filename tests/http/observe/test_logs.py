@@ -107,6 +107,70 @@ def test_a_log_reader_that_hangs_blocks_nothing_and_learns_what_it_missed() -> N
     assert reported == sorted(reported)
 
 
+RECOVERS = """
+import os, select, sys, time
+import structlog
+from kinlens.service.observe.logs import configure_logs, dropped_lines
+
+how, into = sys.argv[1:]
+log = structlog.get_logger()
+if how == "full disk":  # the file may not grow, until it may
+    import resource, signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, resource.RLIM_INFINITY))
+    end = os.open(into, os.O_WRONLY | os.O_CREAT)
+elif how == "no reader":
+    reader, end = os.pipe()
+    os.close(reader)
+else:  # a pipe that does not block, whose reader is slow
+    reader, end = os.pipe()
+    os.set_blocking(end, False)
+os.dup2(end, 2)
+configure_logs("info")
+for number in range(200):
+    log.info("before", number=number, text="x" * 1_000)
+if how != "slow reader":
+    while dropped_lines() < (199 if how == "full disk" else 200):
+        time.sleep(0.01)
+if how == "full disk":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+elif how == "no reader":
+    os.dup2(os.open(into, os.O_WRONLY | os.O_CREAT), 2)
+else:
+    time.sleep(0.2)
+    with open(into, "wb") as kept:
+        seen = b""
+        while seen.count(b"before") < 200:
+            seen += os.read(reader, 1 << 16)
+        kept.write(seen)
+        log.info("after", dropped=dropped_lines())
+        kept.write(os.read(reader, 1 << 16))
+        sys.exit()
+log.info("after", dropped=dropped_lines())
+"""
+
+
+@pytest.mark.parametrize("how", ["full disk", "no reader", "slow reader"])
+def test_logging_continues_after_lines_could_not_be_written(how: str, tmp_path: Path) -> None:
+    """The lines that are missing are counted, and the next line says how many."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", RECOVERS, how, str(log)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    events = []
+    for line in log.read_text().splitlines():
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            assert how == "full disk"
+            assert not events, "only the line that did not fit is cut"
+    reports = [event for event in events if event["event"] == "log lines dropped"]
+    written = [event["number"] for event in events if event["event"] == "before"]
+    assert events[-1]["event"] == "after"
+    assert sum(event["times"] for event in reports) == 200 - len(written)
+    assert bool(reports) == (how != "slow reader")
+    assert events[-1]["dropped"] == 200 - len(written)
+
+
 TWO_SIGNALS = """
 import signal
 from kinlens.service.http.server import Server, config_of

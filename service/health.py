@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -18,6 +19,9 @@ from kinlens.service.concurrency import KeyedThreads, Recent
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.registry import Registry, Served, probe
 
+_PERIOD_S = 2.0
+_MODELS_S = 15.0
+_AT_ONCE = 16
 _MIN_COSINE = 0.999
 _UNKNOWN = "unknown"
 _OK = "ok"
@@ -77,13 +81,19 @@ class Readiness:
 
 
 class Health:
-    """Runs the checks on demand, at most once a second, since they take priority over searches."""
+    """Runs the checks on a timer, so metrics are right without a caller of `/ready`; and on demand,
+    at most once a second.
+
+    Each run checks up to `_AT_ONCE` galleries, those first that were checked longest ago, so the
+    cost does not grow with their number. A model, which was checked when it started, is checked by
+    the timer every `_MODELS_S` seconds.
+    """
 
     def __init__(
         self, registry: Registry, models: Models, timeout_s: float, is_on_gpu: bool = False
     ) -> None:
         """`is_on_gpu`: whether galleries are searched on a GPU."""
-        self.passed = True
+        self.passed = False
         self.has_started = False
         self.is_draining = False
         self._registry = registry
@@ -92,21 +102,35 @@ class Health:
         self._timeout_s = timeout_s
         self._is_on_gpu = is_on_gpu
         self._last_error: str | None = None
-        self._verdicts: dict[str, bool] = {}
-        self._recent = Recent(self._check)
+        self._faults: dict[str, str] = {}
+        self._of_models: dict[Model, str] = {}
+        self._of_galleries: dict[str, _Verdict] = {}
+        self._models_at = time.monotonic()
+        self._recent = Recent(self._check_all)
+        self._checking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Check on a timer, in the running event loop, until `stop`."""
+        self._checking = asyncio.create_task(self._keep_checking())
+
+    async def stop(self) -> None:
+        """Stop checking."""
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.gather(self._checking, return_exceptions=True)
 
     def galleries(self) -> Mapping[str, bool]:
-        """Whether each gallery passed the last check; False for one that cannot be opened."""
+        """Whether each gallery passed its last check; False for one that cannot be opened."""
         closed = self._registry.failures.verdicts().keys() - set(self._registry.names())
-        return self._verdicts | dict.fromkeys(closed, False)
+        verdicts = {name: one.text == _OK for name, one in self._of_galleries.items()}
+        return verdicts | dict.fromkeys(closed, False)
 
     async def check(self) -> Readiness:
-        """Embed the test image, compare its vector, and search every gallery, ahead of the queue.
+        """Embed the test image, compare its vector, and search galleries, ahead of the queue.
 
         During a drain the result is never ready.
         """
         found = await self._recent.get()
-        self.has_started = self.has_started or found.ready
         if not self.is_draining:
             return found
         return replace(found, ready=False, checks=found.checks | {_SERVICE: "shutting down"})
@@ -116,35 +140,75 @@ class Health:
         self.is_draining = True
         structlog.get_logger().info("drain started")
 
-    async def _check(self) -> Readiness:
-        checks: dict[str, str] = {}
-        versions: dict[str, str] = {}
-        indexes: dict[str, IndexLocation] = {}
-        models = self._models.running()
-        fit = set()
-        for model in models:
-            suffix = "" if len(models) == 1 else f" {model.bundle_id[:SHORT]}"
-            checks[f"model{suffix}"] = verdict = await self._check_model(model)
-            fit |= {model.bundle_id} if verdict == _OK else set()
-        is_fit = all(verdict == _OK for verdict in checks.values())
+    async def _keep_checking(self) -> None:
+        while True:
+            try:
+                is_due = time.monotonic() - self._models_at >= _MODELS_S
+                await self._check(with_models=is_due or not self._is_fit(self._of_models))
+            except Exception as error:
+                # The boundary of the task: the next check may work.
+                structlog.get_logger().error("readiness cannot be checked", exc_info=error)
+            await asyncio.sleep(_PERIOD_S)
+
+    async def _check_all(self) -> Readiness:
+        await self._check(with_models=True)
+        checks = self._checks()
+        free_mb = await self._free_gpu_memory_mb() if self._is_on_gpu else None
+        versions = {name: one.version for name, one in self._of_galleries.items()}
+        indexes = {name: one.index for name, one in self._of_galleries.items() if one.index}
+        return Readiness(self.passed, checks, versions, indexes, free_mb, self._last_error)
+
+    async def _check(self, *, with_models: bool) -> None:
+        running = self._models.running()
+        known = {model: self._of_models.get(model, _OK) for model in running}
+        if with_models:
+            self._models_at = time.monotonic()
+            verdicts = await asyncio.gather(*map(self._check_model, running))
+            known = dict(zip(running, verdicts, strict=True))
+        self._of_models = known
+        fit = {model.bundle_id for model, verdict in known.items() if verdict == _OK}
         names = self._registry.names()
-        found = await asyncio.gather(*(self._check_gallery(name, fit) for name in names))
-        for name, (verdict, version, index) in zip(names, found, strict=True):
-            if verdict != _REMOVED:
-                checks[f"gallery {name}"], versions[name] = verdict, version
-                indexes |= {} if index is None else {name: index}
+        order = sorted(names, key=lambda name: self._checked_at(name))
+        found = await asyncio.gather(*(self._check_gallery(name, fit) for name in order[:_AT_ONCE]))
+        of_galleries = self._of_galleries | dict(zip(order, found, strict=False))
+        self._of_galleries = {
+            name: of_galleries[name]
+            for name in names
+            if name in of_galleries and of_galleries[name].text != _REMOVED
+        }
         # A bad gallery is bad in every replica, so it must not take this replica out of service:
         # that would take the other galleries out everywhere.
-        self._verdicts = {name: checks[f"gallery {name}"] == _OK for name in versions}
-        self.passed = is_fit and (not self._verdicts or any(self._verdicts.values()))
-        for name, verdict in self._registry.failures.verdicts().items():
-            checks[f"reload {name}"] = verdict
-        faults = [f"{name}: {verdict}" for name, verdict in checks.items() if verdict != _OK]
+        of_each = [one.text == _OK for one in self._of_galleries.values()]
+        self.passed = self._is_fit(known) and (not of_each or any(of_each))
+        self.has_started = self.has_started or self.passed
+        self._report({name: text for name, text in self._checks().items() if text != _OK})
+
+    def _report(self, faults: dict[str, str]) -> None:
+        """Log faults once, when they change."""
         if faults:
-            self._last_error = "; ".join(faults)
-            structlog.get_logger().error("readiness checks failed", checks=checks)
-        free_mb = await self._free_gpu_memory_mb() if self._is_on_gpu else None
-        return Readiness(self.passed, checks, versions, indexes, free_mb, self._last_error)
+            self._last_error = "; ".join(f"{name}: {text}" for name, text in faults.items())
+        if faults and faults != self._faults:
+            structlog.get_logger().error("readiness checks failed", checks=faults)
+        elif self._faults and not faults:
+            structlog.get_logger().info("readiness checks passed")
+        self._faults = faults
+
+    def _checks(self) -> dict[str, str]:
+        of_models = self._of_models.items()
+        return {
+            f"model{'' if len(of_models) == 1 else f' {model.bundle_id[:SHORT]}'}": verdict
+            for model, verdict in of_models
+        } | {
+            **{f"gallery {name}": one.text for name, one in self._of_galleries.items()},
+            **{f"reload {n}": text for n, text in self._registry.failures.verdicts().items()},
+        }
+
+    def _checked_at(self, name: str) -> float:
+        return self._of_galleries[name].checked_at if name in self._of_galleries else 0.0
+
+    @staticmethod
+    def _is_fit(verdicts: Mapping[Model, str]) -> bool:
+        return all(verdict == _OK for verdict in verdicts.values())
 
     async def _free_gpu_memory_mb(self) -> float | None:
         """The free memory of the GPU; None if it cannot be read."""
@@ -165,30 +229,37 @@ class Health:
         ok = cosine >= _MIN_COSINE
         return _OK if ok else f"the test image has another vector: cosine {cosine:.4f}"
 
-    async def _check_gallery(
-        self, name: str, fit: Collection[str]
-    ) -> tuple[str, str, IndexLocation | None]:
-        """The verdict, the searched version, and the device of its index."""
+    async def _check_gallery(self, name: str, fit: Collection[str]) -> "_Verdict":
         try:
             with self._registry.lease(name) as served:
                 if served.model.bundle_id not in fit:
-                    return "not searched, since the model failed", _UNKNOWN, None
+                    return _Verdict("not searched, since the model failed")
                 check = functools.partial(_probe, served)
                 # If an earlier probe still hangs, do not wait for it again: one gallery must not
                 # delay the checks of the others.
                 limit_s = 0.0 if self._threads.is_running(served) else self._timeout_s
                 version, is_searchable, index = await self._threads.run(served, check, limit_s)
         except GalleryNotFoundError:
-            return _REMOVED, _UNKNOWN, None
+            return _Verdict(_REMOVED)
         except Exception as error:
-            return self._verdict(error), _UNKNOWN, None
-        return _OK if is_searchable else "the search returned no hits", version, index
+            return _Verdict(self._verdict(error))
+        return _Verdict(_OK if is_searchable else "the search returned no hits", version, index)
 
     def _verdict(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             return f"no result within {self._timeout_s:g} s"
-        structlog.get_logger().error("readiness check failed", exc_info=error)
+        structlog.get_logger().debug("readiness check failed", exc_info=error)
         return f"failed with {type(error).__name__}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """The result for one gallery: `ok` or its fault, the searched version, and its index."""
+
+    text: str
+    version: str = _UNKNOWN
+    index: IndexLocation | None = None
+    checked_at: float = field(default_factory=time.monotonic)
 
 
 def _probe(served: Served) -> tuple[str, bool, IndexLocation | None]:

@@ -96,6 +96,7 @@ class Runtime:
         if self.jobs is not None:
             self.jobs.open()
         self.following.start()
+        self.health.start()
         structlog.get_logger().info(
             "serving",
             bundle_id=self.registry.model.bundle_id,
@@ -165,6 +166,7 @@ class Runtime:
                 ending.callback(self.sweeper.stop)
             if self.jobs is not None:
                 close(self.jobs.close)
+            ending.push_async_callback(self.health.stop)
 
 
 def build_runtime(

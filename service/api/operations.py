@@ -39,7 +39,10 @@ async def ready(
         str | None, Query(description="Restrict the status to this gallery.")
     ] = None,
 ) -> JSONResponse:
-    """Whether searches work: embeds a test image and searches every gallery with it."""
+    """Whether searches work: embeds a test image and searches galleries with it.
+
+    With more than 16 galleries, each request searches those that were searched longest ago.
+    """
     readiness = (await runtime.health.check()).seen_by(of_caller())
     is_ready = readiness.ready if gallery is None else readiness.of_gallery(gallery)
     content = Ready(

@@ -1,14 +1,21 @@
 """Liveness and readiness: ready when searches work; and the drain before the exit."""
 
 import os
+import re
+import shutil
 import signal
+import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import httpx
 
+from kinlens.service.app import create_app
+from kinlens.service.settings import Settings
 from tests.support.own_process import own_process
+from tests.support.servers import DEFAULTS, FakeGallery, run
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
@@ -55,6 +62,48 @@ def test_a_failing_gallery_is_named(start_service, gallery, hung, monkeypatch) -
     monkeypatch.setattr(hung, "search", fail)
     until(lambda: service.client.get("/ready").status_code == 503)  # none is searched
     assert 'kinlens_gallery_ready{gallery="hung"} 0.0' in service.client.get("/metrics").text
+
+
+def test_metrics_show_readiness_without_a_call_of_ready(tiny_settings, tmp_path) -> None:
+    folder = tmp_path / "shop"
+    shutil.copytree(str(tiny_settings["galleries"]).partition("=")[2], folder)
+    settings = Settings(**DEFAULTS | tiny_settings | {"galleries": f"shop={folder}"})
+    with closing(run(create_app(settings))) as service:
+
+        def shown() -> list[str]:
+            lines = service.client.get("/metrics").text.splitlines()
+            return [line for line in lines if re.match(r"kinlens_(gallery_)?ready[ {]", line)]
+
+        def is_shown(value: int) -> bool:
+            named = 'kinlens_gallery_ready{gallery="shop"}'
+            return shown() == [f"{named} {value}.0", f"kinlens_ready {value}.0"]
+
+        until(lambda: sorted(shown()) == shown() and is_shown(1))
+        assert service.runtime.health.has_started
+        [file] = folder.rglob("catalog.sqlite")
+        with closing(sqlite3.connect(file)) as catalog:
+            tables = catalog.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
+            for (name,) in tables.fetchall():
+                if not name.startswith("sqlite_"):
+                    catalog.execute(f'DROP TABLE "{name}"')
+            catalog.commit()
+        until(lambda: is_shown(0))
+
+
+def test_a_check_searches_few_galleries_and_all_in_turn(embedder, photos, start_service) -> None:
+    galleries = {f"shop-{n:02}": FakeGallery(embedder, photos[:1]) for n in range(40)}
+    service = start_service(galleries=galleries)
+    searched: list[int] = []
+    for gallery in galleries.values():
+
+        def search(*arguments: Any, gallery: Any = gallery) -> Any:
+            searched.append(id(gallery))
+            return FakeGallery.search(gallery, *arguments)
+
+        gallery.search = search  # type: ignore[method-assign]
+    assert len(service.client.get("/ready").json()["checks"]) <= 1 + 3 * 16
+    assert len(searched) <= 3 * 16, "that of the request, and of the timer"
+    until(lambda: len(set(searched)) == 40)
 
 
 def test_readiness_does_not_wait_for_the_queue(start_service, embedder, photos) -> None:

@@ -623,7 +623,13 @@ class Ready(BaseModel):
         default=None, description="Free GPU memory in MiB; null if no gallery is searched on a GPU."
     )
     queue_depth: Annotated[int, Field(description="Searches waiting for a search thread.")]
-    redis: Literal["off", "up", "down"]
+    redis: Annotated[
+        Literal["off", "up", "down"],
+        Field(description="down: it does not answer, or refuses a command of the service."),
+    ]
+    redis_fault: Annotated[
+        str | None, Field(description="The reason why Redis is down, and what to do.")
+    ] = None
     checks: dict[str, str] = Field(
         description="`ok` or the problem of each model and gallery; also of new generations that "
         "could not be opened, which do not make the service unready."

@@ -257,7 +257,7 @@ def publish(metrics: Metrics, search_threads: SearchThreads, cache: Cache, healt
     )
     metrics.gauge(
         "kinlens_redis_up",
-        "1 while Redis answers.",
+        "1 while Redis permits all commands of the service.",
         lambda: cache.remote_state == "up",
         "livemin",
     )

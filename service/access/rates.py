@@ -30,7 +30,15 @@ from starlette.types import Scope
 
 from kinlens.embedder.errors import RateLimitedError
 from kinlens.service.observe.logs import Repeats
-from kinlens.service.redis import FAIR_SHARE, bounded_pool, request_budget
+from kinlens.service.redis import (
+    FAIR_SHARE,
+    RATE_PREFIX,
+    RATE_SCRIPT,
+    address_of,
+    bounded_pool,
+    reason_of,
+    request_budget,
+)
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -128,27 +136,10 @@ def _shown(address: Address) -> str:
 
 DAY_S = 86_400
 _PERIODS_S = {"second": 1, "minute": 60, "hour": 3_600, "day": DAY_S}
+_PERIOD_NAMES = {seconds: name for name, seconds in _PERIODS_S.items()}
 _RATE = re.compile(r"(\d{1,9}) ?/ ?(second|minute|hour|day)")
 _US = 1_000_000  # whole microseconds, so Lua and Python compute the same sums
-_PREFIX = "kinlens:2:rate"
 _SWEEP_ABOVE = 1_024
-_HIT = """
-local clock = redis.call('TIME')
-local now = clock[1] * 1000000 + clock[2]
-local units, must_fit = tonumber(ARGV[2 * #KEYS + 1]), tonumber(ARGV[2 * #KEYS + 2])
-local results = {}
-for i, key in ipairs(KEYS) do
-  local interval, amount = tonumber(ARGV[2 * i - 1]), tonumber(ARGV[2 * i])
-  local owed = math.max(0, tonumber(redis.call('GET', key) or '0') - now)
-  local fits = owed + must_fit * interval <= amount * interval
-  if fits then
-    owed = owed + units * interval
-    redis.call('SET', key, string.format('%.0f', now + owed), 'PX', math.ceil(owed / 1000))
-  end
-  results[i] = {fits and 1 or 0, owed}
-end
-return results
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +165,7 @@ class RateVerdict:
     amount: int | None = None
     remaining: int = 0
     retry_after_s: int = 1
+    period_s: int = 1
 
 
 def parse_rates(text: str) -> tuple[Rate, ...]:
@@ -250,7 +242,8 @@ class SharedCounts:
 
     def __init__(self, url: str, *, timeout_s: float, retry_s: float, connections: int) -> None:
         self._client = Redis.from_pool(bounded_pool(url, timeout_s, connections))
-        self._script: Any = self._client.register_script(_HIT)
+        self._script: Any = self._client.register_script(RATE_SCRIPT)
+        self._address = address_of(url)
         self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._closed_until = -math.inf
@@ -264,7 +257,7 @@ class SharedCounts:
         given_s = budget.remaining_s
         if time.monotonic() < self._closed_until or not given_s:
             return None
-        names = [f"{_PREFIX}:{kind}:{caller}:{rate.amount}/{rate.period_s}" for rate in rates]
+        names = [f"{RATE_PREFIX}:{kind}:{caller}:{rate.amount}/{rate.period_s}" for rate in rates]
         numbers = [number for rate in rates for number in (rate.interval_us, rate.amount)]
         try:
             async with budget.wait():
@@ -289,8 +282,13 @@ class SharedCounts:
             self._failures.add()
         times = self._failures.due()
         if times:
-            name = type(error).__name__
-            structlog.get_logger().warning("redis counts no rates", error=name, times=times)
+            structlog.get_logger().warning(
+                "redis counts no rates",
+                address=self._address,
+                error=type(error).__name__,
+                detail=reason_of(error),
+                times=times,
+            )
         self._closed_until = time.monotonic() + self._retry_s
 
 
@@ -368,9 +366,10 @@ class Account:
             self._kind, self._caller, charge, self._rates
         )
         if not verdict.allowed:
+            rate = f"{verdict.amount:,} per {_PERIOD_NAMES[verdict.period_s]}"
             raise RateLimitedError(
-                f"This {self._kind} has sent more requests than its limit of {verdict.amount:,} "
-                f"allows.{units_text} Try again in {verdict.retry_after_s} s.",
+                f"This {self._kind} has sent more requests than its limit of {rate} allows."
+                f"{units_text} Try again in {verdict.retry_after_s} s.",
                 verdict.retry_after_s,
             )
         self.units += charge.units
@@ -389,4 +388,5 @@ def _verdict(rate: Rate, fits: bool, owed_us: int) -> RateVerdict:
     remaining = max(0, rate.amount - -(-owed_us // rate.interval_us))
     most_us = (rate.amount - 1) * rate.interval_us
     wait_us = max(owed_us % rate.interval_us or rate.interval_us, owed_us - most_us)
-    return RateVerdict(fits, rate.amount, remaining, max(1, math.ceil(wait_us / _US)))
+    retry_s = max(1, math.ceil(wait_us / _US))
+    return RateVerdict(fits, rate.amount, remaining, retry_s, rate.period_s)

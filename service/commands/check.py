@@ -31,6 +31,7 @@ from kinlens.service.encoding.decoders import create_decoder
 from kinlens.service.encoding.sandbox import absences, holding
 from kinlens.service.galleries.locations import Bundles, Gallery, Locations, open_gallery
 from kinlens.service.http.server import listen
+from kinlens.service.redis import address_of, probe, reason_of, refusal_text
 from kinlens.service.runtime import missing_image_roots
 from kinlens.service.settings import ANY_HOST, Settings
 
@@ -201,6 +202,7 @@ def _redis(settings: Settings) -> Finding:
     if settings.redis_url is None:
         return Finding("redis", "ok", "not used")
     timeout_s = max(1.0, settings.redis_timeout_ms / 1e3)
+    address = address_of(settings.redis_url.get_secret_value())
     try:
         with Redis.from_url(
             settings.redis_url.get_secret_value(),
@@ -209,11 +211,13 @@ def _redis(settings: Settings) -> Finding:
             retry=Retry(NoBackoff(), 0),
             protocol=2,
         ) as client:
-            client.ping()
+            faults = probe(client)
     except Exception as error:
         # The message may contain the URL with its password.
         text = f"Redis does not answer ({type(error).__name__}); the service works without it. "
-        return Finding("redis", "warning", f"{text}Start it, or correct KINLENS_REDIS_URL.")
+        return Finding("redis", "warning", f"{address}: {text}{reason_of(error)}")
+    if faults:
+        return Finding("redis", "warning", f"{address}: {refusal_text(faults)}")
     return Finding("redis", "ok", "answers")
 
 

@@ -98,6 +98,11 @@ class Cache:
         return "off" if self._remote is None else self._remote.state
 
     @property
+    def remote_fault(self) -> str | None:
+        """The reason why the remote level is down."""
+        return None if self._remote is None else self._remote.fault
+
+    @property
     def pending_writes(self) -> int:
         """Number of queued writes to the remote level."""
         return 0 if self._remote is None else self._remote.pending_writes

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -15,12 +16,22 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from kinlens.service.observe.logs import Repeats
-from kinlens.service.redis import FAIR_SHARE, request_budget
+from kinlens.service.redis import (
+    FAIR_SHARE,
+    Part,
+    Refusal,
+    address_of,
+    probe,
+    reason_of,
+    refusal_text,
+    request_budget,
+)
 
 T = TypeVar("T")
 _FIRST_PROBE_S = 0.1
 _CLOSE_S = 1.0
 _MAX_PENDING_WRITES = 64
+_PROBE_EVERY_S = 10.0
 
 
 class RedisStore:
@@ -28,12 +39,14 @@ class RedisStore:
 
     All reads of one request together wait at most `timeout_s` (`WaitBudget`). The first call that
     fails opens the circuit breaker: later calls return at once, while a background thread probes
-    Redis every `retry_s`. The same thread writes values, so no request waits for a write.
+    Redis every `retry_s`. The same thread writes values, so no request waits for a write, and
+    probes whether Redis permits all commands of the service, at least every `_PROBE_EVERY_S`.
     """
 
     def __init__(
         self, url: str, *, timeout_s: float, retry_s: float, ttl_s: int, max_value_bytes: int
     ) -> None:
+        self._address = address_of(url)
         self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._ttl_s = ttl_s
@@ -52,12 +65,22 @@ class RedisStore:
         self._ended = threading.Event()
         self._outages = Repeats()
         self._is_logged = False
+        self._outage = ""
+        self._faults: dict[Part, Refusal] = {}
+        self._probe_at = 0.0
         self._thread = threading.Thread(target=self._serve, name="kinlens-redis", daemon=True)
 
     @property
     def state(self) -> str:
-        """`up` or `down`."""
-        return "down" if self._is_down else "up"
+        """`up`, or `down` if Redis does not answer, or refuses a command that the service uses."""
+        return "down" if self._is_down or self._faults else "up"
+
+    @property
+    def fault(self) -> str | None:
+        """The reason why it is down, with its address and what to do."""
+        if self._is_down:
+            return f"{self._address}: {self._outage}"
+        return f"{self._address}: {refusal_text(self._faults)}" if self._faults else None
 
     @property
     def pending_writes(self) -> int:
@@ -65,8 +88,8 @@ class RedisStore:
         return self._writes.unfinished_tasks
 
     def start(self) -> None:
-        """Ping Redis once, then serve in the background; without an answer it keeps probing."""
-        self._call(self._client.ping)
+        """Probe Redis once, then serve in the background; without an answer it keeps probing."""
+        self._probe()
         self._thread.start()
 
     def close(self) -> None:
@@ -113,9 +136,11 @@ class RedisStore:
         """
         try:
             return operation()
-        except ResponseError as error:
-            # Redis is up and refuses: another type under the key, or out of memory.
-            structlog.get_logger().debug("redis refused", error=type(error).__name__)
+        except ResponseError:
+            # Redis is up and refuses, such as without memory; the probe finds out what.
+            if not self._faults and self._probe_at:
+                self._probe_at = 0.0
+                self._wake()
         except RedisTimeoutError as error:
             if is_fair:
                 self._open_breaker(error)
@@ -129,6 +154,7 @@ class RedisStore:
             self._is_down = True
             self._outages.add()
             self._is_logged = False
+            self._outage = f"Redis does not answer ({type(error).__name__}). {reason_of(error)}"
             self._log_outage(error)
             self._wake()
 
@@ -138,7 +164,29 @@ class RedisStore:
         if times:
             self._is_logged = True
             name = type(error).__name__
-            structlog.get_logger().warning("redis is away", error=name, times=times)
+            structlog.get_logger().warning(
+                "redis is away",
+                address=self._address,
+                error=name,
+                detail=reason_of(error),
+                times=times,
+            )
+
+    def _probe(self) -> None:
+        faults = self._call(functools.partial(probe, self._client))
+        if faults is not None:
+            self._report(faults)
+
+    def _report(self, faults: dict[Part, Refusal]) -> None:
+        """Log what Redis refuses once, when that changes."""
+        self._probe_at = time.monotonic() + (self._retry_s if faults else _PROBE_EVERY_S)
+        if faults != self._faults:
+            log, address = structlog.get_logger(), self._address
+            if faults:
+                log.warning("redis refuses", address=address, detail=refusal_text(faults))
+            else:
+                log.info("redis works", address=address)
+            self._faults = faults
 
     def _wake(self) -> None:
         with contextlib.suppress(queue.Full):  # a full queue wakes the thread anyway
@@ -146,11 +194,14 @@ class RedisStore:
 
     def _serve(self) -> None:
         while not self._is_down or self._came_back():
-            item = self._writes.get()
-            if item is not None:
-                key, value = item
-                self._call(functools.partial(self._client.set, key, value, ex=self._ttl_s))
-            self._writes.task_done()
+            with contextlib.suppress(queue.Empty):
+                item = self._writes.get(timeout=max(0.0, self._probe_at - time.monotonic()) or 0.01)
+                if item is not None:
+                    key, value = item
+                    self._call(functools.partial(self._client.set, key, value, ex=self._ttl_s))
+                self._writes.task_done()
+            if time.monotonic() >= self._probe_at and not self._ended.is_set():
+                self._probe()
             if self._ended.is_set() and self._writes.empty():
                 return
 
@@ -159,13 +210,14 @@ class RedisStore:
         delay_s = min(_FIRST_PROBE_S, self._retry_s)
         while not self._ended.wait(delay_s):
             try:
-                self._client.ping()
+                faults = probe(self._client)
             except Exception as error:
                 self._log_outage(error)
                 delay_s = min(2 * delay_s, self._retry_s)
             else:
                 if self._is_logged:
-                    structlog.get_logger().info("redis is back")
+                    structlog.get_logger().info("redis is back", address=self._address)
+                self._report(faults)
                 self._is_down = False
                 return True
         return False

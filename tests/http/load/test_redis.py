@@ -2,17 +2,24 @@
 is paused, killed, slow or full every search is answered.
 """
 
+import contextlib
 import itertools
+import json
+import re
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+import structlog
+from typer.testing import CliRunner
 
 from kinlens.embedder.fake import FakeEmbedder
+from kinlens.service.__main__ import app
 from tests.support.market import post, text_of
 from tests.support.seams import KeyStore, Limits
 from tests.support.servers import render
@@ -20,6 +27,7 @@ from tests.support.waiting import repeating, until
 from tests.tiny import encoded
 
 pytestmark = pytest.mark.redis
+OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
 CALM_MS = 5_000  # for tests of everything but the timeout, on a busy machine
 
 
@@ -198,10 +206,100 @@ def test_a_full_redis_is_no_outage(start_service, redis_server, photos) -> None:
         with load(service, photos) as searched:
             searched(30)
         assert client.dbsize() == 0
-        assert is_up(service)
+        until(lambda: is_down(service))
+        assert "allkeys-lru" in service.client.get("/ready").json()["redis_fault"]
         client.config_set("maxmemory", 0)
+        until(lambda: is_up(service))
         service.search(new_photo())
         until(lambda: client.dbsize() > 0)
+
+
+def user(*rules: str) -> Any:
+    """Makes a user with these permissions, and returns its part of the URL."""
+
+    def make(client: Any) -> str:
+        client.execute_command("ACL", "SETUSER", "kin", "on", ">hunter2", *rules)
+        return "kin:hunter2@"
+
+    return make
+
+
+def password(client: Any) -> str:
+    client.config_set("requirepass", "hunter2")
+    return ""
+
+
+def cannot_save(client: Any) -> str:
+    client.config_set("dir", "/proc")
+    client.config_set("save", "1 1")
+    client.set("kinlens:x", 1)
+    with contextlib.suppress(redis.ResponseError):
+        client.bgsave()
+    until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
+    return ""
+
+
+READ = ("~kinlens:*", "+ping", "+select", "+get", "+mget", "+time")
+REFUSALS = [
+    ("cluster", ("--cluster-enabled", "yes"), None, "", ["Redis Cluster"]),
+    ("replica", ("--replicaof", "127.0.0.1 1"), None, "", ["SET", "primary"]),
+    ("reader", (), user(*READ), "", ["cache (SET:", "+script|load", "rate limits (EVALSHA:"]),
+    ("no script", (), user(*READ, "+set"), "", ["EVALSHA", "works for cache"]),
+    ("other keys", (), user("~shop:*", "+@all"), "", ["~kinlens:*"]),
+    ("no time", (), user(*READ, "+set", "+evalsha", "+script", "-time"), "", ["works for cache"]),
+    ("no such database", (), None, "/99", ["number of the database"]),
+    ("password", (), password, "", ["KINLENS_REDIS_URL"]),
+    ("renamed", ("--rename-command", "EVALSHA", ""), None, "", ["EVALSHA", "works for cache"]),
+    ("no disk", ("--enable-protected-configs", "yes"), cannot_save, "", ["save to its disk"]),
+]
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case[0])
+def test_a_redis_that_refuses_commands_is_down_and_says_why(
+    case: Any, start_service, redis_server, tiny_settings, monkeypatch
+) -> None:
+    """It answers PING. The service does without it; every way to look names command and cure."""
+    _, options, prepare, database, texts = case
+    redis_server.kill()
+    redis_server.start(*options)
+    with connected(redis_server) as client:
+        login = prepare(client) if prepare else ""
+    address = f"redis://127.0.0.1:{redis_server.port}{database or '/0'}"
+    url = address.replace("//", f"//{login}")
+    with structlog.testing.capture_logs() as events:
+        service = start_service(redis_url=url, redis_timeout_ms=CALM_MS, redis_retry_ms=100)
+    assert is_down(service)
+    assert "kinlens_redis_up 0.0" in service.client.get("/metrics").text
+    fault = service.client.get("/ready").json()["redis_fault"]
+    [logged] = [one for one in events if one["event"] in ("redis refuses", "redis is away")]
+    for name, value in tiny_settings.items():
+        monkeypatch.setenv(f"KINLENS_{name.upper()}", str(value))
+    monkeypatch.setenv("KINLENS_REDIS_URL", url)
+    checked = CliRunner().invoke(app, ["check", "--json", "--port", "0"])
+    found = {one["subject"]: one for one in json.loads(checked.output)["findings"]}["redis"]
+    assert found["verdict"] == "warning"
+    assert logged["address"] == address
+    for text in (fault, found["text"], f"{address} {logged['detail']}"):
+        assert "hunter2" not in text
+        assert all(part in text for part in (address, *texts)), text
+    assert service.search(new_photo()).status_code == 200
+
+
+def test_the_documented_permissions_are_enough(start_service, redis_server) -> None:
+    rules = re.search(r"ACL SETUSER kinlens on >PASSWORD (.*)", OPERATIONS.read_text("utf-8"))
+    assert rules
+    with connected(redis_server) as client:
+        login = user(*rules[1].split())(client)
+    url = redis_server.url.replace("//", f"//{login}")
+    service = start_service(
+        redis_url=url, redis_timeout_ms=CALM_MS, rate_limit_per_address="3/minute"
+    )
+    assert is_up(service)
+    statuses = [service.search(new_photo()).status_code for _ in range(4)]
+    assert statuses == [200, 200, 200, 429]
+    until(lambda: service.runtime.cache.pending_writes == 0)
+    with connected(redis_server) as client:
+        assert len(client.keys("kinlens:*")) == 3 * 2 + 1
 
 
 def test_one_request_waits_for_a_slow_redis_once(start_service, redis_server) -> None:

@@ -580,14 +580,20 @@ class AsyncClient(_BaseClient):
         return await self._send(api.RemoveAnswer, "POST", *path, json={"filter": filter})
 
     async def remove_item(
-        self, gallery: str, item: int | str, version: str | None = None
+        self,
+        gallery: str,
+        item: int | str,
+        version: str | None = None,
+        *,
+        generation: str | None = None,
     ) -> api.RemoveAnswer:
         """Remove an item by its key, or by its id.
 
-        With an id, `version` is the generation of the gallery that the id belongs to.
+        With an id, `generation` is the one of the gallery that the id belongs to. `version` is its
+        former name.
         """
         path = ("galleries", gallery, *calls.item_path(item))
-        query = {} if isinstance(item, str) else {"version": version}
+        query = {} if isinstance(item, str) else {"generation": generation or version}
         return await self._send(api.RemoveAnswer, "DELETE", *path, query=query, once=True)
 
     async def golden(self, gallery: str) -> GoldenQueries:

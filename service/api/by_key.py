@@ -14,7 +14,7 @@ from kinlens.embedder.errors import ItemNotFoundError
 from kinlens.indexer.types import Item
 from kinlens.models import ExplainAnswer, ItemModel, PatchAnswer, RemoveAnswer, SearchAnswer
 from kinlens.service.access.audit import note
-from kinlens.service.api.galleries import FAILURES, Version
+from kinlens.service.api.galleries import FAILURES, Generation
 from kinlens.service.api.images import IMAGE_ANSWERS, ImageSize, image_of
 from kinlens.service.api.items import UNKNOWN_ITEM, WRITES, Changes, item_model
 from kinlens.service.api.requests import SearchFields
@@ -71,10 +71,10 @@ def build_router(runtime: Runtime) -> APIRouter:
         openapi_extra={"parameters": search_parameters(SearchFields, limits)},
         summary="Search with an item by key",
     )
-    async def similar(request: Request, name: str, key: Key, version: Version = None) -> Response:
+    async def similar(request: Request, name: str, key: Key, generation: Generation) -> Response:
         """The items that are visually most similar to this one, without it, best first."""
-        number, generation = await _number_of(runtime, name, key)
-        return await similar_to(runtime, request, name, number, version or generation)
+        number, current = await _number_of(runtime, name, key)
+        return await similar_to(runtime, request, name, number, generation or current)
 
     @router.post(
         f"{_PART}/explain",
@@ -98,11 +98,11 @@ def build_router(runtime: Runtime) -> APIRouter:
         summary="The image of an item by key",
     )
     async def image(
-        request: Request, name: str, key: Key, version: Version = None, size: ImageSize = None
+        request: Request, name: str, key: Key, generation: Generation, size: ImageSize = None
     ) -> Response:
         """The image in a format that browsers can show."""
-        number, generation = await _number_of(runtime, name, key)
-        return await image_of(runtime, request, name, number, version or generation, size)
+        number, current = await _number_of(runtime, name, key)
+        return await image_of(runtime, request, name, number, generation or current, size)
 
     @router.get(
         _ITEM, responses=problems(*FAILURES, UNKNOWN_ITEM), summary="Describe an item by key"

@@ -70,7 +70,22 @@ IMAGE_FAILURES = (
 )
 
 ItemId = Annotated[int, Path(ge=0, le=2**63 - 1)]
-Version = Annotated[str | None, Query(pattern=VERSION_PATTERN, description=VERSION_TEXT)]
+_ALIAS = "The same as `generation`, by its former name."
+
+
+async def _generation_of(
+    generation: Annotated[
+        str | None, Query(pattern=VERSION_PATTERN, description=VERSION_TEXT)
+    ] = None,
+    version: Annotated[
+        str | None, Query(pattern=VERSION_PATTERN, description=_ALIAS, deprecated=True)
+    ] = None,
+) -> str | None:
+    return generation or version
+
+
+Generation = Annotated[str | None, Depends(_generation_of)]
+"""Dependency of a route: the gallery generation that an item id is from."""
 
 
 async def _runtime_of(request: Request) -> Runtime:

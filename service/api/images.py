@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 from kinlens.embedder import errors
 from kinlens.indexer.images import is_shown, item_bytes, shown
 from kinlens.indexer.types import Item
-from kinlens.service.api.galleries import FAILURES, ItemId, Version
+from kinlens.service.api.galleries import FAILURES, Generation, ItemId
 from kinlens.service.galleries.registry import Served
 from kinlens.service.galleries.renditions import SIDES_PX
 from kinlens.service.http.openapi import problems
@@ -55,7 +55,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         request: Request,
         name: str,
         item_id: ItemId,
-        version: Version = None,
+        generation: Generation,
         size: ImageSize = None,
     ) -> Response:
         """The image in a format that browsers can show.
@@ -64,7 +64,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         be converted. 503: the file cannot be read, or decoding took too much time or memory; it is
         then not repeated for 30 seconds.
         """
-        return await image_of(runtime, request, name, item_id, version, size)
+        return await image_of(runtime, request, name, item_id, generation, size)
 
     return router
 

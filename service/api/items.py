@@ -38,9 +38,9 @@ from kinlens.service.api.galleries import (
     CHANGE_FAILURES,
     FAILURES,
     IMAGE_FAILURES,
+    Generation,
     ItemId,
     Service,
-    Version,
 )
 from kinlens.service.api.requests import (
     FORM,
@@ -401,10 +401,10 @@ async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswe
 
 @router.delete("/{item_id}", responses=problems(*WRITES, UNKNOWN_ITEM), summary="Remove an item")
 async def remove_item(
-    runtime: Service, request: Request, name: str, item_id: ItemId, version: Version = None
+    runtime: Service, request: Request, name: str, item_id: ItemId, generation: Generation
 ) -> RemoveAnswer:
-    """Remove one item by its id; send `version`, since ids change with the generation."""
-    removed = await runtime.items.remove_item(name, item_id, version)
+    """Remove one item by its id; send `generation`, since ids change with the generation."""
+    removed = await runtime.items.remove_item(name, item_id, generation)
     note(request.scope["state"], affected=removed.count)
     return RemoveAnswer(removed=removed.count, version=removed.version)
 

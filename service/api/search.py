@@ -14,7 +14,13 @@ from pydantic_core import to_json
 
 from kinlens.embedder import errors
 from kinlens.models import BatchAnswer, ExplainAnswer, QueryShares, SearchAnswer, Timings
-from kinlens.service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
+from kinlens.service.api.galleries import (
+    BODY_FAILURES,
+    FAILURES,
+    IMAGE_FAILURES,
+    Generation,
+    ItemId,
+)
 from kinlens.service.api.images import original
 from kinlens.service.api.requests import (
     FORM,
@@ -38,6 +44,7 @@ from kinlens.service.search.explanation import explain
 from kinlens.service.search.query import Answer, Query
 from kinlens.service.settings import Settings
 
+_OF_ID = ("generation", "version")
 _HEADERS = {"Cache-Control": "no-store"}
 SIMILAR = (*FAILURES, PROBLEM_TYPES[errors.ItemNotFoundError], PROBLEM_TYPES[errors.FilterError])
 _SEARCH = (*SIMILAR, *BODY_FAILURES, *IMAGE_FAILURES, PROBLEM_TYPES[errors.SearchError])
@@ -145,10 +152,10 @@ def build_router(runtime: Runtime) -> APIRouter:
         summary="Search with an item",
     )
     async def similar(
-        request: Request, name: str, item_id: ItemId, version: Version = None
+        request: Request, name: str, item_id: ItemId, generation: Generation
     ) -> Response:
         """The items that are visually most similar to this one, without it, best first."""
-        return await similar_to(runtime, request, name, item_id, version)
+        return await similar_to(runtime, request, name, item_id, generation)
 
     @router.post(
         "/galleries/{name}/items/{item_id}/explain",
@@ -175,7 +182,7 @@ async def similar_to(
     runtime: Runtime, request: Request, name: str, item_id: int, version: str | None
 ) -> Response:
     """The response of a search with an item; the options are in the query string."""
-    pairs = [pair for pair in request.query_params.multi_items() if pair[0] != "version"]
+    pairs = [pair for pair in request.query_params.multi_items() if pair[0] not in _OF_ID]
     query = await read_fields(pairs, runtime)
     await charge(request, [query])
     query = replace(query, gallery=name, like=item_id, generation=version)

@@ -28,7 +28,7 @@ _HOUR_S = 3_600
 _VALID_HOURS = 24
 _MAC_BYTES = 16
 _IN_RESULTS = re.compile(
-    rb'(?<="image":")/galleries/([^/"\\]+)/items/(\d+)/image\?version=([0-9a-f]+)(?=")'
+    rb'(?<="image":")/galleries/([^/"\\]+)/items/(\d+)/image\?(?:generation|version)=([0-9a-f]+)(?=")'
 )
 _SIGNER: ContextVar[Key | None] = ContextVar("kinlens_signer", default=None)
 
@@ -46,7 +46,7 @@ def signing(key: Key) -> Iterator[None]:
 def plain_link(gallery: str, item_id: int, generation: str) -> str:
     """The link to the image of an item, as answers are cached: without prefix and signature."""
     generation = generation[:VERSION_DIGITS]
-    return f"/galleries/{quote(gallery, safe='')}/items/{item_id}/image?version={generation}"
+    return f"/galleries/{quote(gallery, safe='')}/items/{item_id}/image?generation={generation}"
 
 
 def image_link(gallery: str, item_id: int, generation: str) -> str:

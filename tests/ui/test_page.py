@@ -144,7 +144,7 @@ def test_a_visitor_reads_no_sentence_for_operators(
 
     # A lost file, as of a gallery that was rebuilt, is a quiet placeholder.
     [hit, *_] = answer["hits"]
-    hit["image"] = f"/galleries/shop/items/{hit['id']}/image?version=000000000000"
+    hit["image"] = f"/galleries/shop/items/{hit['id']}/image?generation=000000000000"
     page.route("**/search", lambda route: route.fulfill(json=answer | {"hits": [hit]}))
     send_image(page, shop.images[1], "other.png")
     expect(page.get_by_test_id("query-name")).to_have_text("other.png")

@@ -48,7 +48,7 @@ function worstRow(one, known, generation) {
   row.dataset.testid = "golden-worst";
   if (known.has(query.sha256)) row.append(thumb(`${path}/golden/${query.sha256}/image`, `Query ${query.name}`));
   if (one.best_id !== null && generation === chosen()?.generation) {
-    row.append(thumb(`${path}/items/${one.best_id}/image?version=${generation}`, `Found ${one.best_key}`));
+    row.append(thumb(`${path}/items/${one.best_id}/image?generation=${generation}`, `Found ${one.best_key}`));
   }
   const found = one.best_key === null ? "nothing" : `${one.best_key} (${one.best_score.toFixed(3)})`;
   const rank = one.rank === null ? "" : `; first right answer at rank ${one.rank}`;

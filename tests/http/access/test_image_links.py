@@ -72,7 +72,7 @@ def test_a_link_shows_one_item_and_counts_for_the_address(shop: Shop, keys: KeyS
         changed(link, signature=""),
         changed(link, expires="99999999999"),
         changed(link, expires="٣"),
-        changed(link, version="0" * 12),
+        changed(link, generation="0" * 12),
         changed(link, signed_by="00000000"),
         changed(link, signed_by=parse_qs(urlsplit(whole["0.png"]).query)["signed_by"][0]),
         f"{found['1.png'].split('?')[0]}?{link.split('?')[1]}",

@@ -27,7 +27,7 @@ def test_an_answer_has_every_field_of_the_contract(running_service, photos) -> N
     }  # fmt: skip
     (listed,) = running_service.client.get("/galleries").json()["galleries"]
     assert answer["gallery_version"] == listed["version"]
-    link = f"/galleries/shop/items/0/image?version={listed['generation']}"
+    link = f"/galleries/shop/items/0/image?generation={listed['generation']}"
     assert answer["hits"][0]["image"] == link
     assert answer["hits"][0]["attributes"] == {"number": 0}
     assert set(answer["timings_ms"]) == {"decode", "embed", "search", "total"}

@@ -161,8 +161,8 @@ class Served:
         current = current or self.gallery.generation
         if version is not None and not self.is_remote and not current.startswith(version):
             raise ItemNotFoundError(
-                f"This link is from build {version[:VERSION_DIGITS]} of gallery {self.name}, which was "
-                f"rebuilt and is at build {current[:VERSION_DIGITS]} now. Search again."
+                f"This link is from build {version[:VERSION_DIGITS]} of gallery {self.name}, which "
+                f"was rebuilt and is at build {current[:VERSION_DIGITS]} now. Search again."
             )
 
     @contextlib.contextmanager

@@ -152,7 +152,7 @@ log.info("after", dropped=dropped_lines())
 
 @pytest.mark.parametrize("how", ["full disk", "no reader", "slow reader"])
 def test_logging_continues_after_lines_could_not_be_written(how: str, tmp_path: Path) -> None:
-    """The lines that are missing are counted, and the next line says how many."""
+    """The lines that are missing are counted, and the next line states how many."""
     log = tmp_path / "log"
     command = [sys.executable, "-c", RECOVERS, how, str(log)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)

@@ -49,7 +49,7 @@ class _Lines:
     """A thread that writes lines in batches; lines that cannot be written are dropped and counted.
 
     Waking the thread for each line would double the CPU time of logging. A full disk, or a pipe
-    without a reader, can work again later, so the thread goes on after each error.
+    without a reader, can work again later, so the thread continues after each error.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -16,7 +16,8 @@ from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.service.access.audit import AuditLog
 from kinlens.service.access.keys import KeyStore, open_keys
-from kinlens.service.concurrency import BoundedPool, in_thread, within
+from kinlens.service.concurrency import BoundedPool, within
+from kinlens.service.daemon_threads import in_thread
 from kinlens.service.encoding.cache import Cache, LruCache
 from kinlens.service.encoding.decoders import create_decoder
 from kinlens.service.encoding.model import Encoder, Models

@@ -18,7 +18,8 @@ from kinlens.embedder.errors import BundleError, SearchError
 from kinlens.embedder.preprocess import Box
 from kinlens.embedder.session import Embedder
 from kinlens.embedder.types import Embeddings, Images
-from kinlens.service.concurrency import SingleFlight, in_thread
+from kinlens.service.concurrency import SingleFlight
+from kinlens.service.daemon_threads import in_thread
 from kinlens.service.encoding.cache import (
     Cache,
     Lookup,

@@ -16,7 +16,8 @@ from typing import Literal, TypeVar, get_args
 
 from kinlens.embedder.errors import OverloadedError
 from kinlens.embedder.preprocess import ImageLimits
-from kinlens.service.concurrency import BoundedPool, in_thread
+from kinlens.service.concurrency import BoundedPool
+from kinlens.service.daemon_threads import in_thread
 from kinlens.service.encoding.decoders import Decoder, DecoderPool, NoProcessError
 from kinlens.service.encoding.sandbox import Layer
 from kinlens.service.encoding.workers import Workers

@@ -37,7 +37,8 @@ from kinlens.indexer.calibration import Calibrated
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore
 from kinlens.service.access.binding import Binding, of_caller
-from kinlens.service.concurrency import BoundedPool, KeyedThreads, in_thread, too_late, within
+from kinlens.service.concurrency import BoundedPool, KeyedThreads, too_late, within
+from kinlens.service.daemon_threads import in_thread
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.locations import (
     VERSION_DIGITS,

@@ -192,6 +192,7 @@ def _served(routes: Sequence[BaseRoute]) -> Iterator[ServedRoute]:
 ANONYMOUS = "anonymous"
 KEY_HEADER = "X-API-Key"
 
+_THIS_MACHINE = ("127.0.0.0/8", "::1")
 _FAILURES = "30/minute"
 # Limits the refusals of all callers in the audit log: at this rate it takes months until they push
 # out the changes. Keys of shop fronts are public, so anybody can cause refusals.
@@ -273,6 +274,10 @@ class Gate:
         self._anonymous = keys.allowed(settings.anonymous_scopes)
         self._prefix = settings.prefix
         self._addresses = Addresses(settings.trusted_proxies)
+        # A proxy on this machine may send a prefix unless others are named: it only changes the
+        # links of the same answer.
+        is_set = settings.trusted_proxies or settings.prefix
+        self._prefixing = self._addresses if is_set else Addresses(_THIS_MACHINE)
         self._drain_bytes = bounds_of(settings).largest
         self._origins = frozenset(settings.cors_origins)
         headers = dict(SECURITY_HEADERS)
@@ -515,7 +520,7 @@ class Gate:
         A path that is a route as it is was stripped by the proxy.
         """
         prefix = self._prefix
-        if self._addresses.trusts(scope):
+        if self._prefixing.trusts(scope):
             sent = forwarded_prefix(Headers(scope=scope).getlist("x-forwarded-prefix"))
             prefix = prefix if sent is None else sent
         set_prefix(prefix)

@@ -81,10 +81,15 @@ def test_answers_below_two_prefixes_are_not_mixed_up(start_service, photos) -> N
 
 
 def test_only_a_trusted_proxy_sets_the_prefix(start_service, photos) -> None:
-    service = start_service(prefix="/visual")
-    headers = {"X-Forwarded-Prefix": "/evil"}
-    answer = service.client.post("/search", files={"image": photos[0]}, headers=headers)
-    assert answer.json()["hits"][0]["image"].startswith("/visual/galleries/")
+    headers = {"X-Forwarded-Prefix": "/sent"}
+    for settings, expected in (
+        ({"prefix": "/visual"}, "/visual/galleries/"),
+        ({"trusted_proxies": ("10.0.0.1",)}, "/galleries/"),
+        ({}, "/sent/galleries/"),  # from this machine
+    ):
+        service = start_service(**settings)
+        answer = service.client.post("/search", files={"image": photos[0]}, headers=headers)
+        assert answer.json()["hits"][0]["image"].startswith(expected)
 
 
 @pytest.mark.parametrize(

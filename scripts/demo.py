@@ -93,18 +93,23 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
     begin(options, work)
     bundle, queries = rendered(work) if is_rendered else own_images(options, work)
     if is_rendered:
-        meaning, least = "new views of products that the model was never trained on", MIN_RECALL
+        meaning, least = "of new views of products that the model was never trained on", MIN_RECALL
     elif "class" in queries[0]:
-        meaning, least = "products that the model was never trained on, among all images", 0.01
+        meaning, least = "of products that the model was never trained on, among all images", 0.01
     else:
-        meaning, least = "each image finds itself", 0.95
+        meaning, least = "find themselves: indexing and search work", 0.95
     # The product of each rendered query is in the gallery.
     flags = ("--no-match-prior", "0") if is_rendered else ()
     with served(options, work, bundle, *flags) as client:
         found = asked(client, images, spread(queries, MAX_QUERIES), k=2)
         show_example(client, images, queries[len(queries) // 3])
         recall = share_within(found, 1)
-        show(f"recall@1: {100 * recall:.1f} % ({meaning})")
+        if "class" in queries[0]:
+            show(f"For {100 * recall:.1f} % {meaning}, the first answer is right.")
+        else:
+            show(
+                f"{sum(answer.rank == 1 for answer in found):,} of {len(found):,} photos {meaning}."
+            )
         (work / UNFINISHED).unlink(missing_ok=True)
         if recall < least:
             show(f"That is below {100 * least:.0f} %: something is broken.")

@@ -1,6 +1,7 @@
 """The shop demos on miniature trees in the layout of the official data sets."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -74,16 +75,42 @@ def test_a_demo_goes_from_the_official_folder_to_recall_beside_the_paper(
     assert all(path.is_file() for path in offered)
 
 
-def test_the_demo_runs_on_own_photos(tiny_bundle: Bundle, tmp_path: Path) -> None:
+def interrupted(folder: Path, number: int, *words: object) -> str:
+    """What the demo prints that gets this signal, with its commands, as indexing begins."""
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts/demo.py"), *map(str, words)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        lines: list[str] = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("$ kinlens-index build"):
+                os.killpg(process.pid, number)
+    return "".join(lines)
+
+
+def test_the_demo_runs_on_own_photos_and_continues_after_any_stop(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
     for number in range(12):
         path = tmp_path / "shop" / f"mug-{number // 3}" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded(photo(number), "JPEG", quality=95))
     path.with_name("damaged.jpg").write_bytes(b"no image")
     words = ("--check", "--images", tmp_path / "shop", "--bundle", tiny_bundle.path)
+    assert "The same command continues" in interrupted(tmp_path, signal.SIGINT, *words)
+    assert "The previous demo was stopped" in interrupted(tmp_path, signal.SIGKILL, *words)
     done = run(tmp_path, *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "recall@1:" in done.stdout
+    assert "The previous demo was stopped" in done.stdout
+    assert "12 of 12 photos find themselves" in done.stdout
+    assert not (tmp_path / ".kinlens/demo/unfinished.txt").exists()
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_trained(tmp_path: Path) -> None:

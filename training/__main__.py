@@ -1,7 +1,9 @@
 """kinlens-train: adapt, new, fit, evaluate, report, export, search, ..., data."""
 
 import errno
+import io
 import os
+import sys
 from typing import Annotated
 
 from kinlens.embedder.errors import JobError, KinlensError
@@ -64,6 +66,9 @@ def start(
 def main() -> None:
     """Run the command line; a Kinlens error is one line on stderr and exit code 1."""
     isolate()
+    for stream in (sys.stdout, sys.stderr):  # a log file shows each line at once
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     try:
         app()
     except (KinlensError, OSError) as error:

@@ -1,8 +1,12 @@
 """Rows of CSV files, as spreadsheets write them."""
 
 import csv
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
+
+PRODUCT = "product"
+"""The attribute that joins the images of one product."""
 
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
@@ -29,6 +33,32 @@ def csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
         raise ValueError(
             f"{file}:{reader.line_num} is not valid CSV: {error}. Check its quotes."
         ) from error
+
+
+def class_in(names: Container[str]) -> str:
+    """The attribute that a training learns: `class`, or `product` where there is no `class`."""
+    return PRODUCT if PRODUCT in names and "class" not in names else "class"
+
+
+def paths_in(cell: str, folder: Path) -> list[str]:
+    """The files or folders in a cell `path`: one, several as `a.jpg|b.jpg`, or a JSON list.
+
+    A file below `folder` may have such a name. Raises: ValueError for a wrong JSON list.
+    """
+    if not {"|", "["} & set(cell) or (folder / cell.replace("\0", "")).exists():
+        return [cell]
+    if not cell.startswith("["):
+        return [path for part in cell.split("|") if (path := part.strip())] or [cell]
+    try:
+        paths = json.loads(cell)
+        if not paths or not all(isinstance(path, str) for path in paths):
+            raise ValueError
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"the path {cell!r:.200} is not a list of files. Write a.jpg|b.jpg, or "
+            '["a.jpg", "b.jpg"].'
+        ) from error
+    return [*map(str, paths)]
 
 
 def check_separator(file: Path, header: Sequence[str]) -> None:

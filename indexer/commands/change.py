@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kinlens.embedder.errors import InvalidParameterError, SourceError
+from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.commands import stores
 from kinlens.indexer.commands.console import SHOWN, err, errors_shown, print_report
@@ -15,7 +16,7 @@ from kinlens.indexer.commands.options import JsonOption, NoCompactOption, StoreA
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import changes_by_key
-from kinlens.indexer.ingest.sources import PRODUCT, csv_changes
+from kinlens.indexer.ingest.sources import csv_changes
 from kinlens.indexer.ingest.tables import DATE, Typed, parse_value, split_kind
 from kinlens.indexer.types import MILVUS
 from kinlens.values import AttributeValue

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from kinlens.embedder.errors import ItemNotFoundError
 from kinlens.embedder.sources.names import composed
+from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.filters.tree import Filter, In
-from kinlens.indexer.ingest.sources import PRODUCT
 from kinlens.indexer.ingest.tables import parse_value
 from kinlens.indexer.types import Page
 from kinlens.values import AttributeValue, Scalar, values_in

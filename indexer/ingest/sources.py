@@ -1,6 +1,5 @@
 """Sources of images: a folder, a CSV file with typed columns, or a split list of a dataset."""
 
-import json
 import os
 import re
 from array import array
@@ -13,6 +12,7 @@ import numpy as np
 from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.errors import SourceError
 from kinlens.embedder.sources.names import composed, existing
+from kinlens.embedder.sources.tables import PRODUCT, paths_in
 from kinlens.embedder.sources.walk import Fault, Omitted, fault_lines, read_failed, walk_images
 from kinlens.indexer.attributes import Schema, is_printable
 from kinlens.indexer.catalog.entries import MAX_KEY, is_key, learn_types
@@ -21,9 +21,6 @@ from kinlens.indexer.ingest.tables import Row, read_rows, read_table
 from kinlens.values import AttributeValue
 
 _NO_KINDS: Schema = {}
-PRODUCT = "product"
-"""The attribute that joins the images of one product."""
-
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
@@ -273,21 +270,10 @@ class _ListRows:
 
     def _files(self, row: Row) -> list[str]:
         """The files or folders in the cell `path`. Raises: SourceError."""
-        path = row.cells["path"]
-        if path.startswith("[") and not self._place(path).exists():
-            try:
-                files = json.loads(path)
-                if not files or not all(isinstance(file, str) for file in files):
-                    raise ValueError
-            except (ValueError, TypeError) as error:
-                raise SourceError(
-                    f"{row.position}: the path {path!r:.200} is not a list of files. Write "
-                    'a.jpg|b.jpg, or ["a.jpg", "b.jpg"].'
-                ) from error
-            return [*map(str, files)]
-        if "|" in path and not self._place(path).exists():
-            return [file for part in path.split("|") if (file := part.strip())] or [path]
-        return [path]
+        try:
+            return paths_in(row.cells["path"], self.folder)
+        except ValueError as error:
+            raise SourceError(f"{row.position}: {error}") from error
 
     def _relative(self, path: str, position: str) -> str:
         """The path below the root. Raises: SourceError."""

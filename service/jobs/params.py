@@ -115,13 +115,14 @@ class ModelParams(Params):
         ),
     ] = "auto"
     class_attribute: Annotated[
-        str,
+        str | None,
         Field(
             min_length=1,
             max_length=200,
-            description="A hit is right if it has the query's value of this attribute.",
+            description="A hit is right if it has the query's value of this attribute; null: "
+            "class, or product in a gallery without class.",
         ),
-    ] = "class"
+    ] = None
     max_missing: Annotated[
         Part,
         Field(

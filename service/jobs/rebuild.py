@@ -18,6 +18,7 @@ from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import GalleryError, JobConflictError
 from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import OnnxEmbedder
+from kinlens.embedder.sources.tables import class_in
 from kinlens.golden import Interval
 from kinlens.indexer.checks.compare import Comparison, compare
 from kinlens.indexer.gallery import Gallery, copy_bytes, current_manifest
@@ -267,14 +268,15 @@ def replace_model(
         is_recorded = learnt is None or (bundle / SEEN).exists()
         seen = seen_by_bundle(bundle) if is_recorded or learnt is None else learnt()
         before = seen_by_bundle(context.plan.old_bundle)
-        questions = fair_questions(old, params.class_attribute, before, seen)
+        class_attribute = params.class_attribute or class_in(old.schema())
+        questions = fair_questions(old, class_attribute, before, seen)
         with contextlib.closing(Gallery.open(candidate, verify_hashes=False)) as new:
             _calibrate_as(old, new)
-            found = compare(old, new, params.class_attribute, asked=questions.keys)
+            found = compare(old, new, class_attribute, asked=questions.keys)
             verdict = judge(found, gate, questions)
             if verdict.passed is None and isinstance(params, RebuildParams):
                 # The bundle was chosen by a person, so it is judged by what there is.
-                found = compare(old, new, params.class_attribute)
+                found = compare(old, new, class_attribute)
                 note = (
                     "" if questions.keys is None else f"All items were compared. {verdict.reason}"
                 )

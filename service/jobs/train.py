@@ -17,6 +17,7 @@ from kinlens.embedder.bundle import MAP
 from kinlens.embedder.errors import GalleryError, ImageError, SourceError, StateError
 from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import FASTER
+from kinlens.embedder.sources.tables import class_in
 from kinlens.indexer.gallery import Gallery
 from kinlens.service.galleries.feedback import FeedbackStore
 from kinlens.service.jobs.fairness import class_name
@@ -198,7 +199,7 @@ def _feedback(context: Context, params: TrainParams, names: dict[str, str] | Non
     return [f"data.feedback={json.dumps(str(folder))}"]
 
 
-def _write_images(context: Context, class_attribute: str, root: Path) -> dict[str, str]:
+def _write_images(context: Context, chosen: str | None, root: Path) -> dict[str, str]:
     """Copy the image of each item of the gallery to `root`, with a list of their classes under the
     names that they have in the gallery; the copied paths by key.
 
@@ -212,6 +213,7 @@ def _write_images(context: Context, class_attribute: str, root: Path) -> dict[st
     skipped = 0
     read_image = context.read_image()
     with contextlib.closing(Gallery.open(context.plan.gallery, load_index=False)) as gallery:
+        class_attribute = chosen or class_in(gallery.schema())
         copied = context.progress("copy images", 0.0, _PREPARED, gallery.size)
         for item in gallery.items():
             copied(1)

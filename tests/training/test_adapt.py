@@ -251,6 +251,8 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     shop, out, run = tmp_path / "my shop", tmp_path / "bundle", tmp_path / "run"
     weights = Path(shutil.copy(weights, tmp_path))
     load_split(small_job(shop).data.model_copy(update={"products": 10}))
+    damaged = next(shop.glob("p000*")) / "damaged.jpg"
+    damaged.write_bytes(b"no image")
     command = ["adapt", "--data", str(shop), "--out", str(out), "--run", str(run), "--map"]
     command += ["--backbone", "timm:test_resnet", "--weights", str(weights)]
     for setting in (
@@ -264,6 +266,10 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
+        patch.setattr("kinlens.training.runner.choose", stopped)
+        assert CliRunner().invoke(app, command).exit_code == 130
+    assert not run.exists(), "nothing was trained"
+    with monkeypatch.context() as patch:
         patch.setattr("kinlens.training.runner.write_chosen", stopped)
         begun = CliRunner().invoke(app, [*command, "--verbose"])
     assert begun.exit_code != 0
@@ -276,7 +282,12 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     assert not re.search("fold|trunk|alpha|R@1|loss", done.output), "the words of a laboratory"
     assert f"Next: kinlens-index build '{shop}' --bundle {out} --out galleries/my-shop" in lines
     assert sum(" photos of 10 products" in line for line in lines) == 1
-    assert "2 folds of the train classes" in (run / "report.md").read_text(encoding="utf-8")
+    line = f"1 image(s) are missing or damaged, and skipped: {damaged.relative_to(shop)}: "
+    assert all(line in output for output in (begun.output, done.output))
+    assert (run / "skipped.txt").read_text().startswith(f"{damaged.relative_to(shop)}: The file is")
+    report = (run / "report.md").read_text(encoding="utf-8")
+    assert "2 folds of the train classes" in report
+    assert "- 1 unreadable images are skipped; `skipped.txt` lists all" in report
     bundle = Bundle.open(out)
     assert bundle.manifest.map is not None
     assert bundle.manifest.dim in (16, 96)

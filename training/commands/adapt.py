@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 from kinlens.embedder.bundle import MANIFEST
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.embedder.manifest import BundleManifest
+from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
 from kinlens.training.commands.jobs import (
     Overrides,
@@ -20,8 +22,8 @@ from kinlens.training.commands.jobs import (
     stoppable,
     summary,
 )
-from kinlens.training.config.job import expand_path, load_job, with_absolute_paths
-from kinlens.training.data.records import content_digest
+from kinlens.training.config.job import Job, expand_path, load_job, with_absolute_paths
+from kinlens.training.data.records import Split, content_digest, read_rows
 from kinlens.training.report.log import console_listener, note
 
 
@@ -61,8 +63,8 @@ def adapt(
     """
     from kinlens.training.checkpoint import load_chosen
     from kinlens.training.export.bundle import export_checkpoint, make_room
-    from kinlens.training.folder import finished_result, settings, stamp
-    from kinlens.training.runner import run_job, seen_in
+    from kinlens.training.folder import settings
+    from kinlens.training.runner import seen_in
 
     make_room(out)
     precisions = precisions_of(precision)
@@ -95,17 +97,7 @@ def adapt(
     contents += [content_digest(start).hex()] if start.is_file() else []
     digest = hashlib.sha256(repr((settings(job.as_dict()), contents)).encode()).hexdigest()
     folder = run or Path("runs") / f"adapt-{name}-{digest[:8]}"
-    try:
-        stamp(folder, "adapt.json", {"digest": digest})
-    except (JobError, CheckpointError) as error:
-        raise JobError(
-            f"{folder} belongs to other images or settings. Give another --run, or "
-            "delete that folder."
-        ) from error
-    if finished_result(job, folder) is None:
-        resume_it = "Run the same command again to resume."
-        with stoppable(resume_it), console_listener(verbose, brief=not verbose) as listener:
-            run_job(job, split, folder, listener)
+    _train(job, split, folder, digest, verbose)
     bundle = export_checkpoint(
         load_chosen(folder),
         split,
@@ -121,9 +113,36 @@ def adapt(
     note(f"Report: {folder / 'report.md'}")
     note(f"Bundle {bundle.bundle_id[:12]}: {out}")
     words = ["kinlens-index", "build", str(data if data.is_dir() else data.parent)]
-    words += ["--csv", str(root / table)] if table else []
+    # Another list names no items, while a folder names the product of each image.
+    if table and {"key", PRODUCT} & next(read_rows(root / table, cure=""))[1].keys():
+        words += ["--csv", str(root / table)]
     words += ["--bundle", str(out), "--out", f"galleries/{name}"]
     note(f"Next: {shlex.join(words)}")
+
+
+def _train(job: Job, split: Split, folder: Path, digest: str, verbose: bool) -> None:
+    """Train in the run folder of this `digest`, unless it is finished. Raises: KinlensError."""
+    from kinlens.training.folder import finished_result, stamp
+    from kinlens.training.runner import run_job
+
+    is_new = not folder.exists()
+    try:
+        stamp(folder, "adapt.json", {"digest": digest})
+    except (JobError, CheckpointError) as error:
+        raise JobError(
+            f"{folder} belongs to other images or settings. Give another --run, or "
+            "delete that folder."
+        ) from error
+    if finished_result(job, folder) is not None:
+        return
+    resume_it = "Run the same command again to resume."
+    try:
+        with stoppable(resume_it), console_listener(verbose, brief=not verbose) as listener:
+            run_job(job, split, folder, listener)
+    except BaseException:
+        if is_new and not any(folder.rglob("*.pt")):  # computed features are in the cache
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _outcome(manifest: BundleManifest) -> str:

@@ -39,7 +39,7 @@ _FINDINGS = {
     "counts": "difference from the official counts. Unpack again, or pass --allow-partial",
     "rows": "row(s) of the CSV cannot be used",
     "feedback-rows": "row(s) of the feedback cannot be read. Export it again",
-    "missing": "image(s) are listed but missing. Unpack the images again",
+    "missing": "image(s) are listed but missing. Copy or unpack them again, or remove their rows",
     "unreadable": "image(s) are empty, damaged, too large or not images. Copy again or remove them",
     "few-classes": f"class(es) have 2 images or more; a training needs {2 * FEWEST}: {FEWEST} to "
     f"train on and {FEWEST} others to test with. Add classes, or images to those that have one",
@@ -166,8 +166,9 @@ def examine(
     notes = _NOTES | (_NOTES_IF_OFFICIAL if official else set())
     notes |= _NOTES_IF_PARTIAL if allow_partial else set()
     stops = _STOPS
-    if not official and len(cases["unreadable"]) <= MAX_DAMAGED * len(records):
-        stops = _STOPS - {"unreadable"}  # a training skips them
+    damaged = len(cases["unreadable"]) + len(cases["missing"])
+    if not official and damaged <= MAX_DAMAGED * len(records):
+        stops = _STOPS - {"unreadable", "missing"}  # a training skips them
     findings = [
         Finding(
             "note" if code in notes else "problem",
@@ -197,7 +198,7 @@ def _listed(
         return OFFICIAL[kind].records(root)
     if kind == "folder":
         return read_folder(root, omitted=omitted)
-    records, cases["rows"] = scan_table(root, file)
+    records, cases["rows"] = scan_table(root, file, omitted=omitted)
     return records
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.errors import DatasetError
 from kinlens.embedder.sources.names import composed, existing
+from kinlens.embedder.sources.tables import PRODUCT, class_in, paths_in
 from kinlens.embedder.sources.walk import Omitted, fault_lines, read_failed, walk_images
 from kinlens.training.config.job import expand_path
 from kinlens.training.config.settings import CsvData, Data, FolderData, OfficialData, RenderedData
@@ -72,7 +74,7 @@ def _load(data: Data, on_image: Callable[[], None] | None, by_name: bool) -> Spl
         case FolderData():
             listed = read_folder(root, omitted=omitted)
         case CsvData():
-            listed = read_table(root, data.file)
+            listed = read_table(root, data.file, omitted=omitted)
         case RenderedData():
             write_catalogue(root, data, on_image)
             records = read_folder(root)
@@ -102,7 +104,7 @@ def remarks(data: Data, split: Split) -> list[str]:
     if split.damaged:
         more = f" and {len(split.damaged) - _SHOWN:,} more" if len(split.damaged) > _SHOWN else ""
         found.append(
-            f"{len(split.damaged):,} image(s) are damaged and skipped: "
+            f"{len(split.damaged):,} image(s) are missing or damaged, and skipped: "
             f"{' '.join(split.damaged[:_SHOWN])}{more}"
         )
     if isinstance(data, OfficialData) and data.allow_partial:
@@ -153,39 +155,72 @@ def read_folder(
     return records
 
 
-def read_table(root: Path, file: str, setting: str = "data.root and data.file") -> list[Record]:
+def read_table(
+    root: Path,
+    file: str,
+    setting: str = "data.root and data.file",
+    omitted: Omitted | None = None,
+) -> list[Record]:
     """The images of a CSV; `setting` is named in errors. Raises: DatasetError."""
-    records, faults = scan_table(root, file, setting)
+    records, faults = scan_table(root, file, setting, omitted)
     if faults:
         raise DatasetError(faults[0])
     return records
 
 
 def scan_table(
-    root: Path, file: str, setting: str = "data.root and data.file"
+    root: Path,
+    file: str,
+    setting: str = "data.root and data.file",
+    omitted: Omitted | None = None,
 ) -> tuple[list[Record], list[str]]:
-    """Usable rows of a CSV, and an error for each other row; the class is `label` or `class`.
+    """The images in usable rows of a CSV, which may be missing, and an error for each other row.
+
+    The class is `label`, else `class`, else `product`, which is by default the `key`, as in a list
+    for the indexer. There too, `path` may be a folder or several files.
 
     Raises: DatasetError if the file is missing, is not a text or lacks a column.
     """
     path = root / file
     records: dict[str, Record] = {}
     faults = []
-    for line, row in read_rows(path, "path", "label|class", cure=f"Check {setting}."):
-        column = "label" if "label" in row else "class"
-        image, label = existing(root, row["path"]), composed(row[column])
-        place = os.path.normpath(image)
-        if not image or not label:
-            fault = f"path and {column} must not be empty"
-        elif place in records:
-            fault = f"{image} is listed a second time"
-        elif not os.path.isfile(root / image):  # noqa: PTH113 - also False for a long URL
-            fault = f"the image {root / image} is missing"
-        else:
-            records[place] = Record(image, label, row.get("split", "").strip())
+    omitted = Omitted() if omitted is None else omitted
+    for line, row in read_rows(path, "path", "label|class|product|key", cure=f"Check {setting}."):
+        column = "label" if "label" in row else class_in(row)
+        label = row.get(column, "")
+        if column not in row or (column == PRODUCT and not label):
+            column, label = PRODUCT, row.get("key", "")
+        if not row["path"] or not label:
+            faults.append(f"{path}, line {line}: path and {column} must not be empty.")
             continue
-        faults.append(f"{path}, line {line}: {fault}.")
+        try:
+            images = _images_in(root, row["path"], omitted)
+        except (ValueError, OSError) as error:
+            reason = read_failed(error) if isinstance(error, OSError) else error
+            faults.append(f"{path}, line {line}: {reason}")
+            continue
+        for image in images:
+            place = os.path.normpath(image)
+            if place in records:
+                faults.append(f"{path}, line {line}: {image} is listed a second time.")
+            else:
+                part = row.get("split", "").strip()
+                records[place] = Record(image, composed(label), part)
     return list(records.values()), faults
+
+
+def _images_in(root: Path, cell: str, omitted: Omitted) -> list[str]:
+    """The images in a cell `path`: those of each folder, and each file, which may be missing."""
+    images = []
+    for listed in paths_in(cell, root):
+        path = existing(root, listed)
+        if path.lower().endswith(SUFFIXES) or not os.path.isdir(root / path):  # noqa: PTH112 - URLs
+            images.append(path)
+        elif found := [*walk_images(root / path, omitted, leave_root=True)]:
+            images += [os.path.normpath(f"{path}/{image.path}") for image in found]
+        else:
+            images.append(path)  # counts as an image that cannot be read
+    return images
 
 
 def without_small_classes(

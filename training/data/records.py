@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.errors import DatasetError
 from kinlens.embedder.seen import Seen
+from kinlens.embedder.sources.tables import check_separator, csv_rows
 from kinlens.embedder.sources.walk import Omitted
 
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -271,26 +272,32 @@ def labelled(root: Path, records: Iterable[Record | tuple[str, str]]) -> Labelle
 
 
 def read_rows(path: Path, *columns: str, cure: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Line number and row of a CSV; of a column "a|b" one is enough. Raises: DatasetError."""
+    """Line number and row of a CSV; of a column "a|b" one is enough. Raises: DatasetError.
+
+    A type of the indexer, as in `price:number`, is no part of a name.
+    """
     try:
-        with path.open(newline="", encoding="utf-8-sig") as stream:
-            reader = csv.DictReader(stream, skipinitialspace=True)
-            names = reader.fieldnames or ()
-            if not all(set(column.split("|")) & set(names) for column in columns):
+        rows = csv_rows(path)
+        _, header = next(rows, (0, []))
+        check_separator(path, header)
+        names = [name.partition(":")[0].strip().lower() for name in header]
+        if not all(set(column.split("|")) & set(names) for column in columns):
+            raise DatasetError(
+                f"The first line of {path} must name the columns "
+                f"{', '.join(columns).replace('|', ' or ')}; it names "
+                f"{', '.join(names) or 'none'}."
+            )
+        for line, row in rows:
+            if len(row) > len(names):  # else "Mug, blue" and "Mug, red" were one class
                 raise DatasetError(
-                    f"The first line of {path} must name the columns "
-                    f"{', '.join(columns).replace('|', ' or ')}; it names "
-                    f"{', '.join(names) or 'none'}."
+                    f"{path}, line {line}: it has more fields than the first line. "
+                    'Put a value with a comma into quotes: "Mug, blue".'
                 )
-            for row in reader:
-                if any(row.get(None) or ()):  # else "Mug, blue" and "Mug, red" were one class
-                    raise DatasetError(
-                        f"{path}, line {reader.line_num}: it has more fields than the first line. "
-                        'Put a value with a comma into quotes: "Mug, blue".'
-                    )
-                yield reader.line_num, {name: row.get(name) or "" for name in names}
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DatasetError(f"{path} cannot be read as a CSV in UTF-8 ({error}). {cure}") from error
+            yield line, dict(zip_longest(names, row, fillvalue=""))
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror}. {cure}") from error
+    except ValueError as error:
+        raise DatasetError(str(error)) from error
 
 
 def write_table(path: Path, images: LabelledImages) -> None:

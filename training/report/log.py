@@ -72,6 +72,7 @@ def progress_bar(*more: ProgressColumn) -> Progress:
 
 
 _QUICK_S = 1.0
+_PAUSE_S = 10.0
 
 
 @contextmanager
@@ -100,6 +101,7 @@ class ConsoleListener:
         self._clock = clock
         self._epochs = 0
         self._began: tuple[int, float] | None = None
+        self._told_at: float | None = None
 
     def note(self, sentence: str) -> None:
         if not self._brief:
@@ -111,6 +113,14 @@ class ConsoleListener:
 
     def computed(self, done: int, total: int) -> None:
         self._progress.update(self._task, total=total, completed=done, description="look at images")
+        if console.is_terminal:
+            return
+        now = self._clock()
+        if self._told_at is None:
+            self._told_at = now
+        elif now - self._told_at >= _PAUSE_S:  # a log file does not show the bar
+            self._told_at = now
+            note(f"looked at {done:,} of {total:,} views of the images")
 
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
         """`epoch` counts from 0. The bar restarts its timing, as evaluation runs between epochs."""

@@ -89,7 +89,7 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
         ),
         *(f"- {sentence}" for sentence in sentences(split)),
         *(
-            [f"- {len(split.damaged):,} damaged images are skipped; `{SKIPPED}` lists all"]
+            [f"- {len(split.damaged):,} unreadable images are skipped; `{SKIPPED}` lists all"]
             if split.damaged
             else []
         ),

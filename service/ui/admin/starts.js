@@ -7,7 +7,6 @@ import { whileBusy, failureText } from "./work.js";
 import { element, optionsOf, ui } from "../shared/dom.js";
 import { grouped, plural } from "../shared/format.js";
 
-const CLASS = "class";
 const RECOMMENDED = "shop";
 const STARTS = {
   imagenet: "published weights, downloaded",
@@ -53,9 +52,8 @@ const swapField = () =>
 
 function classField(attributes) {
   const names = attributes.filter(({ kind }) => kind !== "number").map(({ name }) => name);
-  if (!names.includes(CLASS)) names.push(CLASS);
-  const control = select("class_attribute", names.map((name) => [name, name]));
-  control.value = CLASS;
+  const automatic = ["", "Class, or product if no item has a class"];
+  const control = select("class_attribute", [automatic, ...names.map((name) => [name, name])]);
   return field("Judge answers by", control, "An answer is right if it has the same value as the query item.");
 }
 
@@ -125,7 +123,7 @@ function rebuildForm({ attributes, bundle_id: own }, { bundles }) {
   const parts = [model, classField(attributes), lossField(1), swapField()];
   return form("rebuild", "Change the model", "Builds a second version of the gallery with another model and compares both.", "Start rebuild", parts, (data) => ({
     bundle_id: data.get("bundle_id"),
-    class_attribute: data.get("class_attribute"),
+    class_attribute: data.get("class_attribute") || null,
     max_recall_loss: Number(data.get("max_recall_loss")) / 100,
     swap: data.get("swap"),
   }));
@@ -137,7 +135,7 @@ function trainParams(data, overrides) {
   return {
     job: data.get("job"),
     data: data.get("data") || null,
-    class_attribute: data.get("class_attribute"),
+    class_attribute: data.get("class_attribute") || null,
     overrides: {
       ...overrides,
       ...(epochs && { "optimizer.epochs": Number(epochs) }),

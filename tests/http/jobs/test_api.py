@@ -18,7 +18,7 @@ import pytest
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.ingest.build import BuildSettings, build_gallery
-from kinlens.indexer.ingest.sources import folder_source
+from kinlens.indexer.ingest.sources import csv_source
 from kinlens.models import JobModel
 from kinlens.service.app import create_app
 from kinlens.service.jobs import params
@@ -232,10 +232,14 @@ SMALL = {
 
 
 def adapted_gallery(shop: JobShop, folder: Path) -> tuple[Bundle, set[str]]:
-    """A gallery `trained` of a model adapted on the command line, and the classes that it knows."""
+    """A gallery `trained` of a list of products, whose model was adapted on the command line to the
+    same list, and the products that the model knows.
+    """
     photos, run, out = folder / "photos", folder / "run", folder / "bundle"
-    for path in shop.photos.iterdir():
-        shutil.copytree(path, photos / "Shop" / path.name.replace("-", " "))
+    listed = photos / "products.csv"
+    shutil.copytree(shop.photos, photos)
+    rows = [f"Shop/{path.name.replace('-', ' ')},{path.name}" for path in shop.photos.iterdir()]
+    listed.write_text("\n".join(["product,path", *rows]), encoding="utf-8")
     settings = {
         **SMALL,
         "input.test_px": 32,
@@ -243,19 +247,19 @@ def adapted_gallery(shop: JobShop, folder: Path) -> tuple[Bundle, set[str]]:
         "protocol.choose_by": "last",
     }
     words = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
-    words += ["--data", str(photos), "--out", str(out), "--run", str(run), "--weights", "none"]
+    words += ["--data", str(listed), "--out", str(out), "--run", str(run), "--weights", "none"]
     command = Path(sys.executable).with_name("kinlens-train")
     subprocess.run([command, "adapt", *words], check=True, stdout=subprocess.DEVNULL)
     store_bundle(out, shop.state / "bundles")
     path, settings = shop.state / "galleries" / "trained", BuildSettings(name="trained")
-    build_gallery(folder_source(photos), OnnxEmbedder.open(out), path, settings)
+    build_gallery(csv_source(listed), OnnxEmbedder.open(out), path, settings)
     with (run / "train.csv").open(encoding="utf-8") as stream:
         return Bundle.open(out), {row["class"] for row in csv.DictReader(stream)}
 
 
 @pytest.mark.timeout(900)
 def test_a_real_training_swaps_in_a_model_under_load(shop, tmp_path) -> None:
-    """In the order of the tutorial: adapt, serve, feedback, train."""
+    """In the order of the tutorial: adapt, serve, feedback, train; without an attribute `class`."""
     pytest.importorskip("timm")
     old, known = adapted_gallery(shop, tmp_path)
     assert len(known) == 3

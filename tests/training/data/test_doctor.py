@@ -119,13 +119,14 @@ def test_a_csv_is_told_of_every_row_also_by_another_name(shop: Path) -> None:
     (shop / "spring.csv").write_text("path,label\n" + "\n".join(rows))
     write_csv(shop, test="pen")  # the usual list, which is not asked
     report = examine(shop, file="spring.csv")
-    assert (report.kind, report.parts) == ("csv", {"all": Count(2, 2)})
+    assert (report.kind, report.parts) == ("csv", {"all": Count(3, 2)})
+    assert found(report)["missing"][2] == ("mug/9.jpg",)
     severity, _, examples = found(report)["rows"]
     assert severity == "problem"
     lines = [example.split(", ")[1].split(":")[0] for example in examples]
-    assert lines == ["line 3", "line 4", "line 5"]
+    assert lines == ["line 3", "line 4"]
     shown = called("data", "doctor", shop, "--file", "spring.csv", code=1)
-    assert "all: 2 images of 2 classes" in shown
+    assert "all: 3 images of 2 classes" in shown
     with pytest.raises(DatasetError, match="for the kind csv, not cub"):
         examine(shop, kind="cub", file="spring.csv")
 
@@ -158,7 +159,7 @@ def test_an_unknown_folder_is_told_what_would_be_known(tmp_path: Path) -> None:
     assert f"{place} looks like one" in found(examine(tmp_path / "a"))["layout"][2][0]
     (place / "Ebay_test.txt").unlink()
     assert "it lacks Ebay_test.txt" in found(examine(place))["layout"][2][0]
-    with pytest.raises(DatasetError, match="is not a folder"):
+    with pytest.raises(DatasetError, match="nowhere does not exist"):
         examine(tmp_path / "nowhere")
     with pytest.raises(DatasetError, match=r"--kind bird: no such layout. Give one of cub"):
         examine(tmp_path, kind="bird")

@@ -118,7 +118,7 @@ def test_no_class_that_is_held_out_is_touched(shop: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, r"reported/pairs.csv cannot be read .* `kinlens-serve feedback export` wrote"),
+        (None, r"reported/pairs.csv cannot be read: .* `kinlens-serve feedback export` wrote"),
         ("query,item\n", r"must name the columns query, query_key, item, action; it names query,"),
         ("a.png,,bag/0.png,liked", r"line 2: the action 'liked' must be one of clicked, bought, w"),
         (",,bag/0.png,wrong", r"line 2: it needs an item, and a query or query_key"),

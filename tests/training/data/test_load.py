@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.errors import DatasetError
+from kinlens.embedder.preprocess import decode
 from kinlens.training.config.settings import CsvData, FolderData, RenderedData
 from kinlens.training.data.load import load_split, read_folder, read_table, remarks, split_by_class
 from kinlens.training.data.records import LabelledImages, Record
@@ -116,13 +117,44 @@ def test_damaged_images_are_skipped_and_listed_up_to_a_limit(shop: Path) -> None
     assert split.dropped_classes == ("bag",), "one image of it is left"
     assert sum(len(part) for part in split.parts.values()) == 22 - 2 - 1
     text = " ".join(remarks(job, split))
-    assert "2 image(s) are damaged and skipped: bag/2.png: " in text
+    assert "2 image(s) are missing or damaged, and skipped: bag/2.png: " in text
     assert "1 class(es) of one image are dropped" in text
     strict = job.model_copy(update={"max_damaged": 0.05})
     with pytest.raises(DatasetError, match=r"2 of the 22 images .*data.max_damaged = 0.05.*bag/2"):
         load_split(strict)
     (shop / "mug" / "1.png").write_bytes(encoded(photo(77)))
     assert len(load_split(job).damaged) == 1, "the content decides, not the name"
+    rows = [f"{record.path},{record.label}" for record in read_folder(shop)]
+    (shop / "images.csv").write_text("\n".join(["path,class", *rows, "pen/gone.png,pen"]))
+    listed = load_split(CsvData(kind="csv", root=str(shop), small_classes="drop"))
+    assert [line.split(": ")[0] for line in listed.damaged] == ["bag/2.png", "pen/gone.png"]
+    for path in shop.glob("[hm]*/*.png"):  # a part of the images is on a disk that is not there
+        path.unlink()
+    with pytest.raises(DatasetError, match=r"16 of the 23 images .* missing or damaged, above"):
+        load_split(CsvData(kind="csv", root=str(shop)))
+
+
+def test_a_readable_image_is_decoded_once(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shop / "cache"))
+    decoded: list[int] = []
+
+    def counted(data: bytes, **options: int) -> object:
+        decoded.append(len(data))
+        return decode(data, **options)
+
+    monkeypatch.setattr("kinlens.training.data.damage.decode", counted)
+    data = FolderData(kind="folder", root=str(shop), max_damaged=0.2)
+    whole = load_split(data).sha256()
+    assert len(decoded) == 12
+    assert load_split(data).sha256() == whole
+    assert len(decoded) == 12
+    path = shop / "mug" / "1.png"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert len(load_split(data).damaged) == 1
+    assert len(decoded) == 13
+    (shop / "cache").rename(shop / "old")
+    (shop / "cache").write_text("a file where the cache should be")
+    assert len(load_split(data).damaged) == 1, "the cache saves time and no more"
 
 
 @pytest.fixture
@@ -157,16 +189,49 @@ def test_a_csv_finds_files_and_classes_in_both_unicode_forms(shop: Path) -> None
     (shop / "images.csv").write_text(f"path,label\n{rows}", encoding="utf-8")
     records = read_table(shop, "images.csv")
     assert records == [Record(f"cafe\u0301/{view}.png", "caf\xe9") for view in "12"]
+    for encoding, message in (("utf-16", "is UTF-16.*CSV UTF-8"), ("cp1252", ":2 is not UTF-8")):
+        (shop / "images.csv").write_text("path,label\ncaf\xe9/1.png,caf\xe9\n", encoding=encoding)
+        with pytest.raises(DatasetError, match=message):
+            read_table(shop, "images.csv")
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ("path,product,price:number", "Mug 1"),
+        ("Path,Product:text,class", "mugs"),
+        ("path,product,label,class", "label"),
+        ("path,key,title", "Mug-Key"),
+    ],
+)
+def test_the_class_of_a_row_per_product_is_its_product(
+    shop: Path, columns: str, expected: str
+) -> None:
+    cells = {"product": "Mug 1", "class": "mugs", "label": "label", "key": "Mug-Key"}
+    cells |= {"price": "2.20", "title": "A mug, blue"}
+    (shop / "mug" / ".DS_Store").write_bytes(b"no image")
+    names = [name.partition(":")[0].lower() for name in columns.split(",")]
+    lines = [columns]
+    for path in ("mug", "hat/1.png | hat/2.png", '["pen/1.png", "pen/3.png"]', "cup/1.png"):
+        row = [path if name == "path" else cells[name] for name in names]
+        lines.append(",".join('"' + cell.replace('"', '""') + '"' for cell in row))
+    (shop / "images.csv").write_text("\n".join(lines))
+    records = read_table(shop, "images.csv")
+    paths = [f"mug/{n}.png" for n in "123"] + ["hat/1.png", "hat/2.png", "pen/1.png", "pen/3.png"]
+    assert records == [Record(path, expected) for path in [*paths, "cup/1.png"]]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("file,label\nx,y\n", "the columns path, label or class; it names file, label"),
+        ("file,label\nx,y\n", "the columns path, label or class or product.*names file, label"),
+        ("path;label\nx;y\n", "separated by semicolons.*Save it separated by commas"),
+        ("path\tlabel\nx\ty\n", "separated by tabs.*Save it separated by commas"),
         ("path,label\nmug/1.png,\n", "line 2: path and label must not be empty"),
         ("path,label\nmug/1.png,a\n./mug/1.png,b\n", "line 3: ./mug/1.png is listed a second time"),
         ("path, label\nmug/1.png, Mug, blue\n", 'line 2: .* into quotes: "Mug, blue"'),
-        ("path,label\nmug/1.png,a\nmug/9.png,a\n", r"line 3: the image .*mug/9.png is missing"),
+        ("path,product\n[1],a\n", r"line 2: the path '\[1\]' is not a list of files"),
+        ("path,label\nmug/1.png,a\nmug/9.png,a\n", r"mug/9.png: The file is missing"),
         (
             "path,label,split\nmug/1.png,a,train\nmug/2.png,a,test\n"
             "hat/1.png,b,train\nhat/2.png,b,test\n",

@@ -61,19 +61,18 @@ demo-grocery: $(VENV)/.training  ## Groceries as a shop: ROOT=/data/GroceryStore
 
 TEST_PROCESSES ?= 4
 
-test: $(VENV)/.dev  ## All tests, in TEST_PROCESSES=4 processes
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+test: $(VENV)/.dev  ## All tests but the long ones, in TEST_PROCESSES=4 processes
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10
 
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/http/test_schemathesis.py \
 	  tests/http/galleries/test_live_writes.py tests/promises/test_bar.py tests/units/test_decoding.py \
-	  tests/promises/test_quiet_machine.py \
-	  tests/training/test_models.py tests/training/test_trunks.py \
-	  tests/training/losses/test_laws.py --timeout 3600
+	  tests/promises/test_quiet_machine.py tests/training/losses/test_laws.py --timeout 3600
+	KINLENS_LONG_TESTS=1 $(BIN)/pytest -m long --timeout 3600
 	$(BIN)/python scripts/soak.py $(if $(HOURS),--hours $(HOURS))
 
 scale-check: $(VENV)/.dev  ## Replicas over a real Milvus, Redis and HAProxy: writes, kills and outages
-	$(BIN)/pytest -ra --durations 0 tests/http/galleries/test_milvus_served.py \
+	KINLENS_LONG_TESTS=1 $(BIN)/pytest -ra --durations 0 tests/http/galleries/test_milvus_served.py \
 	  tests/http/load/test_redis.py tests/http/load/test_rolling_restart.py tests/http/load/test_scale.py
 
 mutations: $(VENV)/.dev  ## Break the product on purpose: do the tests notice? NAMES="workers redis"

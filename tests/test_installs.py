@@ -117,6 +117,7 @@ def test_the_extra_cpu_indexes_and_serves(wheel: Path, tiny_bundle: Bundle, tmp_
     assert "pip install 'kinlens[cpu,training]'" in output
 
 
+@pytest.mark.long
 def test_the_extra_training_trains_and_names_extras(wheel: Path, tmp_path: Path) -> None:
     install = Install(tmp_path, wheel, "[training]")
     small = [

@@ -201,6 +201,7 @@ def test_a_dead_process_is_replaced_while_one_answers(tiny_settings, tmp_path) -
     assert "Traceback" not in started.errors()
 
 
+@pytest.mark.long
 def test_a_child_that_cannot_start_ends_the_service_with_its_reason(tiny_bundle, tmp_path) -> None:
     nowhere = tmp_path / "nowhere"
     done = subprocess.run(
@@ -218,6 +219,7 @@ def test_a_child_that_cannot_start_ends_the_service_with_its_reason(tiny_bundle,
     assert done.stdout == ""
 
 
+@pytest.mark.long
 def test_a_process_that_hangs_is_killed_and_replaced(tiny_settings, tmp_path) -> None:
     log = tmp_path / "log"
     with own_process(log, code=["-c", HUNG_SOON], workers=2, **tiny_settings) as started:

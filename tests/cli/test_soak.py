@@ -63,6 +63,7 @@ def test_a_leak_or_a_wrong_answer_makes_the_exit_code_1(soak) -> None:
     assert not passed(memory(0.0), "it did not find itself")
 
 
+@pytest.mark.long
 def test_ten_seconds_of_mixed_load_pass(tiny_bundle, tmp_path) -> None:
     write_photos(tmp_path / "pictures")
     command = [sys.executable, str(SCRIPTS / "soak.py"), "--hours", str(10 / HOUR_S)]

@@ -124,6 +124,7 @@ def below(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_a_killed_call_is_finished_on_a_cluster_and_its_gallery_is_that_of_a_build(
     shop, plain, tiny_bundle, request, tmp_path
 ) -> None:

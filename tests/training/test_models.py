@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 from urllib.error import URLError
 
@@ -15,10 +14,7 @@ from kinlens.training.models.backbones import BACKBONES, build_trunk, fold_batch
 from kinlens.training.models.embedding import EmbeddingNet, Pool
 from tests.training.jobs import images
 
-LONG = pytest.mark.skipif(
-    not os.environ.get("KINLENS_LONG_TESTS"), reason="a large backbone; make soak runs it"
-)
-LARGE = [pytest.param(name, marks=LONG) for name in ("resnet50", "googlenet")]
+LARGE = [pytest.param(name, marks=pytest.mark.long) for name in ("resnet50", "googlenet")]
 
 
 def test_what_no_backbone_has_is_refused() -> None:

@@ -1,6 +1,5 @@
 """Trunks of timm, and docs/trunks.md: every trunk that it names exports and matches its row."""
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -29,9 +28,6 @@ timm = pytest.importorskip("timm", reason="the extra kinlens[timm] is not instal
 save_file = pytest.importorskip("safetensors.torch").save_file
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trunks.md").read_text(encoding="utf-8")
-LONG = pytest.mark.skipif(
-    not os.environ.get("KINLENS_LONG_TESTS"), reason="tracing takes a minute; make soak runs it"
-)
 
 
 class Row(NamedTuple):
@@ -68,7 +64,7 @@ def test_a_row_has_the_width_and_licence_that_the_package_states(row: Row) -> No
     assert row.licence.lower() == settings.license.lower()
 
 
-@LONG
+@pytest.mark.long
 @pytest.mark.parametrize("name", dict.fromkeys((*BACKBONES, *(row.name for row in ROWS))))
 def test_every_trunk_exports_to_what_torch_computes(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -48,6 +48,7 @@ def searches_of(url: str) -> float:
     return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
+@pytest.mark.long
 def test_a_rolling_restart_loses_no_request(tiny_settings, tmp_path) -> None:
     installed = [name for name in OPTIONS if shutil.which(name)]
     sys.stdout.write(f"behind {installed}; install nginx, caddy and haproxy to test all\n")

@@ -26,9 +26,10 @@ RUBBISH = (
     *("$RECYCLE.BIN/S-1-5/$R1.jpg", "System Volume Information/1.png", "Thumbs.db"),
     *("__MACOSX/Hats/._0.png", "._0.png", ".Trashes/501/1.png", ".Trash-1000/files/1.png"),
     *("lost+found/1.jpg", ".recycle/user/1.jpg", "~snapshot/daily.0/1.jpg", ".git/1.png"),
+    *("@SynoEAStream/1.jpg", "@appstore/x/1.png", "FOUND.012/1.jpg", "Temporary Items/1.jpg"),
     *("shop Previews.lrdata/A/1.jpg", ".ipynb_checkpoints/0-checkpoint.png", ".cache/1.jpg"),
 )
-PRODUCTS = ("Women/Dress", "Women/Coat", "Men/Coat", "Hats", "Bags/Small/Red")
+PRODUCTS = ("Women/Dress", "Women/Coat", "Men/Coat", "Hats", "Bags/Recycled/Red")
 
 FILES = {"PNG": ".png", "AVIF": ".AVIF", "HEIF": ".heic"}
 
@@ -103,7 +104,6 @@ def test_what_programs_leave_next_to_photos_is_omitted_and_counted(shop: Path) -
     text = "\n".join(omitted.lines())
     for name in RUBBISH:
         top = name.split("/")[0]
-        assert top in text
         assert f"Hats/{top.upper()}" in text
     assert "Omitted 1 files of formats that are not read (Hats/0.nef)." in text
     [finding] = [one for one in examine(shop).findings if one.code == "omitted"]

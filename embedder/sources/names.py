@@ -3,6 +3,7 @@
 import os
 import unicodedata
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,18 +49,27 @@ def existing(root: Path, path: str) -> str:
 
     A name that was typed is composed, and the same name from a Mac is often decomposed.
     """
-    if path.isascii() or os.path.lexists(root / path):
-        return path
+    for spelling in (path, *spellings(path)):
+        if path.isascii() or os.path.lexists(root / spelling):
+            return spelling
     spelled = ""
-    for part in path.split("/"):
+    for part in path.split("/"):  # in a mixture of forms
         place = root / spelled
-        wanted = composed(part)
         try:
-            names = [part] if os.path.lexists(place / part) else sorted(os.listdir(place))  # noqa: PTH208
+            same = _spelled(place, place.stat().st_mtime_ns).get(composed(part))
         except OSError:
             return path
-        same = next((name for name in names if composed(name) == wanted), None)
         if same is None:
             return path
         spelled = f"{spelled}/{same}" if spelled else same
     return spelled
+
+
+@lru_cache(64)
+def _spelled(folder: Path, _mtime_ns: int) -> dict[str, str]:
+    """The names in a folder by their composed form. Kept, since lists name each file of a folder.
+
+    Raises: OSError.
+    """
+    with os.scandir(folder) as entries:
+        return {composed(name): name for name in sorted(entry.name for entry in entries)}

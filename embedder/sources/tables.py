@@ -25,7 +25,9 @@ def csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
         with file.open(encoding="utf-8-sig", newline="") as text:
             reader = csv.reader(text, skipinitialspace=True, strict=True)
             for row in reader:
-                if any(cell.strip() for cell in row):
+                if reader.line_num == 1 and row[:1] and row[0].lower().startswith("sep="):
+                    check_separator(file, row)  # a line for Excel alone
+                elif any(cell.strip() for cell in row):
                     yield reader.line_num, row
     except UnicodeDecodeError as error:
         raise ValueError(_not_utf8(file)) from error

@@ -20,14 +20,16 @@ _RULES = {
     **dict.fromkeys(("#recycle", "@sharebin"), f"deleted files of {_SYNOLOGY}"),
     "#snapshot": f"snapshots of {_SYNOLOGY}",
     "@tmp": f"temporary files of {_SYNOLOGY}",
+    **dict.fromkeys(("@appstore", "@docker"), f"programs of {_SYNOLOGY}"),
     **dict.fromkeys((".@__thumb", "@transcode", ".@upload_cache"), f"thumbnails of {_QNAP}"),
     "@recycle": f"deleted files of {_QNAP}",
     "@recently-snapshot": f"snapshots of {_QNAP}",
     ".qsync": f"a cache of {_QNAP}",
     **dict.fromkeys((".snapshot", "~snapshot", ".snapshots", ".zfs"), "snapshots of a file server"),
     **dict.fromkeys((".recycle", "network trash folder"), "deleted files of a file server"),
-    **dict.fromkeys(("$recycle.bin", "recycler", "recycled"), "deleted files of Windows"),
-    **dict.fromkeys(("system volume information", "found.000"), "system files of Windows"),
+    "temporary items": "temporary files of a file server",
+    "$recycle.bin": "deleted files of Windows",
+    **dict.fromkeys(("system volume information", "dfsrprivate"), "system files of Windows"),
     **dict.fromkeys(("thumbs.db", "ehthumbs.db"), "thumbnails of Windows"),
     "__macosx": "copies of macOS without pixels",
     ".appledouble": "copies of macOS without pixels",
@@ -45,7 +47,9 @@ _PATTERNS = (
     (re.compile(r"\._.*"), "._*", "copies of macOS without pixels"),
     (re.compile(r"\.trash-.*"), ".Trash-*", "deleted files of Linux"),
     (re.compile(r"~\$.*"), "~$*", "temporary files of Office"),
-    (re.compile(r".* previews\.lrdata|.*\.lrdata"), "*.lrdata", "previews of Lightroom"),
+    (re.compile(r"@syno.*"), "@Syno*", f"thumbnails of {_SYNOLOGY}"),
+    (re.compile(r"found\.\d{3}"), "FOUND.*", "system files of Windows"),
+    (re.compile(r".*\.lrdata"), "*.lrdata", "previews of Lightroom"),
 )
 _HIDDEN = "hidden files or folders"
 _LINKED = "links to folders that are read under another name"
@@ -230,6 +234,8 @@ def is_omitted(path: str) -> bool:
 def _reason(name: str) -> str | None:
     """Why a file or folder of this name is omitted, if it is."""
     lowered = name.lower()
+    if name == "RECYCLER":  # in other letters it may be a product
+        return f"{name}: {_RULES['$recycle.bin']}"
     if rule := _RULES.get(lowered):
         return f"{name}: {rule}"
     for pattern, shown, rule in _PATTERNS:

@@ -31,6 +31,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.preprocess import read_header
 from kinlens.embedder.session import Embedder
+from kinlens.embedder.sources.walk import is_omitted
 from kinlens.indexer.attributes import is_printable
 from kinlens.indexer.catalog.entries import merged
 from kinlens.indexer.folder.layout import FILES
@@ -94,8 +95,11 @@ class MaxRemoved(NamedTuple):
         return cls(value, is_part)
 
     def permits(self, removed: int, items: int) -> bool:
-        """Whether `removed` of `items` may be removed."""
-        return removed <= (self.value * items if self.is_part else self.value)
+        """Whether `removed` of `items` may be removed. A percentage permits one: in a small shop
+        each product is more than a tenth.
+        """
+        part = max(1, self.value * items) if self.value else 0
+        return removed <= (part if self.is_part else self.value)
 
     def __str__(self) -> str:
         return f"{100 * self.value:g} %" if self.is_part else f"{self.value:,} items"
@@ -170,7 +174,7 @@ def sync_source(
     start = time.perf_counter()
     check_root(store, source)
     check_attributes(source, store.schema())
-    with FileHashes.of(store) as hashes:
+    with FileHashes.of(store, source.root) as hashes:
         sync = _Sync(store, source, settings, hashes)
         sync.compare(on_compared)
         refuse_unreadable(source, sync.found, sync.failures)
@@ -195,21 +199,25 @@ class FileHashes:
     Also the ids of items whose renaming has begun. All of it can be lost: it only saves time.
     """
 
-    def __init__(self, file: Path | None, generation: str) -> None:
+    def __init__(self, file: Path | None, generation: str, root: Path) -> None:
         self._connection = _connect(file)
         self._file = file
         with self._writing() as connection:
-            old = connection.execute("SELECT name FROM generation").fetchone()
-            if old != (generation,):  # its ids are those of other items
-                connection.execute("DELETE FROM moved")
+            old = connection.execute("SELECT name, root FROM generation").fetchone()
+            if old != (generation, str(root)):
+                connection.execute("DELETE FROM moved")  # ids of other items
                 connection.execute("DELETE FROM generation")
-                connection.execute("INSERT INTO generation VALUES (?)", (generation,))
+                connection.execute("INSERT INTO generation VALUES (?, ?)", (generation, str(root)))
+            if old is not None and old[1] != str(root):
+                connection.execute("DELETE FROM files")
 
     @classmethod
-    def of(cls, store: VectorStore) -> Self:
-        """The hashes next to a gallery in a folder; on Milvus, they are lost at the end."""
+    def of(cls, store: VectorStore, root: Path) -> Self:
+        """The hashes of files below `root`, next to a gallery in a folder; on Milvus, they are lost
+        at the end.
+        """
         file = store.path / FILES if isinstance(store, Gallery) else None
-        return cls(file, store.generation)
+        return cls(file, store.generation, root)
 
     def __enter__(self) -> Self:
         return self
@@ -269,7 +277,7 @@ CREATE TABLE IF NOT EXISTS files (
     path TEXT PRIMARY KEY, size INTEGER, mtime_ns INTEGER, sha256 TEXT, format TEXT
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS moved (id INTEGER PRIMARY KEY);
-CREATE TABLE IF NOT EXISTS generation (name TEXT);
+CREATE TABLE IF NOT EXISTS generation (name TEXT, root TEXT);
 """
 
 
@@ -337,7 +345,7 @@ class _Sync:
         ids = {*self.gone.tolist()}
         wanted = {sha256 for _, sha256 in new}
         for item in self.store.items() if ids else ():
-            if item.id in ids and faults and _is_below(item.path, faults):
+            if item.id in ids and (_is_below(item.path, faults) or self._is_hidden(item.path)):
                 ids.remove(item.id)  # such as a link to a share that is away
             elif item.id in begun and item.id in ids and item.sha256 not in wanted:
                 moved.append(item.id)  # an interrupted sync has already added its new key
@@ -354,6 +362,10 @@ class _Sync:
                 self._count("removed", key)
         self.moved = moved
         self.gone = np.array(sorted(ids), np.int64)
+
+    def _is_hidden(self, path: str) -> bool:
+        """Whether a walk omits an image that is there: earlier versions did not."""
+        return is_omitted(path) and os.path.lexists(self.source.root / path)
 
     def refusal(self) -> str:
         """Why the changes are refused; empty if they are permitted."""

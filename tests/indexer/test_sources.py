@@ -74,6 +74,7 @@ def test_further_columns_of_a_csv_are_attributes_of_a_type(tmp_path) -> None:
     [
         ("key,path\na,1.png\nb,2.png\na,3.png\n", "'a' is on line 2 and on line 4"),
         ("key;path\na;b\n", r"separated by semicolons.*'key;path'.*commas"),
+        ("sep=;\nkey;path\na;b\n", r"separated by semicolons"),
         ("key\tpath\na\tb\n", r"separated by tabs.*commas"),
         ("key,path\na,1.png\n".encode("utf-16"), r"list\.csv is UTF-16.*Save it as CSV UTF-8"),
         ("key,path\na,https://a.shop/1.png\n", r"list\.csv:2.*is a URL.*Download"),

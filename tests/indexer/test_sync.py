@@ -198,3 +198,17 @@ def test_a_build_over_a_gallery_embeds_only_new_images(run, built, shop, out, tm
     assert found.exit_code == 3
     assert "2 items (1 embedded, 1 reused, 0 copies)" in found.stdout
     assert "Skipped 1 of 3 images" in found.stdout
+
+
+def test_a_small_shop_may_lose_one_item_and_no_image_that_is_still_there(run, built, shop) -> None:
+    sync = ("sync", built, shop, "--bundle", "b", "--json", "--max-removed", "1%")
+    with closing(Gallery.open(built)) as store:  # as of a version that read such folders
+        entry = Entry("lost+found/0.png", units(1, dim=32)[0], path="lost+found/0.png")
+        store.add([entry])
+    write(shop / "lost+found" / "0.png", photo(90))
+    (shop / "p1" / "0.png").unlink()
+    assert counts(run(*sync)) == (0, 0, 0, 0, 1, 19, 0, 0)
+    assert "lost+found/0.png" in contents(built)
+    (shop / "p1" / "1.png").unlink()
+    (shop / "p1" / "2.png").unlink()
+    assert counts(run(*sync), 1)[4] == 2

@@ -234,8 +234,8 @@ class Settings(BaseSettings):
     """
     prefix: Annotated[str, AfterValidator(check_prefix)] = ""
     """Path below which a proxy serves the service, such as `/visual`. It is part of the links in
-    answers. A trusted proxy may send it as `X-Forwarded-Prefix` instead; a proxy on this machine
-    may do so if neither this variable nor `KINLENS_TRUSTED_PROXIES` is set.
+    answers. A trusted proxy that strips it may send it as `X-Forwarded-Prefix` instead; one on this
+    machine may do so if neither this variable nor `KINLENS_TRUSTED_PROXIES` is set.
     """
     cors_origins: Annotated[Words, _each(_check_origin)] = ()
     """Web origins that may call from a browser, separated by commas."""

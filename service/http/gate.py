@@ -515,15 +515,15 @@ class Gate:
         return await from_http(Request(scope), HTTPException(404, detail))
 
     def _remove_prefix(self, scope: Scope) -> None:
-        """Set the path prefix of the request, and remove it if the proxy has not.
+        """Set the prefix of links, and remove that of the settings from the path of the request.
 
-        A path that is a route as it is was stripped by the proxy.
+        A path that is a route as it is was stripped by the proxy. A prefix in a header is never
+        removed: a client could send it to get past a proxy that blocks paths.
         """
-        prefix = self._prefix
+        prefix, sent = self._prefix, None
         if self._prefixing.trusts(scope):
             sent = forwarded_prefix(Headers(scope=scope).getlist("x-forwarded-prefix"))
-            prefix = prefix if sent is None else sent
-        set_prefix(prefix)
+        set_prefix(prefix if sent is None else sent)
         path = scope["path"]
         if not prefix or not f"{path}/".startswith(f"{prefix}/") or self._routes(scope).at(path):
             return

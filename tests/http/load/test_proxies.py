@@ -63,6 +63,8 @@ def test_operator_routes_are_closed_to_customers(setup) -> None:
             assert "kinlens_" not in answer.text, path
         for path in PRIVATE:
             assert client.get(path).status_code == 403, path
+            answer = client.get(f"/x{path}", headers={"X-Forwarded-Prefix": "/x"})
+            assert answer.status_code == 404, path
     with setup.proxy.client(OPERATOR) as client:
         assert "kinlens_ready" in client.get("/metrics").text
         assert client.get("/admin").status_code == 200
@@ -83,8 +85,11 @@ def test_a_proxy_serves_below_a_path(name, photos, embedder, tmp_path, closes) -
         for link in re.findall(r'(?:href|src)="([^"#][^"]*)"', page.text):
             if name == "haproxy" or link != "admin":
                 assert client.get(urljoin("/visual/", link)).status_code == 200, link
-        answer = client.post("/visual/search", files={"image": photos[0]})
-        assert client.get(answer.json()["hits"][0]["image"]).status_code == 200
+        sent = {"X-Forwarded-Prefix": "/x"}  # by the customer
+        answer = client.post("/visual/search", files={"image": photos[0]}, headers=sent)
+        link = answer.json()["hits"][0]["image"]
+        assert link.startswith("/visual/galleries/")
+        assert client.get(link).status_code == 200
         for path in PRIVATE if name != "haproxy" else ():
             assert client.get(f"/visual{path}").status_code == 403, path
         assert client.get("/metrics").status_code in {200, 403, 404, 503}

@@ -8,7 +8,7 @@ saturate.
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -25,10 +25,13 @@ from kinlens.embedder.errors import (
     BundleError,
     BundleMismatchError,
     GoldenMismatchError,
+    ImageError,
     ProviderError,
 )
 from kinlens.embedder.manifest import FP32, Engine, Mode, OtherPrecision, Precision, Preprocessing
 from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
+from kinlens.embedder.sources.files import read_file
+from kinlens.embedder.sources.names import printable
 from kinlens.embedder.types import Embed, Embeddings, Images, Maps
 
 MIN_OWN_COSINE: dict[Precision, float] = {"fp32": 0.999, "fp16": 0.999, "bf16": 0.99, "int8": 0.99}
@@ -147,6 +150,19 @@ class Embedder(Protocol):
         """Encoded images with known vectors; never empty."""
 
 
+def read_pixels(path: Path | str, embedder: Embedder) -> tuple[bytes, NDArray[np.uint8]]:
+    """The bytes of an image file, and its pixels (3, S, S) for the model.
+
+    Raises: SourceError or ImageError naming the file.
+    """
+    data = read_file(path, embedder.limits.max_bytes)
+    try:
+        return data, embedder.preprocess(data)
+    except ImageError as error:
+        name = printable(str(path))
+        raise type(error)(f"The image {name} cannot be used: {error}") from error
+
+
 class OnnxEmbedder:
     """A bundle on an engine; `open` checks it against its golden vectors.
 
@@ -223,11 +239,18 @@ class OnnxEmbedder:
 
     def embed_images(self, contents: Iterable[bytes]) -> Embeddings:
         """Encoded images to float32 (N, D), unit norm. Raises: ImageError."""
-        return self.embed(np.stack([self.preprocess(data) for data in contents]))
+        return self._embed_all([self.preprocess(data) for data in contents])
 
-    def embed_files(self, paths: Iterable[Path | str]) -> Embeddings:
-        """Image files to float32 (N, D), unit norm. Raises: ImageError, OSError."""
-        return self.embed_images(Path(path).read_bytes() for path in paths)
+    def embed_files(self, paths: Iterable[Path | str] | Path | str) -> Embeddings:
+        """Image files, or one, to float32 (N, D), unit norm.
+
+        Raises: SourceError or ImageError naming the file that cannot be used.
+        """
+        several = [paths] if isinstance(paths, str | Path) else paths
+        return self._embed_all([read_pixels(path, self)[1] for path in several])
+
+    def _embed_all(self, images: Sequence[NDArray[np.uint8]]) -> Embeddings:
+        return self.embed(np.stack(images)) if images else np.empty((0, self.dim), np.float32)
 
     def embed_single(self, images: Images) -> Embeddings:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm, with `single_threads` threads."""

@@ -53,7 +53,8 @@ from kinlens.indexer.exchange.follow import Follower as Follower
 from kinlens.indexer.exchange.follow import checked_s as checked_s
 from kinlens.indexer.exchange.milvus import MilvusStore as MilvusStore
 from kinlens.indexer.exchange.publish import snapshot_at as snapshot_at
-from kinlens.indexer.filters.tree import Filter, check_attribute
+from kinlens.indexer.filters.text import Where, as_filter
+from kinlens.indexer.filters.tree import check_attribute
 from kinlens.indexer.folder.layout import UPLOADS, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import (
     PRECISIONS,
@@ -101,6 +102,7 @@ from kinlens.indexer.types import (
     VectorType,
     Written,
     milvus_address,
+    mismatch,
     no_item,
     unobserved,
 )
@@ -359,7 +361,7 @@ class Gallery(Searcher):
         self,
         offset: int,
         limit: int,
-        where: Filter | None = None,
+        where: Where | None = None,
         prefix: str = "",
         after: ItemId = -1,
         sort_by: SortBy | None = None,
@@ -387,7 +389,7 @@ class Gallery(Searcher):
         self,
         offset: int,
         limit: int,
-        where: Filter | None,
+        where: Where | None,
         prefix: str,
         after: ItemId,
         sort_by: SortBy,
@@ -409,7 +411,7 @@ class Gallery(Searcher):
             _, last = attributes.ids(among, limit=0)
             return Page(attributes.count(among), now.view.known(ids), last)
 
-    def attribute_facts(self, where: Filter | None = None) -> tuple[AttributeFacts, ...]:
+    def attribute_facts(self, where: Where | None = None) -> tuple[AttributeFacts, ...]:
         """The value counts of each attribute, cached until the gallery changes.
 
         With `where`, only items that match are counted; this is not cached. Raises: FilterError.
@@ -649,7 +651,7 @@ class Gallery(Searcher):
         self,
         entries: Iterable[Entry],
         owned: frozenset[str] | None = None,
-        within: Filter | None = None,
+        within: Where | None = None,
     ) -> Written:
         """Store entries, all or none.
 
@@ -667,12 +669,12 @@ class Gallery(Searcher):
         """
         entries = list(entries)
         with self._writing() as writer:
-            return writer.add(entries, owned, within)
+            return writer.add(entries, owned, as_filter(within))
 
     def update(
         self,
         changes: Mapping[str, Mapping[str, AttributeValue | None]],
-        within: Filter | None = None,
+        within: Where | None = None,
     ) -> int:
         """Change attributes by key; None removes one. Returns the number of changed items.
 
@@ -684,10 +686,10 @@ class Gallery(Searcher):
             GalleryWriteError; GalleryBusyError.
         """
         with self._writing() as writer:
-            return writer.update(changes, within)
+            return writer.update(changes, as_filter(within))
 
     def remove(
-        self, keys: Iterable[str], *, keep: Iterable[str] = (), within: Filter | None = None
+        self, keys: Iterable[str], *, keep: Iterable[str] = (), within: Where | None = None
     ) -> int:
         """Remove items by key; returns the number. Unknown keys are not counted.
 
@@ -712,7 +714,7 @@ class Gallery(Searcher):
                 )
             return writer.remove_items(_found(writer, keys, within))
 
-    def restore(self, keys: Iterable[str], within: Filter | None = None) -> list[Item]:
+    def restore(self, keys: Iterable[str], within: Where | None = None) -> list[Item]:
         """Undo the removal of items by key, in one transaction. They get new ids.
 
         Of a key that was removed more than once, the last item is restored. Omits keys that another
@@ -723,14 +725,14 @@ class Gallery(Searcher):
         """
         keys = checked_keys(keys)
         with self._writing() as writer:
-            return writer.restore(keys, within)
+            return writer.restore(keys, as_filter(within))
 
     def has_removed(self) -> bool:
         """Whether any removed item can be restored."""
         with self._catalog.reading() as view:
             return view.has_removed()
 
-    def remove_items(self, ids: Iterable[ItemId], within: Filter | None = None) -> int:
+    def remove_items(self, ids: Iterable[ItemId], within: Where | None = None) -> int:
         """Remove items by id; returns the number.
 
         Unknown ids, replaced items and items that do not match `within` are not counted.
@@ -743,9 +745,9 @@ class Gallery(Searcher):
 
     def update_where(
         self,
-        where: Filter,
+        where: Where,
         change: Mapping[str, AttributeValue | None],
-        within: Filter | None = None,
+        within: Where | None = None,
     ) -> int:
         """Change attributes of every item that matches a filter; None removes an attribute.
 
@@ -761,11 +763,11 @@ class Gallery(Searcher):
             where,
             "changed",
             lambda writer, items: writer.update(
-                dict.fromkeys([item.key for item in items], change), within
+                dict.fromkeys([item.key for item in items], change), as_filter(within)
             ),
         )
 
-    def remove_where(self, where: Filter) -> int:
+    def remove_where(self, where: Where) -> int:
         """Remove every item that matches a filter; returns the number.
 
         Works in batches of 10,000; after an error, the same call removes the rest.
@@ -775,8 +777,9 @@ class Gallery(Searcher):
         return self._in_batches(where, "removed", CatalogWriter.remove_items)
 
     def _in_batches(
-        self, where: Filter, done: str, work: Callable[[CatalogWriter, Sequence[Item]], int]
+        self, where: Where, done: str, work: Callable[[CatalogWriter, Sequence[Item]], int]
     ) -> int:
+        where = as_filter(where)
         with self._snapshots.reading() as now:
             ids, _ = self._attributes_of(now).ids(self._among(now, where))
         count = 0
@@ -997,11 +1000,12 @@ class Gallery(Searcher):
             yield view
 
 
-def _matching(items: Iterable[Item], within: Filter | None) -> list[Item]:
+def _matching(items: Iterable[Item], within: Where | None) -> list[Item]:
+    within = as_filter(within)
     return [item for item in items if within is None or within.matches(item.attributes)]
 
 
-def _found(writer: CatalogWriter, keys: Sequence[str], within: Filter | None) -> list[Item]:
+def _found(writer: CatalogWriter, keys: Sequence[str], within: Where | None) -> list[Item]:
     """The items with these keys that match the filter."""
     return _matching(writer.get([*writer.find(keys).values()]).values(), within)
 
@@ -1133,12 +1137,14 @@ def _is_readable(snapshots: SnapshotKeeper) -> bool:
 
 def _check_bundle(path: Path, manifest: GalleryManifest, expected_id: str | None) -> None:
     if expected_id is not None and manifest.bundle_id != expected_id:
-        raise BundleMismatchError(
-            f"Gallery {manifest.name} was built with bundle {manifest.bundle_id[:SHORT]}, but the "
-            f"bundle in use is {expected_id[:SHORT]}: their vectors cannot be compared. Rebuild it "
-            f"from the {manifest.source} with `kinlens-index build ... --bundle BUNDLE --out "
-            f"{path}`, or use the bundle that it was built with."
+        why = mismatch(
+            manifest.bundle_id,
+            f"It was built with bundle {manifest.bundle_id[:SHORT]}, but the bundle in use is "
+            f"{expected_id[:SHORT]}: their vectors cannot be compared. Rebuild it from the "
+            f"{manifest.source} with `kinlens-index build ... --bundle BUNDLE --out {path}`, or "
+            "use the bundle that it was built with.",
         )
+        raise BundleMismatchError(f"Gallery {manifest.name} cannot be used here. {why}")
 
 
 def _check_dim(generation: Path, manifest: GalleryManifest, catalog: Catalog) -> None:

@@ -14,6 +14,7 @@ from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import Embeddings, Hit, ItemId
 from kinlens.indexer.attributes import Schema, as_stored
+from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Filter
 from kinlens.values import AttributeType, AttributeValue, Scalar, values_in
 
@@ -80,6 +81,9 @@ def seconds_of(text: str) -> float | None:
 
 MILVUS = "milvus://"
 """The scheme of the address of a gallery on Milvus."""
+
+OTHER_MODEL = "model:"
+"""The begin of the bundle id of vectors that were imported with --model NAME."""
 
 GALLERY_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """The pattern of a gallery name, which is used in URLs."""
@@ -238,7 +242,7 @@ def no_checkpoint() -> None:
 class SearchOptions:
     """The options of a search. By default, none applies.
 
-    where: only items that match this filter.
+    where: only items that match this filter, or its text, such as `price < 20`.
     min_score: minimum cosine similarity of hits, or score of groups, in [-1, 1].
     offset: number of top hits to skip.
     distinct: of items with one sha256 and equal vectors, return only the best one; of ties, the
@@ -256,7 +260,7 @@ class SearchOptions:
     checkpoint: called regularly during the search; an exception from it cancels the search.
     """
 
-    where: Filter | None = None
+    where: Where | None = None
     min_score: float | None = None
     offset: int = 0
     distinct: bool = False
@@ -268,6 +272,14 @@ class SearchOptions:
     boost: Boost | None = None
     sort_by: SortBy | None = None
     checkpoint: Callable[[], None] = field(default=no_checkpoint, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "where", as_filter(self.where))
+
+    @property
+    def filter(self) -> Filter | None:
+        """`where`, parsed."""
+        return as_filter(self.where)
 
     @property
     def reorders(self) -> bool:
@@ -382,7 +394,7 @@ class VectorStore(Protocol):
             InvalidParameterError for a value of another type than the attribute has.
         """
 
-    def update_where(self, where: Filter, change: Mapping[str, AttributeValue | None]) -> int:
+    def update_where(self, where: Where, change: Mapping[str, AttributeValue | None]) -> int:
         """Change attributes of every item that matches. Returns the number of changed items.
 
         Raises: FilterError; InvalidParameterError for a value of another type than the attribute
@@ -398,13 +410,13 @@ class VectorStore(Protocol):
     def remove_items(self, ids: Iterable[ItemId]) -> int:
         """Remove items by id; returns the number. Unknown ids are not counted."""
 
-    def remove_where(self, where: Filter) -> int:
+    def remove_where(self, where: Where) -> int:
         """Remove every item that matches; returns the number. Raises: FilterError."""
 
     def schema(self) -> Schema:
         """The attributes that items have had so far, and their types."""
 
-    def attribute_facts(self, where: Filter | None = None) -> Sequence[AttributeFacts]:
+    def attribute_facts(self, where: Where | None = None) -> Sequence[AttributeFacts]:
         """The value counts of each attribute."""
 
     def item(self, item_id: ItemId) -> Item:
@@ -423,7 +435,7 @@ class VectorStore(Protocol):
         self,
         offset: int,
         limit: int,
-        where: Filter | None = None,
+        where: Where | None = None,
         prefix: str = "",
         after: ItemId = -1,
         sort_by: SortBy | None = None,
@@ -524,6 +536,17 @@ def no_key(key: str) -> str:
 
 def unobserved(method: str, seconds: float, is_answered: bool) -> None:
     """The default `OnCall`: does nothing."""
+
+
+def mismatch(bundle_id: str, otherwise: str) -> str:
+    """Why a bundle does not fit the vectors of a gallery; `otherwise` for those of a bundle."""
+    if not bundle_id.startswith(OTHER_MODEL):
+        return otherwise
+    return (
+        f"Its vectors are of the model {bundle_id.removeprefix(OTHER_MODEL)!r}, which has no "
+        "bundle, so they cannot be compared with images. Search it with kinlens-index search "
+        "--vector or --like, or in Python; if they are of a bundle, import them with --bundle."
+    )
 
 
 def checked_name(name: str) -> str:

@@ -37,6 +37,7 @@ PYTHON = {
     "kinlens.models": (),
 }
 TIDY = {
+    r"^\x08\n": "",  # keeps the line breaks of a paragraph in a terminal
     r"^\*\*Commands\*\*:\n\n(\* .*\n)+": "",  # truncated here, complete in the headings below
     r"^\* `--(install-completion|show-completion|help)`: .*\n": "",
     r"^\*\*Options\*\*:\n\n(?!\*)": "",

@@ -17,7 +17,14 @@ def print_error(message: str) -> None:
 
 
 class Commands(TyperGroup):
-    """A group of commands whose usage errors are one line, `error: ...`, and exit with 2."""
+    """A group of commands whose usage errors are one line, `error: ...`, and exit with 2.
+
+    Help texts keep the examples of all commands on one line, to be copied.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        _keep_examples(self)
 
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **more: Any
@@ -41,3 +48,10 @@ class Commands(TyperGroup):
                 print_error(f"{message}.{path and f' See {path} --help.'}")
             sys.exit(getattr(error, "exit_code", USAGE))
         sys.exit(status if isinstance(status, int) else 0)
+
+
+def _keep_examples(command: Any) -> None:
+    if command.epilog:
+        command.epilog = f"\b\n{command.epilog}"
+    for each in getattr(command, "commands", {}).values():
+        _keep_examples(each)

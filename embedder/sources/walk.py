@@ -53,6 +53,7 @@ _PATTERNS = (
 )
 _HIDDEN = "hidden files or folders"
 _LINKED = "links to folders that are read under another name"
+_DANGLING = "links to what does not exist"
 _LOOPS = "links to a folder around them (loops)"
 _OTHER = "files of formats that are not read"
 _OTHER_SUFFIXES = (
@@ -88,11 +89,13 @@ class Omitted:
         counts: number of files and folders by kind; a folder counts as one and is not read.
         examples: the first paths of each kind.
         faults: what a user would miss: bad links, bad names, names that are equal.
+        dangling: links to what does not exist, whose names are not those of images or folders.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    dangling: list[str] = field(default_factory=list)
 
     def count(self, kind: str, path: str) -> None:
         """Count a file or folder of this kind."""
@@ -178,7 +181,11 @@ class _Walk:
             if reason != _HIDDEN or is_folder or is_named:
                 self.omitted.count(reason, path)
         elif entry.is_symlink() and not full.exists():
-            self._fault(path, _dangling(full))
+            if is_named or not Path(entry.name).suffix:  # without one, as of a share that is away
+                self._fault(path, _dangling(full))
+            else:
+                self.omitted.count(_DANGLING, path)
+                self.omitted.dangling.append(printable(path))
         elif not is_folder and not is_named:
             if entry.name.lower().endswith(_OTHER_SUFFIXES):
                 self.omitted.count(_OTHER, path)

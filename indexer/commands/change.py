@@ -23,9 +23,7 @@ from kinlens.values import AttributeValue
 
 app = typer.Typer()
 
-KeysArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys of items.")
-]
+KeysArgument = Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Keys of items.")]
 
 
 @dataclass(frozen=True, slots=True)

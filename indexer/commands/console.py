@@ -19,6 +19,7 @@ from rich.progress import (
 from rich.text import Text
 
 from kinlens.embedder.errors import KinlensError
+from kinlens.embedder.programs.console import print_error
 from kinlens.indexer.ingest.embed import Failure
 from kinlens.values import AttributeValue
 
@@ -40,19 +41,16 @@ def errors_shown() -> Iterator[None]:
     try:
         yield
     except KinlensError as error:
-        err.print(f"error: {' '.join(str(error).split())}", soft_wrap=True)
+        print_error(str(error))
         raise typer.Exit(1) from error
     except OSError as error:
         file = f" {error.filename}" if error.filename else ""
-        err.print(
-            f"error: {error.strerror or error}{file}. Check it and try again.", soft_wrap=True
-        )
+        print_error(f"{error.strerror or error}{file}. Check it and try again.")
         raise typer.Exit(1) from error
     except MemoryError as error:
-        err.print(
-            "error: Not enough memory. Reduce --batch-size or --workers, or limit the index with "
-            "--memory-mb.",
-            soft_wrap=True,
+        print_error(
+            "Not enough memory. Reduce --batch-size or --workers, or limit the index with "
+            "--memory-mb."
         )
         raise typer.Exit(1) from error
     except KeyboardInterrupt as interrupt:
@@ -133,6 +131,13 @@ def exit_with_skipped(failures: tuple[Failure, ...]) -> None:
     """Exit with status 3 if images were skipped, so that a script can notice it."""
     if failures:
         raise typer.Exit(SKIPPED)
+
+
+def exit_if_empty(is_empty: bool, message: str) -> None:
+    """Say on stderr that nothing was found, and exit with status 1, as grep does."""
+    if is_empty:
+        print_error(message)
+        raise typer.Exit(1)
 
 
 def shown(attributes: Mapping[str, AttributeValue]) -> str:

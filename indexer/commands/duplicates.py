@@ -15,7 +15,13 @@ from kinlens.indexer.checks.duplicates import (
     members_of,
 )
 from kinlens.indexer.commands import stores
-from kinlens.indexer.commands.console import SHOWN, errors_shown, print_report, progress
+from kinlens.indexer.commands.console import (
+    SHOWN,
+    errors_shown,
+    exit_if_empty,
+    print_report,
+    progress,
+)
 from kinlens.indexer.commands.options import JsonOption, StoreArgument
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import MILVUS
@@ -72,7 +78,7 @@ def duplicates(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find groups of items that probably show the same product."""
+    """Find groups of items that probably show the same product. Exits with 1 if there are none."""
     with errors_shown():
         if gallery.startswith(MILVUS):
             raise InvalidParameterError(
@@ -107,3 +113,4 @@ def duplicates(
     print_report(
         report, as_json, *lines, report.text(), *map("Warning: {}".format, report.warnings())
     )
+    exit_if_empty(not report.groups, f"No items of {report.name} are near-duplicates.")

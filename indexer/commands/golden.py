@@ -12,10 +12,11 @@ import typer
 from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
 from kinlens.embedder.preprocess import ImageLimits, decode
 from kinlens.embedder.session import check_precision
+from kinlens.embedder.sources.names import printable
 from kinlens.embedder.types import SHORT
 from kinlens.golden import GoldenOutcome, GoldenQueries, GoldenRun, GoldenRuns, Label
 from kinlens.indexer.commands import options, stores
-from kinlens.indexer.commands.console import errors_shown, print_report, progress
+from kinlens.indexer.commands.console import errors_shown, exit_if_empty, print_report, progress
 from kinlens.indexer.commands.options import (
     DeviceOption,
     EngineOption,
@@ -96,19 +97,21 @@ def add(
 
 @app.command("list", epilog="Example: kinlens-index golden list galleries/shop")
 def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
-    """Show the queries and their labels."""
+    """Show the queries and their labels. Exits with 1 if there are none."""
     with errors_shown():
         current_manifest(gallery)
         queries = GoldenSet(gallery).queries()
     lines = [f"{query.sha256[:SHORT]}  {query.name}  {query.wanted}" for query in queries]
-    lines = lines or ["The golden set is empty. Add queries with kinlens-index golden add."]
     print_report(GoldenQueries(queries=queries), json, *lines)
+    exit_if_empty(
+        not queries, f"The golden set of {gallery} is empty. Add queries: kinlens-index golden add."
+    )
 
 
 @app.command(epilog="Example: kinlens-index golden remove galleries/shop 0f3a91c2b7de")
 def remove(
     gallery: GalleryArgument,
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids from `golden list`.")],
+    ids: Annotated[list[str], typer.Argument(metavar="ID", help="Ids from `golden list`.")],
     json: JsonOption = False,
 ) -> None:
     """Remove queries and their images. Reports of earlier runs are kept."""
@@ -168,7 +171,7 @@ def run(
 
 @app.command(epilog="Example: kinlens-index golden runs galleries/shop --json")
 def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
-    """Show the reports of earlier runs, newest first."""
+    """Show the reports of earlier runs, newest first. Exits with 1 if there are none."""
     with errors_shown():
         current_manifest(gallery)
         found = GoldenSet(gallery).runs()
@@ -178,7 +181,10 @@ def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
         shown = " ".join(f"{_part(figure):>6}" for figure in figures)
         names = f"{one.bundle_id[:SHORT]:12} {one.version[:SHORT]:12}"
         lines.append(f"{one.at:25} {names} {shown}  {one.judged:,}")
-    print_report(GoldenRuns(runs=found), json, *lines)
+    print_report(GoldenRuns(runs=found), json, *(lines if found else ()))
+    exit_if_empty(
+        not found, f"The golden set of {gallery} was not run yet. Run it: kinlens-index golden run."
+    )
 
 
 def _label(keys: str | None, attribute: str | None, store: VectorStore) -> Label:
@@ -239,6 +245,8 @@ def _listed(file: Path, store: VectorStore) -> list[NewQuery]:
 
 def _new(root: Path, path: str, label: Label) -> NewQuery:
     limits = ImageLimits()
+    if not (root / path).exists():
+        raise SourceError(f"{printable(str(root / path))} does not exist. Check the name.")
     try:
         data = read_image(root, path, limits.max_bytes)
         decode(data, limits)

@@ -6,15 +6,13 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 from numpy.lib.format import read_array
-from numpy.typing import NDArray
 
 from kinlens.embedder.engines.models import OPENVINO, PROVIDERS, SessionSettings
-from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
+from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import AskedEngine, AskedPrecision
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.images import ANY_SIZE, read_image
 from kinlens.indexer.index.index_types import Device, IndexKind
 from kinlens.indexer.types import VectorType
 
@@ -136,19 +134,3 @@ def read_vectors(file: Path) -> Embeddings:
     if not vectors.size:
         raise InvalidParameterError(f"{file} contains no vectors: its shape is {vectors.shape}.")
     return np.atleast_2d(vectors).astype(np.float32)
-
-
-def vector_of(image: Path, embedder: Embedder) -> Embeddings:
-    """The vector (1, D) of an image file. Raises: SourceError if it cannot be used."""
-    return embedder.embed(pixels_of(image, embedder)[1][None])
-
-
-def pixels_of(image: Path, embedder: Embedder) -> tuple[bytes, NDArray[np.uint8]]:
-    """The bytes of an image file, and the preprocessed image (3, S, S). Raises: SourceError."""
-    if not image.exists():
-        raise SourceError(f"{image} does not exist. Check the name of the image.")
-    try:
-        data = read_image(image.resolve().parent, image.name, ANY_SIZE.max_bytes)
-        return data, embedder.preprocess(data)
-    except (ImageError, OSError) as error:
-        raise SourceError(f"The image {image} cannot be used: {error}") from error

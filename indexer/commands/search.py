@@ -13,11 +13,17 @@ from kinlens.embedder import explain as where
 from kinlens.embedder.calibration import CANDIDATES
 from kinlens.embedder.errors import ItemNotFoundError, SourceError
 from kinlens.embedder.preprocess import decode
-from kinlens.embedder.session import check_precision
+from kinlens.embedder.session import check_precision, read_pixels
 from kinlens.embedder.types import Embeddings, Hit
 from kinlens.indexer.calibration import DEFAULT_PRIOR, Calibrated, Shares, choose
 from kinlens.indexer.commands import options, stores
-from kinlens.indexer.commands.console import errors_shown, print_report, shown, written
+from kinlens.indexer.commands.console import (
+    errors_shown,
+    exit_if_empty,
+    print_report,
+    shown,
+    written,
+)
 from kinlens.indexer.commands.options import (
     DeviceOption,
     EngineOption,
@@ -149,7 +155,10 @@ def search(
     engine: EngineOption = "auto",
     json: JsonOption = False,
 ) -> None:
-    """Search with an image, with items of the gallery, or with vectors."""
+    """Search with an image, with items of the gallery, or with vectors.
+
+    Exits with 1 if no query has a result.
+    """
     _check_usage(image, bundle, vector, like, unlike)
     with errors_shown():
         embedder = (
@@ -177,7 +186,7 @@ def search(
                 found = _found_like(store, like, unlike or [], shape)
             elif image and embedder:
                 check_precision(store, embedder)
-                vectors = options.vector_of(image, embedder)
+                vectors = embedder.embed(read_pixels(image, embedder)[1][None])
                 found = _found(store, vectors, shape)
                 calibrated: Calibrated | str = "Galleries on Milvus are not calibrated"
                 if isinstance(store, Gallery):
@@ -189,6 +198,10 @@ def search(
             else:
                 found = _found(store, options.read_vectors(vector or Path()), shape)
         print_report(found, json, *_lines(found))
+        exit_if_empty(
+            not any(found.groups or found.hits or ()),
+            "No item matches. Use a lower --min-score or another filter.",
+        )
 
 
 @app.command(epilog="Example: kinlens-index show galleries/shop shoes/red.jpg")
@@ -222,9 +235,7 @@ def explain(
     """Show where two images match, by the contribution of each region to the score."""
     with errors_shown():
         embedder = options.open_embedder(bundle, "cpu", False, "fp32", "onnxruntime")
-        data, pixels = zip(
-            *(options.pixels_of(path, embedder) for path in (query, hit)), strict=True
-        )
+        data, pixels = zip(*(read_pixels(path, embedder) for path in (query, hit)), strict=True)
         match = where.explain(embedder, *pixels)
         sheet = where.side_by_side(
             [
@@ -305,7 +316,7 @@ def _lines(found: Found) -> Iterator[str]:
     for number, answer in enumerate(answers):
         if len(answers) > 1:
             yield f"Query {number}:"
-        if not answer:
+        if not answer and len(answers) > 1:
             yield "No match."
         likely = found.probabilities[number] if found.probabilities else []
         for part, probability in zip_longest(answer, likely):

@@ -20,12 +20,16 @@ from kinlens.indexer.ingest.foreign import Tables, files_of, is_foreign
 from kinlens.indexer.ingest.shards import MANIFEST as SHARDS
 from kinlens.indexer.ingest.shards import VectorShards
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
-from kinlens.indexer.types import MILVUS, Entry, GalleryExport, Progress, milvus_address
+from kinlens.indexer.types import (
+    MILVUS,
+    OTHER_MODEL,
+    Entry,
+    GalleryExport,
+    Progress,
+    milvus_address,
+)
 
 Store = Gallery | MilvusStore
-
-OTHER_MODEL = "model:"
-"""Begins the bundle id of a gallery whose vectors are of no bundle."""
 
 
 def opened(

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from kinlens.embedder.programs.console import print_error
 from kinlens.indexer.commands import options, stores
 from kinlens.indexer.commands.console import (
-    err,
     errors_shown,
     exit_with_skipped,
     failure_lines,
@@ -113,7 +113,7 @@ def sync(
                 )
             print_report(report, json, *_lines(report, gallery, found.omitted.lines()))
             if report.refused:
-                err.print(f"Error: {report.refused}", soft_wrap=True)
+                print_error(report.refused)
                 raise typer.Exit(1)
             if not dry_run:
                 stores.compact_if_due(store, no_compact)

@@ -76,7 +76,7 @@ def import_(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="SOURCE...",
+            metavar="SOURCE",
             help="File of `export`, vectors of `embed`, another gallery, or your own "
             "vectors: Parquet, Arrow, .npy.",
         ),

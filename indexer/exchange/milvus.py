@@ -73,7 +73,8 @@ from kinlens.indexer.exchange.milvus_load import (
     processes_for,
     refuse_lists,
 )
-from kinlens.indexer.filters.tree import Filter, In, check_attribute, check_boosted, check_grouped
+from kinlens.indexer.filters.text import Where
+from kinlens.indexer.filters.tree import In, check_attribute, check_boosted, check_grouped
 from kinlens.indexer.folder.manifest import GalleryFacts
 from kinlens.indexer.images import ItemImage, item_image
 from kinlens.indexer.live.ranking import (
@@ -327,7 +328,7 @@ class MilvusStore:
     def schema(self) -> Schema:
         return self._now().kinds
 
-    def attribute_facts(self, where: Filter | None = None) -> tuple[AttributeFacts, ...]:
+    def attribute_facts(self, where: Where | None = None) -> tuple[AttributeFacts, ...]:
         """The values of each attribute, counted in a random sample of about 10,000 items."""
         now = self._now()
         sample = next(now.pages(now.condition(where), ["number", "attributes"], rows=_SAMPLE), [])
@@ -360,7 +361,7 @@ class MilvusStore:
             now.mark()
         return written
 
-    def update_where(self, where: Filter, change: Mapping[str, AttributeValue | None]) -> int:
+    def update_where(self, where: Where, change: Mapping[str, AttributeValue | None]) -> int:
         now = self._now()
         pages = now.pages(now.condition(where), ["key", "number"])
         keys = [str(row["key"]) for page in pages for row in page]
@@ -393,7 +394,7 @@ class MilvusStore:
     def remove_items(self, ids: Iterable[ItemId]) -> int:
         return _remove(self._now(), lookups("number", _possible(ids)))
 
-    def remove_where(self, where: Filter) -> int:
+    def remove_where(self, where: Where) -> int:
         now = self._now()
         return _remove(now, [now.condition(where)])
 
@@ -448,7 +449,7 @@ class MilvusStore:
         self,
         offset: int,
         limit: int,
-        where: Filter | None = None,
+        where: Where | None = None,
         prefix: str = "",
         after: ItemId = -1,
         sort_by: SortBy | None = None,

@@ -30,7 +30,7 @@ from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.exchange.milvus_filters import expression, one_of
 from kinlens.indexer.exchange.milvus_index import MilvusIndex, MilvusPlan, search_parameters
-from kinlens.indexer.filters.tree import Filter
+from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.types import Entry, Item, OnCall, unobserved
 
 MAX_HITS = 16_384
@@ -192,8 +192,9 @@ class Collection:
         """Number of rows with vectors per request."""
         return max(1, min(4_096, _PAGE_BYTES // (4 * self.facts.dim + _ROW_BYTES)))
 
-    def condition(self, where: Filter | None) -> str:
+    def condition(self, where: Where | None) -> str:
         """The filter as an expression; empty for none. Raises: FilterError."""
+        where = as_filter(where)
         if where is None:
             return ""
         where.check(self.kinds)

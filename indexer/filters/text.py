@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TypeVar, cast, overload
 
 from lark import Lark, Token, Transformer, v_args
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
@@ -77,6 +77,26 @@ _WORDS = {
     "$END": "the end",
 }
 _SNIPPET = 40
+
+
+Where = Filter | str
+"""A filter, or its text."""
+
+
+@overload
+def as_filter(where: Where) -> Filter: ...
+@overload
+def as_filter(where: Where | None) -> Filter | None: ...
+def as_filter(where: Where | None) -> Filter | None:
+    """A filter as it is, and the filter that a text is. Raises: FilterError."""
+    if where is None or isinstance(where, Filter):
+        return where
+    if isinstance(where, str):
+        return parse_filter(where)
+    raise FilterError(
+        f"where = {where!r:.80} must be a text such as 'price < 20', or a filter (got "
+        f"{type(where).__name__})."
+    )
 
 
 def parse_filter(text: str) -> Filter:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 
 from kinlens.embedder.errors import SourceError
 from kinlens.indexer.catalog.entries import ROUNDING, norms_of
@@ -75,6 +76,8 @@ class Tables:
             raise SourceError(
                 f"{file} is not a file of numbers. Write it with numpy.save(file, vectors)."
             ) from error
+        if isinstance(vectors, NpzFile):
+            raise _archive(file)
         if vectors.ndim != 2 or vectors.dtype.kind != "f" or not vectors.size:
             raise SourceError(
                 f"{file} contains {vectors.dtype} {vectors.shape}; expected floating-point vectors "
@@ -268,9 +271,18 @@ def files_of(sources: Sequence[str]) -> list[Path]:
     return files
 
 
+def _archive(file: Path) -> SourceError:
+    return SourceError(
+        f"{file} is an archive of arrays (.npz). Save the vectors alone: numpy.save('own.npy', "
+        f"numpy.load({file.name!r})[NAME])."
+    )
+
+
 def is_foreign(file: Path) -> bool:
     """Whether a file was not written by `export`. Raises: SourceError if it cannot be read."""
     suffix = file.suffix.lower()
+    if suffix == ".npz":
+        raise _archive(file)
     if suffix in _SUFFIXES and _FORMATS.get(suffix) != "parquet":
         return True
     with _damage_explained(file):

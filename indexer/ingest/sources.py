@@ -13,7 +13,14 @@ from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.errors import SourceError
 from kinlens.embedder.sources.names import composed, existing
 from kinlens.embedder.sources.tables import PRODUCT, paths_in
-from kinlens.embedder.sources.walk import Fault, Omitted, fault_lines, read_failed, walk_images
+from kinlens.embedder.sources.walk import (
+    Fault,
+    Omitted,
+    fault_lines,
+    is_omitted,
+    read_failed,
+    walk_images,
+)
 from kinlens.indexer.attributes import Schema, is_printable
 from kinlens.indexer.catalog.entries import MAX_KEY, is_key, learn_types
 from kinlens.indexer.images import read_image
@@ -21,6 +28,9 @@ from kinlens.indexer.ingest.tables import Row, read_rows, read_table
 from kinlens.values import AttributeValue
 
 _NO_KINDS: Schema = {}
+LIST = "list"
+"""The first word in the description of a source that is a list."""
+
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
@@ -86,13 +96,7 @@ def folder_source(folder: Path | str, root: Path | str | None = None) -> Source:
 
     Raises: SourceError for a folder that is missing, unreadable, without images or outside `root`.
     """
-    folder = existing_folder(folder)
-    root = folder if root is None else existing_folder(root)
-    if not folder.is_relative_to(root):
-        raise SourceError(
-            f"The folder {folder} is outside {root}, the image root of the gallery. Move or copy "
-            "the images below that folder, or build a separate gallery."
-        )
+    root = existing_folder(folder if root is None else root)
     below, omitted = folder_below(root, folder), Omitted()
     count = sum(1 for _ in folder_records(root, below, omitted))
     if not count:
@@ -113,9 +117,24 @@ def folder_source(folder: Path | str, root: Path | str | None = None) -> Source:
     )
 
 
-def folder_below(root: Path, folder: Path) -> str:
-    """The path of a folder below `root`, "" for the root itself."""
-    return "" if folder == root else folder.relative_to(root).as_posix()
+def folder_below(root: Path, folder: Path | str) -> str:
+    """The path of a folder below `root`, "" for the root itself, as a walk of the root names it.
+
+    Raises: SourceError for a folder that is missing or outside `root`.
+    """
+    real = existing_folder(folder)
+    if not real.is_relative_to(root):
+        raise SourceError(
+            f"The folder {real} is outside {root}, the image root of the gallery. Move or copy "
+            "the images below that folder, set the current folder of the images with "
+            "--image-root, or build a separate gallery."
+        )
+    if real != root and is_omitted(real.relative_to(root).as_posix()):
+        place = Path(folder).absolute()  # a link, which the walk follows under its own name
+        for parent in place.parents:
+            if parent.resolve() == root:
+                return place.relative_to(parent).as_posix()
+    return "" if real == root else real.relative_to(root).as_posix()
 
 
 def folder_records(root: Path, below: str, omitted: Omitted) -> Iterator[Record]:
@@ -410,7 +429,7 @@ def _listed_source(
         root,
         lambda: (record for _, record in records(Omitted())),
         len(hashes),
-        f"list {file.resolve()}",
+        f"{LIST} {file.resolve()}",
         names,
         omitted=omitted,
     )

@@ -55,12 +55,13 @@ from kinlens.indexer.ingest.embed import (
     refuse_unreadable,
 )
 from kinlens.indexer.ingest.sources import (
+    LIST,
     Record,
     Source,
     check_attributes,
     check_names,
     csv_source,
-    existing_folder,
+    folder_below,
     folder_source,
 )
 from kinlens.indexer.types import Ids, Item, Progress, VectorStore
@@ -174,7 +175,7 @@ def sync_source(
     start = time.perf_counter()
     check_root(store, source)
     check_attributes(source, store.schema())
-    with FileHashes.of(store, source.root) as hashes:
+    with FileHashes.of(store, source.root, settings.dry_run) as hashes:
         sync = _Sync(store, source, settings, hashes)
         sync.compare(on_compared)
         refuse_unreadable(source, sync.found, sync.failures)
@@ -197,27 +198,33 @@ class FileHashes:
     """The sha256 of files by path, size and time of change, as of the last sync.
 
     Also the ids of items whose renaming has begun. All of it can be lost: it only saves time.
+    `dry_run` reads the file, and writes nothing.
     """
 
-    def __init__(self, file: Path | None, generation: str, root: Path) -> None:
-        self._connection = _connect(file)
-        self._file = file
+    def __init__(self, file: Path | None, generation: str, root: Path, dry_run: bool) -> None:
+        self._connection = _connect(file, dry_run)
+        self._file, self._dry_run = file, dry_run
+        old = self._connection.execute("SELECT name, root FROM generation").fetchone()
+        if old == (generation, str(root)):
+            return
+        if dry_run:
+            self._connection.close()
+            self._connection = _connect(None, dry_run)
+            return
         with self._writing() as connection:
-            old = connection.execute("SELECT name, root FROM generation").fetchone()
-            if old != (generation, str(root)):
-                connection.execute("DELETE FROM moved")  # ids of other items
-                connection.execute("DELETE FROM generation")
-                connection.execute("INSERT INTO generation VALUES (?, ?)", (generation, str(root)))
+            connection.execute("DELETE FROM moved")  # ids of other items
+            connection.execute("DELETE FROM generation")
+            connection.execute("INSERT INTO generation VALUES (?, ?)", (generation, str(root)))
             if old is not None and old[1] != str(root):
                 connection.execute("DELETE FROM files")
 
     @classmethod
-    def of(cls, store: VectorStore, root: Path) -> Self:
+    def of(cls, store: VectorStore, root: Path, dry_run: bool = False) -> Self:
         """The hashes of files below `root`, next to a gallery in a folder; on Milvus, they are lost
         at the end.
         """
         file = store.path / FILES if isinstance(store, Gallery) else None
-        return cls(file, store.generation, root)
+        return cls(file, store.generation, root, dry_run)
 
     def __enter__(self) -> Self:
         return self
@@ -233,6 +240,8 @@ class FileHashes:
 
     def store(self, facts: Mapping[str, Facts]) -> None:
         """Store the facts of files by path. Raises: GalleryWriteError."""
+        if self._dry_run:
+            return
         rows = [(path, *known) for path, known in facts.items()]
         with self._writing() as connection:
             connection.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", rows)
@@ -281,19 +290,24 @@ CREATE TABLE IF NOT EXISTS generation (name TEXT, root TEXT);
 """
 
 
-def _connect(file: Path | None) -> sqlite3.Connection:
-    for _ in range(2):
-        connection = sqlite3.connect(":memory:" if file is None else file, timeout=60)
+def _connect(file: Path | None, read_only: bool) -> sqlite3.Connection:
+    mode = "ro" if read_only else "rwc"
+    for _ in range(0 if file is None else 2):
+        assert file is not None
+        address = f"{file.absolute().as_uri()}?mode={mode}"
         try:
+            connection = sqlite3.connect(address, timeout=60, uri=True)
             connection.executescript(_TABLES)
             return connection
-        except sqlite3.OperationalError:  # a folder that is read-only: fine for a dry run
-            file = None
+        except sqlite3.OperationalError:  # no file, or a folder that is read-only
+            break
         except sqlite3.DatabaseError:  # a damaged file only costs time
-            assert file is not None
-            file.unlink()
-        connection.close()
-    return _connect(None)
+            connection.close()
+            if not read_only:
+                file.unlink()
+    connection = sqlite3.connect(":memory:")
+    connection.executescript(_TABLES)
+    return connection
 
 
 class _Sync:
@@ -340,7 +354,8 @@ class _Sync:
     def _match(self, new: Sequence[tuple[str, str]]) -> None:
         """Tell renamed images from added and removed ones, by their content."""
         begun, missing = self.hashes.moved(), defaultdict[str, deque[str]](deque)
-        faults = {fault.path for fault in self.source.omitted.faults}
+        omitted = self.source.omitted
+        faults = {*(fault.path for fault in omitted.faults), *omitted.dangling}
         moved: list[int] = []
         ids = {*self.gone.tolist()}
         wanted = {sha256 for _, sha256 in new}
@@ -491,16 +506,16 @@ def source_of(store: VectorStore, place: Path, csv: Path | None) -> Source:
     root = store.image_root.resolve()
     if csv is None and place.is_file():
         place, csv = root, place
-    folder = existing_folder(place)
-    if not folder.is_relative_to(root):
-        raise SourceError(
-            f"The folder {folder} is outside {root}, the image root of the gallery. Pass a folder "
-            "below it, or set the current folder of the images with --image-root."
-        )
-    below = folder.relative_to(root).as_posix() if folder != root else ""
+    below = folder_below(root, place)
     if csv is None:
-        return replace(folder_source(folder, root), below=below)
-    listed = csv_source(csv, folder, store.schema())
+        if isinstance(store, Gallery) and store.manifest.source.startswith(f"{LIST} "):
+            raise SourceError(
+                f"The gallery {store.path} was built from the {store.manifest.source}, which has "
+                "keys and attributes that a folder has not. Pass the current list with --csv, or "
+                "build the gallery again from the folder."
+            )
+        return replace(folder_source(place, root), below=below)
+    listed = csv_source(csv, place, store.schema())
     if not below:
         return listed
 

@@ -10,6 +10,7 @@ import numpy as np
 from kinlens.embedder.errors import GalleryCorruptError, InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, Hit, ItemId
 from kinlens.indexer.catalog.read import Attributes, CatalogView, Row
+from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Filter, check_attribute, check_boosted, check_grouped
 from kinlens.indexer.live.attributes import AttributesKeeper, Selected, StateAttributes
 from kinlens.indexer.live.facets import checked_names, facet_of
@@ -64,7 +65,7 @@ class Searcher:
         """
         options = options or _DEFAULTS
         queries = check_search(k, options, self._dim, queries)
-        if options.where is not None:
+        if options.filter is not None:
             with self._snapshots.reading() as now:
                 return _nearest(now.snapshot, queries, k, options, self._mask(now, options))
         snapshot = self._snapshots.newest()
@@ -79,7 +80,7 @@ class Searcher:
         """
         options = options or _DEFAULTS
         queries = check_search(k, options, self._dim, queries)
-        if options.where is None and _is_plain(k, options, len(queries)):
+        if options.filter is None and _is_plain(k, options, len(queries)):
             snapshot = self._snapshots.newest()
             read = partial(self._snapshots.catalog.rows, seq=snapshot.state.seq)
             hits = _plain_hits(snapshot, read, queries, k, options, None)
@@ -177,7 +178,7 @@ class Searcher:
             least = options.min_score
             if prefix or options.exclude or (least is not None and least > -1):
                 return {name: count(name) for name in names}
-            where = options.where
+            where = options.filter
             return {name: attributes.facet(name, where, partial(count, name)) for name in names}
 
     def _counted(
@@ -190,8 +191,8 @@ class Searcher:
     ) -> FilterMask | None:
         """The items to count; None for all."""
         snapshot, mask = now.snapshot, None
-        if options.where is not None or prefix:
-            mask = self._among(now, options.where, prefix, options.checkpoint)
+        if options.filter is not None or prefix:
+            mask = self._among(now, options.filter, prefix, options.checkpoint)
         if query is not None and options.min_score is not None and options.min_score > -1:
             each = [query[n : n + 1] for n in range(len(query))]
             found = [_range_search(snapshot, one, options.min_score, options, mask) for one in each]
@@ -208,19 +209,19 @@ class Searcher:
 
     def _mask(self, now: Reading, options: SearchOptions) -> FilterMask | None:
         """The items that match the filter of a search; None for all. Raises: FilterError."""
-        if options.where is None:
+        if options.filter is None:
             return None
-        return self._among(now, options.where, checkpoint=options.checkpoint)
+        return self._among(now, options.filter, checkpoint=options.checkpoint)
 
     def _among(
         self,
         now: Reading,
-        where: Filter | None,
+        where: Where | None,
         prefix: str = "",
         checkpoint: Callable[[], None] = no_checkpoint,
     ) -> FilterMask:
         """The items that match `where` and whose keys start with `prefix`. Raises: FilterError."""
-        attributes, mask = self._attributes_of(now), None
+        attributes, where, mask = self._attributes_of(now), as_filter(where), None
         if where is not None:
             where.check(now.view.schema())
             mask = attributes.mask(where, checkpoint)
@@ -407,8 +408,8 @@ def _rows(now: Reading, ids: Collection[ItemId], options: SearchOptions) -> dict
             f"Item {missing} is in the index but not in the catalogue. Rebuild the index: "
             "kinlens-index compact GALLERY --rebuild."
         )
-    if options.where is not None:
-        _check_fit(found, options.where)
+    if options.filter is not None:
+        _check_fit(found, options.filter)
     return found
 
 

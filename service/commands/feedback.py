@@ -11,7 +11,7 @@ from rich.table import Table
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.service.access.audit import Change
 from kinlens.service.commands import options
-from kinlens.service.commands.keys import BY_COMMAND, noted
+from kinlens.service.commands.keys import BY_COMMAND, existing, noted
 from kinlens.service.galleries.feedback import ACTIONS, FeedbackStore, open_feedback
 
 app = typer.Typer(no_args_is_help=True, help="Feedback of users on answers: export, show, clear.")
@@ -32,20 +32,29 @@ def export(
     """
     with _store(state) as store:
         name = gallery or _only_gallery(store)
-        pairs, sent = store.export(name, out), sum(store.counts(name).values())
+        sent = sum(store.counts(name).values())
+        if not sent:
+            known = ", ".join(store.galleries()) or "none"
+            options.refuse(f"There is no feedback on gallery {name}. Galleries with some: {known}.")
+        pairs = store.export(name, out)
     typer.echo(f"{out / 'pairs.csv'}: {len(pairs):,} pairs of {sent:,} feedbacks on gallery {name}")
 
 
 @app.command()
 @options.refusals()
 def show(state: options.State = None) -> None:
-    """Show the counts of feedback on each gallery; pairs can be used for training."""
+    """Show the counts of feedback on each gallery; pairs can be used for training.
+
+    Exits with 1 if there is no feedback.
+    """
     table = Table("Gallery", *map(str.capitalize, ACTIONS), "Pairs", box=None, pad_edge=False)
     with _store(state) as store:
         for name in store.galleries():
             counts = store.counts(name)
             shown = [*(counts[action] for action in ACTIONS), len(store.pairs(name))]
             table.add_row(name, *(f"{count:,}" for count in shown))
+    if not table.row_count:
+        options.refuse("There is no feedback yet.")
     Console().print(table)
 
 
@@ -63,6 +72,7 @@ def clear(gallery: Named = None, state: options.State = None) -> None:
 
 
 def _store(state: object) -> contextlib.closing[FeedbackStore]:
+    existing(state)
     return contextlib.closing(open_feedback(options.read_settings(state=state)))
 
 

@@ -87,8 +87,11 @@ def create(
 @app.command("list")
 @options.refusals()
 def list_keys(state: options.State = None) -> None:
-    """List all keys with their scopes, bindings and limits, without their secrets."""
-    now, folder = datetime.now(UTC), _existing(state)
+    """List all keys with their scopes, bindings and limits, without their secrets.
+
+    Exits with 1 if there are no keys.
+    """
+    now, folder = datetime.now(UTC), existing(state)
     keys = _store(folder).list()
     if not keys:
         options.refuse(f"There are no keys in {folder}. Create one with kinlens-serve keys create.")
@@ -136,8 +139,8 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
     state: options.State = None,
 ) -> None:
-    """Show the audit log of changes, newest first."""
-    folder = _existing(state)
+    """Show the audit log of changes, newest first. Exits with 1 if it is empty."""
+    folder = existing(state)
     entries = AuditLog(folder).newest(limit)
     if not entries:
         options.refuse(f"The audit log of {folder} is empty: nothing was changed yet.")
@@ -176,7 +179,8 @@ def _folder(state: object) -> Path:
     return folder
 
 
-def _existing(state: object) -> Path:
+def existing(state: object) -> Path:
+    """The state folder. Raises: StateMissingError if there is none."""
     folder = _folder(state)
     if not folder.is_dir():
         raise StateMissingError(f"{folder} is not a state folder: there is no such folder.")

@@ -44,6 +44,7 @@ def settings(
     """Print each setting of the service: its variable, default, limits and meaning.
 
     Variables that are set in the environment are shown with their value, secrets as ***.
+    Exits with 1 if no setting contains the text.
     """
     given = {name.upper(): value for name, value in os.environ.items()}
     width = min(_MOST_COLUMNS, shutil.get_terminal_size().columns)

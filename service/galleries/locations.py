@@ -19,7 +19,7 @@ from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore, current_generation, current_manifest, open_remote
-from kinlens.indexer.types import MILVUS, OnCall, checked_name, milvus_address, unobserved
+from kinlens.indexer.types import MILVUS, OnCall, checked_name, milvus_address, mismatch, unobserved
 from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.settings import Settings, is_followed, split_gallery, split_named
@@ -301,9 +301,12 @@ class Bundles:
             if self._embedder is not None:
                 ids.append(self._embedder.bundle_id[:SHORT])
             raise BundleNotFoundError(
-                f"The bundle {bundle_id[:SHORT]} is unknown to this service. Known are: "
-                f"{', '.join(ids) or 'none'}. "
-                "Set its folder with --bundle, or put it into the folder bundles of --state."
+                mismatch(
+                    bundle_id,
+                    f"The bundle {bundle_id[:SHORT]} is unknown to this service. Known are: "
+                    f"{', '.join(ids) or 'none'}. Set its folder with --bundle, or put it into "
+                    "the folder bundles of --state.",
+                )
             )
         return known[bundle_id][0]
 

@@ -36,6 +36,7 @@ from kinlens.embedder.session import check_precision
 from kinlens.indexer.calibration import Calibrated
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore
+from kinlens.indexer.types import mismatch
 from kinlens.service.access.binding import Binding, of_caller
 from kinlens.service.concurrency import BoundedPool, KeyedThreads, too_late, within
 from kinlens.service.daemon_threads import in_thread
@@ -474,10 +475,14 @@ class Registry:
                 if gallery.bundle_id == self._primary:
                     raise
                 raise BundleMismatchError(
-                    f"Gallery {location.name!r} was built with bundle {gallery.bundle_id}, but the "
-                    f"service runs {self._primary}. Serve the bundle that it was built with (after "
-                    "a swap it is in STATE/bundles: start with that --state), or rebuild the "
-                    "gallery: kinlens-index build."
+                    f"Gallery {location.name!r} cannot be served. "
+                    + mismatch(
+                        gallery.bundle_id,
+                        f"It was built with bundle {gallery.bundle_id}, but the service runs "
+                        f"{self._primary}. Serve the bundle that it was built with (after a swap "
+                        "it is in STATE/bundles: start with that --state), or rebuild the "
+                        "gallery: kinlens-index build.",
+                    )
                 ) from None
             if gallery.dim != embedder.dim:
                 raise BundleMismatchError(

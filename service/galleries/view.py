@@ -252,7 +252,7 @@ class GalleryView:
         Raises: FilterError, InvalidParameterError.
         """
         options = options or SearchOptions()
-        where, boost, sort_by = options.where, options.boost, options.sort_by
+        where, boost, sort_by = options.filter, options.boost, options.sort_by
         if where is not None:
             self._check(where.check)
         if boost is not None:

@@ -288,6 +288,8 @@ def test_an_unknown_folder_and_an_empty_list_are_failures(tmp_path) -> None:
     for words, text in (
         (["keys", "list", "--state", "nowhere"], "nowhere is not a state folder"),
         (["audit", "--state", "nowhere"], "nowhere is not a state folder"),
+        (["feedback", "show", "--state", "nowhere"], "nowhere is not a state folder"),
+        (["feedback", "show", "--state", str(tmp_path / "state")], "no feedback yet"),
         (["keys", "list", "--state", str(tmp_path / "state")], "There are no keys"),
         (["audit", "--state", str(tmp_path / "state")], "is empty"),
         (["settings", "prefixes"], "No setting contains 'prefixes'"),

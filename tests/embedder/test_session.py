@@ -14,6 +14,8 @@ from kinlens.embedder.errors import (
     BundleError,
     GoldenMismatchError,
     ProviderError,
+    SourceError,
+    UnsupportedFormatError,
 )
 from kinlens.embedder.manifest import FP32, BundleManifest, Mode
 from kinlens.embedder.session import OnnxEmbedder
@@ -49,6 +51,26 @@ def test_vectors_are_those_of_the_model(embedder: OnnxEmbedder) -> None:
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     assert vectors.dtype == np.float32
     assert embedder.dim == TINY_DIM
+
+
+def test_a_file_that_cannot_be_embedded_is_named(embedder: OnnxEmbedder, tmp_path: Path) -> None:
+    good, text, latin = tmp_path / "good.png", tmp_path / "text.png", tmp_path / "caf\udce9.png"
+    good.write_bytes(encoded(photo(1)))
+    latin.write_bytes(encoded(photo(1)))
+    text.write_text("no image")
+    vectors = embedder.embed_files([good, str(latin)])
+    assert np.array_equal(vectors[0], vectors[1])
+    assert np.array_equal(embedder.embed_files(good), vectors[:1])
+    assert embedder.embed_files([]).shape == (0, TINY_DIM)
+    for bad, kind, message in (
+        (text, UnsupportedFormatError, "text.png cannot be used"),
+        (tmp_path / "gone.png", SourceError, "gone.png does not exist"),
+        (good / "inner.png", SourceError, "inner.png does not exist"),
+        (tmp_path, SourceError, f"{tmp_path} is a folder"),
+        (tmp_path / "gone\udce9.png", SourceError, r"gone\\xe9.png does not exist"),
+    ):
+        with pytest.raises(kind, match=message):
+            embedder.embed_files([good, bad, good])
 
 
 @pytest.mark.parametrize("count", [1, 3, 9])

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 from typer.testing import Result
 
+from kinlens.embedder.sources.names import printable
 from kinlens.indexer.calibration import GalleryCalibration
 from kinlens.indexer.gallery import Gallery
 from tests.indexer.conftest import PHOTOS, failure, printed, query
@@ -118,6 +119,10 @@ def test_groups_are_shown_with_their_items(run, built, shop) -> None:
         ("--vector", "many.npz", "is not a .npy file of numbers"),
         ("--vector", "gone.npy", "Cannot read the vectors in"),
         ("--image", "text.jpg", "The image"),
+        ("--image", "gone.jpg", "gone.jpg does not exist"),
+        ("--image", "text.jpg/inner.jpg", "inner.jpg does not exist"),
+        ("--image", "album.jpg", "album.jpg is a folder"),
+        ("--image", "\udcff.jpg", r"\xff.jpg does not exist"),
     ],
 )
 def test_a_file_without_usable_vectors_or_image_is_refused_by_name(
@@ -127,10 +132,30 @@ def test_a_file_without_usable_vectors_or_image_is_refused_by_name(
     np.save(tmp_path / "none.npy", np.zeros((0, 32), np.float32))
     np.savez(tmp_path / "many.npz", a=np.ones(3))
     (tmp_path / "text.jpg").write_text("not an image")
+    (tmp_path / "album.jpg").mkdir()
     bundle = ["--bundle", "b"] if option == "--image" else []
     line = failure(run("search", built, option, tmp_path / name, *bundle))
     assert message in line
-    assert name in line or name == "short.npy"
+    assert printable(name) in line or name == "short.npy"
+
+
+def test_an_empty_result_is_said_and_exits_with_1(run, built, vectors) -> None:
+    ask = ("search", built, "--like", "f.gif", "--min-score", "1")
+    commands = (
+        (*ask, "--where", "class = 'cup'"),
+        (*ask, "--group-by", "class"),
+        ("search", built, "--vector", vectors, "--offset", "100"),
+        ("golden", "list", built),
+        ("golden", "runs", built),
+        ("duplicates", built, "--min-score", "1"),
+    )
+    for command in commands:
+        failure(run(*command))
+        answer = printed(run(*command, "--json"), 1)
+        lists = ("hits", "groups", "queries", "runs")
+        assert not any(part for name in lists for part in answer.get(name) or ())
+    some = ("search", built, "--vector", vectors, "--min-score", "0.999", "--where", "class='cup'")
+    assert run(*some).exit_code == 0  # one of the two queries has a result
 
 
 def test_an_item_is_shown_with_all_that_is_known(run, built) -> None:

@@ -9,6 +9,7 @@ from kinlens.indexer.columns import columns
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
+from kinlens.indexer.types import SearchOptions
 from kinlens.values import AttributeValue
 from tests.indexer.oracle import entry, random_filter, units
 
@@ -113,6 +114,26 @@ def test_a_gallery_finds_exactly_the_items_that_match(gallery, monkeypatch) -> N
             expected = [item for item in gallery.items() if where.matches(item.attributes)]
             assert gallery.page(0, 5000, where).items == expected, as_text(where)
         gallery.compact()
+
+
+def test_a_filter_may_be_its_text_wherever_python_takes_one(gallery) -> None:
+    gallery.add(entry(f"k{n}", units(9)[n], {"price": n}) for n in range(9))
+    cheap = SearchOptions(where="price < 3")
+    assert cheap == SearchOptions(where=parse_filter("price < 3"))
+    [hits] = gallery.search(units(1), 9, cheap)
+    assert {hit.key for hit in hits} == {"k0", "k1", "k2"}
+    assert gallery.page(0, 9, "price < 3").total == 3
+    assert sum(n for _, n in gallery.facets(["price"], None, cheap)["price"].values) == 3
+    [facts] = gallery.attribute_facts("price < 3")
+    assert facts.maximum == 2
+    assert gallery.update_where("price < 3", {"sale": True}, within="price < 5") == 3
+    assert gallery.remove(["k0", "k8"], within="sale = true") == 1
+    assert gallery.remove_where("sale = true or price > 6") == 4
+    for wrong, message in (("price <", "cannot be parsed"), (5, r"where = 5 must be a text")):
+        with pytest.raises(FilterError, match=message):
+            SearchOptions(where=wrong)
+        with pytest.raises(FilterError, match=message):
+            gallery.page(0, 1, wrong)
 
 
 @pytest.mark.parametrize(

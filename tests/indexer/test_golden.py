@@ -280,7 +280,7 @@ def test_a_wrong_label_is_one_line_of_what_to_do(run: Run, built: Path, photos: 
     ]:
         option, name, *more = words
         assert message in failure(run("golden", "add", built, option, photos / name, *more))
-    assert printed(run("golden", "list", built, "--json")) == {"queries": []}
+    assert printed(run("golden", "list", built, "--json"), 1) == {"queries": []}
     assert "is empty" in failure(run("golden", "run", built, "--bundle", "b"))
     assert "0 queries have an id that starts with" in failure(run("golden", "remove", built, "0f"))
 

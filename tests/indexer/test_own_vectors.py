@@ -1,6 +1,7 @@
 """The command import reads tables and arrays that other programs wrote."""
 
 import datetime
+import shutil
 from contextlib import closing
 from decimal import Decimal
 from pathlib import Path
@@ -99,6 +100,25 @@ def test_an_array_takes_its_keys_from_a_text_or_a_list(run, tmp_path) -> None:
     (tmp_path / "keys.txt").write_text("1\n2\n")
     assert "has 2 keys" in failure(run(*ask, "--keys", tmp_path / "keys.txt"))
     assert "has no keys" in failure(run(*ask))
+    np.savez(tmp_path / "own.npz", VECTORS)
+    shutil.copy(tmp_path / "own.npz", tmp_path / "zip.npy")
+    for name in ("own.npz", "zip.npy"):
+        line = failure(run("import", tmp_path / name, "--out", tmp_path / "g", "--model", "m"))
+        assert f"{name} is an archive of arrays (.npz). Save the vectors alone" in line
+
+
+def test_vectors_of_a_model_without_a_bundle_are_searched_by_vector_or_item(
+    run, tmp_path, tiny_bundle
+) -> None:
+    table = pa.table({"key": ["1", "2"], "vector": units(2, dim=4).tolist()})
+    pa.parquet.write_table(table, tmp_path / "own.parquet")
+    out = tmp_path / "g"
+    assert run("import", tmp_path / "own.parquet", "--out", out, "--model", "clip").exit_code == 0
+    assert run("show", out, "1").exit_code == 0
+    assert run("search", out, "--like", "1").stdout.split()[1] == "2"
+    why = "of the model 'clip', which has no bundle, so they cannot be compared with images"
+    image = ("--image", "x.jpg", "--bundle", tiny_bundle.path)
+    assert why in failure(run("search", out, *image))
 
 
 def test_vectors_of_a_bundle_must_fit_it(run, tmp_path, tiny_bundle) -> None:

@@ -127,6 +127,86 @@ def test_a_link_to_a_share_that_is_away_keeps_its_items(run, built, shop, tmp_pa
     assert len(contents(built)) == 20
 
 
+def test_a_link_that_is_no_image_is_no_skipped_image(run, built, shop) -> None:
+    (shop / "read me.txt").symlink_to("nowhere.txt")
+    result = run("sync", built, shop, "--bundle", "b")
+    assert result.exit_code == 0, result.output
+    assert "Omitted 1 links to what does not exist (read me.txt)" in result.stdout
+
+
+def test_a_row_per_product_is_followed_and_a_list_must_be_passed(
+    run, shop, out, tmp_path, embedder
+) -> None:
+    def write_list(*rows: str) -> None:
+        (tmp_path / "list.csv").write_text("\n".join(["key,path,price:number", *rows]))
+
+    rest = "b,p1/0.png|p1/1.png,2"
+    write_list("a,p0,1", rest)
+    csv = ("--csv", tmp_path / "list.csv")
+    run("build", shop, *csv, "--bundle", "b", "--out", out)
+    sync = ("sync", out, shop, "--bundle", "b", "--max-removed", "0", "--json")
+    embedder.batches.clear()
+    for row, changes in (("a,p0,1", (0, 0)), ("a,p0,9", (4, 0)), ("new,p0,9", (0, 4))):
+        write_list(row, rest)
+        updated, renamed = changes
+        unchanged = 6 - updated - renamed
+        assert counts(run(*sync, *csv)) == (0, 0, updated, renamed, 0, unchanged, 0, 0)
+    assert contents(out)["new/0.png"][1] == {"price": 9, "product": "new"}
+    assert not embedder.batches
+    before = contents(out)
+    line = failure(run(*sync, "--max-removed", "100%"))
+    assert "was built from the list" in line
+    assert "--csv" in line
+    assert contents(out) == before
+
+
+def test_a_dry_run_writes_nothing(run, built, shop) -> None:
+    def state() -> dict[str, tuple[int, bytes]]:
+        # SQLite keeps the locks of readers in -shm, next to an empty -wal.
+        files = [f for f in built.rglob("*") if f.is_file() and f.suffix != ".sqlite-shm"]
+        found = {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+        return {name: (time, data) for name, (time, data) in found.items() if data}
+
+    sync = ("sync", built, shop, "--bundle", "b", "--max-removed", "100%", "--json")
+    shutil.rmtree(shop / "p0")
+    write(shop / "p1" / "9.png", photo(99))
+    for damaged in (False, True):  # there is no file of hashes, or a useless one
+        if damaged:
+            (built / "files.sqlite").write_bytes(b"damaged" * 99)
+        before = state()
+        assert counts(run(*sync, "--dry-run")) == (1, 0, 0, 0, 4, 16, 0, 0)
+        assert state() == before
+    assert counts(run(*sync)) == (1, 0, 0, 0, 4, 16, 1, 0)
+    before = state()
+    assert counts(run(*sync, "--dry-run")) == (0, 0, 0, 0, 0, 17, 0, 0)
+    assert state() == before
+
+
+def test_a_source_is_named_as_the_walk_of_the_root_names_it(
+    run, built, shop, tmp_path, monkeypatch
+) -> None:
+    """Absolute, relative or linked: also a link in the root, to a folder with a name of its own or
+    to one that is omitted."""
+    hidden = shop / ".store" / "p9"
+    write(hidden / "0.png", photo(90))
+    for link, target in (("again", "p1"), ("p9", ".store/p9")):
+        (shop / link).symlink_to(target)
+    (tmp_path / "shop link").symlink_to(shop)
+    run("sync", built, shop, "--bundle", "b")
+    assert "p9/0.png" in contents(built)
+    monkeypatch.chdir(tmp_path)
+    for place, found in (
+        ("shop", 21),
+        ("shop link", 21),
+        (shop, 21),
+        ("shop/p1", 4),
+        ("shop/again", 4),
+        ("shop link/p9", 1),
+    ):
+        result = run("sync", built, place, "--bundle", "b", "--json")
+        assert counts(result) == (0, 0, 0, 0, 0, found, 0, 0), place
+
+
 def test_a_damaged_file_keeps_its_item(run, built, shop) -> None:
     old = contents(built)
     (shop / "p0/0.png").write_bytes(encoded(photo(0))[:40])

@@ -9,13 +9,27 @@ import re
 from collections.abc import Iterable
 from contextvars import ContextVar
 
-_OWN = ("galleries", "jobs", "keys", "ui")  # below these, /X/X is a route too
+_OWN = frozenset((
+    "access", "admin", "audit", "docs", "feedback", "galleries", "jobs", "keys", "live", "metrics",
+    "openapi.json", "ready", "search", "startup", "ui",
+))  # fmt: skip
+"""The first segments of all routes: whether /ui/search begins with a prefix would be unknown."""
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 _MOST_CHARACTERS = 200
 _OF_REQUEST: ContextVar[str] = ContextVar("kinlens_prefix", default="")
 
 
 def check_prefix(text: str) -> str:
+    """A path prefix that no route begins with. Raises: ValueError."""
+    prefix = _checked(text)
+    if prefix and prefix.split("/")[1] in _OWN:
+        raise ValueError(
+            f"{text!r} begins like a route of the service; choose another path, such as /visual"
+        )
+    return prefix
+
+
+def _checked(text: str) -> str:
     """A path prefix without its trailing slash. Raises: ValueError."""
     prefix = text.rstrip("/")
     is_path = _PREFIX.fullmatch(prefix) and not {".", ".."} & set(prefix.split("/"))
@@ -23,10 +37,6 @@ def check_prefix(text: str) -> str:
         raise ValueError(
             f"{text[:_MOST_CHARACTERS]!r} is not a path prefix; write a path such as /visual, of "
             f"letters, digits and . _ ~ - with up to {_MOST_CHARACTERS} characters"
-        )
-    if prefix.split("/")[-1] in _OWN:
-        raise ValueError(
-            f"{text!r} ends like routes of the service; choose another path, such as /visual"
         )
     return prefix
 
@@ -37,7 +47,7 @@ def forwarded_prefix(headers: Iterable[str]) -> str | None:
     Each proxy of a chain appends its own, and the first is the outermost.
     """
     try:
-        parts = [check_prefix(part.strip()) for text in headers for part in text.split(",")]
+        parts = [_checked(part.strip()) for text in headers for part in text.split(",")]
     except ValueError:
         return None
     return "".join(parts) if parts else None

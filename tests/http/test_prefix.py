@@ -9,6 +9,7 @@ import pytest
 
 from kinlens.client import Client
 from kinlens.service.settings import Settings
+from tests.support.seams import RouteTable
 from tests.support.servers import Running
 from tests.support.shops import Shop, start_shop
 
@@ -110,12 +111,19 @@ def test_another_prefix_is_refused_with_the_cure(text: str) -> None:
         Settings(prefix=text)
 
 
-def test_a_prefix_may_be_named_like_a_route(start_service, photos) -> None:
-    service = start_service(prefix="/search")
-    for path in ("/search", "/search/search"):
-        answer = service.client.post(path, files={"image": photos[0]})
-        assert answer.json()["hits"][0]["image"].startswith("/search/galleries/")
-    assert service.client.get("/search/").status_code == 200
+def test_only_a_forwarded_prefix_may_begin_like_a_route(start_service, photos) -> None:
+    """A path could be a route or begin with the prefix; the forwarded one only changes links."""
+    service = start_service()
+    words = {route.template.split("/")[1] for route in RouteTable(service.app.routes).served}
+    assert {"search", "ui", "openapi.json"} <= words
+    for word in words - {""}:
+        for prefix in (f"/{word}", f"/{word}/shop"):
+            with pytest.raises(ValueError, match="such as /visual"):
+                Settings(prefix=prefix)
+        assert Settings(prefix=f"/shop/{word}").prefix == f"/shop/{word}"
+    headers = {"X-Forwarded-Prefix": "/search"}
+    answer = service.client.post("/search", files={"image": photos[0]}, headers=headers)
+    assert answer.json()["hits"][0]["image"].startswith("/search/galleries/")
 
 
 def test_files_are_compressed_and_kept_for_ever_below_their_checksum(running_service) -> None:

@@ -56,7 +56,8 @@ _DRAIN_S = 5.0
 _DRAIN_FACTOR = 4
 _CODINGS = ("gzip", "deflate")
 _INFLATE_STEP = 2**18  # bytes inflated at once on the event loop; takes about 1 ms
-_GZIP_OR_ZLIB = 47
+_GZIP_OR_ZLIB, _RAW = 47, -15
+_FIRST_NIBBLES = (8, 15)  # of zlib and gzip; deflate without a header never begins so
 _MARKS = (b",", b"[", b"{")
 _STEP = 2**20  # bytes counted at once; holds the GIL for 1 to 2 ms
 _SHOWN = 80
@@ -130,7 +131,8 @@ class _Source:
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.is_read = False
         self._receive = receive
-        self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB) if _coding(scope) else None
+        self._coding = _coding(scope)
+        self._inflater: Any = None  # zlib does not export its type
         self._pending = b""
         media_type = media_type_of(scope)
         self._is_start_of_json = media_type == JSON or media_type.endswith("+json")
@@ -156,7 +158,7 @@ class _Source:
         return message
 
     async def _inflated(self) -> Message:
-        if self._inflater is None:
+        if not self._coding:
             return await self.raw()
         if self._pending or self.is_read:
             await asyncio.sleep(0)  # lets other requests run
@@ -165,8 +167,15 @@ class _Source:
             if message["type"] != "http.request":
                 return message
             self._pending = message.get("body", b"")
-        if self._inflater.eof and self._pending:  # the next member of a gzip file
-            self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
+        if self._inflater is None or self._inflater.eof:
+            if self._inflater is not None:
+                self._pending = self._pending.lstrip(b"\0")  # padding after a member of a gzip file
+            elif self.is_read and not self._pending:
+                raise _RefusedError("damaged")
+            if not self._pending:
+                return {"type": "http.request", "body": b"", "more_body": not self.is_read}
+            is_raw = self._coding == "deflate" and self._pending[0] % 16 not in _FIRST_NIBBLES
+            self._inflater = zlib.decompressobj(_RAW if is_raw else _GZIP_OR_ZLIB)
         try:
             body = self._inflater.decompress(self._pending, _INFLATE_STEP)
         except zlib.error:
@@ -230,11 +239,15 @@ class BodyLimit:
     def _answer(self, body: "_Body", scope: Scope, claimed: int | None) -> Response:
         is_declared = claimed is not None and claimed > body.max_bytes
         found = f"{claimed:,} bytes" if is_declared else f"more than {body.max_bytes:,} bytes"
+        if _coding(scope) and not is_declared:
+            found += " after decompression"
+        media_type = media_type_of(scope)
+        is_text = media_type == JSON or media_type.endswith("+json")
+        cure = "Split the request" if is_text else "Resize or compress the image"
         kind, text = {
             "large": (
                 BODY_TOO_LARGE,
-                f"The request body has {found}; the limit is {body.max_bytes:,}. Resize or "
-                "compress the image.",
+                f"The request body has {found}; the limit is {body.max_bytes:,}. {cure}.",
             ),
             "slow": (
                 BODY_TOO_SLOW,
@@ -391,8 +404,9 @@ def _refusal_of_head(scope: Scope, claimed: int, max_bytes: int) -> str:
 
 def _coding(scope: Scope) -> str:
     """The Content-Encoding of a body; empty if it is sent as it is."""
-    coding = ", ".join(Headers(scope=scope).getlist("content-encoding")).strip().lower()
-    return {"identity": "", "x-gzip": "gzip"}.get(coding, coding)
+    sent = ",".join(Headers(scope=scope).getlist("content-encoding")).lower().split(",")
+    codings = [{"identity": "", "x-gzip": "gzip"}.get(each, each) for each in map(str.strip, sent)]
+    return ", ".join(filter(None, codings))
 
 
 def _waits(scope: Scope) -> bool:

@@ -39,6 +39,8 @@ CODINGS = {
     "gzip": gzip.compress,
     "X-GZip": lambda body: gzip.compress(body[:9]) + gzip.compress(body[9:]),  # two members
     "deflate": zlib.compress,
+    "Deflate, identity": lambda body: zlib.compress(body, wbits=-15),  # without a header
+    "identity, gzip": lambda body: gzip.compress(body) + bytes(9),  # padding
     "identity": bytes,
 }
 
@@ -97,6 +99,12 @@ def test_a_body_that_inflates_above_the_limit_is_413(shop) -> None:
             data = CODINGS[coding](PHOTO + bytes(size - len(PHOTO)))
             answer = call(shop, "POST /search", data, "image/png", coding)
             assert answer.status_code == status, answer.text
+            if status == 413:
+                assert "after decompression" in answer.json()["detail"]
+    query = gzip.compress(b" " * 10**7)
+    detail = call(shop, "POST /feedback", query, "application/json", "gzip").json()["detail"]
+    assert "after decompression" in detail
+    assert "image" not in detail
     twice = gzip.compress(gzip.compress(PHOTO))
     assert call(shop, "POST /search", twice, "image/png", "gzip").status_code == 415
     assert call(shop, "POST /search", twice, "image/png", "gzip, gzip").status_code == 415

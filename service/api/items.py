@@ -87,13 +87,20 @@ WRITES = (*CHANGE_FAILURES, *BODY_FAILURES)
 
 
 def _plain(value: Any) -> Any:
-    """A validator for an attribute value; pydantic's own message would be long."""
+    """A validator for an attribute value; pydantic's own message would be long, and this one gets
+    the name of the attribute.
+    """
     if isinstance(value, str | int | float | None):
         return value
     if isinstance(value, list) and all(isinstance(one, str | int | float) for one in value):
         return value
-    expected = "a text, a number, true/false or a list of these"
-    raise custom_error(f"{shown(value)} is not {expected}.")
+    kind = "an object" if isinstance(value, dict) else shown(value)
+    raise PydanticCustomError(
+        "attribute_value",
+        "{kind} is not a text, a number, true/false or a list of these; send names with such "
+        "values, as in {example}",
+        {"kind": kind, "example": '{"price": 49.9}'},
+    )
 
 
 _Attributes = Annotated[

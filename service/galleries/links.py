@@ -27,8 +27,9 @@ IMAGE_OF_ITEM = "/items/{item_id}/image"
 _HOUR_S = 3_600
 _VALID_HOURS = 24
 _MAC_BYTES = 16
+# After the attributes of a hit: no attribute has an object as its value, so none is matched.
 _IN_RESULTS = re.compile(
-    rb'(?<="image":")/galleries/([^/"\\]+)/items/(\d+)/image\?(?:generation|version)=([0-9a-f]+)(?=")'
+    rb'(?<=},"image":")/galleries/([^/"\\]+)/items/(\d+)/image\?(?:generation|version)=([0-9a-f]+)(?=")'
 )
 _SIGNER: ContextVar[Key | None] = ContextVar("kinlens_signer", default=None)
 

@@ -61,6 +61,22 @@ def test_a_link_shows_one_item_and_counts_for_the_address(shop: Shop, keys: KeyS
     found = searched(shop, one)
     assert set(found) == {"0.png", "1.png"}
     link = found["0.png"]
+    like = {
+        "image": found["1.png"].split("&")[0],
+        "},": ["},", "}"],
+        "text": '},"image":"/galleries',
+    }
+    headers = {"X-API-Key": keys.create("writer", ["write", "search"])}
+    item = "/galleries/shop/items/by-key/0.png"
+    refused = shop.client.patch(item, json={"attributes": {"a": 1}}, headers=headers)
+    assert refused.status_code == 422
+    assert "attributes: an object is not a text, a number" in refused.text
+    shop.client.patch(item, json=like, headers=headers).raise_for_status()
+    for _ in range(2):  # attributes that look like a link stay as they are
+        query = {"files": {"image": encoded(photo(0))}, "headers": headers}
+        hits = shop.client.post("/search", **query).json()["hits"]
+        [stored] = [hit["attributes"] for hit in hits if hit["key"] == "0.png"]
+        assert {name: stored[name] for name in like} == like
     whole = searched(shop, other)  # the answer to `one` is cached; its signatures are not
     assert (
         parse_qs(urlsplit(link).query)["signed_by"]

@@ -243,7 +243,8 @@ class Settings(BaseSettings):
     """Scopes of callers without a key, separated by commas; empty also closes search."""
     image_links: Literal["plain", "signed"] = "plain"
     """`signed`: image links in answers to an API key work without the key, for a day or until the
-    key is revoked, so that a page of a shop can show them. They count against the client address.
+    key is revoked or the gallery is rebuilt, so that a page of a shop can show them. They count
+    against the client address, so set `KINLENS_RATE_LIMIT_PER_ADDRESS`.
     """
     rate_limit_per_key: Rate = ""
     """Rate of each API key, such as `600/minute`. It counts images and queries, not requests; a key

@@ -247,6 +247,11 @@ def exposures(settings: Settings) -> list[str]:
             "KINLENS_RATE_LIMIT_PER_ADDRESS, such as 120/minute (it counts images and queries), "
             "or require keys with an empty KINLENS_ANONYMOUS_SCOPES."
         )
+    if settings.image_links == "signed" and not settings.rate_limit_per_address:
+        found.append(
+            "Whoever has a signed image link may load it without a rate limit. Set "
+            "KINLENS_RATE_LIMIT_PER_ADDRESS, such as 600/minute; images count one each."
+        )
     if is_public and ANY_HOST in settings.hosts():
         found.append(
             "Requests may name any host, so a foreign web page can point its own name here. List "

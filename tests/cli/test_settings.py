@@ -162,6 +162,7 @@ def test_changes_without_a_key_are_refused_on_an_address_that_others_reach(host:
         ({"host": "10.0.0.5", "anonymous_scopes": ()}, []),
         ({"host": "10.0.0.5"}, ["KINLENS_RATE_LIMIT_PER_ADDRESS"]),
         ({"host": "0.0.0.0", "rate_limit_per_address": "9/day"}, ["KINLENS_ALLOWED_HOSTS"]),
+        ({"image_links": "signed"}, ["KINLENS_RATE_LIMIT_PER_ADDRESS"]),
         ({"cors_origins": ("*",)}, ["KINLENS_CORS_ORIGINS"]),
         ({"workers": 4, "rate_limit_per_key": "60/minute"}, ["KINLENS_REDIS_URL"]),
         ({"state": Path("OPEN")}, ["chmod go-w"]),

@@ -51,6 +51,10 @@
 A message names the value, the limit or expected value, and the remedy.
 """
 
+import errno
+
+_SQLITE_FULL = 13  # sqlite3.SQLITE_FULL, without its import
+
 
 class KinlensError(Exception): ...
 
@@ -204,3 +208,15 @@ class EvaluationError(TrainingError): ...
 
 
 class ExportError(TrainingError): ...
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a full disk or an exhausted quota caused this error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if getattr(cause, "sqlite_errorcode", None) == _SQLITE_FULL:
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False

@@ -19,6 +19,9 @@ MEDIA_TYPE = "application/problem+json"
 INTERNAL_TEXT = (
     "Something failed inside the service. The service log has the cause under this request_id."
 )
+_FULL_TEXT = (
+    "The disk of the service is full; nothing was changed. Free space there, and send it again."
+)
 _RETRY_AFTER_S = 1
 _MAX_FAULTS = 20
 _MAX_MESSAGE = 1_000
@@ -196,6 +199,10 @@ def _details_of(error: Exception) -> tuple[ProblemType, str, list[dict[str, str]
     kind = problem_type_of(error)
     if kind.public:
         return kind, str(error), []
+    if errors.is_disk_full(error):
+        structlog.get_logger().error("disk full", exc_info=error)
+        is_known = kind.status == HTTPStatus.SERVICE_UNAVAILABLE
+        return kind if is_known else PROBLEM_TYPES[errors.StateError], _FULL_TEXT, []
     structlog.get_logger().error("internal error", exc_info=error)
     return kind, INTERNAL_TEXT, []
 

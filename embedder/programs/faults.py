@@ -27,6 +27,7 @@ _UNUSABLE = "{given} has the wrong form; use another value."
 _TEXTS = {  # by pydantic's error type
     "missing": "{name} is missing; send it{where}.",
     "extra_forbidden": "{name} is not a parameter here; /docs lists the parameters.",
+    "url_forbidden": "{name} is not a parameter here; URLs are not fetched, send the image.",
     "json_invalid": "The body is not valid JSON: {error}. Send valid JSON.",
     "union_tag_invalid": "{name}: {discriminator} = {tag!r} is unknown; use {expected_tags}.",
     "union_tag_not_found": "{name} has no {discriminator}; add it.",
@@ -51,13 +52,17 @@ _TEXTS = {  # by pydantic's error type
 }
 _OF_FILES = {  # where nothing is sent
     "missing": "{name} is missing; add it.",
-    "extra_forbidden": "{name} is unknown; remove it, or use the version of Kinlens that wrote it.",
+    **dict.fromkeys(
+        ("extra_forbidden", "url_forbidden"),
+        "{name} is unknown; remove it, or use the version of Kinlens that wrote it.",
+    ),
     "json_invalid": "it is not valid JSON: {error}.",
 }
 _LIMITS = (
     "gt", "ge", "lt", "le", "min_length", "max_length", "expected", "error", "discriminator",
     "tag", "expected_tags",
 )  # fmt: skip
+_URL = re.compile(r"(^|[._-])ur[il]s?$", re.IGNORECASE)
 _HEX = re.compile(r"\^\[0-9a-f\]\{(\d+(?:,\d+)?)\}\$")
 _FORMS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$": "1 to 64 letters, digits, dots, hyphens and underscores, "
@@ -79,7 +84,10 @@ def fault_text(fault: Any, name: str, where: str = "", texts: Mapping[str, str] 
 
     The value is omitted if the error has no input. `where` is the place to send a missing value.
     """
-    text = texts.get(fault["type"])
+    kind = fault["type"]
+    if kind == "extra_forbidden" and _URL.search(name):
+        kind = "url_forbidden"
+    text = texts.get(kind)
     if text is None and fault["type"] in _PYDANTIC:
         text = _UNUSABLE
     if text is None:

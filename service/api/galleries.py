@@ -25,6 +25,7 @@ from kinlens.models import (
 )
 from kinlens.service.access.audit import note
 from kinlens.service.access.prefix import public_path
+from kinlens.service.galleries.feedback import forget
 from kinlens.service.galleries.locations import VERSION_PATTERN, VERSION_TEXT, Gallery
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.openapi import problems
@@ -152,10 +153,9 @@ async def create(
 async def delete(runtime: Service, request: Request, name: str) -> None:
     """Delete a gallery that the service created, with its items and uploaded images."""
     await runtime.managed.delete(name)
-    if (feedback := runtime.feedback) is not None:  # another gallery may get the name
-        forgotten = await runtime.read(
-            "the feedback", lambda: feedback.clear(name), "state", subject="The feedback"
-        )
+    clear = partial(forget, runtime.settings, runtime.feedback, name)
+    forgotten = await runtime.read("the feedback", clear, "state", subject="The feedback")
+    if forgotten or runtime.feedback is not None:
         note(request.scope["state"], target=f"{forgotten} feedbacks")
 
 

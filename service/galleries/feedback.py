@@ -34,6 +34,7 @@ IMAGE_PX = 640
 """Longest side of a stored query image, which is a JPEG without camera metadata."""
 
 _STEP = "feedback"
+_DATABASE = "feedback.sqlite"
 _MAC_BYTES = 16  # of HMAC-SHA256
 _VERSION_DIGITS = 12
 _BUSY_S = 10.0
@@ -47,6 +48,7 @@ CREATE TABLE IF NOT EXISTS feedback (
     item TEXT NOT NULL, action TEXT NOT NULL, day TEXT NOT NULL,
     UNIQUE (gallery, version, picture, query_key, item, action)
 ) STRICT;
+CREATE INDEX IF NOT EXISTS feedback_by_picture ON feedback (picture);
 """
 
 
@@ -81,7 +83,7 @@ class FeedbackStore:
     """
 
     def __init__(self, state: Path, *, max_rows: int = 100_000, days: int = 180) -> None:
-        self._path = state / "feedback.sqlite"
+        self._path = state / _DATABASE
         self._images = state / "feedback" / "pictures"
         self._max_rows = max_rows
         self._days = days
@@ -148,8 +150,15 @@ class FeedbackStore:
                 " VALUES (?, ?, ?, ?, ?, ?, ?)"
             )
             is_new = connection.execute(sql, (*row, today.isoformat())).rowcount > 0
-            sql = "DELETE FROM feedback WHERE number <= (SELECT max(number) FROM feedback) - ?"
-            connection.execute(sql, (self._max_rows,))
+            sql = (
+                "DELETE FROM feedback WHERE number <= (SELECT max(number) FROM feedback) - ?"
+                " RETURNING picture"
+            )
+            cut = {name for (name,) in connection.execute(sql, (self._max_rows,)) if name}
+            for name in cut:
+                sql = "SELECT 1 FROM feedback WHERE picture = ? LIMIT 1"
+                if connection.execute(sql, (name,)).fetchone() is None:
+                    (self._images / f"{name}.jpg").unlink(missing_ok=True)
             if image and not self.has_image(question):  # `tidy` waits for this transaction
                 write_whole(self._file(question), image, _STEP)
                 midnight = datetime(today.year, today.month, today.day, tzinfo=UTC).timestamp()
@@ -274,6 +283,20 @@ def open_feedback(settings: Settings) -> FeedbackStore:
         )
     most, days = settings.feedback_max_rows, settings.feedback_days
     return FeedbackStore(settings.state, max_rows=most, days=days)
+
+
+def forget(settings: Settings, store: FeedbackStore | None, gallery: str) -> int:
+    """Remove the feedback on a deleted gallery; the number of removed rows.
+
+    `store` is None while feedback is off; rows of earlier runs are removed all the same, since
+    another gallery may get the name. Raises: StateError.
+    """
+    if store is not None:
+        return store.clear(gallery)
+    if settings.state is None or not (settings.state / _DATABASE).is_file():
+        return 0
+    with contextlib.closing(open_feedback(settings)) as opened:
+        return opened.clear(gallery)
 
 
 def as_csv(pairs: Sequence[Pair]) -> str:

@@ -277,7 +277,7 @@ def _epochs_in(run: Path) -> tuple[int, int]:
         for line in lines:
             with contextlib.suppress(ValueError):  # the last line may be incomplete
                 record = json.loads(line)
-                done = record["epoch"] if record.get("kind") == "epoch" else done
+                done = int(record["epoch"]) if record.get("kind") == "epoch" else done
     return done, total
 
 

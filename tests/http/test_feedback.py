@@ -218,6 +218,10 @@ def test_what_is_old_cleared_or_above_the_limit_is_deleted_with_its_image(tmp_pa
         for number in range(8):
             store.add(Question("shop", "v", item="q"), f"{number}", "clicked")
         assert [pair.item for pair in store.pairs("shop")] == ["3", "4", "5", "6", "7"]
+        for number in range(8):  # the image of the first two rows is still that of a later one
+            image = f"{number % 7:x}" * 64
+            store.add(Question("shop", "v", image=image), f"{number}", "clicked", b"jpeg")
+        assert {file.name[0] for file in photos.iterdir()} == set("34560")
         for gallery, photo in (("a", "1" * 64), ("b", "1" * 64), ("b", "2" * 64)):
             store.add(Question(gallery, "v", image=photo), "item", "bought", b"jpeg")
         (photos / ".stage-1").touch()  # of a write that was cut short
@@ -231,10 +235,18 @@ def test_what_is_old_cleared_or_above_the_limit_is_deleted_with_its_image(tmp_pa
     assert not list(photos.iterdir())
 
 
-def test_a_deleted_gallery_loses_its_feedback(shop, photos) -> None:
+@pytest.mark.parametrize("while_off", [False, True])
+def test_a_deleted_gallery_loses_its_feedback(shop, photos, while_off: bool) -> None:
     named = answer_id(shop, photos[7])
     assert send(shop, named, "1.png", "wrong", photos[7]).status_code == 204
-    assert shop.client.delete(shop.url).status_code == 204
-    assert_problem(send(shop, named, "1.png", "wrong"), 404, "unknown-gallery")
-    shop.create("shop")
-    assert sent_to(shop) == []
+    if while_off:
+        with contextlib.closing(start_shop(shop.state)) as other:
+            assert other.client.delete(shop.url).status_code == 204
+            other.create("shop")
+    else:
+        assert shop.client.delete(shop.url).status_code == 204
+        assert_problem(send(shop, named, "1.png", "wrong"), 404, "unknown-gallery")
+        shop.create("shop")
+    with contextlib.closing(FeedbackStore(shop.state)) as store:
+        assert store.pairs("shop") == []
+    assert not list((shop.state / "feedback" / "pictures").iterdir())

@@ -1,7 +1,9 @@
 """Uploaded images are stored with their gallery and deleted with the last item that has them."""
 
+import errno
 import hashlib
 import itertools
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -20,23 +22,33 @@ from tests.support.servers import WAIT_S
 from tests.support.shops import assert_problem, make_gallery, sha256, start_shop
 from tests.support.waiting import until
 
+FULL = "The disk of the service is full; nothing was changed."
 
-@pytest.mark.parametrize("step", [0, 2, 4])
-def test_a_full_disk_is_503_and_leaves_no_partial_image(shop, data, step: int) -> None:
-    """From the given step of a write on, the disk is full."""
+
+@pytest.mark.parametrize(
+    ("step", "code"), [(0, errno.ENOSPC), (2, errno.EDQUOT), (4, errno.ENOSPC)]
+)
+def test_a_full_disk_is_named_and_leaves_no_partial_image(shop, data, step: int, code: int) -> None:
+    """From the given step of a write on, the disk is full or the quota is used up."""
     shop.put({"old": data[0]})
     before, steps = shop.items(), itertools.count()
 
     def fail(_: str) -> None:
         if next(steps) >= step:
-            raise OSError(28, "No space left on device")
+            raise OSError(code, os.strerror(code))
 
     set_fault_hook(fail)
     try:
         problem = assert_problem(shop.put_form({"new": data[1]}), 503, "gallery-unavailable")
         assert str(shop.state) not in problem["detail"]
+        assert FULL in problem["detail"]
         made = shop.client.post("/galleries", json={"name": "new"})
-        assert_problem(made, 503, "gallery-unavailable")
+        assert FULL in assert_problem(made, 503, "gallery-unavailable")["detail"]
+        changed = shop.client.patch(f"{shop.url}/items", json={"changes": {"old": {"a": 1}}})
+        removed = shop.client.delete(f"{shop.url}/items", params={"key": "old"})
+        key = shop.client.post("/keys", json={"name": "till", "scopes": ["search"]})
+        for answer in (changed, removed, key):
+            assert (answer.status_code, FULL in answer.text) == (503, True), answer.text
         assert shop.search(data[0]).json()["hits"][0]["key"] == "old"
         assert shop.client.get("/ready").status_code == 200
     finally:

@@ -273,6 +273,11 @@ WRONG: list[tuple[str, object, str]] = [
         "gate.max_recall_loss = -1 is too small; use 0.0 or more. gate.min_queries = 2.5 is "
         "not a whole number; use only digits.",
     ),
+    (
+        TRAINING,
+        {**TRAIN, "image_url": "https://shop.example/1.jpg"},
+        "image_url is not a parameter here; URLs are not fetched, send the image.",
+    ),
     (TRAINING, {**TRAIN, "more": 1}, "more is not a parameter here; /docs lists the parameters."),
     (DELETE, {"keys": []}, "keys has 0 entries; use 1 or more."),
     (DELETE, {"keys": ["a", 3]}, "keys[1] must be a string (got 3); use a string."),

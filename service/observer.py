@@ -155,7 +155,7 @@ class Observer(Collector):
             await reading
         except GalleryNotFoundError:
             return  # concurrently deleted
-        except (KinlensError, OSError, ValueError) as error:  # TimeoutError is an OSError
+        except Exception as error:  # whatever fails, such as sqlite3, all others are shown
             reason = type(error).__name__
         if reason != self._omitted.get(subject, ""):
             self._omitted[subject] = reason

@@ -4,6 +4,7 @@ limit, which are cheap to request often.
 
 import asyncio
 import re
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +65,21 @@ def test_stages_batches_and_galleries_are_published(start_service, photos) -> No
     model = 'bundle_id="fake",precision="fp32",provider="FakeExecutionProvider"'
     assert f"kinlens_provider_info{{{model}}} 1.0" in text
     assert 'kinlens_gallery_items{gallery="shop"} 12.0' in text
+
+
+def test_a_gallery_that_cannot_be_read_is_omitted_alone(start_service, monkeypatch) -> None:
+    def fail(_: object) -> int:
+        raise sqlite3.DatabaseError("database disk image is malformed")
+
+    service = start_service()
+    monkeypatch.setattr(FakeGallery, "size", property(fail), raising=False)
+    with structlog.testing.capture_logs() as events:
+        answer = service.client.get("/metrics")
+    assert answer.status_code == 200
+    assert "kinlens_gallery_items{" not in answer.text
+    assert service.metric("kinlens_ready") == 1
+    [omitted] = [event for event in events if event["event"] == "metrics omitted"]
+    assert (omitted["subject"], omitted["error"]) == ("gallery shop", "DatabaseError")
 
 
 def test_every_metric_is_described_and_the_pages_name_no_other_one(start_service) -> None:

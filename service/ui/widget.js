@@ -4,10 +4,11 @@
 //   <kinlens-search key="kl_..." gallery="shop"></kinlens-search>
 //
 // Attributes: key (an API key with the scope search; it is public), gallery, k (number of results), filter,
-// service (the address of the service, by default that of this script), and the texts label, busy, empty,
-// unreadable and failed. Events: kinlens-results and kinlens-error, with the answer or the problem as detail.
+// service (the address of the service, by default that of this script; needed if a tag manager or type="module" loads
+// it), and the texts label, busy, empty, unreadable and failed. Events: kinlens-results and kinlens-error, with the answer or the problem as detail.
 (() => {
-  const HOME = new URL("..", document.currentScript.src).href;
+  const SCRIPT = document.currentScript?.src; // not known in a module or with a tag manager
+  const HOME = SCRIPT ? new URL("..", SCRIPT).href : null;
   const MAX_SIDE_PX = 1280; // more than any model sees, a tenth of a phone photo
   const TITLES = ["title", "name", "product", "product_name"];
   const TEXTS = {
@@ -65,7 +66,10 @@
     return url !== null && /^https?:$/.test(url.protocol) ? url.href : "";
   }
 
-  function priceOf({ price, currency }) {
+  function priceOf(attributes) {
+    const name = "price" in attributes ? "price" : Object.keys(attributes).find((key) => /price$/i.test(key));
+    const price = attributes[name];
+    const { currency } = attributes;
     if (typeof price !== "number") return price ?? "";
     try {
       return price.toLocaleString(navigator.language, currency ? { style: "currency", currency } : {});
@@ -126,15 +130,18 @@
     }
 
     get #service() {
-      return this.getAttribute("service")?.replace(/\/*$/, "/") ?? HOME;
+      const service = this.getAttribute("service")?.replace(/\/*$/, "/") ?? HOME;
+      if (service === null) throw new Error('The address of the service is unknown; add service="https://..." to kinlens-search.');
+      return service;
     }
 
     async #fetch(path, options = {}) {
       const key = this.getAttribute("key");
       const headers = key === null ? {} : { "X-API-Key": key };
       const response = await fetch(new URL(path, this.#service), { ...options, headers });
-      const body = await response.json();
-      if (!response.ok) throw Object.assign(new Error(body.detail), { problem: body });
+      const unreadable = { title: response.statusText, status: response.status, detail: `The answer ${response.status} of ${response.url} is not JSON.` };
+      const body = await response.json().catch(() => unreadable); // the error page of a proxy
+      if (!response.ok || body === unreadable) throw Object.assign(new Error(body.detail), { problem: body });
       return body;
     }
 

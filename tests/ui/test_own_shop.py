@@ -100,6 +100,29 @@ def test_the_element_finds_products_of_a_photo_and_leads_to_the_shop(
         expect(links).to_have_count(0)
 
 
+def test_the_element_of_a_module_needs_the_address_and_explains_error_pages(
+    browser: Browser, world: SimpleNamespace
+) -> None:
+    world.shop.put({"9.png": encoded(photo(9))}, product="9", Sale_Price="9 francs")
+    tag = f'<kinlens-search key="{world.key}" gallery="shop" service="{world.url}">'
+    script = '<script src="/shop.js"></script>'
+    script += f'<script type="module" src="{world.url}/ui/widget.js"></script>'
+    listen = "addEventListener('kinlens-error', (event) => { window.problem = event.detail; });"
+    write(world, f"{script}{tag}</kinlens-search>", listen)
+    with opening(browser, world.origin, allowed=["502"]) as open_it:
+        page = open_it("/")
+        choose(page, encoded(photo(9)))
+        expect(page.locator("kinlens-search a").first).to_contain_text("9 francs")
+        headers = {"Access-Control-Allow-Origin": "*"}
+        answer = {"status": 502, "headers": headers, "body": "<h1>Bad gateway</h1>"}
+        page.route("**/search", lambda route: route.fulfill(**answer))
+        choose(page, encoded(photo(9)))
+        expect(page.get_by_role("status")).to_contain_text("does not work right now")
+        problem = page.evaluate("problem")
+        assert problem["status"] == 502
+        assert "is not JSON" in problem["detail"]
+
+
 def test_the_javascript_of_the_page_shows_results_until_the_key_is_revoked(
     browser: Browser, world: SimpleNamespace
 ) -> None:

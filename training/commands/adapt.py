@@ -125,7 +125,7 @@ def _train(job: Job, split: Split, folder: Path, digest: str, verbose: bool) -> 
     from kinlens.training.folder import finished_result, stamp
     from kinlens.training.runner import run_job
 
-    is_new = not folder.exists()
+    is_own = not folder.exists() or (folder / "adapt.json").exists()
     try:
         stamp(folder, "adapt.json", {"digest": digest})
     except (JobError, CheckpointError) as error:
@@ -140,7 +140,7 @@ def _train(job: Job, split: Split, folder: Path, digest: str, verbose: bool) -> 
         with stoppable(resume_it), console_listener(verbose, brief=not verbose) as listener:
             run_job(job, split, folder, listener)
     except BaseException:
-        if is_new and not any(folder.rglob("*.pt")):  # computed features are in the cache
+        if is_own and not any(folder.rglob("*.pt")):  # computed features are in the cache
             shutil.rmtree(folder, ignore_errors=True)
         raise
 

@@ -113,7 +113,7 @@ def test_a_gain_needs_its_whole_interval(interval: tuple[float, float] | None, w
     change = 5.0 if interval is None else sum(interval) / 2
     found = {"R@1": 50.0 + change} | dict(zip(GAIN, interval or (), strict=False))
     result = Result({}, found, {}, 1, "last", 1.0, trunk={"R@1": 50.0})
-    assert verdict_of(result).startswith(word)
+    assert verdict_of(result, Path("run")).startswith(word)
 
 
 def test_a_harmful_training_is_recognised(tmp_path: Path, weights: Path) -> None:

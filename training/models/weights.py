@@ -59,8 +59,9 @@ def load_weights(network: nn.Module, state: State, source: str) -> None:
         network.load_state_dict(fitted, strict=True)
     except RuntimeError as error:
         both = fitted.keys() & shapes.keys()
+        counters = {key for key in shapes if key.endswith("num_batches_tracked")}  # not needed
         kinds = {
-            "are missing": sorted(shapes.keys() - both),
+            "are missing": sorted(shapes.keys() - both - counters),
             "are unknown": sorted(fitted.keys() - both),
             "have another shape": sorted(key for key in both if fitted[key].shape != shapes[key]),
         }

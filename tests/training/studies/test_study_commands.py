@@ -59,7 +59,7 @@ def test_a_search_prints_the_best_values_and_leaves_a_job(tmp_path: Path) -> Non
     assert "0.5" in (out / "best.toml").read_text()
     assert json.loads((out / "trial-000" / "result.json").read_text())["figures"] == {}
     assert not list(out.rglob("*.pt")), "a trial is only worth its score"
-    with pytest.raises(JobError, match="cannot be read"):
+    with pytest.raises(JobError, match="does not exist"):
         called(*words, "--space", tmp_path / "absent.toml")
 
 

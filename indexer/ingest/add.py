@@ -100,13 +100,13 @@ def check_image_root(gallery: VectorStore) -> None:
     root = gallery.image_root
     if root == Path():
         raise SourceError(
-            f"Gallery {gallery.name} was built from vectors and has no image root. Set the folder "
-            "of its images with --image-root."
+            "The gallery was built from vectors and has no image root. Set the folder of its "
+            "images with --image-root."
         )
     if not root.is_dir():
         raise SourceError(
-            f"The image root {root} of gallery {gallery.name} is missing. Set the current folder "
-            "of the images with --image-root."
+            f"The image root {root} of the gallery is missing. Set the current folder of the "
+            "images with --image-root."
         )
 
 
@@ -250,7 +250,7 @@ def check_bundle(gallery: VectorStore, embedder: Embedder) -> None:
     """Check that a gallery can take vectors of this model. Raises: BundleMismatchError."""
     if gallery.bundle_id != embedder.bundle_id:
         raise BundleMismatchError(
-            f"Gallery {gallery.name} was built with bundle {gallery.bundle_id[:SHORT]}, not with "
+            f"The gallery was built with bundle {gallery.bundle_id[:SHORT]}, not with "
             f"{embedder.bundle_id[:SHORT]}, and their vectors cannot be compared. Use the first "
             "bundle, or build another gallery."
         )
@@ -264,6 +264,6 @@ def check_root(gallery: VectorStore, source: Source) -> None:
     if source.root.resolve() != gallery.image_root.resolve():
         raise SourceError(
             f"The image paths of the {source.description} are relative to {source.root}, but those "
-            f"of gallery {gallery.name} to {gallery.image_root}. Put the images below that folder, "
+            f"of the gallery to {gallery.image_root}. Put the images below that folder, "
             "or set the image root of the gallery with --image-root."
         )

@@ -416,7 +416,7 @@ def _local(gallery: Gallery, what: str) -> IndexedGallery | GalleryView:
     if isinstance(gallery, GalleryView) and isinstance(gallery.whole, IndexedGallery):
         return gallery
     raise InvalidParameterError(
-        f"{what} needs a gallery in a folder. {gallery.name} is on Milvus, which cannot restore "
+        f"{what} needs a gallery in a folder. This one is on Milvus, which cannot restore "
         "removed items. Put the items again."
     )
 

@@ -216,8 +216,7 @@ class UploadFolder:
 
     def _absence(self) -> GalleryBusyError:
         return GalleryBusyError(
-            f"The gallery {self._gallery.name} does not exist at the moment; nothing was stored. "
-            "Try again in a second."
+            "The gallery does not exist at the moment; nothing was stored. Try again in a second."
         )
 
     def _path(self, sha256: str) -> Path:

@@ -190,4 +190,4 @@ def test_processes_share_the_cores_by_default(monkeypatch, workers: str, share: 
 def test_a_text_in_no_setting_is_named_and_exits_with_1() -> None:
     result = CliRunner().invoke(app, ["settings", "NOSUCH"])
     assert result.exit_code == 1
-    assert "No setting contains 'nosuch'" in result.output
+    assert "No setting contains 'NOSUCH'" in result.output

@@ -108,6 +108,8 @@ class Health:
         self._models_at = time.monotonic()
         self._recent = Recent(self._check_all)
         self._checking: asyncio.Task[None] | None = None
+        # A subject has one thread, so a second check at the same time would be refused as hanging.
+        self._turn = asyncio.Lock()
 
     def start(self) -> None:
         """Check on a timer, in the running event loop, until `stop`."""
@@ -159,6 +161,10 @@ class Health:
         return Readiness(self.passed, checks, versions, indexes, free_mb, self._last_error)
 
     async def _check(self, *, with_models: bool) -> None:
+        async with self._turn:
+            await self._check_alone(with_models)
+
+    async def _check_alone(self, with_models: bool) -> None:
         running = self._models.running()
         known = {model: self._of_models.get(model, _OK) for model in running}
         if with_models:

@@ -131,7 +131,7 @@
 
     get #service() {
       const service = this.getAttribute("service")?.replace(/\/*$/, "/") ?? HOME;
-      if (service === null) throw new Error('The address of the service is unknown; add service="https://..." to kinlens-search.');
+      if (service === null) throw new Error('The address of the service is unknown; add the attribute service to kinlens-search.');
       return service;
     }
 

@@ -198,7 +198,7 @@ def test_the_command_line_builds_for_a_gpu_and_says_where_model_and_index_are(
     words = ("build", shop, "--bundle", "b", "--out", tmp_path / "g", "--index-device", "cuda")
     built = run(*words)
     assert built.exit_code == 0, built.output
-    assert "(--device, --precision)" in built.stdout
+    assert "model on " in built.stdout
     assert "the GPU (--index-device cuda)" in built.stdout
     assert "MB free" in built.stdout
     planned = run("plan", 10_000_000, 512, "--index-device", "cuda", "--json")

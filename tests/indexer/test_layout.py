@@ -166,7 +166,7 @@ def test_a_folder_lock_holds_while_others_ask_for_it(tmp_path) -> None:
         (None, r"manifest\.json is not a gallery manifest"),
         ("{", r"manifest\.json is not a gallery manifest"),
         ({"source_root": "/etc"}, "does not match its digest"),
-        ({"colour": "red"}, "colour: Extra inputs are not permitted"),
+        ({"colour": "red"}, "colour is unknown; remove it"),
         ({"schema_version": 1}, "schema 1, .* reads 2.*kinlens-index build"),
         ({"schema_version": 3}, "schema 3, .* reads 2.*or a newer one"),
     ],

@@ -213,7 +213,9 @@ class ExportError(TrainingError): ...
 def is_disk_full(error: BaseException) -> bool:
     """Whether a full disk or an exhausted quota caused this error."""
     cause: BaseException | None = error
-    while cause is not None:
+    seen: set[int] = set()  # an error that several callers raise may be among its own causes
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
         if getattr(cause, "sqlite_errorcode", None) == _SQLITE_FULL:

@@ -1,5 +1,6 @@
 """Errors of validation have our words, whatever their kind and wherever they are shown."""
 
+import errno
 import re
 from typing import Annotated, Any, Literal, get_args
 
@@ -8,6 +9,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic_core import PydanticKnownError
 from pydantic_core.core_schema import ErrorType
 
+from kinlens.embedder.errors import is_disk_full
 from kinlens.embedder.programs.faults import fault_text, file_fault
 
 FOREIGN = re.compile(
@@ -75,3 +77,11 @@ def test_every_kind_of_fault_has_a_text_of_ours() -> None:
         if kind not in ("value_error", "assertion_error"):
             assert not FOREIGN.search(fault_text(fault, "page")), kind
     assert PydanticKnownError("missing").message() == "Field required", "the words that we replace"
+
+
+def test_a_full_disk_is_found_among_causes_that_may_be_a_circle() -> None:
+    one, other = ValueError(), KeyError()
+    one.__context__, other.__context__ = other, one
+    assert not is_disk_full(one)
+    other.__context__ = OSError(errno.ENOSPC, "")
+    assert is_disk_full(one)

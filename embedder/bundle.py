@@ -82,10 +82,9 @@ class Bundle:
                 f"kinlens-train adapt --data IMAGES --out {path}"
             )
         if not (path / MANIFEST).is_file():
-            absent = f"{MANIFEST} is missing" if path.exists() else "it does not exist"
             raise BundleNotFoundError(
-                f"No model bundle at {path}: {absent}. Pass the folder that `kinlens-train adapt` "
-                "or `export` wrote."
+                f"No model bundle at {path}: {MANIFEST} is missing. Pass the folder that "
+                "`kinlens-train adapt` or `export` wrote."
             )
         try:
             manifest = BundleManifest.model_validate_json((path / MANIFEST).read_bytes())

@@ -40,7 +40,11 @@ from tests.tiny import encoded, photo
 
 WAIT_S = 20.0
 CREATED_AT = "2026-01-01T00:00:00+00:00"
-DEFAULTS: dict[str, Any] = {"search_threads": 2, "decode_isolation": False}
+DEFAULTS: dict[str, Any] = {
+    "search_threads": 2,
+    "decode_isolation": False,
+    "ready_timeout_ms": 60_000,  # other work on the cores makes no service unready
+}
 STALLED = (
     b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
     b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"

@@ -23,13 +23,13 @@ from tests.tiny import encoded, photo
 def test_readiness_reports_what_is_served(running_service) -> None:
     response = running_service.client.get("/ready")
     answer = response.json()
+    assert answer["checks"] == {"model": "ok", "gallery shop": "ok"}
     assert response.status_code == 200
     assert answer["status"] == "ready"
     assert answer["provider"] == "FakeExecutionProvider"
     assert (answer["precision"], answer["precision_reason"]) == ("fp32", "asked for")
     assert answer["bundle_id"] == "fake"
     assert list(answer["galleries"]) == ["shop"]
-    assert answer["checks"] == {"model": "ok", "gallery shop": "ok"}
     assert answer["redis"] == "off"
     assert answer["queue_depth"] == 0
     assert answer["last_error"] is None

@@ -9,16 +9,15 @@ import json
 import logging
 import math
 import os
+import queue
 import re
 import select
 import sys
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from select import PIPE_BUF
-from typing import TextIO
+from collections.abc import Callable
+from logging.handlers import QueueHandler, QueueListener
+from typing import Any, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
@@ -42,86 +41,91 @@ _ENCODE = json.JSONEncoder(default=str, ensure_ascii=False).encode
 _MAX_LINES = 10_000
 _WRITE_EVERY_S = 0.05
 _CLOSE_S = 1.0
-_opened: "list[weakref.ref[_Lines]]" = []
 
 
-class _Lines:
-    """A thread that writes lines in batches; lines that cannot be written are dropped and counted.
-
-    Waking the thread for each line would double the CPU time of logging. A full disk, or a pipe
-    without a reader, can work again later, so the thread continues after each error.
+class _Lines(QueueHandler):
+    """Queues lines without waiting or locking, since signal handlers and finalizers may log; a line
+    that does not fit is dropped and counted.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._lines: deque[str] = deque()
-        self._total_dropped = self._reported = 0
-        self._is_cut = False  # whether the last line that was written is incomplete
-        self._closed = threading.Event()
-        self._writer = threading.Thread(target=self._write, name="kinlens-logs", daemon=True)
+        self._lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        super().__init__(self._lines)
+        self._dropped = 0
+        self._writer = _Writer(self._lines, stream, lambda: self.dropped)
         self._writer.start()
 
     @property
     def dropped(self) -> int:
         """Number of lines that were dropped so far."""
-        return self._total_dropped
+        return self._dropped + self._writer.failed
 
-    def add(self, line: str) -> None:
-        """Queue a line without waiting or locking, since signal handlers and finalizers may log."""
-        if len(self._lines) < _MAX_LINES:
-            self._lines.append(line)
+    def prepare(self, record: logging.LogRecord) -> str:
+        return self.format(record)
+
+    def enqueue(self, line: Any) -> None:
+        if self._lines.qsize() < _MAX_LINES:
+            self._lines.put_nowait(line)
         else:
-            self._total_dropped += 1
+            self._dropped += 1
 
-    debug = info = warning = error = critical = add  # structlog calls the method of the level
+    debug = info = warning = error = critical = enqueue  # structlog calls the method of the level
 
     def close(self) -> None:
-        """Write the remaining lines, for up to a second."""
-        self._closed.set()
-        self._writer.join(_CLOSE_S)
+        """Write the remaining lines, for up to a second; `logging` calls this at the exit."""
+        written = threading.Event()
+        self._lines.put_nowait(written)
+        if written.wait(_CLOSE_S):
+            self._writer.stop()
+        super().close()
 
-    def _write(self) -> None:
-        while not self._closed.wait(_WRITE_EVERY_S):
-            self._write_waiting()
-        self._write_waiting()
 
-    def _write_waiting(self) -> None:
-        while self._lines or self._total_dropped > self._reported:
-            missing = self._total_dropped - self._reported
-            batch = [_report(missing)] if missing else []
-            self._take(batch)
-            written = self._send(batch)
-            if missing and written:
-                self._reported += missing
-            unsent = len(batch) - max(written, 1 if missing else 0)
-            self._total_dropped += unsent
-            if written < len(batch):
-                return  # try again later
+class _Writer(QueueListener):
+    """Writes the queued lines in a thread. A full disk, or a pipe without a reader, can work again
+    later, so it continues after each error, and the next line states how many are missing.
+    """
 
-    def _take(self, batch: list[str]) -> None:
-        """Take the next lines: at least one, and at most as many as a pipe writes atomically.
+    def __init__(
+        self, lines: queue.SimpleQueue[Any], stream: TextIO, count_dropped: Callable[[], int]
+    ) -> None:
+        super().__init__(lines)
+        self.failed = 0
+        self._lines = lines
+        self._stream = stream
+        self._count_dropped = count_dropped
+        self._reported = 0
+        self._is_cut = False  # whether the last line that was written is incomplete
 
-        Worker processes share a pipe, where longer writes could interleave.
+    def dequeue(self, block: bool) -> Any:
+        if not self._lines.empty():
+            return self._lines.get(block)
+        line = self._lines.get(block)
+        time.sleep(_WRITE_EVERY_S)  # waking for each line would double the CPU time of logging
+        return line
+
+    def handle(self, line: Any) -> None:
+        if isinstance(line, threading.Event):
+            line.set()
+            return
+        missing = self._count_dropped() - self._reported
+        if missing and self._write(_report(missing)):
+            self._reported += missing
+        if not self._write(line):
+            self.failed += 1
+
+    def _write(self, line: str) -> bool:
+        """Whether a line was written whole. Each is one write of the system: processes that share a
+        pipe do not mix their lines.
         """
-        size = sum(len(line.encode()) + 1 for line in batch)
-        while self._lines:
-            size += len(self._lines[0].encode()) + 1
-            if size > PIPE_BUF and batch:
-                break
-            batch.append(self._lines.popleft())
-
-    def _send(self, batch: Sequence[str]) -> int:
-        """Write lines; the number of those that were written whole."""
-        data = b"".join(line.encode() + b"\n" for line in batch)
-        data = b"\n" + data if self._is_cut else data
+        data = (b"\n" if self._is_cut else b"") + line.encode() + b"\n"
         sent = 0
         try:
             descriptor = self._stream.fileno()
         except (OSError, ValueError):  # closed, or a stream of a test
             with contextlib.suppress(OSError, ValueError):
                 self._stream.write(data.decode())
-                sent = len(data)
-            return len(batch) if sent else 0
+                return True
+            return False
         # Not through the buffer of the stream: it keeps what it could not write, and fails again.
         while sent < len(data):
             try:
@@ -132,30 +136,12 @@ class _Lines:
                 break
         if sent:
             self._is_cut = data[sent - 1 : sent] != b"\n"
-        return data[:sent].count(b"\n") - data[:sent].startswith(b"\n")
+        return sent == len(data)
 
 
 def _report(dropped: int) -> str:
     event = {"event": "log lines dropped", "level": "warning", "times": dropped}
     return _ENCODE(event | {"detail": f"{dropped:,} lines were dropped."})
-
-
-class _Handler(logging.Handler):
-    """The handler of the standard library; `logging` closes it when the process ends."""
-
-    def __init__(self, lines: _Lines) -> None:
-        super().__init__()
-        self._lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._lines.add(self.format(record))
-        except Exception:
-            self.handleError(record)
-
-    def close(self) -> None:
-        self._lines.close()
-        super().close()
 
 
 def configure_logs(level: str) -> None:
@@ -171,15 +157,13 @@ def configure_logs(level: str) -> None:
         structlog.processors.format_exc_info,
     ]
     lines = _Lines(sys.stderr)
-    _opened.append(weakref.ref(lines))
-    handler = _Handler(lines)
-    handler.setFormatter(
+    lines.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, _line],
         )
     )
-    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    logging.basicConfig(handlers=[lines], level=level.upper(), force=True)
     logging.captureWarnings(True)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
@@ -194,7 +178,7 @@ def configure_logs(level: str) -> None:
 
 def dropped_lines() -> int:
     """Number of log lines of this process that could not be written."""
-    return sum(lines.dropped for opened in _opened if (lines := opened()) is not None)
+    return sum(one.dropped for one in logging.getLogger().handlers if isinstance(one, _Lines))
 
 
 def masked(text: str) -> str:

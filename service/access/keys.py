@@ -1,4 +1,4 @@
-"""API keys: stored as hashes in one file, compared in constant time, re-read regularly."""
+"""API keys: stored as hashes in one file, compared in constant time, re-read when it changes."""
 
 import asyncio
 import contextlib
@@ -9,10 +9,11 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -42,7 +43,8 @@ _NO_DIGEST = "0" * 64
 _STEP = "keys"
 KEYS_FILE = "keys.json"
 _SHOWN = 80
-_PARSED_FILTERS = 1_024
+_PARSED_FILTERS = 100_000  # one for each key, so that a changed file costs only the new ones
+_SETTLED_S = 2.0  # file systems with coarse times may show two changes as one
 _MAX_GALLERIES = 1_000
 MAX_FILTER = 2_000
 """Maximum length of the filter of a key in characters."""
@@ -212,23 +214,23 @@ class KeyStore:
         granted: tuple[Scope, ...] = tuple(dict.fromkeys(scopes))
         if not granted:
             raise InvalidParameterError("A key needs at least one scope: search, write or admin.")
-        identity, secret = secrets.token_hex(_ID_BYTES), secrets.token_hex(_SECRET_BYTES)
-        key = Key(
-            id=identity,
-            name=name,
-            scopes=granted,
-            digest=_digest(secret),
-            created_at=_now(),
-            expires_at=expires_at,
-            own_limits=None if limits == NO_LIMITS else limits,
-        )
+        secret = secrets.token_hex(_SECRET_BYTES)
         with self._changing() as known:
             if any(k.name == name and k.revoked_at is None for k in known):
                 raise InvalidParameterError(
                     f"A key {name!r} exists already. Revoke it first, or choose another name."
                 )
+            key = Key(
+                id=_new_id({k.id for k in known}),
+                name=name,
+                scopes=granted,
+                digest=_digest(secret),
+                created_at=_now(),
+                expires_at=expires_at,
+                own_limits=None if limits == NO_LIMITS else limits,
+            )
             self._write([*known, key])
-        return f"kl_{identity}_{secret}"
+        return f"kl_{key.id}_{secret}"
 
     def revoke(self, name: str) -> Key:
         """Revoke the key `name`; its entry is kept, so old log entries can be understood.
@@ -326,8 +328,24 @@ class KeyStore:
         return self.path.resolve()
 
 
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """The keys of one state of the file, by id; `stamp` is None if the file must be read again."""
+
+    by_id: Mapping[str, Key]
+    active_until: datetime
+    stamp: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, keys: tuple[Key, ...] = (), stamp: tuple[int, ...] | None = None) -> Self:
+        never, always = (end.replace(tzinfo=UTC) for end in (datetime.min, datetime.max))
+        ends = (key.expires_at or always for key in keys if key.revoked_at is None)
+        return cls({key.id: key for key in reversed(keys)}, max(ends, default=never), stamp)
+
+
 class FreshKeys:
-    """The keys of a store for an event loop: read in a thread, and cached for `max_age_s`.
+    """The keys of a store for an event loop, found by id. At most every `max_age_s`, and only while
+    keys are used, a thread asks the disk whether the file has changed, and reads it then.
 
     A read that takes longer than `limit_s` is a StateError; it only blocks its own thread.
     """
@@ -336,40 +354,37 @@ class FreshKeys:
         self._store = store
         self._max_age_s = max_age_s
         self._limit_s = limit_s
-        self._keys: tuple[Key, ...] = ()
+        self._keys = _Snapshot.of()
         self._read_at = -math.inf
-        self._reading: asyncio.Future[tuple[Key, ...]] | None = None
+        self._reading: asyncio.Future[_Snapshot] | None = None
 
     async def known(self, text: str) -> Key | None:
         """The active key with this text among the cached keys. Raises: StateError."""
-        return _matching(await self._recent(), text)
+        return _matching((await self._recent()).by_id, text)
 
     async def by_id(self, identity: str) -> Key | None:
         """The active key with this id. Raises: StateError."""
-        now = _now()
-        keys = await self._recent()
-        return next((k for k in keys if k.id == identity and k.state(now) == "active"), None)
+        key = (await self._recent()).by_id.get(identity)
+        return key if key is not None and key.state(_now()) == "active" else None
 
     async def created(self, text: str) -> Key | None:
-        """The active key with this text after re-reading the file, for keys that are not cached.
-
-        Each call may read the file, so the caller must limit their rate. Raises: StateError.
+        """The active key with this text after another look at the file, for keys that are not
+        cached. The caller must limit the rate of these calls. Raises: StateError.
         """
-        return _matching(await self._read(), text)
+        return _matching((await self._read()).by_id, text)
 
     async def has_active(self) -> bool:
         """Whether any key is active. Raises: StateError."""
-        now = _now()
-        return any(key.state(now) == "active" for key in await self._recent())
+        return _now() < (await self._recent()).active_until
 
-    async def _recent(self) -> tuple[Key, ...]:
+    async def _recent(self) -> _Snapshot:
         is_old = time.monotonic() - self._read_at > self._max_age_s
         return await self._read() if is_old else self._keys
 
-    async def _read(self) -> tuple[Key, ...]:
+    async def _read(self) -> _Snapshot:
         asked_at = time.monotonic()
         if self._reading is None or self._reading.done():
-            self._reading = asyncio.wrap_future(begin_in_thread(self._store.list))
+            self._reading = asyncio.wrap_future(begin_in_thread(self._changed))
         try:
             async with asyncio.timeout(self._limit_s):
                 self._keys = await asyncio.shield(self._reading)
@@ -380,6 +395,12 @@ class FreshKeys:
             ) from None
         self._read_at = asked_at
         return self._keys
+
+    def _changed(self) -> _Snapshot:
+        stamp = _stamp(self._store.path)
+        if stamp is not None and stamp == self._keys.stamp:
+            return self._keys
+        return _Snapshot.of(self._store.list(), stamp)
 
 
 def open_keys(state: Path | None) -> KeyStore | None:
@@ -396,9 +417,26 @@ def allowed(scopes: Iterable[Scope]) -> frozenset[Scope]:
     return frozenset().union(*(_IMPLIED[scope] for scope in scopes))
 
 
-def _matching(keys: Iterable[Key], text: str) -> Key | None:
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Differs after each change of a file; None while it is too new to be sure, or missing."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    if time.time() - found.st_mtime < _SETTLED_S:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _new_id(taken: set[str]) -> str:
+    while (identity := secrets.token_hex(_ID_BYTES)) in taken:
+        pass
+    return identity
+
+
+def _matching(keys: Mapping[str, Key], text: str) -> Key | None:
     match, now = _TEXT.fullmatch(text), _now()
-    key = next((key for key in keys if match and key.id == match[1]), None)
+    key = keys.get(match[1]) if match else None
     # Constant time: all keys cost two comparisons, including unknown and malformed ones.
     digest = _digest(match[2] if match else "")
     is_new = hmac.compare_digest(digest, key.digest if key else _NO_DIGEST)

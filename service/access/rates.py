@@ -140,6 +140,7 @@ _PERIOD_NAMES = {seconds: name for name, seconds in _PERIODS_S.items()}
 _RATE = re.compile(r"(\d{1,9}) ?/ ?(second|minute|hour|day)")
 _US = 1_000_000  # whole microseconds, so Lua and Python compute the same sums
 _SWEEP_ABOVE = 1_024
+_KNOWN_RATES = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,7 @@ class RateVerdict:
     period_s: int = 1
 
 
+@functools.lru_cache(_KNOWN_RATES)
 def parse_rates(text: str) -> tuple[Rate, ...]:
     """Parse rates such as `600/minute` or `10/second;5000/hour`; an empty text has no rates.
 

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import os
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from kinlens.embedder.errors import InvalidParameterError, StateError
+from kinlens.service.access import keys
 from tests.support.seams import Addresses, FreshKeys, KeyStore, Limits
 
 
@@ -82,6 +84,44 @@ def test_a_disk_that_hangs_refuses_keys_and_blocks_one_thread(store, monkeypatch
         assert found[0].name == "till"
 
     asyncio.run(use())
+
+
+def test_the_file_is_read_when_it_changes_and_each_filter_is_parsed_once(
+    store, monkeypatch
+) -> None:
+    counts = {"reads": 0, "parses": 0}
+
+    def counted(name: str, work: Any) -> Any:
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return work(*args)
+
+        return call
+
+    monkeypatch.setattr(keys, "parse_filter", counted("parses", keys.parse_filter))
+    limits = [Limits(galleries=("shop",), filter=f"counted = {n}") for n in range(20)]
+    texts = [store.create(f"key-{n}", ["search"], limits=each) for n, each in enumerate(limits)]
+    monkeypatch.setattr(store, "list", counted("reads", store.list))
+
+    async def use(fresh: FreshKeys) -> list[str | None]:
+        found = [await fresh.known(text) for text in texts * 3]
+        assert await fresh.has_active()
+        return [key and key.binding().text for key in found]
+
+    async def run() -> None:
+        fresh = FreshKeys(store, max_age_s=0)
+        os.utime(store.path, (0, 0))  # an old file: its time can be trusted
+        assert await use(fresh) == [limit.filter for limit in limits] * 3
+        assert counts == {"reads": 1, "parses": 20}
+        KeyStore(store.path).revoke("key-0")
+        assert await fresh.known(texts[0]) is None
+        os.utime(store.path, (0, 0))
+        assert (await use(fresh)).count(None) == 3
+        reads = counts["reads"]
+        await use(fresh)
+        assert counts == {"reads": reads, "parses": 20}
+
+    asyncio.run(run())
 
 
 def test_files_of_releases_without_limits_are_compatible(store) -> None:

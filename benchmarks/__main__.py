@@ -24,6 +24,7 @@ SMALLEST = (
     "scaling.py --items 500 --dim 16 --searches 5",
     "search.py --backbone mobilenet_v2 --items 500 --start-items 500 --seconds 0.5 --rounds 1 "
     "--connections 1",
+    "search_path.py",
     "regularizers.py --seeds 2 --losses triplet --conditions '5 epochs, half of the classes' "
     "--classes 30",
     "regularizers.py --folds --seeds 1 --losses margin --conditions 'network, 5 epochs' "

@@ -53,7 +53,8 @@ def write_grocery(root: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "published"), [("sop", "sop", "96.2"), ("grocery", "", "")]
+    ("name", "kind", "published"),
+    [("sop", "sop", "96.2"), pytest.param("grocery", "", "", marks=pytest.mark.long)],
 )
 def test_a_demo_goes_from_the_official_folder_to_recall_beside_the_paper(
     name: str, kind: str, published: str, tiny_bundle: Bundle, tmp_path: Path

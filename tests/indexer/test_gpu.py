@@ -33,6 +33,7 @@ TARGET = 0.95
 EFFORT = Effort(64, 16)
 KINDS = {"flat": "cuda", "hnsw": "cpu", "ivf-pq": "cuda", "cagra": "cuda"}
 """Every kind, and the device that it is made for; all are searched on a GPU."""
+SHORT_AND_LONG = ["flat", *(pytest.param(k, marks=pytest.mark.long) for k in ("ivf-pq", "cagra"))]
 
 
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.gpu)])
@@ -102,7 +103,7 @@ def test_every_kind_answers_on_the_gpu_with_scores_of_full_precision(device, kin
                 assert recall_at(alone[:, :8], found[row : row + 1, :8]) >= 0.85
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHORT_AND_LONG)
 def test_the_memory_of_the_gpu_is_freed_after_the_last_search(device: object, kind: str) -> None:
     index_of(kind, 1000).close()  # CUDA keeps what it has loaded once
     gc.collect()
@@ -127,7 +128,7 @@ def made_for_gpu(path: Path, kind: str) -> Gallery:
     return made
 
 
-@pytest.fixture(params=["flat", "ivf-pq", "cagra"])
+@pytest.fixture(params=SHORT_AND_LONG)
 def gallery(request: pytest.FixtureRequest, device: object, tmp_path: Path) -> Gallery:
     """Such a gallery, opened on the GPU."""
     made_for_gpu(tmp_path / "shop", request.param).close()

@@ -40,6 +40,7 @@ def check_same(store: MilvusStore, entries: list[Entry]) -> None:
     assert one.attributes == entries[-1].attributes
 
 
+@pytest.mark.long
 @pytest.mark.milvus
 def test_an_index_that_several_processes_load_reaches_its_recall_or_replaces_nothing(
     milvus_server, monkeypatch
@@ -69,6 +70,7 @@ def test_an_index_that_several_processes_load_reaches_its_recall_or_replaces_not
         assert len(collections(milvus_server, "indexed")) == 1
 
 
+@pytest.mark.long
 @pytest.mark.milvus
 def test_a_killed_publication_is_resumed(milvus_server, monkeypatch) -> None:
     shrink(monkeypatch.setattr)

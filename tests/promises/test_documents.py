@@ -314,6 +314,7 @@ def terminal(
         yield terminal
 
 
+@pytest.mark.long
 def test_the_tutorial_runs_as_printed_from_an_empty_folder(
     tmp_path: Path, make_tiny_bundle: Callable[..., Bundle]
 ) -> None:

@@ -1,7 +1,7 @@
 """A real Chromium for tests of the pages: what people do in it, what axe-core finds wrong.
 
-`$KINLENS_CHROMIUM` names the browser; otherwise the first of chromium, chromium-browser and
-google-chrome on the path is used.
+`$KINLENS_CHROMIUM` names the browser; otherwise the first of chromium-headless-shell, chromium,
+chromium-browser and google-chrome on the path is used.
 """
 
 import base64
@@ -66,7 +66,7 @@ OpenPage = Callable[..., Page]
 
 
 def find_chromium() -> str | None:
-    names = ("chromium", "chromium-browser", "google-chrome")
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
     found = (path for name in names if (path := shutil.which(name)))
     return os.environ.get("KINLENS_CHROMIUM") or next(found, None)
 

@@ -212,7 +212,10 @@ def main(folder: Path, user: int | None, trains: bool) -> None:
         # It may read the interpreter wherever that is, and write only where anyone may.
         for kind in ("inh-caps", "ambient-caps", "bounding-set"):
             before.append(f"--{kind}={'-all,' if kind != 'ambient-caps' else ''}+dac_read_search")
-    mark = f"open({str(folder / 'ran')!r}, 'a').write(__file__)\nraise SystemExit('a module ran')\n"
+    shown = "f'{__file__} ran in {sys.orig_argv} with {sys.path}\\n'"
+    mark = (
+        f"import sys\nopen({str(folder / 'ran')!r}, 'a').write({shown})\nraise SystemExit('ran')\n"
+    )
     for name in MODULES:
         (folder / "work" / f"{name}.py").write_text(mark)
     unreachable = without_route()

@@ -43,6 +43,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_gradients_of_two_ranks_equal_those_of_one_process(two_ranks: Path) -> None:
     ranks = [torch.load(two_ranks / f"rank{number}.pt") for number in range(2)]
     for case, job in cases(two_ranks / "weights.pth").items():
@@ -61,6 +62,7 @@ def epochs(folder: Path) -> list[dict[str, float]]:
     return [line for line in lines if line["kind"] == "epoch"]
 
 
+@pytest.mark.long
 def test_a_run_of_two_ranks_learns_what_one_process_learns(two_ranks: Path, tmp_path: Path) -> None:
     job = load_job(str(two_ranks / "job.toml"))
     run_job(job, load_split(job.data), tmp_path, Silent())

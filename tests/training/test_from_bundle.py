@@ -66,7 +66,7 @@ def test_a_dimension_that_is_not_given_is_that_of_the_trunk_or_the_bundle(
     assert net.dim == net.channels == net.projection.weight.shape[0]
 
 
-@pytest.mark.parametrize("pooling", ["gap+gmp", "gap"])
+@pytest.mark.parametrize("pooling", ["gap", pytest.param("gap+gmp", marks=pytest.mark.long)])
 def test_a_trunk_alone_lends_its_trunk_and_leaves_the_head(
     weights: Path, tmp_path: Path, pooling: Any
 ) -> None:

@@ -93,6 +93,7 @@ def test_what_counts_reads_finds_one() -> None:
     assert reads.found == ["_local_scalar_dense", "index"]
 
 
+@pytest.mark.long
 def test_the_script_for_a_gpu_runs_its_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,7 @@ def test_golden_images_exercise_reduced_decoding_and_exif() -> None:
     assert any(image.getexif().get(0x0112) == 6 for image in images)
 
 
+@pytest.mark.long
 @pytest.mark.real_data
 def test_pretrained_weights_stay_near_fp32(shared_data: Path, tmp_path: Path) -> None:
     weights = shared_data / "weights" / "mobilenet_v2-imagenet-fp16.pth"

@@ -22,7 +22,7 @@ from tests.support.servers import WAIT_S, render
 from tests.support.waiting import repeating, until
 from tests.tiny import encoded
 
-pytestmark = pytest.mark.milvus
+pytestmark = [pytest.mark.milvus, pytest.mark.long]
 
 REPLICAS = 2
 ITEMS = 20

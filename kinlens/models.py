@@ -602,18 +602,20 @@ class IndexLocation(BaseModel):
 
 
 class Ready(BaseModel):
-    """The model, the galleries, and the result of each check: `ok` or the fault."""
+    """The model, the galleries, and the result of each check: `ok` or the fault. A caller without a
+    key only gets the `status` if such callers have no scope.
+    """
 
     status: Literal["ready", "not ready"]
-    provider: Annotated[str, Field(description="The provider that runs the model.")]
+    provider: Annotated[str, Field(description="The provider that runs the model.")] = ""
     engine: str | None = None
     precision: str | None = None
     precision_reason: str | None = Field(
         default=None, description="Why this precision: configured, or chosen by `auto`."
     )
-    bundle_id: str
+    bundle_id: str = ""
     galleries: dict[str, str] = Field(
-        description="The version of each gallery; `unknown` if it cannot be read."
+        default={}, description="The version of each gallery; `unknown` if it cannot be read."
     )
     indexes: dict[str, IndexLocation] = Field(
         default={}, description="The index of each compacted gallery in a local folder."
@@ -622,21 +624,22 @@ class Ready(BaseModel):
     free_gpu_memory_mb: float | None = Field(
         default=None, description="Free GPU memory in MiB; null if no gallery is searched on a GPU."
     )
-    queue_depth: Annotated[int, Field(description="Searches waiting for a search thread.")]
+    queue_depth: Annotated[int, Field(description="Searches waiting for a search thread.")] = 0
     redis: Annotated[
         Literal["off", "up", "down"],
         Field(description="down: it does not answer, or refuses a command of the service."),
-    ]
+    ] = "off"
     redis_fault: Annotated[
         str | None, Field(description="The reason why Redis is down, and what to do.")
     ] = None
     checks: dict[str, str] = Field(
+        default={},
         description="`ok` or the problem of each model and gallery; also of new generations that "
-        "could not be opened, which do not make the service unready."
+        "could not be opened, which do not make the service unready.",
     )
     last_error: Annotated[
         str | None, Field(description="The latest failed check since the start, if any.")
-    ]
+    ] = None
 
 
 class KeyModel(BaseModel):

@@ -3,17 +3,14 @@
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import iter_route_contexts
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
 from kinlens import __version__
-from kinlens.embedder.errors import KinlensError
 from kinlens.embedder.session import Embedder
-from kinlens.service.access.rates import RateLimits
 from kinlens.service.api import (
     access,
     by_key,
@@ -29,17 +26,31 @@ from kinlens.service.api import (
 from kinlens.service.api import galleries as gallery_routes
 from kinlens.service.encoding.cache import Cache
 from kinlens.service.galleries.locations import Opened
-from kinlens.service.http.bodies import BodyLimit, ClientDisconnectedError
-from kinlens.service.http.gate import Gate, bounds_of, open_rates
-from kinlens.service.http.openapi import install_openapi
-from kinlens.service.http.pages import Assets, Compression, Page
+from kinlens.service.http.bodies import BodyLimit, bounds_of
+from kinlens.service.http.edge import Edge
+from kinlens.service.http.openapi import openapi_routes
+from kinlens.service.http.pages import Assets, Compression
+from kinlens.service.http.rules import KEY_HEADER, Admission, Route, check_rules, rule
 from kinlens.service.observe.metrics_shared import kept_fresh
 from kinlens.service.observe.tracing import Tracing, open_tracing
-from kinlens.service.problems import from_disconnect, from_error, from_http
 from kinlens.service.runtime import Runtime, build_runtime
 from kinlens.service.settings import Settings
 
 _ADMIN_LINK = 'id="admin-link"'
+_CORS_MAX_AGE_S = 600
+_CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+_CORS_SENT = ("Authorization", "Content-Type", "If-None-Match", "X-Request-ID", KEY_HEADER)
+_CORS_SHOWN = (
+    "ETag",
+    "Location",
+    "RateLimit-Limit",
+    "RateLimit-Remaining",
+    "RateLimit-Reset",
+    "Retry-After",
+    "Server-Timing",
+    "X-Kinlens-Bundle",
+    "X-Request-ID",
+)
 
 
 def create_app(
@@ -57,7 +68,7 @@ def create_app(
     settings = settings or Settings()
     tracing = open_tracing(settings.otlp_endpoint, __version__)
     runtime = build_runtime(settings, embedder, galleries, cache)
-    rates = open_rates(settings)
+    admission = Admission(settings, runtime.keys, runtime.audit)
     app = FastAPI(
         title="Kinlens",
         description="Upload an image, get the most similar items of a gallery.",
@@ -65,17 +76,16 @@ def create_app(
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
+        # A redirect would send the key along, and behind a proxy the public host is unknown.
+        redirect_slashes=False,
         telemetry=tracing.telemetry(),
-        lifespan=_lifespan(runtime, rates, tracing),
-        middleware=_middleware(runtime, rates),
-        exception_handlers={
-            KinlensError: from_error,
-            RequestValidationError: from_error,
-            HTTPException: from_http,
-            ClientDisconnectedError: from_disconnect,
-        },
+        lifespan=_lifespan(runtime, admission, tracing),
+        middleware=_middleware(runtime),
+        exception_handlers={HTTPException: admission.unmatched},
     )
     app.state.runtime = runtime
+    app.state.admission = admission
+    assets = Assets()
     for router in (
         search.build_router(runtime),
         by_key.build_router(runtime),
@@ -88,29 +98,28 @@ def create_app(
         jobs.router,
         access.router,
         operations.router,
+        _pages(assets, settings.admin_link),
+        openapi_routes(app, assets),
     ):
         # Not `include_router`: FastAPI would match each route several times per request.
-        app.router.routes.extend(
-            context.original_route for context in iter_route_contexts(router.routes)
-        )
-    assets = Assets()
-    _add_pages(app, assets, settings.admin_link)
-    install_openapi(app, assets)
+        app.router.routes.extend(router.routes)
     return app
 
 
-def _middleware(runtime: Runtime, rates: RateLimits) -> list[Middleware]:
+def _middleware(runtime: Runtime) -> list[Middleware]:
     """The middleware, outermost first."""
     settings = runtime.settings
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_origins,
+        allow_methods=_CORS_METHODS,
+        allow_headers=_CORS_SENT,
+        expose_headers=_CORS_SHOWN,
+        max_age=_CORS_MAX_AGE_S,
+    )
     return [
-        Middleware(
-            Gate,
-            settings=settings,
-            metrics=runtime.metrics,
-            store=runtime.keys,
-            rates=rates,
-            audit=runtime.audit,
-        ),
+        Middleware(Edge, settings=settings, metrics=runtime.metrics),
+        *([cors] if settings.cors_origins else ()),
         Middleware(
             BodyLimit,
             bounds=bounds_of(settings),
@@ -121,31 +130,41 @@ def _middleware(runtime: Runtime, rates: RateLimits) -> list[Middleware]:
     ]
 
 
-def _lifespan(runtime: Runtime, rates: RateLimits, tracing: Tracing) -> Lifespan[FastAPI]:
+def _lifespan(runtime: Runtime, admission: Admission, tracing: Tracing) -> Lifespan[FastAPI]:
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        check_rules(app.routes)
         try:
             await runtime.start()
             async with kept_fresh(runtime.metrics.refresh):
                 yield
         finally:
             await runtime.stop()
-            await rates.close()
+            await admission.close()
             await tracing.close()
 
     return lifespan
 
 
-def _add_pages(app: FastAPI, assets: Assets, admin_link: bool) -> None:
-    shown = ((f"{_ADMIN_LINK} hidden", _ADMIN_LINK),) if admin_link else ()
-    for path, page in (
-        ("/", assets.page("search/index.html", *shown)),
-        ("/admin", assets.page("admin/index.html")),
-    ):
+def _pages(assets: Assets, admin_link: bool) -> APIRouter:
+    router = APIRouter(route_class=Route, include_in_schema=False)
+    changes = ((f"{_ADMIN_LINK} hidden", _ADMIN_LINK),) if admin_link else ()
+    search = assets.page("search/index.html", *changes)
+    admin = assets.page("admin/index.html")
 
-        async def answer(request: Request, page: Page = page) -> Response:
-            return page.answer(request.headers)
+    @router.get("/")
+    @rule(None, "none")
+    async def search_page(request: Request) -> Response:
+        return search.answer(request.headers)
 
-        # A plain route: FastAPI would take `page` for a parameter.
-        app.add_route(path, answer, methods=["GET"], include_in_schema=False)
-    app.mount("/ui", assets)
+    @router.get("/admin")
+    @rule(None, "none")
+    async def admin_page(request: Request) -> Response:
+        return admin.answer(request.headers)
+
+    @router.get("/ui/{path:path}")
+    @rule(None, "none")
+    async def file(request: Request, path: str) -> Response:
+        return assets.answer(path, request.headers)
+
+    return router

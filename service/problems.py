@@ -54,6 +54,11 @@ BODY_TOO_SLOW = ProblemType(408, "Request body too slow", "body-too-slow")
 CLIENT_DISCONNECTED = ProblemType(499, "Client disconnected", "client-gone")
 """The client has disconnected, so only the log and the metrics show this status."""
 
+
+class ClientDisconnectedError(Exception):
+    """The client closed the connection, so no answer is needed."""
+
+
 PROBLEM_TYPES: dict[
     type[KinlensError], ProblemType
 ] = {  # a class without an entry uses that of its parent
@@ -133,47 +138,24 @@ def described(error: Exception, *, request_id: str, instance: str) -> dict[str, 
 
 
 def request_id_of(scope: Any) -> str:
-    """The id that the gate assigned to this request."""
+    """The id that `Edge` assigned to this request."""
     return str(scope.get("state", {}).get("request_id", ""))
 
 
 async def from_error(request: Request, error: Exception) -> JSONResponse:
     """Convert any error to a problem response.
 
-    A KinlensError uses its entry in `PROBLEM_TYPES`, and invalid parameters are listed by name. Any
-    other error is a 500 without internal details.
+    A KinlensError uses its entry in `PROBLEM_TYPES`, an HTTPException its status, and invalid
+    parameters are listed by name. Any other error is a 500 without internal details.
     """
     kind, detail, faults = _details_of(error)
-    headers = {}
+    headers = dict(getattr(error, "headers", None) or {})
     if isinstance(error, OverloadedError | RateLimitedError):
         headers["Retry-After"] = str(error.retry_after_s)
     if kind.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return problem(kind, detail, headers=headers, faults=faults, **_where(request))
-
-
-async def from_disconnect(request: Request, _: Exception) -> JSONResponse:
-    """The response if the client disconnected before its answer."""
-    return problem(
-        CLIENT_DISCONNECTED, "The client disconnected before its answer.", **_where(request)
-    )
-
-
-async def from_http(request: Request, error: Exception) -> JSONResponse:
-    """Convert errors of Starlette: unknown paths, wrong methods and malformed forms."""
-    assert isinstance(error, HTTPException)
-    phrase = HTTPStatus(error.status_code).phrase
-    detail, headers = str(error.detail), dict(error.headers or {})
-    if error.status_code == HTTPStatus.NOT_FOUND and detail == phrase:
-        detail = f"{request.url.path} does not exist. /openapi.json lists the paths."
-    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        detail = f"{request.method} is not allowed here; use {headers.get('Allow', 'GET')}."
-    kind = ProblemType(error.status_code, phrase, phrase.lower().replace(" ", "-"))
-    return problem(kind, detail, headers=headers, **_where(request))
-
-
-def _where(request: Request) -> dict[str, Any]:
-    return {"request_id": request_id_of(request.scope), "instance": request.url.path}
+    where = {"request_id": request_id_of(request.scope), "instance": request.url.path}
+    return problem(kind, detail, headers=headers, faults=faults, **where)
 
 
 def _document(kind: ProblemType, detail: str, request_id: str, instance: str) -> dict[str, Any]:
@@ -196,6 +178,12 @@ def _details_of(error: Exception) -> tuple[ProblemType, str, list[dict[str, str]
         if len(found) > _MAX_FAULTS:
             detail += f" {len(found) - _MAX_FAULTS:,} more are not shown."
         return INVALID, detail, faults
+    if isinstance(error, HTTPException):
+        phrase = HTTPStatus(error.status_code).phrase
+        slug = phrase.lower().replace(" ", "-")
+        return ProblemType(error.status_code, phrase, slug), str(error.detail), []
+    if isinstance(error, ClientDisconnectedError):
+        return CLIENT_DISCONNECTED, "The client disconnected before its answer.", []
     kind = problem_type_of(error)
     if kind.public:
         return kind, str(error), []

@@ -1,6 +1,6 @@
 """The audit log of changes: one line of JSON for each change, in STATE/audit.jsonl.
 
-    route: note(...) ─► gate, before the answer ─► thread ─► lock, append ─► audit.jsonl
+    route: note(...) ─► rule, before the answer ─► thread ─► lock, append ─► audit.jsonl
                                                                 │ full
                                                                 ▼
                                          audit.jsonl.1 … .7, the oldest is removed

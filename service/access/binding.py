@@ -1,9 +1,9 @@
 """Bindings of API keys: the galleries and the items that the caller of a request can see.
 
-    gate: key ─► Binding ─► context of the request ─► registry: which gallery, and which view of it
+    rule: key ─► Binding ─► context of the request ─► registry: which gallery, and which view of it
 
-The gate sets the binding once per request. The registry applies it to every gallery lease, so a
-route cannot forget it. Background work has no binding.
+The admission sets the binding once per request. The registry applies it to every gallery lease, so
+a route cannot forget it. Background work has no binding.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """The path prefix of the service, for the addresses in its answers.
 
-A proxy may serve the service below a path such as /visual. The gate sets the prefix for a request.
-It removes only the prefix of the settings from a path: that of a header could be of a client, and
-lead around the rules of a proxy. Everything that writes an address asks `public_path`.
+A proxy may serve the service below a path such as /visual. `Edge` sets the prefix for a request. It
+removes only the prefix of the settings from a path: that of a header could be of a client, and lead
+around the rules of a proxy. Everything that writes an address asks `public_path`.
 """
 
 import re

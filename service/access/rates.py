@@ -113,7 +113,7 @@ class Addresses:
 
 
 def client_address(scope: Scope) -> str:
-    """The client address that the gate has found for this request."""
+    """The client address that `Edge` has found for this request."""
     return str(scope["state"]["address"])
 
 
@@ -378,7 +378,7 @@ class Account:
 
 
 def account_of(scope: Scope) -> Account:
-    """The account that the gate opened for this request."""
+    """The account that the admission opened for this request."""
     account: Account = scope["state"]["account"]
     return account
 

@@ -14,6 +14,7 @@ from kinlens.service.access.audit import AuditLog, note
 from kinlens.service.access.keys import MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
 from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
+from kinlens.service.http.rules import Route, rule
 from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
@@ -33,7 +34,7 @@ _UNKNOWN = PROBLEM_TYPES[errors.KeyNotFoundError]
 _NO_STORE = {"Cache-Control": "no-store"}
 
 Name = Annotated[str, Path(max_length=64, description="The name of a key.")]
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 class KeyRequest(Limits):
@@ -70,6 +71,7 @@ class RotateRequest(BaseModel):
 
 
 @router.get("/access", responses=problems(), summary="What the caller may do")
+@rule("search", "items")
 async def access(runtime: Service, request: Request) -> Access:
     """The scopes and the galleries of the API key that was sent, or of callers without a key."""
     key: Key | None = getattr(request.state, "key", None)
@@ -84,6 +86,7 @@ async def access(runtime: Service, request: Request) -> Access:
 
 
 @router.get("/keys", responses=problems(*_STATE), summary="List API keys")
+@rule("admin", "service")
 async def list_keys(runtime: Service) -> Keys:
     """All keys without their secrets, including revoked and expired ones, oldest first."""
     found = await _changed(runtime, lambda store: store.list())
@@ -91,6 +94,7 @@ async def list_keys(runtime: Service) -> Keys:
 
 
 @router.post("/keys", status_code=201, responses=problems(*_CHANGES), summary="Create an API key")
+@rule("admin", "service")
 async def create_key(
     runtime: Service, new: KeyRequest, request: Request, response: Response
 ) -> NewKey:
@@ -110,6 +114,7 @@ async def create_key(
 
 
 @router.delete("/keys/{name}", responses=problems(*_STATE, _UNKNOWN), summary="Revoke an API key")
+@rule("admin", "service")
 async def revoke_key(runtime: Service, name: Name, request: Request) -> KeyModel:
     """Revoke a key with all its secrets; all processes apply it within a second."""
     note(request.scope["state"], target=name)
@@ -123,6 +128,7 @@ async def revoke_key(runtime: Service, name: Name, request: Request) -> KeyModel
     responses=problems(*_CHANGES, _UNKNOWN),
     summary="Give an API key a new secret",
 )
+@rule("admin", "service")
 async def rotate_key(
     runtime: Service,
     name: Name,
@@ -142,6 +148,7 @@ async def rotate_key(
 
 
 @router.get("/audit", responses=problems(*_STATE), summary="List the audit log")
+@rule("admin", "service")
 async def audit(
     runtime: Service,
     limit: Annotated[int, Query(ge=1, le=_MAX_ENTRIES)] = 100,

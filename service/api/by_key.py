@@ -30,6 +30,7 @@ from kinlens.service.galleries.locations import VERSION_DIGITS
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.bodies import body_docs, read_model
 from kinlens.service.http.openapi import problems
+from kinlens.service.http.rules import Route, rule
 from kinlens.service.runtime import Runtime
 
 _MAX_KEY = 1024
@@ -59,7 +60,7 @@ class KeyChanges(RootModel[Annotated[Changes, Field(min_length=1)]]):
 
 def build_router(runtime: Runtime) -> APIRouter:
     """Build the routes of items by key; subresources come before the item itself."""
-    router, limits = APIRouter(), runtime.settings
+    router, limits = APIRouter(route_class=Route), runtime.settings
 
     @router.get(
         f"{_PART}/similar",
@@ -71,6 +72,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         openapi_extra={"parameters": search_parameters(SearchFields, limits)},
         summary="Search with an item by key",
     )
+    @rule("search", "items")
     async def similar(request: Request, name: str, key: Key, generation: Generation) -> Response:
         """The items that are visually most similar to this one, without it, best first."""
         number, current = await _number_of(runtime, name, key)
@@ -86,6 +88,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         openapi_extra=search_docs(limits),
         summary="Explain a hit by key",
     )
+    @rule("search", "items", "image")
     async def explain(request: Request, name: str, key: Key) -> Response:
         """Which regions of query and hit contribute to the score; send the body of the search."""
         number, generation = await _number_of(runtime, name, key)
@@ -97,6 +100,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         responses=IMAGE_ANSWERS,
         summary="The image of an item by key",
     )
+    @rule("search", "items")
     async def image(
         request: Request, name: str, key: Key, generation: Generation, size: ImageSize = None
     ) -> Response:
@@ -107,6 +111,7 @@ def build_router(runtime: Runtime) -> APIRouter:
     @router.get(
         _ITEM, responses=problems(*FAILURES, UNKNOWN_ITEM), summary="Describe an item by key"
     )
+    @rule("search", "items")
     async def item(name: str, key: Key) -> ItemModel:
         """One item with its attributes."""
         async with runtime.registry.find(name) as served:
@@ -118,6 +123,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         summary="Change attributes of an item by key",
         openapi_extra=body_docs(KeyChanges),
     )
+    @rule("write", "items", "keys")
     async def patch(request: Request, name: str, key: Key) -> PatchAnswer:
         """Change attributes of one item: {"price": 49.9, "sale": null}."""
         sent = await read_model(request, KeyChanges)
@@ -128,6 +134,7 @@ def build_router(runtime: Runtime) -> APIRouter:
     @router.delete(
         _ITEM, responses=problems(*WRITES, UNKNOWN_ITEM), summary="Remove an item by key"
     )
+    @rule("write", "items", "keys")
     async def remove(request: Request, name: str, key: Key) -> RemoveAnswer:
         """Remove one item."""
         removed = await runtime.items.remove(name, [key])

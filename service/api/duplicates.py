@@ -21,6 +21,7 @@ from kinlens.service.api.galleries import FAILURES, Service
 from kinlens.service.api.items import item_model
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.openapi import problems
+from kinlens.service.http.rules import Route, rule
 from kinlens.service.search.pipeline import CancelToken
 
 MAX_ITEMS = 10_000
@@ -29,12 +30,13 @@ MAX_ITEMS = 10_000
 _MAX_GROUPS = 200
 _at_work = threading.Lock()  # one run at a time, since it uses all cores
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 @router.get(
     "/galleries/{name}/duplicates", responses=problems(*FAILURES), summary="Find near-duplicates"
 )
+@rule("admin", "galleries")
 async def duplicates(
     runtime: Service,
     name: str,

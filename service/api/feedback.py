@@ -22,6 +22,7 @@ from kinlens.service.http.bodies import (
     read_model,
 )
 from kinlens.service.http.openapi import problems
+from kinlens.service.http.rules import Route, rule
 from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
@@ -57,7 +58,7 @@ _CONTENT = {
     JSON: {"schema": _SCHEMA},
     FORM: {"schema": _SCHEMA | {"properties": {**_SCHEMA["properties"], "image": _IMAGE}}},
 }
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 @router.post(
@@ -67,6 +68,7 @@ router = APIRouter()
     summary="Report whether an item was right",
     openapi_extra={"requestBody": {"required": True, "content": _CONTENT}},
 )
+@rule("search", "items", "form_image", stores=True)
 async def feedback(runtime: Service, request: Request) -> None:
     """Stores that an item was right or wrong for a query, without any data about the caller.
 
@@ -105,6 +107,7 @@ async def feedback(runtime: Service, request: Request) -> None:
     },
     summary="Export the feedback on a gallery",
 )
+@rule("admin", "galleries")
 async def gallery_feedback(
     runtime: Service,
     name: str,

@@ -29,6 +29,7 @@ from kinlens.service.galleries.feedback import forget
 from kinlens.service.galleries.locations import VERSION_PATTERN, VERSION_TEXT, Gallery
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.openapi import problems
+from kinlens.service.http.rules import Route, rule
 from kinlens.service.problems import (
     BAD_REQUEST,
     BODY_TOO_LARGE,
@@ -97,7 +98,7 @@ async def _runtime_of(request: Request) -> Runtime:
 Service = Annotated[Runtime, Depends(_runtime_of)]
 """Dependency of a route: the parts of the running service."""
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 class NewGallery(BaseModel):
@@ -110,6 +111,7 @@ class NewGallery(BaseModel):
 
 
 @router.get("/galleries", responses=problems(*_READING), summary="List the galleries")
+@rule("search", "items")
 async def galleries(runtime: Service) -> Galleries:
     """All galleries; the first is the default of a search."""
     registry, settings = runtime.registry, runtime.settings
@@ -118,6 +120,7 @@ async def galleries(runtime: Service) -> Galleries:
 
 
 @router.get("/galleries/{name}", responses=problems(*FAILURES), summary="Describe a gallery")
+@rule("search", "items")
 async def gallery(runtime: Service, name: str) -> GalleryDetail:
     """A gallery with its attributes (for filters), index and calibration."""
     async with runtime.registry.find(name) as served:
@@ -133,6 +136,7 @@ async def gallery(runtime: Service, name: str) -> GalleryDetail:
     responses=problems(*CHANGE_FAILURES),
     summary="Create a gallery",
 )
+@rule("admin", "galleries")
 async def create(
     runtime: Service, new: NewGallery, request: Request, response: Response
 ) -> GalleryModel:
@@ -150,6 +154,7 @@ async def create(
     responses=problems(*CHANGE_FAILURES),
     summary="Delete a gallery",
 )
+@rule("admin", "galleries")
 async def delete(runtime: Service, request: Request, name: str) -> None:
     """Delete a gallery that the service created, with its items and uploaded images."""
     await runtime.managed.delete(name)

@@ -41,6 +41,7 @@ from kinlens.service.galleries.registry import Served
 from kinlens.service.http.bodies import as_faults, fault, media_type_of, parse_json
 from kinlens.service.http.forms import parse_form
 from kinlens.service.http.openapi import problems
+from kinlens.service.http.rules import Route, rule
 from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
@@ -64,10 +65,11 @@ _ADD_FORM: dict[str, Any] = {
 }
 
 Sha256 = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The sha256 of its image.")]
-router = APIRouter(prefix="/galleries/{name}/golden")
+router = APIRouter(route_class=Route, prefix="/galleries/{name}/golden")
 
 
 @router.get("", responses=problems(*_KEPT), summary="List golden queries")
+@rule("write", "galleries")
 async def queries(runtime: Service, name: str) -> GoldenQueries:
     """The labelled queries and the right items of each."""
     async with runtime.registry.find(name) as served:
@@ -88,6 +90,7 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
     summary="Label a query",
     openapi_extra={"requestBody": {"required": True, "content": {FORM: {"schema": _ADD_FORM}}}},
 )
+@rule("write", "galleries", "image")
 async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
     """Store an image with its right items; an image that is stored already gets the new label.
 
@@ -110,6 +113,7 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
     responses=problems(*CHANGE_FAILURES, _UNKNOWN),
     summary="Remove a golden query",
 )
+@rule("write", "galleries")
 async def remove(runtime: Service, request: Request, name: str, sha256: Sha256) -> None:
     """Remove a query with its image; reports are not changed."""
     async with runtime.registry.find(name) as served:
@@ -133,6 +137,7 @@ async def remove(runtime: Service, request: Request, name: str, sha256: Sha256) 
     },
     summary="The image of a golden query",
 )
+@rule("write", "galleries")
 async def image(
     runtime: Service,
     name: str,
@@ -152,6 +157,7 @@ async def image(
 
 
 @router.post("/run", responses=problems(*CHANGE_FAILURES, *_MODEL), summary="Run the golden set")
+@rule("write", "galleries")
 async def run(
     runtime: Service,
     name: str,
@@ -179,6 +185,7 @@ async def run(
 
 
 @router.get("/runs", responses=problems(*_KEPT), summary="List golden runs")
+@rule("write", "galleries")
 async def runs(
     runtime: Service, name: str, limit: Annotated[int, Query(ge=1, le=KEPT_RUNS)] = 50
 ) -> GoldenRuns:

@@ -15,6 +15,7 @@ from kinlens.service.api.galleries import FAILURES, Generation, ItemId
 from kinlens.service.galleries.registry import Served
 from kinlens.service.galleries.renditions import SIDES_PX
 from kinlens.service.http.openapi import problems
+from kinlens.service.http.rules import Route, rule
 from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
@@ -43,7 +44,7 @@ IMAGE_ANSWERS: dict[int | str, dict[str, Any]] = {
 
 def build_router(runtime: Runtime) -> APIRouter:
     """Build the routes of images."""
-    router = APIRouter()
+    router = APIRouter(route_class=Route)
 
     @router.get(
         "/galleries/{name}/items/{item_id}/image",
@@ -51,6 +52,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         responses=IMAGE_ANSWERS,
         summary="The image of an item",
     )
+    @rule("search", "items")
     async def item_image(
         request: Request,
         name: str,

@@ -65,6 +65,7 @@ from kinlens.service.http.bodies import (
 )
 from kinlens.service.http.forms import Part, parse_form
 from kinlens.service.http.openapi import problems
+from kinlens.service.http.rules import Route, rule
 from kinlens.service.problems import (
     PROBLEM_TYPES,
     described,
@@ -228,7 +229,7 @@ _PUT_CONTENT = {
     JSON: {"schema": inlined(PutItems)},
 }
 
-router = APIRouter(prefix="/galleries/{name}/items")
+router = APIRouter(route_class=Route, prefix="/galleries/{name}/items")
 
 
 @router.get(
@@ -237,6 +238,7 @@ router = APIRouter(prefix="/galleries/{name}/items")
     summary="List items",
     response_model_exclude_unset=True,  # omits facets unless they are requested
 )
+@rule("search", "items")
 async def items(
     runtime: Service,
     name: str,
@@ -287,6 +289,7 @@ async def items(
 
 
 @router.get("/{item_id}", responses=problems(*FAILURES, UNKNOWN_ITEM), summary="Describe an item")
+@rule("search", "items")
 async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
     """One item with its attributes."""
     async with runtime.registry.find(name) as served:
@@ -301,6 +304,7 @@ async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
     summary="Put items",
     openapi_extra={"requestBody": {"required": True, "content": _PUT_CONTENT}},
 )
+@rule("write", "items", "batch")
 async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     """Add items, or replace items with the same keys. A bad image only fails its own item.
 
@@ -329,6 +333,7 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     summary="Change attributes",
     openapi_extra=body_docs(PatchItems),
 )
+@rule("write", "items", "keys")
 async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
     """Change attributes of items by key or by product, all or none; or of all items that match a
     filter, in steps of 10,000.
@@ -348,6 +353,7 @@ async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
 
 
 @router.delete("", responses=problems(*WRITES), summary="Remove items by key")
+@rule("write", "items", "keys")
 async def remove(
     runtime: Service,
     request: Request,
@@ -366,6 +372,7 @@ async def remove(
     summary="Remove many items",
     openapi_extra=body_docs(RemoveItems),
 )
+@rule("write", "items", "keys")
 async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAnswer:
     """Remove the items with these keys, or all items that match a filter.
 
@@ -393,6 +400,7 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
     summary="Undo a removal",
     openapi_extra=body_docs(RestoreItems),
 )
+@rule("write", "items", "keys")
 async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswer:
     """Restore items that were removed within the last day, unchanged, under new ids.
 
@@ -407,6 +415,7 @@ async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswe
 
 
 @router.delete("/{item_id}", responses=problems(*WRITES, UNKNOWN_ITEM), summary="Remove an item")
+@rule("write", "items")
 async def remove_item(
     runtime: Service, request: Request, name: str, item_id: ItemId, generation: Generation
 ) -> RemoveAnswer:

@@ -13,6 +13,7 @@ from kinlens.service.access.audit import note
 from kinlens.service.access.prefix import public_path
 from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
+from kinlens.service.http.rules import Route, rule
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.jobs.params import (
     NAME,
@@ -87,7 +88,7 @@ async def _caller_of(request: Request, response: Response, runtime: Service) -> 
 
 Caller = Annotated[_Caller, Depends(_caller_of)]
 
-router = APIRouter(tags=["jobs"])
+router = APIRouter(route_class=Route, tags=["jobs"])
 
 
 class SwapRequest(Params):
@@ -105,6 +106,7 @@ class TrainRequest(TrainParams):
 
 
 @router.post("/jobs/train", **_START, summary="Train a model")
+@rule("admin", "service")
 async def train(caller: Caller, body: TrainRequest) -> Job:
     """Train, export, rebuild the gallery next to the old one, compare, and swap if it passes."""
     params = TrainParams.model_validate(body.model_dump(exclude={"gallery"}))
@@ -112,18 +114,21 @@ async def train(caller: Caller, body: TrainRequest) -> Job:
 
 
 @router.post("/galleries/{name}/rebuild", **_START, summary="Change the model")
+@rule("admin", "service")
 async def rebuild(caller: Caller, name: GalleryName, body: RebuildParams) -> Job:
     """Rebuild the gallery with another bundle, compare, and swap if it passes."""
     return await _start(caller, name, body)
 
 
 @router.post("/galleries/{name}/swap", **_START, summary="Swap in a gallery")
+@rule("admin", "galleries")
 async def swap(caller: Caller, name: GalleryName, body: SwapRequest) -> Job:
     """The state of another gallery becomes the next generation of this one."""
     return await _start(caller, name, SwapParams(other=body.other))
 
 
 @router.post("/galleries/{name}/sync", **_START, summary="Sync with a folder")
+@rule("admin", "galleries")
 async def sync(
     caller: Caller,
     name: GalleryName,
@@ -137,12 +142,14 @@ async def sync(
 
 
 @router.post("/galleries/{name}/compact", **_START, summary="Compact the index")
+@rule("admin", "galleries")
 async def compact(caller: Caller, name: GalleryName) -> Job:
     """Rebuild the index without removed items."""
     return await _start(caller, name, CompactParams())
 
 
 @router.get("/jobs", responses=problems(*_STATE), summary="List jobs")
+@rule("admin", "galleries")
 async def jobs(
     caller: Caller,
     state: JobState | None = None,
@@ -153,18 +160,21 @@ async def jobs(
 
 
 @router.get("/jobs/options", responses=problems(*_STATE), summary="Options for jobs")
+@rule("admin", "galleries")
 async def options(caller: Caller) -> JobOptions:
     """The names of the training jobs, data sets, weights and bundles of this service."""
     return await caller.read(JobManager.options, "The folder of bundles")
 
 
 @router.get("/jobs/{job_id}", **_LOOK, response_model=JobModel, summary="Describe a job")
+@rule("admin", "galleries")
 async def job(caller: Caller, job_id: JobId) -> Job:
     """The progress of a job and its report."""
     return await caller.read(lambda manager: manager.store.get(job_id))
 
 
 @router.get("/jobs/{job_id}/log", **_LOOK, summary="Read the log of a job")
+@rule("admin", "galleries")
 async def log(
     caller: Caller, job_id: JobId, offset: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0
 ) -> JobLog:
@@ -175,12 +185,14 @@ async def log(
 
 
 @router.post("/jobs/{job_id}/cancel", **_CHANGE, summary="Cancel a job")
+@rule("admin", "galleries")
 async def cancel(caller: Caller, job_id: JobId) -> Job:
     """Cancel a job and stop all its processes. The gallery does not change, but for a sync."""
     return await caller.change(lambda manager: manager.cancel(job_id))
 
 
 @router.post("/jobs/{job_id}/swap", name="swap", **_CHANGE, summary="Swap in a candidate")
+@rule("admin", "service")
 async def swap_candidate(caller: Caller, job_id: JobId) -> Job:
     """Swap in the gallery that a job has built, even if it did not pass its gate."""
     return await caller.change(
@@ -189,6 +201,7 @@ async def swap_candidate(caller: Caller, job_id: JobId) -> Job:
 
 
 @router.post("/jobs/{job_id}/resume", **_CHANGE, summary="Resume a job")
+@rule("admin", "service")
 async def resume(caller: Caller, job_id: JobId) -> Job:
     """Continue a sync, rebuild or training job that failed or was cancelled, from its last step."""
     return await caller.change(

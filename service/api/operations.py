@@ -1,24 +1,26 @@
 """Routes for operators: liveness, readiness, startup and metrics."""
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError
+from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError, KeyMissingError
 from kinlens.embedder.machine import free_memory_mb
 from kinlens.models import IndexLocation, Live, Ready, Startup
 from kinlens.service.access.binding import of_caller
 from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
+from kinlens.service.http.rules import Route, rule
 from kinlens.service.observe.metrics import CONTENT_TYPE
 from kinlens.service.problems import PROBLEM_TYPES
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 @router.get("/live", responses=problems(), summary="Liveness")
+@rule(None, "none")
 async def live() -> Live:
     """Returns 200 as long as the process responds."""
     return Live()
@@ -28,25 +30,38 @@ async def live() -> Live:
     "/ready",
     response_model=Ready,
     responses={
-        **problems(PROBLEM_TYPES[GalleryNotFoundError], PROBLEM_TYPES[InvalidParameterError]),
+        **problems(
+            PROBLEM_TYPES[KeyMissingError],
+            PROBLEM_TYPES[GalleryNotFoundError],
+            PROBLEM_TYPES[InvalidParameterError],
+        ),
         503: {"model": Ready, "description": "A check failed."},
     },
     summary="Readiness",
 )
+@rule(None, "items")
 async def ready(
     runtime: Service,
+    request: Request,
     gallery: Annotated[
         str | None, Query(description="Restrict the status to this gallery.")
     ] = None,
 ) -> JSONResponse:
     """Whether searches work: embeds a test image and searches galleries with it.
 
-    With more than 16 galleries, each request searches those that were searched longest ago.
+    With more than 16 galleries, each request searches those that were searched longest ago. Where
+    callers without a key have no scope, they only get the status.
     """
+    is_stranger = not runtime.settings.anonymous_scopes and not hasattr(request.state, "key")
+    if is_stranger and gallery is not None:
+        raise KeyMissingError("The status of one gallery needs an API key. Send one, or omit it.")
     readiness = (await runtime.health.check()).seen_by(of_caller())
     is_ready = readiness.ready if gallery is None else readiness.of_gallery(gallery)
+    status: Literal["ready", "not ready"] = "ready" if is_ready else "not ready"
+    if is_stranger:
+        return JSONResponse({"status": status}, 200 if is_ready else 503)
     content = Ready(
-        status="ready" if is_ready else "not ready",
+        status=status,
         provider=runtime.registry.model.provider,
         engine=runtime.embedder.mode.engine,
         precision=runtime.embedder.mode.precision,
@@ -71,6 +86,7 @@ async def ready(
     responses={**problems(), 503: {"model": Startup, "description": "Not ready so far."}},
     summary="Startup",
 )
+@rule(None, "none")
 async def startup(runtime: Service) -> JSONResponse:
     """For startup probes: 200 from the first time that the service was ready."""
     if not runtime.health.has_started:
@@ -83,6 +99,7 @@ async def startup(runtime: Service) -> JSONResponse:
 @router.get(
     "/metrics", response_class=Response, responses=problems(), summary="Metrics for Prometheus"
 )
+@rule("search", "service", is_counted=False)
 async def metrics(runtime: Service) -> Response:
-    """Counters, histograms and gauges in the Prometheus text format."""
+    """Counters, histograms and gauges in the Prometheus text format; not charged to a rate."""
     return Response(await runtime.observer.render(), media_type=CONTENT_TYPE)

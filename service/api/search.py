@@ -4,12 +4,11 @@
 documentation of the bodies is written here.
 """
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
 from pydantic_core import to_json
 
 from kinlens.embedder import errors
@@ -38,6 +37,7 @@ from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.galleries.links import with_links
 from kinlens.service.http.bodies import JSON, while_connected
 from kinlens.service.http.openapi import problems
+from kinlens.service.http.rules import RequestRoute, Route, rule
 from kinlens.service.problems import PROBLEM_TYPES, described, request_id_of
 from kinlens.service.runtime import Runtime
 from kinlens.service.search.explanation import explain
@@ -80,16 +80,9 @@ _CROP_TEXT = "left,top,width,height as fractions of the upright image; applies t
 _CROP = {"type": "string", "examples": ["0.1,0.2,0.5,0.5"]}
 
 
-class _RequestRoute(APIRoute):
-    """A route whose function only takes the request, without FastAPI's parameter handling."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        return cast("Callable[[Request], Coroutine[Any, Any, Response]]", self.endpoint)
-
-
 def build_router(runtime: Runtime) -> APIRouter:
     """Build the routes of searches, with the limits of the settings."""
-    router, limits = APIRouter(route_class=_RequestRoute), runtime.settings
+    router, limits = APIRouter(route_class=RequestRoute), runtime.settings
     feedback = runtime.feedback
 
     @router.post(
@@ -102,6 +95,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         openapi_extra=search_docs(limits),
         summary="Search with images or items",
     )
+    @rule("search", "items", "image")
     async def search(request: Request) -> Response:
         """The items of a gallery that are visually most similar to the query, best first.
 
@@ -128,6 +122,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         openapi_extra=_batch_docs(limits),
         summary="Several searches at once",
     )
+    @rule("search", "items", "batch")
     async def search_batch(request: Request) -> Response:
         """Several independent searches; a query that fails has a problem in place of an answer.
 
@@ -139,7 +134,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         answers = await while_connected(request, runtime.searching.search_all(queries))
         return _batch_response(answers, request, feedback)
 
-    router.route_class = APIRoute
+    router.route_class = Route
 
     @router.get(
         "/galleries/{name}/items/{item_id}/similar",
@@ -151,6 +146,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         openapi_extra={"parameters": search_parameters(SearchFields, limits)},
         summary="Search with an item",
     )
+    @rule("search", "items")
     async def similar(
         request: Request, name: str, item_id: ItemId, generation: Generation
     ) -> Response:
@@ -167,6 +163,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         openapi_extra=search_docs(limits),
         summary="Explain a hit",
     )
+    @rule("search", "items", "image")
     async def explain_hit(request: Request, name: str, item_id: ItemId) -> Response:
         """Which regions of query and hit contribute to the score; send the request of the search.
 

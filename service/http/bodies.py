@@ -31,9 +31,11 @@ from kinlens.service.problems import (
     CLIENT_DISCONNECTED,
     OVERLOADED,
     UNSUPPORTED_MEDIA,
+    ClientDisconnectedError,
     problem,
     request_id_of,
 )
+from kinlens.service.settings import Settings
 
 BodyKind = Literal["plain", "keys", "form_image", "image", "batch"]
 M = TypeVar("M", bound=BaseModel)
@@ -91,6 +93,11 @@ class Bounds:
         return max(self.image_bytes, self.batch_bytes) + FORM_BYTES
 
 
+def bounds_of(settings: Settings) -> Bounds:
+    """The limits of request bodies."""
+    return Bounds(settings.max_upload_bytes, settings.max_batch_bytes)
+
+
 class BufferedBytes:
     """Total bytes of the request bodies in memory, with a limit.
 
@@ -113,8 +120,8 @@ class BufferedBytes:
             self.count += more
 
 
-class _RefusedError(Exception):
-    """Stops reading a body, which is refused for `reason`."""
+class _RefusedError(ClientDisconnectedError):
+    """Stops reading a body, which is refused for `reason`; `BodyLimit` answers, not the route."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -204,26 +211,29 @@ class BodyLimit:
         if scope["type"] != "http" or not _has_body(scope):
             await self.app(scope, receive, send)
             return
-        max_bytes = self._bounds.of(scope["state"]["route"].rule.body, media_type_of(scope))
         claimed = _claimed_bytes(scope)
-        body = _Body(_Source(scope, receive), max_bytes, self._timeout_s, self._buffered)
-        body.refusal = _refusal_of_head(scope, claimed or 0, max_bytes)
-        started = False
+        body = _Body(_Source(scope, receive), self._timeout_s, self._buffered)
+        send_early = _draining(scope, body.drained, send, self._bounds.largest)
+        started = is_early = False
+
+        async def receive_limited() -> Message:
+            if not body.max_bytes:  # the route has admitted its caller, and begins to read
+                kind = scope["state"]["route"].rule.body
+                body.max_bytes = self._bounds.of(kind, media_type_of(scope))
+                body.refusal = _refusal_of_head(scope, claimed or 0, body.max_bytes)
+            return await body.receive()
 
         async def send_unless_refused(message: Message) -> None:
-            nonlocal started
+            nonlocal started, is_early
             if body.refusal and not started:
                 return
-            if not started and not body.complete and _waits(scope):
-                # The client then sends no body, so the next request would be read as that body.
-                MutableHeaders(scope=message)["Connection"] = "close"
-            started = True
-            await send(message)
+            if not started:
+                started, is_early = True, not body.complete
+            await (send_early if is_early else send)(message)
 
         try:
-            if not body.refusal:
-                with contextlib.suppress(_RefusedError):
-                    await self.app(scope, body.receive, send_unless_refused)
+            with contextlib.suppress(_RefusedError):
+                await self.app(scope, receive_limited, send_unless_refused)
         except asyncio.CancelledError:
             if body.complete or started:
                 raise
@@ -232,7 +242,7 @@ class BodyLimit:
             body.release()
         if body.refusal and not started:
             is_lost = body.refusal in ("ending", "disconnected")
-            drain_bytes = -1 if is_lost else _DRAIN_FACTOR * max_bytes
+            drain_bytes = -1 if is_lost else _DRAIN_FACTOR * body.max_bytes
             answer = self._answer(body, scope, claimed)
             await refuse(answer, scope, body.drained, send, drain_bytes=drain_bytes)
 
@@ -290,12 +300,10 @@ class _Body:
     `refusal` is the reason of a refusal, a key of `BodyLimit._answer`; else empty.
     """
 
-    def __init__(
-        self, source: _Source, max_bytes: int, timeout_s: float, buffered: BufferedBytes
-    ) -> None:
+    def __init__(self, source: _Source, timeout_s: float, buffered: BufferedBytes) -> None:
         self.refusal = ""
         self.complete = False
-        self.max_bytes = max_bytes
+        self.max_bytes = 0
         self._buffered = buffered
         self._source = source
         self._deadline = asyncio.get_running_loop().time() + timeout_s
@@ -362,22 +370,36 @@ class _Body:
 async def refuse(
     answer: Response, scope: Scope, receive: Receive, send: Send, *, drain_bytes: int
 ) -> None:
-    """Send `answer`, then read and discard up to `drain_bytes` of the body (none if negative).
+    """Send `answer` without reading the body, of which up to `drain_bytes` are discarded."""
+    await answer(
+        scope, receive, _draining(scope, receive, send, drain_bytes) if _has_body(scope) else send
+    )
+
+
+def _draining(scope: Scope, receive: Receive, send: Send, drain_bytes: int) -> Send:
+    """The `send` of an answer before the end of the body, of which up to `drain_bytes` are read
+    and discarded (none if negative).
 
     Without reading on, a client that is still sending would not see the answer. The connection is
     then closed, since the rest of the body would look like the next request.
     """
-    if not _has_body(scope):
-        await answer(scope, receive, send)
-        return
-    headers = [*answer.raw_headers, (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
-    await send({"type": "http.response.body", "body": bytes(answer.body), "more_body": True})
-    if not _waits(scope) and answer.status_code != HTTPStatus.REQUEST_TIMEOUT:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_DRAIN_S):
-                await _drain(receive, drain_bytes)
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    status = 0
+
+    async def send_and_drain(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            MutableHeaders(scope=message)["Connection"] = "close"
+        elif not message.get("more_body", False):
+            await send({**message, "more_body": True})
+            if not _waits(scope) and status != HTTPStatus.REQUEST_TIMEOUT:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_DRAIN_S):
+                        await _drain(receive, drain_bytes)
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await send(message)
+
+    return send_and_drain
 
 
 async def _drain(receive: Receive, max_bytes: int) -> None:
@@ -424,10 +446,6 @@ def media_type_of(request: Request | Scope) -> str:
     """The content type without its parameters, in lowercase."""
     headers = request.headers if isinstance(request, Request) else Headers(scope=request)
     return headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
-class ClientDisconnectedError(Exception):
-    """The client closed the connection, so no answer is needed."""
 
 
 class Connection:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic_core import to_json
 
@@ -17,8 +17,8 @@ from kinlens.service.concurrency import Recent
 from kinlens.service.daemon_threads import in_thread
 from kinlens.service.http.bodies import JSON
 from kinlens.service.http.docs_page import render_docs
-from kinlens.service.http.gate import Extent, rule_of
 from kinlens.service.http.pages import Assets, Page
+from kinlens.service.http.rules import Extent, Route, rule
 from kinlens.service.problems import (
     INTERNAL,
     MEDIA_TYPE,
@@ -28,7 +28,6 @@ from kinlens.service.problems import (
     ProblemType,
 )
 
-_METHODS = frozenset({"get", "head", "post", "put", "patch", "delete"})
 _SCHEMES = {
     "bearer": {
         "type": "http",
@@ -52,7 +51,7 @@ _REFUSALS = (
     PROBLEM_TYPES[errors.KeyMissingError],
     PROBLEM_TYPES[errors.ScopeError],
     PROBLEM_TYPES[errors.RateLimitedError],
-)  # problems of the gate for operations that need a scope
+)  # of operations that need a scope
 _PROBLEM = {"$ref": "#/components/schemas/Problem"}
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 _TEXTS = {
@@ -87,8 +86,8 @@ def problems(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
     return responses
 
 
-def install_openapi(app: FastAPI, assets: Assets) -> None:
-    """Add the problem schema to `app.openapi`, and serve the document and its page.
+def openapi_routes(app: FastAPI, assets: Assets) -> APIRouter:
+    """Add the problem schema to `app.openapi`, and build the routes of the document and its page.
 
     Both are public and as costly as many searches, so they are built once, in a thread, at the
     first request.
@@ -108,7 +107,7 @@ def install_openapi(app: FastAPI, assets: Assets) -> None:
                 schema.pop("$defs", None)
                 schemas[model.__name__] = schema
             anonymous = app.state.runtime.settings.anonymous_scopes
-            _add_security(document, anonymous)
+            _add_security(document, app, anonymous)
             app.openapi_schema = document
         return app.openapi_schema
 
@@ -121,7 +120,10 @@ def install_openapi(app: FastAPI, assets: Assets) -> None:
     located: dict[str, Page] = {}  # by path prefix, which only trusted proxies set
     app.openapi = build  # type: ignore[method-assign]
 
-    @app.api_route("/openapi.json", methods=["GET", "HEAD"], include_in_schema=False)
+    router = APIRouter(route_class=Route, include_in_schema=False)
+
+    @router.get("/openapi.json")
+    @rule(None, "none")
     async def openapi(request: Request) -> Response:
         page, prefix = (await kept.get())[0], public_path("")
         if prefix and prefix not in located:
@@ -129,23 +131,27 @@ def install_openapi(app: FastAPI, assets: Assets) -> None:
             located[prefix] = await in_thread(partial(Page.of, server + page.body[1:], JSON))
         return located.get(prefix, page).answer(request.headers)
 
-    @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
+    @router.get("/docs")
+    @rule(None, "none")
     async def docs(request: Request) -> Response:
         return (await kept.get())[1].answer(request.headers)
 
+    return router
 
-def _add_security(document: dict[str, Any], anonymous: Iterable[Scope]) -> None:
-    """Add the scope of every operation and the problems of the gate.
+
+def _add_security(document: dict[str, Any], app: FastAPI, anonymous: Iterable[Scope]) -> None:
+    """Add the scope of every operation and the problems of a refusal.
 
     The scope is listed as the role of each security scheme. Operations for anonymous callers also
     have the empty requirement.
     """
     document["components"]["securitySchemes"] = _SCHEMES
     free, refusals = keys.allowed(anonymous), problems(*_REFUSALS)
-    for path, item in document["paths"].items():
-        for method in _METHODS & item.keys():
-            operation, rule = item[method], rule_of(method.upper(), path)
-            scope = rule.scope
+    shown = (one for one in app.routes if isinstance(one, Route) and one.include_in_schema)
+    for route in shown:
+        for method in route.methods or ():
+            operation = document["paths"][route.path_format][method.lower()]
+            scope = route.rule.scope
             if "requestBody" in operation:
                 operation["responses"].setdefault("415", problems(UNSUPPORTED_MEDIA)[415])
             operation["security"] = []
@@ -154,7 +160,7 @@ def _add_security(document: dict[str, Any], anonymous: Iterable[Scope]) -> None:
             operation["security"] += [{name: [scope]} for name in _SCHEMES]
             operation["security"] += [{}] if scope in free else []
             text = operation.get("description", "")
-            needs = f"Needs the scope `{scope}`.{_REFUSED.get(rule.extent, '')}"
+            needs = f"Needs the scope `{scope}`.{_REFUSED.get(route.rule.extent, '')}"
             operation["description"] = f"{text}\n\n{needs}".strip()
             for status, response in refusals.items():
                 operation["responses"].setdefault(str(status), response)

@@ -16,7 +16,6 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -27,7 +26,7 @@ _MEDIA_TYPES = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-_CHECKSUM = re.compile(r"/([0-9a-f]{12})(?=/)")
+_CHECKSUM = re.compile(r"([0-9a-f]{12})/")
 _IMPORT = re.compile(r'^import [^;]*?"(\.[^"]+)";', re.MULTILINE)
 _ENTRY = re.compile(r'<script type="module" src="ui/([^"]+)"></script>')
 _FOREVER = "public, max-age=31536000, immutable"
@@ -87,7 +86,7 @@ class Compression:
 
 
 class Assets:
-    """An ASGI app with the files of a folder; `pages` are in it too."""
+    """The files of a folder, and the pages among them."""
 
     def __init__(self, folder: Path = UI) -> None:
         self._texts = {
@@ -119,16 +118,15 @@ class Assets:
         """A page whose files are named with the checksum."""
         return html.replace('="ui/', f'="ui/{self.checksum}/')
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].removeprefix(scope["root_path"])
+    def answer(self, path: str, headers: Headers) -> Response:
+        """The file at `path`, which may begin with a checksum. Raises: HTTPException (404)."""
         checksum = _CHECKSUM.match(path)
         # The files of another release, during a change of releases, are the current ones.
-        file = self._files.get(path[checksum.end() if checksum else 0 :].lstrip("/"))
+        file = self._files.get(path[checksum.end() :] if checksum else path)
         if file is None:
-            raise HTTPException(404)
+            raise HTTPException(404, f"/ui/{path} does not exist.")
         is_current = checksum is not None and checksum[1] == self.checksum
-        cache = _FOREVER if is_current else "no-cache"
-        await file.answer(Request(scope).headers, cache)(scope, receive, send)
+        return file.answer(headers, _FOREVER if is_current else "no-cache")
 
     def _imported(self, name: str, seen: set[str]) -> Iterator[str]:
         """The modules that a module imports, and what these import."""

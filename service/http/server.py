@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kinlens.service.http.bodies import Connection
-from kinlens.service.http.gate import SECURITY_HEADERS
+from kinlens.service.http.edge import SECURITY_HEADERS
 from kinlens.service.problems import BAD_REQUEST, HEAD_TOO_LARGE, ProblemType, problem
 from kinlens.service.settings import Settings
 
@@ -330,7 +330,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = False
 
     def _refusal_of_head(self) -> tuple[ProblemType, str] | None:
-        """Why the gate refuses a request whose head the parser accepts, or None."""
+        """Why `Edge` refuses a request whose head the parser accepts, or None."""
         version = self.parser.get_http_version()
         coding = [value.strip().lower() for name, value in self.headers if name == _CODING]
         lines = sum(len(name) + len(value) + 4 for name, value in self.headers)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, Json
 from starlette.datastructures import FormData, QueryParams
 
 from kinlens import models
-from kinlens.service.http.gate import SECURITY_HEADERS
+from kinlens.service.http.edge import SECURITY_HEADERS
 
 UI = Path(__file__).parents[2] / "service" / "ui"
 COLOURS = {"red": (200, 40, 40), "green": (40, 160, 60), "blue": (50, 70, 200)}

@@ -4,16 +4,16 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.seams import RouteTable
+from tests.support.seams import Route
 
 FREE = None
 _TABLE: dict[tuple[str | None, str], str] = {
     (FREE, "none"): """
         GET /           GET /admin      GET /docs       GET /openapi.json
-        GET /live       GET /startup    GET /ui/
+        GET /live       GET /startup    GET /ui/{path:path}
     """,
     (FREE, "items"): "GET /ready",
-    (FREE, "service"): "GET /metrics",
+    ("search", "service"): "GET /metrics",
     ("search", "items"): """
         GET /access     POST /search    POST /search/batch              POST /feedback
         GET /galleries  GET /galleries/{name}           GET /galleries/{name}/items
@@ -70,7 +70,9 @@ RIGHTS = {
 
 def rights_of(app: Any) -> dict[str, Right]:
     """The same table as the app has it."""
-    served = [route for route in RouteTable(app.routes).served if route.method != "HEAD"]
     return {
-        f"{one.method} {one.template}": Right(one.rule.scope, one.rule.extent) for one in served
+        f"{method} {route.path}": Right(route.rule.scope, route.rule.extent)
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
     }

@@ -43,7 +43,7 @@ from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.http.forms import Part, parse_form
-from kinlens.service.http.gate import RouteTable
+from kinlens.service.http.rules import Route
 from kinlens.service.http.server import listen
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.jobs.params import params_of

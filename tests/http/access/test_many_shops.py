@@ -173,7 +173,7 @@ class Market:
 
     def ask(self, route: str, body: Body, aim: Aim, headers: Mapping[str, str]) -> httpx.Response:
         method, template = route.split(" ")
-        path = aim.path(template if template != "/ui/" else "/ui/shared/api.js")
+        path = aim.path(template if "{path:path}" not in template else "/ui/shared/api.js")
         return self.client.request(method, path, headers=dict(headers), **body(aim))
 
     def content(self) -> Any:

@@ -1,0 +1,203 @@
+"""The outermost middleware: host and path of a request; id, headers, log and metrics of its answer.
+
+Edge ─► CORS ─► BodyLimit ─► Compression ─► router
+400, 308
+"""
+
+import random
+import re
+import time
+from http import HTTPStatus
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kinlens.service.access.prefix import forwarded_prefix, public_path, set_prefix
+from kinlens.service.access.rates import Account, Addresses, client_address
+from kinlens.service.http.bodies import bounds_of, refuse
+from kinlens.service.observe.metrics import Metrics
+from kinlens.service.observe.tracing import trace_fields
+from kinlens.service.problems import BAD_REQUEST, UNKNOWN_HOST, problem, request_id_of
+from kinlens.service.settings import ANY_HOST, Settings
+
+_READ = frozenset({"GET", "HEAD"})
+_THIS_MACHINE = ("127.0.0.0/8", "::1")
+_UNMATCHED = "unmatched"
+_SHOWN_CHARACTERS = 64
+_IDS = random.Random()  # ids are not secrets, and this needs no system call per request
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(:\d+)?")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_PROBES = frozenset({"/live", "/ready", "/startup", "/metrics"})
+SECURITY_HEADERS = {
+    # No inline script or style, no other host. The page shows images that it made itself (blob:).
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
+        "script-src 'self'; style-src 'self'; connect-src 'self'; worker-src 'none'; "
+        "frame-src 'none'; object-src 'none'; base-uri 'none'; form-action 'self'; "
+        "frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(self), geolocation=(), microphone=()",
+    "Cache-Control": "no-cache",
+}
+
+
+class Edge:
+    """Refuses unknown hosts and odd paths, and observes every answer.
+
+    `scope["state"]` gets the `request_id` and the `address` of the client.
+    """
+
+    def __init__(self, app: ASGIApp, *, settings: Settings, metrics: Metrics) -> None:
+        self.app = app
+        self._metrics = metrics
+        self._hosts = settings.hosts()
+        self._prefix = settings.prefix
+        self._addresses = Addresses(settings.trusted_proxies)
+        # A proxy on this machine may send a prefix unless others are named: it only changes the
+        # links of the same answer.
+        is_set = settings.trusted_proxies or settings.prefix
+        self._prefixing = self._addresses if is_set else Addresses(_THIS_MACHINE)
+        self._drain_bytes = bounds_of(settings).largest
+        headers = dict(SECURITY_HEADERS)
+        if settings.cors_origins:
+            headers["Cross-Origin-Resource-Policy"] = "cross-origin"  # images on their pages
+        self._headers = [(name.lower().encode(), text.encode()) for name, text in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id = _request_id(scope)
+        state["address"] = self._addresses.of(scope)
+        started, status, size, is_reported = time.perf_counter(), 0, 0, False
+
+        def report() -> None:
+            nonlocal is_reported
+            if not is_reported:
+                is_reported = True
+                self._report(scope, status, size, time.perf_counter() - started)
+
+        async def observe(message: Message) -> None:
+            nonlocal status, size
+            size += len(message.get("body", b"")) if scope["method"] != "HEAD" else 0
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._add_headers(state, message)
+            elif not message.get("more_body", False):
+                report()  # before the client has the whole answer and can read the metrics
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(request_id=request_id, **trace_fields()):
+            try:
+                await self._pass(scope, receive, observe)
+            finally:
+                report()
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_bare = self._remove_prefix(scope)
+        answer = self._bad_request(scope)
+        if answer is None and is_bare and scope["method"] in _READ:
+            # Relative links of the page need the slash.
+            answer = Response(status_code=308, headers={"Location": public_path("/")})
+        if answer is not None:
+            await refuse(answer, scope, receive, send, drain_bytes=self._drain_bytes)
+            return
+        # A copy, since the server omits the body of a HEAD answer by the method of the original.
+        is_head = scope["method"] == "HEAD"
+        await self.app({**scope, "method": "GET"} if is_head else scope, receive, send)
+
+    def _remove_prefix(self, scope: Scope) -> bool:
+        """Set the prefix of links, and remove that of the settings from the path of the request.
+        Returns whether the path is the prefix without a slash.
+
+        A prefix in a header is never removed: a client could send it to get past a proxy that
+        blocks paths.
+        """
+        prefix, sent = self._prefix, None
+        if self._prefixing.trusts(scope):
+            sent = forwarded_prefix(Headers(scope=scope).getlist("x-forwarded-prefix"))
+        set_prefix(prefix if sent is None else sent)
+        path = scope["path"]
+        if not prefix or not f"{path}/".startswith(f"{prefix}/"):
+            return False
+        scope["path"] = path[len(prefix) :] or "/"
+        scope["raw_path"] = scope["raw_path"][len(prefix) :] or b"/"
+        return bool(path == prefix)
+
+    def _bad_request(self, scope: Scope) -> Response | None:
+        """The refusal of a head, an unknown host or control characters in the path, or None.
+
+        The host check prevents DNS rebinding: a web page could point its own name at this machine
+        and read the responses. Probes are exempt, since orchestrators and monitoring call by IP
+        address. Control characters are refused because `$` in a regex also matches before a
+        trailing newline, so route matchers could disagree.
+        """
+        given = ", ".join(Headers(scope=scope).getlist("host"))
+        match = _HOST.fullmatch(given)
+        is_known = ANY_HOST in self._hosts or (match and match[1].lower() in self._hosts)
+        is_probe = scope["method"] in _READ and scope["path"] in _PROBES
+        control = _CONTROL.search(scope["path"])
+        if "refusal" in scope["state"]:
+            kind, text = scope["state"]["refusal"]
+        elif not is_known and not is_probe:
+            kind = UNKNOWN_HOST
+            text = (
+                f"The host {given[:_SHOWN_CHARACTERS]!r} is not allowed; allowed are "
+                f"{', '.join(sorted(self._hosts))}. Add it to KINLENS_ALLOWED_HOSTS to allow it."
+            )
+        elif control is not None:
+            kind = BAD_REQUEST
+            text = (
+                f"The path has the control character U+{ord(control[0]):04X} at position "
+                f"{control.start()}; remove it."
+            )
+        else:
+            return None
+        return problem(kind, text, request_id=request_id_of(scope), instance=scope["path"])
+
+    def _add_headers(self, state: Scope, message: Message) -> None:
+        set_already = {name for name, _ in message.get("headers", ())}
+        message["headers"] = [
+            *message.get("headers", ()),
+            (b"x-request-id", state["request_id"].encode()),
+            *(header for header in self._headers if header[0] not in set_already),
+        ]
+        account: Account | None = state.get("account")
+        if account is not None and (verdict := account.verdict).amount is not None:
+            headers = MutableHeaders(scope=message)
+            headers["RateLimit-Limit"] = str(verdict.amount)
+            headers["RateLimit-Remaining"] = str(verdict.remaining)
+            headers["RateLimit-Reset"] = str(verdict.retry_after_s)
+
+    def _report(self, scope: Scope, status: int, size: int, seconds: float) -> None:
+        state = scope["state"]
+        route = state["route"].path if "route" in state else _UNMATCHED
+        self._metrics.observe_request(route, scope["method"], status, seconds)
+        if status == HTTPStatus.TOO_MANY_REQUESTS:
+            self._metrics.rate_limited.labels("key" if "key" in state else "address").inc()
+        if "key" in state and "account" in state:
+            self._metrics.observe_key(state["key"].name, state["account"].units)
+        structlog.get_logger().info(
+            "request",
+            route=route,
+            method=scope["method"],
+            status=status,
+            principal=state.get("principal", "anonymous"),
+            client=client_address(scope),
+            bytes=size,
+            ms=round(seconds * 1e3, 1),
+        )
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"{_IDS.getrandbits(128):032x}"

@@ -19,6 +19,7 @@ Hook = Callable[[str], None]
 _hooks: list[Hook] = []
 _STAGE = ".stage-"
 _STALE_S = 3600.0
+_SETTLED_S = 2.0  # some file systems have times of a second
 
 
 def set_fault_hook(hook: Hook | None) -> None:
@@ -84,6 +85,22 @@ def write_whole(path: Path, data: bytes, step: str) -> None:
         rename(stage, path, step)
     finally:
         stage.unlink(missing_ok=True)
+
+
+def stamp(path: str) -> tuple[int, ...] | None:
+    """The device, inode, size and times of a file; None if it cannot be looked at. Differs after a
+    change, except perhaps after several within the resolution of the times (`is_settled`).
+    """
+    try:
+        found = os.stat(path)  # noqa: PTH116 (for many files each second: a Path costs as much again)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def is_settled(stamp: tuple[int, ...] | None) -> bool:
+    """Whether a file was changed long enough ago that its next change shows in its stamp."""
+    return stamp is not None and time.time() - stamp[3] / 1e9 > _SETTLED_S
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.embedder.durable import crash_point, discard, lock_folder, write_whole
+from kinlens.embedder.durable import crash_point, discard, lock_folder, stamp, write_whole
 from kinlens.embedder.errors import (
     BundleMismatchError,
     GalleryBusyError,
@@ -55,6 +55,7 @@ from kinlens.indexer.exchange.milvus import MilvusStore as MilvusStore
 from kinlens.indexer.exchange.publish import snapshot_at as snapshot_at
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import check_attribute
+from kinlens.indexer.folder.layout import CURRENT as CURRENT
 from kinlens.indexer.folder.layout import UPLOADS, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import (
     PRECISIONS,
@@ -154,6 +155,7 @@ class Gallery(Searcher):
         self._calibration: tuple[object, GalleryCalibration | None] = (None, None)
         self._segment_size: tuple[str | None, int] = (None, 0)
         self._background: BackgroundCompaction | None = None
+        self._stamp: tuple[int, ...] | None = None
 
     @classmethod
     def create(
@@ -847,6 +849,17 @@ class Gallery(Searcher):
             logging.getLogger(__name__).warning("calibration failed: %s", error)
         return report
 
+    def refresh(self) -> None:
+        """Open a segment that another process has written, so that no search has to wait for it."""
+        self._snapshots.refresh()
+
+    def has_changed(self) -> bool:
+        """Whether any process has written to the catalogue since the last call, by the time of its
+        log. Asking many galleries each second is cheap.
+        """
+        before, self._stamp = self._stamp, stamp(f"{self._generation}/{CATALOG}-wal")
+        return before != self._stamp
+
     def index_settings(self) -> IndexSettings:
         """The settings of the current index; the defaults if they are not recorded."""
         name = self._catalog.state().segment
@@ -887,7 +900,7 @@ class Gallery(Searcher):
         *,
         only_calibrate: bool = False,
     ) -> BackgroundCompaction:
-        """Start a thread that compacts the gallery when due, and recalibrates it when outdated.
+        """Compact the gallery when due, and recalibrate it when outdated, in another thread.
 
         `only_calibrate`: never compact.
         """
@@ -896,7 +909,6 @@ class Gallery(Searcher):
                 (lambda: None) if only_calibrate else self.needs_compaction,
                 lambda progress: self.compact(keep_removed_s=KEEP_REMOVED_S, on_progress=progress),
                 self.calibrate_if_outdated,
-                self._snapshots.refresh,
                 on_error,
             )
             self._background.nudge()

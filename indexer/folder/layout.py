@@ -53,7 +53,7 @@ from kinlens.embedder.types import SHORT
 from kinlens.indexer.folder.manifest import MANIFEST
 from kinlens.indexer.golden import GOLDEN
 
-_CURRENT = "CURRENT"
+CURRENT = "CURRENT"
 _LOCK = "LOCK"
 _WRITE = "WRITE"
 _TURN = "TURN"
@@ -67,7 +67,7 @@ PUBLISHER = "PUBLISHER"
 _DRAFT = ".draft-"
 _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _OWN_NAMES = {
-    *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, UPLOADS),
+    *(CURRENT, f".{CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, UPLOADS),
     *(COPY_OF, DOWNLOADS, PUBLISH, PUBLISHER),
     *(f"{name}{suffix}" for name in (GOLDEN, FILES) for suffix in ("", "-journal")),
 }
@@ -90,7 +90,7 @@ class GalleryFolder:
             raise GalleryNotFoundError(self._absence())
         if not _GENERATION_NAME.fullmatch(name) or not (self._versions / name).is_dir():
             raise GalleryCorruptError(
-                f"{self.path / _CURRENT} points to the generation {name[:40]!r}, which does not "
+                f"{self.path / CURRENT} points to the generation {name[:40]!r}, which does not "
                 "exist. Build the gallery again, or write the name of a folder in "
                 f"{self._versions} into that file."
             )
@@ -99,7 +99,7 @@ class GalleryFolder:
     def current_name(self) -> str | None:
         """The name of the current generation; None if there is no gallery."""
         try:
-            return (self.path / _CURRENT).read_text(encoding="utf-8", errors="replace").strip()
+            return (self.path / CURRENT).read_text(encoding="utf-8", errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -239,7 +239,7 @@ class GalleryFolder:
 
     def _drop_published(self, draft: "GalleryFolder") -> None:
         if draft.path.exists() and draft.current_name() == self.current_name() is not None:
-            (draft.path / _CURRENT).unlink()  # first, so that the rest no longer is a gallery
+            (draft.path / CURRENT).unlink()  # first, so that the rest no longer is a gallery
             discard(draft.path)
 
     def _prune_others(self) -> None:
@@ -265,10 +265,10 @@ class GalleryFolder:
         return target
 
     def _switch(self, name: str) -> None:
-        temporary = self.path / f".{_CURRENT}.tmp"
+        temporary = self.path / f".{CURRENT}.tmp"
         temporary.write_text(f"{name}\n", encoding="ascii")
         sync(temporary, "current")
-        rename(temporary, self.path / _CURRENT, "current")
+        rename(temporary, self.path / CURRENT, "current")
 
     def _prune(self, keep: set[str | None]) -> None:
         for folder in filter(_is_generation, self._entries()):
@@ -299,7 +299,7 @@ class GalleryFolder:
                 f"it: kinlens-index build IMAGES --bundle BUNDLE --out {self.path}"
             )
         return (
-            f"No gallery at {self.path}: {_CURRENT} is missing. Give the folder that "
+            f"No gallery at {self.path}: {CURRENT} is missing. Give the folder that "
             "`kinlens-index build ... --out` wrote."
         )
 

@@ -70,7 +70,6 @@ KEEP_REMOVED_S = 86_400.0
 """How long background compactions keep removed items, so that a removal can be undone."""
 
 _RETRY_S = 30.0
-_POLL_S = 1.0
 _MAX_PAUSE_S = 3600.0
 _CLOSE_S = 2.0
 
@@ -333,13 +332,12 @@ def _check_space(folder: Path, plan: Plan | None, others: float) -> None:
 
 
 class BackgroundCompaction:
-    """A thread that compacts a gallery when a change makes it due, until `close`.
+    """Compacts a gallery when a change makes it due, until `close`, in a thread that ends when it
+    has nothing to do: many galleries that nobody changes need no thread.
 
     due: returns why a compaction is due, or None.
     compact: runs it; takes a progress callback.
     when_not_due: called after a change if no compaction is due.
-    refresh: called every idle second. It opens a segment written by another process, so that no
-        search has to.
 
     A failure is logged, stored in `last_error` and passed to `on_error`. It is retried after a
     pause that doubles each time, up to an hour.
@@ -350,7 +348,6 @@ class BackgroundCompaction:
         due: Callable[[], str | None],
         compact: Callable[[Progress], object],
         when_not_due: Callable[[], object],
-        refresh: Callable[[], object],
         on_error: Callable[[KinlensError], None] | None = None,
         retry_s: float = _RETRY_S,
     ) -> None:
@@ -358,17 +355,20 @@ class BackgroundCompaction:
         self._due = due
         self._compact = compact
         self._when_not_due = when_not_due
-        self._refresh = refresh
         self._on_error = on_error
         self._pause_s = self._retry_s = retry_s
-        self._nudged = threading.Event()
+        self._is_nudged = False
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="compaction", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def nudge(self) -> None:
         """Signal that the gallery has changed."""
-        self._nudged.set()
+        with self._lock:
+            self._is_nudged = True
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(target=self._run, name="compaction", daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """Stop the thread. A running compaction is cancelled at its next step.
@@ -377,19 +377,22 @@ class BackgroundCompaction:
         the next compaction uses or removes its files.
         """
         self._closed.set()
-        self._nudged.set()
-        self._thread.join(_CLOSE_S)
+        thread = self._thread
+        if thread is not None:
+            thread.join(_CLOSE_S)
+
+    def _has_work(self) -> bool:
+        with self._lock:
+            if not self._is_nudged or self._closed.is_set():
+                self._thread = None
+                return False
+            self._is_nudged = False
+            return True
 
     def _run(self) -> None:
-        while not self._closed.is_set():
-            is_nudged = self._nudged.wait(_POLL_S)
-            self._nudged.clear()
-            if self._closed.is_set():
-                return
+        while self._has_work():
             try:
-                if not is_nudged:
-                    self._refresh()
-                elif self._due():
+                if self._due():
                     self._compact(self._step)
                 else:
                     self._when_not_due()
@@ -423,4 +426,4 @@ class BackgroundCompaction:
     def _retry_later(self) -> None:
         self._closed.wait(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
-        self._nudged.set()
+        self._is_nudged = True

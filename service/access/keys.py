@@ -17,7 +17,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from kinlens.embedder.durable import exclusive, make_folder, write_whole
+from kinlens.embedder.durable import exclusive, is_settled, make_folder, stamp, write_whole
 from kinlens.embedder.errors import FilterError, InvalidParameterError, KeyNotFoundError, StateError
 from kinlens.embedder.programs.faults import fault_text, path_of
 from kinlens.indexer.filters.text import parse_filter
@@ -44,7 +44,6 @@ _STEP = "keys"
 KEYS_FILE = "keys.json"
 _SHOWN = 80
 _PARSED_FILTERS = 100_000  # one for each key, so that a changed file costs only the new ones
-_SETTLED_S = 2.0  # file systems with coarse times may show two changes as one
 _MAX_GALLERIES = 1_000
 MAX_FILTER = 2_000
 """Maximum length of the filter of a key in characters."""
@@ -330,7 +329,7 @@ class KeyStore:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The keys of one state of the file, by id; `stamp` is None if the file must be read again."""
+    """The keys of one state of the file, by id."""
 
     by_id: Mapping[str, Key]
     active_until: datetime
@@ -397,10 +396,10 @@ class FreshKeys:
         return self._keys
 
     def _changed(self) -> _Snapshot:
-        stamp = _stamp(self._store.path)
-        if stamp is not None and stamp == self._keys.stamp:
+        found = stamp(str(self._store.path))
+        if found == self._keys.stamp and is_settled(found):
             return self._keys
-        return _Snapshot.of(self._store.list(), stamp)
+        return _Snapshot.of(self._store.list(), found)
 
 
 def open_keys(state: Path | None) -> KeyStore | None:
@@ -415,17 +414,6 @@ def open_keys(state: Path | None) -> KeyStore | None:
 def allowed(scopes: Iterable[Scope]) -> frozenset[Scope]:
     """These scopes and the ones they imply: admin implies write, write implies search."""
     return frozenset().union(*(_IMPLIED[scope] for scope in scopes))
-
-
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Differs after each change of a file; None while it is too new to be sure, or missing."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    if time.time() - found.st_mtime < _SETTLED_S:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _new_id(taken: set[str]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kinlens.embedder.bundle import MANIFEST, Bundle
-from kinlens.embedder.durable import is_stage
+from kinlens.embedder.durable import is_settled, is_stage, stamp
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import (
     BundleNotFoundError,
@@ -17,8 +17,14 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.embedder.types import SHORT
+from kinlens.indexer.gallery import (
+    CURRENT,
+    MilvusStore,
+    current_generation,
+    current_manifest,
+    open_remote,
+)
 from kinlens.indexer.gallery import Gallery as IndexedGallery
-from kinlens.indexer.gallery import MilvusStore, current_generation, current_manifest, open_remote
 from kinlens.indexer.types import MILVUS, OnCall, checked_name, milvus_address, mismatch, unobserved
 from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.galleries.view import GalleryView
@@ -31,6 +37,8 @@ VERSION_PATTERN = rf"^[0-9a-f]{{{VERSION_DIGITS},64}}$"
 VERSION_TEXT = "The gallery generation that the item id is from; default: the served one."
 
 _NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": (), "pictures": ()}
+
+Stamp = tuple[object, ...]
 
 Opened = IndexedGallery | MilvusStore
 """A gallery with all its items."""
@@ -70,6 +78,13 @@ class GalleryLocation:
         """Whether the gallery exists; on Milvus it is assumed to."""
         return self.generation is not None or bool(self.address)
 
+    def stamp(self) -> "Stamp | None":
+        """Differs after another generation became current; None if that must be read. A `stat`."""
+        if self.given is not None:
+            return (self.given.generation,)
+        found = None if self.path is None else stamp(f"{self.path}/{CURRENT}")
+        return found if is_settled(found) else None
+
 
 class Locations:
     """Finds galleries on the disk; every call may block."""
@@ -103,6 +118,9 @@ class Locations:
             self._named[name] = text
         self._followed = followed(settings)
         self._upload_limit_s = limit_s
+        self._listed: list[GalleryLocation] = []
+        self._listed_at: tuple[int, ...] | None = None
+        self._ranks = {name: rank for rank, name in enumerate([*self._open, *self._named])}
         self._check()
 
     def list_galleries(self) -> list[GalleryLocation]:
@@ -116,18 +134,30 @@ class Locations:
         """All possible locations of galleries, in the order of the service. Their galleries are not
         read, since one that hangs must not delay the others.
         """
-        found = [
-            GalleryLocation(name, _path_of(gallery), False, None, given=gallery)
-            for name, gallery in self._open.items()
-        ]
-        found += [self._location_of(name, text) for name, text in self._named.items()]
-        taken = {location.name for location in found}
-        found += [
-            GalleryLocation(path.name, path, True, None, self._roots.get(path.name))
-            for path in self._managed_folders()
-            if path.name not in taken
-        ]
-        return found
+        folder = None if self._managed is None else stamp(str(self._managed))
+        if folder != self._listed_at or not is_settled(folder):
+            names = [
+                *self._ranks,
+                *(name for name in self._managed_names() if name not in self._ranks),
+            ]
+            self._listed = [found for name in names if (found := self.find(name)) is not None]
+            self._listed_at = folder
+        return self._listed
+
+    def find(self, name: str) -> GalleryLocation | None:
+        """The possible location of one gallery, unread; None for a name that none can have."""
+        if name in self._open:
+            gallery = self._open[name]
+            return GalleryLocation(name, _path_of(gallery), False, None, given=gallery)
+        if name in self._named:
+            return self._location_of(name, self._named[name])
+        if self._managed is None or not is_name(name):
+            return None
+        return GalleryLocation(name, self._managed / name, True, None, self._roots.get(name))
+
+    def order(self, name: str) -> tuple[int, str]:
+        """A sort key for the order of the service: of the settings first, then by name."""
+        return self._ranks.get(name, len(self._ranks)), name
 
     def read(self, location: GalleryLocation) -> GalleryLocation:
         """The location with its current generation."""
@@ -147,10 +177,10 @@ class Locations:
             return GalleryLocation(name, Path(text), False, None, root)
         return GalleryLocation(name, None, False, None, root, text, self._uploads.get(name))
 
-    def _managed_folders(self) -> list[Path]:
+    def _managed_names(self) -> list[str]:
         if self._managed is None or not self._managed.is_dir():
             return []
-        return sorted(path for path in self._managed.iterdir() if is_name(path.name))
+        return sorted(path.name for path in self._managed.iterdir() if is_name(path.name))
 
     def _check(self) -> None:
         known = [location.name for location in self.list_galleries()]

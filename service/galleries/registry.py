@@ -1,7 +1,9 @@
 """The served galleries, each with its model: leased for a request, and swapped atomically.
 
-read the disk ─► open new galleries ─► warm up their models ─► self-check ─► one assignment
-                                         the old gallery is closed after its last lease
+    look at every CURRENT ─► changed? open it ─► warm up its model ─► self-check ─► one assignment
+      one thread, 1 s          a few threads         the old gallery is closed after its last lease
+
+A gallery that nobody changes costs one `stat` a second and no thread.
 """
 
 import asyncio
@@ -10,7 +12,7 @@ import copy
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,6 @@ from kinlens.embedder.errors import (
     DeadlineExceededError,
     GalleryConflictError,
     GalleryCorruptError,
-    GalleryError,
     GalleryNotFoundError,
     ItemNotFoundError,
     KinlensError,
@@ -38,8 +39,8 @@ from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore
 from kinlens.indexer.types import mismatch
 from kinlens.service.access.binding import Binding, of_caller
-from kinlens.service.concurrency import BoundedPool, KeyedThreads, too_late, within
-from kinlens.service.daemon_threads import in_thread
+from kinlens.service.concurrency import BoundedPool, DaemonThreads, KeyedThreads, too_late, within
+from kinlens.service.daemon_threads import begin_in_thread, in_thread
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.locations import (
     VERSION_DIGITS,
@@ -47,6 +48,7 @@ from kinlens.service.galleries.locations import (
     GalleryLocation,
     Locations,
     Opened,
+    Stamp,
     is_name,
 )
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
@@ -60,8 +62,8 @@ _CLOSE_S = 5.0
 _READ_S = 10.0
 _LOCATION_S = 2.0  # a healthy disk or server answers much sooner
 _HANGS = "It continues, and the gallery is served once it is open. Check its disk or server."
-_UNKNOWN_S = 2.0
-_BETWEEN_READS_S = 0.2
+_OPENERS = 4
+_REMOTE_READS = 2  # of the openers, so that servers that are away leave the others
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
@@ -167,6 +169,10 @@ class Served:
                 f"was rebuilt and is at build {current[:VERSION_DIGITS]} now. Search again."
             )
 
+    def has_changed(self) -> bool:
+        """Whether the catalogue of a gallery in a folder has changed since the last call."""
+        return isinstance(self.opened, IndexedGallery) and self.opened.has_changed()
+
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Hold this around work that reads the gallery: `refuse_if_hanging` needs its duration."""
@@ -225,6 +231,44 @@ async def change(
         return await pool.run(work, bulk=bulk, subject=subject, after=served.release)
 
 
+class _Look:
+    """One look at the files of galleries, in a thread. While it hangs, `at` is the location that it
+    waits for. A gallery whose stamp is None must be read.
+    """
+
+    def __init__(self, locations: Sequence[GalleryLocation], served: Mapping[str, Served]) -> None:
+        self.at = locations[0]
+        self.stamps: dict[str, Stamp | None] = {}
+        self.changed: list[Served] = []
+        self._locations = locations
+        self._served = served
+        self._since = time.monotonic()
+        self._is_abandoned = False
+        self._looking = begin_in_thread(self._run)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether its thread has not ended."""
+        return not self._looking.done()
+
+    async def take(self, limit_s: float) -> None:
+        """Wait until all are done, or until one has hung for `limit_s`; the thread is left then."""
+        looking = asyncio.wrap_future(self._looking)
+        while self.hangs and (left_s := self._since + limit_s - time.monotonic()) > 0:
+            await asyncio.wait((looking,), timeout=left_s)
+        self._is_abandoned = True
+
+    def _run(self) -> None:
+        for location in self._locations:
+            if self._is_abandoned:
+                return
+            self.at, self._since = location, time.monotonic()
+            served = self._served.get(location.name)
+            if served is not None and served.has_changed():
+                self.changed.append(served)
+            self.stamps[location.name] = location.stamp()
+
+
 class Registry:
     """Leases galleries by name. A caller gets only galleries that its key is bound to, limited by
     the filter of the key (`kinlens.service.access.binding`); others are unknown to it.
@@ -256,19 +300,22 @@ class Registry:
         self._primary = primary
         self._open_gallery = open_gallery
         self._served: dict[str, Served] = {}
-        self._names: list[str] = []
-        self._visits: dict[str, asyncio.Task[None]] = {}
-        self._opening: dict[str, str] = {}
+        self._stamps: dict[str, Stamp] = {}  # of each CURRENT when it was last read
+        self._reading: dict[str, asyncio.Task[None]] = {}
+        self._listed: set[str] = set()  # names of the last look
+        self._hanging: list[_Look] = []
         self._missed = Repeats()
         self._closings: set[threading.Thread] = set()
-        self._threads = KeyedThreads("gallery")
+        self._openers = DaemonThreads("gallery", _OPENERS, _LOCATION_S)
+        self._remote = asyncio.Semaphore(_REMOTE_READS)
+        self._listing = KeyedThreads("galleries")
         self._descriptions = KeyedThreads("description")
-        self._asked = asyncio.Event()
-        self._next: asyncio.Future[None]
-        self._reading: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._is_stopped = False
         self._opened: list[tuple[GalleryLocation, Opened]] = []
         try:
             for location in locations.list_galleries():
+                self._listed.add(location.name)
                 self._open_first(location)
             if not self._opened:
                 models.open(primary)
@@ -277,7 +324,7 @@ class Registry:
             raise
 
     async def start(self, interval_s: float) -> None:
-        """Warm up the models, serve the galleries, and read the disk every `interval_s`."""
+        """Warm up the models, serve the galleries, and look at them every `interval_s`."""
         while self._opened:
             first = self._opened[0][1]
             model = await self._models.get(first.bundle_id, first.precision)
@@ -285,19 +332,18 @@ class Registry:
             self._serve(location, gallery, model)
             await self._call(location.name, partial(_begin_compaction, gallery, location))
         await self._drop_models()
-        self._next = asyncio.get_running_loop().create_future()
-        self._reading = asyncio.create_task(self._keep_reading(interval_s))
+        self._watching = asyncio.create_task(self._watch(interval_s))
 
     async def stop(self) -> None:
         """Close every gallery that was opened here and stop the models, in a bounded time."""
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
-        self._names = []  # so that galleries that are being opened now are closed again
-        if self._visits:
-            _, hanging = await asyncio.wait(self._visits.values(), timeout=_LOCATION_S)
-            for visit in hanging:
-                visit.cancel()
+        self._is_stopped = True  # so that galleries that are being opened now are closed again
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if self._reading:
+            _, hanging = await asyncio.wait(self._reading.values(), timeout=_LOCATION_S)
+            for reading in hanging:
+                reading.cancel()
             await asyncio.gather(*hanging, return_exceptions=True)
         self._close_opened()
         all_served, self._served = self._served, {}
@@ -309,13 +355,13 @@ class Registry:
     @property
     def model(self) -> Model:
         """The model of the caller's first gallery; if it has none, any running model."""
-        for served in self._permitted().values():
-            return served.model
-        return self._models.running()[0]
+        first = self._first()
+        return self._models.running()[0] if first is None else first.model
 
     def names(self) -> list[str]:
         """The names of the caller's galleries; the first is the default."""
-        return list(self._permitted())
+        binding = of_caller()
+        return [name for name in self._served if binding.permits(name)]
 
     def closed(self) -> dict[str, str]:
         """The fault of each of the caller's galleries that cannot be opened."""
@@ -378,7 +424,7 @@ class Registry:
         return [one for part in found for one in part], sorted(silent)
 
     async def refresh_if_unknown(self, name: str | None) -> None:
-        """Read the disk if this name is unknown: another process may have just made the gallery.
+        """Look for a gallery of an unknown name: another process may have just made it.
 
         A gallery that the caller is not bound to is not looked up: the time of the response would
         reveal whether it exists.
@@ -387,81 +433,47 @@ class Registry:
             return
         if not of_caller().permits(name):
             return
-        try:
-            await self.read_from_disk(_UNKNOWN_S, name)
-        except (DeadlineExceededError, GalleryError) as error:
-            self._missed.add()
-            if times := self._missed.due():
-                structlog.get_logger().warning(
-                    "unknown gallery not looked up",
-                    gallery=name[:_SHOWN_NAME],
-                    times=times,
-                    detail=str(error),
-                )
+        with contextlib.suppress(DeadlineExceededError):  # `_read` reports it
+            await self.read_from_disk(_LOCATION_S, name)
 
     async def read_from_disk(self, limit_s: float = _READ_S, name: str | None = None) -> None:
-        """Wait for a `refresh` that begins after this call, then for the gallery `name` if it is
-        still being opened. Callers share the refreshes, of which there are up to five a second.
+        """Read a gallery, by default the first, from the disk after this call, and serve it if it
+        was changed or made, or not if it was deleted.
 
-        Raises: DeadlineExceededError after `limit_s`; GalleryError if the disk fails.
+        Raises: DeadlineExceededError after `limit_s`.
         """
-        self._asked.set()
-        try:
-            cure = "It continues; try again in a second."
-            async with within(limit_s, "Reading the galleries from the disk", cure):
-                await asyncio.shield(self._next)
-                if name is not None and (visit := self._visits.get(name)) is not None:
-                    await asyncio.wait((visit,))
-        except OSError as error:
-            raise GalleryError(
-                f"The galleries cannot be read: {error.strerror}. Check the disk."
-            ) from error
-
-    async def refresh(self) -> None:
-        """Read every location now and serve its current gallery; one call at a time.
-
-        Each location is read in its own thread. For a location that hangs this waits once, up to
-        a limit; its gallery is served or closed as soon as it answers. If a generation cannot be
-        opened, the old one stays served and the fault is added to `failures`.
-        """
-        locations = await self._threads.run(None, self._locations.list_unread, _READ_S)
-        self._names = [location.name for location in locations]
-        begun = {
-            asyncio.create_task(self._visit(location)): location
-            for location in locations
-            if location.name not in self._visits
-        }
-        self._visits |= {location.name: task for task, location in begun.items()}
-        if begun:
-            _, hanging = await asyncio.wait(begun, timeout=_LOCATION_S)
-            for location in (begun[task] for task in hanging):
-                error = too_late(_LOCATION_S, f"Opening gallery {location.name!r}", _HANGS)
-                self.failures.add(location, error, f"no result within {_LOCATION_S:g} s")
-        for name in (self._served.keys() | self.failures.verdicts().keys()) - set(self._names):
-            self._forget(name)
-        in_order = [name for name in self._names if name in self._served]
-        self._served = {name: self._served[name] for name in in_order}
-        await self._drop_models()
+        if name is None:
+            name = next(iter(self._served), "")
+        location = self._locations.find(name)
+        if location is None:
+            return
+        cure = "It continues; try again in a second."
+        async with within(limit_s, "Reading the gallery from the disk", cure):
+            if name in self._reading:  # it may have begun before this call
+                await asyncio.wait((self._reading[name],))
+            await asyncio.wait((self._begin_reading(location),))
 
     def _get(self, name: str | None) -> Served:
-        known = self._permitted()
-        if name is None and not known:
+        served = self._first() if name is None else self._served.get(name)
+        if served is not None and of_caller().permits(served.name):
+            return served
+        if name is None:
             raise GalleryNotFoundError(
                 "This service has no gallery yet. Make one with POST /galleries, or start the "
                 "service with --gallery."
             )
-        name = next(iter(known)) if name is None else name
-        if name not in known:
-            raise GalleryNotFoundError(
-                f"gallery = {name[:_SHOWN_NAME]!r} is unknown. Known are: "
-                f"{', '.join(known) or 'none'}."
-            )
-        return known[name]
+        raise GalleryNotFoundError(
+            f"gallery = {name[:_SHOWN_NAME]!r} is unknown. Known are: "
+            f"{', '.join(self.names()) or 'none'}."
+        )
 
-    def _permitted(self) -> dict[str, Served]:
-        """The served galleries that the key of the caller is bound to."""
-        binding = of_caller()
-        return {name: served for name, served in self._served.items() if binding.permits(name)}
+    def _first(self) -> Served | None:
+        """The default gallery of the caller."""
+        bound = of_caller().galleries
+        if bound is None:
+            return next(iter(self._served.values()), None)
+        names = [name for name in bound if name in self._served]
+        return self._served[min(names, key=self._locations.order)] if names else None
 
     def _open_first(self, location: GalleryLocation) -> None:
         """Open a gallery and its embedder, before the event loop runs."""
@@ -496,22 +508,102 @@ class Registry:
             self._close_opened(opened)
             self.failures.add(location, error)
 
-    async def _visit(self, unread: GalleryLocation) -> None:
-        """Read one location and serve a new generation of its gallery."""
+    async def _watch(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await self._look_at_all()
+            except Exception as error:
+                # The boundary of the task: a disk that fails now may work at the next look.
+                structlog.get_logger().error("galleries cannot be read", exc_info=error)
+
+    async def _look_at_all(self) -> None:
+        """Begin to read each gallery that has changed or failed, and forget deleted ones."""
+        locations = await self._listing.run(None, self._locations.list_unread, _READ_S)
+        self._listed = {location.name for location in locations}
+        for name in (self._served.keys() | self.failures.verdicts().keys()) - self._listed:
+            if name not in self._reading:
+                self._forget(name)
+        self._hanging = [look for look in self._hanging if look.hangs]
+        left = self._answering(locations)
+        while left:
+            look = _Look(left, self._served)
+            await look.take(_LOCATION_S)
+            if look.hangs:
+                self._hanging.append(look)
+                self._report_late(look.at)
+            for location in left:
+                if location.name in look.stamps:
+                    self._begin_if_changed(location, look.stamps[location.name])
+            for served in look.changed:
+                self._refresh(served)
+            left = self._answering(left[len(look.stamps) + 1 :])
+        await self._drop_models()
+
+    def _answering(self, locations: Sequence[GalleryLocation]) -> list[GalleryLocation]:
+        """The locations that are not on a device that hangs: each would block another thread."""
+        hanging = {self._device(look.at) for look in self._hanging}
+        return [location for location in locations if self._device(location) not in hanging]
+
+    def _device(self, location: GalleryLocation) -> object:
+        stamp = self._stamps.get(location.name)
+        return stamp[0] if stamp else location.name
+
+    def _begin_if_changed(self, location: GalleryLocation, stamp: Stamp | None) -> None:
+        name = location.name
+        is_same = stamp is not None and stamp == self._stamps.get(name)
+        if name in self._reading or (is_same and name not in self.failures.verdicts()):
+            return
+        if stamp is not None:
+            self._stamps[name] = stamp
+        self._begin_reading(location)
+
+    def _begin_reading(self, location: GalleryLocation) -> asyncio.Task[None]:
+        """The task that reads a gallery, of which each has at most one."""
+        name = location.name
+        if name not in self._reading:
+            self._reading[name] = asyncio.create_task(self._read(location))
+        return self._reading[name]
+
+    async def _read(self, location: GalleryLocation) -> None:
+        """Read which generation is current, and serve it if it is new."""
+        name = location.name
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(_LOCATION_S, self._report_late, location)
         try:
-            location = await self._call(unread.name, lambda: self._read(unread))
+            async with self._remote if location.address else contextlib.nullcontext():
+                location = await self._call(name, partial(self._read_generation, location))
             if location.managed and not location.exists:
-                self._forget(unread.name)
+                self._forget(name)
             elif self._is_due(location):
                 await self._reload(location)
         except Exception as error:
-            # The boundary of the task: a failing location must not delay the others.
-            if not self.failures.is_waiting(unread):
-                self.failures.add(unread, error)
+            # Whatever is wrong with a new generation, the old one must stay served.
+            if not self.failures.is_waiting(location):
+                self._fail(location, error)
         finally:
-            del self._visits[unread.name]
+            late.cancel()
+            del self._reading[name]
+        await self._drop_models()
 
-    def _read(self, location: GalleryLocation) -> GalleryLocation:
+    def _report_late(self, location: GalleryLocation) -> None:
+        error = too_late(_LOCATION_S, f"Opening gallery {location.name!r}", _HANGS)
+        self._fail(location, error, f"no result within {_LOCATION_S:g} s")
+
+    def _fail(self, location: GalleryLocation, error: Exception, verdict: str = "") -> None:
+        if location.name in self._listed:
+            self.failures.add(location, error, verdict)
+            return
+        self._missed.add()  # any name that a client has sent
+        if times := self._missed.due():
+            structlog.get_logger().warning(
+                "unknown gallery not looked up",
+                gallery=location.name,
+                times=times,
+                detail=verdict or str(error),
+            )
+
+    def _read_generation(self, location: GalleryLocation) -> GalleryLocation:
         """The location with its current generation; while Milvus does not answer, with the last
         known one.
         """
@@ -536,25 +628,16 @@ class Registry:
 
     async def _reload(self, location: GalleryLocation) -> None:
         name = location.name
+        gallery, precision = await self._call(name, lambda: self._open(location))
         try:
-            gallery, precision = await self._call(name, lambda: self._open(location))
-            self._opening[name] = gallery.bundle_id
-            try:
-                model = await self._models.get(gallery.bundle_id, precision)
-                await self._call(name, lambda: _check_searches(gallery, model))
-                await self._call(name, lambda: _begin_compaction(gallery, location))
-            except BaseException:
-                self._close(location, gallery)
-                raise
-            finally:
-                del self._opening[name]
-        except Exception as error:
-            # Whatever is wrong with the new generation, the old one must stay served.
-            self.failures.add(location, error)
-            return
-        if name not in self._names:  # deleted while it was opened, or the service is stopping
+            model = await self._models.get(gallery.bundle_id, precision)
+            await self._call(name, lambda: _check_searches(gallery, model))
+            await self._call(name, lambda: _begin_compaction(gallery, location))
+            if self._is_stopped:
+                raise GalleryNotFoundError("The service is stopping.")
+        except BaseException:
             self._close(location, gallery)
-            return
+            raise
         self.failures.clear(name)
         self._serve(location, gallery, model)
         structlog.get_logger().info(
@@ -573,11 +656,19 @@ class Registry:
             self._close(location, gallery)
             raise
 
+    def _refresh(self, served: Served) -> None:
+        """Open what another process has written to a gallery, so that no search has to."""
+        gallery = served.opened
+        if isinstance(gallery, IndexedGallery) and served.acquire():
+            refreshing = self._openers.submit(gallery.refresh, subject=served.name)
+            refreshing.add_done_callback(lambda _: served.release())
+
     def _serve(self, location: GalleryLocation, gallery: Opened, model: Model) -> None:
         """Serve a gallery from the next lease on, in place of the old one of this name."""
         served = Served(gallery, model, location, lambda: self._close(location, gallery))
         old = self._served.get(location.name)
-        self._served = self._served | {location.name: served}
+        every = self._served | {location.name: served}
+        self._served = {name: every[name] for name in sorted(every, key=self._locations.order)}
         if old is not None:
             old.release()
 
@@ -585,6 +676,7 @@ class Registry:
         """Stop serving a gallery that was deleted."""
         removed = self._served.get(name)
         self._served = {other: own for other, own in self._served.items() if other != name}
+        self._stamps.pop(name, None)
         self.failures.clear(name)
         if removed is not None:
             removed.release()
@@ -607,6 +699,7 @@ class Registry:
             self._close(*self._opened.pop())
 
     def _join(self) -> None:
+        self._openers.close()
         deadline = time.monotonic() + _CLOSE_S
         for thread in list(self._closings):
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -615,8 +708,9 @@ class Registry:
         """Drop every model that no gallery uses; without any gallery, keep the primary one. A model
         that a search still uses is freed after that search.
         """
+        if self._reading or self._is_stopped:
+            return  # one may just have started its model
         used = {served.model.bundle_id for served in self._served.values()}
-        used |= set(self._opening.values())
         if not used:
             try:
                 await self._models.get(self._primary)
@@ -626,26 +720,9 @@ class Registry:
         await self._models.keep(used or {self._primary})
 
     async def _call(self, name: str, work: Callable[[], T]) -> T:
-        """Call `work` without a time limit; callers limit how long they wait for the visit."""
-        return await self._threads.run(name, work, None)
-
-    async def _keep_reading(self, interval_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), interval_s)
-            self._asked.clear()
-            awaited, self._next = self._next, loop.create_future()
-            try:
-                await self.refresh()
-            except Exception as error:
-                # The boundary of the task: a disk that fails now may work at the next read.
-                structlog.get_logger().error("galleries cannot be read", exc_info=error)
-                awaited.set_exception(error)
-                awaited.exception()  # mark it as retrieved, since perhaps no caller waits
-            else:
-                awaited.set_result(None)
-            await asyncio.sleep(_BETWEEN_READS_S)
+        """Call `work` in a thread; one at a time for each gallery, and for all unknown names."""
+        subject = name if name in self._listed else ""
+        return await asyncio.wrap_future(self._openers.submit(work, subject=subject))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.service.app import create_app
+from kinlens.service.galleries.locations import GalleryLocation
 from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, Running, run
 from tests.support.shops import assert_problem, publish_photos, start_shop
@@ -257,7 +258,25 @@ class HangingFile:
         self._aside.unlink()
 
 
-def test_a_gallery_that_hangs_blocks_no_other_gallery(tmp_path, closes) -> None:
+class HangingDisk:
+    """The disk of one gallery, where even a `stat` blocks until `release`."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._answers = threading.Event()
+        stamp = GalleryLocation.stamp
+
+        def look(location: GalleryLocation) -> Any:
+            assert location.path != folder or self._answers.wait(WAIT_S)
+            return stamp(location)
+
+        monkeypatch.setattr(GalleryLocation, "stamp", look)
+
+    def release(self) -> None:
+        self._answers.set()
+
+
+@pytest.mark.parametrize("what", ["file", "disk"])
+def test_a_gallery_that_hangs_blocks_no_other_gallery(tmp_path, closes, monkeypatch, what) -> None:
     embedder = FakeEmbedder()
     for name in ("hung", "shop"):
         publish_photos(tmp_path / name, embedder, IMAGES)
@@ -268,7 +287,11 @@ def test_a_gallery_that_hangs_blocks_no_other_gallery(tmp_path, closes) -> None:
     def checks() -> Any:
         return shop.client.get("/ready").raise_for_status().json()["checks"]
 
-    hanging = HangingFile(tmp_path / "hung" / "CURRENT")
+    hanging: HangingFile | HangingDisk
+    if what == "file":
+        hanging = HangingFile(tmp_path / "hung" / "CURRENT")
+    else:
+        hanging = HangingDisk(tmp_path / "hung", monkeypatch)
     try:
         until(lambda: checks().get("reload hung") == "no result within 2 s")
         new = shop.create("new")
@@ -285,6 +308,18 @@ def test_a_gallery_that_hangs_blocks_no_other_gallery(tmp_path, closes) -> None:
     finally:
         hanging.release()
     until(lambda: "reload hung" not in checks())
+
+
+def test_galleries_that_nobody_uses_need_no_thread(tmp_path, closes) -> None:
+    embedder, count = FakeEmbedder(), 40
+    facts = {"bundle_id": embedder.bundle_id, "dim": embedder.dim, "source": "uploads"}
+    for number in range(count):
+        path = tmp_path / "state" / "galleries" / f"tenant{number}"
+        Gallery.create(path, name=path.name, **facts).close()
+    before = threading.active_count()
+    shop = closes(start_shop(tmp_path / "state", embedder, create=False))
+    assert len(shop.client.get("/galleries").json()["galleries"]) == count
+    until(lambda: threading.active_count() - before < count)
 
 
 @pytest.mark.parametrize("path", ["/search?gallery=hung", "/galleries/hung/items/0/image"])

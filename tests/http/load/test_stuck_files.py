@@ -58,7 +58,10 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     shop = start_shop(
-        tmp_path_factory.mktemp("state"), feedback="pairs", request_timeout_ms=LIMIT_MS
+        tmp_path_factory.mktemp("state"),
+        feedback="pairs",
+        request_timeout_ms=LIMIT_MS,
+        ready_timeout_ms=LIMIT_MS,
     )
     shop.put({"a": encoded(photo(1)), "b": encoded(photo(2))}, price=5)
     yield shop

@@ -129,20 +129,47 @@ def service() -> Iterator[Any]:
 
 
 def http_page() -> str:
-    """The sections of the service's page /docs, with headings for the table of contents."""
-    from kinlens.service.http.docs_page import render_docs
-
+    """Each operation of the OpenAPI document with its fields and problems."""
     with service() as app:
-        html = render_docs(app.openapi())
-    found = re.findall(r'<section id="(.+?)"><h2>(.+?)</h2>(.*?)</section>', html, re.DOTALL)
-    text = "# HTTP routes\n\nEvery route with its parameters and answers, as a service shows them "
-    text += "at `/docs`. [HTTP API](../api.md) explains them.\n"
-    for anchor, title, body in found:
-        route, _, summary = title.partition("</code>")
-        route = unescape(re.sub("<.+?>", "", route))
-        body = re.sub(r'<div class="wide".*?>|</div>', "", body)
-        text += f"\n## `{route}` {{ #{anchor} }}\n\n<p>{summary.strip()}</p>\n{body}\n"
+        document = app.openapi()
+    text = "# HTTP routes\n\nEvery route with its fields and answers. A service shows them at "
+    text += "`/docs`, where requests can be tried. [HTTP API](../api.md) explains them.\n"
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            anchor = f"{method}{re.sub('[^a-z0-9_]+', '-', path)}"
+            text += f"\n## `{method.upper()} {path}` {{ #{anchor} }}\n\n{operation['summary']}. "
+            text += operation.get("description", "") + "\n"
+            text += table(("Field", "In", "Meaning"), fields_of(operation, document))
+            text += table(("Status", "Meaning", "Problems"), answers_of(operation))
     return text
+
+
+def table(names: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    """A Markdown table; empty without rows."""
+    lines = [
+        " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows
+    ]
+    head = f"\n| {' | '.join(names)} |\n|{'---|' * len(names)}\n"
+    return head + "".join(f"| {line} |\n" for line in lines) if lines else ""
+
+
+def fields_of(operation: dict[str, Any], document: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Name, place and meaning of each parameter and of each field of the body."""
+    for parameter in operation.get("parameters", ()):
+        yield f"`{parameter['name']}`", parameter["in"], parameter.get("description", "")
+    known = document["components"]["schemas"]
+    for media_type, content in operation.get("requestBody", {}).get("content", {}).items():
+        schema = known.get(content["schema"].get("$ref", "").rpartition("/")[2], content["schema"])
+        for name, field in schema.get("properties", {}).items():
+            yield f"`{name}`", media_type, field.get("description", "")
+
+
+def answers_of(operation: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Status, meaning and problems of each answer."""
+    for status, answer in sorted(operation["responses"].items()):
+        contents = answer.get("content", {}).values()
+        slugs = [f"`{slug}`" for one in contents for slug in one.get("examples", ())]
+        yield status, answer["description"], " ".join(slugs)
 
 
 def settings_page() -> str:

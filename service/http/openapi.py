@@ -1,13 +1,17 @@
-"""The OpenAPI document with its problems and scopes, served at /openapi.json and /docs."""
+"""The OpenAPI document with its problems and scopes, served at /openapi.json; and Swagger UI, whose
+files come from the package fastapi-offline, at /docs.
+"""
 
 import math
 from collections.abc import Iterable
 from functools import partial
+from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic_core import to_json
+from starlette.exceptions import HTTPException
 
 from kinlens.embedder import errors
 from kinlens.models import Fault, Problem, Scope
@@ -16,7 +20,6 @@ from kinlens.service.access.prefix import public_path
 from kinlens.service.concurrency import Recent
 from kinlens.service.daemon_threads import in_thread
 from kinlens.service.http.bodies import JSON
-from kinlens.service.http.docs_page import render_docs
 from kinlens.service.http.pages import Assets, Page
 from kinlens.service.http.rules import Extent, Route, rule
 from kinlens.service.problems import (
@@ -28,6 +31,7 @@ from kinlens.service.problems import (
     ProblemType,
 )
 
+_VIEWER = {"swagger-ui.css": "text/css", "swagger-ui-bundle.js": "text/javascript"}
 _SCHEMES = {
     "bearer": {
         "type": "http",
@@ -87,45 +91,30 @@ def problems(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
 
 
 def openapi_routes(app: FastAPI, assets: Assets) -> APIRouter:
-    """Add the problem schema to `app.openapi`, and build the routes of the document and its page.
+    """Add the problem schema to `app.openapi`, and build the routes of the document and its viewer.
 
-    Both are public and as costly as many searches, so they are built once, in a thread, at the
-    first request.
+    The document and the files of the viewer are public and as costly as many searches, so they are
+    built and compressed once, in a thread, at the first request.
     """
 
-    def build() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = get_openapi(
-                title=app.title,
-                version=app.version,
-                description=app.description,
-                routes=app.routes,
-            )
-            schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            for model in (Problem, Fault):
-                schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-                schema.pop("$defs", None)
-                schemas[model.__name__] = schema
-            anonymous = app.state.runtime.settings.anonymous_scopes
-            _add_security(document, app, anonymous)
-            app.openapi_schema = document
-        return app.openapi_schema
+    def make() -> Page:
+        return Page.of(to_json(app.openapi()), JSON)
 
-    def make() -> tuple[Page, Page]:
-        document = app.openapi()
-        page = assets.located(render_docs(document)).encode()
-        return Page.of(to_json(document), JSON), Page.of(page, "text/html")
+    def load() -> dict[str, Page]:
+        folder = files("fastapi_offline") / "static"
+        return {name: Page.of((folder / name).read_bytes(), kind) for name, kind in _VIEWER.items()}
 
-    kept = Recent(partial(in_thread, make), math.inf)
+    document = Recent(partial(in_thread, make), math.inf)
+    viewer = Recent(partial(in_thread, load), math.inf)
     located: dict[str, Page] = {}  # by path prefix, which only trusted proxies set
-    app.openapi = build  # type: ignore[method-assign]
-
+    app.openapi = partial(_document, app)  # type: ignore[method-assign]
+    html = assets.page("docs/index.html")
     router = APIRouter(route_class=Route, include_in_schema=False)
 
     @router.get("/openapi.json")
     @rule(None, "none")
     async def openapi(request: Request) -> Response:
-        page, prefix = (await kept.get())[0], public_path("")
+        page, prefix = await document.get(), public_path("")
         if prefix and prefix not in located:
             server = b'{"servers":' + to_json([{"url": prefix}]) + b","
             located[prefix] = await in_thread(partial(Page.of, server + page.body[1:], JSON))
@@ -134,9 +123,34 @@ def openapi_routes(app: FastAPI, assets: Assets) -> APIRouter:
     @router.get("/docs")
     @rule(None, "none")
     async def docs(request: Request) -> Response:
-        return (await kept.get())[1].answer(request.headers)
+        return html.answer(request.headers)
+
+    @router.get("/docs/{name}")
+    @rule(None, "none")
+    async def file(request: Request, name: str) -> Response:
+        if name not in _VIEWER:
+            raise HTTPException(404, f"/docs/{name} does not exist.")
+        return (await viewer.get())[name].answer(request.headers)
 
     return router
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        document = get_openapi(
+            title=app.title,
+            version=app.version,
+            description=app.description,
+            routes=app.routes,
+        )
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for model in (Problem, Fault):
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schema.pop("$defs", None)
+            schemas[model.__name__] = schema
+        _add_security(document, app, app.state.runtime.settings.anonymous_scopes)
+        app.openapi_schema = document
+    return app.openapi_schema
 
 
 def _add_security(document: dict[str, Any], app: FastAPI, anonymous: Iterable[Scope]) -> None:

@@ -9,8 +9,9 @@ from tests.support.seams import Route
 FREE = None
 _TABLE: dict[tuple[str | None, str], str] = {
     (FREE, "none"): """
-        GET /           GET /admin      GET /docs       GET /openapi.json
-        GET /live       GET /startup    GET /ui/{path:path}
+        GET /           GET /admin      GET /ui/{path:path}
+        GET /docs       GET /docs/{name}                GET /openapi.json
+        GET /live       GET /startup
     """,
     (FREE, "items"): "GET /ready",
     ("search", "service"): "GET /metrics",

@@ -100,7 +100,9 @@ def test_a_proxy_serves_below_a_path(name, photos, embedder, tmp_path, closes) -
 def test_every_open_route_is_for_customers_or_closed_by_name() -> None:
     """A new route without a key must be added to a list here."""
     opened = {route.removeprefix("GET ") for route, right in RIGHTS.items() if right.scope is FREE}
-    assert opened - set(PRIVATE) == {"/", "/ui/{path:path}", "/live", "/docs", "/openapi.json"}
+    assert opened - set(PRIVATE) == {
+        "/", "/ui/{path:path}", "/live", "/docs", "/docs/{name}", "/openapi.json",
+    }  # fmt: skip
 
 
 def test_without_a_service_the_proxy_answers_503(setup, tmp_path) -> None:

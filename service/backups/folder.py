@@ -16,7 +16,7 @@ import hashlib
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -26,27 +26,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.durable import (
-    crash_point,
-    discard,
-    exclusive,
-    holder,
-    make_folder,
-    rename,
-    staged,
-    sync_tree,
-    write_whole,
-)
-from kinlens.embedder.errors import (
-    BundleError,
-    GalleryError,
-    GalleryWriteError,
-    KinlensError,
-    StateError,
-)
-from kinlens.embedder.types import SHORT
+from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
+from kinlens.embedder.errors import GalleryError, GalleryWriteError, KinlensError, StateError
 from kinlens.indexer.gallery import backup as backup_gallery
-from kinlens.indexer.gallery import check_backup, copy_bytes, current_generation, current_manifest
+from kinlens.indexer.gallery import check_backup, current_generation, current_manifest
 from kinlens.indexer.gallery import restore as restore_gallery
 from kinlens.indexer.types import Progress
 from kinlens.service.access.keys import KeyStore
@@ -54,12 +37,10 @@ from kinlens.service.galleries.locations import (
     Bundles,
     GalleryLocation,
     Locations,
-    id_of,
     known_bundles,
-    managed_folder,
 )
 from kinlens.service.galleries.uploads import UploadFolder
-from kinlens.service.jobs.store import JobFolders, JobStore
+from kinlens.service.jobs.store import JobStore
 from kinlens.service.settings import REPLICAS, Settings
 
 LAST = ".last-backup.json"
@@ -76,7 +57,6 @@ _FOLDERS = ("feedback", "jobs")  # in the state folder, copied whole
 _COPIED_SEPARATELY = ("galleries", "bundles")
 _SQLITE_SUFFIXES = ("-wal", "-shm", "-journal")
 _PROCESS_FILES = ("lock", "group.txt")  # of a job, valid only while its process runs
-_RESERVE_BYTES = 16 << 20
 _CURE = "Use another backup."
 _INTERRUPTED = "The job was running when the restored backup was made. Start it again."
 
@@ -113,18 +93,6 @@ class Backup(BaseModel, frozen=True):
     bundles: tuple[SavedBundle, ...]
     not_contained: tuple[str, ...]
     damaged: tuple[str, ...] = ()
-
-
-def expected_bytes(settings: Settings) -> int:
-    """The approximate size of a backup in bytes. Raises: KinlensError, OSError."""
-    size = 0
-    for location in _in_folders(settings):
-        if location.path is not None:
-            size += copy_bytes(location.path)
-            size += _size(UploadFolder(location.path).files())
-    for folder, _ in _bundles(settings).values():
-        size += _size(_files(folder))
-    return size + (_size(_state_files(settings.state)) if settings.state is not None else 0)
 
 
 class LastBackup(BaseModel, frozen=True):
@@ -175,12 +143,11 @@ def _back_up(settings: Settings, out: Path, on_progress: Progress) -> Backup:
     The backup contains every change that was acknowledged before the call. `out` is created only
     when the backup is complete.
 
-    Raises: StateError if `out` exists or the disk is full; KinlensError; OSError.
+    Raises: StateError if `out` exists; KinlensError; OSError.
     """
     if out.exists():
         raise StateError(f"out = {out} already exists. Choose a new folder for the backup.")
     make_folder(out.absolute().parent, _STEP)
-    _refuse_full(out.absolute().parent, expected_bytes(settings), "the files of the backup")
     with staged(out.absolute().parent, _PART) as stage:
         stage.chmod(0o700)
         galleries = tuple(_save_galleries(settings, stage, on_progress))
@@ -242,40 +209,42 @@ def check(backup: Path, on_progress: Progress) -> Backup:
     return report
 
 
-def restore(
-    backup: Path,
-    state: Path,
-    galleries: Mapping[str, Path],
-    bundle: Path | None,
-    *,
-    replace: bool,
-    on_progress: Progress,
-) -> Backup:
-    """Restore a backup: galleries outside the state folder to the paths in `galleries`, all else to
-    `state`.
+def restore(backup: Path, state: Path, on_progress: Progress) -> Backup:
+    """Restore a whole backup to the new or empty folder `state`, with all galleries and bundles.
 
-    Nothing is changed unless the whole backup can be read. Then each part is replaced atomically.
-    If the process is killed, repeat the call with `replace` to finish the restore.
+    The parts are moved into it when all are complete, keys last, since they give access to the
+    rest. After a kill in that moment, empty the folder and repeat the call.
 
-    Raises: StateError if a target exists and `replace` is false, if a service runs on `state`, or
-        if the disk is full; KinlensError; OSError.
+    Raises: StateError if `state` is no empty folder, or a file of the backup is missing or damaged;
+        KinlensError; OSError.
     """
+    if state.exists() and not (state.is_dir() and all(map(_is_left_over, state.iterdir()))):
+        raise StateError(
+            f"state = {state} is not an empty folder. A restore overwrites nothing: choose a new "
+            "folder with --state, or stop the service and move the content of this one away."
+        )
     report = check(backup, on_progress)
-    targets = _targets(report, state, galleries)
     make_folder(state.absolute(), _STEP)
-    with _stopped(state):
-        if not replace:
-            _refuse_existing(backup, state, targets)
-        for saved in report.bundles:
-            _refuse_foreign(bundle if saved.primary else None)
-        size = sum((backup / path).stat().st_size for path in _listed(backup))
-        _refuse_full(state, size, "the restored files")
-        for saved in report.bundles:
-            _put_bundle(backup, saved, state, bundle, on_progress)
-        for name, target in targets.items():
-            _put_gallery(_gallery_in(backup, name), target, replace, on_progress)
-        _put_state(backup / "state", state, on_progress)
+    with staged(state, _PART) as stage:
+        for saved in report.galleries:
+            source, target = (_gallery_in(folder, saved.name) for folder in (backup, stage))
+            restore_gallery(source, target, on_progress=on_progress)
+            for file in UploadFolder(source).files():
+                _copy(file, target / file.relative_to(source), on_progress)
+        _copy_tree(backup / "bundles", stage / "bundles", on_progress)
+        for file in _files(backup / "state"):
+            if not file.name.endswith(_SQLITE_SUFFIXES):
+                copy = stage / file.relative_to(backup / "state")
+                _copy(file, copy, on_progress)
+                copy.chmod(0o600)
+        sync_tree(stage, _STEP)
+        for part in sorted(stage.iterdir(), key=lambda part: part.name == _KEYS):
+            rename(part, state / part.name, _STEP)
     return report
+
+
+def _is_left_over(entry: Path) -> bool:
+    return entry.name.startswith(_PART)  # of a restore that was killed; the next one removes it
 
 
 def _in_folders(settings: Settings) -> list[GalleryLocation]:
@@ -381,119 +350,8 @@ def _bundles(settings: Settings) -> dict[str, tuple[Path, bool]]:
     return {bundle_id: (folder, bundle_id == primary) for bundle_id, (folder, _) in known.items()}
 
 
-def _targets(report: Backup, state: Path, galleries: Mapping[str, Path]) -> dict[str, Path]:
-    known = {gallery.name: gallery for gallery in report.galleries}
-    for name in galleries:
-        if name not in known:
-            raise StateError(
-                f"The backup has no gallery {name!r}. It has: {', '.join(known) or 'none'}."
-            )
-    found = {}
-    for name, gallery in known.items():
-        if name not in galleries and not gallery.managed:
-            raise StateError(
-                f"Gallery {name!r} was in {gallery.path}, outside the state folder. Choose where "
-                f"to restore it: --gallery {name}={gallery.path}."
-            )
-        found[name] = galleries.get(name, managed_folder(state) / name)
-    return found
-
-
-def _refuse_existing(backup: Path, state: Path, targets: Mapping[str, Path]) -> None:
-    existing = [str(path) for path in targets.values() if current_generation(path) is not None]
-    files = (backup / "state").glob("*")
-    existing += [str(state / file.name) for file in files if (state / file.name).is_file()]
-    if existing:
-        raise StateError(
-            f"{existing[0]} already exists. Choose an empty folder with --state, or overwrite the "
-            "existing files with --replace, also to finish an interrupted restore."
-        )
-
-
-def _refuse_foreign(bundle: Path | None) -> None:
-    if bundle is None or not bundle.exists() or id_of(bundle) is not None:
-        return
-    if not bundle.is_dir() or any(bundle.iterdir()):
-        raise StateError(
-            f"bundle = {bundle} exists and is not a model bundle. Choose a new folder with "
-            "--bundle."
-        )
-
-
-@contextlib.contextmanager
-def _stopped(state: Path) -> Iterator[None]:
-    """Hold the sweep lock of `state`, so no service sweeps there during the block.
-
-    Raises: StateError if a service or a job runs on `state`.
-    """
-    lock = state / ".sweep.lock"
-    with contextlib.ExitStack() as stack:
-        if not stack.enter_context(exclusive(lock, wait=False)):
-            raise StateError(
-                f"A service (process {holder(lock)}) runs on {state}. Stop it, restore, and start "
-                "it again."
-            )
-        for job in (state / "jobs").glob("*"):
-            with JobFolders(state, job.name).locked() as is_free:
-                if is_free is None:
-                    raise StateError(
-                        f"Job {job.name} runs in {state}. Stop `kinlens-serve work`, restore, and "
-                        "start it again."
-                    )
-        yield
-
-
-def _put_bundle(
-    backup: Path, saved: SavedBundle, state: Path, bundle: Path | None, on_progress: Progress
-) -> None:
-    known = known_bundles(state, None)
-    target = state / "bundles" / saved.bundle_id[:SHORT]
-    if saved.bundle_id in known:
-        target = known[saved.bundle_id][0]
-    if saved.primary and bundle is not None:
-        target = bundle
-    with contextlib.suppress(BundleError):
-        if Bundle.open(target).bundle_id == saved.bundle_id:
-            return
-    make_folder(target.absolute().parent, _STEP)
-    with staged(target.absolute().parent) as stage:
-        _copy_tree(_bundle_in(backup, saved.bundle_id), stage, on_progress)
-        sync_tree(stage, _STEP)
-        if target.exists():
-            discard(target)
-        rename(stage, target, _STEP)
-
-
-def _put_gallery(source: Path, target: Path, replace: bool, on_progress: Progress) -> None:
-    make_folder(target.absolute(), _STEP)
-    uploads = UploadFolder(target)
-    # Images before the catalogue that refers to them. No sweep may remove them in between.
-    with uploads.removal_paused():
-        for file in UploadFolder(source).files():
-            uploads.write(file.name, file.read_bytes())
-            on_progress(file.stat().st_size)
-        restore_gallery(source, target, replace=replace, on_progress=on_progress)
-
-
-def _put_state(source: Path, state: Path, on_progress: Progress) -> None:
-    """Restore images and logs, then the databases that refer to them; keys last, since they give
-    access to the rest.
-    """
-    files = [file for file in _files(source) if not file.name.endswith(_SQLITE_SUFFIXES)]
-    for file in sorted(files, key=lambda file: (file.parent == source, file.name == _KEYS)):
-        target = (state / file.relative_to(source)).resolve()  # replicas may share keys by a link
-        make_folder(target.parent, _STEP)
-        crash_point(f"{_STEP}: before {file.name}")
-        if file.suffix == ".sqlite":
-            target.touch(mode=0o600)
-            _copy_database(file, target)
-        else:
-            write_whole(target, file.read_bytes(), _STEP)
-        on_progress(file.stat().st_size)
-
-
 def _copy_database(source: Path, target: Path) -> None:
-    """Copy a database in one transaction of `target`: readers see the old or the new content."""
+    """Copy one state of a database that may be in use."""
     with _database(source) as read, _database(target, "rwc") as write:
         read.backup(write)
 
@@ -518,16 +376,6 @@ def _database(file: Path, mode: str = "rw") -> Iterator[sqlite3.Connection]:
             f"{file} cannot be copied: {error}. Check the disk and the permissions; if the file "
             "is damaged, remove it and restore it from a backup."
         ) from error
-
-
-def _refuse_full(folder: Path, needed: int, what: str) -> None:
-    needed += _RESERVE_BYTES
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise StateError(
-            f"{what.capitalize()} need {needed / 1e6:,.0f} MB, but the disk of {folder} has "
-            f"{free / 1e6:,.0f} MB free. Free some space, or choose a folder on another disk."
-        )
 
 
 def _sums(backup: Path) -> dict[str, str]:
@@ -565,14 +413,6 @@ def _listed(folder: Path) -> list[str]:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _size(files: "Iterator[Path] | list[Path]") -> int:
-    size = 0
-    for file in files:
-        with contextlib.suppress(FileNotFoundError):
-            size += file.stat().st_size
-    return size
 
 
 def _copy_tree(source: Path, target: Path, on_progress: Progress) -> None:

@@ -1,7 +1,6 @@
 """Backups of a whole service: every acknowledged write is restored, or nothing is changed."""
 
 import json
-import os
 import re
 import shutil
 import stat
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -76,15 +74,8 @@ def save(host: Path, name: str = "saved") -> backups.Backup:
     return backups.back_up(settings, host / name, lambda _: None)
 
 
-def put_back(saved: Path, to: Path, *, replace: bool = False) -> backups.Backup:
-    return backups.restore(
-        saved,
-        to / "state",
-        {"shelf": to / "shelf"},
-        to / "model",
-        replace=replace,
-        on_progress=lambda _: None,
-    )
+def put_back(saved: Path, to: Path) -> backups.Backup:
+    return backups.restore(saved, to / "state", lambda _: None)
 
 
 def content(host: Path) -> dict[str, Any]:
@@ -92,7 +83,8 @@ def content(host: Path) -> dict[str, Any]:
     state = host / "state"
     parts = ("keys", "jobs", "feedback", "model", "shop", "shelf")
     found: dict[str, Any] = dict.fromkeys(parts)
-    for name, path in {"shop": state / "galleries" / "shop", "shelf": host / "shelf"}.items():
+    shelf = host / "shelf" if (host / "shelf").is_dir() else state / "galleries" / "shelf"
+    for name, path in {"shop": state / "galleries" / "shop", "shelf": shelf}.items():
         if current_generation(path) is not None:
             with closing(Gallery.open(path)) as gallery:
                 found[name] = [(item.key, item.sha256) for item in gallery.items()]
@@ -106,8 +98,9 @@ def content(host: Path) -> dict[str, Any]:
     if (state / "feedback.sqlite").is_file() and (state / "feedback.sqlite").stat().st_size:
         with closing(FeedbackStore(state)) as store:
             found["feedback"] = [*store.pairs("shop")]
-    if (host / "model").is_dir():
-        found["model"] = Bundle.open(host / "model").bundle_id
+    for folder in (host / "model", *state.glob("bundles/*")):
+        if folder.is_dir():
+            found["model"] = Bundle.open(folder).bundle_id
     return found
 
 
@@ -156,11 +149,9 @@ def test_a_restore_on_an_empty_host_has_every_acknowledged_write(tiny_bundle, tm
         with repeating(lambda _: put(client, len(acknowledged), acknowledged)):
             known = dict(acknowledged)
             call("backup", "--out", saved, *options)
-        refusal = call("restore", saved, *options, "--replace", code=1).stderr
-        assert "runs on" in refusal
-        assert "Stop it" in refusal
+        assert "not an empty folder" in call("restore", saved, *options[2:], code=1).stderr
         call("backup", "--out", saved, *options, code=1)
-        metrics = httpx.get(f"{one.url}/metrics").text
+        metrics = client.get("/metrics").text
         assert "kinlens_backup_failed 1.0" in metrics
         succeeded_at = re.findall(r"^kinlens_backup_last_success\w+ (.*)$", metrics, re.MULTILINE)
         assert began_at < float(succeeded_at[0]) < time.time()
@@ -168,9 +159,10 @@ def test_a_restore_on_an_empty_host_has_every_acknowledged_write(tiny_bundle, tm
         assert float(free) > 0
     assert len(acknowledged) > len(known)
     shutil.rmtree(old)
-    call("restore", saved, "--bundle", new / "model", "--state", new / "state")
+    restored = call("restore", saved, "--state", new / "state").stdout
+    [bundle] = re.findall(r"--bundle (\S+)", restored)
     with (
-        own_process(tmp_path / "log", bundle=new / "model", state=new / "state", **common) as two,
+        own_process(tmp_path / "log", bundle=bundle, state=new / "state", **common) as two,
         httpx.Client(base_url=two.url, headers=headers, timeout=30) as client,
     ):
         assert httpx.post(f"{two.url}/search", files=image).status_code == 401
@@ -223,42 +215,30 @@ def test_a_damaged_byte_is_named_and_nothing_is_changed(host, pattern: str) -> N
     file.write_bytes(data)
     before = content(host)
     expected = "" if pattern == "SHA256SUMS" else file.name
-    for arguments in (("--check",), ("--state", host / "state", "--replace")):
+    for arguments in (("--check",), ("--state", host / "new")):
         refusal = call("restore", host / "saved", *arguments, code=1).stderr
         assert expected in refusal
         assert "Use another backup" in refusal
     assert content(host) == before
+    assert not (host / "new").exists()
     file.unlink()
     assert file.name in call("restore", host / "saved", "--check", code=1).stderr
 
 
-def test_existing_parts_are_replaced_only_with_replace(host, tmp_path) -> None:
-    KeyStore(host / "state" / "keys.json").create("later", ["search"])
+def test_a_restore_overwrites_nothing(host, tmp_path) -> None:
     before = content(host)
-    with pytest.raises(KinlensError, match="--replace"):
+    with pytest.raises(KinlensError, match="move the content of this one away"):
         put_back(host / "saved", host)
     assert content(host) == before
-    put_back(host / "saved", host, replace=True)
-    assert [key.name for key in content(host)["keys"]] == ["till"]
     with pytest.raises(KinlensError, match="already exists"):
         save(host)
-    arguments = ("--state", tmp_path / "other")
-    assert "--gallery shelf=" in call("restore", host / "saved", *arguments, code=1).stderr
-    assert "No backup at" in call("restore", tmp_path / "none", *arguments, code=1).stderr
-
-
-def test_a_restore_by_another_user_than_that_of_the_service_says_what_to_run(
-    host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state, shelf, model = tmp_path / "state", tmp_path / "shelf of shoes", tmp_path / "model"
-    arguments = ["--state", state, "--bundle", model, "--gallery", f"shelf={shelf}"]
-    first = call("restore", host / "saved", *arguments).stderr
-    assert ("restored files belong to root" in first) == (os.geteuid() == 0)
-    owner = state.stat()
-    monkeypatch.setattr(os, "geteuid", lambda: owner.st_uid + 1)
-    warned = call("restore", host / "saved", *arguments, "--replace").stderr
-    ids = f"{owner.st_uid}:{owner.st_gid}"
-    assert f"chown -R {ids} {state} '{shelf}' {model}" in warned
+    (tmp_path / "file").touch()
+    assert (
+        "not an empty"
+        in call("restore", host / "saved", "--state", tmp_path / "file", code=1).stderr
+    )
+    away = ("--state", tmp_path / "other")
+    assert "No backup at" in call("restore", tmp_path / "none", *away, code=1).stderr
 
 
 def states(folder: Path, work: Callable[[], Any]) -> list[Path]:
@@ -291,30 +271,13 @@ def test_a_killed_backup_leaves_nothing_that_looks_like_a_backup(host) -> None:
     backups.check(whole / "half", lambda _: None)  # renamed, so that it is whole
 
 
-def test_a_killed_restore_leaves_each_part_old_or_new_and_can_be_repeated(host, photos) -> None:
-    new = content(host)
-    shop = start_shop(host / "state", feedback="pictures", jobs="elsewhere")
-    shop.put({"other.png": photos[9]})
-    shop.close()
-    KeyStore(host / "state" / "keys.json").create("later", ["search"])
-    JobStore(host / "state" / "service.sqlite").create("compact", "other", {}, "anonymous")
-    old = content(host)
-    assert old["shop"] != new["shop"]
-    assert old["keys"] != new["keys"]
-    for copy in states(host, lambda: put_back(host / "saved", host, replace=True)):
-        found = content(copy)
-        assert all(found[part] in (old[part], new[part]) for part in old), copy
-        put_back(copy / "saved", copy, replace=True)
-        assert content(copy) == new
-    assert content(host) == new
-
-
-def test_a_full_disk_is_refused_before_the_first_write(host, monkeypatch, tmp_path) -> None:
-    usage = SimpleNamespace(free=1_000_000)
-    monkeypatch.setattr(backups.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(KinlensError, match=r"need \d+ MB.* has 1 MB free"):
-        save(host, "other")
-    assert not (host / "other").exists()
-    with pytest.raises(KinlensError, match=r"need \d+ MB.* has 1 MB free"):
-        put_back(host / "saved", tmp_path / "new")
-    assert not (tmp_path / "new" / "shelf").exists()
+def test_a_killed_restore_gives_no_access_until_it_is_whole(made, tmp_path) -> None:
+    new = content(made)
+    saved, to = made / "saved", tmp_path / "to"
+    to.mkdir()
+    for copy in states(to, lambda: put_back(saved, to)):
+        assert content(copy)["keys"] is None or content(copy) == new
+        if not [entry for entry in (copy / "state").glob("*") if entry.name[0] != "."]:
+            put_back(saved, copy)
+            assert content(copy) == new
+    assert content(to) == new

@@ -92,13 +92,9 @@ def test_a_run_that_continues_a_bundle_has_no_folds(bundle: Bundle, tmp_path: Pa
     result = run_job(job, load_split(job.data), folder, Silent())
     assert result.choice.startswith("The model is alpha 0.5")
     assert not list(folder.glob("fold-*"))
-    start, last, chosen = (
-        load_checkpoint(folder / START),
-        load_checkpoint(folder),
-        load_chosen(folder),
-    )
-    found = chosen.network()[1].state_dict()
-    for name, value in between(start, last, 0.5).items():
+    checkpoints = load_checkpoint(folder / START), load_checkpoint(folder), load_chosen(folder)
+    before, after, found = (one.network()[1].state_dict() for one in checkpoints)
+    for name, value in between(before, after, 0.5).items():
         torch.testing.assert_close(found[name], value)
 
 

@@ -15,6 +15,7 @@ References:
     weights. https://arxiv.org/abs/2109.01903
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +32,6 @@ from kinlens.training.checkpoint import (
     BEST,
     FILE,
     START,
-    Checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
@@ -44,6 +44,7 @@ from kinlens.training.distributed import is_main, rank, wait_for_all, world
 from kinlens.training.evaluation.evaluate import embed, pooled, through_head
 from kinlens.training.evaluation.retrieval import GAIN, gain, retrieval
 from kinlens.training.folder import UNTRAINED, changes, read_json, replace_json
+from kinlens.training.models.weights import State
 from kinlens.training.state import RESUMABLE
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -163,15 +164,15 @@ def write_chosen(folder: Path, alpha: float | None) -> None:
     """Write the model at `alpha` as the chosen one; None is what the run began with."""
     start, last = load_checkpoint(folder / START), load_checkpoint(folder)
     trunk_alone = alpha is None and last.began_with == UNTRAINED
-    weights = between(start, last, alpha or 0.0)  # the trunk of the start
+    before, after = (one.network()[1].state_dict() for one in (start, last))
+    weights = between(before, after, alpha or 0.0)  # the trunk of the start
     save_checkpoint(
         folder / BEST, replace(last, net=weights, average=None, trunk_alone=trunk_alone)
     )
 
 
-def between(start: Checkpoint, last: Checkpoint, alpha: float) -> dict[str, Tensor]:
+def between(before: State, after: State, alpha: float) -> dict[str, Tensor]:
     """The state of the network at a point on the line."""
-    before, after = start.network()[1].state_dict(), last.network()[1].state_dict()
     return {
         name: torch.lerp(before[name], value, alpha)
         if value.is_floating_point()
@@ -192,7 +193,9 @@ def _evaluate_fold(job: Job, split: Split, run_folder: Path) -> dict[str, Any]:
     held_out = held_out.some_pairs(_OTHERS, job.seed)
     parts = [held_out, split.train.some(_OTHERS, job.seed)]
     labels = np.concatenate([held_out.labels, parts[1].labels + held_out.classes])
-    net = last.network()[1].to(choose_device(job.runtime))
+    net, trunk = last.network()[1], start.network()[1]
+    after, before = copy.deepcopy(net.state_dict()), copy.deepcopy(trunk.state_dict())
+    net, trunk = (one.to(choose_device(job.runtime)) for one in (net, trunk))
     features = [pooled(net, part, job) for part in parts] if net.frozen_trunk else []
     ranks, precisions = {}, {}
 
@@ -201,11 +204,10 @@ def _evaluate_fold(job: Job, split: Split, run_folder: Path) -> dict[str, Any]:
         ranks[name] = answers.ranks[: len(held_out)].tolist()
         precisions[name] = answers.precisions[: len(held_out)].tolist()
 
-    trunk = start.network()[1].to(choose_device(job.runtime))
     of_trunk = features or [pooled(trunk, part, job) for part in parts]
     ask(_TRUNK, [functional.normalize(x).numpy() for x in of_trunk])
     for alpha in ALPHAS:
-        net.load_state_dict(between(start, last, alpha))
+        net.load_state_dict(between(before, after, alpha))
         if features:
             ask(name_of(alpha), [through_head(net, x) for x in features])
         else:

@@ -4,6 +4,7 @@ timm is an optional extra and imported only here, when a job names one of its ne
 """
 
 import difflib
+import functools
 import inspect
 from typing import Any
 
@@ -75,9 +76,8 @@ def build_timm_trunk(name: str, weights: str) -> TimmTrunk:
         raise JobError(
             f"A backbone {TIMM}NAME needs the package timm: pip install 'kinlens[timm]'."
         ) from error
-    known = [*timm.list_models(), *timm.list_pretrained()]
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=3)
+    if name not in _known():
+        close = difflib.get_close_matches(name, _known(), n=3)
         raise JobError(
             f"timm has no network {name!r}. Set model.backbone to one of timm.list_models(), for "
             f"example {', '.join(TIMM + match for match in close or ['resnet50'])}."
@@ -97,6 +97,14 @@ def build_timm_trunk(name: str, weights: str) -> TimmTrunk:
             "model.backbone."
         ) from error
     return TimmTrunk(name, network)
+
+
+@functools.cache
+def _known() -> tuple[str, ...]:
+    """The networks of timm, with and without tags. To list them takes longer than to build one."""
+    import timm
+
+    return (*timm.list_models(), *timm.list_pretrained())
 
 
 def _create(timm: Any, name: str, pretrained: bool) -> Any:
